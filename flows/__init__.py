@@ -1,0 +1,1 @@
+"""Compositions of tasks that read like the diagram in the README."""

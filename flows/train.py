@@ -1,0 +1,86 @@
+"""A run: begin, iterate, evaluate now and then, leave a summary and a report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from prefect import flow
+
+from flows.iteration import iteration
+from rlpipe.config.load import home as default_home
+from rlpipe.config.load import load_run
+from rlpipe.config.run import RunConfig
+from rlpipe.observe.progress import Progress
+from rlpipe.types import NodeRef
+from tasks.begin import begin
+from tasks.checkpoint import keep_last
+from tasks.context import close_context, context
+from tasks.evaluate import evaluate
+from tasks.observe import Observer
+
+
+@flow(name="train", flow_run_name="{run}")
+async def train(recipe: str, overrides: Sequence[str] = (), run: str | None = None) -> dict[str, Any]:
+    """Train a recipe to its end, going on from what the store has of it. Answers the summary.
+
+    `overrides` are `dotted.key=value`. Raises: ConfigError, DataError at once for bad input; later what a stage raised.
+    """
+    config, home = load_run(recipe, overrides, run), default_home()
+    if config.warm_start:
+        await train(config.warm_start, warm_start_overrides(config), f"{config.run}.warm_start")
+    with Progress(config.run, config.num_rollout) as progress:
+        started = time.perf_counter()
+        first = await begin(config, home, progress)
+        if first:
+            progress.say(f"{config.run}: going on from iteration {first} of {config.num_rollout}, the last one committed")
+        progress.begin(first)
+        with Observer(await context(config.run), first, startup_seconds=time.perf_counter() - started) as observer:
+            await run_iterations(config, first, observer)
+            await keep_last(config.run)
+            summary = await observer.report()
+    close_context(config.run)
+    return summary
+
+
+async def run_iterations(config: RunConfig, first: int, observer: Observer) -> None:
+    """Iterations from `first` to the end, evaluated where it is due."""
+    done = await evaluate_if_due(config, first, observer)
+    for k in range(first, config.num_rollout):
+        if done:
+            return
+        start = time.perf_counter()
+        nodes: dict[str, NodeRef] = await iteration(config.run, k)
+        await observer.iteration(k, nodes, seconds=time.perf_counter() - start)
+        done = await evaluate_if_due(config, k + 1, observer)
+
+
+async def evaluate_if_due(config: RunConfig, version: int, observer: Observer) -> bool:
+    """Evaluate all held-out sets if this weight version asks for it; whether the run's stop condition is met."""
+    if not evaluation_due(config, version):
+        return False
+    metrics: dict[str, float] = {}
+    start = time.perf_counter()
+    for dataset in config.evaluation.datasets:
+        node = await evaluate(config.run, version, dataset.name)
+        metrics |= node.outputs["metrics"]
+    await observer.evaluation(version, metrics, seconds=time.perf_counter() - start)
+    stop = config.stop_when
+    return stop is not None and metrics.get(stop.metric, float("-inf")) >= stop.at_least
+
+
+def evaluation_due(config: RunConfig, version: int) -> bool:
+    """Before the first iteration, after every `eval_interval`, and after the last."""
+    if not config.evaluation.datasets:
+        return False
+    if version == 0:
+        return not config.evaluation.skip_eval_before_train
+    interval = config.evaluation.eval_interval
+    return version == config.num_rollout or (interval is not None and version % interval == 0)
+
+
+def warm_start_overrides(config: RunConfig) -> list[str]:
+    """What a warm start has in common with its run: seed, store, actors."""
+    shared = [f"seed={config.seed}", f"resources.cluster={config.cluster}"]
+    return shared + ([f"store.root={config.store.root}"] if config.store.root else [])

@@ -1,0 +1,1 @@
+"""Ray actors that hold state (trainer ranks, engines, generator), how they are placed, found by name and called."""

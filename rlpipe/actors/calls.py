@@ -1,0 +1,66 @@
+"""Calling actors: every wait has a deadline, and every failure says which actor, where and why.
+
+Not here: which actors there are (`cluster`), or what to do about a failure (the stage that called).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from rlpipe.errors import DeadlineExceeded, RlpipeError
+
+
+class ActorLost(RlpipeError):
+    """An actor's process is gone: killed, crashed or out of memory."""
+
+
+async def gather(refs: Sequence[ray.ObjectRef], *, where: str, deadline_s: float) -> list[Any]:
+    """The results of several calls, in order, within one deadline; the first failure ends the wait.
+
+    Raises: what the actor raised, if it is one of ours; ActorLost if its process is gone; DeadlineExceeded.
+    """
+    waits = [asyncio.ensure_future(_result(ref, where)) for ref in refs]
+    try:
+        async with asyncio.timeout(deadline_s):
+            return list(await asyncio.gather(*waits))
+    except TimeoutError as error:
+        if isinstance(error, DeadlineExceeded):
+            raise
+        late = [str(number) for number, wait in enumerate(waits) if not wait.done() or wait.cancelled()]
+        raise DeadlineExceeded(
+            "did not answer in time",
+            where=where,
+            found=f"no answer of call {', '.join(late)}",
+            expected=f"within {deadline_s:g} s",
+        ) from error
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+
+
+async def call(ref: ray.ObjectRef, *, where: str, deadline_s: float) -> Any:
+    """The result of one call. Raises: as `gather`."""
+    return (await gather([ref], where=where, deadline_s=deadline_s))[0]
+
+
+async def _result(ref: ray.ObjectRef, where: str) -> Any:
+    try:
+        return await ref
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, RlpipeError):
+            cause.add_note(f"raised in {where}")
+            raise cause from None
+        raise RlpipeError(f"{type(cause).__name__}: {cause}", where=where, found=_last_lines(str(error))) from error
+    except (RayActorError, GetTimeoutError) as error:
+        raise ActorLost("the actor's process is gone", where=where, found=_last_lines(str(error))) from error
+
+
+def _last_lines(text: str, lines: int = 12) -> str:
+    return "\n".join(text.strip().splitlines()[-lines:])

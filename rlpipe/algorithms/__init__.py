@@ -1,0 +1,1 @@
+"""Pure functions: rewards to advantages, divergences, losses, and how per-token values become one number."""

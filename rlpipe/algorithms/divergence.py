@@ -1,0 +1,33 @@
+"""Per-token estimates of KL(π ‖ π_ref) from the sampled tokens' log-probs.
+
+With d = ℓ - ℓ_ref on tokens drawn from π:
+
+    k1 = d                     unbiased, can be negative
+    k2 = d² / 2                biased, low variance; its gradient is that of the KL
+    k3 = exp(-d) - 1 + d       unbiased, never negative
+    low_var_kl = k3 clamped to [-10, 10]
+
+Source: Schulman, http://joschu.net/blog/kl-approx.html.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def kl_estimate(log_probs: torch.Tensor, reference: torch.Tensor, kind: str) -> torch.Tensor:
+    """The estimate named `kind` (k1, k2, k3, low_var_kl), any equal shapes, with gradient.
+
+    Raises: ValueError for another name.
+    """
+    d = log_probs - reference
+    match kind:
+        case "k1":
+            return d
+        case "k2":
+            return d.square() / 2
+        case "k3":
+            return torch.expm1(-d) + d
+        case "low_var_kl":
+            return (torch.expm1(-d) + d).clamp(-10, 10)
+    raise ValueError(f"kl_loss_type: found {kind!r}, expected one of k1, k2, k3, low_var_kl")

@@ -1,0 +1,157 @@
+"""Functions of the user, named by a path in the configuration: how one is loaded, and the digest of its source.
+
+A path is `path/to/file.py:name`, `path/to/file.py` (the file's only public function) or `package.module.name`. The digest
+covers the one file that defines the function, not what that file imports.
+
+Not here: what a hook is called with, which is said by whoever calls it. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rlpipe.errors import ConfigError
+
+_FORMS = "'path/to/file.py:name', 'path/to/file.py' or 'package.module.name'"
+
+
+def load_hook(path: str) -> Callable[..., Any]:
+    """The callable that `path` names. A file is imported once per content, without touching `sys.path`.
+
+    Raises: ConfigError if the file, module or name is not there (with the nearest names) or is not callable, or if the
+    file cannot be imported. What the file's own code raises while it is imported comes through as it is.
+    """
+    file, name = _split_file(path)
+    if file is not None:
+        module = _import_file(file, path)
+        name = name or _only_function(module, path)
+    else:
+        module_name, name = _split_dotted(path)
+        module = _import_module(module_name, path)
+    return _callable_in(module, name, path)
+
+
+def hook_digest(path: str) -> str:
+    """sha256 (hex) of the bytes of the source file that `path` names. Raises: ConfigError if there is none."""
+    file, _ = _split_file(path)
+    if file is None:
+        file = _source_of(_split_dotted(path)[0], path)
+    return hashlib.sha256(_read(file, path)).hexdigest()
+
+
+def _split_file(path: str) -> tuple[Path | None, str]:
+    file, colon, name = path.rpartition(":")
+    if colon and file.endswith(".py"):
+        return Path(file), name
+    return (Path(path), "") if path.endswith(".py") else (None, "")
+
+
+def _split_dotted(path: str) -> tuple[str, str]:
+    module, _, name = path.rpartition(".")
+    if not module or not all(part.isidentifier() for part in path.split(".")):
+        raise ConfigError("not the path of a function", where=path, found=repr(path), expected=_FORMS)
+    return module, name
+
+
+def _read(file: Path, path: str) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        near = get_close_matches(file.name, _python_files(file.parent), n=3)
+        raise ConfigError(
+            "the hook's file cannot be read",
+            where=path,
+            found=f"{file.absolute()}: {error.strerror}",
+            expected="a Python file" + (f"; in that folder there is {', '.join(near)}" if near else ""),
+            do="give a path from the folder the run is started in, or an absolute one",
+        ) from error
+
+
+def _python_files(folder: Path) -> list[str]:
+    return sorted(item.name for item in folder.glob("*.py"))
+
+
+def _import_file(file: Path, path: str) -> ModuleType:
+    source = _read(file, path)
+    digest = hashlib.sha256(str(file.absolute()).encode() + b"\0" + source).hexdigest()
+    name = f"rlpipe_hook_{file.stem}_{digest[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    complete = False
+    try:
+        spec.loader.exec_module(module)
+        complete = True
+    except (ImportError, SyntaxError) as error:
+        raise ConfigError("the hook's file cannot be imported", where=path, found=_said(error)) from error
+    finally:
+        if not complete:
+            del sys.modules[name]
+    return module
+
+
+def _import_module(name: str, path: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, SyntaxError) as error:
+        raise ConfigError("the hook's module cannot be imported", where=path, found=_said(error), expected=_FORMS) from error
+
+
+def _source_of(module: str, path: str) -> Path:
+    try:
+        spec = importlib.util.find_spec(module)
+    except ImportError as error:
+        raise ConfigError("the hook's module cannot be found", where=path, found=_said(error), expected=_FORMS) from error
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        found = f"no module {module!r}" if spec is None else f"module {module!r} without a source file"
+        raise ConfigError("the hook has no Python source", where=path, found=found, expected=_FORMS)
+    return Path(spec.origin)
+
+
+def _only_function(module: ModuleType, path: str) -> str:
+    names = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    if len(names) != 1:
+        raise ConfigError(
+            "which function of this file?",
+            where=path,
+            found=f"{len(names)} public functions: {', '.join(sorted(names)) or 'none'}",
+            expected="exactly one, or its name in the path",
+            do=f"write {path}:{sorted(names)[0] if names else 'name'}",
+        )
+    return names[0]
+
+
+def _callable_in(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
+    if not hasattr(module, name):
+        near = get_close_matches(name, dir(module), n=3)
+        raise ConfigError(
+            f"there is no {name!r} in it",
+            where=path,
+            found=f"module {getattr(module, '__file__', module.__name__)}",
+            expected=f"one of its names; nearest: {', '.join(near)}" if near else "one of its names",
+        )
+    value = getattr(module, name)
+    if not callable(value):
+        raise ConfigError("the hook is not callable", where=path, found=type(value).__name__, expected="a function")
+    return value
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

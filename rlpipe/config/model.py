@@ -1,0 +1,105 @@
+"""Which model, where its weights start, and how many processes hold it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from rlpipe.config.base import Config, Tuning
+
+
+class HuggingFaceModel(Config):
+    """A Hugging Face model directory: config.json, safetensors, tokenizer."""
+
+    type: Literal["huggingface"]
+    hf_checkpoint: str
+    """The directory. Gives the engines and the trainer their architecture, tokenizer and first weights."""
+    trust_remote_code: bool = False
+    """Run Python code that the directory brings along. Off unless you trust it."""
+
+
+class MadeModel(Config):
+    """A model directory made by a function the first time it is needed, then kept under `{home}/models`."""
+
+    type: Literal["made"]
+    maker: str
+    """`path/to/file.py:function` or `module.function`, called as `function(directory, **arguments)`, with the
+    run's `seed` if it takes one."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """JSON-able keyword arguments of the function."""
+
+
+class BranchModel(Config):
+    """The weights at the end of another branch of the same store (a warm start); optimizer state starts fresh."""
+
+    branch: str
+    """Name of the branch, that is of the run."""
+    iteration: int | None = None
+    """Which of its commits; None is the newest."""
+
+
+ModelSource = Annotated[HuggingFaceModel | MadeModel, Field(discriminator="type")]
+
+
+class ModelConfig(Config):
+    """Architecture, tokenizer and first weights."""
+
+    source: ModelSource
+    start_from: BranchModel | None = None
+    """Take the first weights from another branch instead of from `source` (which still gives the architecture)."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the parameters and activations in trainer and engines. Without CUDA, float32 is the tested choice."""
+
+
+class ResourcesConfig(Config):
+    """Processes and GPUs. Names are slime's; on a machine without CUDA a "GPU" is a CPU process."""
+
+    actor_num_nodes: int = Tuning(default=1, ge=1)
+    """Nodes the trainer spans."""
+    actor_num_gpus_per_node: int = Tuning(default=1, ge=1)
+    """Trainer ranks on each of those nodes."""
+    rollout_num_gpus: int = Tuning(default=1, ge=1)
+    """GPUs of all inference engines together."""
+    rollout_num_gpus_per_engine: int = Tuning(default=1, ge=1)
+    """GPUs of one engine (its tensor parallel size)."""
+    cluster: str | None = Tuning(None)
+    """Name under which the actors live; runs of the same name share them one after another. None is the run's own name."""
+    ray_address: str | None = Tuning(None)
+    """Ray cluster to join; None starts a local one that ends with the flow."""
+    threads_per_process: int = Tuning(default=1, ge=1)
+    """CPU threads of each trainer rank and engine on a machine without CUDA."""
+    start_timeout_s: float = Tuning(default=600.0, gt=0)
+    """How long actors and servers may take to come up."""
+
+    @property
+    def trainer_ranks(self) -> int:
+        return self.actor_num_nodes * self.actor_num_gpus_per_node
+
+    @property
+    def num_engines(self) -> int:
+        return self.rollout_num_gpus // self.rollout_num_gpus_per_engine
+
+    @model_validator(mode="after")
+    def _engines_fill_their_gpus(self):
+        if self.rollout_num_gpus % self.rollout_num_gpus_per_engine:
+            raise ValueError(
+                f"rollout_num_gpus ({self.rollout_num_gpus}) must be a multiple of "
+                f"rollout_num_gpus_per_engine ({self.rollout_num_gpus_per_engine})"
+            )
+        return self
+
+
+class EngineConfig(Config):
+    """The SGLang servers and their router."""
+
+    sglang: dict[str, Any] = Tuning(default_factory=dict)
+    """SGLang server arguments by their own names (`mem_fraction_static: 0.8`), passed through untouched."""
+    router: dict[str, Any] = Tuning(default_factory=dict)
+    """sglang-router arguments by their own names (`policy: cache_aware`)."""
+    server_concurrency: int = Tuning(default=512, ge=1)
+    """Requests in flight per engine."""
+    request_timeout_s: float = Tuning(default=600.0, gt=0)
+    """Deadline of one generation request."""
+    host: str = Tuning("127.0.0.1")
+    """Address the servers and the router bind to."""

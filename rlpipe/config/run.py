@@ -1,0 +1,137 @@
+"""`RunConfig`: everything one run is, one model per stage."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import field_validator, model_validator
+
+from rlpipe.config.base import Config, Tuning
+from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig, RolloutConfig
+from rlpipe.config.model import BranchModel, EngineConfig, ModelConfig, ResourcesConfig
+from rlpipe.config.train import AdvantageConfig, CheckpointConfig, SyncConfig, TrainConfig
+
+
+class StoreConfig(Config):
+    """Where everything that happened is kept."""
+
+    root: str | None = Tuning(None)
+    """Any fsspec URL (`s3://bucket/prefix`, `file:///data/rl`); None is `{home}/store`. Credentials come from the environment."""
+
+
+class ObserveConfig(Config):
+    """What a person watches."""
+
+    tensorboard: bool = Tuning(True)
+    """Write TensorBoard event files under `{home}/{run}/tensorboard`."""
+    samples_in_report: int = Tuning(default=8, ge=0)
+    """Examples shown before and after in the report page."""
+
+
+class StopCondition(Config):
+    """End the run early once an evaluation metric is reached."""
+
+    metric: str
+    """Metric name, such as `eval/heldout/accuracy`."""
+    at_least: float
+    """Stop when it is this high."""
+
+
+class RunConfig(Config):
+    """One run: a branch of the store, from its first weights to `num_rollout` iterations."""
+
+    run: str
+    """Name of the run and of its branch."""
+    num_rollout: int = Tuning(..., ge=0)
+    """Iterations in total."""
+    stop_when: StopCondition | None = Tuning(None)
+    """End earlier; None: never."""
+    seed: int = 0
+    """Seeds everything that has no seed of its own: a made model's weights, data.rollout_seed, train.seed."""
+    warm_start: str | None = None
+    """Recipe of a run to finish first, as `{run}.warm_start` in the same store with the same seed; its last weights are
+    this run's first."""
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig
+    reward: RewardConfig
+    advantage: AdvantageConfig = AdvantageConfig()
+    train: TrainConfig = TrainConfig()
+    sync: SyncConfig = SyncConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    engine: EngineConfig = EngineConfig()
+    resources: ResourcesConfig = ResourcesConfig()
+    store: StoreConfig = StoreConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_seed_for_all(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        values, seed = dict(values), values.get("seed", 0)
+        for section, key in (("data", "rollout_seed"), ("train", "seed")):
+            if isinstance(given := values.get(section, {}), dict):
+                values[section] = {key: seed, **given}
+        return values
+
+    @field_validator("run")
+    @classmethod
+    def _run_is_a_name(cls, value: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", value):
+            raise ValueError(f"letters, digits, '.', '_' and '-' only, found {value!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _batches_come_out_even(self):
+        samples, step = self.samples_per_iteration, self.train.global_batch_size
+        if step and samples % step:
+            raise ValueError(
+                f"rollout.rollout_batch_size × rollout.n_samples_per_prompt = {samples} must be a multiple of "
+                f"train.global_batch_size = {step}"
+            )
+        ranks, model = self.resources.trainer_ranks, self.train.parallel.model_ranks
+        if ranks % model:
+            raise ValueError(
+                f"resources.actor_num_nodes × resources.actor_num_gpus_per_node = {ranks} ranks must be a multiple of "
+                f"train.parallel's TP × PP × CP = {model}"
+            )
+        if self.train.loss.kl_loss_coef and not self.advantage.reference:
+            raise ValueError("train.loss.kl_loss_coef needs advantage.reference: true")
+        supervised = self.rollout.type == "dataset"
+        if supervised != (self.train.loss.type == "sft") or supervised != (self.advantage.advantage_estimator == "none"):
+            raise ValueError(
+                "supervised runs set all of rollout.type: dataset, train.loss.type: sft and "
+                "advantage.advantage_estimator: none; found "
+                f"{self.rollout.type}, {self.train.loss.type}, {self.advantage.advantage_estimator}"
+            )
+        return self
+
+    @property
+    def start_from(self) -> BranchModel | None:
+        """The branch whose last weights are this run's first, if any."""
+        return BranchModel(branch=f"{self.run}.warm_start") if self.warm_start else self.model.start_from
+
+    @property
+    def cluster(self) -> str:
+        """Name of the actors' cluster: runs of one cluster use the same actors, one run after another."""
+        return self.resources.cluster or self.run
+
+    @property
+    def total_optimizer_steps(self) -> int:
+        return self.num_rollout * self.num_steps_per_rollout
+
+    @property
+    def needs_engines(self) -> bool:
+        return self.rollout.type == "sample" or bool(self.evaluation.datasets)
+
+    @property
+    def samples_per_iteration(self) -> int:
+        return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+
+    @property
+    def num_steps_per_rollout(self) -> int:
+        """Optimizer steps of one iteration."""
+        return self.samples_per_iteration // (self.train.global_batch_size or self.samples_per_iteration)

@@ -1,0 +1,132 @@
+"""The data source: which groups an iteration samples, as a pure function of rows, configuration and state.
+
+Nothing is remembered between calls (permutations are only cached), so a plan made twice from the same state is the same
+plan, in whatever process, and the state after it is all that a commit has to keep.
+
+Not here: sampling (`rollout`), writing plans (`store`), filling the buffer (the commit says what waits in it).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from transformers import PreTrainedTokenizerBase
+
+from rlpipe.config.data import DataConfig, EvalDataset, RolloutConfig
+from rlpipe.data.prompts import PromptRow
+from rlpipe.data.tokens import encode_prompt, encode_supervised
+from rlpipe.errors import DataError
+from rlpipe.types import DataState, Plan, PlannedGroup
+
+
+class DataSource:
+    """Draws prompts in epochs: each a permutation of all rows by (rollout_seed, epoch), one after the other without gaps."""
+
+    def __init__(
+        self, rows: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase, data: DataConfig, rollout: RolloutConfig, branch: str
+    ):
+        """Raises: DataError without rows."""
+        if not rows:
+            raise DataError("the data source has no rows", where="data.prompts", found="0 rows", expected="at least one")
+        self._rows, self._tokenizer, self._data, self._rollout, self._branch = rows, tokenizer, data, rollout, branch
+        self._order = lru_cache(maxsize=2)(self._shuffled)
+
+    def __len__(self) -> int:
+        """Rows of one epoch."""
+        return len(self._rows)
+
+    def check(self) -> None:
+        """Encode every row once, so that a bad one is found before the run rather than in it. Raises: DataError naming it."""
+        for row in self._rows:
+            self._group(row, group_id="")
+
+    def plan(self, iteration: int, state: DataState, buffered: Iterable[PlannedGroup] = ()) -> Plan:
+        """The groups of one iteration: the oldest of the buffer first, then new draws up to `rollout_batch_size`.
+
+        `buffered` holds at least the groups that are taken from `state.buffer`, as earlier plans wrote them.
+
+        Raises: DataError if a buffered group is not given, the state does not fit the rows, or a drawn row is wrong.
+        """
+        given = {group.group_id: group for group in buffered}
+        taken = state.buffer[: self._rollout.rollout_batch_size]
+        missing = [group_id for group_id in taken if group_id not in given]
+        if missing:
+            raise DataError("groups of the buffer were not given", where=f"{self._branch}/{iteration}", found=f"no {missing}")
+        drawn, after = self._draw(state, self._rollout.rollout_batch_size - len(taken))
+        after = after.model_copy(update={"buffer": state.buffer[len(taken) :]})
+        groups = (*(given[group_id] for group_id in taken), *drawn)
+        return Plan(branch=self._branch, iteration=iteration, groups=groups, before=state, after=after)
+
+    def _draw(self, state: DataState, count: int) -> tuple[list[PlannedGroup], DataState]:
+        epoch, offset, draws = state.epoch, state.offset, state.draws
+        if not 0 <= offset < len(self._rows):
+            raise DataError(
+                "the data state does not fit the rows",
+                where=self._branch,
+                found=f"offset {offset} in epoch {epoch}",
+                expected=f"less than the {len(self._rows)} rows of data.prompts",
+                do="continue with the prompts the state was made with, or start a branch with a fresh data state",
+            )
+        groups = []
+        for draw in range(draws, draws + count):
+            row = self._rows[self._order(epoch)[offset]]
+            groups.append(self._group(row, f"{self._branch}:{draw:08d}"))
+            epoch, offset = (epoch, offset + 1) if offset + 1 < len(self._rows) else (epoch + 1, 0)
+        return groups, DataState(epoch=epoch, offset=offset, draws=draws + count)
+
+    def _group(self, row: PromptRow, group_id: str) -> PlannedGroup:
+        return _planned(row, group_id, self._rollout.n_samples_per_prompt, self._tokenizer, self._data, self._rollout)
+
+    def _shuffled(self, epoch: int) -> Sequence[int]:
+        order = list(range(len(self._rows)))
+        if self._data.rollout_shuffle:
+            random.Random(f"{self._data.rollout_seed}/{epoch}").shuffle(order)
+        return order
+
+
+def evaluation_plan(
+    dataset: EvalDataset,
+    rows: Sequence[PromptRow],
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    rollout: RolloutConfig,
+    *,
+    branch: str,
+    iteration: int,
+) -> Plan:
+    """Every row of a held-out set once, in order, with the same ids and seeds in every iteration and branch.
+
+    The groups are always sampled, also in a supervised run. Raises: DataError naming a row that is wrong.
+    """
+    sampled = rollout.model_copy(update={"type": "sample"})
+    groups = tuple(
+        _planned(row, f"eval/{dataset.name}:{number:08d}", dataset.n_samples_per_eval_prompt, tokenizer, data, sampled)
+        for number, row in enumerate(rows)
+    )
+    return Plan(branch=branch, iteration=iteration, groups=groups, before=DataState(), after=DataState())
+
+
+def sample_seed(rollout_seed: int, group_id: str, index: int) -> int:
+    """The seed of one sample: 31 bits of sha256 over `rollout_seed/group_id/index`."""
+    digest = hashlib.sha256(f"{rollout_seed}/{group_id}/{index}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+def _planned(
+    row: PromptRow, group_id: str, num_samples: int, tokenizer: PreTrainedTokenizerBase, data: DataConfig, rollout: RolloutConfig
+) -> PlannedGroup:
+    encode = encode_supervised if rollout.type == "dataset" else encode_prompt
+    encoded = encode(tokenizer, row, data, rollout)
+    return PlannedGroup(
+        group_id=group_id,
+        prompt=encoded.prompt,
+        prompt_ids=encoded.prompt_ids,
+        label=row.label,
+        metadata=row.metadata,
+        seeds=tuple(sample_seed(data.rollout_seed, group_id, index) for index in range(num_samples)),
+        response_ids=encoded.response_ids,
+        loss_mask=encoded.loss_mask,
+    )

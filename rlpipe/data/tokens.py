@@ -1,0 +1,196 @@
+"""From prompts to token ids: the tokenizer, the chat template, and the loss mask of supervised rows.
+
+A plain prompt is tokenized as it stands: no special token is added to it, and a chat template brings its own. Prompt and
+response are always tokenized apart, so that a supervised row has the very prompt ids that sampling would start from.
+
+Not here: which row comes when (`source`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rlpipe.config.data import DataConfig, RolloutConfig
+from rlpipe.data.prompts import PromptRow
+from rlpipe.errors import ConfigError, DataError
+from rlpipe.types import Message, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A row in tokens. `prompt` is what the ids say (rendered text), or the messages of a supervised chat row.
+
+    `response_ids` and `loss_mask` have the same length; both are empty where the response is to be sampled.
+    """
+
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...] = ()
+    loss_mask: tuple[int, ...] = ()
+
+
+def load_tokenizer(directory: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face model directory. Raises: ConfigError if it is not there or cannot be loaded."""
+    if not Path(directory).is_dir():
+        raise ConfigError("no such model directory", where="model.source.hf_checkpoint", found=directory)
+    try:
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            "the model directory has no tokenizer that can be loaded",
+            where="model.source.hf_checkpoint",
+            found=f"{directory}: {error}",
+            expected="tokenizer.json and tokenizer_config.json",
+        ) from error
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, rollout: RolloutConfig) -> Encoded:
+    """The row as it will be sampled from. Raises: DataError naming the row if it is empty, not renderable or too long."""
+    text = render(tokenizer, row.prompt, data, where=row.where)
+    encoded = Encoded(text, _ids(tokenizer, text))
+    _check_lengths(encoded, row.where, data, rollout)
+    return encoded
+
+
+def encode_supervised(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, rollout: RolloutConfig) -> Encoded:
+    """The row with its own answer as the response; `prompt_ids` is everything before the first token that is trained.
+
+    Plain rows: the label's tokens, then end-of-sequence. Chat rows (`apply_chat_template`): messages, with the label as one
+    more assistant message if there is one; `loss_mask_type` says which assistant messages count, and
+    `"step_loss_mask": 0` in a message takes it out. A trained message ends with the end-of-sequence token its template writes.
+
+    Raises: DataError naming the row if it has no answer, nothing to train on, or is too long.
+    """
+    encoded = _encode_chat(tokenizer, row, data, rollout) if data.apply_chat_template else _encode_plain(tokenizer, row, data)
+    _check_lengths(encoded, row.where, data, rollout)
+    return encoded
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, data: DataConfig, *, where: str, add_generation_prompt: bool = True
+) -> str:
+    """The prompt as text. Without a chat template that is the string itself; with one, a string is a user's message.
+
+    Raises: DataError if messages are given without `apply_chat_template` or the template refuses them; ConfigError if the
+    tokenizer has no template.
+    """
+    if not data.apply_chat_template:
+        if isinstance(prompt, str):
+            return prompt
+        raise DataError(
+            "the prompt is a list of messages",
+            where=where,
+            expected="a string",
+            do="set data.apply_chat_template: true, or give rendered text",
+        )
+    if not tokenizer.chat_template:
+        raise ConfigError("the tokenizer has no chat template", where="data.apply_chat_template", found=tokenizer.name_or_path)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    options: dict[str, Any] = {**data.apply_chat_template_kwargs, "add_generation_prompt": add_generation_prompt}
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except (TemplateError, TypeError, KeyError) as error:
+        raise DataError(
+            "the chat template refuses the messages", where=where, found=f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
+
+
+def _encode_plain(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig) -> Encoded:
+    if row.label is None:
+        raise DataError("a supervised row needs an answer", where=row.where, found="no label", do="set prompts.label_key")
+    eos_token_id = tokenizer.eos_token_id
+    if not isinstance(eos_token_id, int):
+        raise ConfigError("the tokenizer has no end-of-sequence token", where="model.source", found=tokenizer.name_or_path)
+    text = render(tokenizer, row.prompt, data, where=row.where)
+    response = (*_ids(tokenizer, row.label), eos_token_id)
+    return Encoded(text, _ids(tokenizer, text), response, (1,) * len(response))
+
+
+def _encode_chat(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, rollout: RolloutConfig) -> Encoded:
+    messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
+    if row.label is not None:
+        messages.append({"role": "assistant", "content": row.label})
+    trained = _trained_messages(messages, rollout.loss_mask_type, row.where)
+    text, spans = _spans([_bare(message) for message in messages[: trained[-1] + 1]], trained, tokenizer, data, row.where)
+    prompt_ids, response_ids, loss_mask = _ids(tokenizer, text[: spans[0][0]]), [], []
+    for (start, end), (following, _) in pairwise([*spans, (spans[-1][1], 0)]):
+        answer = _ids(tokenizer, text[start:end])
+        num_trained = _length_to_end_of_turn(answer, tokenizer.eos_token_id)
+        rest = answer[num_trained:] + _ids(tokenizer, text[end:following])
+        response_ids += answer[:num_trained] + rest
+        loss_mask += [1] * num_trained + [0] * len(rest)
+    last = len(loss_mask) - loss_mask[::-1].index(1)
+    return Encoded(messages[: trained[-1] + 1], prompt_ids, tuple(response_ids[:last]), tuple(loss_mask[:last]))
+
+
+def _trained_messages(messages: list[Message], loss_mask_type: str, where: str) -> list[int]:
+    """Positions of the assistant messages that count in the loss, of which there is at least one."""
+    answers = [position for position, message in enumerate(messages) if message["role"] == "assistant"]
+    chosen = answers[-1:] if loss_mask_type == "last" else answers
+    for message in messages:
+        if message.get("step_loss_mask", 1) not in (0, 1):
+            raise DataError("step_loss_mask is not 0 or 1", where=where, found=message["step_loss_mask"], expected="0 or 1")
+    trained = [position for position in chosen if messages[position].get("step_loss_mask", 1)]
+    if not trained:
+        raise DataError(
+            "nothing of the row is trained on",
+            where=where,
+            found=f"roles {[message['role'] for message in messages]}, loss_mask_type {loss_mask_type!r}",
+            expected="an assistant message (or a label) whose step_loss_mask is not 0",
+        )
+    return trained
+
+
+def _bare(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key != "step_loss_mask"}
+
+
+def _spans(
+    messages: list[Message], trained: list[int], tokenizer: PreTrainedTokenizerBase, data: DataConfig, where: str
+) -> tuple[str, list[tuple[int, int]]]:
+    """The rendered text and, for each trained message, where in it the answer starts and ends."""
+    text = render(tokenizer, messages, data, where=where, add_generation_prompt=False)
+    spans = []
+    for position in trained:
+        before = render(tokenizer, messages[:position], data, where=where)
+        through = render(tokenizer, messages[: position + 1], data, where=where, add_generation_prompt=False)
+        if not (text.startswith(through) and through.startswith(before)):
+            raise DataError(
+                "the chat template rewrites earlier messages, so the answer has no fixed place in the text",
+                where=where,
+                found=f"message {position} of {len(messages)}",
+                do="use loss_mask_type: last, or a template that only appends",
+            )
+        spans.append((len(before), len(through)))
+    return text, spans
+
+
+def _length_to_end_of_turn(ids: tuple[int, ...], eos_token_id: Any) -> int:
+    """Tokens up to the last end-of-sequence token, with it: what a template writes after it is never sampled."""
+    return len(ids) - ids[::-1].index(eos_token_id) if eos_token_id in ids else len(ids)
+
+
+def _check_lengths(encoded: Encoded, where: str, data: DataConfig, rollout: RolloutConfig) -> None:
+    prompt, response = len(encoded.prompt_ids), len(encoded.response_ids)
+    context = rollout.rollout_max_context_len
+    room = None if context is None else context - max(response, 1)
+    limits = [("prompt", prompt, "data.rollout_max_prompt_len", data.rollout_max_prompt_len)]
+    limits += [("prompt", prompt, "rollout.rollout_max_context_len, with room for a response", room)]
+    limits += [("answer", response, "rollout.rollout_max_response_len", rollout.rollout_max_response_len)]
+    if not prompt:
+        raise DataError("the prompt has no tokens", where=where, found=repr(encoded.prompt))
+    for what, length, setting, limit in limits:
+        if limit is not None and length > limit:
+            raise DataError(
+                f"the {what} is too long", where=where, found=f"{length} tokens", expected=f"at most {limit} ({setting})"
+            )

@@ -1,0 +1,158 @@
+"""From a Hugging Face directory to Megatron's configuration and weights and back, by mbridge.
+
+mbridge's tables are written in the names of Transformer Engine layers; ours are the local ones, so models are shown to it
+through `_Renamed`. What else differs from what it expects is mended here: rope fields that transformers 5 moved, and a
+class-wide table that a tied model edits.
+
+Not here: building the model (`model`), serving weights to engines (`rlpipe.sync`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rlpipe.engines.megatron.platform  # noqa: F401
+
+# isort: split
+import mbridge
+from mbridge.core import LLMBridge
+from mbridge.core.bridge import _MODEL_REGISTRY as BRIDGES
+from mbridge.core.util import unwrap_model
+from megatron.core.transformer import MLATransformerConfig
+from transformers import AutoConfig, PretrainedConfig
+
+from rlpipe.errors import ConfigError
+
+LOCAL = {
+    "masked_softmax_fusion": False,
+    "persist_layer_norm": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "moe_shared_expert_overlap": False,
+    "moe_router_load_balancing_type": "none",
+    "gradient_accumulation_fusion": False,
+    "attention_backend": "auto",
+}
+"""What the layers of `layers.py` need (mbridge's defaults ask for Transformer Engine, apex and CUDA), and no auxiliary loss:
+Megatron multiplies that one by the number of tokens, which `passes` never divides by."""
+
+
+def open_bridge(model_dir: str, dtype: torch.dtype, *, trust_remote_code: bool, **transformer: Any) -> LLMBridge:
+    """mbridge's bridge for this directory. `transformer`: fields of TransformerConfig; process groups must exist already.
+
+    Raises: ConfigError if mbridge knows no such model type.
+    """
+    hf_config = _flat_rope(AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code))
+    kind = BRIDGES.get(hf_config.model_type)
+    if kind is None:
+        raise ConfigError(
+            "this model type has no Megatron implementation here",
+            where=f"{model_dir}/config.json: model_type",
+            found=hf_config.model_type,
+            expected=f"one of {', '.join(sorted(BRIDGES))}",
+        )
+    if hf_config.model_type == "deepseek_v3":
+        kind.TransformerConfigClass = staticmethod(_latent_attention_config)
+    bridge = _with_own_table(kind, hf_config, dtype)
+    known = {f.name for f in dataclasses.fields(bridge.config)}
+    fields = {**LOCAL, **transformer}
+    if getattr(bridge.config, "mtp_num_layers", None) == 0:
+        fields["mtp_num_layers"] = None
+    bridge.set_extra_args(**{name: value for name, value in fields.items() if name in known})
+    return bridge
+
+
+@torch.no_grad()
+def load_weights(bridge: LLMBridge, models: Sequence[torch.nn.Module], model_dir: str) -> None:
+    """Fill the models from the directory's safetensors. Collective."""
+    if not list(Path(model_dir).glob("*.safetensors")):
+        raise ConfigError("no weights in this directory", where=model_dir, expected="*.safetensors files")
+    shown: Any = [_Renamed(model, bridge) for model in models]
+    bridge.load_weights(shown, model_dir)
+
+
+@torch.no_grad()
+def export_weights(bridge: LLMBridge, models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Full tensors by Hugging Face name, on every rank. Collective: exhaust it on all of them. May alias the parameters."""
+    seen: set[str] = set()
+    shown: Any = [_Renamed(model, bridge) for model in models]
+    for name, tensor in bridge.export_weights(shown):
+        if name not in seen:
+            seen.add(name)
+            yield name, tensor.detach()
+
+
+def _with_own_table(kind: type[LLMBridge], hf_config: Any, dtype: torch.dtype) -> LLMBridge:
+    """A tied model edits its class's mapping when a bridge is made; give the edit to the instance and undo it."""
+    owner: Any = next(base for base in kind.__mro__ if "_DIRECT_MAPPING" in vars(base))
+    table = owner._DIRECT_MAPPING
+    owner._DIRECT_MAPPING = dict(table)
+    try:
+        bridge: Any = mbridge.AutoBridge.from_config(hf_config, dtype=dtype)
+        bridge._DIRECT_MAPPING = owner._DIRECT_MAPPING
+    finally:
+        owner._DIRECT_MAPPING = table
+    return bridge
+
+
+def _flat_rope(config: PretrainedConfig) -> PretrainedConfig:
+    """transformers 5 keeps rope under `rope_parameters`; mbridge reads the flat names of version 4."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for name, default in (("rope_theta", 10_000.0), ("partial_rotary_factor", None)):
+        value = rope.get(name, default)
+        if value is not None and not hasattr(config, name):
+            setattr(config, name, value)
+    return config
+
+
+def _latent_attention_config(**fields: Any) -> MLATransformerConfig:
+    """mbridge 0.15 calls it `max_position_embeddings`, Megatron-core since 0.15 `original_max_position_embeddings`."""
+    if "max_position_embeddings" in fields:
+        fields["original_max_position_embeddings"] = fields.pop("max_position_embeddings")
+    return MLATransformerConfig(**fields)
+
+
+class _Renamed:
+    """What mbridge asks of a model (decoder, state_dict, named_parameters), in Transformer Engine's names."""
+
+    def __init__(self, model: torch.nn.Module, bridge: LLMBridge) -> None:
+        self._model: Any = unwrap_model(model)
+        self._latent = bool(getattr(bridge.config, "multi_latent_attention", False))
+        self.decoder = self._model.decoder
+        self._routed = {i for i, layer in enumerate(self.decoder.layers) if hasattr(layer.mlp, "router")}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {self._name(name): value for name, value in self._model.state_dict().items()}
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return ((self._name(name), parameter) for name, parameter in self._model.named_parameters())
+
+    def _name(self, name: str) -> str:
+        head, found, rest = name.partition("decoder.layers.")
+        if not found:
+            return name
+        number, _, leaf = rest.partition(".")
+        return f"{head}{found}{number}.{self._leaf(leaf, int(number))}"
+
+    def _leaf(self, leaf: str, number: int) -> str:
+        if leaf.startswith("input_layernorm.") and not self._latent:
+            return leaf.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+        if leaf.startswith("pre_mlp_layernorm.") and number not in self._routed:
+            return leaf.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+        if self._latent and ".q_layernorm." in leaf:
+            return leaf.replace(".q_layernorm.", ".linear_q_up_proj.layer_norm_")
+        if self._latent and ".kv_layernorm." in leaf:
+            return leaf.replace(".kv_layernorm.", ".linear_kv_up_proj.layer_norm_")
+        if ".experts.local_experts." in leaf:
+            before, _, after = leaf.partition(".local_experts.")
+            expert, _, after = after.partition(".")
+            return f"{before}.{after}{expert}"
+        return leaf

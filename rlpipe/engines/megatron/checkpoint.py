@@ -1,0 +1,171 @@
+"""torch_dist checkpoints in Megatron's layout, which any parallel layout can read again.
+
+    <directory>/iter_0000012/…                      weights, optimizer, schedule, random state
+    <directory>/latest_checkpointed_iteration.txt   "12"
+
+Saving goes through processes that Megatron spawns, and these import the program's main module once more.
+Not here: uploading, and which checkpoint counts (the store).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlpipe.engines.megatron import platform
+from rlpipe.errors import TrainerError
+
+# isort: split
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+
+from rlpipe.engines.megatron.model import Trained
+from rlpipe.engines.megatron.state import inner_optimizers
+
+LATEST = "latest_checkpointed_iteration.txt"
+
+
+def save(trained: Trained, directory: str | Path, iteration: int) -> Path:
+    """Write one checkpoint and return its folder. Collective; complete on disk when it returns on every rank."""
+    folder = _folder(directory, iteration)
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    metadata = _metadata(trained)
+    group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist_checkpointing.save(
+        _state(trained, iteration, metadata, loading=False),
+        str(folder),
+        FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist"), group, True),
+        content_metadata={name: value for name, value in metadata.items() if name != "dp_cp_group"},
+    )
+    if torch.distributed.get_rank() == 0:
+        (Path(directory) / LATEST).write_text(str(iteration))
+    torch.distributed.barrier()
+    return folder
+
+
+def load(trained: Trained, directory: str | Path, *, iteration: int | None = None, weights_only: bool = False) -> int:
+    """Restore all that was saved, or (weights_only) just the weights, keeping the optimizer's own state. Collective.
+
+    Returns the checkpoint's iteration. `iteration` None: the latest. Raises: TrainerError if there is no such checkpoint.
+    (The schedule is put back to 0 first: Megatron's loading adds to where it stands.)
+    """
+    iteration = _latest(directory) if iteration is None else iteration
+    folder = _folder(directory, iteration)
+    if not (folder / ".metadata").exists():
+        raise TrainerError("no such checkpoint", where=str(folder), expected="a complete torch_dist checkpoint")
+    metadata = {**_metadata(trained), **(dist_checkpointing.load_content_metadata(str(folder)) or {})}
+    state = _state(trained, iteration, metadata, loading=True, weights_only=weights_only)
+    group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), group)
+    found: Any = dist_checkpointing.load(state, str(folder), strategy, strict="assume_ok_unexpected")
+    trained.model.load_state_dict(found["model"], strict=True)
+    if weights_only:
+        trained.optimizer.reload_model_params()
+    else:
+        _restore_optimizer(trained, found["optimizer"])
+        trained.scheduler.num_steps = 0
+        trained.scheduler.load_state_dict(found["opt_param_scheduler"])
+        _set_random_state(found["rng_state"][0])
+    return int(found["iteration"])
+
+
+def _folder(directory: str | Path, iteration: int) -> Path:
+    return Path(directory).absolute() / f"iter_{iteration:07d}"
+
+
+def _latest(directory: str | Path) -> int:
+    marker = Path(directory) / LATEST
+    if not marker.exists():
+        raise TrainerError("no checkpoint here", where=str(directory), expected=f"a file {LATEST}")
+    return int(marker.read_text())
+
+
+def _metadata(trained: Trained) -> dict[str, Any]:
+    metadata = {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    if trained.ddp.ddp_config.use_distributed_optimizer:
+        metadata |= {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+    return metadata
+
+
+def _state(trained: Trained, iteration: int, metadata, *, loading: bool, weights_only: bool = False) -> dict[str, Any]:
+    state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": iteration}
+    state["model"] = trained.model.sharded_state_dict(metadata=metadata)
+    if not weights_only:
+        state["optimizer"] = trained.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
+        state["opt_param_scheduler"] = trained.scheduler.state_dict()
+        state["rng_state"] = _sharded_random_state()
+    return state
+
+
+def _restore_optimizer(trained: Trained, state: dict[str, Any]) -> None:
+    """Megatron saves no step count of torch's Adam while it is 0, and may load one step tensor shared by all parameters, to
+    which each of them would add."""
+    for saved in _adam_states(state):
+        saved["state"].setdefault("common_step", torch.zeros(()))
+    with torch.no_grad():
+        trained.optimizer.load_state_dict(state)
+    for part in inner_optimizers(trained.optimizer):
+        if isinstance(part.optimizer, torch.optim.Adam):
+            for values in part.optimizer.state.values():
+                values["step"] = values["step"].detach().clone()
+
+
+def _adam_states(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """The state dicts of torch optimizers inside Megatron's, which may be chained."""
+    if "param_groups" in state and "state" in state:
+        yield state
+        return
+    for part in state.values():
+        if isinstance(part, dict):
+            yield from _adam_states(part)
+
+
+def _tracker() -> Any:
+    """Megatron's random states of tensor parallel regions; made with the process groups."""
+    return tensor_parallel.get_cuda_rng_tracker()
+
+
+def _sharded_random_state() -> ShardedObject:
+    state = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "rng_tracker_states": _tracker().get_states(),
+    }
+    if platform.CUDA_FOUND:
+        state["cuda_rng_state"] = torch.cuda.get_rng_state()
+    return ShardedObject(
+        "rng_state",
+        [state],
+        (parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size()),
+        (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
+        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    _tracker().set_states(state["rng_tracker_states"])
+    if platform.CUDA_FOUND and "cuda_rng_state" in state:
+        torch.cuda.set_rng_state(state["cuda_rng_state"])

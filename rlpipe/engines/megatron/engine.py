@@ -1,0 +1,188 @@
+"""`MegatronEngine`: one training rank, as the trainer actor holds it.
+
+Made by every rank with the same configuration; all methods are collective: every rank makes the same calls in the same
+order. Made → `load_hf` or `load_checkpoint` → any of score, train, save, export → `close`. After an error in `train` the
+state is neither the old nor the new one: restore it.
+
+Not here: which batch is trained when (the train stage), records, retries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from rlpipe.config.model import ModelConfig
+from rlpipe.config.train import TrainConfig
+from rlpipe.engines.megatron import checkpoint, platform
+from rlpipe.engines.megatron.bridge import export_weights, load_weights
+from rlpipe.engines.megatron.export import save_hf
+from rlpipe.engines.megatron.groups import close_groups, open_groups
+from rlpipe.engines.megatron.model import Trained, build
+from rlpipe.engines.megatron.score import score
+from rlpipe.engines.megatron.state import fill_adam, state_digest
+from rlpipe.engines.megatron.step import train_steps
+from rlpipe.errors import ConfigError, TrainerError
+from rlpipe.packing import BatchColumns, PackingPlan
+
+
+@dataclass(slots=True)
+class TrainResult:
+    """What one iteration's optimizer steps did. Equal on every rank."""
+
+    steps: list[dict[str, float]] = field(default_factory=list)
+    """Metrics of every optimizer step. Policy: loss, pg_loss, entropy, clipfrac, ppo_kl, kl_loss,
+    train_rollout_logprob_abs_diff; supervised: loss, entropy; both: grad_norm (before clipping), lr, tokens, samples.
+    All but the last four are aggregated over tokens like the loss."""
+    state_digest: str = ""
+    """Of the state after the last step."""
+
+
+class MegatronEngine:
+    """One rank. Raises: ConfigError for a configuration or model directory that cannot be trained."""
+
+    def __init__(
+        self,
+        model_dir: str,
+        model: ModelConfig,
+        train: TrainConfig,
+        *,
+        rollout_temperature: float,
+        total_optimizer_steps: int,
+        rank: int,
+        world_size: int,
+        master: tuple[str, int],
+        threads: int,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        """Join the other ranks at `master` (host, port; rank 0 listens there) and build the model, without weights yet.
+
+        A second engine of the same processes needs another port: a rank that is ahead could meet the old one.
+        `threads`: CPU threads of this rank where there is no CUDA. `timeout_s`: deadline of every collective.
+        """
+        if world_size % train.parallel.model_ranks:
+            raise ConfigError(
+                "the ranks do not divide into model replicas",
+                where="train.parallel",
+                found=f"{world_size} ranks",
+                expected=f"a multiple of TP × PP × CP = {train.parallel.model_ranks}",
+            )
+        self._model_dir, self._train, self._temperature = model_dir, train, rollout_temperature
+        self._data_parallel = world_size // train.parallel.model_ranks
+        platform.claim(rank, threads)
+        open_groups(train.parallel, rank=rank, world_size=world_size, master=master, timeout_s=timeout_s, seed=train.seed)
+        self._reference: list[torch.Tensor] | None = None
+        try:
+            self._trained: Trained | None = build(model_dir, model, train, total_optimizer_steps)
+        except BaseException:
+            close_groups()
+            raise
+        fill_adam(self._trained.optimizer)
+
+    @property
+    def data_parallel(self) -> int:
+        """Data parallel ranks, for `rlpipe.packing.plan`. Not collective."""
+        return self._data_parallel
+
+    @property
+    def max_tokens(self) -> int:
+        """Packed tokens of a micro-batch over all context parallel ranks, for `rlpipe.packing.plan`. Not collective."""
+        return self._train.max_tokens_per_gpu * self._train.parallel.context_parallel_size
+
+    @property
+    def trained(self) -> Trained:
+        """Raises: TrainerError after `close`."""
+        if self._trained is None:
+            raise TrainerError("this engine is closed", where="trainer", do="make a new one")
+        return self._trained
+
+    def load_hf(self, model_dir: str | Path | None = None) -> None:
+        """Take the weights of a Hugging Face directory (default: the model's own); optimizer state stays."""
+        load_weights(self.trained.bridge, [self.trained.ddp], str(model_dir or self._model_dir))
+        self.trained.optimizer.reload_model_params()
+
+    def load_checkpoint(self, directory: str | Path, *, iteration: int | None = None, weights_only: bool = False) -> int:
+        """Restore from `directory`/iter_*; returns the iteration it was saved under. `weights_only` keeps the optimizer state.
+
+        Raises: TrainerError if there is none.
+        """
+        return checkpoint.load(self.trained, directory, iteration=iteration, weights_only=weights_only)
+
+    def save_checkpoint(self, directory: str | Path, iteration: int) -> Path:
+        """Write `directory`/iter_%07d and the marker file beside it; returns the folder. Every rank writes its part."""
+        return checkpoint.save(self.trained, directory, iteration)
+
+    def save_hf(self, directory: str | Path) -> None:
+        """Write a Hugging Face directory (from rank 0)."""
+        save_hf(self.trained, self._model_dir, directory)
+
+    def keep_reference(self) -> None:
+        """Take the current weights as the reference policy (a copy in CPU memory). Not collective, but call it on all ranks."""
+        self._reference = [parameter.detach().to("cpu", copy=True) for parameter in self.trained.model.parameters()]
+
+    def score(
+        self,
+        batch: BatchColumns,
+        *,
+        model: Literal["policy", "reference"] = "policy",
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+    ) -> np.ndarray:
+        """[R] float32 log-prob of every response token (masked or not) at the rollout's temperature, on every rank.
+
+        `max_tokens`: packed tokens of a micro-batch; None: `self.max_tokens`. `temperature`: another one than the rollout's.
+        Raises: TrainerError for `reference` before `keep_reference`.
+        """
+        temperature = self._temperature if temperature is None else temperature
+        with self._reference_weights() if model == "reference" else contextlib.nullcontext():
+            return score(self.trained, batch, temperature=temperature, max_tokens=max_tokens or self.max_tokens)
+
+    def train(self, batch: BatchColumns, plan: PackingPlan) -> TrainResult:
+        """Take the plan's optimizer steps. The same result on every rank.
+
+        Raises: DataError for a batch without the columns its loss needs or a plan of another batch; TrainerError if a loss or
+        gradient is not finite.
+        """
+        steps = train_steps(self.trained, batch, plan, self._train.loss, self._temperature)
+        return TrainResult(steps, self.state_digest())
+
+    def state_digest(self) -> str:
+        """128 bits in hex over weights, main weights, moments and schedule of all ranks; the same on every rank."""
+        return state_digest(self.trained)
+
+    def named_hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors by Hugging Face name, on every rank; exhaust it on all of them. They may alias the parameters."""
+        return export_weights(self.trained.bridge, [self.trained.ddp])
+
+    def close(self) -> None:
+        """Leave all process groups and drop the model; this process may then make another engine. Twice is once."""
+        if self._trained is not None:
+            self._trained = self._reference = None
+            close_groups()
+            gc.collect()
+            if platform.CUDA_FOUND:
+                torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        if self._reference is None:
+            raise TrainerError("there is no reference policy", where="trainer/score", do="call keep_reference first")
+        self._swap(self._reference)
+        try:
+            yield
+        finally:
+            self._swap(self._reference)
+
+    @torch.no_grad()
+    def _swap(self, kept: list[torch.Tensor]) -> None:
+        for parameter, other in zip(self.trained.model.parameters(), kept, strict=True):
+            current = parameter.detach().to("cpu", copy=True)
+            parameter.copy_(other)
+            other.copy_(current)

@@ -1,0 +1,56 @@
+"""Process groups: torch.distributed and Megatron's parallel state, opened and closed again.
+
+One process can hold one set at a time; after `close_groups` it may open another.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from rlpipe.config.train import ParallelConfig
+from rlpipe.engines.megatron import platform
+from rlpipe.errors import TrainerError
+
+# isort: split
+from megatron.core import parallel_state, tensor_parallel
+
+
+def open_groups(
+    parallel: ParallelConfig, *, rank: int, world_size: int, master: tuple[str, int], timeout_s: float, seed: int
+) -> None:
+    """Join `world_size` ranks at `master` (host, port; rank 0 listens there). Every collective has `timeout_s`.
+
+    Raises: TrainerError if this process already holds groups.
+    """
+    if dist.is_initialized():
+        raise TrainerError("this process is a training rank already", where=f"trainer/rank {rank}", do="close the other engine")
+    dist.init_process_group(
+        platform.backend(),
+        init_method=f"tcp://{master[0]}:{master[1]}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def close_groups() -> None:
+    """Leave all groups. Does nothing if there are none."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def speaks_for_its_samples() -> bool:
+    """Whether this rank is the one of its tensor parallel group, on the last pipeline stage, that reports per-token results."""
+    return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0

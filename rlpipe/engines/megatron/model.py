@@ -1,0 +1,212 @@
+"""Build what is trained: the model in DDP, its optimizer and its schedule, from the run's configuration.
+
+The `megatron:` passthrough goes by field name to TransformerConfig, OptimizerConfig and DistributedDataParallelConfig. A
+name that none of them has, or one that another key of ours decides, is a ConfigError.
+
+Not here: process groups (`groups`), weights (`bridge`, `checkpoint`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlpipe.config.model import ModelConfig
+from rlpipe.config.train import OptimizerConfig, TrainConfig
+from rlpipe.engines.megatron import platform
+from rlpipe.errors import ConfigError
+
+# isort: split
+from mbridge.core import LLMBridge
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from rlpipe.engines.megatron.bridge import open_bridge
+from rlpipe.engines.megatron.layers import PolicyModel, block_spec
+
+_PARALLEL = "train.parallel"
+_INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
+OWNED = {
+    **{
+        name: f"{_PARALLEL}.{name}"
+        for name in (
+            "tensor_model_parallel_size",
+            "sequence_parallel",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+        )
+    },
+    **{
+        name: f"train.optimizer.{name}"
+        for name in ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+    },
+    "use_distributed_optimizer": "train.use_distributed_optimizer",
+    "calculate_per_token_loss": "train.loss.calculate_per_token_loss",
+    **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype"), "model.dtype"),
+    **dict.fromkeys(("variable_seq_lengths", "use_cpu_initialization", "perform_initialization"), "nothing: it is fixed"),
+    **dict.fromkeys(("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"), "nothing: they are off"),
+    **dict.fromkeys(_INIT_METHODS, "nothing: weights are loaded"),
+    **dict.fromkeys(("virtual_pipeline_model_parallel_size", "overlap_p2p_comm", "batch_p2p_comm"), "nothing: it is fixed"),
+    **dict.fromkeys(("deallocate_pipeline_outputs", "optimizer", "mtp_num_layers"), "nothing: it is fixed"),
+}
+"""Megatron's names that are not free, and the key of ours that decides each."""
+
+
+@dataclass(slots=True)
+class Trained:
+    """Everything a checkpoint holds, on this rank."""
+
+    bridge: LLMBridge
+    ddp: DistributedDataParallel
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+    @property
+    def model(self) -> PolicyModel:
+        module: Any = self.ddp.module
+        return module if isinstance(module, PolicyModel) else module.module
+
+
+def build(model_dir: str, model: ModelConfig, train: TrainConfig, total_optimizer_steps: int) -> Trained:
+    """Model with undefined weights, optimizer and scheduler. Process groups must exist.
+
+    Raises: ConfigError for a bad `train.megatron` or a size that does not divide.
+    """
+    dtype = getattr(torch, model.dtype)
+    for_transformer, for_optimizer, for_ddp = split_passthrough(train.megatron)
+    bridge = open_bridge(
+        model_dir,
+        dtype,
+        trust_remote_code=model.source.type == "huggingface" and model.source.trust_remote_code,
+        **{
+            "sequence_parallel": train.parallel.sequence_parallel,
+            "calculate_per_token_loss": True,
+            "deallocate_pipeline_outputs": False,
+            "use_cpu_initialization": not platform.CUDA_FOUND,
+            **dict.fromkeys(_INIT_METHODS, _leave_as_it_is),
+            **for_transformer,
+        },
+    )
+    _check_sizes(bridge, train)
+    ddp = _wrapped_model(bridge, train, dtype, for_ddp)
+    optimizer = get_megatron_optimizer(_optimizer_config(train, dtype, for_optimizer), [ddp])
+    bridge.config.grad_scale_func = optimizer.scale_loss
+    return Trained(bridge, ddp, optimizer, _scheduler(optimizer, train.optimizer, total_optimizer_steps))
+
+
+def split_passthrough(megatron: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The passthrough's entries for TransformerConfig, OptimizerConfig and DistributedDataParallelConfig.
+
+    Raises: ConfigError for a name that is unknown (with the nearest ones) or owned.
+    """
+    fields = [
+        {f.name for f in dataclasses.fields(kind)}
+        for kind in (TransformerConfig, MegatronOptimizerConfig, DistributedDataParallelConfig)
+    ]
+    known = set().union(*fields)
+    for name in megatron:
+        if name in OWNED:
+            raise ConfigError("this is decided elsewhere", where=f"train.megatron.{name}", do=f"use {OWNED[name]}")
+        if name not in known:
+            near = difflib.get_close_matches(name, known - OWNED.keys(), n=3)
+            raise ConfigError(
+                "Megatron-core has no such argument",
+                where=f"train.megatron.{name}",
+                expected=f"a field of TransformerConfig, OptimizerConfig or DistributedDataParallelConfig; near: {near}",
+            )
+    split = [{name: value for name, value in megatron.items() if name in names} for names in fields]
+    return split[0], split[1], split[2]
+
+
+def _leave_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    """Weights are loaded, not drawn. (`perform_initialization: False` would also leave out the marks of tensor parallel
+    parameters, and their gradient norm would count one rank only.)"""
+    return tensor
+
+
+def _check_sizes(bridge: LLMBridge, train: TrainConfig) -> None:
+    hf_config: Any = bridge.hf_config
+    parallel, vocabulary = train.parallel, hf_config.vocab_size
+    if vocabulary % parallel.tensor_model_parallel_size:
+        raise ConfigError(
+            "the vocabulary does not divide over tensor parallel ranks",
+            where=f"{_PARALLEL}.tensor_model_parallel_size",
+            found=f"{vocabulary} tokens over {parallel.tensor_model_parallel_size} ranks",
+            do="pad the model's embedding and vocab_size to a multiple",
+        )
+    if bridge.config.num_layers < parallel.pipeline_model_parallel_size:
+        raise ConfigError(
+            "more pipeline stages than layers",
+            where=f"{_PARALLEL}.pipeline_model_parallel_size",
+            found=parallel.pipeline_model_parallel_size,
+            expected=f"at most {bridge.config.num_layers}",
+        )
+
+
+def _wrapped_model(bridge: LLMBridge, train: TrainConfig, dtype: torch.dtype, for_ddp: dict[str, Any]) -> DistributedDataParallel:
+    config = bridge.config
+    model = PolicyModel(
+        config=config,
+        transformer_layer_spec=block_spec(config),
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=getattr(bridge.hf_config, "tie_word_embeddings", False),
+        **bridge._get_gptmodel_args(),
+    )
+    for parameter in model.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    model.to(platform.device())
+    settings = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": train.use_distributed_optimizer, **for_ddp}
+    return DistributedDataParallel(
+        config=config,
+        ddp_config=DistributedDataParallelConfig(**settings),
+        module=model if dtype == torch.float32 else Float16Module(config, model),
+    )
+
+
+def _optimizer_config(train: TrainConfig, dtype: torch.dtype, extra: dict[str, Any]) -> MegatronOptimizerConfig:
+    ours = train.optimizer
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=ours.lr,
+        min_lr=min(ours.min_lr, ours.lr),
+        weight_decay=ours.weight_decay,
+        adam_beta1=ours.adam_beta1,
+        adam_beta2=ours.adam_beta2,
+        adam_eps=ours.adam_eps,
+        clip_grad=ours.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=train.use_distributed_optimizer,
+        **extra,
+    )
+
+
+def _scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total_optimizer_steps: int) -> OptimizerParamScheduler:
+    """Counts optimizer steps. The configuration decides the schedule; a checkpoint only says how far it is."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=min(config.min_lr, config.lr),
+        lr_warmup_steps=config.lr_warmup_steps,
+        lr_decay_steps=max(config.lr_decay_steps or total_optimizer_steps, config.lr_warmup_steps + 1),
+        lr_decay_style=config.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )

@@ -1,0 +1,87 @@
+"""One pass of micro-batches through Megatron's pipeline schedule, forward only or with gradients.
+
+What is done with a micro-batch's log-probs is the caller's: `score` keeps them, `step` makes a loss of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from rlpipe.engines.megatron import platform
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from rlpipe.engines.megatron.batch import MicroBatch, Slice
+from rlpipe.engines.megatron.model import Trained
+from rlpipe.engines.megatron.vocab import log_probs_and_entropy
+
+Consumer = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]]
+"""(micro-batch, log-probs [n], entropy [n]) → (the loss to differentiate, a scalar; anything to keep)."""
+
+
+def this_slice(trained: Trained) -> Slice:
+    """What of a packed sequence this rank holds."""
+    config = trained.bridge.config
+    return Slice(
+        cp_size=parallel_state.get_context_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        sequence_parts=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+    )
+
+
+def run_passes(
+    trained: Trained,
+    micro_batches: Iterable[MicroBatch],
+    consume: Consumer,
+    *,
+    num_micro_batches: int,
+    temperature: float,
+    forward_only: bool,
+    entropy_gradient: bool = False,
+) -> list[Any]:
+    """What `consume` kept of every micro-batch, on the last pipeline stage; elsewhere an empty list. Collective.
+
+    With gradients, they are summed over micro-batches and all data and context parallel ranks: losses carry their weights.
+    """
+    trained.bridge.config.finalize_model_grads_func = _finalize_without_division
+
+    def forward_step(iterator, ddp):
+        micro = next(iterator)
+        group: Any = parallel_state.get_tensor_model_parallel_group()
+        hidden = ddp(micro.tokens, micro.positions, None, packed_seq_params=micro.layout)
+
+        def loss_function(hidden_states):
+            log_probs, entropy = log_probs_and_entropy(
+                trained.model.output_rows(hidden_states, micro.rows),
+                trained.model.output_weight(),
+                micro.targets,
+                temperature=temperature,
+                group=group,
+                entropy_gradient=entropy_gradient,
+            )
+            loss, kept = consume(micro, log_probs, entropy)
+            return loss, torch.zeros((), dtype=torch.int, device=platform.device()), kept
+
+        return hidden, loss_function
+
+    with torch.set_grad_enabled(not forward_only):
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(micro_batches),
+            model=trained.ddp,
+            num_microbatches=num_micro_batches,
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+
+def _finalize_without_division(models, _num_tokens, **keywords) -> None:
+    """Megatron would divide by the number of tokens; our losses are weighted already."""
+    finalize_model_grads(models, None, **keywords)

@@ -1,0 +1,238 @@
+"""Where Megatron-core runs: CUDA, or a CPU that it does not know about. Import this before `megatron` or `mbridge`.
+
+Megatron-core has no device abstraction: it says `torch.cuda.current_device()`, `device="cuda"`, `tensor.cuda()` literally.
+Without CUDA an import hook re-targets those literals to the CPU while the modules of `megatron.core` and `mbridge` are
+compiled; torch itself and every other package stay as they are. With CUDA their source is untouched. On both, `_REPAIRS`
+mends the few places that do not work without Transformer Engine.
+
+Not here: attention and layers (`layers`), names of weights (`bridge`).
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+import warnings
+from collections.abc import Callable
+
+import torch
+
+PACKAGES = ("megatron.core", "mbridge")
+CUDA_FOUND = torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """Where this rank's tensors live."""
+    return torch.device("cuda", torch.cuda.current_device()) if CUDA_FOUND else torch.device("cpu")
+
+
+def backend() -> str:
+    """The process group backend."""
+    return "nccl" if CUDA_FOUND else "gloo"
+
+
+def claim(rank: int, threads: int) -> None:
+    """Make one device (of those this process sees) and so many CPU threads this rank's own."""
+    if CUDA_FOUND:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    else:
+        torch.set_num_threads(threads)
+
+
+class _Stream:
+    """A stream or event on a device that has none: everything is already done."""
+
+    def __init__(self, *_args, **_keywords) -> None: ...
+    def wait_stream(self, *_args) -> None: ...
+    def wait_event(self, *_args) -> None: ...
+    def wait(self, *_args) -> None: ...
+    def record(self, *_args) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: _Stream | None = None) -> _Stream:
+        return event or _Stream()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _other: _Stream) -> float:
+        return 0.0
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_error) -> None: ...
+
+
+def _nothing(*_args, **_keywords) -> None: ...
+
+
+def _zero(*_args, **_keywords) -> int:
+    return 0
+
+
+class _CudaOnCpu:
+    """Stands where a re-targeted module says `torch.cuda`. What is not listed is torch's own."""
+
+    Stream = Event = _Stream
+    FloatTensor, HalfTensor, BFloat16Tensor = torch.FloatTensor, torch.HalfTensor, torch.BFloat16Tensor
+    current_device = staticmethod(lambda: torch.device("cpu"))
+    device_count = staticmethod(lambda: 1)
+    is_available = staticmethod(lambda: False)
+    set_device = synchronize = empty_cache = staticmethod(_nothing)
+    current_stream = default_stream = staticmethod(_Stream)
+    stream = staticmethod(lambda *_: contextlib.nullcontext())
+    is_current_stream_capturing = staticmethod(lambda: False)
+    manual_seed = staticmethod(torch.manual_seed)
+    get_rng_state = staticmethod(lambda *_, **__: torch.get_rng_state())
+    set_rng_state = staticmethod(lambda state, *_, **__: torch.set_rng_state(state))
+    memory_allocated = max_memory_allocated = memory_reserved = max_memory_reserved = staticmethod(_zero)
+    nvtx = types.SimpleNamespace(range_push=_nothing, range_pop=_nothing)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch.cuda, name)
+
+
+CUDA = _CudaOnCpu()
+
+
+class _Retarget(ast.NodeTransformer):
+    """`torch.cuda` → CUDA above, `x.cuda(...)` → `x.cpu()`, "cuda" → "cpu", no pinned memory."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            return ast.copy_location(ast.Name("__rlpipe_cuda__", node.ctx), node)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        moves = node.func if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda" else None
+        self.generic_visit(node)
+        if moves is not None:
+            return ast.copy_location(
+                ast.Call(ast.copy_location(ast.Attribute(moves.value, "cpu", ast.Load()), node), [], []), node
+            )
+        for keyword in node.keywords:
+            if keyword.arg == "pin_memory" and isinstance(keyword.value, ast.Constant):
+                keyword.value.value = False
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if node.value == "cuda":
+            return ast.copy_location(ast.Constant("cpu"), node)
+        if isinstance(node.value, str) and node.value.startswith("torch.cuda.") and node.value.endswith("Tensor"):
+            return ast.copy_location(ast.Constant("torch." + node.value.removeprefix("torch.cuda.")), node)
+        return node
+
+
+def _retargeted(source: bytes, path: str) -> types.CodeType:
+    tree = _Retarget().visit(ast.parse(source, path))
+    inject = ast.parse(f"from {__name__} import CUDA as __rlpipe_cuda__").body
+    tree.body[_header(tree) : _header(tree)] = inject
+    return compile(ast.fix_missing_locations(tree), path, "exec")
+
+
+def _header(tree: ast.Module) -> int:
+    """How many statements are the docstring and `from __future__` imports."""
+    for position, node in enumerate(tree.body):
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if not docstring and not (isinstance(node, ast.ImportFrom) and node.module == "__future__"):
+            return position
+    return len(tree.body)
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Compiles re-targeted source (never to a .pyc: it is not the file's own code) and applies the module's repair."""
+
+    def get_code(self, fullname: str) -> types.CodeType | None:
+        path = self.get_filename(fullname)
+        source = self.get_data(path)
+        if CUDA_FOUND or b"cuda" not in source:
+            return super().get_code(fullname)
+        return _retargeted(source, path)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """What both packages warn about at import (Transformer Engine, apex, their own names) is none of our users' doing."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            super().exec_module(module)
+        if repair := _REPAIRS.get(module.__name__):
+            repair(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname, path=None, target=None):
+        if not fullname.startswith(tuple(f"{package}." for package in PACKAGES)) and fullname not in PACKAGES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def _no_compiler_for_three_line_functions(module) -> None:
+    if not CUDA_FOUND:
+        module.jit_fuser = lambda function: function
+
+
+def _random_state_of_the_cpu(module) -> None:
+    if not CUDA_FOUND:
+        module._get_cuda_rng_state = CUDA.get_rng_state
+        module._set_cuda_rng_state = CUDA.set_rng_state
+
+
+def _moe_without_transformer_engine(module) -> None:
+    """0.16.1 names `te_general_gemm` without importing it, and converts to numpy only what `is_cuda`."""
+    if not hasattr(module, "te_general_gemm"):
+        module.te_general_gemm = None
+    if not CUDA_FOUND:
+        module.maybe_move_tensor_to_cpu = _to_numpy
+
+
+def _to_numpy(tensor, as_numpy: bool = False, **_unused) -> object:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _latent_attention_without_transformer_engine(module) -> None:
+    if not isinstance(module.TELinear, type):
+        module.TELinear, module.HAVE_TE = type("NoTELinear", (), {}), False
+
+
+def _distributed_optimizer_with_torch_adam(module) -> None:
+    """Its `_set_main_param_and_optimizer_states` wants a saved `step` per parameter, which it does not save."""
+    if module.HAVE_APEX_OR_TE:
+        return
+
+    def set_states(self, model_param, tensors) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        main = self.optimizer.param_groups[group]["params"][order]
+        targets = {"param": main, **self.optimizer.state[main]}
+        with torch.no_grad():
+            for key in (targets.keys() & tensors.keys()) - {"step"}:
+                targets[key].copy_(tensors[key])
+
+    module.DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+
+
+_REPAIRS: dict[str, Callable[[types.ModuleType], None]] = {
+    "megatron.core.jit": _no_compiler_for_three_line_functions,
+    "megatron.core.tensor_parallel.random": _random_state_of_the_cpu,
+    "megatron.core.transformer.moe.moe_utils": _moe_without_transformer_engine,
+    "megatron.core.transformer.multi_latent_attention": _latent_attention_without_transformer_engine,
+    "megatron.core.optimizer.distrib_optimizer": _distributed_optimizer_with_torch_adam,
+}
+
+
+def _install() -> None:
+    late = [name for name in sys.modules if name.startswith(PACKAGES)]
+    if late:
+        raise ImportError(f"{__name__} must be imported before {late[0]}")
+    sys.meta_path.insert(0, _Finder())
+    warnings.filterwarnings("ignore", message="full scope is deprecated", category=UserWarning)
+
+
+_install()

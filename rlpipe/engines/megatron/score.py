@@ -1,0 +1,46 @@
+"""Log-probs of a batch's response tokens under the current weights, without gradients.
+
+Data parallel ranks share the samples; the result is put together on every rank.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from rlpipe.engines.megatron import platform
+
+# isort: split
+from megatron.core import parallel_state
+
+from rlpipe.engines.megatron.batch import pack
+from rlpipe.engines.megatron.groups import speaks_for_its_samples
+from rlpipe.engines.megatron.model import Trained
+from rlpipe.engines.megatron.passes import run_passes, this_slice
+from rlpipe.packing import BatchColumns, plan
+
+
+def score(trained: Trained, batch: BatchColumns, *, temperature: float, max_tokens: int) -> np.ndarray:
+    """[R] float32: log-prob of every response token, at `temperature`. Collective; the same on every rank.
+
+    `max_tokens`: packed tokens of a micro-batch, over all context parallel ranks.
+    """
+    ranks = parallel_state.get_data_parallel_world_size()
+    packing = plan(batch.lengths, global_batch_size=None, max_tokens=max_tokens, data_parallel=ranks)
+    mine = packing.steps[0][parallel_state.get_data_parallel_rank()]
+    part = this_slice(trained)
+    trained.ddp.eval()
+    kept = run_passes(
+        trained,
+        (pack(batch, samples, part, only_masked_in=False) for samples in mine),
+        lambda micro, log_probs, _entropy: (log_probs.sum(), (micro.response_index, log_probs)),
+        num_micro_batches=len(mine),
+        temperature=temperature,
+        forward_only=True,
+    )
+    result = torch.zeros(batch.num_response_tokens, dtype=torch.float32, device=platform.device())
+    if speaks_for_its_samples():
+        for index, log_probs in kept:
+            result[torch.from_numpy(index).to(result.device)] = log_probs
+    torch.distributed.all_reduce(result)
+    return result.cpu().numpy()

@@ -1,0 +1,91 @@
+"""What the trained state is, and its digest.
+
+The state: weights, main parameters, Adam's moments and step counts, and how far the schedule is. Random numbers are not part
+of it: they are derived from the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import xxhash
+
+from rlpipe.engines.megatron.model import Trained
+
+
+def inner_optimizers(optimizer: Any) -> Iterator[Any]:
+    """Megatron's optimizers that wrap one torch optimizer each and hold parameters."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is not None:
+            yield part
+
+
+def fill_adam(optimizer: Any) -> None:
+    """Give every parameter its zero moments and step 0 now, so that a state before and after a restore looks the same."""
+    for part in inner_optimizers(optimizer):
+        if not isinstance(part.optimizer, torch.optim.Adam):
+            continue
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = part.optimizer.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+def tensors(trained: Trained) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of this rank's state by a stable name."""
+    for name, parameter in trained.model.named_parameters():
+        yield f"model.{name}", parameter.detach()
+    for i, part in enumerate(inner_optimizers(trained.optimizer)):
+        for g, group in enumerate(part.optimizer.param_groups):
+            for p, parameter in enumerate(group["params"]):
+                yield f"optimizer.{i}.{g}.{p}.main", parameter.detach()
+                for key, value in sorted(part.optimizer.state[parameter].items()):
+                    if torch.is_tensor(value):
+                        yield f"optimizer.{i}.{g}.{p}.{key}", value
+
+
+def state_digest(trained: Trained) -> str:
+    """Digest over all ranks' state, the same on every rank. Collective."""
+    digest = xxhash.xxh3_128()
+    digest.update(f"schedule {trained.scheduler.num_steps}".encode())
+    for name, tensor in tensors(trained):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(_content(tensor))
+    everyone: list[str] = [""] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, digest.hexdigest())
+    return xxhash.xxh3_128_hexdigest("".join(everyone).encode())
+
+
+def _content(tensor: torch.Tensor) -> bytes | memoryview:
+    """The tensor's bytes; of one on CUDA its hash, made there."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return on_device_hash(flat) if flat.is_cuda else flat.numpy().data
+
+
+def on_device_hash(flat: torch.Tensor, chunk: int = 2**26) -> bytes:
+    """128 bits of a [n] uint8 tensor: two sums over mixed 64-bit words and their positions, modulo 2^64.
+
+    Integer sums do not depend on their order, so neither does the hash on kernels or `chunk` (in words).
+    """
+    words = flat.new_zeros(-(-len(flat) // 8) * 8)
+    words[: len(flat)] = flat
+    words = words.view(torch.int64)
+    sums = words.new_zeros(2)
+    for start in range(0, len(words), chunk):
+        part = words[start : start + chunk]
+        position = torch.arange(start, start + len(part), device=part.device)
+        sums[0] += _mixed(part, position, 0x9E3779B97F4A7C15 - 2**64).sum()
+        sums[1] += _mixed(part, position, 0xBF58476D1CE4E5B9 - 2**64).sum()
+    return sums.cpu().numpy().tobytes()
+
+
+def _mixed(words: torch.Tensor, position: torch.Tensor, odd: int) -> torch.Tensor:
+    """An invertible mix of each word, another one at every position."""
+    mixed = (words ^ (position * odd)) * odd
+    mixed = (mixed ^ (mixed >> 29)) * odd
+    return mixed ^ (mixed >> 32)

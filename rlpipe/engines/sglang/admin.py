@@ -1,0 +1,149 @@
+"""`Engine`: everything that is said to one SGLang server except to sample. Addressed directly: the router passes none of it on.
+
+SGLang 0.5.15 to 0.5.21 are told apart by what they answer, not by number: an endpoint that is not there answers 404.
+Not here: the order of calls that makes a weight push safe (`rlpipe.sync`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import httpx
+
+from rlpipe.errors import DeadlineExceeded, EngineRejected
+from rlpipe.rollout.http import call
+
+_POLL_S = 0.05
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+class Engine:
+    """One engine's control interface. Methods raise EngineUnavailable, EngineRejected or DeadlineExceeded, naming the engine."""
+
+    def __init__(self, url: str, *, deadline_s: float = 120.0) -> None:
+        """`deadline_s` is for each call."""
+        self.url, self.deadline_s = url.rstrip("/"), deadline_s
+        self._http = httpx.AsyncClient(timeout=None)
+
+    async def __aenter__(self) -> Engine:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    async def info(self) -> dict[str, Any]:
+        """What it serves: `model_path`, `weight_version` … It answers while paused too."""
+        try:
+            answer = await self._call("GET", "/model_info")
+        except EngineRejected as error:
+            if not _missing(error):
+                raise
+            answer = await self._call("GET", "/get_model_info")
+        return answer.json()
+
+    async def weight_version(self) -> str:
+        """The stamp of the last push, or the one it was started with."""
+        version = (await self.info()).get("weight_version")
+        if version is None:
+            version = (await self._call("GET", "/get_weight_version")).json()["weight_version"]
+        return str(version)
+
+    async def health(self) -> None:
+        """Returns if it could generate one token just now. It does not answer while it is paused."""
+        await self._call("GET", "/health_generate")
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Sample nothing until `continue_`; new requests wait inside.
+
+        What is in flight: `abort` returns it with what it has (about 1 s if there is any); `retract` and `in_place` hold it.
+        """
+        await self._call("POST", "/pause_generation", {"mode": mode})
+
+    async def continue_(self) -> None:
+        await self._call("POST", "/continue_generation", {})
+
+    async def flush(self) -> None:
+        """Empty the prefix cache, which belongs to the weights that filled it; waits until no request holds it."""
+        end_s = time.monotonic() + self.deadline_s
+        while True:
+            try:
+                await self._call("POST", "/flush_cache")
+                return
+            except EngineRejected as error:
+                if time.monotonic() > end_s:
+                    raise DeadlineExceeded(
+                        "the cache is still in use",
+                        where=self.url,
+                        found=error.found,
+                        expected=f"idle within {self.deadline_s:g} s",
+                    ) from error
+            await asyncio.sleep(_POLL_S)
+
+    async def abort_all(self) -> None:
+        """End every request; each returns what it has."""
+        await self._call("POST", "/abort_request", {"rid": "", "abort_all": True})
+
+    async def begin_weight_update(self) -> bool:
+        """Open an update; ends one that a failed push has left open. False if this version of SGLang has no such thing."""
+        try:
+            await self._call("POST", "/begin_weight_update", {})
+        except EngineRejected as error:
+            if _missing(error):
+                return False
+            if "already open" not in str(error.found):
+                raise
+            await self.end_weight_update()
+            await self._call("POST", "/begin_weight_update", {})
+        return True
+
+    async def end_weight_update(self) -> None:
+        await self._call("POST", "/end_weight_update", {})
+
+    async def update_from_tensors(self, serialized: Sequence[bytes], *, weight_version: str | None, flush_cache: bool) -> None:
+        """Load one bucket: one entry per tensor parallel rank, each the pickle of [(name, tensor)].
+
+        `weight_version` belongs to the last bucket only. A wrong name is ignored and a wrong shape ends the engine, so both are
+        the caller's to check.
+        """
+        body: dict[str, Any] = {
+            "serialized_named_tensors": [base64.b64encode(item).decode() for item in serialized],
+            "flush_cache": flush_cache,
+        }
+        if weight_version is not None:
+            body["weight_version"] = weight_version
+        await self._call("POST", "/update_weights_from_tensor", body)
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of each token but the first, given those before it, at temperature 1. Token ids are not checked here.
+
+        Shapes: sequences [N][T_i]; returns [N][T_i - 1].
+        """
+        body = {
+            "input_ids": [list(map(int, sequence)) for sequence in sequences],
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        rows = (await self._call("POST", "/generate", body)).json()
+        return [[pair[0] for pair in row["meta_info"]["input_token_logprobs"][1:]] for row in rows]
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        answer = await call(
+            self._http, method, f"{self.url}{path}", json=body, deadline_s=self.deadline_s, where=f"engine {self.url} {path}"
+        )
+        if "json" in answer.headers.get("content-type", ""):
+            said = answer.json()
+            if isinstance(said, dict) and said.get("success") is False:
+                raise EngineRejected("it failed", where=f"engine {self.url} {path}", found=said.get("message", said))
+        return answer
+
+
+def _missing(error: EngineRejected) -> bool:
+    return str(error.found).startswith("HTTP 404 ")

@@ -1,0 +1,152 @@
+"""A server in a process group of its own: start, wait until it answers, stop. What `Server` and `Router` have in common.
+
+The process gets our PID and ends its whole group when we are gone (`orphan`). Not here: restarting it, or what it is told.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+import rlpipe
+from rlpipe.engines.sglang import orphan
+from rlpipe.errors import ConfigError, DeadlineExceeded, EngineUnavailable, ResourceError
+
+_POLL_S = 0.1
+_TAIL_CHARACTERS = 3000
+
+
+class ServerProcess:
+    """One `python -m module` with an HTTP port."""
+
+    ready_path = "/health"
+
+    def __init__(self, name: str, module: str, host: str, port: int | None, log_path: str | Path) -> None:
+        """`port` None picks a free one. Nothing is started yet."""
+        self.name, self.module, self.host = name, module, host
+        self.port = free_port(host) if port is None else port
+        self.log_path = Path(log_path)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def alive(self) -> bool:
+        """Its process runs. It may still be loading, or hang."""
+        return self.process is not None and self.process.poll() is None
+
+    def arguments(self) -> list[str]:
+        """The command line after the module's name."""
+        raise NotImplementedError
+
+    def environment(self) -> dict[str, str]:
+        """Variables that are set for it, beside ours."""
+        return {}
+
+    def start(self) -> None:
+        """Start it and return at once. Raises: ResourceError if its port is taken."""
+        require_free_port(self.host, self.port, self.name)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", self.module, orphan.FLAG, str(os.getpid()), *self.arguments()]
+        source = str(Path(rlpipe.__file__).parents[1])
+        paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **self.environment()}
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    def wait_ready(self, deadline_s: float) -> None:
+        """Wait until it answers. Raises: EngineUnavailable with the end of its log if it died, DeadlineExceeded likewise."""
+        end_s = time.monotonic() + deadline_s
+        with httpx.Client(timeout=5.0) as client:
+            while not self._answers(client):
+                if not self.alive:
+                    code = None if self.process is None else self.process.returncode
+                    raise EngineUnavailable(
+                        "it ended while starting",
+                        where=self.name,
+                        found=f"exit status {code}; {self.log_tail()}",
+                        do=f"read {self.log_path}",
+                    )
+                if time.monotonic() > end_s:
+                    raise DeadlineExceeded(
+                        "it is not ready",
+                        where=self.name,
+                        found=f"no answer from {self.url}{self.ready_path}; {self.log_tail()}",
+                        expected=f"an answer within {deadline_s:g} s",
+                        do=f"read {self.log_path}, or raise resources.start_timeout_s",
+                    )
+                time.sleep(_POLL_S)
+
+    def _answers(self, client: httpx.Client) -> bool:
+        try:
+            return client.get(f"{self.url}{self.ready_path}").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def stop(self) -> None:
+        """Kill its process group and wait for it; nothing in it is worth a slow shutdown. Calling it again is harmless."""
+        if self.process is None:
+            return
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def log_tail(self) -> str:
+        """The end of its log."""
+        if not self.log_path.exists():
+            return "no log"
+        text = self.log_path.read_text(errors="replace")[-_TAIL_CHARACTERS:]
+        return f"the log {self.log_path} ends:\n{text}"
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def require_free_port(host: str, port: int, name: str) -> None:
+    """Raises: ResourceError if `port` is taken (the router would share it silently: it binds with SO_REUSEPORT)."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ResourceError(
+                "its port cannot be used",
+                where=name,
+                found=f"{host}:{port}: {error.strerror}",
+                do="choose another, or none for a free one",
+            ) from error
+
+
+def flags(where: str, arguments: dict, owned: dict[str, str]) -> list[str]:
+    """A passthrough table as command line flags: `mem_fraction_static: 0.8` is `--mem-fraction-static 0.8`.
+
+    true is the bare flag; false and null leave it out; a list is several values.
+    Raises: ConfigError for a name in `owned` (name → the key to use instead).
+    """
+    line: list[str] = []
+    for name, value in arguments.items():
+        plain = name.replace("-", "_").lstrip("_")
+        if plain in owned:
+            raise ConfigError("this argument is rlpipe's to set", where=f"{where}.{name}", found=value, do=f"use {owned[plain]}")
+        if value is None or value is False:
+            continue
+        line.append("--" + plain.replace("_", "-"))
+        if value is not True:
+            line.extend(str(item) for item in (value if isinstance(value, Sequence) and not isinstance(value, str) else [value]))
+    return line

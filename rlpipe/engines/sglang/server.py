@@ -1,0 +1,117 @@
+"""`Server`: one SGLang server as a child process, with the arguments that follow from our configuration.
+
+Without CUDA it is SGLang's CPU engine behind `cpu_launch`. Not here: talking to it (`admin`), finding it (`router`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import httpx
+
+from rlpipe.config.model import EngineConfig, ResourcesConfig
+from rlpipe.engines.sglang.process import ServerProcess, flags
+from rlpipe.errors import ConfigError
+
+OWNED = {
+    "model_path": "model.source",
+    "model": "model.source",
+    "tokenizer_path": "model.source",
+    "trust_remote_code": "model.source.trust_remote_code",
+    "dtype": "model.dtype",
+    "tp_size": "resources.rollout_num_gpus_per_engine",
+    "tensor_parallel_size": "resources.rollout_num_gpus_per_engine",
+    "host": "engine.host",
+    "port": "nothing: a free port is chosen",
+    "device": "nothing: CUDA is used where there is any",
+    "random_seed": "data.rollout_seed",
+    "weight_version": "nothing: every push of weights sets it",
+    "skip_tokenizer_init": "nothing: only token ids are sent",
+}
+"""SGLang arguments refused in `engine.sglang`, and the key to use instead."""
+
+_CPU_CACHE_BYTES = 1024**3
+_CPU_CACHE_TOKENS = 65536
+
+Device = Literal["cpu", "cuda"]
+
+
+class Server(ServerProcess):
+    """One SGLang server. `start()`, `wait_ready(deadline_s)`, `stop()`, `alive`, `url`."""
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        config: EngineConfig,
+        resources: ResourcesConfig,
+        *,
+        dtype: str,
+        port: int | None,
+        log_path: str | Path,
+        seed: int,
+        weight_version: str | None = None,
+        trust_remote_code: bool = False,
+        device: Device | None = None,
+    ) -> None:
+        """`port` None picks a free one. `weight_version` is the stamp of the directory's weights, until the first push.
+
+        `device` None is CUDA if torch sees any. Raises: ConfigError for an argument in `engine.sglang` that is not yours to set.
+        """
+        self.device: Device = device or _device()
+        module = f"rlpipe.engines.sglang.{'cpu_launch' if self.device == 'cpu' else 'launch'}"
+        super().__init__("SGLang server", module, config.host, port, log_path)
+        self.name = f"SGLang server {self.url}"
+        self.threads = resources.threads_per_process
+        self._arguments = {
+            "model_path": model_path,
+            "host": config.host,
+            "port": self.port,
+            "dtype": dtype,
+            "tp_size": resources.rollout_num_gpus_per_engine,
+            "random_seed": seed,
+            "trust_remote_code": trust_remote_code,
+            "weight_version": weight_version,
+            "skip_tokenizer_init": True,
+        }
+        flags("engine.sglang", config.sglang, OWNED)
+        defaults = _cpu_defaults(Path(model_path)) if self.device == "cpu" else {}
+        self._arguments |= {"skip_server_warmup": True, "log_level_http": "warning", **defaults, **config.sglang}
+
+    def arguments(self) -> list[str]:
+        return flags("engine.sglang", self._arguments, {})
+
+    def environment(self) -> dict[str, str]:
+        return {"OMP_NUM_THREADS": str(self.threads)} if self.device == "cpu" else {}
+
+    def wait_ready(self, deadline_s: float) -> None:
+        """As the base, then freezes the server's long-lived objects: a cache flush takes 1 ms then, 0.3 s else."""
+        super().wait_ready(deadline_s)
+        httpx.post(f"{self.url}/freeze_gc", timeout=30.0)
+
+
+def _device() -> Device:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _cpu_defaults(model_path: Path) -> dict[str, object]:
+    """What the CPU engine needs, and a cache of at most 1 GiB or 65536 tokens (SGLang would take a share of all memory)."""
+    try:
+        model = json.loads((model_path / "config.json").read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            "not a Hugging Face model directory", where="model.source", found=f"no config.json in {model_path}"
+        ) from error
+    heads = model.get("num_key_value_heads") or model["num_attention_heads"]
+    size = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+    token_bytes = 2 * 4 * model["num_hidden_layers"] * heads * size
+    return {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "disable_overlap_schedule": True,
+        "sleep_on_idle": True,
+        "max_total_tokens": min(_CPU_CACHE_TOKENS, _CPU_CACHE_BYTES // token_bytes),
+    }

@@ -1,0 +1,133 @@
+"""What decides the result of each stage: its parents, the part of its configuration that matters, its hooks.
+
+The digest over these is the stage's name in the store. Same inputs, same node, nothing to do.
+
+    plan ─ rollout ─ reward ─ advantage ─ train ─ checkpoint
+                                 │          │ └── sync, eval
+               before ───────────┴──────────┘          (before: the train node, or init node, of the weights before)
+
+Not here: weight versions and engine answers, which are outputs; timeouts, ports, places, which change nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlpipe.config.data import EvalDataset, PythonReward, RewardConfig
+from rlpipe.config.hooks import hook_digest
+from rlpipe.config.run import RunConfig
+from rlpipe.store.nodes import input_digest
+from rlpipe.types import Node, Stage
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of one stage."""
+
+    stage: Stage
+    parents: dict[str, str]
+    config: dict[str, Any] = field(default_factory=dict)
+    hooks: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """The name of the node these inputs make."""
+        return input_digest(self.stage, self.parents, self.config, self.hooks)
+
+    def node(self, **results: Any) -> Node:
+        """The node of these inputs with its results (`files`, `outputs`)."""
+        return Node(stage=self.stage, digest=self.digest, parents=self.parents, config=self.config, hooks=self.hooks, **results)
+
+
+def model_fingerprint(model_dir: str) -> str:
+    """sha256 over a model directory's small files, and names and sizes of its weights: a copy elsewhere is the same model."""
+    seen = hashlib.sha256()
+    for path in sorted(Path(model_dir).iterdir()):
+        if path.is_file() and not path.name.startswith("."):
+            small = path.suffix in (".json", ".jinja", ".txt")
+            content = hashlib.sha256(path.read_bytes()).hexdigest() if small else str(path.stat().st_size)
+            seen.update(f"{path.name}\0{content}\0".encode())
+    return seen.hexdigest()
+
+
+def init_inputs(config: RunConfig, fingerprint: str, start_from: str | None) -> Inputs:
+    """First weights: the model, or another branch's checkpoint node."""
+    parents = {"start_from": start_from} if start_from else {}
+    settings = {"model": fingerprint, "dtype": config.model.dtype, "optimizer": config.train.optimizer.identity()}
+    return Inputs(Stage.INIT, parents, {**settings, "seed": config.train.seed, "layout": layout(config)})
+
+
+def rollout_inputs(config: RunConfig, fingerprint: str, plan: str) -> Inputs:
+    """Samples of a plan."""
+    return Inputs(Stage.ROLLOUT, {"plan": plan}, {**config.rollout.identity(), "model": fingerprint})
+
+
+def reward_inputs(config: RunConfig, rollout: str) -> Inputs:
+    """Rewards of a rollout's rows."""
+    return Inputs(Stage.REWARD, {"rollout": rollout}, config.reward.identity(), _reward_hooks(config.reward))
+
+
+def advantage_inputs(config: RunConfig, rollout: str, reward: str, before: str) -> Inputs:
+    """The batch, scored with the weights before."""
+    settings = {**config.advantage.identity(), "temperature": config.rollout.rollout_temperature}
+    return Inputs(Stage.ADVANTAGE, {"rollout": rollout, "reward": reward, "before": before}, settings)
+
+
+def train_inputs(config: RunConfig, advantage: str, before: str) -> Inputs:
+    """The weights after."""
+    settings = {
+        **config.train.identity(),
+        "temperature": config.rollout.rollout_temperature,
+        "layout": layout(config),
+        "total_optimizer_steps": schedule_length(config),
+    }
+    return Inputs(Stage.TRAIN, {"advantage": advantage, "before": before}, settings)
+
+
+def sync_inputs(train: str) -> Inputs:
+    """Engines that hold these weights."""
+    return Inputs(Stage.SYNC, {"weights": train})
+
+
+def checkpoint_inputs(train: str) -> Inputs:
+    """These weights with optimizer state, as files."""
+    return Inputs(Stage.CHECKPOINT, {"weights": train})
+
+
+def eval_inputs(config: RunConfig, dataset: EvalDataset, weights: str) -> Inputs:
+    """A held-out set under these weights."""
+    reward = dataset.reward or config.reward
+    settings = {
+        "dataset": dataset.identity(),
+        "rollout": config.rollout.identity(),
+        "reward": reward.identity(),
+        "data": config.data.model_copy(update={"prompts": dataset.prompts}).identity(),
+    }
+    return Inputs(Stage.EVAL, {"weights": weights}, settings, _reward_hooks(reward))
+
+
+def layout(config: RunConfig) -> dict[str, int]:
+    """Ranks and how they are used: the sums of a step are taken in this order."""
+    return {"ranks": config.resources.trainer_ranks}
+
+
+def schedule_length(config: RunConfig) -> int | None:
+    """Optimizer steps the learning rate schedule spans; None for a constant one, which does not depend on the run's length."""
+    optimizer = config.train.optimizer
+    if optimizer.lr_decay_style == "constant":
+        return None
+    return optimizer.lr_decay_steps or config.total_optimizer_steps
+
+
+def config_digest(config: RunConfig) -> str:
+    """sha256 of the whole configuration."""
+    return hashlib.sha256(json.dumps(config.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+
+
+def _reward_hooks(reward: RewardConfig) -> dict[str, str]:
+    function = reward.function
+    return {function.path: hook_digest(function.path)} if isinstance(function, PythonReward) else {}

@@ -1,0 +1,57 @@
+"""The model directory of a run: checked if it is given, made once if a function makes it.
+
+Not here: reading weights from it (the engines do).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import shutil
+from pathlib import Path
+
+from rlpipe.config.hooks import hook_digest, load_hook
+from rlpipe.config.model import HuggingFaceModel, MadeModel, ModelConfig
+from rlpipe.errors import ConfigError
+
+
+def model_directory(model: ModelConfig, home: Path, *, seed: int) -> str:
+    """The absolute path of the model directory. Raises: ConfigError if it is not one, and what the maker raises."""
+    if isinstance(model.source, MadeModel):
+        return str(_made(model.source, home / "models", seed))
+    return str(_given(model.source))
+
+
+def _given(source: HuggingFaceModel) -> Path:
+    path = Path(source.hf_checkpoint).expanduser().absolute()
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            "not a Hugging Face model directory",
+            where="model.source.hf_checkpoint",
+            found=f"no config.json in {path}" if path.is_dir() else f"no directory {path}",
+            expected="a directory with config.json, *.safetensors and a tokenizer",
+            do="download the model first, for instance with `huggingface-cli download`",
+        )
+    return path
+
+
+def _made(source: MadeModel, folder: Path, seed: int) -> Path:
+    """The directory of this maker with these arguments and this source code; made in a neighbour, then renamed."""
+    function = load_hook(source.maker)
+    recipe = [source.maker.rpartition(":")[2], hook_digest(source.maker), source.arguments, seed]
+    name = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
+    target, partial = folder / name, folder / f"{name}.partial-{os.getpid()}"
+    if not target.is_dir():
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        seeded = {"seed": seed} if "seed" in inspect.signature(function).parameters else {}
+        function(partial, **{**seeded, **source.arguments})
+        try:
+            partial.rename(target)
+        except OSError:
+            shutil.rmtree(partial)
+            if not target.is_dir():
+                raise
+    return target

@@ -1,0 +1,269 @@
+"""A batch as flat columns, and the plan that packs its samples into balanced micro-batches.
+
+`BatchColumns` is what the train stage reads: ragged arrays, stored flat. `PackingPlan` says which optimizer step, which data
+parallel rank and which micro-batch holds each sample; it is small JSON and is stored with the train node, so that a replay
+packs alike. The loss does not depend on the plan, only speed does.
+
+N samples, S = sum of prompt + response lengths, R = sum of response lengths.
+
+Not here: tensors, devices, context parallel slices (`engines.megatron.batch`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rlpipe.errors import ConfigError, DataError
+from rlpipe.types import Record
+
+COLUMNS = ("loss_mask", "rollout_log_probs", "proximal_log_probs", "reference_log_probs", "advantages")
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class BatchColumns:
+    """N samples. Prompt and response ids stand one after another; everything else is per response token.
+
+    Sample i owns `tokens[offsets[i]:offsets[i + 1]]` and `column[response_offsets[i]:response_offsets[i + 1]]`.
+    Raises: DataError if the lengths do not fit together.
+    """
+
+    tokens: np.ndarray
+    """[S] int32."""
+    offsets: np.ndarray
+    """[N + 1] int64, from 0 to S."""
+    prompt_lengths: np.ndarray
+    """[N] int64, at least 1."""
+    loss_mask: np.ndarray
+    """[R] float32, 1 where a response token counts."""
+    rollout_log_probs: np.ndarray | None = None
+    """[R] float32: behaviour log-probs, from the engine."""
+    proximal_log_probs: np.ndarray | None = None
+    """[R] float32: the trainer's, before the first optimizer step of the iteration."""
+    reference_log_probs: np.ndarray | None = None
+    """[R] float32: the reference policy's."""
+    advantages: np.ndarray | None = None
+    """[R] float32."""
+
+    def __post_init__(self) -> None:
+        if len(self.offsets) != len(self.prompt_lengths) + 1 or self.offsets[0] != 0 or self.offsets[-1] != len(self.tokens):
+            raise DataError(
+                "offsets do not span the tokens",
+                where="BatchColumns.offsets",
+                found=f"{len(self.offsets)} offsets, {len(self.prompt_lengths)} prompts, {len(self.tokens)} tokens",
+                expected="one more offset than prompts, the first 0 and the last the number of tokens",
+            )
+        if len(self) and (self.prompt_lengths.min() < 1 or self.response_lengths.min() < 0):
+            bad = int(np.argmax((self.prompt_lengths < 1) | (self.response_lengths < 0)))
+            raise DataError(
+                "a prompt must have a token and fit into its sample",
+                where=f"BatchColumns.prompt_lengths[{bad}]",
+                found=f"prompt {self.prompt_lengths[bad]} of {self.lengths[bad]} tokens",
+                expected="1 <= prompt <= tokens of the sample",
+            )
+        for name in COLUMNS:
+            column = getattr(self, name)
+            if column is not None and len(column) != self.num_response_tokens:
+                raise DataError(
+                    "a column must have one value per response token",
+                    where=f"BatchColumns.{name}",
+                    found=len(column),
+                    expected=self.num_response_tokens,
+                )
+
+    @classmethod
+    def from_lists(
+        cls,
+        prompt_ids: Sequence[Sequence[int]],
+        response_ids: Sequence[Sequence[int]],
+        **columns: Sequence[Sequence[float]] | None,
+    ) -> BatchColumns:
+        """From one list per sample. `columns`: any of the per-response-token ones, ragged like `response_ids`;
+        `loss_mask` defaults to ones. Raises: DataError if a column is ragged differently."""
+        pairs = list(zip(prompt_ids, response_ids, strict=True))
+        rows = [np.asarray([*prompt, *response], np.int32) for prompt, response in pairs]
+        responses = np.array([len(response) for _, response in pairs], np.int64)
+        flat: dict[str, np.ndarray] = {
+            name: _flatten(name, column, responses) for name, column in columns.items() if column is not None
+        }
+        flat.setdefault("loss_mask", np.ones(int(responses.sum()), np.float32))
+        return cls(
+            tokens=np.concatenate(rows) if rows else np.zeros(0, np.int32),
+            offsets=_offsets(np.array([len(row) for row in rows], np.int64)),
+            prompt_lengths=np.array([len(prompt) for prompt, _ in pairs], np.int64),
+            **flat,
+        )
+
+    def __len__(self) -> int:
+        return len(self.prompt_lengths)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[N] tokens of prompt + response."""
+        return np.diff(self.offsets)
+
+    @property
+    def response_lengths(self) -> np.ndarray:
+        """[N]."""
+        return self.lengths - self.prompt_lengths
+
+    @property
+    def response_offsets(self) -> np.ndarray:
+        """[N + 1], from 0 to R."""
+        return _offsets(self.response_lengths)
+
+    @property
+    def num_response_tokens(self) -> int:
+        """R."""
+        return len(self.tokens) - int(self.prompt_lengths.sum())
+
+    def with_columns(self, **columns: np.ndarray | None) -> BatchColumns:
+        """The same samples with other per-token columns."""
+        return replace(self, **columns)
+
+    def select(self, samples: Sequence[int] | np.ndarray) -> BatchColumns:
+        """Those samples, in that order."""
+        samples = np.asarray(samples, np.int64)
+        responses = gather_index(self.response_offsets, samples)
+        columns = {name: getattr(self, name) for name in COLUMNS}
+        picked: dict[str, Any] = {name: None if column is None else column[responses] for name, column in columns.items()}
+        return BatchColumns(
+            tokens=self.tokens[gather_index(self.offsets, samples)],
+            offsets=_offsets(self.lengths[samples]),
+            prompt_lengths=self.prompt_lengths[samples],
+            **picked,
+        )
+
+    def split(self, column: np.ndarray) -> list[np.ndarray]:
+        """A flat [R] column as one array per sample."""
+        return np.split(column, self.response_offsets[1:-1]) if len(self) else []
+
+
+def gather_index(offsets: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """Flat positions of the ragged rows `samples`, one row after another: int64."""
+    starts, lengths = offsets[samples], offsets[samples + 1] - offsets[samples]
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
+
+def _flatten(name: str, column: Sequence[Sequence[float]], lengths: np.ndarray) -> np.ndarray:
+    found = np.array([len(row) for row in column], np.int64)
+    if len(found) != len(lengths) or (found != lengths).any():
+        bad = next((i for i, (a, b) in enumerate(zip(found, lengths, strict=False)) if a != b), min(len(found), len(lengths)))
+        raise DataError(
+            "a column must be as ragged as the responses",
+            where=f"BatchColumns.{name}[{bad}]",
+            found=f"{len(found)} rows; {found[bad] if bad < len(found) else 'none'} values here",
+            expected=f"{len(lengths)} rows; {lengths[bad] if bad < len(lengths) else 'none'} values here",
+        )
+    return np.concatenate([np.asarray(row, np.float32) for row in column]) if len(found) else np.zeros(0, np.float32)
+
+
+class PackingPlan(Record):
+    """`steps[optimizer step][data parallel rank][micro-batch]` = indices of samples; a micro-batch may be empty."""
+
+    num_samples: int
+    data_parallel: int
+    max_tokens: int
+    steps: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
+
+    def check(self, num_samples: int, data_parallel: int) -> None:
+        """Raises: DataError unless the plan is for this batch and layout and holds every sample exactly once."""
+        if (self.num_samples, self.data_parallel) != (num_samples, data_parallel):
+            raise DataError(
+                "a packing plan of another batch or layout",
+                where="PackingPlan",
+                found=f"{self.num_samples} samples on {self.data_parallel} data parallel ranks",
+                expected=f"{num_samples} samples on {data_parallel} data parallel ranks",
+                do="make a plan for this batch with rlpipe.packing.plan",
+            )
+        held = sorted(i for step in self.steps for rank in step for micro in rank for i in micro)
+        uneven = any(len(step) != data_parallel or len({len(rank) for rank in step}) != 1 for step in self.steps)
+        if held != list(range(num_samples)) or uneven:
+            raise DataError(
+                "a packing plan that loses or doubles samples, or whose ranks have unequal numbers of micro-batches",
+                where="PackingPlan.steps",
+                found=f"{len(held)} entries, {len(set(held))} different",
+                expected=f"each of {num_samples} samples once",
+            )
+
+
+def plan(
+    lengths: Sequence[int] | np.ndarray,
+    *,
+    global_batch_size: int | None,
+    max_tokens: int,
+    data_parallel: int,
+    order: Sequence[int] | np.ndarray | None = None,
+    attention_length: int = 12_288,
+) -> PackingPlan:
+    """Optimizer steps of about `global_batch_size` samples, each packed into balanced micro-batches.
+
+    There are ceil(N / global_batch_size) steps whose sizes differ by at most one, so a batch that lost a group to an error
+    keeps its number of steps. Samples go to steps in `order` (default 0..N-1); within a step into the emptiest bin by cost
+    (longest first), cost = L (1 + L / attention_length): attention of a sample of `attention_length` tokens costs as much
+    as its dense layers (about 12 × hidden size). A sample longer than `max_tokens` is alone in its micro-batch.
+
+    Raises: DataError for an empty batch or a bad `order`; ConfigError for sizes below 1.
+    """
+    lengths = np.asarray(lengths, np.int64)
+    order = np.arange(len(lengths)) if order is None else np.asarray(order, np.int64)
+    _check_arguments(lengths, order, global_batch_size, max_tokens, data_parallel)
+    num_steps = math.ceil(len(lengths) / (global_batch_size or len(lengths)))
+    cost = lengths * (1 + lengths / attention_length)
+    steps = [_pack_step(samples, lengths, cost, max_tokens, data_parallel) for samples in np.array_split(order, num_steps)]
+    return PackingPlan(num_samples=len(lengths), data_parallel=data_parallel, max_tokens=max_tokens, steps=tuple(steps))
+
+
+def _check_arguments(lengths, order, global_batch_size, max_tokens: int, data_parallel: int) -> None:
+    if len(lengths) == 0 or lengths.min() < 1:
+        raise DataError("nothing to pack", where="packing.plan", found=f"{len(lengths)} samples", expected="samples with tokens")
+    if not np.array_equal(np.sort(order), np.arange(len(lengths))):
+        raise DataError("not an order of the batch", where="packing.plan(order)", expected=f"a permutation of {len(lengths)}")
+    for name, value in (("global_batch_size", global_batch_size), ("max_tokens", max_tokens), ("data_parallel", data_parallel)):
+        if value is not None and value < 1:
+            raise ConfigError("must be at least 1", where=f"train.{name}", found=value)
+
+
+def _pack_step(samples: np.ndarray, lengths: np.ndarray, cost: np.ndarray, max_tokens: int, data_parallel: int) -> tuple:
+    samples = samples[np.argsort(-cost[samples], kind="stable")]
+    tokens = np.minimum(lengths[samples], max_tokens)
+    per_rank = max(1, math.ceil(int(tokens.sum()) / (data_parallel * max_tokens)))
+    while (bins := _fill(samples, lengths, cost, max_tokens, per_rank * data_parallel)) is None:
+        per_rank += 1
+    return _deal(bins, cost, data_parallel, per_rank)
+
+
+def _fill(samples, lengths, cost, max_tokens: int, num_bins: int) -> list[list[int]] | None:
+    """Longest-first into the bin of the least cost that has room; None if one has room nowhere."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    load, used = np.zeros(num_bins), np.zeros(num_bins, np.int64)
+    for sample in samples:
+        size = min(int(lengths[sample]), max_tokens)
+        target = int(np.argmin(np.where(used + size <= max_tokens, load, np.inf)))
+        if used[target] + size > max_tokens:
+            return None
+        bins[target].append(int(sample))
+        load[target] += cost[sample]
+        used[target] += size
+    return bins
+
+
+def _deal(bins: list[list[int]], cost: np.ndarray, data_parallel: int, per_rank: int) -> tuple:
+    """Costliest bin first to the rank of the least cost that still takes one; each rank gets `per_rank`."""
+    ranks: list[list[tuple[int, ...]]] = [[] for _ in range(data_parallel)]
+    load = np.zeros(data_parallel)
+    for weight, samples in sorted(((float(cost[b].sum()), b) for b in bins), key=lambda item: -item[0]):
+        target = min((r for r in range(data_parallel) if len(ranks[r]) < per_rank), key=lambda r: (load[r], r))
+        ranks[target].append(tuple(sorted(samples)))
+        load[target] += weight
+    return tuple(tuple(rank) for rank in ranks)

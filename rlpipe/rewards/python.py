@@ -1,0 +1,119 @@
+"""Calls a reward function and turns what it returned into scores: yours, or one of ours, by the same rules.
+
+A function takes one sample (with `group: true` all samples of a group) and is plain or async. It returns a number, or a
+dict of numbers of which one is the reward and the others are reward parts; for a group a list of these, one for each
+sample in the order given. What it raises, or returning anything else, is a RewardError that says so.
+
+Not here: deadlines, retries and processes (`base`, `workers`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from rlpipe.config.data import MathReward, PythonReward, ReasoningGymReward
+from rlpipe.config.hooks import load_hook
+from rlpipe.errors import ConfigError, RewardError
+from rlpipe.types import Sample
+
+ScoredFunction = ReasoningGymReward | MathReward | PythonReward
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a verifier said of one sample."""
+
+    reward: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+class Scorer:
+    """One loaded reward function. Made once per thread or process of the reward stage; holds no state between calls."""
+
+    def __init__(self, config: ScoredFunction):
+        """Raises: ConfigError if the function cannot be loaded or its settings are wrong."""
+        self._group = isinstance(config, PythonReward) and config.group
+        self._function, self._key = _load(config)
+        self.is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
+            getattr(self._function, "__call__", None)  # noqa: B004 - an object with an async __call__, not a test for callable
+        )
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """One call, for one sample or for a group. Raises: RewardError for all that goes wrong in it."""
+        try:
+            result = self._function(self._argument(samples))
+            if inspect.isawaitable(result):
+                result = asyncio.run(_awaited(result))
+        except Exception as error:  # a verifier may raise anything; it becomes the error of its rows
+            raise RewardError(_said(error)) from error
+        return self._scores(result, samples)
+
+    async def score_async(self, samples: Sequence[Sample]) -> list[Score]:
+        """The same on the running event loop, for an async function."""
+        try:
+            result = await self._function(self._argument(samples))
+        except Exception as error:  # a verifier may raise anything; it becomes the error of its rows
+            raise RewardError(_said(error)) from error
+        return self._scores(result, samples)
+
+    def _argument(self, samples: Sequence[Sample]) -> Any:
+        return list(samples) if self._group else samples[0]
+
+    def _scores(self, result: Any, samples: Sequence[Sample]) -> list[Score]:
+        if not self._group:
+            return [_score(result, self._key)]
+        if not isinstance(result, list | tuple) or len(result) != len(samples):
+            found = f"{len(result)} results" if isinstance(result, list | tuple) else type(result).__name__
+            raise RewardError("the group's rewards do not match its samples", found=found, expected=f"a list of {len(samples)}")
+        return [_score(item, self._key) for item in result]
+
+
+def _load(config: ScoredFunction) -> tuple[Callable[..., Any], str | None]:
+    """The function, and the key of the reward in what it returns."""
+    if isinstance(config, PythonReward):
+        return load_hook(config.path), config.reward_key
+    if isinstance(config, ReasoningGymReward):
+        from rlpipe.rewards.reasoning_gym import make_reward  # these packages load a second's worth of others
+
+        return make_reward(config), "reward"
+    if isinstance(config, MathReward):
+        from rlpipe.rewards.math import reward
+
+        return reward, "reward"
+    raise ConfigError("not a function that scores", where="reward.function.type", found=getattr(config, "type", config))
+
+
+def _score(result: Any, key: str | None) -> Score:
+    if not isinstance(result, dict):
+        return Score(_number(result, "the reward"))
+    if key not in result:
+        raise RewardError(
+            "which entry of the dict is the reward?",
+            where="reward.function.reward_key",
+            found=f"reward_key {key!r}, entries {', '.join(map(str, result))}",
+            expected="the name of an entry",
+        )
+    parts = {str(name): _number(value, f"reward part {name!r}") for name, value in result.items() if name != key}
+    return Score(_number(result[key], f"the reward {key!r}"), parts)
+
+
+def _number(value: Any, what: str) -> float:
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()  # a NumPy or torch scalar
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise RewardError(f"{what} is not a finite number", found=f"{type(value).__name__} {value!r}"[:200])
+    return float(value)
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

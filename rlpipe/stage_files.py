@@ -1,0 +1,103 @@
+"""The data files of the stages: scored rows, batches and evaluations, between the store's tables and our objects.
+
+| node      | file                                      | rows                                      |
+|-----------|-------------------------------------------|-------------------------------------------|
+| rollout   | `plans/<plan>/groups/*.parquet`           | samples (written while the rollout runs)  |
+| reward    | `data/reward/<digest>/rewards-*.parquet`  | rewards                                   |
+| advantage | `data/advantage/<digest>/batch-*.parquet` | all that `train` needs, one row a sample  |
+| train     | `data/train/<digest>/packing-*.json`      | the packing plan                          |
+| eval      | `data/eval/<digest>/samples-*.parquet`    | samples with their rewards                |
+
+Names carry a piece of the content's sha256: two attempts at a node write two files, and its record says which one counts.
+
+Not here: what a row may hold (`store.schema`), nodes and commits (`store.nodes`, `store.branches`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+
+from rlpipe.batch import Batch
+from rlpipe.packing import BatchColumns, PackingPlan
+from rlpipe.rewards.base import RewardRow
+from rlpipe.store.files import Files
+from rlpipe.store.rows import rewards_to_table, samples_to_table, table_to_rewards, table_to_samples
+from rlpipe.store.schema import BATCH, from_ragged, make_table, ragged
+from rlpipe.store.shards import data_folder, read_rows, write_data, write_table
+from rlpipe.types import FileRecord, Node, Sample, Stage
+
+RESPONSE_COLUMNS = ("rollout_log_probs", "proximal_log_probs", "reference_log_probs", "advantages")
+
+
+def read_samples(files: Files, rollout: Node) -> list[Sample]:
+    """All samples of a rollout or evaluation node. Raises: ObjectMissing, ObjectCorrupt."""
+    return table_to_samples(read_rows(files, rollout.files))
+
+
+def write_rewards(files: Files, digest: str, rows: Sequence[RewardRow]) -> FileRecord:
+    """The reward file of a node: rows that have a reward or an error (others had nothing to score)."""
+    said = [row for row in rows if row.reward is not None or row.error is not None]
+    return write_table(files, data_folder(Stage.REWARD, digest), "rewards", rewards_to_table(said))
+
+
+def read_rewards(files: Files, reward: Node) -> list[RewardRow]:
+    """The rows of a reward node. Raises: ObjectMissing, ObjectCorrupt."""
+    return [RewardRow(**row) for row in table_to_rewards(read_rows(files, reward.files))]
+
+
+def write_batch(files: Files, digest: str, batch: Batch, columns: BatchColumns) -> FileRecord:
+    """The batch file of an advantage node. `columns` are the batch's, with log-probs and advantages added."""
+    values = {
+        "group_id": list(batch.group_ids),
+        "index": list(batch.indices),
+        "tokens": from_ragged(columns.tokens, columns.offsets, pa.int32()),
+        "prompt_len": columns.prompt_lengths.astype(np.int32),
+        "loss_mask": from_ragged(columns.loss_mask.astype(np.uint8), columns.response_offsets, pa.uint8()),
+    }
+    for name in RESPONSE_COLUMNS:
+        if (column := getattr(columns, name)) is not None:
+            values[name] = from_ragged(column, columns.response_offsets, pa.float32())
+    return write_table(files, data_folder(Stage.ADVANTAGE, digest), "batch", make_table(BATCH, values, "batch"))
+
+
+def read_batch(files: Files, advantage: Node) -> BatchColumns:
+    """The batch of an advantage node. Raises: ObjectMissing, ObjectCorrupt."""
+    table = read_rows(files, advantage.files)
+    tokens, offsets = ragged(table["tokens"])
+    values = {name: ragged(table[name])[0] for name in RESPONSE_COLUMNS if table[name].null_count == 0}
+    return BatchColumns(
+        tokens=tokens,
+        offsets=offsets,
+        prompt_lengths=table["prompt_len"].to_numpy().astype(np.int64),
+        loss_mask=ragged(table["loss_mask"])[0].astype(np.float32),
+        **values,
+    )
+
+
+def write_packing(files: Files, digest: str, packing: PackingPlan) -> FileRecord:
+    """The packing plan of a train node."""
+    return write_data(files, data_folder(Stage.TRAIN, digest), "packing.json", packing.model_dump_json().encode())
+
+
+def read_packing(files: Files, train: Node) -> PackingPlan:
+    """The packing plan a train node was made with. Raises: ObjectMissing, ObjectCorrupt."""
+    record = train.files[0]
+    return PackingPlan.model_validate_json(files.read(record.path, sha256=record.sha256))
+
+
+def write_evaluation(
+    files: Files, digest: str, iteration: int, samples: Sequence[Sample], rewards: Sequence[RewardRow]
+) -> FileRecord:
+    """The rows of an evaluation: samples that carry their rewards."""
+    reward_of = {(row.group_id, row.index): row for row in rewards}
+    rows = [_with_reward(sample, reward_of[sample.group_id, sample.index]) for sample in samples]
+    rows.sort(key=lambda sample: (sample.group_id, sample.index))
+    return write_table(files, data_folder(Stage.EVAL, digest), "samples", samples_to_table(rows, iteration))
+
+
+def _with_reward(sample: Sample, row: RewardRow) -> Sample:
+    return replace(sample, reward=row.reward, reward_parts=dict(row.parts), error=sample.error or row.error)

@@ -1,0 +1,178 @@
+"""Branches: a run is a chain of commits, one per iteration, each written once.
+
+Iterations are numbered without gaps. The first commit of a root branch has iteration 0 and no parent; that of a fork goes
+on from its parent's. A commit is refused unless its parent is there, so what `newest` returns always has its whole history.
+
+Not here: who may commit (fencing), or what a commit's nodes hold (`nodes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+from uuid import uuid4
+
+from rlpipe.errors import ObjectConflict, ObjectMissing, StoreError
+from rlpipe.store.files import Files
+from rlpipe.store.records import now, seal, unseal
+from rlpipe.types import Commit, Record
+
+
+class Branch(Record):
+    """What a branch is, from the start: its configuration, its first weights, and what it was forked from."""
+
+    format: int = 1
+    branch: str
+    config: dict[str, Any]
+    init: str
+    """Digest of the node of its first weights."""
+    parent: str | None = None
+    """`branch/%08d` of the commit it goes on from; None for a root branch."""
+    created: str = ""
+
+
+def commit_name(branch: str, iteration: int) -> str:
+    """`branch/%08d`: how a commit is named as a parent."""
+    return f"{branch}/{iteration:08d}"
+
+
+def parse_commit_name(name: str) -> tuple[str, int]:
+    """Branch and iteration of a commit's name. Raises: ValueError."""
+    branch, separator, iteration = name.rpartition("/")
+    if not separator or commit_name(branch, int(iteration)) != name:
+        raise ValueError(f"not the name of a commit: {name!r}")
+    return branch, int(iteration)
+
+
+class Branches:
+    """The branches of a store."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._known: dict[str, Branch] = {}
+
+    def names(self) -> list[str]:
+        """All branches, sorted."""
+        return [path.split("/")[1] for path in self._files.list("branches") if path.endswith("/config.json")]
+
+    def create(self, branch: str, config: Mapping[str, Any], init: str, parent: str | None = None) -> Branch:
+        """Start a branch, or find it started in just this way. `parent`: the commit that it is a fork of.
+
+        Raises: ObjectConflict if the name is taken by another run; ObjectMissing if the parent is not there.
+        """
+        if parent is not None:
+            self.read(*parse_commit_name(parent))
+        record = Branch(branch=branch, config=dict(config), init=init, parent=parent, created=now())
+        path = _config_path(branch)
+        try:
+            self._files.create(path, seal(record, path))
+        except ObjectConflict as error:
+            found = self.get(branch)
+            if found.model_copy(update={"created": record.created}) == record:
+                return found
+            raise ObjectConflict(
+                "there is a run of this name with another configuration or start",
+                where=self._files.url(path),
+                found=f"other values of {_differing_keys(found, record)}",
+                do="resume it with its own configuration, fork it, or take another name",
+            ) from error
+        return record
+
+    def get(self, branch: str) -> Branch:
+        """What the branch is. Raises: ObjectMissing, ObjectCorrupt."""
+        if branch not in self._known:
+            path = _config_path(branch)
+            self._known[branch] = unseal(Branch, self._files.read(path), self._files.url(path))
+        return self._known[branch]
+
+    def find(self, branch: str) -> Branch | None:
+        """What the branch is, or None if there is none. Raises: ObjectCorrupt."""
+        try:
+            return self.get(branch)
+        except ObjectMissing:
+            return None
+
+    def config(self, branch: str) -> dict[str, Any]:
+        """The configuration the branch was created with. Raises: ObjectMissing, ObjectCorrupt."""
+        return self.get(branch).config
+
+    def newest(self, branch: str, after: int | None = None) -> Commit | None:
+        """The commit to go on from: the newest, or the parent of a fork that has none, or None.
+
+        `after` is an iteration known to be committed: only what follows it is looked for, without a listing.
+        Raises: ObjectMissing if there is no such branch, or `after` is not committed; ObjectCorrupt.
+        """
+        record = self.get(branch)
+        if after is not None:
+            while self._files.exists(_path(commit_name(branch, after + 1))):
+                after += 1
+            return self.read(branch, after)
+        numbers = [path.split("/")[-1].removesuffix(".json") for path in self._files.list(f"branches/{branch}")]
+        committed = [int(number) for number in numbers if number.isdigit()]
+        if committed:
+            return self.read(branch, max(committed))
+        return self.read(*parse_commit_name(record.parent)) if record.parent else None
+
+    def read(self, branch: str, iteration: int) -> Commit:
+        """One commit. Raises: ObjectMissing, ObjectCorrupt."""
+        path = _path(commit_name(branch, iteration))
+        return unseal(Commit, self._files.read(path), self._files.url(path))
+
+    def commit(self, commit: Commit) -> Commit:
+        """Record an iteration; returns the record that counts: ours, or an earlier one that says the same.
+
+        `attempt` and `created` are filled in if they are empty.
+        Raises: StoreError if it does not follow from the branch's last one; ObjectMissing if that is not there;
+        ObjectConflict if the iteration was committed with another content.
+        """
+        self._refuse_gap(commit)
+        commit = commit.model_copy(update={"attempt": commit.attempt or uuid4().hex[:12], "created": commit.created or now()})
+        path = _path(commit_name(commit.branch, commit.iteration))
+        try:
+            self._files.create(path, seal(commit, path))
+        except ObjectConflict as error:
+            winner = self.read(commit.branch, commit.iteration)
+            if _content(winner) == _content(commit):
+                return winner
+            raise ObjectConflict(
+                "this iteration was committed by another driver, with another result",
+                where=self._files.url(path),
+                found=f"other values of {_differing_keys(winner, commit)} by attempt {winner.attempt}",
+                do="stop this driver; start it again to go on from the newest commit",
+            ) from error
+        return commit
+
+    def walk(self, branch: str) -> Iterator[Commit]:
+        """The commits of a branch and of what it was forked from, newest first. Raises: ObjectMissing, ObjectCorrupt."""
+        commit = self.newest(branch)
+        while commit is not None:
+            yield commit
+            commit = self.read(*parse_commit_name(commit.parent)) if commit.parent else None
+
+    def _refuse_gap(self, commit: Commit) -> None:
+        fork = self.get(commit.branch).parent
+        first = parse_commit_name(fork)[1] + 1 if fork else 0
+        expected = fork if commit.iteration == first else commit_name(commit.branch, commit.iteration - 1)
+        if commit.iteration < first or commit.parent != expected:
+            name = commit_name(commit.branch, commit.iteration)
+            raise StoreError("not the next commit of its branch", where=name, found=commit.parent, expected=expected)
+        if expected is not None and not self._files.exists(_path(expected)):
+            raise ObjectMissing("the parent commit is not there", where=self._files.url(_path(expected)))
+
+
+def _config_path(branch: str) -> str:
+    return f"branches/{branch}/config.json"
+
+
+def _path(name: str) -> str:
+    return f"branches/{name}.json"
+
+
+def _content(commit: Commit) -> dict[str, Any]:
+    """What a commit says, less who wrote it when and with what."""
+    return commit.model_dump(exclude={"attempt", "created", "epoch", "packages"})
+
+
+def _differing_keys(first: Record, second: Record) -> list[str]:
+    one, other = first.model_dump(), second.model_dump()
+    return [key for key in one if one[key] != other[key] and key not in ("attempt", "created", "epoch", "packages")]

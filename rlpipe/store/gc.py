@@ -1,0 +1,127 @@
+"""Garbage: what no branch reaches.
+
+Reached are all branches and their commits, the plans and nodes they name, their parents, and the files of those nodes.
+Checkpoints and evaluations of reached weights are reached too: they are recorded beside the commits, some after them. Kept as
+well is what a branch may still adopt when it goes on: plans of iterations it has not committed, their finished groups, and
+nodes grown from them. So a crashed run loses nothing, however long it lies. All else goes once it is older than
+the grace period, which must outlast a re-scoring (its nodes are bound to no plan) and a checkpoint's upload.
+
+Listing comes first and reading the branches second: what is committed in between was either young or is seen.
+Not here: parts of S3 uploads that were killed (a bucket's lifecycle rule), and anything outside the store's own folders.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from rlpipe.store.branches import Branches
+from rlpipe.store.files import Files
+from rlpipe.store.local import Entry
+from rlpipe.store.nodes import Nodes
+from rlpipe.store.plans import Plans, plan_path
+from rlpipe.types import Node, Stage
+
+FOLDERS = ("nodes", "plans", "data", "checkpoints")
+"""In the order of removal: a record goes before what it names."""
+LEAVES = (Stage.CHECKPOINT, Stage.EVAL)
+"""Stages about weights, from which nothing is made along the branch."""
+
+
+def unreachable(files: Files, grace_s: float) -> list[str]:
+    """Names of all objects that may go: reached by nothing and older than the grace period (seconds).
+
+    Raises: ObjectMissing, ObjectCorrupt if a record cannot be read: who knows what it reaches, so nothing may go.
+    """
+    now = time.time()
+    entries = [entry for folder in FOLDERS for entry in files.entries(folder)]
+    reached = _Reached(files, {entry.path for entry in entries})
+    candidates = [*files.entries(temporary=True), *(entry for entry in entries if entry.path not in reached.paths)]
+    return sorted((entry.path for entry in _older(candidates, now - grace_s)), key=_removal_order)
+
+
+def collect(files: Files, grace_s: float, *, dry_run: bool) -> list[str]:
+    """Remove what `unreachable` names, or only say what would go. Killed half-way it can simply be run again."""
+    paths = unreachable(files, grace_s)
+    for path in () if dry_run else paths:
+        files.delete(path)
+    return paths
+
+
+class _Reached:
+    """The closure over one listing of the store: `paths` may not go."""
+
+    def __init__(self, files: Files, names: set[str]) -> None:
+        self._files, self._nodes, self._plans, self._branches = files, Nodes(files), Plans(files), Branches(files)
+        self._homes = {_digest(name): name for name in names if name.startswith("nodes/")}
+        self._next: dict[str, int] = {}
+        self.paths: set[str] = set()
+        for branch in self._branches.names():
+            self._add_branch(branch)
+        plans = {name.split("/")[1] for name in names if name.startswith("plans/") and name.endswith("/plan.json")}
+        self._add_pending({digest for digest in plans if self._is_open(digest)})
+        self._add_leaves()
+
+    def _add_branch(self, branch: str) -> None:
+        self._add(self._branches.get(branch).init)
+        newest = self._branches.newest(branch)
+        self._next[branch] = newest.iteration + 1 if newest else 0
+        for commit in self._branches.walk(branch):
+            if commit.branch != branch:
+                return  # the rest is another branch's own
+            self.paths.add(plan_path(commit.plan))
+            self._add(*commit.nodes.values())
+
+    def _add(self, *digests: str) -> None:
+        """Nodes (or plans) of these digests, with all they were made of."""
+        waiting = list(digests)
+        while waiting:
+            digest = waiting.pop()
+            path = self._homes.get(digest, plan_path(digest))
+            if path not in self.paths and digest in self._homes:
+                node = self._read(path)
+                waiting.extend(node.parents.values())
+                self.paths.update(record.path for record in node.files)
+            self.paths.add(path)
+
+    def _add_pending(self, growing: set[str]) -> None:
+        """Open plans, their groups, and the nodes that grew from them."""
+        for digest in growing:
+            self.paths.add(plan_path(digest))
+            self.paths.update(self._files.list(Plans.groups_prefix(digest)))
+        loose = {path: self._read(path) for path in self._homes.values() if path not in self.paths}
+        while grown := [path for path, node in loose.items() if growing & set(node.parents.values())]:
+            for digest in [loose.pop(path).digest for path in grown]:
+                growing.add(digest)
+                self._add(digest)
+
+    def _add_leaves(self) -> None:
+        """Checkpoints and evaluations of weights that are reached."""
+        for digest, path in self._homes.items():
+            if path.split("/")[1] in LEAVES and path not in self.paths:
+                parents = self._read(path).parents.values()
+                if all(self._homes.get(parent) in self.paths for parent in parents):
+                    self._add(digest)
+
+    def _is_open(self, digest: str) -> bool:
+        """Is it the plan of an iteration that its branch has still to commit?"""
+        if plan_path(digest) in self.paths:
+            return False
+        plan = self._plans.read(digest)
+        return plan.branch in self._next and plan.iteration >= self._next[plan.branch]
+
+    def _read(self, path: str) -> Node:
+        return self._nodes.get(Stage(path.split("/")[1]), _digest(path))
+
+
+def _digest(path: str) -> str:
+    return path.rsplit("/", 1)[1].removesuffix(".json")
+
+
+def _older(entries: Iterable[Entry], before_s: float) -> Iterable[Entry]:
+    return (entry for entry in entries if entry.modified_s < before_s)
+
+
+def _removal_order(path: str) -> tuple[int, str]:
+    folder = path.split("/")[0]
+    return (FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS), path)

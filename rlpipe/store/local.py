@@ -1,0 +1,159 @@
+"""Objects as files of a directory: complete or absent, written once, on disk before we say so.
+
+A file is written under a temporary name, synced, and then linked to its own name: `link` refuses a name that is taken, and
+nobody ever sees half a file. `open(..., "x")` alone would be exclusive but show the file while it grows.
+
+Not here: comparing with what another writer wrote (`files`).
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+from uuid import uuid4
+
+from rlpipe.errors import ObjectMissing, StoreError, StoreFull
+
+TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}$")
+CHUNK_BYTES = 32 * 1024**2
+
+
+class Entry(NamedTuple):
+    """One object: its name relative to the root, its size, and when it was last written (seconds since the epoch)."""
+
+    path: str
+    size_bytes: int
+    modified_s: float
+
+
+@contextmanager
+def named_failures(where: str) -> Iterator[None]:
+    """Turns what the operating system says into ObjectMissing, StoreFull or StoreError at `where`."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ObjectMissing("there is no such object", where=where) from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            do = "free some space (`collect` of rlpipe.store.gc removes what nothing refers to) or move store.root"
+            raise StoreFull("no space left", where=where, found=error.strerror, do=do) from error
+        raise StoreError("the file system said no", where=where, found=error.strerror or error) from error
+
+
+def temporary_name(path: str) -> str:
+    """A name beside `path` that no listing shows."""
+    return f"{path}.tmp-{uuid4().hex}"
+
+
+class LocalBackend:
+    """Objects under one directory. Methods are atomic; any number of processes may use one directory."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory)
+
+    def url(self, path: str) -> str:
+        return f"file://{self._directory / path}"
+
+    def create(self, path: str, data: bytes) -> bool:
+        """True: written and durable. False: the name is taken. Raises: StoreFull, StoreError."""
+        return self._publish(path, lambda file: file.write(data))
+
+    def create_from(self, path: str, local: str) -> bool:
+        """`create` with the content of the file `local`, in chunks."""
+
+        def copy(file: BinaryIO) -> None:
+            with Path(local).open("rb") as source:
+                shutil.copyfileobj(source, file, CHUNK_BYTES)
+
+        return self._publish(path, copy)
+
+    def read(self, path: str) -> bytes:
+        with named_failures(self.url(path)):
+            return (self._directory / path).read_bytes()
+
+    def sha256(self, path: str) -> str:
+        with named_failures(self.url(path)), (self._directory / path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def download(self, path: str, local: str) -> None:
+        with named_failures(self.url(path)):
+            shutil.copyfile(self._directory / path, local)
+
+    def stat(self, path: str) -> Entry | None:
+        with named_failures(self.url(path)):
+            try:
+                found = (self._directory / path).stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return Entry(path, found.st_size, found.st_mtime) if stat.S_ISREG(found.st_mode) else None
+
+    def entries(self, folder: str) -> Iterator[Entry]:
+        """Every file below `folder`, unordered, temporary ones included; none if there is no such folder."""
+        with named_failures(self.url(folder)):
+            for directory, _, names in os.walk(self._directory / folder, onerror=_unless_gone):
+                for name in names:
+                    path = Path(directory, name).relative_to(self._directory).as_posix()
+                    if entry := self.stat(path):
+                        yield entry
+
+    def delete(self, path: str) -> None:
+        target = self._directory / path
+        with named_failures(self.url(path)):
+            try:
+                target.unlink()
+            except FileNotFoundError:
+                return
+            _sync_directory(target.parent)
+
+    def _publish(self, path: str, write: Callable[[BinaryIO], object]) -> bool:
+        target = self._directory / path
+        temporary = Path(temporary_name(str(target)))
+        with named_failures(self.url(path)):
+            _make_directory(target.parent)
+            try:
+                created = not target.exists() and _write_and_link(temporary, target, write)
+            finally:
+                temporary.unlink(missing_ok=True)
+            _sync_directory(target.parent)  # also when it was there: its writer may have died before this line
+        return created
+
+
+def _write_and_link(temporary: Path, target: Path, write: Callable[[BinaryIO], object]) -> bool:
+    with temporary.open("xb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        target.hardlink_to(temporary)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def _make_directory(path: Path) -> None:
+    """Make `path` and its parents; each new name is synced in the directory that holds it."""
+    if not path.is_dir():
+        _make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,72 @@
+"""Nodes: the immutable result of a stage, found by the digest of its inputs.
+
+Same inputs, same node: a stage that finds its node has nothing to do. Two attempts at one node may race; the first record
+wins and both go on from it, because what it says was computed from the same inputs.
+
+Not here: what belongs into a stage's config (`Config.identity`) or how a hook's source is hashed (`rlpipe.config.hooks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+from rlpipe.errors import ObjectConflict, ObjectCorrupt, ObjectMissing
+from rlpipe.store.files import Files
+from rlpipe.store.records import digest, now, seal, unseal
+from rlpipe.types import Node, Stage
+
+
+def input_digest(stage: Stage, parents: Mapping[str, str], config: Mapping[str, Any], hooks: Mapping[str, str]) -> str:
+    """sha256 over everything that decides a stage's result. The order of keys does not matter.
+
+    Raises: DataError if an input is not JSON.
+    """
+    inputs = {"stage": str(stage), "parents": dict(parents), "config": dict(config), "hooks": dict(hooks)}
+    return digest(inputs, f"inputs of {stage}")
+
+
+def node_path(stage: Stage, digest: str) -> str:
+    """Where the node of this stage and digest lives."""
+    return f"nodes/{stage}/{digest}.json"
+
+
+class Nodes:
+    """The nodes of a store."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
+    def find(self, stage: Stage, digest: str) -> Node | None:
+        """The node, or None. One request. Raises: ObjectCorrupt if it is not a node of these inputs."""
+        try:
+            return self.get(stage, digest)
+        except ObjectMissing:
+            return None
+
+    def get(self, stage: Stage, digest: str) -> Node:
+        """The node. Raises: ObjectMissing; ObjectCorrupt if it is not a node of these inputs."""
+        path = node_path(stage, digest)
+        node = unseal(Node, self._files.read(path), self._files.url(path))
+        found = input_digest(node.stage, node.parents, node.config, node.hooks)
+        if node.stage != stage or not node.digest == digest == found:
+            found = f"{node.stage}/{node.digest} with inputs {found}"
+            raise ObjectCorrupt("this is another node", where=self._files.url(path), found=found, expected=f"{stage}/{digest}")
+        return node
+
+    def commit(self, node: Node) -> Node:
+        """Record a node once its files are written; returns the one that counts: ours, or that of whoever was first.
+
+        `attempt` and `created` are filled in if they are empty; compare `attempt` to see who won.
+        Raises: ValueError if the digest is not that of the inputs; DataError if outputs are not JSON.
+        """
+        if node.digest != (expected := input_digest(node.stage, node.parents, node.config, node.hooks)):
+            raise ValueError(f"{node.stage} node: digest {node.digest} is not that of its inputs, {expected}")
+        node = node.model_copy(update={"attempt": node.attempt or uuid4().hex[:12], "created": node.created or now()})
+        path = node_path(node.stage, node.digest)
+        try:
+            self._files.create(path, seal(node, path))
+        except ObjectConflict:
+            return self.get(node.stage, node.digest)
+        return node

@@ -1,0 +1,41 @@
+"""Plans: what an iteration will sample, written before the first request, named by its own content.
+
+Not here: making one (`rlpipe.data`), or its groups' rows (`shards`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from rlpipe.store.files import Files
+from rlpipe.store.records import seal, unseal
+from rlpipe.types import Plan
+
+
+def plan_path(digest: str) -> str:
+    """Where the plan of this digest lives."""
+    return f"plans/{digest}/plan.json"
+
+
+class Plans:
+    """The plans of a store."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
+    def write(self, plan: Plan) -> str:
+        """Store a plan; returns its digest. An equal plan has the same digest, and is there already. Raises: DataError."""
+        data = seal(plan, f"plan {plan.branch}/{plan.iteration:08d}")
+        digest = hashlib.sha256(data).hexdigest()
+        self._files.create(plan_path(digest), data)
+        return digest
+
+    def read(self, digest: str) -> Plan:
+        """The plan of this digest. Raises: ObjectMissing, ObjectCorrupt."""
+        path = plan_path(digest)
+        return unseal(Plan, self._files.read(path, sha256=digest), self._files.url(path))
+
+    @staticmethod
+    def groups_prefix(digest: str) -> str:
+        """The folder of the plan's finished groups."""
+        return f"plans/{digest}/groups"

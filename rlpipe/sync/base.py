@@ -1,0 +1,35 @@
+"""What every weight transport does, whatever moves the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """A push that arrived everywhere."""
+
+    stamp: str
+    engines: tuple[str, ...]
+    tensors: int
+    size_bytes: int
+    buckets: int
+    seconds: float
+
+
+class Transport(Protocol):
+    """Made and used by trainer rank 0, for one push at a time."""
+
+    def push(self, named_tensors: Iterable[tuple[str, Tensor]], engines: Sequence[str], stamp: str) -> PushReport:
+        """Replace the weights of every engine (addresses) by `named_tensors` (Hugging Face names), known as `stamp` from then on.
+
+        `named_tensors` is read to its end even if the push fails, because the other ranks take part in producing it.
+        Raises: SyncError; its `found` is {"current": [addresses], "unknown": {address: reason}}. A current engine has all
+        of the new weights and samples. An unknown one is left paused: keep it off the router until it
+        is replaced or a push succeeds.
+        """
+        ...

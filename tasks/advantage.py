@@ -1,0 +1,35 @@
+"""Stage 3: fix the batch, score it with the trainer, estimate advantages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect.client.schemas.objects import State
+
+from rlpipe.inputs import advantage_inputs
+from rlpipe.types import NodeRef
+from tasks.context import context
+from tasks.record import once, stage_task
+from tasks.train import hold
+
+
+@stage_task("advantage", "advantage-{k}")
+async def advantage(run: str, k: int, rollout: NodeRef, reward: NodeRef) -> State:
+    """The batch of iteration k, with its token-level columns: the advantage node's handle."""
+    it = await context(run)
+    before = it.weights_before(k)
+    inputs = advantage_inputs(it.config, rollout.digest, reward.digest, before)
+
+    async def estimate() -> dict[str, Any]:
+        await hold(it, before)
+        answers = await it.cluster.trainer.call(
+            "advantage",
+            key=inputs.digest,
+            before=before,
+            rollout=rollout.digest,
+            reward=reward.digest,
+            deadline_s=it.config.train.timeout_s,
+        )
+        return answers[0]
+
+    return await once(it, inputs, estimate)

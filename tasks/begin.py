@@ -1,0 +1,99 @@
+"""Before the first iteration: actors up, first weights stored as weight version 0, the branch there (or found to go on)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from rlpipe.config.model import BranchModel
+from rlpipe.config.run import RunConfig
+from rlpipe.errors import ConfigError, ObjectMissing
+from rlpipe.inputs import checkpoint_inputs, init_inputs
+from rlpipe.observe.progress import Progress
+from rlpipe.store.branches import Branches
+from rlpipe.store.files import Files
+from rlpipe.types import Stage
+from tasks.checkpoint import begin_checkpoint, settle
+from tasks.context import RunContext, open_context
+
+
+@task(name="begin", cache_policy=NO_CACHE)
+async def begin(config: RunConfig, home: Path, progress: Progress) -> int:
+    """Open the run and make sure its branch exists; the first iteration that is not committed yet.
+
+    Raises: ConfigError if the branch exists with another configuration; whatever keeps an actor from coming up.
+    """
+    files = Files(config.store.root or str(home / "store"))
+    check_same_run(Branches(files), config)
+    progress.stage("start", note="Ray, engines, trainer, generator (about half a minute on CPUs)")
+    it = await open_context(config, home, progress)
+    if it.branches.find(config.run) is None:
+        progress.stage("start", note="first weights")
+        it.branches.create(config.run, config.model_dump(mode="json"), await first_weights(it))
+    newest = it.branches.newest(config.run)
+    return newest.iteration + 1 if newest else 0
+
+
+def check_same_run(branches: Branches, config: RunConfig) -> None:
+    """A branch goes on only with the configuration it was started with. Raises: ConfigError naming each key that differs."""
+    record = branches.find(config.run)
+    if record is None:
+        return
+    stored = RunConfig.model_validate(record.config).identity()
+    differing = sorted(_differing(stored, config.identity()))
+    if differing:
+        raise ConfigError(
+            "a run of this name exists with another configuration",
+            where=f"run={config.run}",
+            found="\n            ".join(differing),
+            expected="the keys that decide results as they were when the run was started",
+            do="undo these changes to go on with the run, or give the new one another name: run=NAME",
+        )
+
+
+async def first_weights(it: RunContext) -> str:
+    """Digest of the init node: weights of version 0, loaded and stored as a checkpoint unless they are."""
+    start = _start_from(it)
+    inputs = init_inputs(it.config, it.fingerprint, start)
+    if it.nodes.find(Stage.INIT, inputs.digest) is None:
+        deadline_s = it.config.resources.start_timeout_s
+        answers = await it.cluster.trainer.call("initialise", key=inputs.digest, start_from=start, deadline_s=deadline_s)
+        await begin_checkpoint(it, inputs, inputs.digest, 0, state_digest=answers[0]["state_digest"])
+        await settle(it, wait=True)
+    return inputs.digest
+
+
+def _start_from(it: RunContext) -> str | None:
+    source = it.config.start_from
+    return checkpoint_of(it, source) if source else None
+
+
+def checkpoint_of(it: RunContext, source: BranchModel) -> str:
+    """Digest of the checkpoint node at the end (or at `iteration`) of a branch. Raises: ObjectMissing."""
+    newest = it.branches.newest(source.branch) if source.iteration is None else it.branches.read(source.branch, source.iteration)
+    where = f"model.start_from.branch={source.branch}"
+    if newest is None:
+        raise ObjectMissing("that branch has no iteration yet", where=where, do="finish that run first")
+    inputs = checkpoint_inputs(newest.nodes[Stage.TRAIN])
+    if it.nodes.find(inputs.stage, inputs.digest) is None:
+        raise ObjectMissing(
+            "that branch has no checkpoint there",
+            where=where,
+            found=f"iteration {newest.iteration} without one",
+            expected="an iteration whose weights were saved (checkpoint.save_interval)",
+        )
+    return inputs.digest
+
+
+def _differing(stored: Any, given: Any, key: str = "") -> list[str]:
+    if isinstance(stored, dict) and isinstance(given, dict):
+        names = sorted(set(stored) | set(given))
+        nested = (_differing(stored.get(name), given.get(name), f"{key}.{name}" if key else name) for name in names)
+        return [line for lines in nested for line in lines]
+    same = (
+        list(stored) == list(given) if isinstance(stored, (list, tuple)) and isinstance(given, (list, tuple)) else stored == given
+    )
+    return [] if same else [f"{key}: was {stored!r}, now {given!r}"]

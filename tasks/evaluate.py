@@ -1,0 +1,32 @@
+"""Beside the stages: accuracy on a held-out set, for one weight version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect.client.schemas.objects import State
+
+from rlpipe.actors.calls import call
+from rlpipe.inputs import eval_inputs
+from tasks.context import context
+from tasks.record import once, stage_task
+from tasks.sync import publish
+
+
+@stage_task("evaluate", "evaluate-{dataset}-{version}")
+async def evaluate(run: str, version: int, dataset: str) -> State:
+    """Sample and score a held-out set with the weights after `version` iterations: the eval node's handle."""
+    it = await context(run)
+    weights = it.weights_before(version)
+    chosen = next(item for item in it.config.evaluation.datasets if item.name == dataset)
+    inputs = eval_inputs(it.config, chosen, weights)
+
+    async def measure() -> dict[str, Any]:
+        await publish(it, weights, version=version)
+        answer = it.cluster.generator.evaluate.remote(dataset, inputs.digest, version)
+        result = await call(answer, where=f"generator.evaluate {dataset}", deadline_s=it.config.rollout.timeout_s + 60)
+        accuracy = result["outputs"]["accuracy"]
+        outputs = {**result["outputs"], "version": version, "metrics": {f"eval/{dataset}/accuracy": accuracy}}
+        return {"files": result["files"], "outputs": outputs}
+
+    return await once(it, inputs, measure)

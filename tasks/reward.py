@@ -1,0 +1,45 @@
+"""Stage 2: score the rows of a rollout. Needs no actor: it runs as well on stored rollouts, long after."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from typing import Any
+
+from prefect.client.schemas.objects import State
+
+from rlpipe.config.data import NoReward
+from rlpipe.inputs import reward_inputs
+from rlpipe.rewards.base import score
+from rlpipe.stage_files import read_samples, write_rewards
+from rlpipe.types import NodeRef, Stage
+from tasks.context import context
+from tasks.record import once, stage_task
+
+
+@stage_task("reward", "reward-{k}")
+async def reward(run: str, k: int, rollout: NodeRef) -> State:
+    """Rewards of a rollout's samples: the reward node's handle."""
+    it = await context(run)
+    inputs = reward_inputs(it.config, rollout.digest)
+
+    async def judge() -> dict[str, Any]:
+        if isinstance(it.config.reward.function, NoReward):
+            return {"outputs": {"scored": 0, "errors": 0}, "files": [write_rewards(it.files, inputs.digest, [])]}
+        samples = await asyncio.to_thread(read_samples, it.files, it.nodes.get(Stage.ROLLOUT, rollout.digest))
+        rows = await score(samples, it.config.reward, progress=_shown(it))
+        scored = [row.reward for row in rows if row.reward is not None]
+        outputs = {
+            "scored": len(scored),
+            "errors": sum(row.error is not None for row in rows),
+            "metrics": {"rollout/reward_error_ratio": sum(row.error is not None for row in rows) / max(1, len(rows))},
+        }
+        if scored:
+            outputs["mean"] = statistics.fmean(scored)
+        return {"outputs": outputs, "files": [write_rewards(it.files, inputs.digest, rows)]}
+
+    return await once(it, inputs, judge)
+
+
+def _shown(it: Any) -> Any:
+    return lambda done, total: it.progress.stage("reward", done=done, total=total)

@@ -1,0 +1,74 @@
+"""Stage 4: the optimizer steps. Repeating it trains nothing twice: the ranks know which state they hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect.client.schemas.objects import State
+
+from rlpipe.errors import TrainerError
+from rlpipe.inputs import train_inputs
+from rlpipe.lineage import lineage_to
+from rlpipe.packing import PackingPlan
+from rlpipe.stage_files import write_packing
+from rlpipe.types import NodeRef
+from tasks.context import RunContext, context
+from tasks.record import once, stage_task
+
+
+@stage_task("train", "train-{k}")
+async def train(run: str, k: int, advantage: NodeRef) -> State:
+    """The weights after iteration k: the train node's handle."""
+    it = await context(run)
+    before = it.weights_before(k)
+    inputs = train_inputs(it.config, advantage.digest, before)
+
+    async def step() -> dict[str, Any]:
+        if not await it.cluster.trainer.holds(inputs.digest):
+            await hold(it, before)
+        answers = await it.cluster.trainer.call(
+            "train", key=inputs.digest, before=before, advantage=advantage.digest, deadline_s=it.config.train.timeout_s
+        )
+        return _agreed(it, inputs.digest, k, answers)
+
+    return await once(it, inputs, step)
+
+
+async def hold(it: RunContext, state: str) -> None:
+    """Make the trainer hold a state, from its checkpoint and the batches since, if it does not."""
+    if await it.cluster.trainer.holds(state):
+        return
+    it.progress.stage("restore", note=f"rebuilding weights {state[:12]} from the store")
+    restored = await it.cluster.trainer.ensure(lineage_to(it.nodes, state, it.init), deadline_s=it.config.train.timeout_s)
+    if restored and restored["mismatch"]:
+        raise TrainerError(
+            "training the stored batches again gave another state than the recorded one",
+            where=f"nodes/train/{restored['mismatch']}.json",
+            expected="the recorded state_digest",
+            do="resume on the machine type and layout the run was made with, or fork from the newest checkpoint",
+        )
+
+
+def _agreed(it: RunContext, digest: str, k: int, answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """One result of all ranks. Raises: TrainerError if they do not hold the same state."""
+    states = {answer["state_digest"] for answer in answers}
+    if len(states) != 1:
+        raise TrainerError("the ranks do not agree on the state", where=f"train {k}", found=sorted(states), expected="one digest")
+    result = answers[0]
+    record = write_packing(it.files, digest, PackingPlan.model_validate(result["packing"]))
+    metrics = {f"train/{name}": value for name, value in _mean(result["steps"]).items()}
+    outputs = {
+        "state_digest": result["state_digest"],
+        "version": k + 1,
+        "steps": result["steps"],
+        "tokens": result["tokens"],
+        "metrics": metrics,
+    }
+    return {"files": [record], "outputs": outputs}
+
+
+def _mean(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Metrics of an iteration: the mean over its optimizer steps; the learning rate is the last one's."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    mean = {name: sum(step.get(name, 0.0) for step in steps) / len(steps) for name in names}
+    return {**mean, **{name: steps[-1][name] for name in ("lr",) if name in steps[-1]}}

@@ -1,0 +1,107 @@
+"""Loading a user's function by path, and the digest of its source."""
+
+import hashlib
+import subprocess
+import sys
+
+import pytest
+
+from rlpipe.config.hooks import hook_digest, load_hook
+from rlpipe.errors import ConfigError
+
+
+def write(path, text):
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_function_of_a_file_is_found_by_its_name(tmp_path):
+    path = write(tmp_path / "mine.py", "def one(): return 1\ndef two(): return 2\n")
+    assert load_hook(f"{path}:two")() == 2
+
+
+def test_a_file_with_one_public_function_needs_no_name(tmp_path):
+    path = write(tmp_path / "mine.py", "from json import dumps\ndef _helper(): pass\ndef reward(sample): return 3\n")
+    assert load_hook(path)(None) == 3
+
+
+def test_a_file_with_two_functions_asks_which(tmp_path):
+    path = write(tmp_path / "mine.py", "def one(): return 1\ndef two(): return 2\n")
+    with pytest.raises(ConfigError, match=r"2 public functions: one, two[\s\S]*mine.py:one"):
+        load_hook(path)
+
+
+def test_a_dotted_name_is_imported():
+    assert load_hook("json.dumps")({}) == "{}"
+
+
+def test_a_relative_path_counts_from_the_working_directory(tmp_path, monkeypatch):
+    write(tmp_path / "mine.py", "def reward(sample): return 4\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_hook("mine.py:reward")(None) == 4
+
+
+def test_an_edited_file_is_loaded_anew_and_an_equal_one_once(tmp_path):
+    path = write(tmp_path / "mine.py", "def reward(): return 1\n")
+    first = load_hook(path)
+    assert load_hook(path) is first
+    write(tmp_path / "mine.py", "def reward(): return 2\n")
+    assert load_hook(path)() == 2
+
+
+def test_a_dataclass_in_a_hook_file_works(tmp_path):
+    text = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    text += "@dataclass\nclass A:\n    x: int\ndef f(): return A(5).x\n"
+    assert load_hook(write(tmp_path / "mine.py", text))() == 5
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("{dir}/mone.py:reward", "cannot be read[\\s\\S]*mine.py"),
+        ("{dir}/mine.py:rewrad", "no 'rewrad'[\\s\\S]*nearest: reward"),
+        ("{dir}/mine.py:NUMBER", "not callable"),
+        ("{dir}/broken.py:reward", "cannot be imported[\\s\\S]*SyntaxError"),
+        ("{dir}/lonely.py:reward", "cannot be imported[\\s\\S]*no_such_package"),
+        ("{dir}/empty.py", "0 public functions: none"),
+        ("json.dumsp", "no 'dumsp'[\\s\\S]*nearest: dump, dumps"),
+        ("no_such_package.reward", "cannot be imported[\\s\\S]*no_such_package"),
+        ("reward", "not the path of a function"),
+        ("", "not the path of a function"),
+        ("two words.reward", "not the path of a function"),
+    ],
+)
+def test_a_path_that_names_nothing_says_what_was_looked_for(tmp_path, path, said):
+    write(tmp_path / "mine.py", "NUMBER = 1\ndef reward(): return 1\n")
+    write(tmp_path / "broken.py", "def reward(:\n")
+    write(tmp_path / "lonely.py", "import no_such_package\n")
+    write(tmp_path / "empty.py", "")
+    with pytest.raises(ConfigError, match=said):
+        load_hook(path.format(dir=tmp_path))
+
+
+def test_what_the_files_own_code_raises_comes_through_and_is_raised_again(tmp_path):
+    path = write(tmp_path / "mine.py", "def reward(): return 1\n1 / 0\n")
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            load_hook(path)
+
+
+def test_the_digest_is_the_sha256_of_the_source_file(tmp_path):
+    path = write(tmp_path / "mine.py", "def reward(): return 1\n")
+    expected = hashlib.sha256(b"def reward(): return 1\n").hexdigest()
+    assert hook_digest(path) == hook_digest(f"{path}:reward") == expected
+    assert len(hook_digest("json.dumps")) == 64
+
+
+@pytest.mark.parametrize(
+    "path", ["{dir}/none.py:reward", "no_such_package.reward", "no_such_package.inner.reward", "sys.exit", "plain"]
+)
+def test_a_hook_without_source_has_no_digest(tmp_path, path):
+    with pytest.raises(ConfigError):
+        hook_digest(path.format(dir=tmp_path))
+
+
+def test_hooks_import_without_torch():
+    code = "import sys, rlpipe.config.hooks; assert not {'torch', 'ray', 'prefect', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,196 @@
+"""Recipes, overrides and what a wrong one is told (rlpipe.config.load, rlpipe.config.problems)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlpipe.config import load
+from rlpipe.config.load import dump, find_recipe, home, load_run
+from rlpipe.config.problems import all_keys
+from rlpipe.errors import ConfigError
+
+RECIPE = """\
+num_rollout: 3
+model:
+  source: {type: huggingface, hf_checkpoint: /models/m}
+data:
+  prompts: {type: file, paths: [a.jsonl]}
+rollout:
+  rollout_batch_size: 4
+reward:
+  function: {type: math}
+train:
+  optimizer:
+    lr: 1e-5
+evaluation:
+  datasets:
+    - name: held
+      prompts: {type: file, paths: [b.jsonl]}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def refused(recipe: Path, *overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_run(recipe, overrides)
+    return caught.value
+
+
+def test_a_recipe_becomes_a_run_config_named_after_its_file(recipe):
+    config = load_run(recipe)
+    assert config.run == "small"
+    assert config.train.optimizer.lr == 1e-5
+    assert config.evaluation.datasets[0].name == "held"
+
+
+def test_the_run_given_wins_over_the_recipe_and_its_overrides(recipe):
+    assert load_run(recipe, ["run=a"], run="b").run == "b"
+    assert load_run(recipe, ["run=a"]).run == "a"
+
+
+def test_overrides_reach_nested_keys_lists_and_keys_that_the_recipe_leaves_out(recipe):
+    config = load_run(
+        recipe,
+        [
+            "train.optimizer.lr=2e-4",
+            "train.loss.eps_clip=0.1",
+            "evaluation.datasets.0.temperature=0",
+            "rollout.rollout_stop_token_ids=[1, 2]",
+            "train.optimizer.lr=3e-4",
+        ],
+    )
+    assert config.train.optimizer.lr == 3e-4
+    assert config.train.loss.eps_clip == 0.1
+    assert config.evaluation.datasets[0].temperature == 0
+    assert config.rollout.rollout_stop_token_ids == (1, 2)
+
+
+def test_what_is_dumped_loads_as_an_equal_configuration(recipe, tmp_path):
+    config = load_run(recipe, ["train.megatron.recompute_granularity=full"])
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(dump(config))
+    assert load_run(copy) == config
+
+
+def test_an_unknown_key_names_its_line_and_the_nearest_key(recipe):
+    recipe.write_text(RECIPE.replace("    lr:", "    learning_rate: 1\n    lrr:"))
+    message = str(refused(recipe))
+    assert f"train.optimizer.learning_rate ({recipe}:12): unknown key" in message
+    assert f"train.optimizer.lrr ({recipe}:13): unknown key; expected lr" in message
+
+
+def test_an_unknown_key_of_an_override_names_the_override(recipe):
+    error = refused(recipe, "train.optimiser.lr=1")
+    assert error.where == "train.optimiser (override train.optimiser.lr=1)"
+    assert error.expected == "optimizer"
+
+
+def test_a_key_in_the_wrong_place_is_told_where_it_belongs(recipe):
+    assert refused(recipe, "lr=1e-3").expected == "train.optimizer.lr"
+
+
+def test_keys_inside_a_variant_are_named_without_the_variants_tag(recipe):
+    error = refused(recipe, "data.prompts.pathz=[a]")
+    assert error.where == "data.prompts.pathz (override data.prompts.pathz=[a])"
+    assert error.expected == "paths"
+
+
+def test_an_unknown_variant_is_told_the_known_ones(recipe):
+    error = refused(recipe, "data.prompts.type=fil")
+    assert error.where == "data.prompts.type (override data.prompts.type=fil)"
+    assert error.expected == "one of file, reasoning_gym"
+
+
+def test_a_wrong_value_names_what_was_found_and_expected(recipe):
+    error = refused(recipe, "rollout.rollout_batch_size=0")
+    assert error.where == "rollout.rollout_batch_size (override rollout.rollout_batch_size=0)"
+    assert (error.found, error.expected) == ("0", "greater than or equal to 1")
+
+
+def test_a_value_of_two_possible_kinds_is_one_problem(recipe):
+    error = refused(recipe, "reward.on_error=bad")
+    assert error.where == "reward.on_error (override reward.on_error=bad)"
+    assert error.expected == "'exclude_group'; or a valid number"
+
+
+def test_a_missing_key_is_named(recipe):
+    recipe.write_text(RECIPE.replace("  rollout_batch_size: 4", "  n_samples_per_prompt: 4"))
+    error = refused(recipe)
+    assert error.problem == "this key is needed"
+    assert str(error.where).startswith("rollout.rollout_batch_size")
+
+
+def test_rules_between_keys_are_said_in_their_own_words(recipe):
+    error = refused(recipe, "train.global_batch_size=3")
+    assert error.where == str(recipe)
+    assert "must be a multiple of train.global_batch_size = 3" in error.problem
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("train.optimizer.lr", "not an override"),
+        ("=1", "not an override"),
+        ("a..b=1", "not an override"),
+        ("num_rollout.x=1", "num_rollout is a value and has no keys"),
+        ("evaluation.datasets.1.name=x", "evaluation.datasets is a list"),
+        ("evaluation.datasets.first.name=x", "evaluation.datasets is a list"),
+        ("data.prompts.paths=[a", "not valid YAML"),
+    ],
+)
+def test_a_malformed_override_is_refused(recipe, override, problem):
+    assert refused(recipe, override).problem == problem
+
+
+@pytest.mark.parametrize(
+    ("override", "where"),
+    [
+        ("train.megatron.recompute_granularityy=full", "train.megatron.recompute_granularityy"),
+        ("engine.sglang.tensor_parallel_size=2", "engine.sglang.tensor_parallel_size"),
+        ("engine.router.portt=1", "engine.router.portt"),
+    ],
+)
+def test_passthrough_arguments_are_checked_with_the_rest(recipe, override, where):
+    assert refused(recipe, override).where == where
+
+
+def test_recipes_are_found_by_name_or_path(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(load, "RECIPES", tmp_path)
+    assert find_recipe("small") == recipe
+    assert find_recipe(recipe) == recipe
+    with pytest.raises(ConfigError) as caught:
+        find_recipe("smalll")
+    assert caught.value.expected == "one of small"
+    with pytest.raises(ConfigError, match="no such recipe file"):
+        find_recipe(tmp_path / "none.yaml")
+
+
+def test_a_recipe_that_is_no_mapping_or_no_text_is_refused(tmp_path):
+    path = tmp_path / "list.yaml"
+    path.write_text("- 1\n")
+    with pytest.raises(ConfigError, match="a recipe is a mapping"):
+        load_run(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_run(path)
+
+
+def test_home_follows_the_environment_and_is_absolute(monkeypatch, tmp_path):
+    monkeypatch.setenv("RLPIPE_HOME", str(tmp_path))
+    assert home() == tmp_path
+    monkeypatch.delenv("RLPIPE_HOME")
+    monkeypatch.chdir(tmp_path)
+    assert home() == tmp_path / "runs"
+
+
+def test_all_keys_go_down_into_every_variant():
+    keys = set(all_keys())
+    assert {"run", "train.optimizer.lr", "data.prompts.paths", "data.prompts.task", "evaluation.datasets.prompts.paths"} <= keys

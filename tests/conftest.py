@@ -1,0 +1,25 @@
+"""What every test shares: a home of its own, and few threads, so that tests do not see each other or the user's runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+settings.register_profile("rlpipe", deadline=None, max_examples=50)
+settings.load_profile("rlpipe")
+
+
+@pytest.fixture
+def repository() -> Path:
+    """The root of the checkout."""
+    return REPOSITORY
+
+
+@pytest.fixture(autouse=True)
+def _own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Runs, models and the default store of a test go to its own temporary folder."""
+    monkeypatch.setenv("RLPIPE_HOME", str(tmp_path / "home"))

@@ -1,0 +1,104 @@
+"""Rows of prompt files, and every way in which one can be wrong."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlpipe.config.data import FilePrompts
+from rlpipe.data.prompts import load_prompts
+from rlpipe.errors import DataError
+
+
+def source(*paths, **keys):
+    return FilePrompts(type="file", paths=tuple(map(str, paths)), **keys)
+
+
+def jsonl(path, *rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def test_rows_of_several_files_come_in_order(tmp_path):
+    first = jsonl(tmp_path / "a.jsonl", {"q": "one", "a": "1", "metadata": {"level": 3}}, "", {"q": "two", "a": 2})
+    second = tmp_path / "b.parquet"
+    messages = [{"role": "user", "content": "three"}]
+    pq.write_table(pa.table({"q": [messages], "a": ["3"], "metadata": ['{"level": 4}']}), second)
+    rows = load_prompts(source(first, second, input_key="q", label_key="a"))
+    assert [row.prompt for row in rows] == ["one", "two", messages]
+    assert [row.label for row in rows] == ["1", "2", "3"]
+    assert [row.metadata for row in rows] == [{"level": 3}, {}, {"level": 4}]
+    assert [row.where for row in rows] == [f"{first}:1", f"{first}:3", f"{second}:row 0"]
+
+
+def test_a_label_is_read_only_where_a_key_names_it(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "one", "label": "1"})
+    assert load_prompts(source(path))[0].label is None
+
+
+def test_fsspec_urls_are_read(tmp_path):
+    jsonl(tmp_path / "a.jsonl", {"prompt": "one"})
+    assert load_prompts(source(f"file://{tmp_path}/a.jsonl"))[0].prompt == "one"
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("{not json", r"not JSON"),
+        ("[1, 2]", r"not a JSON object"),
+        ({"text": "x", "label": "1"}, r"no 'prompt'[\s\S]*keys label, text[\s\S]*input_key"),
+        ({"prompt": "x"}, r"no 'label'[\s\S]*label_key"),
+        ({"prompt": None, "label": "1"}, r"no 'prompt'"),
+        ({"prompt": "", "label": "1"}, r"not a prompt"),
+        ({"prompt": 5, "label": "1"}, r"not a prompt[\s\S]*int 5"),
+        ({"prompt": [], "label": "1"}, r"not a prompt"),
+        ({"prompt": [{"content": "no role"}], "label": "1"}, r"not a prompt"),
+        ({"prompt": "x", "label": ["1"]}, r"not a label[\s\S]*list"),
+        ({"prompt": "x", "label": True}, r"not a label[\s\S]*bool"),
+        ({"prompt": "x", "label": "1", "metadata": "{"}, r"metadata is not JSON"),
+        ({"prompt": "x", "label": "1", "metadata": [1]}, r"metadata is not an object"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_line(tmp_path, row, said):
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "fine", "label": "1"}, row)
+    with pytest.raises(DataError, match=said) as caught:
+        load_prompts(source(path, label_key="label"))
+    assert caught.value.where == f"{path}:2"
+
+
+def test_metadata_that_json_cannot_hold_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": ["x"], "metadata": [{"raw": b"\x00"}]}), path)
+    with pytest.raises(DataError, match="metadata cannot be written as JSON") as caught:
+        load_prompts(source(path))
+    assert caught.value.where == f"{path}:row 0"
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"none.jsonl: the prompt file cannot be read"):
+        load_prompts(source(tmp_path / "none.jsonl"))
+
+
+def test_an_unknown_url_scheme_is_named():
+    with pytest.raises(DataError, match=r"s9://x/a.jsonl: the prompt file cannot be read"):
+        load_prompts(source("s9://x/a.jsonl"))
+
+
+def test_an_empty_file_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"empty"):
+        load_prompts(source(jsonl(tmp_path / "a.jsonl", "", "")))
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"empty"):
+        load_prompts(source(tmp_path / "a.parquet"))
+
+
+def test_a_file_that_is_not_parquet_is_named(tmp_path):
+    (tmp_path / "a.parquet").write_text("prompt\n")
+    with pytest.raises(DataError, match=r"a.parquet: the file is not Parquet"):
+        load_prompts(source(tmp_path / "a.parquet"))
+
+
+def test_another_file_type_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"\.jsonl or \.parquet"):
+        load_prompts(source(tmp_path / "a.csv"))

@@ -1,0 +1,91 @@
+"""Questions of reasoning_gym as prompts, and what their metadata must carry."""
+
+import json
+
+import pytest
+from reasoning_gym.factory import DATASETS
+
+from rlpipe.config.data import ReasoningGymPrompts
+from rlpipe.data.prompts import load_prompts
+from rlpipe.data.reasoning_gym import make_questions
+from rlpipe.errors import ConfigError, DataError
+from rlpipe.rewards.reasoning_gym import score_answer
+
+WORDS = {"min_word_len": 3, "max_word_len": 7}
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+
+
+def source(task="spell_backward", arguments=WORDS, size=50, **keys):
+    return ReasoningGymPrompts(type="reasoning_gym", task=task, arguments=arguments, size=size, **keys)
+
+
+def test_the_same_source_makes_the_same_rows():
+    rows = load_prompts(source(seed=7))
+    assert rows == load_prompts(source(seed=7))
+    assert len(rows) == 50
+    assert str(rows[0].prompt).endswith(str(rows[0].label)[::-1])
+    assert rows[3].where == "spell_backward(seed=7)[3]"
+
+
+def test_held_out_questions_do_not_occur_in_training():
+    held_out = source("chain_sum", SUMS, size=256, seed=0)
+    train = source("chain_sum", SUMS, size=2000, seed=1_000_000)
+    without = make_questions(train.model_copy(update={"exclude": (held_out,)}))
+    left_out = {made.prompt for made in make_questions(held_out)}
+    assert not left_out & {made.prompt for made in without}
+    assert 0 < len(without) < len(make_questions(train))
+
+
+def test_exclusion_compares_questions_whatever_the_prompts_look_like():
+    held_out = source("chain_sum", SUMS, size=100, seed=0, prompt_format="Q: {question}")
+    with pytest.raises(DataError, match="no question is left"):
+        make_questions(source("chain_sum", SUMS, size=100, seed=0, exclude=(held_out,)))
+
+
+def test_pattern_and_formats_make_prompt_and_label():
+    few_shot = "3 + 4 = 7\n{question}"
+    made = make_questions(
+        source("chain_sum", SUMS, size=3, question_pattern=r": (.*)$", prompt_format=few_shot, answer_format=" {answer}\n")
+    )[0]
+    head, last = made.prompt.split("\n")
+    assert head == "3 + 4 = 7"
+    expression = last.removesuffix(" =")
+    assert made.label == f" {eval(expression)}\n"
+
+
+@pytest.mark.parametrize("task", sorted(set(DATASETS) - {"composite"}))
+def test_every_tasks_own_answer_scores_the_same_after_json(task):
+    made = make_questions(source(task, {}, size=1, seed=11))[0]
+    assert score_answer(made.label or "", json.loads(json.dumps(made.metadata))) == score_answer(made.label or "", made.metadata)
+    if made.label is not None:
+        assert score_answer(made.label, json.loads(json.dumps(made.metadata))) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("keys", "where"),
+    [
+        ({"task": "spell_backwards"}, "prompts.task"),
+        ({"arguments": {"min_word_length": 3}}, "prompts.arguments"),
+        ({"arguments": {"min_word_len": 9, "max_word_len": 3}}, "prompts.arguments"),
+        ({"arguments": {"seed": 3}}, "prompts.arguments"),
+        ({"prompt_format": "{qestion}"}, "prompts.prompt_format"),
+        ({"prompt_format": "{"}, "prompts.prompt_format"),
+        ({"answer_format": "{}"}, "prompts.answer_format"),
+        ({"question_pattern": "("}, "prompts.question_pattern"),
+        ({"question_pattern": "word"}, "prompts.question_pattern"),
+    ],
+)
+def test_a_wrong_setting_is_named(keys, where):
+    with pytest.raises(ConfigError) as caught:
+        make_questions(source(**keys))
+    assert caught.value.where == where
+
+
+def test_an_unknown_task_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"expected: *spell_backward"):
+        make_questions(source("spel_backward", {}))
+
+
+def test_a_pattern_that_does_not_match_names_the_question():
+    with pytest.raises(DataError, match=r"spell_backward\(seed=0\)\[0\]: prompts.question_pattern does not match"):
+        make_questions(source(question_pattern="=(.*)"))

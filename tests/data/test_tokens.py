@@ -1,0 +1,194 @@
+"""Prompts and supervised rows as token ids."""
+
+import pytest
+
+from rlpipe.config.data import DataConfig, FilePrompts, RolloutConfig
+from rlpipe.data.prompts import PromptRow
+from rlpipe.data.tokens import encode_prompt, encode_supervised, load_tokenizer, render
+from rlpipe.errors import ConfigError, DataError
+
+FILE = FilePrompts(type="file", paths=("x.jsonl",))
+TALK = [
+    {"role": "system", "content": "be short"},
+    {"role": "user", "content": "what is 1 + 2?"},
+    {"role": "assistant", "content": "it is 3"},
+    {"role": "user", "content": "what is 2 + 2?"},
+    {"role": "assistant", "content": "it is 4"},
+]
+
+
+def data(**keys):
+    return DataConfig(prompts=FILE, **keys)
+
+
+def rollout(**keys):
+    return RolloutConfig(rollout_batch_size=1, **keys)
+
+
+def row(prompt, label=None):
+    return PromptRow(prompt, label, where="x.jsonl:7")
+
+
+def trained(tokenizer, encoded):
+    """The text of each run of trained tokens."""
+    runs, run = [], []
+    for token, mask in [*zip(encoded.response_ids, encoded.loss_mask, strict=True), (0, 0)]:
+        if mask:
+            run.append(token)
+        elif run:
+            runs.append(tokenizer.decode(run))
+            run = []
+    return runs
+
+
+def test_a_plain_prompt_is_tokenized_as_it_stands(characters, chat):
+    encoded = encode_prompt(characters, row("Spell: word"), data(), rollout())
+    assert len(encoded.prompt_ids) == 5
+    assert characters.decode(encoded.prompt_ids) == encoded.prompt == "Spell: word"
+    assert encoded.response_ids == encoded.loss_mask == ()
+    assert chat.decode(encode_prompt(chat, row("what is"), data(), rollout()).prompt_ids) == "what is"
+
+
+def test_a_chat_template_renders_strings_and_messages_alike(chat):
+    config = data(apply_chat_template=True)
+    one = encode_prompt(chat, row("what is 1 + 2?"), config, rollout())
+    two = encode_prompt(chat, row([TALK[1]]), config, rollout())
+    assert one == two
+    assert one.prompt == "<|im_start|>user\nwhat is 1 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    assert chat.decode(one.prompt_ids) == one.prompt
+
+
+def test_template_variables_reach_the_template(chat):
+    template, chat.chat_template = chat.chat_template, "{{ mood }}{{ messages[0]['content'] }}"
+    try:
+        assert render(chat, "hi", data(apply_chat_template=True, apply_chat_template_kwargs={"mood": "!"}), where="") == "!hi"
+    finally:
+        chat.chat_template = template
+
+
+def test_a_plain_answer_ends_with_end_of_sequence(characters):
+    encoded = encode_supervised(characters, row("Spell: word", "drow"), data(), rollout(type="dataset"))
+    assert characters.decode(encoded.response_ids) == "drow<eos>"
+    assert encoded.loss_mask == (1,) * 5
+    assert encoded.prompt_ids == encode_prompt(characters, row("Spell: word"), data(), rollout()).prompt_ids
+
+
+def test_the_last_answer_of_a_talk_is_trained_up_to_its_end_of_turn(chat):
+    config = data(apply_chat_template=True)
+    encoded = encode_supervised(chat, row(TALK), config, rollout(type="dataset"))
+    assert trained(chat, encoded) == ["it is 4<|im_end|>"]
+    assert encoded.prompt_ids == encode_prompt(chat, row(TALK[:4]), config, rollout()).prompt_ids
+    assert all(encoded.loss_mask)
+
+
+def test_all_answers_of_a_talk_are_trained_and_nothing_else(chat):
+    config = data(apply_chat_template=True)
+    encoded = encode_supervised(chat, row(TALK), config, rollout(type="dataset", loss_mask_type="all_assistant"))
+    assert trained(chat, encoded) == ["it is 3<|im_end|>", "it is 4<|im_end|>"]
+    assert encoded.loss_mask[0] == encoded.loss_mask[-1] == 1
+    text = chat.decode(encoded.prompt_ids + encoded.response_ids)
+    assert text == render(chat, TALK, config, where="", add_generation_prompt=False).removesuffix("\n")
+
+
+def test_a_label_is_one_more_answer(chat):
+    config = data(apply_chat_template=True)
+    encoded = encode_supervised(chat, row(TALK[:4], "it is 4"), config, rollout(type="dataset"))
+    assert encoded == encode_supervised(chat, row(TALK), config, rollout(type="dataset"))
+
+
+def test_step_loss_mask_takes_a_message_out(chat):
+    config, every = data(apply_chat_template=True), rollout(type="dataset", loss_mask_type="all_assistant")
+    talk = [*TALK[:2], {**TALK[2], "step_loss_mask": 0}, *TALK[3:]]
+    assert trained(chat, encode_supervised(chat, row(talk), config, every)) == ["it is 4<|im_end|>"]
+    talk = [*TALK[:4], {**TALK[4], "step_loss_mask": 0}]
+    encoded = encode_supervised(chat, row(talk), config, every)
+    assert trained(chat, encoded) == ["it is 3<|im_end|>"]
+    assert len(encoded.prompt) == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "label", "keys", "said"),
+    [
+        (TALK[:2], None, {}, "nothing of the row is trained on"),
+        ([{**TALK[2], "step_loss_mask": 0}], None, {}, "nothing of the row is trained on"),
+        ([{**TALK[2], "step_loss_mask": 2}], None, {}, "step_loss_mask is not 0 or 1"),
+        (TALK, None, {"rollout_max_response_len": 3}, "the answer is too long"),
+        (TALK, None, {"rollout_max_context_len": 20}, "the prompt is too long"),
+    ],
+)
+def test_a_supervised_talk_that_cannot_be_trained_is_named(chat, prompt, label, keys, said):
+    with pytest.raises(DataError, match=f"x.jsonl:7: {said}"):
+        encode_supervised(chat, row(prompt, label), data(apply_chat_template=True), rollout(type="dataset", **keys))
+
+
+def test_a_template_that_rewrites_history_is_refused(chat):
+    template = chat.chat_template
+    chat.chat_template = template.replace(
+        "{{ m['content'] }}", "{{ m['content'] if loop.last or m['role'] != 'assistant' else 'earlier' }}"
+    )
+    config = data(apply_chat_template=True)
+    try:
+        encode_supervised(chat, row(TALK[:3]), config, rollout(type="dataset"))
+        with pytest.raises(DataError, match="rewrites earlier messages"):
+            encode_supervised(chat, row(TALK), config, rollout(type="dataset", loss_mask_type="all_assistant"))
+    finally:
+        chat.chat_template = template
+
+
+def test_a_template_that_raises_names_the_row(chat):
+    template, chat.chat_template = chat.chat_template, "{{ raise_exception('roles must alternate') }}"
+    try:
+        with pytest.raises(DataError, match=r"x.jsonl:7: the chat template refuses[\s\S]*roles must alternate"):
+            encode_prompt(chat, row("hi"), data(apply_chat_template=True), rollout())
+    finally:
+        chat.chat_template = template
+
+
+def test_a_supervised_row_without_label_is_named(characters):
+    with pytest.raises(DataError, match=r"x.jsonl:7: a supervised row needs an answer"):
+        encode_supervised(characters, row("Spell: word"), data(), rollout(type="dataset"))
+
+
+def test_messages_without_a_chat_template_are_refused(characters):
+    with pytest.raises(DataError, match=r"x.jsonl:7[\s\S]*data.apply_chat_template: true"):
+        encode_prompt(characters, row(TALK), data(), rollout())
+    with pytest.raises(ConfigError, match="no chat template"):
+        encode_prompt(characters, row(TALK), data(apply_chat_template=True), rollout())
+
+
+def test_a_prompt_that_is_too_long_is_named(characters):
+    encode_prompt(characters, row("Spell: word"), data(rollout_max_prompt_len=5), rollout(rollout_max_context_len=6))
+    with pytest.raises(DataError, match=r"x.jsonl:7: the prompt is too long[\s\S]*5 tokens[\s\S]*at most 4"):
+        encode_prompt(characters, row("Spell: word"), data(rollout_max_prompt_len=4), rollout())
+    with pytest.raises(DataError, match=r"rollout_max_context_len"):
+        encode_prompt(characters, row("Spell: word"), data(), rollout(rollout_max_context_len=5))
+
+
+def test_a_prompt_without_tokens_is_named(chat):
+    template, chat.chat_template = chat.chat_template, "{{ '' }}"
+    try:
+        with pytest.raises(DataError, match=r"x.jsonl:7: the prompt has no tokens"):
+            encode_prompt(chat, row("hi"), data(apply_chat_template=True), rollout())
+    finally:
+        chat.chat_template = template
+
+
+def test_a_saved_tokenizer_is_loaded_and_a_missing_one_is_named(characters, tmp_path):
+    characters.save_pretrained(tmp_path / "model")
+    loaded = load_tokenizer(str(tmp_path / "model"))
+    assert loaded.encode("Spell: word") == characters.encode("Spell: word")
+    assert loaded.eos_token_id == characters.eos_token_id
+    with pytest.raises(ConfigError, match="no such model directory"):
+        load_tokenizer(str(tmp_path / "none"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="no tokenizer that can be loaded"):
+        load_tokenizer(str(tmp_path / "empty"))
+
+
+def test_a_tokenizer_without_end_of_sequence_cannot_end_an_answer(characters):
+    eos, characters.eos_token = characters.eos_token, None
+    try:
+        with pytest.raises(ConfigError, match="no end-of-sequence token"):
+            encode_supervised(characters, row("Spell: word", "drow"), data(), rollout(type="dataset"))
+    finally:
+        characters.eos_token = eos

@@ -1,0 +1,95 @@
+"""One real engine, controlled directly."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from rlpipe.engines.sglang.admin import Engine
+from rlpipe.errors import DeadlineExceeded, EngineRejected, EngineUnavailable
+from rlpipe.rollout.client import GenerateClient
+from tests.live_engine import VOCAB_SIZE, log_probs
+
+pytestmark = pytest.mark.integration
+
+
+async def test_it_says_what_it_serves(live):
+    async with Engine(live.server.url) as engine:
+        await engine.health()
+        assert (await engine.info())["model_path"] == str(live.model_dir)
+        assert await engine.weight_version()
+
+
+async def test_scores_equal_transformers(live):
+    sequences = [[5, 9, 20, 31], [7, 8], [3] * 30]
+    async with Engine(live.server.url) as engine:
+        scores = await engine.score(sequences)
+    for sequence, score in zip(sequences, scores, strict=True):
+        np.testing.assert_allclose(score, log_probs(live.model, sequence[:1], sequence[1:]), atol=1e-4)
+
+
+async def test_a_paused_engine_keeps_requests_waiting(live):
+    async with Engine(live.server.url) as engine, GenerateClient(live.router.url, vocab_size=VOCAB_SIZE, deadline_s=30) as client:
+        await engine.pause()
+        await engine.flush()
+        waiting = asyncio.create_task(client.generate([5, 6], {"max_new_tokens": 4}, n=2))
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        assert await engine.weight_version()
+        await engine.continue_()
+        assert len(await waiting) == 2
+
+
+async def test_abort_returns_what_was_sampled(live):
+    async with Engine(live.server.url) as engine, GenerateClient(live.router.url, vocab_size=VOCAB_SIZE, deadline_s=30) as client:
+        running = asyncio.create_task(client.generate([5, 6], {"max_new_tokens": 240, "ignore_eos": True}, n=2))
+        await asyncio.sleep(0.3)
+        await engine.abort_all()
+        for generation in await running:
+            assert generation.finish_reason == "abort"
+            assert 0 < len(generation.response_ids) < 240
+
+
+async def test_an_update_left_open_is_ended_by_the_next(live):
+    async with Engine(live.server.url) as engine:
+        assert await engine.begin_weight_update()
+        assert await engine.begin_weight_update()
+        await engine.end_weight_update()
+        with pytest.raises(EngineRejected, match=r"(?s)end_weight_update.*no weight-update session"):
+            await engine.end_weight_update()
+
+
+async def test_a_cache_in_use_is_waited_for_until_the_deadline(live):
+    client = GenerateClient(live.router.url, vocab_size=VOCAB_SIZE, deadline_s=30)
+    async with Engine(live.server.url, deadline_s=1) as engine, client:
+        running = asyncio.create_task(client.generate([5, 6], {"max_new_tokens": 240, "ignore_eos": True}))
+        await asyncio.sleep(0.2)
+        await engine.pause("in_place")
+        try:
+            with pytest.raises(DeadlineExceeded, match=r"still in use"):
+                await engine.flush()
+        finally:
+            await engine.continue_()
+        assert len((await running)[0].response_ids) == 240
+        await engine.flush()
+
+
+async def test_an_engine_that_is_not_there_is_named():
+    async with Engine("http://127.0.0.1:9", deadline_s=5) as engine:
+        with pytest.raises(EngineUnavailable, match=r"engine http://127.0.0.1:9 /pause_generation"):
+            await engine.pause()
+
+
+async def test_a_hanging_call_ends_at_its_deadline(live):
+    async with Engine(live.server.url) as engine, Engine(live.server.url, deadline_s=0.5) as hasty:
+        await engine.pause()
+        start_s = time.monotonic()
+        try:
+            with pytest.raises(DeadlineExceeded, match=r"(?s)/health_generate.*within 0.5 s"):
+                await hasty.health()
+        finally:
+            await engine.continue_()
+        assert time.monotonic() - start_s < 3

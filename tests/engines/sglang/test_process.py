@@ -1,0 +1,133 @@
+"""Command lines, ports, and servers that die or are left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlpipe.config.model import EngineConfig, ResourcesConfig
+from rlpipe.engines.sglang.process import flags
+from rlpipe.engines.sglang.router import Router
+from rlpipe.engines.sglang.server import Server
+from rlpipe.errors import ConfigError, DeadlineExceeded, EngineUnavailable, ResourceError
+from tests.live_engine import make_model
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from rlpipe.config.model import EngineConfig
+from rlpipe.engines.sglang.router import Router
+from tests.live_engine import make_server
+folder = Path(sys.argv[1])
+server = make_server(folder / "model", folder / "server.log")
+processes = [server, Router(EngineConfig(), port=None, log_path=folder / "router.log")]
+for process in processes:
+    process.start()
+print(*[process.process.pid for process in processes], processes[1].port, flush=True)
+time.sleep(600)
+"""
+
+
+def _server(model_dir: Path, log_path: Path, **sglang: object) -> Server:
+    config = EngineConfig(sglang=sglang)
+    return Server(model_dir, config, ResourcesConfig(), dtype="float32", port=None, log_path=log_path, seed=1, device="cpu")
+
+
+def test_arguments_keep_sglangs_names():
+    table = {
+        "mem_fraction_static": 0.8,
+        "enable-metrics": True,
+        "disable_radix_cache": False,
+        "lora_paths": ["a", "b"],
+        "x": None,
+    }
+    assert flags("engine.sglang", table, {}) == ["--mem-fraction-static", "0.8", "--enable-metrics", "--lora-paths", "a", "b"]
+
+
+def test_arguments_of_ours_are_refused_with_the_key_to_use(tmp_path):
+    with pytest.raises(ConfigError, match=r"(?s)engine.sglang.tp_size.*resources.rollout_num_gpus_per_engine"):
+        _server(tmp_path, tmp_path / "log", tp_size=2)
+    with pytest.raises(ConfigError, match=r"(?s)engine.router.worker-urls.*resources.rollout_num_gpus"):
+        Router(EngineConfig(router={"worker-urls": ["http://x"]}), port=None, log_path=tmp_path / "log")
+
+
+def test_an_argument_given_replaces_the_default(tmp_path):
+    make_model(tmp_path / "model", seed=0)
+    line = _server(tmp_path / "model", tmp_path / "log", max_total_tokens=100).arguments()
+    assert line.count("--max-total-tokens") == 1 and line[line.index("--max-total-tokens") + 1] == "100"
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="not a Hugging Face model directory"):
+        _server(tmp_path, tmp_path / "log")
+
+
+@pytest.mark.integration
+def test_a_taken_port_is_refused(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ResourceError, match=f"127.0.0.1:{port}"):
+            Router(EngineConfig(), port=port, log_path=tmp_path / "log").start()
+
+
+@pytest.mark.integration
+def test_a_server_that_dies_while_starting_shows_its_log(tmp_path):
+    router = Router(EngineConfig(router={"policy": "no_such_policy"}), port=None, log_path=tmp_path / "log")
+    router.start()
+    with pytest.raises(EngineUnavailable, match=r"(?s)ended while starting.*no_such_policy"):
+        router.wait_ready(60)
+    assert not router.alive
+
+
+@pytest.mark.integration
+def test_a_server_that_is_not_ready_in_time_is_named(tmp_path):
+    router = Router(EngineConfig(), port=None, log_path=tmp_path / "log")
+    router.start()
+    with pytest.raises(DeadlineExceeded, match=f"(?s)sglang-router {router.url}: it is not ready.*within 0 s"):
+        router.wait_ready(0)
+    router.stop()
+    router.stop()
+    assert not router.alive
+
+
+@pytest.mark.integration
+def test_nothing_is_left_when_the_parent_is_killed(tmp_path, repository):
+    make_model(tmp_path / "model", seed=0)
+    parent = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], cwd=repository, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    *pids, port = map(int, parent.stdout.readline().split())
+    leaders = [psutil.Process(pid) for pid in pids]
+    everyone: list[psutil.Process] = []
+    try:
+        end_s = time.monotonic() + 120
+        while len(leaders[0].children(recursive=True)) < 3 or not _listens(port):
+            assert time.monotonic() < end_s and leaders[0].is_running()
+            time.sleep(0.2)
+        everyone = [process for leader in leaders for process in (leader, *leader.children(recursive=True))]
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait()
+        end_s = time.monotonic() + 10
+        while left := _running(everyone):
+            assert time.monotonic() < end_s, left
+            time.sleep(0.05)
+    finally:
+        parent.kill()
+        for process in _running(everyone or leaders):
+            process.kill()
+
+
+def _running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

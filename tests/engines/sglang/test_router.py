@@ -1,0 +1,45 @@
+"""A real router's list of engines."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlpipe.config.model import EngineConfig
+from rlpipe.engines.sglang.router import Router
+from rlpipe.errors import DeadlineExceeded, EngineUnavailable
+from rlpipe.rollout.client import GenerateClient
+from tests.live_engine import VOCAB_SIZE
+
+pytestmark = pytest.mark.integration
+
+
+def test_it_lists_its_engines(live):
+    (worker,) = live.router.workers()
+    assert worker["url"] == live.server.url and worker["is_healthy"]
+
+
+async def test_a_removed_engine_gets_nothing_and_an_added_one_does(live):
+    async with GenerateClient(live.router.url, vocab_size=VOCAB_SIZE, deadline_s=30, attempts=1) as client:
+        live.router.remove(live.server.url)
+        live.router.remove(live.server.url)
+        try:
+            assert live.router.workers() == []
+            with pytest.raises(EngineUnavailable, match="no engine that answers"):
+                await client.generate([5], {"max_new_tokens": 2})
+        finally:
+            live.router.add(live.server.url)
+        live.router.add(live.server.url)
+        assert len(live.router.workers()) == 1
+        assert len(await client.generate([5], {"max_new_tokens": 2})) == 1
+
+
+def test_an_engine_that_is_not_there_is_not_added(live):
+    with pytest.raises(DeadlineExceeded, match=r"add http://127\.0\.0\.1:9 is not effective"):
+        live.router.add("http://127.0.0.1:9", deadline_s=2)
+    live.router.remove("http://127.0.0.1:9")
+
+
+def test_a_router_that_is_not_there_is_named(tmp_path):
+    router = Router(EngineConfig(), port=None, log_path=tmp_path / "log")
+    with pytest.raises(EngineUnavailable, match=f"sglang-router {router.url}"):
+        router.workers()

@@ -1,0 +1,174 @@
+"""The page and the picture of a run (rlpipe.observe.report, charts, figure)."""
+
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlpipe.observe.charts import line_chart, moving_average, number, shares
+from rlpipe.observe.figure import write_figure
+from rlpipe.observe.history import REWARD, Evaluation, IterationRecord, RunHistory, SampleChange
+from rlpipe.observe.report import render, write_report
+from tests.observe.histories import made_up
+
+VOID = {"meta", "line", "rect", "path", "circle", "br"}
+
+
+class Outline(HTMLParser):
+    """Checks that tags nest, and keeps what is between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.text += data
+
+
+def outline(page: str) -> Outline:
+    parser = Outline()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+def test_the_page_says_what_was_reached_and_has_every_section():
+    text = outline(render(made_up())).text
+    for part in ("36%", "74%", "+38.0 points", "256 held-out responses", "Reward", "Where the time went", "rollout", "47%"):
+        assert part in text
+    for part in (
+        "Do trainer and engine agree?",
+        "Before and after",
+        "tenalp",
+        "Configuration",
+        "lr: 0.00025",
+        "sglang 0.5.21",
+        "10:12",
+    ):
+        assert part in text
+
+
+def test_the_page_fetches_nothing_and_runs_nothing():
+    parser = outline(render(made_up()))
+    assert not [value for name, value in parser.attributes if name in ("src", "href") or name.startswith("on")]
+    assert "<script" not in render(made_up())
+    assert not re.search(r"url\(|@import|https?://", render(made_up()))
+
+
+def test_what_a_model_wrote_cannot_break_the_page():
+    evil = "</td><script>alert(1)</script>&lt;"
+    history = RunHistory(evil, samples=[SampleChange(evil, evil, evil, evil, 0.0, 1.0)], config_yaml=evil, totals={evil: evil})
+    page = render(history)
+    assert "<script" not in page
+    assert outline(page).text.count(evil) >= 6
+
+
+def test_a_run_without_evaluations_shows_its_reward_instead():
+    history = RunHistory("r", [IterationRecord(k, {REWARD: 0.25 + k / 100}) for k in range(20)])
+    text = outline(render(history)).text
+    assert "0.25" in text
+    assert "0.44" in text
+    assert "mean reward of the first and the last iteration" in text
+
+
+def test_a_run_that_did_nothing_still_has_a_page():
+    text = outline(render(RunHistory("empty", status="failed"))).text
+    assert "failed" in text
+    assert "Training" not in text
+
+
+def test_totals_are_shown_in_words_and_only_where_they_are_figures():
+    totals = {
+        "samples": 1200,
+        "rollout_tokens_per_s": 1844.7,
+        "orchestration_s_per_iteration": 0.12,
+        "by_stage": {"a": 1},
+        "nothing": None,
+    }
+    text = outline(render(RunHistory("r", totals=totals))).text
+    for part in ("1,200", "1,845", "rollout tokens per second", "0.12 s", "orchestration per iteration"):
+        assert part in text
+    assert "by stage" not in text
+    assert "nothing" not in text
+
+
+def test_a_lost_accuracy_is_shown_as_lost():
+    history = RunHistory("r", evaluations=[Evaluation(0, "a", 0.5, 10), Evaluation(9, "a", 0.4, 10)])
+    page = render(history)
+    assert "-10.0 points" in page
+    assert "gain down" in page
+
+
+def test_files_are_written_whole_into_new_folders(tmp_path):
+    path = write_report(made_up(3), tmp_path / "a" / "report.html")
+    assert path.read_text(encoding="utf-8").endswith("</html>\n")
+    assert len(list(path.parent.iterdir())) == 1
+    picture = write_figure(made_up(3), tmp_path / "b" / "report.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert write_figure(RunHistory("empty"), tmp_path / "b" / "empty.png").stat().st_size > 1000
+
+
+POINTS = st.lists(st.floats(width=32) | st.floats(-1, 1), max_size=30)
+SPANS = st.integers(1, 100_000)
+
+
+@given(POINTS, st.booleans(), st.booleans())
+def test_a_chart_of_any_numbers_stays_inside_its_frame(numbers, logarithmic, smooth):
+    chart = line_chart({"x": list(enumerate(numbers))}, width=640, height=250, logarithmic=logarithmic, smooth=smooth)
+    for path in re.findall(r' d="M([^"]*)"', chart):
+        for pair in path.split("L"):
+            x, y = map(float, pair.split(","))
+            assert 0 <= x <= 640
+            assert -1 <= y <= 251
+
+
+@given(SPANS)
+def test_the_x_axis_has_a_few_round_marks_for_any_number_of_iterations(span):
+    chart = line_chart({"x": [(0, 0.0), (span, 1.0)]})
+    marks = re.findall(r'text-anchor="middle">([^<]*)<', chart)
+    assert marks[0] == "0"
+    assert 2 <= len(marks) <= 9
+    assert len(set(marks)) == len(marks)
+
+
+def test_a_chart_of_nothing_is_nothing():
+    assert line_chart({}) == ""
+    assert line_chart({"x": [(0, math.nan)]}) == ""
+    assert line_chart({"x": [(0, -1.0)]}, logarithmic=True) == ""
+    assert shares({"a": 0.0}) == ""
+
+
+def test_percent_charts_do_not_go_above_100_percent():
+    assert "100%" in line_chart({"x": [(0, 0.2), (1, 0.97)]}, percent=True, floor=0)
+    assert "120%" not in line_chart({"x": [(0, 0.0), (1, 1.0)]}, percent=True, floor=0)
+
+
+def test_a_moving_average_keeps_a_constant_and_cuts_at_the_ends():
+    assert moving_average([(k, 2.0) for k in range(9)]) == [(k, 2.0) for k in range(9)]
+    assert moving_average([(0, 0.0), (1, 3.0), (2, 6.0)])[0] == (0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.5, "0.5"), (1234.5, "1,234"), (3.2e-6, "3.2e-6"), (1e-6, "1e-6"), (2.5e7, "2.5e7"), (-0.25, "-0.25")],
+)
+def test_figures_are_short(value, text):
+    assert number(value) == text

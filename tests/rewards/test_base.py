@@ -1,0 +1,235 @@
+"""The reward stage: order, retries, deadlines, processes, and what an error means."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from rlpipe.config.data import MathReward, NoReward, PythonReward, ReasoningGymReward, RewardConfig
+from rlpipe.errors import ConfigError, DeadlineExceeded, RewardError
+from rlpipe.rewards.base import RewardRow, score
+from rlpipe.rewards.reasoning_gym import make_task, scoring_record
+from rlpipe.types import Sample, Status
+
+KINDS = pytest.mark.parametrize(
+    ("kind", "workers"),
+    [("def", 0), ("async def", 0), pytest.param("def", 2, marks=pytest.mark.integration)],
+    ids=["thread", "loop", "process"],
+)
+
+
+def samples(groups=3, per_group=2, **keys):
+    return [
+        Sample(f"g{group}", index, "", [1], **{"status": Status.COMPLETED, "response": f"{group}{index}", **keys})
+        for group in range(groups)
+        for index in range(per_group)
+    ]
+
+
+@pytest.fixture
+def hook(tmp_path):
+    """A reward config over a function written on the spot."""
+
+    def make(body, kind="def", *, group=False, **keys):
+        path = tmp_path / "mine.py"
+        lines = "\n    ".join(body.splitlines())
+        path.write_text(f"import asyncio, os, pathlib, time\n{kind} reward(x):\n    {lines}\n")
+        function = PythonReward(type="python", path=f"{path}:reward", group=group)
+        return RewardConfig(function=function, max_error_fraction=keys.pop("max_error_fraction", 1.0), **keys)
+
+    return make
+
+
+def children(parent=None):
+    found = (parent or psutil.Process()).children()
+    return [process for process in found if "rlpipe.rewards.worker" in process.cmdline()]
+
+
+def wait_for_children(parent, count):
+    deadline = time.monotonic() + 60
+    while len(found := children(parent)) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+@KINDS
+async def test_rows_come_in_the_order_of_the_samples(hook, kind, workers):
+    seen = []
+    config = hook("return int(x.response)", kind, workers=workers)
+    rows = await score(samples(), config, progress=lambda done, total: seen.append((done, total)))
+    assert rows == [RewardRow(f"g{g}", i, float(10 * g + i)) for g in range(3) for i in range(2)]
+    assert seen[-1] == (6, 6)
+    assert not children()
+
+
+@KINDS
+async def test_an_error_is_the_rows_and_never_0(hook, kind, workers):
+    rows = await score(samples(), hook("return 1 / int(x.response)", kind, workers=workers))
+    assert rows[0] == RewardRow("g0", 0, None, {}, "ZeroDivisionError: division by zero")
+    assert [row.reward for row in rows[1:]] == [1.0, 1 / 10, 1 / 11, 1 / 20, 1 / 21]
+
+
+@KINDS
+async def test_a_call_that_is_late_is_named_and_the_others_go_on(hook, kind, workers):
+    wait = "await asyncio.sleep(60)" if kind == "async def" else "time.sleep(60)"
+    config = hook(f"if x.response == '10': {wait}\nreturn 1", kind, workers=workers, sample_timeout_s=0.3)
+    started = time.monotonic()
+    rows = await score(samples(), config)
+    assert time.monotonic() - started < 30
+    assert [row.reward for row in rows] == [1.0, 1.0, None, 1.0, 1.0, 1.0]
+    assert "reward/g1/0: the verifier did not answer" in (rows[2].error or "")
+    assert not children()
+
+
+@KINDS
+async def test_the_whole_stage_has_a_deadline(hook, kind, workers):
+    wait = "await asyncio.sleep(60)" if kind == "async def" else "time.sleep(60)"
+    config = hook(f"if x.index: {wait}\nreturn 1", kind, workers=workers, timeout_s=2.0)
+    with pytest.raises(DeadlineExceeded, match=r"of 6 rows scored[\s\S]*reward.timeout_s"):
+        await score(samples(), config)
+    assert not children()
+
+
+async def test_a_value_on_error_is_the_reward_and_the_error_stays(hook):
+    rows = await score(samples(1, 1), hook("return 1 / 0", on_error=-0.5))
+    assert rows == [RewardRow("g0", 0, -0.5, {}, "ZeroDivisionError: division by zero")]
+
+
+@KINDS
+async def test_attempts_are_made_until_one_succeeds(hook, tmp_path, kind, workers):
+    body = f"p = pathlib.Path({str(tmp_path)!r}, x.response)\nn = len(p.read_text()) if p.exists() else 0\n"
+    body += "p.write_text('.' * (n + 1))\nif n < 2: raise OSError('busy')\nreturn n"
+    config = hook(body, kind, workers=workers, attempts=2)
+    assert [row.error for row in await score(samples(1, 1), config)] == ["OSError: busy"]
+    assert [row.reward for row in await score(samples(1, 1), config)] == [2.0]
+
+
+async def test_a_group_is_one_call_and_its_error_is_all_its_rows(hook):
+    body = "if x[0].group_id == 'g1': raise ValueError(len(x))\nreturn [len(x) + s.index for s in x]"
+    rows = await score(samples(), hook(body, group=True))
+    assert [row.reward for row in rows] == [2.0, 3.0, None, None, 2.0, 3.0]
+    assert [row.error for row in rows[2:4]] == ["ValueError: 2"] * 2
+
+
+async def test_group_calls_find_samples_wherever_they_stand(hook):
+    mixed = samples()[::2] + samples()[1::2]
+    rows = await score(mixed, hook("return [int(s.response) for s in x]", group=True))
+    assert [(row.group_id, row.index, row.reward) for row in rows] == [(s.group_id, s.index, float(s.response)) for s in mixed]
+
+
+async def test_too_many_errors_fail_the_stage(hook):
+    config = hook("return 1 / x.index", max_error_fraction=0.5)
+    assert len(await score(samples(), config)) == 6
+    config = config.model_copy(update={"max_error_fraction": 0.49})
+    with pytest.raises(RewardError, match=r"reward/g0/0[\s\S]*3 of 6[\s\S]*ZeroDivisionError"):
+        await score(samples(), config)
+
+
+async def test_what_was_not_generated_is_not_scored(hook):
+    config = hook("return 1", max_error_fraction=0.0)
+    for status in (Status.PENDING, Status.ABORTED, Status.FAILED):
+        assert await score(samples(1, 1, status=status), config) == [RewardRow("g0", 0)]
+    assert (await score(samples(1, 1, status=Status.TRUNCATED), config))[0].reward == 1.0
+    assert await score([], config) == []
+
+
+async def test_supervised_rows_have_no_reward():
+    assert await score(samples(1, 1), RewardConfig(function=NoReward(type="none"), max_error_fraction=0.0)) == [
+        RewardRow("g0", 0)
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.integration)])
+async def test_a_function_that_cannot_be_loaded_is_a_config_error(hook, workers):
+    config = hook("return 1", workers=workers)
+    function = config.function.model_copy(update={"path": config.function.path + "d"})
+    with pytest.raises(ConfigError, match="nearest: reward"):
+        await score(samples(), config.model_copy(update={"function": function}))
+    assert not children()
+
+
+async def test_async_calls_run_at_the_same_time(hook):
+    started = time.monotonic()
+    rows = await score(samples(32, 2), hook("await asyncio.sleep(0.5)\nreturn 1", "async def"))
+    assert time.monotonic() - started < 10
+    assert all(row.reward == 1.0 for row in rows)
+
+
+@pytest.mark.integration
+async def test_a_process_that_dies_is_an_error_and_is_started_again(hook):
+    config = hook("print('noise')\nif x.response == '10': os._exit(7)\nreturn 1", workers=1)
+    rows = await score(samples(), config)
+    assert [row.reward for row in rows] == [1.0, 1.0, None, 1.0, 1.0, 1.0]
+    assert "the reward's process died" in (rows[2].error or "")
+    assert "exit status 7" in (rows[2].error or "")
+
+
+@pytest.mark.integration
+async def test_cancelling_the_stage_ends_its_processes(hook):
+    task = asyncio.create_task(score(samples(), hook("time.sleep(60)", workers=2)))
+    await asyncio.to_thread(wait_for_children, psutil.Process(), 2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not children()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("body", ["time.sleep(600)", "9 ** 9 ** 9 ** 9"], ids=["sleeping", "holding the interpreter"])
+def test_a_worker_ends_when_its_parent_is_killed_in_the_middle_of_a_call(tmp_path, body):
+    (tmp_path / "mine.py").write_text(f"import time\nn = 9\ndef reward(x): {body.replace('9 ', 'n ')}\n")
+    code = f"""
+import asyncio
+from rlpipe.config.data import PythonReward, RewardConfig
+from rlpipe.rewards.base import score
+from rlpipe.types import Sample, Status
+function = PythonReward(type="python", path={str(tmp_path / "mine.py")!r})
+sample = Sample("g", 0, "", [1], status=Status.COMPLETED)
+asyncio.run(score([sample], RewardConfig(function=function, workers=1)))
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    watched = psutil.Process(parent.pid)
+    found = wait_for_children(watched, 1)
+    time.sleep(1.0)
+    parent.kill()
+    parent.wait()
+    _, alive = psutil.wait_procs(found, timeout=30)
+    for process in alive:
+        process.kill()
+    assert alive == []
+
+
+@pytest.mark.integration
+async def test_math_that_hangs_is_ended_in_its_process_off_the_main_thread():
+    hard, easy = "\\boxed{9^{9^{9^{9}}}}", "so it is $4$"
+    rows = samples(3, 1, label="4")
+    rows[0].response, rows[1].response, rows[2].response = easy, hard, easy
+    config = RewardConfig(function=MathReward(type="math"), sample_timeout_s=5.0, max_error_fraction=1.0)
+    first, second, third = await asyncio.to_thread(lambda: asyncio.run(score(rows, config)))
+    assert (first.reward, third.reward) == (1.0, 1.0)
+    assert second.reward is None
+    assert "did not answer" in (second.error or "")
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.integration)])
+async def test_reasoning_gym_scores_a_batch(workers):
+    task = make_task("spell_backward", {"min_word_len": 3, "max_word_len": 7}, seed=0, size=64)
+    batch = []
+    for number in range(64):
+        entry = task[number]
+        batch += [
+            Sample(f"g{number}", 0, "", [1], metadata=scoring_record("spell_backward", {}, entry), response=entry["answer"]),
+            Sample(f"g{number}", 1, "", [1], metadata=scoring_record("spell_backward", {}, entry), response="no"),
+        ]
+    for sample in batch:
+        sample.status = Status.COMPLETED
+    rows = await score(
+        batch, RewardConfig(function=ReasoningGymReward(type="reasoning_gym"), workers=workers, max_error_fraction=0.0)
+    )
+    assert [row.reward for row in rows] == [1.0, 0.0] * 64
+    assert all("score" in row.parts for row in rows)

@@ -1,0 +1,126 @@
+"""Garbage collection: takes what nothing reaches, and nothing that a crashed run could still use."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from rlpipe.errors import ObjectCorrupt
+from rlpipe.store.audit import check_branch
+from rlpipe.store.branches import Branches
+from rlpipe.store.files import Files
+from rlpipe.store.gc import collect, unreachable
+from rlpipe.store.nodes import Nodes, node_path
+from rlpipe.store.plans import Plans
+from rlpipe.store.shards import ShardWriter, adopt, write_data
+from rlpipe.types import Stage
+from tests.store.lineage import Run, group, make_node
+
+
+def a_run(files: Files, iterations: int = 2) -> Run:
+    run = Run(files).start()
+    for _ in range(iterations):
+        run.iterate()
+    return run
+
+
+def test_nothing_of_a_run_or_its_fork_may_go(files: Files):
+    a_run(files, 3)
+    Run(files, "fork").start(parent="run/00000000").iterate()
+    assert unreachable(files, grace_s=-60) == []
+
+
+def test_what_no_branch_reaches_goes_and_nothing_else(files: Files):
+    run = a_run(files)
+    before = files.list()
+    newest = Branches(files).newest("run")
+    assert newest is not None
+    late = ShardWriter(files, Plans.groups_prefix(newest.plan), 1).write([group("run:00000005")])
+    data = write_data(files, "data/reward/old", "rewards.parquet", b"x")
+    node = Nodes(files).commit(make_node(Stage.REWARD, {"rollout": "gone"}, [data]))
+    foreign = "notes/readme.txt"
+    files.create(foreign, b"not ours to remove")
+    garbage = [node_path(Stage.REWARD, node.digest), late.path, data.path]
+    assert collect(files, grace_s=-60, dry_run=True) == garbage
+    assert len(files.list()) == len(before) + 4
+    assert collect(files, grace_s=-60, dry_run=False) == garbage
+    assert files.list() == sorted([*before, foreign])
+    assert check_branch(files, "run") == []
+    assert run.iterate() is not None
+
+
+def test_what_a_reached_node_was_made_of_stays(local_files: Files):
+    nodes = Nodes(local_files)
+    weights = write_data(local_files, "checkpoints/elsewhere/iter_0000003", "weights.bin", b"1")
+    checkpoint = nodes.commit(make_node(Stage.CHECKPOINT, {}, [weights], iteration=3))
+    trained = nodes.commit(make_node(Stage.TRAIN, {"checkpoint": checkpoint.digest}))
+    init = nodes.commit(make_node(Stage.INIT, {"state": trained.digest}))
+    Branches(local_files).create("warm", {}, init.digest)
+    assert unreachable(local_files, grace_s=-60) == []
+
+
+def test_what_is_younger_than_the_grace_period_stays(files: Files):
+    a_run(files)
+    write_data(files, "data/reward/new", "rewards.parquet", b"x")
+    assert unreachable(files, grace_s=3600) == []
+    assert len(unreachable(files, grace_s=-60)) == 1
+
+
+@pytest.mark.parametrize("stage", [Stage.ROLLOUT, Stage.REWARD, Stage.ADVANTAGE, Stage.TRAIN])
+def test_an_iteration_that_crashed_long_ago_can_still_be_finished(files: Files, stage: Stage):
+    run = a_run(files)
+    run.iterate(stop_after=stage)
+    before = files.list()
+    assert collect(files, grace_s=-60, dry_run=False) == []
+    assert files.list() == before
+    nodes = {path: files.read(path) for path in files.list("nodes")}
+    run.iterate()
+    assert {path: files.read(path) for path in nodes} == nodes, "what was finished was adopted, not made anew"
+    assert check_branch(files, "run") == []
+
+
+def test_finished_groups_of_a_rollout_under_way_stay(local_files: Files):
+    run = a_run(local_files)
+    newest = Branches(local_files).newest("run")
+    assert newest is not None
+    digest = Plans(local_files).write(run.plan(2, newest.data))
+    ShardWriter(local_files, Plans.groups_prefix(digest), 2).write([group("run:00000006")])
+    assert unreachable(local_files, grace_s=-60) == []
+    assert [groups for _, groups in adopt(local_files, Plans.groups_prefix(digest))] == [["run:00000006"]]
+
+
+def test_a_plan_that_its_branch_has_passed_goes(local_files: Files):
+    run = a_run(local_files)
+    first = Branches(local_files).read("run", 0)
+    digest = Plans(local_files).write(run.plan(1, first.data.model_copy(update={"offset": 77})))
+    strange = Plans(local_files).write(run.plan(1, first.data).model_copy(update={"branch": "nobody"}))
+    shard = ShardWriter(local_files, Plans.groups_prefix(digest), 1).write([group("x")])
+    assert set(unreachable(local_files, grace_s=-60)) == {f"plans/{d}/plan.json" for d in (digest, strange)} | {shard.path}
+
+
+def test_what_killed_writers_left_goes_after_the_grace_period(local_files: Files):
+    a_run(local_files)
+    directory = Path(local_files.root.removeprefix("file://"))
+    left = directory / "data" / ("x.parquet.tmp-" + "0" * 32)
+    left.write_bytes(b"half")
+    assert unreachable(local_files, grace_s=60) == []
+    long_ago = time.time() - 120
+    os.utime(left, (long_ago, long_ago))
+    assert collect(local_files, grace_s=60, dry_run=False) == [f"data/{left.name}"]
+    assert not left.exists()
+
+
+def test_nothing_goes_while_a_record_cannot_be_read(local_files: Files):
+    a_run(local_files)
+    write_data(local_files, "data/reward/old", "rewards.parquet", b"x")
+    newest = Branches(local_files).newest("run")
+    assert newest is not None
+    path = Path(local_files.url(node_path(Stage.ADVANTAGE, newest.nodes[Stage.ADVANTAGE])).removeprefix("file://"))
+    path.write_bytes(path.read_bytes().replace(b"batch-", b"batch_"))
+    before = local_files.list()
+    with pytest.raises(ObjectCorrupt):
+        collect(local_files, grace_s=-60, dry_run=False)
+    assert local_files.list() == before

@@ -1,0 +1,127 @@
+"""Weights pushed over HTTP into a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from rlpipe.engines.sglang.admin import Engine
+from rlpipe.errors import ConfigError, SyncError
+from rlpipe.rollout.client import GenerateClient
+from rlpipe.sync.tensor import TensorTransport, buckets, checked, expected_shapes
+from tests.live_engine import VOCAB_SIZE, log_probs, make_model
+
+NOWHERE = "http://127.0.0.1:9"
+
+
+def _transport(model_dir, **keywords) -> TensorTransport:
+    return TensorTransport(model_dir, **{"buffer_size_bytes": 40_000, "timeout_s": 60.0, **keywords})
+
+
+def _scores(url: str, sequences: list[list[int]]) -> list[list[float]]:
+    async def score() -> list[list[float]]:
+        async with Engine(url) as engine:
+            return await engine.score(sequences)
+
+    return asyncio.run(score())
+
+
+def _sampled(url: str) -> list:
+    async def sample() -> list:
+        async with GenerateClient(url, vocab_size=VOCAB_SIZE, deadline_s=30) as client:
+            return await client.generate([5, 6], {"max_new_tokens": 4}, n=2)
+
+    return asyncio.run(sample())
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("buffer_size_bytes", [1, 40_000, 512 * 1024**2])
+def test_after_a_push_the_engine_is_the_new_model(live, tmp_path, buffer_size_bytes):
+    model = make_model(tmp_path / "other", seed=buffer_size_bytes % 1000 + 7)
+    transport = _transport(live.model_dir, buffer_size_bytes=buffer_size_bytes)
+    report = transport.push(model.state_dict().items(), [live.server.url], f"b@0@{buffer_size_bytes}")
+    live.model = model
+    assert report.tensors == len(transport.expected) and report.engines == (live.server.url,)
+    assert report.buckets == {1: report.tensors, 512 * 1024**2: 1}.get(buffer_size_bytes, report.buckets)
+    (scores,) = _scores(live.server.url, [[5, 9, 20, 31]])
+    np.testing.assert_allclose(scores, log_probs(model, [5], [9, 20, 31]), atol=1e-4)
+    for generation in _sampled(live.router.url):
+        assert [stamp for _, stamp in generation.weight_versions] == [f"b@0@{buffer_size_bytes}"]
+        np.testing.assert_allclose(generation.log_probs, log_probs(model, [5, 6], generation.response_ids), atol=1e-4)
+
+
+@pytest.mark.integration
+def test_an_engine_that_does_not_answer_is_unknown_and_the_others_are_current(live):
+    with pytest.raises(SyncError) as caught:
+        _transport(live.model_dir).push(live.model.state_dict().items(), [live.server.url, NOWHERE], "b@0@two")
+    assert isinstance(caught.value.found, dict)
+    assert caught.value.found["current"] == [live.server.url] and list(caught.value.found["unknown"]) == [NOWHERE]
+    assert len(_sampled(live.router.url)) == 2
+
+
+@pytest.mark.integration
+def test_a_push_that_fails_leaves_the_engine_paused_until_one_succeeds(live):
+    read = []
+
+    def broken():
+        for name, tensor in live.model.state_dict().items():
+            read.append(name)
+            yield name, tensor.flatten() if name == "model.norm.weight" else tensor
+            if name == "model.layers.1.mlp.up_proj.weight":
+                yield "model.layers.1.no.such.weight", tensor
+
+    with pytest.raises(SyncError) as caught:
+        _transport(live.model_dir).push(broken(), [live.server.url], "b@0@broken")
+    assert "no such tensor" in str(caught.value) and list(caught.value.found["unknown"]) == [live.server.url]  # pyright: ignore
+    assert read == list(live.model.state_dict()), "the stream is read to its end"
+
+    async def waits() -> None:
+        async with GenerateClient(live.router.url, vocab_size=VOCAB_SIZE, deadline_s=1) as client:
+            await client.generate([5], {"max_new_tokens": 2})
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(waits())
+    _transport(live.model_dir).push(live.model.state_dict().items(), [live.server.url], "b@0@again")
+    assert len(_sampled(live.router.url)) == 2
+
+
+@pytest.mark.integration
+def test_a_push_without_all_tensors_is_refused(live):
+    some = dict(list(live.model.state_dict().items())[:-2])
+    with pytest.raises(SyncError, match=r"(?s)tensors are missing.*model.norm.weight"):
+        _transport(live.model_dir).push(some.items(), [live.server.url], "b@0@some")
+    _transport(live.model_dir).push(live.model.state_dict().items(), [live.server.url], "b@0@again")
+
+
+def test_nothing_is_sent_that_the_engines_do_not_hold(tmp_path):
+    make_model(tmp_path / "model", seed=0)
+    expected = expected_shapes(tmp_path / "model")
+    assert "lm_head.weight" not in expected and expected["model.embed_tokens.weight"] == (VOCAB_SIZE, 64)
+    good = torch.zeros(64)
+    for name, tensor, message in [
+        ("model.norm.wait", good, "no such tensor"),
+        ("model.norm.weight", torch.zeros(63), "not what the engines hold"),
+        ("model.norm.weight", good.int(), "not what the engines hold"),
+    ]:
+        with pytest.raises(SyncError, match=message):
+            list(checked([(name, tensor)], expected, set()))
+    assert list(checked([("lm_head.weight", good)], expected, set())) == []
+
+
+def test_a_view_is_sent_without_the_storage_behind_it(tmp_path):
+    ((_, tensor),) = checked([("a", torch.zeros(1000)[:3])], {"a": (3,)}, set())
+    assert tensor.untyped_storage().nbytes() == 12
+
+
+def test_buckets_hold_at_most_their_size_but_lose_nothing():
+    tensors = [(str(size), torch.zeros(size)) for size in (1, 2, 30, 1, 1, 1)]
+    cut = list(buckets(tensors, 16))
+    assert [[name for name, _ in bucket] for bucket in cut] == [["1", "2"], ["30"], ["1", "1", "1"]]
+
+
+def test_a_directory_without_weights_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no weights"):
+        expected_shapes(tmp_path)

@@ -1,0 +1,166 @@
+"""The house rules that a machine can read: sizes, docstrings, import directions, tests that run."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("rlpipe", "tasks", "flows", "deployments", "tools")
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+CONTRACTS = {contract["id"]: contract for contract in PROJECT["tool"]["importlinter"]["contracts"]}
+
+
+def rooms_of(contract: str, prefix: str = "") -> list[tuple[str, ...]]:
+    """The layers of an import-linter contract, lowest first."""
+    return [tuple(prefix + room.strip() for room in entry.split("|")) for entry in reversed(CONTRACTS[contract]["layers"])]
+
+
+LAYERS = rooms_of("layers", "rlpipe.") + [layer for layer in rooms_of("top-level") if layer != ("rlpipe",)]
+"""Lowest first. A module imports from its own room and from the layers below."""
+
+HOMES = {
+    "prefect": ("tasks", "flows", "deployments", "tools"),
+    "ray": ("rlpipe.actors",),
+    "sglang": ("rlpipe.engines.sglang",),
+    "sglang_router": ("rlpipe.engines.sglang",),
+    "megatron": ("rlpipe.engines.megatron",),
+    "mbridge": ("rlpipe.engines.megatron",),
+}
+"""Third party → the only rooms that import it."""
+
+
+def sources(*packages: str) -> list[Path]:
+    return sorted(path for package in packages for path in (ROOT / package).rglob("*.py"))
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=name(path))
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, imported module) of every import, inside functions too. `from a import b` counts as `a.b`."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name(path)}:{node.lineno}: a relative import"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def inside(what: str, rooms: tuple[str, ...]) -> bool:
+    return any(what == room or what.startswith(f"{room}.") for room in rooms)
+
+
+def layer(what: str) -> int | None:
+    return next((index for index, rooms in enumerate(LAYERS) if inside(what, rooms)), None)
+
+
+def test_every_file_says_what_it_is():
+    silent = [name(path) for path in sources(*PACKAGES, "tests") if not ast.get_docstring(tree(path))]
+    assert silent == []
+
+
+def test_no_file_is_longer_than_400_lines():
+    lengths = {name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in sources(*PACKAGES, "tests")}
+    assert {path: lines for path, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
+
+
+def test_no_function_is_longer_than_60_lines():
+    too_long = [
+        f"{name(path)}:{node.lineno} {node.name}: {lines} lines"
+        for path in sources(*PACKAGES, "tests")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES
+    ]
+    assert too_long == []
+
+
+def test_no_test_is_skipped_or_expected_to_fail():
+    pattern = re.compile(r"\b(skipif|xfail|importorskip|unittest\.skip|pytest\.skip|mark\.skip)\b")
+    found = [
+        f"{name(path)}:{number}"
+        for path in sources("tests")
+        if path != Path(__file__)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if pattern.search(line)
+    ]
+    assert found == []
+
+
+def test_every_test_file_mirrors_a_room_of_the_source():
+    rooms = {path.relative_to(ROOT / "rlpipe").as_posix() for path in (ROOT / "rlpipe").rglob("*") if path.is_dir()}
+    rooms |= {*PACKAGES, *(path.relative_to(ROOT).as_posix() for package in PACKAGES for path in (ROOT / package).rglob("*"))}
+    folders = {path.parent.relative_to(ROOT / "tests").as_posix() for path in sources("tests") if path.name.startswith("test_")}
+    assert folders - rooms <= {".", "integration"}
+
+
+def test_packages_export_nothing():
+    """An `__init__.py` is a docstring; only the passthrough tables' has code, for the data that lies beside it."""
+    loud = [
+        name(path)
+        for path in sources(*PACKAGES)
+        if path.name == "__init__.py" and len(tree(path).body) > 1 and path.parent.name != "passthrough"
+    ]
+    assert loud == []
+
+
+def test_imports_go_down_the_layers():
+    wrong = []
+    for path in sources(*PACKAGES):
+        mine = layer(module(path))
+        for line, imported in imports(path):
+            other = layer(imported)
+            if mine is None or other is None or other < mine:
+                continue
+            if not any(inside(module(path), (room,)) and inside(imported, (room,)) for room in LAYERS[mine]):
+                wrong.append(f"{name(path)}:{line} imports {imported}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", sorted(HOMES))
+def test_third_parties_are_imported_only_in_their_rooms(package):
+    wrong = [
+        f"{name(path)}:{line}"
+        for path in sources(*PACKAGES)
+        for line, imported in imports(path)
+        if imported.partition(".")[0] == package and not inside(module(path), HOMES[package])
+    ]
+    assert wrong == []
+
+
+def test_every_room_has_a_place_in_the_layers():
+    library = ROOT / "rlpipe"
+    rooms = {f"rlpipe.{path.stem}" for path in library.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    placed = {room for layer in LAYERS for room in layer}
+    assert rooms - {"rlpipe.__init__"} <= placed
+
+
+def test_pins_are_versions_of_everything_that_is_required():
+    """No addresses and no local labels in constraints.txt, and each requirement of pyproject.toml is pinned there."""
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9._]+", line)] == []
+    pinned = {canonical(line.partition("==")[0]) for line in lines}
+    extras = PROJECT["project"]["optional-dependencies"].values()
+    required = [*PROJECT["project"]["dependencies"], *(entry for extra in extras for entry in extra)]
+    assert {canonical(re.split(r"[\[<>=!~; ]", entry)[0]) for entry in required} - pinned == set()
+
+
+def canonical(package: str) -> str:
+    return re.sub(r"[-_.]+", "-", package).lower()

@@ -1,0 +1,137 @@
+"""A Prefect server of this process's own, with its UI, for as long as a run takes; and caches kept under the run's home.
+
+It is started in a session of its own, so that Ctrl-C reaches the flow and not the server that has to hear of it. Not used
+where a server is configured already (PREFECT_API_URL, or a profile that names one).
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlpipe.errors import ResourceError
+
+START_TIMEOUT_S = 180.0
+SETTINGS = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # the run's own lines are on the terminal, logs in the UI
+    "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+    # SQLite takes one writer at a time; many small ones make the client wait two seconds for each collision
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "1000",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "5",
+    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_BATCH_SIZE": "1000",
+    "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": "P7D",
+}
+CACHES = {
+    "HF_HOME": "huggingface",
+    "XDG_CACHE_HOME": "cache",
+    "MPLCONFIGDIR": "matplotlib",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TMPDIR": "tmp",
+}
+LONGEST_TMPDIR = 80
+"""Unix sockets are made in TMPDIR, and their paths end at 107 bytes."""
+
+
+def keep_caches_in(home: Path) -> None:
+    """Point the caches of this process and its children below `{home}/.cache`, unless the user pointed them elsewhere."""
+    for variable, name in CACHES.items():
+        folder = home / ".cache" / name
+        if variable == "TMPDIR" and len(str(folder)) > LONGEST_TMPDIR:
+            continue
+        if variable not in os.environ:
+            folder.mkdir(parents=True, exist_ok=True)
+            os.environ[variable] = str(folder)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+
+@contextmanager
+def local_prefect(home: Path) -> Iterator[str]:
+    """The API URL of the configured server, or of one that ends with this block. Import prefect inside it, not before.
+
+    Raises: ResourceError if it does not come up.
+    """
+    keep_caches_in(home)
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    if configured := os.environ.get("PREFECT_API_URL"):
+        yield configured
+        return
+    folder = home / ".prefect"
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["PREFECT_HOME"] = str(folder)
+    port = free_port(4200)
+    url = f"http://127.0.0.1:{port}"
+    os.environ["PREFECT_API_URL"] = f"{url}/api"
+    with (folder / "server.log").open("ab") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
+            env={**os.environ, "PREFECT_UI_API_URL": f"{url}/api"},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        _wait(server, url, folder / "server.log")
+        print(f"Prefect's pages of this run: {url}", file=sys.stderr)
+        yield f"{url}/api"
+    finally:
+        server.terminate()
+        try:
+            server.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            server.kill()
+        del os.environ["PREFECT_API_URL"]
+
+
+async def drain() -> None:
+    """Send what Prefect has not sent yet; call it before the server ends."""
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogHandler
+
+    await APILogHandler.aflush()
+    draining = EventsWorker.drain_all()
+    if inspect.isawaitable(draining):
+        await draining
+
+
+def free_port(preferred: int) -> int:
+    """The preferred port if it is free, else any that is."""
+    for port in (preferred, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return probe.getsockname()[1]
+    raise ResourceError("no port is free", where="127.0.0.1")
+
+
+def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/api/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    ended = f"ended with exit code {server.returncode}" if server.poll() is not None else "did not answer"
+    last = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+    raise ResourceError(
+        "the Prefect server did not come up", where=url, found=f"it {ended}; the end of {log}:\n{last}", do="see the log"
+    )

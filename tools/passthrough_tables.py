@@ -1,0 +1,133 @@
+"""Write the tables of names that pass through to Megatron-core, SGLang and its router (rlpipe/config/passthrough/*.json).
+
+    python -m tools.passthrough_tables            write them
+    python -m tools.passthrough_tables --check    compare them, exit 1 if they differ
+
+Run it after changing the pin of one of those packages. A name is an argument as the package itself spells it: a dataclass
+field for Megatron, a command line option with underscores for SGLang and its router. Options that are other spellings of one
+field carry that field. The packages are named as data here, not imported: this tool only looks at classes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import importlib
+import inspect
+import json
+import sys
+import types
+import typing
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, Union
+
+from rlpipe.config.passthrough import FOLDER, OBJECT, TABLES
+
+RECEIVERS = {
+    "megatron": (
+        "megatron-core",
+        (
+            "megatron.core.transformer.transformer_config:TransformerConfig",
+            "megatron.core.optimizer.optimizer_config:OptimizerConfig",
+            "megatron.core.distributed.distributed_data_parallel_config:DistributedDataParallelConfig",
+        ),
+    ),
+    "sglang": ("sglang", ("sglang.srt.server_args:ServerArgs",)),
+    "router": ("sglang-router", ("sglang_router.router_args:RouterArgs",)),
+}
+_PLAIN = {bool: "bool", int: "int", float: "float", str: "str", type(None): "None"}
+_CONTAINERS = {list: "list", tuple: "list", set: "list", dict: "dict"}
+
+
+def table(name: str) -> str:
+    """The JSON text of one table."""
+    package, receivers = RECEIVERS[name]
+    content = {"package": package, "version": version(package), "receivers": {}}
+    for receiver in receivers:
+        module, _, kind = receiver.partition(":")
+        content["receivers"][kind] = _arguments(getattr(importlib.import_module(module), kind))
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+def _arguments(kind: type) -> dict[str, dict[str, Any]]:
+    if hasattr(kind, "add_cli_args"):
+        return _options(kind)
+    hints = typing.get_type_hints(kind)
+    return {
+        field.name: {"type": spell(hints[field.name]), "default": _plain(field.default)}
+        for field in dataclasses.fields(kind)
+        if not field.name.startswith("_")
+    }
+
+
+def _options(kind: Any) -> dict[str, dict[str, Any]]:
+    """Of a class with `add_cli_args`: every long option, aliases too, and the field it sets."""
+    parser = argparse.ArgumentParser(add_help=False)
+    kind.add_cli_args(parser)
+    hints = typing.get_type_hints(kind)
+    found = {}
+    for action in parser._actions:
+        kinds = spell(hints[action.dest]) if action.dest in hints else _argument_type(action)
+        if action.type not in (None, int, float, str, bool) and "str" not in kinds.split(" | "):
+            kinds += " | str"
+        for option in action.option_strings:
+            name = option.removeprefix("--").replace("-", "_")
+            if option.startswith("--") and not (isinstance(action, argparse.BooleanOptionalAction) and name.startswith("no_")):
+                found[name] = {"type": kinds, "default": _plain(action.default)}
+                if name != action.dest:
+                    found[name]["field"] = action.dest
+    return found
+
+
+def _argument_type(action: argparse.Action) -> str:
+    """Of an option that is no field of the class: what argparse makes of its text."""
+    return "list" if action.nargs in ("*", "+") else "str"
+
+
+def spell(kind: Any) -> str:
+    """A type as `int | None`, `'full' | 'selective' | None`, `list`, or OBJECT for what YAML cannot hold."""
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return " | ".join(repr(value) for value in arguments)
+    if origin in (Union, types.UnionType):
+        return " | ".join(dict.fromkeys(spell(argument) for argument in arguments))
+    if origin in _CONTAINERS or kind in _CONTAINERS:
+        return _CONTAINERS[origin or kind]
+    return OBJECT
+
+
+def _plain(value: Any) -> Any:
+    """A default as JSON; what JSON cannot hold is named in <>."""
+    if value is dataclasses.MISSING or value is inspect.Parameter.empty:
+        return None
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple | dict):
+        return value if json.dumps(value, default=str) else None
+    return f"<{getattr(value, '__name__', str(value))}>"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    check = parser.parse_args().check
+    differences = []
+    for name in TABLES:
+        path, new = Path(FOLDER) / f"{name}.json", table(name)
+        old = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if not check:
+            path.write_text(new, encoding="utf-8")
+        elif old != new:
+            differences += difflib.unified_diff(
+                old.splitlines(), new.splitlines(), f"stored {name}", f"installed {name}", lineterm=""
+            )
+    print("\n".join(differences) or f"{', '.join(TABLES)}: {'up to date' if check else 'written'}")
+    return 1 if differences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""Write a run's summary.json, report.html and report.png again from its records:  python -m tools.report --run NAME"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from rlpipe.config.load import HOME_VARIABLE, home, validate
+from rlpipe.errors import ConfigError, RlpipeError
+from rlpipe.observe.figure import write_figure
+from rlpipe.observe.report import write_report
+from rlpipe.observe.summary import write_summary
+from rlpipe.run_history import HistoryReader
+from rlpipe.store.files import Files
+
+
+def main() -> int:
+    """Exit codes: 0 done, 2 there is no such run."""
+    parser = argparse.ArgumentParser(prog="python -m tools.report", description="Write a run's report again from its records.")
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
+    arguments = parser.parse_args()
+    if arguments.home:
+        os.environ[HOME_VARIABLE] = arguments.home
+    try:
+        print(f"written: {write(home() / arguments.run)}")
+    except RlpipeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def write(directory: Path) -> Path:
+    """Write the three files into a run's directory; the page's path. Raises: ConfigError if it is not a run's directory."""
+    path = directory / "run.json"
+    if not path.is_file():
+        raise ConfigError("there is no such run", where=str(directory), found="no run.json", do="start it with tools.train")
+    record = json.loads(path.read_text())
+    history = HistoryReader(Files(record["store"]), validate(record["config"]), directory).read()
+    write_summary(history, directory / "summary.json")
+    write_figure(history, directory / "report.png")
+    return write_report(history, directory / "report.html")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
