@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from prefect import flow
+from prefect.runtime import flow_run
 
 from flows.iteration import iteration
 from rlpipe.config.load import home as default_home
 from rlpipe.config.load import load_run
 from rlpipe.config.run import RunConfig
 from rlpipe.observe.progress import Progress
+from rlpipe.preflight import check
 from rlpipe.types import NodeRef
 from tasks.begin import begin
 from tasks.checkpoint import keep_last
@@ -21,13 +24,20 @@ from tasks.evaluate import evaluate
 from tasks.observe import Observer
 
 
-@flow(name="train", flow_run_name="{run}")
+def run_name() -> str:
+    """The flow run's name in Prefect: the run's own, else the recipe's."""
+    parameters = flow_run.parameters
+    return parameters.get("run") or Path(parameters["recipe"]).stem
+
+
+@flow(name="train", flow_run_name=run_name)
 async def train(recipe: str, overrides: Sequence[str] = (), run: str | None = None) -> dict[str, Any]:
     """Train a recipe to its end, going on from what the store has of it. Answers the summary.
 
     `overrides` are `dotted.key=value`. Raises: ConfigError, DataError at once for bad input; later what a stage raised.
     """
     config, home = load_run(recipe, overrides, run), default_home()
+    check(config, home)
     if config.warm_start:
         await train(config.warm_start, warm_start_overrides(config), f"{config.run}.warm_start")
     with Progress(config.run, config.num_rollout) as progress:

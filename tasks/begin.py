@@ -26,7 +26,7 @@ async def begin(config: RunConfig, home: Path, progress: Progress) -> int:
 
     Raises: ConfigError if the branch exists with another configuration; whatever keeps an actor from coming up.
     """
-    files = Files(config.store.root or str(home / "store"))
+    files = Files(config.store.root or home / "store")
     check_same_run(Branches(files), config)
     progress.stage("start", note="Ray, engines, trainer, generator (about half a minute on CPUs)")
     it = await open_context(config, home, progress)

@@ -94,13 +94,13 @@ _OPEN: dict[str, RunContext] = {}
 
 async def open_context(config: RunConfig, home: Path, progress: Progress) -> RunContext:
     """Open a run in this process: its model, its store, its actors. Raises: whatever keeps one of them from coming up."""
-    root = config.store.root or str(home / "store")
+    files = Files(config.store.root or home / "store")
     (home / config.run).mkdir(parents=True, exist_ok=True)
-    record = {"store": root, "config": config.model_dump(mode="json")}
+    record = {"store": files.root, "config": config.model_dump(mode="json")}
     (home / config.run / "run.json").write_text(json.dumps(record, indent=1))
     model_dir = await asyncio.to_thread(model_directory, config.model, home, seed=config.seed)
-    cluster = await open_cluster(config, home=home, model_dir=model_dir, store_root=root)
-    _OPEN[config.run] = RunContext(config, home, model_dir, Files(root), cluster, progress)
+    cluster = await open_cluster(config, home=home, model_dir=model_dir, store_root=files.root)
+    _OPEN[config.run] = RunContext(config, home, model_dir, files, cluster, progress)
     return _OPEN[config.run]
 
 
@@ -114,6 +114,13 @@ async def context(run: str) -> RunContext:
         config = validate(json.loads(path.read_text())["config"])
         await open_context(config, home, Progress(run, config.num_rollout))
     return _OPEN[run]
+
+
+async def recover(run: str) -> None:
+    """Start again what died of a run's actors. Their state is restored by whoever needs it next."""
+    it = await context(run)
+    it.progress.stage("recover", note="looking for dead actors and servers")
+    it.cluster = await open_cluster(it.config, home=it.home, model_dir=it.model_dir, store_root=it.files.root)
 
 
 def close_context(run: str) -> None:

@@ -30,6 +30,14 @@ SHOWN = (
     ("Δlogp", "max_logprob_difference"),
     ("tok/s", "perf/rollout_tokens_per_s"),
 )
+FIGURES = {
+    "rollout": {"tokens": "perf/rollout_tokens", "tokens/s": "perf/rollout_tokens_per_s", "cut off": "rollout/truncated_ratio"},
+    "reward": {"mean": "rollout/raw_reward", "errors": "rollout/reward_error_ratio"},
+    "advantage": {"engine - trainer": "rollout/logprob_abs_diff/max", "length": "rollout/response_len/mean"},
+    "train": {"loss": "train/loss", "grad norm": "train/grad_norm", "entropy": "train/entropy"},
+    "sync": {"engine - trainer": "sync/logprob_difference", "bytes": "sync/bytes"},
+}
+"""Stage → label → metric, in the table of an iteration."""
 
 
 class Observer:
@@ -95,12 +103,24 @@ class Observer:
 async def iteration_artifact(run: str, k: int, nodes: dict[str, NodeRef], metrics: dict[str, float]) -> None:
     """A table in Prefect's UI: each stage's node and seconds."""
     rows = [
-        {"stage": name, "node": node.digest[:16], "seconds": round(node.outputs.get("seconds", 0.0), 3), "reused": node.reused}
+        {
+            "stage": name,
+            "seconds": round(node.outputs.get("seconds", 0.0), 3),
+            "reused": node.reused,
+            "figures": figures(name, metrics),
+            "node": node.digest[:16],
+        }
         for name, node in nodes.items()
     ]
     reward = metrics.get("rollout/raw_reward")
     about = f"iteration {k}" + (f", mean reward {reward:.3f}" if reward is not None else "")
     await acreate_table_artifact(rows, key=artifact_key(run, "iteration"), description=about)
+
+
+def figures(stage: str, metrics: dict[str, float]) -> str:
+    """The figures of one stage in words."""
+    said = FIGURES.get(stage, {}).items()
+    return ", ".join(f"{label} {metrics[metric]:.4g}" for label, metric in said if metric in metrics)
 
 
 def artifact_key(run: str, what: str) -> str:

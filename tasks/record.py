@@ -12,11 +12,14 @@ from typing import Any, ParamSpec
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
+from prefect.runtime import task_run
 from prefect.states import Completed
 
+from rlpipe.actors.calls import ActorLost
+from rlpipe.errors import DeadlineExceeded, EngineError, SyncError, TrainerError
 from rlpipe.inputs import Inputs
 from rlpipe.types import Node, NodeRef
-from tasks.context import RunContext, Stopwatch
+from tasks.context import RunContext, Stopwatch, recover
 
 SMALL = ("seconds", "tokens", "version", "metrics", "accuracy")
 Parameters = ParamSpec("Parameters")
@@ -24,16 +27,40 @@ Work = Callable[[], Awaitable[dict[str, Any]]]
 """Does a stage's work; answers `{"files": [FileRecord], "outputs": {...}}`."""
 
 
+RETRIES_AFTER_S = [1.0, 10.0]
+PASSING = (ActorLost, DeadlineExceeded, EngineError, SyncError, TrainerError)
+"""Errors after which a stage is tried again, with dead actors started anew. Bad input and a full disk are not among them."""
+
+
+def may_pass(_task: Any, _run: Any, state: State) -> bool:
+    """Is it worth trying again? Asked by Prefect of a failed state."""
+    return isinstance(getattr(state.data, "result", state.data), PASSING)
+
+
 def stage_task(
     name: str, run_name: str
 ) -> Callable[[Callable[Parameters, Awaitable[State]]], Callable[Parameters, Awaitable[NodeRef]]]:
     """A Prefect task whose function answers the state it ends in; calling it answers the handle that the state carries.
 
-    Prefect's own cache is off: it would answer for an actor that has been restarted since.
+    Its first argument is the run's name. What may pass is tried again, after starting what died. Prefect's own cache is off:
+    it would answer for an actor that has been restarted since.
     """
 
     def decorate(function: Callable[Parameters, Awaitable[State]]) -> Callable[Parameters, Awaitable[NodeRef]]:
-        wrapped: Any = task(name=name, task_run_name=run_name, cache_policy=NO_CACHE)(function)
+        @wraps(function)
+        async def attempt(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> State:
+            if (task_run.run_count or 1) > 1:
+                await recover(str(arguments[0] if arguments else keywords["run"]))
+            return await function(*arguments, **keywords)
+
+        wrapped: Any = task(
+            name=name,
+            task_run_name=run_name,
+            cache_policy=NO_CACHE,
+            retries=len(RETRIES_AFTER_S),
+            retry_delay_seconds=RETRIES_AFTER_S,
+            retry_condition_fn=may_pass,
+        )(attempt)
 
         @wraps(function)
         async def call(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> NodeRef:
@@ -49,6 +76,7 @@ async def once(run: RunContext, inputs: Inputs, work: Work) -> State:
     """The handle of a stage's node, as the state of its task: `Reused` if it was there, else `Completed` after the work."""
     node = run.nodes.find(inputs.stage, inputs.digest)
     if node is not None:
+        run.progress.say(f"{run.config.run}: {inputs.stage} {node.digest[:12]} is in the store already, reused")
         return Completed(name="Reused", message=f"node {node.digest[:12]} was there", data=handle(node, reused=True))
     run.progress.stage(str(inputs.stage))
     with Stopwatch(run, str(inputs.stage)) as watch:

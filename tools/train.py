@@ -15,6 +15,7 @@ from typing import Any
 
 from rlpipe.config.load import HOME_VARIABLE, home, load_run, recipes
 from rlpipe.errors import RlpipeError
+from rlpipe.preflight import check
 
 
 def main() -> int:
@@ -27,6 +28,8 @@ def main() -> int:
         arguments.run = arguments.run or f"{Path(arguments.recipe).stem}-seed{arguments.seed}"
     try:
         config = load_run(arguments.recipe, arguments.overrides, arguments.run)
+        if not arguments.dump_config:
+            check(config, home())
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -75,7 +78,9 @@ def drive(arguments: argparse.Namespace) -> int:
         finally:
             disconnect()
     folder = home() / summary["run"]
-    print(f"{summary['run']}: accuracy {summary['accuracy_before']} → {summary['accuracy_after']}; see {folder}/report.html")
+    if summary["accuracy_before"] is not None:
+        print(f"{summary['run']}: accuracy {summary['accuracy_before']:.3f} → {summary['accuracy_after']:.3f}")
+    print(f"{summary['run']}: see {folder}/report.html")
     return 0
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from rlpipe.errors import ConfigError
 
@@ -107,5 +108,6 @@ def make_smollm2(directory: str) -> None:
 
 
 def _save(model, tokenizer, directory: str) -> None:
+    disable_progress_bar()
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

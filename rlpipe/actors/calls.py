@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from rlpipe.errors import DeadlineExceeded, RlpipeError
+
+END_TIMEOUT_S = 10.0
 
 
 class ActorLost(RlpipeError):
@@ -47,6 +50,15 @@ async def gather(refs: Sequence[ray.ObjectRef], *, where: str, deadline_s: float
 async def call(ref: ray.ObjectRef, *, where: str, deadline_s: float) -> Any:
     """The result of one call. Raises: as `gather`."""
     return (await gather([ref], where=where, deadline_s=deadline_s))[0]
+
+
+def end(actor: ActorHandle) -> None:
+    """Kill an actor's process; when this returns its name is free."""
+    ray.kill(actor, no_restart=True)
+    try:
+        ray.get(actor.__ray_ready__.remote(), timeout=END_TIMEOUT_S)
+    except (RayActorError, GetTimeoutError):
+        return
 
 
 async def _result(ref: ray.ObjectRef, where: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from rlpipe.actors.calls import call, gather
+from rlpipe.actors.calls import call, end, gather
 from rlpipe.actors.engine import EngineActor, RouterActor
 from rlpipe.actors.generator import Generator, GeneratorSpec
 from rlpipe.actors.local_ray import connect
@@ -60,7 +60,7 @@ class Cluster:
         self.trainer.kill()
         for actor in (self.generator, self.router, *self.engines):
             if actor is not None:
-                ray.kill(actor, no_restart=True)
+                end(actor)
 
 
 async def open_cluster(config: RunConfig, *, home: Path, model_dir: str, store_root: str) -> Cluster:

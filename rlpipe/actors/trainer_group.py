@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import ray
 from ray.actor import ActorHandle
 
-from rlpipe.actors.calls import gather
+from rlpipe.actors.calls import end, gather
 from rlpipe.actors.trainer import TrainerSpec
 from rlpipe.errors import RlpipeError
 from rlpipe.lineage import Lineage
@@ -36,8 +35,13 @@ class TrainerGroup:
         return await gather(refs, where=f"trainer.{method}", deadline_s=deadline_s)
 
     async def setup(self, spec: TrainerSpec) -> None:
-        """Build the engine of a spec on all ranks. Raises: ConfigError, TrainerError, DeadlineExceeded."""
+        """Build the engine of a spec on all ranks; ranks of which some died are all started anew first.
+
+        Raises: ConfigError, TrainerError, DeadlineExceeded.
+        """
         self._spec = spec
+        if not await self._whole():
+            self.restart()
         master = (await gather([self.ranks[0].address.remote()], where="trainer.address", deadline_s=self._start_timeout_s))[0]
         await self.call("setup", spec=spec, master=master, deadline_s=self._start_timeout_s)
 
@@ -55,10 +59,17 @@ class TrainerGroup:
             return None
         assert self._spec is not None, "set up the group first"
         if not await self._usable():
-            self.kill()
-            self.ranks = [self._start(rank) for rank in range(self.world_size)]
+            self.restart()
             await self.setup(self._spec)
         return (await self.call("restore", lineage=lineage, deadline_s=deadline_s))[0]
+
+    async def _whole(self) -> bool:
+        """Do all ranks answer, and are either all set up or none?"""
+        try:
+            statuses = await self.call("status", deadline_s=self._start_timeout_s)
+        except RlpipeError:
+            return False
+        return len({status["ready"] for status in statuses}) == 1
 
     async def _usable(self) -> bool:
         """Are all ranks alive, set up, and out of any half-finished call?"""
@@ -68,7 +79,12 @@ class TrainerGroup:
             return False
         return all(status["ready"] and not status["dirty"] for status in statuses)
 
+    def restart(self) -> None:
+        """Replace all ranks by blank ones."""
+        self.kill()
+        self.ranks = [self._start(rank) for rank in range(self.world_size)]
+
     def kill(self) -> None:
         """End all ranks at once."""
         for rank in self.ranks:
-            ray.kill(rank, no_restart=True)
+            end(rank)

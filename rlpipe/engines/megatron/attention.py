@@ -73,13 +73,15 @@ def packed_layout(lengths: np.ndarray, cp_size: int, cp_rank: int, device: torch
             )
         )
     cumulative, longest = torch.from_numpy(offsets.astype(np.int32)).to(device), int(lengths.max())
-    segments: dict[str, Any] = {
-        "cu_seqlens_q": cumulative,
-        "cu_seqlens_kv": cumulative,
-        "max_seqlen_q": longest,
-        "max_seqlen_kv": longest,
-    }
-    return PackedLayout(qkv_format="thd", **segments, blocks=blocks, order=torch.from_numpy(flat).to(device))
+    return PackedLayout(
+        qkv_format="thd",
+        cu_seqlens_q=cumulative,
+        cu_seqlens_kv=cumulative,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        blocks=blocks,
+        order=torch.from_numpy(flat).to(device),
+    )
 
 
 def _similar(lengths: np.ndarray) -> list[np.ndarray]:

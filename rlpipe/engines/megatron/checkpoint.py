@@ -3,19 +3,22 @@
     <directory>/iter_0000012/…                      weights, optimizer, schedule, random state
     <directory>/latest_checkpointed_iteration.txt   "12"
 
-Saving goes through processes that Megatron spawns, and these import the program's main module once more.
+A checkpoint is written under another name and renamed when it is complete; what stood there before is replaced.
 Not here: uploading, and which checkpoint counts (the store).
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rlpipe.engines.megatron import platform
 from rlpipe.errors import TrainerError
@@ -39,21 +42,29 @@ LATEST = "latest_checkpointed_iteration.txt"
 
 
 def save(trained: Trained, directory: str | Path, iteration: int) -> Path:
-    """Write one checkpoint and return its folder. Collective; complete on disk when it returns on every rank."""
+    """Write one checkpoint and return its folder. Collective; complete on disk when it returns on every rank.
+
+    Raises: TrainerError if a rank could not write its part.
+    """
     folder = _folder(directory, iteration)
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
     if torch.distributed.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
     torch.distributed.barrier()
     metadata = _metadata(trained)
     group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    dist_checkpointing.save(
-        _state(trained, iteration, metadata, loading=False),
-        str(folder),
-        FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist"), group, True),
-        content_metadata={name: value for name, value in metadata.items() if name != "dp_cp_group"},
-    )
+    strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist"), group, True)
+    described = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
+    with _named_failures("written", unfinished):
+        state = _state(trained, iteration, metadata, loading=False)
+        dist_checkpointing.save(state, str(unfinished), strategy, content_metadata=described)
     if torch.distributed.get_rank() == 0:
-        (Path(directory) / LATEST).write_text(str(iteration))
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+        marker = Path(directory) / LATEST
+        marker.with_suffix(".new").write_text(str(iteration))
+        marker.with_suffix(".new").replace(marker)
     torch.distributed.barrier()
     return folder
 
@@ -72,7 +83,8 @@ def load(trained: Trained, directory: str | Path, *, iteration: int | None = Non
     state = _state(trained, iteration, metadata, loading=True, weights_only=weights_only)
     group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), group)
-    found: Any = dist_checkpointing.load(state, str(folder), strategy, strict="assume_ok_unexpected")
+    with _named_failures("read", folder):
+        found: Any = dist_checkpointing.load(state, str(folder), strategy, strict="assume_ok_unexpected")
     trained.model.load_state_dict(found["model"], strict=True)
     if weights_only:
         trained.optimizer.reload_model_params()
@@ -82,6 +94,16 @@ def load(trained: Trained, directory: str | Path, *, iteration: int | None = Non
         trained.scheduler.load_state_dict(found["opt_param_scheduler"])
         _set_random_state(found["rng_state"][0])
     return int(found["iteration"])
+
+
+@contextlib.contextmanager
+def _named_failures(what: str, folder: Path) -> Iterator[None]:
+    """torch's CheckpointException is no Exception, and hides what happened in a table by rank."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
+        raise TrainerError(f"the checkpoint could not be {what}", where=str(folder), found=causes) from error
 
 
 def _folder(directory: str | Path, iteration: int) -> Path:

@@ -35,6 +35,7 @@ from rlpipe.engines.megatron.layers import PolicyModel, block_spec
 
 _PARALLEL = "train.parallel"
 _INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
+_UNEVEN = frozenset({"num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"})
 OWNED = {
     **{
         name: f"{_PARALLEL}.{name}"
@@ -145,12 +146,12 @@ def _check_sizes(bridge: LLMBridge, train: TrainConfig) -> None:
             found=f"{vocabulary} tokens over {parallel.tensor_model_parallel_size} ranks",
             do="pad the model's embedding and vocab_size to a multiple",
         )
-    if bridge.config.num_layers < parallel.pipeline_model_parallel_size:
+    if bridge.config.num_layers % parallel.pipeline_model_parallel_size and not _UNEVEN.intersection(train.megatron):
         raise ConfigError(
-            "more pipeline stages than layers",
+            "the layers do not divide into pipeline stages",
             where=f"{_PARALLEL}.pipeline_model_parallel_size",
-            found=parallel.pipeline_model_parallel_size,
-            expected=f"at most {bridge.config.num_layers}",
+            found=f"{bridge.config.num_layers} layers over {parallel.pipeline_model_parallel_size} stages",
+            do=f"say which stage takes how many with one of train.megatron's {', '.join(sorted(_UNEVEN))}",
         )
 
 

@@ -14,10 +14,12 @@ import ast
 import contextlib
 import importlib.abc
 import importlib.machinery
+import queue
 import sys
 import types
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -218,11 +220,32 @@ def _distributed_optimizer_with_torch_adam(module) -> None:
     module.DistributedOptimizer._set_main_param_and_optimizer_states = set_states
 
 
+def _checkpoints_without_more_processes(module) -> None:
+    """Megatron writes from forked processes (of a process full of threads) and collects results through a spawned manager,
+    which imports the main module again and outlives a rank that is killed. Threads and plain queues do the same."""
+    results: queue.Queue = queue.Queue()
+    write_one = module.FileSystemWriterAsync.write_preloaded_data
+
+    def write(transforms, use_msc, _rank, buckets, _results) -> None:
+        done, tokens = queue.Queue(), queue.Queue()
+        with ThreadPoolExecutor(len(buckets)) as pool:
+            for i, bucket in enumerate(buckets):
+                tokens.put(i)
+                pool.submit(write_one, transforms, i, bucket, done, tokens, True, use_msc=use_msc)
+        written = dict(done.get_nowait() for _ in buckets)
+        failed = [found for found in written.values() if isinstance(found, Exception)]
+        results.put(failed[0] if failed else written)
+
+    module._get_write_results_queue = lambda: results
+    module.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)
+
+
 _REPAIRS: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.jit": _no_compiler_for_three_line_functions,
     "megatron.core.tensor_parallel.random": _random_state_of_the_cpu,
     "megatron.core.transformer.moe.moe_utils": _moe_without_transformer_engine,
     "megatron.core.transformer.multi_latent_attention": _latent_attention_without_transformer_engine,
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoints_without_more_processes,
     "megatron.core.optimizer.distrib_optimizer": _distributed_optimizer_with_torch_adam,
 }
 

@@ -73,14 +73,17 @@ class _FromLogits(torch.autograd.Function):
         entropy = total.log() - _reduced((probs * scaled).sum(-1), group, ReduceOp.SUM)
         ctx.save_for_backward(probs, local, here, entropy)
         ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
         return target - total.log(), entropy
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy):
         probs, local, here, entropy = ctx.saved_tensors
-        grad = probs * -grad_log_probs[:, None]
-        grad.scatter_add_(1, local[:, None], torch.where(here, grad_log_probs, 0.0)[:, None])
-        if grad_entropy.any():
+        grad = torch.zeros_like(probs)
+        if grad_log_probs is not None:
+            torch.mul(probs, -grad_log_probs[:, None], out=grad)
+            grad.scatter_add_(1, local[:, None], torch.where(here, grad_log_probs, 0.0)[:, None])
+        if grad_entropy is not None:
             log_probs = probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
             grad -= grad_entropy[:, None] * probs * (log_probs + entropy[:, None])
         return grad / ctx.temperature if ctx.temperature != 1.0 else grad, None, None, None

@@ -1,0 +1,60 @@
+"""What can be known to be wrong before anything is started: asked first, so that a typo costs a second and not a minute.
+
+Not here: what needs a tokenizer or a server (the generator checks every row once it is up).
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from rlpipe.config.data import FilePrompts, PromptSource, PythonReward, RewardConfig
+from rlpipe.config.hooks import load_hook
+from rlpipe.config.model import HuggingFaceModel, MadeModel
+from rlpipe.config.run import RunConfig
+from rlpipe.data.prompts import load_prompts
+from rlpipe.errors import ResourceError
+from rlpipe.model_dir import model_directory
+
+LEAST_FREE_BYTES = 512 * 1024**2
+
+
+def check(config: RunConfig, home: Path) -> None:
+    """Prompt files and their rows, hooks, the model directory, room on the disk.
+
+    Raises: DataError naming file and line; ConfigError naming the key; ResourceError.
+    """
+    for source in (config.data.prompts, *(dataset.prompts for dataset in config.evaluation.datasets)):
+        _check_prompts(source)
+    for reward in (config.reward, *(dataset.reward for dataset in config.evaluation.datasets)):
+        _check_reward(reward)
+    if isinstance(config.model.source, HuggingFaceModel):
+        model_directory(config.model, home, seed=config.seed)
+    elif isinstance(config.model.source, MadeModel):
+        load_hook(config.model.source.maker)
+    _check_room(home)
+
+
+def _check_prompts(source: PromptSource) -> None:
+    if isinstance(source, FilePrompts):
+        load_prompts(source)
+
+
+def _check_reward(reward: RewardConfig | None) -> None:
+    if reward is not None and isinstance(reward.function, PythonReward):
+        load_hook(reward.function.path)
+
+
+def _check_room(home: Path) -> None:
+    folder = home
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < LEAST_FREE_BYTES:
+        raise ResourceError(
+            "too little room on the disk",
+            where=str(folder),
+            found=f"{free / 1024**2:.0f} MiB free",
+            expected=f"at least {LEAST_FREE_BYTES / 1024**2:.0f} MiB",
+            do="make room, or keep runs elsewhere with RLPIPE_HOME or --home",
+        )
