@@ -1,0 +1,57 @@
+"""Tiny models on disk, and ranks to train them on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines.megatron.ranks import Ranks
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> dict[str, str]:
+    """Directories of random models by family; weights wide enough that their logits differ."""
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
+
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
+    made = {
+        "qwen3_moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, norm_topk_prob=True, tie_word_embeddings=False)),
+        "qwen3": Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)),
+        "qwen2": Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
+        "llama": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
+    }
+    root, generator = tmp_path_factory.mktemp("models"), torch.Generator().manual_seed(0)
+    for name, model in made.items():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.12, generator=generator)
+        model.save_pretrained(root / name)
+    return {name: str(root / name) for name in made}
+
+
+@pytest.fixture(scope="session")
+def two_ranks():
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()

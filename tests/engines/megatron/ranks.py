@@ -1,0 +1,170 @@
+"""Training ranks in processes of their own, kept over the whole test session; and the jobs they can do.
+
+A rank takes (function, arguments), calls function(rank, world_size, port, *arguments) and sends back the result.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import traceback
+
+import numpy as np
+
+from rlpipe.config.model import HuggingFaceModel, ModelConfig
+from rlpipe.config.train import TrainConfig
+from rlpipe.packing import BatchColumns, plan
+
+
+class Ranks:
+    """So many processes; `run` calls a job on all of them and returns their results by rank."""
+
+    def __init__(self, number: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes, self._processes = [], []
+        for _ in range(number):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, job, *arguments, timeout_s: float = 120.0) -> list:
+        port = free_port()
+        for rank, pipe in enumerate(self._pipes):
+            pipe.send((job, (rank, len(self._pipes), port, *arguments)))
+        results = []
+        for rank, pipe in enumerate(self._pipes):
+            assert pipe.poll(timeout_s), f"rank {rank} did not answer"
+            result, error = pipe.recv()
+            assert error is None, f"rank {rank}: {error}"
+            results.append(result)
+        return results
+
+    def stop(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+
+
+def _serve(pipe) -> None:
+    while (order := pipe.recv()) is not None:
+        job, arguments = order
+        try:
+            pipe.send((job(*arguments), None))
+        except Exception:  # noqa: BLE001 - the test that asked for the job shows it
+            pipe.send((None, traceback.format_exc()))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def make_batch(num_samples: int = 24, vocabulary: int = 96, seed: int = 0) -> BatchColumns:
+    """Ragged samples with masks (one sample wholly masked out), plausible log-probs and advantages."""
+    random = np.random.default_rng(seed)
+    prompts = [random.integers(0, vocabulary, random.integers(1, 10)).tolist() for _ in range(num_samples)]
+    responses = [random.integers(0, vocabulary, random.integers(1, 13)).tolist() for _ in range(num_samples)]
+    mask = [[int(i != 3 and random.random() < 0.8) for _ in response] for i, response in enumerate(responses)]
+    batch = BatchColumns.from_lists(prompts, responses, loss_mask=mask)
+    size = batch.num_response_tokens
+    return batch.with_columns(
+        rollout_log_probs=random.normal(-4, 1, size).astype(np.float32),
+        advantages=np.repeat(random.normal(0, 1, num_samples), batch.response_lengths).astype(np.float32),
+    )
+
+
+def engine(model_dir: str, train: TrainConfig, rank: int, world_size: int, port: int, **overrides):
+    from rlpipe.engines.megatron.engine import MegatronEngine
+
+    source = HuggingFaceModel(type="huggingface", hf_checkpoint=model_dir)
+    settings = {"rollout_temperature": 0.8, "total_optimizer_steps": 100, "threads": 1, "dtype": "float32", **overrides}
+    model = ModelConfig(source=source, dtype=settings.pop("dtype"))
+    return MegatronEngine(
+        model_dir, model, train, rank=rank, world_size=world_size, master=("127.0.0.1", port), timeout_s=60.0, **settings
+    )
+
+
+def near(columns: np.ndarray, scale: float, seed: int) -> np.ndarray:
+    """Log-probs that differ from these a little."""
+    return columns + np.random.default_rng(seed).normal(0, scale, len(columns)).astype(np.float32)
+
+
+def score_and_train(rank: int, world_size: int, port: int, model_dir: str, train: dict, iterations: int = 2) -> dict:
+    """Score, then train on two optimizer steps an iteration; everything a test may want to compare."""
+    config = TrainConfig.model_validate(train)
+    ours = engine(model_dir, config, rank, world_size, port)
+    try:
+        ours.load_hf()
+        ours.keep_reference()
+        batch, results = make_batch(), []
+        scores = ours.score(batch)
+        for iteration in range(iterations):
+            columns = batch.with_columns(
+                proximal_log_probs=near(scores, 0.2, 2 * iteration), reference_log_probs=near(scores, 0.3, 2 * iteration + 1)
+            )
+            packing = plan(batch.lengths, global_batch_size=12, max_tokens=ours.max_tokens, data_parallel=ours.data_parallel)
+            results.append(ours.train(columns, packing))
+        after = {name: tensor.clone() for name, tensor in ours.named_hf_tensors()}
+        return {
+            "scores": scores,
+            "steps": [step for result in results for step in result.steps],
+            "digest": results[-1].state_digest,
+            "reference": ours.score(batch, model="reference"),
+            "after": {name: tensor.numpy() for name, tensor in after.items()} if rank == 0 else None,
+        }
+    finally:
+        ours.close()
+
+
+def save_and_resume(
+    rank: int,
+    world_size: int,
+    port: int,
+    model_dir: str,
+    train: dict,
+    directory: str,
+    second_port: int,
+    dtype: str = "float32",
+) -> dict:
+    """Digests of: three iterations straight; one, save, two more; the saved one loaded into a fresh engine, then two more."""
+    config = TrainConfig.model_validate(train)
+    digests = {}
+    ours = engine(model_dir, config, rank, world_size, port, dtype=dtype)
+    ours.load_hf()
+    digests["saved"] = _train(ours, [0])
+    ours.save_checkpoint(directory, 1)
+    digests["straight"] = _train(ours, [1, 2])
+    other = plan(make_batch(seed=7).lengths, global_batch_size=None, max_tokens=64, data_parallel=ours.data_parallel)
+    ours.train(make_batch(seed=7).with_columns(proximal_log_probs=None), other)
+    digests["iteration in place"] = ours.load_checkpoint(directory)
+    digests["loaded in place"] = ours.state_digest()
+    digests["resumed in place"] = _train(ours, [1, 2])
+    ours.close()
+    fresh = engine(model_dir, config, rank, world_size, second_port, dtype=dtype)
+    digests["iteration"] = fresh.load_checkpoint(directory)
+    digests["loaded"] = fresh.state_digest()
+    digests["resumed"] = _train(fresh, [1, 2])
+    fresh.close()
+    return digests
+
+
+def _train(ours, seeds: list[int]) -> str:
+    for seed in seeds:
+        batch = make_batch(seed=seed)
+        packing = plan(batch.lengths, global_batch_size=None, max_tokens=64, data_parallel=ours.data_parallel)
+        digest = ours.train(batch, packing).state_digest
+    return digest
+
+
+def weights_of_checkpoint(rank: int, world_size: int, port: int, model_dir: str, train: dict, directory: str) -> dict:
+    """Load only the weights of a checkpoint; its iteration and the exported tensors."""
+    ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
+    iteration = ours.load_checkpoint(directory, weights_only=True)
+    weights = {name: tensor.clone().numpy() for name, tensor in ours.named_hf_tensors()}
+    ours.close()
+    return {"iteration": iteration, "weights": weights if rank == 0 else None}

@@ -1,0 +1,105 @@
+"""Save, load, go on: bit for bit, in place and in a fresh engine; and into other layouts."""
+
+from __future__ import annotations
+
+import errno
+
+import numpy as np
+import psutil
+import pytest
+
+from rlpipe.config.train import TrainConfig
+from rlpipe.errors import TrainerError
+from tests.engines.megatron.ranks import engine, free_port, save_and_resume, weights_of_checkpoint
+
+TRAIN = {"max_tokens_per_gpu": 64, "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "lr_decay_style": "linear"}}
+TWO_RANKS = {
+    "data parallel, distributed optimizer": {"use_distributed_optimizer": True},
+    "tensor and sequence parallel": {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
+    "pipeline parallel": {"parallel": {"pipeline_model_parallel_size": 2}},
+}
+
+
+def check(digests: dict) -> None:
+    assert digests["iteration"] == digests["iteration in place"] == 1
+    assert digests["loaded"] == digests["loaded in place"] == digests["saved"]
+    assert digests["resumed"] == digests["resumed in place"] == digests["straight"]
+    assert digests["straight"] != digests["saved"]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+def test_resumed_training_is_straight_training(models, tmp_path, distributed_optimizer, dtype):
+    train = TRAIN | {"use_distributed_optimizer": distributed_optimizer}
+    check(save_and_resume(0, 1, free_port(), models["qwen3"], train, str(tmp_path), free_port(), dtype))
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert (tmp_path / "iter_0000001" / ".metadata").exists()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("layout", TWO_RANKS)
+def test_resumed_training_is_straight_training_on_two_ranks(models, two_ranks, tmp_path, layout):
+    train = TRAIN | TWO_RANKS[layout]
+    first, second = two_ranks.run(save_and_resume, models["qwen3"], train, str(tmp_path), free_port())
+    assert first == second
+    check(first)
+    if "parallel" in TWO_RANKS[layout]:
+        alone = weights_of_checkpoint(0, 1, free_port(), models["qwen3"], TRAIN, str(tmp_path))
+        together = two_ranks.run(weights_of_checkpoint, models["qwen3"], train, str(tmp_path))[0]
+        for name, weight in together["weights"].items():
+            assert np.array_equal(alone["weights"][name], weight), name
+
+
+@pytest.mark.integration
+def test_version_zero_is_a_checkpoint_like_any_other(models, tmp_path):
+    ours = engine(models["qwen3"], TrainConfig(), 0, 1, free_port())
+    ours.load_hf()
+    before = ours.state_digest()
+    assert ours.save_checkpoint(tmp_path, 0) == tmp_path / "iter_0000000"
+    ours.close()
+    other = engine(models["qwen3"], TrainConfig(), 0, 1, free_port())
+    assert other.load_checkpoint(tmp_path) == 0
+    assert other.state_digest() == before
+    other.close()
+
+
+@pytest.mark.integration
+def test_a_checkpoint_replaces_what_an_interrupted_one_left_and_starts_no_process(models, tmp_path):
+    ours = engine(models["qwen3"], TrainConfig(), 0, 1, free_port())
+    ours.load_hf()
+    before = ours.state_digest()
+    for name in ("iter_0000003", "iter_0000003.unfinished"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__0_0.distcp").write_text("half of it")
+    children = psutil.Process().children(recursive=True)
+    ours.save_checkpoint(tmp_path, 3)
+    ours.save_checkpoint(tmp_path, 3)
+    assert psutil.Process().children(recursive=True) == children
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
+    assert ours.load_checkpoint(tmp_path) == 3
+    assert ours.state_digest() == before
+    ours.close()
+
+
+@pytest.mark.integration
+def test_a_full_disk_is_an_error(models, tmp_path, monkeypatch):
+    def full(_file_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    ours = engine(models["qwen3"], TrainConfig(), 0, 1, free_port())
+    ours.load_hf()
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(TrainerError, match=r"rank 0: .*No space left"):
+        ours.save_checkpoint(tmp_path, 3)
+    assert not (tmp_path / "iter_0000003").exists()
+    ours.close()
+
+
+def test_a_checkpoint_that_is_not_there_is_named(models, tmp_path):
+    ours = engine(models["qwen3"], TrainConfig(), 0, 1, free_port())
+    with pytest.raises(TrainerError, match="no checkpoint here"):
+        ours.load_checkpoint(tmp_path)
+    with pytest.raises(TrainerError, match="iter_0000007"):
+        ours.load_checkpoint(tmp_path, iteration=7)
+    ours.close()

@@ -1,0 +1,231 @@
+"""One rank: against plain transformers and torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlpipe.config.train import TrainConfig
+from rlpipe.errors import ConfigError, DataError, TrainerError
+from rlpipe.packing import BatchColumns, plan
+from tests.engines.megatron import reference
+from tests.engines.megatron.ranks import engine, free_port, make_batch, near
+
+TEMPERATURE = 0.8
+POLICY = TrainConfig.model_validate(
+    {
+        "max_tokens_per_gpu": 64,
+        "loss": {"eps_clip": 0.1, "eps_clip_high": 0.15, "entropy_coef": 0.01, "kl_loss_coef": 0.05, "kl_loss_type": "k3"},
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5},
+    }
+)
+PLAIN = TrainConfig.model_validate({"max_tokens_per_gpu": 64, "optimizer": {"lr": 1e-3}})
+
+
+@pytest.fixture
+def start(models):
+    """Engines of one rank that are closed after the test."""
+    opened = []
+
+    def make(family: str = "qwen3", train: TrainConfig = PLAIN, *, load: bool = True, **overrides):
+        ours = engine(models[family], train, 0, 1, free_port(), **overrides)
+        opened.append(ours)
+        if load:
+            ours.load_hf()
+        return ours
+
+    yield make
+    for ours in opened:
+        ours.close()
+
+
+def one_plan(ours, batch: BatchColumns, global_batch_size: int | None = None):
+    return plan(batch.lengths, global_batch_size=global_batch_size, max_tokens=ours.max_tokens, data_parallel=1)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "qwen3_moe"])
+def test_scores_are_those_of_transformers(models, start, family):
+    batch = make_batch()
+    expected = reference.score(reference.load(models[family]), batch, TEMPERATURE)
+    assert np.abs(start(family).score(batch) - expected).max() < 1e-5
+
+
+def test_scores_do_not_depend_on_packing(start):
+    ours, batch = start(), make_batch()
+    assert np.abs(ours.score(batch, max_tokens=8192) - ours.score(batch, max_tokens=1)).max() < 1e-5
+
+
+def test_policy_training_is_that_of_transformers_and_torch(models, start):
+    ours, batch, theirs = start(train=POLICY), make_batch(), reference.load(models["qwen3"])
+    optimizer = reference.make_optimizer(theirs, POLICY)
+    scores = ours.score(batch)
+    batch = batch.with_columns(proximal_log_probs=near(scores, 0.2, 1), reference_log_probs=near(scores, 0.3, 2))
+    packing = one_plan(ours, batch, 12)
+    assert len(packing.steps) == 2
+    assert len(packing.steps[0][0]) > 1, "several micro-batches, or this shows nothing"
+    expected = reference.train(theirs, optimizer, batch, packing, POLICY, TEMPERATURE)
+    for found, wanted in zip(ours.train(batch, packing).steps, expected, strict=True):
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
+        assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+        assert found["clipfrac"] > 0
+    after = dict(theirs.named_parameters())
+    for name, tensor in ours.named_hf_tensors():
+        assert torch.allclose(tensor, after[name], rtol=1e-4, atol=2e-5), name
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "qwen3_moe"])
+def test_export_is_bit_exact(models, start, family):
+    expected = load_file(f"{models[family]}/model.safetensors")
+    found = {name: tensor.clone() for name, tensor in start(family).named_hf_tensors()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_saved_hugging_face_directory_scores_like_the_engine(start, tmp_path):
+    ours, batch = start(), make_batch()
+    ours.train(batch, one_plan(ours, batch))
+    ours.save_hf(tmp_path)
+    expected = reference.score(reference.load(str(tmp_path)), batch, TEMPERATURE)
+    assert np.abs(ours.score(batch) - expected).max() < 1e-5
+
+
+def test_training_is_repeatable_and_export_and_scoring_leave_no_trace(start):
+    digests = []
+    for meddle in (False, True):
+        ours, batch = start(), make_batch()
+        before = ours.state_digest()
+        if meddle:
+            ours.keep_reference()
+            ours.score(batch, model="reference")
+            list(ours.named_hf_tensors())
+            assert ours.state_digest() == before
+        digests.append([before, ours.train(batch, one_plan(ours, batch)).state_digest])
+        ours.close()
+    assert digests[0] == digests[1]
+    assert digests[0][0] != digests[0][1]
+
+
+def test_the_reference_policy_stays_what_it_was(start):
+    ours, batch = start(), make_batch()
+    before = ours.score(batch)
+    ours.keep_reference()
+    digest = ours.train(batch, one_plan(ours, batch)).state_digest
+    assert np.abs(ours.score(batch) - before).max() > 1e-3
+    assert np.array_equal(ours.score(batch, model="reference"), before)
+    assert ours.state_digest() == digest
+
+
+def test_without_a_reference_it_cannot_be_scored(start):
+    with pytest.raises(TrainerError, match="keep_reference"):
+        start().score(make_batch(), model="reference")
+
+
+def test_masked_tokens_change_nothing(start):
+    batch = make_batch()
+    assert batch.advantages is not None
+    other = batch.with_columns(advantages=batch.advantages + 100 * (batch.loss_mask == 0).astype(np.float32))
+    digests = []
+    for columns in (batch, other):
+        ours = start()
+        digests.append(ours.train(columns, one_plan(ours, columns)).state_digest)
+        ours.close()
+    assert digests[0] == digests[1]
+
+
+def test_supervised_training_learns_the_answers(start):
+    train = TrainConfig.model_validate({"loss": {"type": "sft"}, "optimizer": {"lr": 3e-3}})
+    ours, batch = start(train=train), make_batch().with_columns(advantages=None, rollout_log_probs=None)
+    losses = [ours.train(batch, one_plan(ours, batch)).steps[0]["loss"] for _ in range(8)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_token_mean_weighs_long_responses_more(start):
+    batch = make_batch()
+    losses = []
+    for per_token in (False, True):
+        train = TrainConfig.model_validate({"loss": {"type": "sft", "calculate_per_token_loss": per_token}})
+        ours = start(train=train, rollout_temperature=1.0)
+        scores = ours.score(batch)
+        losses.append(ours.train(batch, one_plan(ours, batch)).steps[0]["loss"])
+        ours.close()
+    assert losses[1] == pytest.approx(-scores[batch.loss_mask > 0].mean(), rel=1e-4)
+    assert losses[0] != pytest.approx(losses[1], rel=1e-3)
+
+
+def test_the_learning_rate_follows_the_schedule(start):
+    schedule = {"lr": 1e-3, "lr_decay_style": "linear", "lr_warmup_steps": 2, "lr_decay_steps": 4}
+    ours, batch = start(train=TrainConfig.model_validate({"optimizer": schedule})), make_batch(num_samples=4)
+    rates = [ours.train(batch, one_plan(ours, batch)).steps[0]["lr"] for _ in range(5)]
+    assert rates == pytest.approx([0, 0.5e-3, 1e-3, 0.5e-3, 0])
+
+
+def test_bfloat16_trains_from_float32_main_weights(start, models):
+    ours, batch = start(dtype="bfloat16"), make_batch()
+    expected = reference.score(reference.load(models["qwen3"]), batch, TEMPERATURE)
+    assert np.abs(ours.score(batch) - expected).max() < 0.3
+    steps = [ours.train(batch, one_plan(ours, batch)).steps[0] for _ in range(2)]
+    assert all(np.isfinite(step["grad_norm"]) for step in steps)
+    assert {tensor.dtype for _, tensor in ours.named_hf_tensors()} == {torch.bfloat16}
+
+
+def test_a_batch_without_the_columns_its_loss_reads_is_refused_before_a_step(start):
+    ours, batch = start(), make_batch()
+    before = ours.state_digest()
+    with pytest.raises(DataError, match="no advantages"):
+        ours.train(batch.with_columns(advantages=None), one_plan(ours, batch))
+    with pytest.raises(DataError, match="no proximal_log_probs"):
+        ours.train(batch, one_plan(ours, batch, 12))
+    with pytest.raises(DataError, match="another batch"):
+        ours.train(batch, one_plan(ours, batch.select(range(5))))
+    assert ours.state_digest() == before
+
+
+def test_a_loss_that_is_not_finite_is_an_error(start):
+    ours, batch = start(), make_batch()
+    broken = batch.with_columns(advantages=np.full_like(batch.advantages, np.nan))
+    with pytest.raises(TrainerError, match="not finite"):
+        ours.train(broken, one_plan(ours, broken))
+
+
+def test_a_process_holds_one_engine_at_a_time(start):
+    first = start()
+    with pytest.raises(TrainerError, match="already"):
+        start()
+    first.close()
+    first.close()
+    with pytest.raises(TrainerError, match="closed"):
+        first.score(make_batch())
+    start().score(make_batch())
+
+
+@pytest.mark.parametrize(
+    ("megatron", "words"),
+    [
+        ({"recompute_granularit": "full"}, "recompute_granularity"),
+        ({"lr": 1.0}, "train.optimizer.lr"),
+        ({"tensor_model_parallel_size": 2}, "train.parallel"),
+    ],
+)
+def test_bad_megatron_arguments_say_what_to_use(start, megatron, words):
+    with pytest.raises(ConfigError, match=words):
+        start(train=TrainConfig(megatron=megatron))
+
+
+def test_megatron_arguments_reach_megatron(start):
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    results, batch = [], make_batch()
+    for megatron in ({}, recompute):
+        ours = start(train=TrainConfig(megatron=megatron))
+        assert ours.trained.bridge.config.recompute_granularity == megatron.get("recompute_granularity")
+        results.append(ours.train(batch, one_plan(ours, batch)).steps[0])
+        ours.close()
+    assert results[0]["grad_norm"] == pytest.approx(results[1]["grad_norm"], rel=1e-6)
+
+
+def test_a_model_type_that_megatron_does_not_know_is_named(start, models, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    with pytest.raises(ConfigError, match="gpt2"):
+        engine(str(tmp_path), PLAIN, 0, 1, free_port())
+    start().score(make_batch())

@@ -1,0 +1,54 @@
+"""The same batch on one rank and on two, in every layout: the same digits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.engines.megatron.ranks import free_port, score_and_train
+
+TRAIN = {
+    "max_tokens_per_gpu": 64,
+    "loss": {"eps_clip": 0.1, "entropy_coef": 0.01, "kl_loss_coef": 0.05},
+    "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5, "adam_eps": 1e-5},
+}
+LAYOUTS = {
+    "data parallel": {},
+    "data parallel, distributed optimizer": {"use_distributed_optimizer": True},
+    "tensor parallel": {"parallel": {"tensor_model_parallel_size": 2}},
+    "tensor and sequence parallel": {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
+    "pipeline parallel": {"parallel": {"pipeline_model_parallel_size": 2}},
+    "context parallel": {"parallel": {"context_parallel_size": 2}},
+}
+EXPERTS = {
+    "expert parallel": {"parallel": {"expert_model_parallel_size": 2}},
+    "expert parallel, distributed optimizer": {
+        "parallel": {"expert_model_parallel_size": 2},
+        "use_distributed_optimizer": True,
+    },
+}
+CASES = [(family, layout) for family in ("qwen3", "llama") for layout in LAYOUTS] + [("qwen3_moe", layout) for layout in EXPERTS]
+
+
+@pytest.fixture(scope="module")
+def alone(models):
+    return {family: score_and_train(0, 1, free_port(), models[family], TRAIN) for family in ("qwen3", "llama", "qwen3_moe")}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_two_ranks_compute_what_one_computes(models, alone, two_ranks, family, layout):
+    wanted = alone[family]
+    first, second = two_ranks.run(score_and_train, models[family], TRAIN | {**LAYOUTS, **EXPERTS}[layout])
+    assert np.array_equal(first["scores"], second["scores"])
+    assert first["steps"] == second["steps"]
+    assert first["digest"] == second["digest"]
+    assert np.abs(first["scores"] - wanted["scores"]).max() < 1e-5
+    assert np.abs(first["reference"] - wanted["reference"]).max() < 1e-5
+    assert len(first["steps"]) == len(wanted["steps"]) == 4
+    for found, expected in zip(first["steps"], wanted["steps"], strict=True):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    for name, weight in wanted["after"].items():
+        assert np.abs(first["after"][name] - weight).max() < 2e-5, name

@@ -1,0 +1,60 @@
+"""Re-targeting of Megatron-core's source."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlpipe.engines.megatron import platform
+from rlpipe.engines.megatron.platform import CUDA, _retargeted
+
+OURS = sorted(Path(platform.__file__).parent.glob("*.py"))
+
+
+def run(source: str) -> dict:
+    names: dict = {}
+    exec(_retargeted(source.encode(), "example.py"), names)
+    return names
+
+
+def test_literals_that_say_cuda_mean_the_cpu():
+    names = run(
+        '"""A module."""\nfrom __future__ import annotations\nimport torch\n'
+        'a = torch.empty(2, device="cuda")\nb = torch.ones(2).cuda(non_blocking=True)\n'
+        'c = torch.empty(1, pin_memory=True)\nd = "torch.cuda.FloatTensor"\ne = torch.cuda.current_device()\n'
+    )
+    assert names["__doc__"] == "A module."
+    assert {names[name].device.type for name in "abc"} == {"cpu"}
+    assert names["d"] == "torch.FloatTensor"
+    assert names["e"] == torch.device("cpu")
+
+
+def test_torch_itself_is_untouched():
+    run("import torch\nx = torch.cuda.is_available()")
+    assert torch.cuda is not CUDA
+    assert torch.cuda.Stream is not CUDA.Stream
+
+
+def test_what_is_not_listed_is_torchs_own():
+    assert CUDA.OutOfMemoryError is torch.cuda.OutOfMemoryError
+
+
+def test_it_refuses_to_come_after_megatron():
+    program = "import sys, types; sys.modules['megatron.core'] = types.ModuleType('x'); import rlpipe.engines.megatron.platform"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert found.returncode != 0
+    assert "must be imported before megatron.core" in found.stderr
+
+
+@pytest.mark.parametrize("file", OURS, ids=lambda file: file.name)
+def test_every_module_imports_the_platform_before_megatron(file):
+    imports = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [f"{getattr(node, 'module', '')}.{alias.name}" for node in imports for alias in node.names]
+    theirs = [i for i, name in enumerate(names) if name.lstrip(".").startswith(("megatron", "mbridge"))]
+    safe = [i for i, name in enumerate(names) if "rlpipe.engines.megatron" in name]
+    assert not theirs or (safe and safe[0] < theirs[0])

@@ -1,0 +1,117 @@
+"""Packing plans and batch columns."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlpipe.errors import ConfigError, DataError
+from rlpipe.packing import BatchColumns, PackingPlan, plan
+
+lengths_of_samples = st.lists(st.integers(1, 300), min_size=1, max_size=80)
+
+
+@given(lengths_of_samples, st.integers(1, 40), st.integers(1, 512), st.integers(1, 4))
+def test_a_plan_loses_and_doubles_no_sample_and_keeps_ranks_in_step(lengths, global_batch_size, max_tokens, data_parallel):
+    made = plan(lengths, global_batch_size=global_batch_size, max_tokens=max_tokens, data_parallel=data_parallel)
+    made.check(len(lengths), data_parallel)
+    sizes = [sum(len(micro) for rank in step for micro in rank) for step in made.steps]
+    assert len(sizes) == -(-len(lengths) // global_batch_size)
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(lengths_of_samples, st.integers(1, 512), st.integers(1, 4))
+def test_a_micro_batch_exceeds_max_tokens_only_by_a_sample_that_is_alone(lengths, max_tokens, data_parallel):
+    made = plan(lengths, global_batch_size=None, max_tokens=max_tokens, data_parallel=data_parallel)
+    for micro in (micro for step in made.steps for rank in step for micro in rank):
+        assert len(micro) <= 1 or sum(lengths[i] for i in micro) <= max_tokens
+
+
+def test_equal_samples_are_shared_evenly_over_ranks():
+    made = plan([14] * 256, global_batch_size=128, max_tokens=8192, data_parallel=2)
+    assert [[sum(map(len, rank)) for rank in step] for step in made.steps] == [[64, 64], [64, 64]]
+
+
+def test_ranks_are_balanced_when_lengths_differ():
+    lengths = np.random.default_rng(0).integers(10, 2000, 128)
+    made = plan(lengths, global_batch_size=None, max_tokens=8192, data_parallel=4)
+    loads = [sum(int(lengths[list(micro)].sum()) for micro in rank) for rank in made.steps[0]]
+    assert max(loads) / min(loads) < 1.1
+
+
+def test_samples_go_to_optimizer_steps_in_the_given_order():
+    made = plan([5] * 6, global_batch_size=2, max_tokens=100, data_parallel=1, order=[5, 0, 4, 1, 3, 2])
+    assert [sorted(i for rank in step for micro in rank for i in micro) for step in made.steps] == [[0, 5], [1, 4], [2, 3]]
+
+
+def test_fewer_samples_than_ranks_leaves_empty_micro_batches():
+    made = plan([3], global_batch_size=None, max_tokens=10, data_parallel=2)
+    assert sorted(made.steps[0]) == [((),), ((0,),)]
+
+
+def test_a_plan_survives_json():
+    made = plan([3, 9, 4], global_batch_size=2, max_tokens=10, data_parallel=1)
+    assert PackingPlan.model_validate_json(made.model_dump_json()) == made
+
+
+def test_a_plan_of_another_batch_is_refused():
+    made = plan([3, 9, 4], global_batch_size=None, max_tokens=10, data_parallel=1)
+    with pytest.raises(DataError, match="another batch"):
+        made.check(4, 1)
+    doubled = made.model_copy(update={"steps": (((((0, 1, 1)),),),)})
+    with pytest.raises(DataError, match="loses or doubles"):
+        doubled.check(3, 1)
+
+
+@pytest.mark.parametrize("lengths", [[], [3, 0]])
+def test_nothing_to_pack_is_an_error(lengths):
+    with pytest.raises(DataError, match="nothing to pack"):
+        plan(lengths, global_batch_size=None, max_tokens=10, data_parallel=1)
+
+
+def test_bad_sizes_and_orders_are_errors():
+    with pytest.raises(ConfigError, match="max_tokens"):
+        plan([1], global_batch_size=None, max_tokens=0, data_parallel=1)
+    with pytest.raises(DataError, match="order"):
+        plan([1, 1], global_batch_size=None, max_tokens=1, data_parallel=1, order=[0, 0])
+
+
+def three_samples() -> BatchColumns:
+    return BatchColumns.from_lists(
+        [[1, 2], [3], [4, 5, 6]], [[7], [8, 9], []], advantages=[[0.5], [1.0, -1.0], []], loss_mask=[[1], [1, 0], []]
+    )
+
+
+def test_columns_hold_what_the_lists_held():
+    batch = three_samples()
+    assert len(batch) == 3
+    assert batch.tokens.tolist() == [1, 2, 7, 3, 8, 9, 4, 5, 6]
+    assert batch.lengths.tolist() == [3, 3, 3]
+    assert batch.response_lengths.tolist() == [1, 2, 0]
+    assert batch.num_response_tokens == 3
+    assert [part.tolist() for part in batch.split(np.array([0.5, 1.0, -1.0]))] == [[0.5], [1.0, -1.0], []]
+
+
+def test_select_takes_samples_in_the_order_asked_for():
+    batch = three_samples().select([2, 1])
+    assert batch.tokens.tolist() == [4, 5, 6, 3, 8, 9]
+    assert batch.advantages is not None
+    assert batch.advantages.tolist() == [1.0, -1.0]
+    assert batch.loss_mask.tolist() == [1, 0]
+    assert batch.rollout_log_probs is None
+
+
+def test_a_loss_mask_is_all_ones_unless_given():
+    assert BatchColumns.from_lists([[1]], [[2, 3]]).loss_mask.tolist() == [1, 1]
+
+
+def test_a_column_of_another_raggedness_is_refused_with_the_sample():
+    with pytest.raises(DataError, match=r"advantages\[1\]"):
+        BatchColumns.from_lists([[1], [2]], [[2, 3], [4]], advantages=[[0.0, 0.0], [0.0, 0.0]])
+    with pytest.raises(DataError, match="advantages"):
+        three_samples().with_columns(advantages=np.zeros(2, np.float32))
+
+
+def test_an_empty_prompt_is_refused_with_the_sample():
+    with pytest.raises(DataError, match=r"prompt_lengths\[1\]"):
+        BatchColumns.from_lists([[1], []], [[2], [4]])
