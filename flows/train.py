@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ async def train(recipe: str, overrides: Sequence[str] = (), run: str | None = No
             await run_iterations(config, first, observer)
             await keep_last(config.run)
             summary = await observer.report()
-    close_context(config.run)
+    close_context(config.run, end_actors=config.resources.cluster is None)
     return summary
 
 
@@ -91,6 +92,7 @@ def evaluation_due(config: RunConfig, version: int) -> bool:
 
 
 def warm_start_overrides(config: RunConfig) -> list[str]:
-    """What a warm start has in common with its run: seed, store, actors."""
-    shared = [f"seed={config.seed}", f"resources.cluster={config.cluster}"]
-    return shared + ([f"store.root={config.store.root}"] if config.store.root else [])
+    """What a warm start has in common with its run: seed, store, processes and engines."""
+    resources = config.resources.model_copy(update={"cluster": config.cluster})
+    shared = {"resources": resources.model_dump(), "engine": config.engine.model_dump(), "store": config.store.model_dump()}
+    return [f"seed={config.seed}", *(f"{section}={json.dumps(values)}" for section, values in shared.items())]

@@ -1,7 +1,8 @@
 """From scored rows to the batch of an iteration: which samples are trained, and why the others are not.
 
 A group is left out whole. Reasons: `reward_error` (a sample has no reward), `failed` (a sample's generation failed),
-`aborted` (a sample was cut off by us). What is left out is named in the commit; nothing disappears.
+`aborted` (a sample was cut off by us), `stale` (older weights sampled it). What is left out is named in the commit; nothing
+disappears.
 
 N samples, G groups, R response tokens of all samples. Not here: log-probs and advantages (columns added later), packing.
 """
@@ -39,8 +40,9 @@ class Batch:
         return tuple(dict.fromkeys(self.group_ids))
 
 
-def fix_batch(samples: Sequence[Sample], rewards: Sequence[RewardRow], *, scored: bool) -> Batch:
+def fix_batch(samples: Sequence[Sample], rewards: Sequence[RewardRow], *, scored: bool, version: int) -> Batch:
     """The batch of these rows. `scored`: a sample without a reward drops its group (supervised rows have none).
+    `version`: the weight version that is trained; tokens that an older one sampled drop their group.
 
     Raises: DataError if no group is left.
     """
@@ -49,7 +51,7 @@ def fix_batch(samples: Sequence[Sample], rewards: Sequence[RewardRow], *, scored
     dropped: dict[str, str] = {}
     for sample in ordered:
         row = reward_of.get((sample.group_id, sample.index))
-        reason = _reason(sample, row, scored=scored)
+        reason = _reason(sample, row, scored=scored, version=version)
         if reason:
             dropped.setdefault(sample.group_id, reason)
     kept = [sample for sample in ordered if sample.group_id not in dropped]
@@ -69,11 +71,14 @@ def fix_batch(samples: Sequence[Sample], rewards: Sequence[RewardRow], *, scored
     )
 
 
-def _reason(sample: Sample, row: RewardRow | None, *, scored: bool) -> str | None:
+def _reason(sample: Sample, row: RewardRow | None, *, scored: bool, version: int) -> str | None:
     if sample.status is Status.FAILED:
         return "failed"
     if sample.status in (Status.ABORTED, Status.PENDING) or not sample.response_ids:
         return "aborted"
+    oldest = sample.oldest_weight_version
+    if oldest is not None and oldest < version:
+        return "stale"
     if scored and (row is None or row.reward is None):
         return "reward_error"
     return None

@@ -15,6 +15,7 @@
     ├── SyncError                        weights did not arrive as they were sent
     ├── RewardError                      a verifier failed
     ├── ResourceError                    a port, a disk, memory: the machine has not what is needed
+    ├── Mismatch                         two things that must be equal are not: a replayed state, an engine's weights
     ├── Fenced                           another driver owns this branch now
     └── DeadlineExceeded (TimeoutError)  something did not finish in its time
 
@@ -110,6 +111,10 @@ class RewardError(RlpipeError):
 
 class ResourceError(RlpipeError):
     """The machine has not what is needed: a port, disk, memory."""
+
+
+class Mismatch(RlpipeError):
+    """Two things that must be equal are not, and trying again cannot make them so."""
 
 
 class Fenced(RlpipeError):

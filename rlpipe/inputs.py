@@ -14,12 +14,12 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rlpipe.config.data import EvalDataset, PythonReward, RewardConfig
 from rlpipe.config.hooks import hook_digest
 from rlpipe.config.run import RunConfig
+from rlpipe.data.prompts import file_digests
 from rlpipe.store.nodes import input_digest
 from rlpipe.types import Node, Stage
 
@@ -41,17 +41,6 @@ class Inputs:
     def node(self, **results: Any) -> Node:
         """The node of these inputs with its results (`files`, `outputs`)."""
         return Node(stage=self.stage, digest=self.digest, parents=self.parents, config=self.config, hooks=self.hooks, **results)
-
-
-def model_fingerprint(model_dir: str) -> str:
-    """sha256 over a model directory's small files, and names and sizes of its weights: a copy elsewhere is the same model."""
-    seen = hashlib.sha256()
-    for path in sorted(Path(model_dir).iterdir()):
-        if path.is_file() and not path.name.startswith("."):
-            small = path.suffix in (".json", ".jinja", ".txt")
-            content = hashlib.sha256(path.read_bytes()).hexdigest() if small else str(path.stat().st_size)
-            seen.update(f"{path.name}\0{content}\0".encode())
-    return seen.hexdigest()
 
 
 def init_inputs(config: RunConfig, fingerprint: str, start_from: str | None) -> Inputs:
@@ -103,6 +92,7 @@ def eval_inputs(config: RunConfig, dataset: EvalDataset, weights: str) -> Inputs
     reward = dataset.reward or config.reward
     settings = {
         "dataset": dataset.identity(),
+        "files": file_digests(dataset.prompts),
         "rollout": config.rollout.identity(),
         "reward": reward.identity(),
         "data": config.data.model_copy(update={"prompts": dataset.prompts}).identity(),

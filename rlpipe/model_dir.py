@@ -24,6 +24,28 @@ def model_directory(model: ModelConfig, home: Path, *, seed: int) -> str:
     return str(_given(model.source))
 
 
+def model_fingerprint(model_dir: str, remembered: Path) -> str:
+    """sha256 over the contents of a model directory; a copy elsewhere is the same model, and nothing else is.
+
+    Digests of files are remembered by path, size and time of change in the JSON file `remembered`, because weights are large.
+    """
+    known: dict[str, str] = json.loads(remembered.read_text()) if remembered.is_file() else {}
+    seen = hashlib.sha256()
+    for path in sorted(Path(model_dir).iterdir()):
+        if path.is_file() and not path.name.startswith(".") and path.suffix != ".md":
+            stat = path.stat()
+            key = f"{path}|{stat.st_size}|{stat.st_mtime_ns}"
+            if key not in known:
+                with path.open("rb") as stream:
+                    known[key] = hashlib.file_digest(stream, "sha256").hexdigest()
+            seen.update(f"{path.name}\0{known[key]}\0".encode())
+    remembered.parent.mkdir(parents=True, exist_ok=True)
+    partial = remembered.with_name(f"{remembered.name}.{os.getpid()}")
+    partial.write_text(json.dumps(known, indent=1))
+    partial.replace(remembered)
+    return seen.hexdigest()
+
+
 def _given(source: HuggingFaceModel) -> Path:
     path = Path(source.hf_checkpoint).expanduser().absolute()
     if not (path / "config.json").is_file():

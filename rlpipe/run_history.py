@@ -159,4 +159,12 @@ def _rate(records: list[IterationRecord], stage: str) -> float | None:
 
 def _timing(directory: Path) -> list[dict[str, Any]]:
     path = directory / "timing.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return [entry for line in path.read_text().splitlines() if (entry := _entry(line))] if path.is_file() else []
+
+
+def _entry(line: str) -> dict[str, Any] | None:
+    """One line of the timing log; None for one that a full disk or a kill cut off."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

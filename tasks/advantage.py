@@ -26,6 +26,7 @@ async def advantage(run: str, k: int, rollout: NodeRef, reward: NodeRef) -> Stat
             "advantage",
             key=inputs.digest,
             before=before,
+            version=k,
             rollout=rollout.digest,
             reward=reward.digest,
             deadline_s=it.config.train.timeout_s,

@@ -11,7 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from rlpipe.config.model import BranchModel
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError, ObjectMissing
-from rlpipe.inputs import checkpoint_inputs, init_inputs
+from rlpipe.inputs import checkpoint_inputs, init_inputs, schedule_length
 from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
@@ -33,6 +33,7 @@ async def begin(config: RunConfig, home: Path, progress: Progress) -> int:
     if it.branches.find(config.run) is None:
         progress.stage("start", note="first weights")
         it.branches.create(config.run, config.model_dump(mode="json"), await first_weights(it))
+    check_same_model(it)
     newest = it.branches.newest(config.run)
     return newest.iteration + 1 if newest else 0
 
@@ -42,8 +43,8 @@ def check_same_run(branches: Branches, config: RunConfig) -> None:
     record = branches.find(config.run)
     if record is None:
         return
-    stored = RunConfig.model_validate(record.config).identity()
-    differing = sorted(_differing(stored, config.identity()))
+    stored = RunConfig.model_validate(record.config)
+    differing = sorted(_differing(_decisive(stored), _decisive(config)))
     if differing:
         raise ConfigError(
             "a run of this name exists with another configuration",
@@ -54,15 +55,29 @@ def check_same_run(branches: Branches, config: RunConfig) -> None:
         )
 
 
+def check_same_model(it: RunContext) -> None:
+    """The model directory is the one the branch began with. Raises: ConfigError."""
+    recorded = it.nodes.get(Stage.INIT, it.init).config["model"]
+    if recorded != it.fingerprint:
+        raise ConfigError(
+            "the model directory is another one than when the run was started",
+            where="model.source",
+            found=f"{it.model_dir} with contents {it.fingerprint[:16]}",
+            expected=f"contents {recorded[:16]}",
+            do="bring the model back, or give the new run another name: --run NAME",
+        )
+
+
 async def first_weights(it: RunContext) -> str:
     """Digest of the init node: weights of version 0, loaded and stored as a checkpoint unless they are."""
     start = _start_from(it)
     inputs = init_inputs(it.config, it.fingerprint, start)
     if it.nodes.find(Stage.INIT, inputs.digest) is None:
         deadline_s = it.config.resources.start_timeout_s
-        answers = await it.cluster.trainer.call("initialise", key=inputs.digest, start_from=start, deadline_s=deadline_s)
-        await begin_checkpoint(it, inputs, inputs.digest, 0, state_digest=answers[0]["state_digest"])
+        state = await it.cluster.trainer.initialise(inputs.digest, start, deadline_s=deadline_s)
+        await begin_checkpoint(it, inputs, inputs.digest, 0, state_digest=state)
         await settle(it, wait=True)
+        it.nodes.get(inputs.stage, inputs.digest)
     return inputs.digest
 
 
@@ -86,6 +101,12 @@ def checkpoint_of(it: RunContext, source: BranchModel) -> str:
             expected="an iteration whose weights were saved (checkpoint.save_interval)",
         )
     return inputs.digest
+
+
+def _decisive(config: RunConfig) -> dict[str, Any]:
+    """What decides results: the run's length is part of it only where the learning rate follows from it."""
+    schedule = {} if (length := schedule_length(config)) is None else {"optimizer steps of the schedule": length}
+    return {**config.identity(), **schedule}
 
 
 def _differing(stored: Any, given: Any, key: str = "") -> list[str]:

@@ -6,24 +6,24 @@ recorded. A run that dies before that is rebuilt from the checkpoint before.
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from uuid import uuid4
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from rlpipe.actors.checkpoints import prune
+from rlpipe.errors import TrainerError
 from rlpipe.inputs import Inputs, checkpoint_inputs, config_digest
 from rlpipe.store.branches import commit_name
 from rlpipe.types import Commit, FileRecord, NodeRef, Stage
 from tasks.context import RunContext, Stopwatch, Upload, context
+from tasks.record import stage_task
 from tasks.train import hold
 
 PACKAGES = ("rlpipe", "torch", "megatron-core", "mbridge", "sglang", "sglang-router", "transformers", "ray", "prefect", "pyarrow")
 
 
-@task(name="checkpoint", task_run_name="checkpoint-{k}", cache_policy=NO_CACHE)
+@stage_task("checkpoint", "checkpoint-{k}")
 async def checkpoint(run: str, k: int, nodes: dict[str, NodeRef]) -> str:
     """Checkpoint weight version k + 1 if it is due, then commit iteration k; the commit's name. `nodes`: its stages' handles."""
     it = await context(run)
@@ -38,7 +38,7 @@ async def checkpoint(run: str, k: int, nodes: dict[str, NodeRef]) -> str:
     return commit_name(run, commit.iteration)
 
 
-@task(name="keep-last", cache_policy=NO_CACHE)
+@stage_task("keep-last", "keep-last")
 async def keep_last(run: str) -> None:
     """Checkpoint the newest weights of a run that ends, and wait until that is in the store."""
     it = await context(run)
@@ -46,6 +46,8 @@ async def keep_last(run: str) -> None:
     if newest is not None and newest.branch == run:
         await save(it, newest.nodes[Stage.TRAIN], newest.iteration + 1)
         await settle(it, wait=True)
+        if it.nodes.find(Stage.CHECKPOINT, checkpoint_inputs(newest.nodes[Stage.TRAIN]).digest) is None:
+            raise TrainerError("the last checkpoint was lost before it was in the store", where=f"checkpoint {newest.iteration}")
 
 
 def checkpoint_due(it: RunContext, k: int) -> bool:
@@ -68,20 +70,28 @@ async def begin_checkpoint(it: RunContext, inputs: Inputs, held: str, weight_ver
     prefix = f"checkpoints/{it.config.run}/iter_{weight_version:07d}/{uuid4().hex[:12]}"
     deadline_s = it.config.checkpoint.timeout_s
     await it.cluster.trainer.call("save", held=held, version=weight_version, prefix=prefix, deadline_s=deadline_s)
-    it.upload = Upload(inputs, {"version": weight_version, **outputs})
+    it.upload = Upload(prefix, inputs, {"version": weight_version, **outputs})
 
 
 async def settle(it: RunContext, *, wait: bool = False) -> None:
-    """Record the checkpoint whose upload is complete; with `wait`, wait for it. Raises: StoreFull and what else an upload met."""
+    """Record the checkpoint whose upload is complete; with `wait`, wait for it.
+
+    An upload whose process died is forgotten: the next checkpoint that is due counts. Raises: StoreFull and what else an
+    upload met.
+    """
     upload, deadline_s = it.upload, it.config.checkpoint.timeout_s
-    if upload is None or not (wait or all(await it.cluster.trainer.call("upload_done", deadline_s=deadline_s))):
+    if upload is None:
+        return
+    if not wait and not all(await it.cluster.trainer.call("upload_done", prefix=upload.prefix, deadline_s=deadline_s)):
         return
     it.upload = None
-    shares: list[list[FileRecord]] = await it.cluster.trainer.call("uploaded", deadline_s=deadline_s)
-    files = tuple(record for share in shares for record in share)
+    shares = await it.cluster.trainer.call("uploaded", prefix=upload.prefix, deadline_s=deadline_s)
+    files: tuple[FileRecord, ...] = tuple(record for share in shares for record in share or ())
+    if any(share is None for share in shares) or not any(record.path.endswith("/.metadata") for record in files):
+        return
     size_bytes = sum(record.size_bytes for record in files)
     it.nodes.commit(upload.inputs.node(files=files, outputs={**upload.outputs, "bytes": size_bytes}))
-    prune(it.directory / "checkpoints", it.config.checkpoint.keep_local)
+    await asyncio.to_thread(prune, it.directory / "checkpoints", it.config.checkpoint.keep_local)
 
 
 def _commit(it: RunContext, k: int, nodes: dict[Stage, str]) -> Commit:

@@ -9,20 +9,22 @@ Not here: anything that decides what happened; that is what the store says.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import os
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rlpipe.actors.cluster import Cluster, open_cluster
 from rlpipe.config.load import home as default_home
 from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
-from rlpipe.errors import ConfigError
-from rlpipe.inputs import Inputs, model_fingerprint
-from rlpipe.model_dir import model_directory
+from rlpipe.errors import ConfigError, Fenced
+from rlpipe.inputs import Inputs
+from rlpipe.model_dir import model_directory, model_fingerprint
 from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
@@ -35,6 +37,8 @@ from rlpipe.types import Commit, Stage
 class Upload:
     """A checkpoint that is on local disk and on its way to the store."""
 
+    prefix: str
+    """Where it goes: names the attempt."""
     inputs: Inputs
     outputs: dict[str, Any]
 
@@ -67,7 +71,7 @@ class RunContext:
 
     @cached_property
     def fingerprint(self) -> str:
-        return model_fingerprint(self.model_dir)
+        return model_fingerprint(self.model_dir, self.home / "models" / "fingerprints.json")
 
     @cached_property
     def init(self) -> str:
@@ -90,12 +94,14 @@ class RunContext:
 
 
 _OPEN: dict[str, RunContext] = {}
+_LOCKS: dict[str, IO[str]] = {}
 
 
 async def open_context(config: RunConfig, home: Path, progress: Progress) -> RunContext:
     """Open a run in this process: its model, its store, its actors. Raises: whatever keeps one of them from coming up."""
     files = Files(config.store.root or home / "store")
     (home / config.run).mkdir(parents=True, exist_ok=True)
+    lock(home / config.run, config.run)
     record = {"store": files.root, "config": config.model_dump(mode="json")}
     (home / config.run / "run.json").write_text(json.dumps(record, indent=1))
     model_dir = await asyncio.to_thread(model_directory, config.model, home, seed=config.seed)
@@ -123,9 +129,37 @@ async def recover(run: str) -> None:
     it.cluster = await open_cluster(it.config, home=it.home, model_dir=it.model_dir, store_root=it.files.root)
 
 
-def close_context(run: str) -> None:
-    """Forget an open run; its actors stay."""
-    _OPEN.pop(run, None)
+def lock(directory: Path, run: str) -> None:
+    """Be the only driver of a run on this machine until this process ends or closes the run.
+
+    Raises: Fenced if another process drives it.
+    """
+    if run in _LOCKS:
+        return
+    handle = (directory / "driver.lock").open("a+")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        handle.seek(0)
+        raise Fenced(
+            "another process drives this run",
+            where=f"run={run}",
+            found=f"process {handle.read().strip()} holds {directory / 'driver.lock'}",
+            do="wait for it or stop it, or give the new run another name: --run NAME",
+        ) from error
+    handle.truncate(0)
+    handle.write(str(os.getpid()))
+    handle.flush()
+    _LOCKS[run] = handle
+
+
+def close_context(run: str, *, end_actors: bool) -> None:
+    """Forget a run that is done. Its actors stay for the next run of the cluster, or end and give their places back."""
+    it = _OPEN.pop(run, None)
+    if it is not None and end_actors:
+        it.cluster.kill()
+    if run in _LOCKS:
+        _LOCKS.pop(run).close()
 
 
 class Stopwatch:

@@ -16,7 +16,17 @@ from prefect.runtime import task_run
 from prefect.states import Completed
 
 from rlpipe.actors.calls import ActorLost
-from rlpipe.errors import DeadlineExceeded, EngineError, SyncError, TrainerError
+from rlpipe.errors import (
+    DeadlineExceeded,
+    EngineError,
+    ObjectConflict,
+    ObjectCorrupt,
+    ObjectMissing,
+    StoreError,
+    StoreFull,
+    SyncError,
+    TrainerError,
+)
 from rlpipe.inputs import Inputs
 from rlpipe.types import Node, NodeRef
 from tasks.context import RunContext, Stopwatch, recover
@@ -28,27 +38,29 @@ Work = Callable[[], Awaitable[dict[str, Any]]]
 
 
 RETRIES_AFTER_S = [1.0, 10.0]
-PASSING = (ActorLost, DeadlineExceeded, EngineError, SyncError, TrainerError)
-"""Errors after which a stage is tried again, with dead actors started anew. Bad input and a full disk are not among them."""
+PASSING = (ActorLost, DeadlineExceeded, EngineError, StoreError, SyncError, TrainerError)
+LASTING = (ObjectConflict, ObjectCorrupt, ObjectMissing, StoreFull)
+"""A stage that failed with one of PASSING is tried again, after starting what died; but LASTING ones are not passing."""
 
 
 def may_pass(_task: Any, _run: Any, state: State) -> bool:
     """Is it worth trying again? Asked by Prefect of a failed state."""
-    return isinstance(getattr(state.data, "result", state.data), PASSING)
+    error = getattr(state.data, "result", state.data)
+    return isinstance(error, PASSING) and not isinstance(error, LASTING)
 
 
 def stage_task(
     name: str, run_name: str
-) -> Callable[[Callable[Parameters, Awaitable[State]]], Callable[Parameters, Awaitable[NodeRef]]]:
-    """A Prefect task whose function answers the state it ends in; calling it answers the handle that the state carries.
+) -> Callable[[Callable[Parameters, Awaitable[Any]]], Callable[Parameters, Awaitable[Any]]]:
+    """A Prefect task, called like the plain function. A state that the function answers is the task's, and its data the result.
 
     Its first argument is the run's name. What may pass is tried again, after starting what died. Prefect's own cache is off:
     it would answer for an actor that has been restarted since.
     """
 
-    def decorate(function: Callable[Parameters, Awaitable[State]]) -> Callable[Parameters, Awaitable[NodeRef]]:
+    def decorate(function: Callable[Parameters, Awaitable[Any]]) -> Callable[Parameters, Awaitable[Any]]:
         @wraps(function)
-        async def attempt(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> State:
+        async def attempt(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Any:
             if (task_run.run_count or 1) > 1:
                 await recover(str(arguments[0] if arguments else keywords["run"]))
             return await function(*arguments, **keywords)
@@ -63,7 +75,7 @@ def stage_task(
         )(attempt)
 
         @wraps(function)
-        async def call(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> NodeRef:
+        async def call(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Any:
             state = await wrapped(*arguments, **keywords, return_state=True)
             return await state.aresult()
 

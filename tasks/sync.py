@@ -6,14 +6,17 @@ from typing import Any
 
 from prefect.client.schemas.objects import State
 
-from rlpipe.actors.calls import call
+from rlpipe.actors.calls import call, gather
 from rlpipe.actors.generator import GeneratorSpec
-from rlpipe.errors import RlpipeError
+from rlpipe.errors import Mismatch, RlpipeError
 from rlpipe.inputs import sync_inputs
 from rlpipe.types import NodeRef, Stage, WeightVersion
 from tasks.context import RunContext, context
 from tasks.record import once, stage_task
 from tasks.train import hold
+
+LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.3}
+CALL_TIMEOUT_S = 60.0
 
 
 @stage_task("sync", "sync-{k}")
@@ -22,45 +25,85 @@ async def sync(run: str, k: int, train: NodeRef, advantage: NodeRef) -> State:
     it = await context(run)
 
     async def push() -> dict[str, Any]:
-        sent = await publish(it, train.digest, version=k + 1, batch=advantage.digest)
-        metrics = {"sync/seconds": sent.get("seconds", 0.0), "sync/bytes": float(sent.get("bytes", 0))}
-        if sent.get("logprob_difference") is not None:
-            metrics["sync/logprob_difference"] = sent["logprob_difference"]
+        sent = await publish(it, train.digest, version=k + 1)
+        apart = await probe(it, train.digest, advantage.digest)
+        metrics = {"sync/seconds": sent["seconds"], "sync/bytes": float(sent["bytes"])}
+        if apart is not None:
+            metrics["sync/logprob_difference"] = apart
         return {"outputs": {**sent, "version": k + 1, "metrics": metrics}}
 
     return await once(it, sync_inputs(train.digest), push)
 
 
-async def publish(it: RunContext, weights: str, *, version: int, batch: str | None = None) -> dict[str, Any]:
+async def publish(it: RunContext, weights: str, *, version: int) -> dict[str, Any]:
     """Make every engine hold the weights of a node, starting those again that died. Pushes only to engines that are behind.
 
-    While an engine takes weights it is paused; if the push fails it gets no more requests, because nobody knows what it holds.
-
-    `batch`: an advantage node whose first samples engine and trainer both score after the push.
+    Before its first byte an engine's weights are marked unknown, and so they stay if the push is not seen to end: nobody
+    samples from it before another push does. Answers `{"engines", "bytes", "seconds"}`.
     Raises: SyncError, EngineUnavailable, TrainerError, DeadlineExceeded.
     """
     if it.cluster.router is None:
-        return {"engines": 0}
+        return {"engines": 0, "bytes": 0, "seconds": 0.0}
     statuses = await it.cluster.engine_status()
-    routing = await call(it.cluster.router.workers.remote(), where="router.workers", deadline_s=60.0)
+    routing = await call(it.cluster.router.workers.remote(), where="router.workers", deadline_s=CALL_TIMEOUT_S)
     if not all(status["alive"] and status["url"] in routing for status in statuses):
         it.progress.stage("restart", note="an engine or the router had died")
         await it.cluster.serve(it.config, GeneratorSpec(it.config, it.model_dir, it.files.root))
         statuses = await it.cluster.engine_status()
     stamp = _stamp(it, weights, version)
-    behind = [status["url"] for status in statuses if status["stamp"] != stamp]
+    behind = {status["number"]: status["url"] for status in statuses if status["stamp"] != stamp}
     if not behind:
-        return {"engines": 0}
+        return {"engines": 0, "bytes": 0, "seconds": 0.0}
     await hold(it, weights)
+    await _mark(it, list(behind), unknown=True)
+    sent = await _push(it, weights, list(behind.values()), stamp)
+    await _mark(it, list(behind), unknown=False)
+    return {"engines": len(behind), **sent}
+
+
+async def probe(it: RunContext, weights: str, batch: str) -> float | None:
+    """The largest difference between what engines and trainer compute for a few samples of a batch; None without a check.
+
+    Raises: Mismatch if it is more than `sync.max_logprob_difference`; the engines are ended then.
+    """
+    config = it.config.sync
+    if it.cluster.router is None or not config.probe_samples:
+        return None
+    await hold(it, weights)
+    urls = [status["url"] for status in await it.cluster.engine_status()]
+    answers = await it.cluster.trainer.call(
+        "probe", held=weights, engines=urls, batch=batch, sync=config, deadline_s=config.timeout_s + CALL_TIMEOUT_S
+    )
+    limit = config.max_logprob_difference or LARGEST_DIFFERENCE[it.config.model.dtype]
+    if not answers[0] <= limit:
+        stops = [engine.stop.remote() for engine in it.cluster.engines]
+        await gather(stops, where="engine.stop", deadline_s=CALL_TIMEOUT_S)
+        raise Mismatch(
+            "the engines compute other log-probs than the trainer",
+            where=f"sync of {it.config.run}",
+            found=f"a difference of {answers[0]:.3g}",
+            expected=f"at most {limit:g} (sync.max_logprob_difference)",
+            do="check that model.source and model.dtype are right for both; the same command starts engines anew",
+        )
+    return answers[0]
+
+
+async def _push(it: RunContext, weights: str, urls: list[str], stamp: str) -> dict[str, Any]:
+    assert it.cluster.router is not None
     config = it.config.sync
     try:
         answers = await it.cluster.trainer.call(
-            "push", held=weights, engines=behind, stamp=stamp, sync=config, batch=batch, deadline_s=config.timeout_s + 60
+            "push", held=weights, engines=urls, stamp=stamp, sync=config, deadline_s=config.timeout_s + CALL_TIMEOUT_S
         )
     except RlpipeError:
-        await call(it.cluster.router.remove.remote(behind), where="router.remove", deadline_s=config.timeout_s)
+        await call(it.cluster.router.remove.remote(urls), where="router.remove", deadline_s=CALL_TIMEOUT_S)
         raise
-    return {"engines": len(behind), **answers[0]}
+    return answers[0]
+
+
+async def _mark(it: RunContext, numbers: list[int], *, unknown: bool) -> None:
+    marks = [it.cluster.engines[number].mark.remote(unknown=unknown) for number in numbers]
+    await gather(marks, where="engine.mark", deadline_s=CALL_TIMEOUT_S)
 
 
 def _stamp(it: RunContext, weights: str, version: int) -> str:

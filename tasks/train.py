@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect.client.schemas.objects import State
 
-from rlpipe.errors import TrainerError
+from rlpipe.errors import Mismatch, TrainerError
 from rlpipe.inputs import train_inputs
 from rlpipe.lineage import lineage_to
 from rlpipe.packing import PackingPlan
@@ -39,9 +39,11 @@ async def hold(it: RunContext, state: str) -> None:
     if await it.cluster.trainer.holds(state):
         return
     it.progress.stage("restore", note=f"rebuilding weights {state[:12]} from the store")
-    restored = await it.cluster.trainer.ensure(lineage_to(it.nodes, state, it.init), deadline_s=it.config.train.timeout_s)
+    lineage = lineage_to(it.nodes, state, it.init)
+    deadline_s = it.config.checkpoint.timeout_s + len(lineage.replay) * it.config.train.timeout_s
+    restored = await it.cluster.trainer.ensure(lineage, deadline_s=deadline_s)
     if restored and restored["mismatch"]:
-        raise TrainerError(
+        raise Mismatch(
             "training the stored batches again gave another state than the recorded one",
             where=f"nodes/train/{restored['mismatch']}.json",
             expected="the recorded state_digest",

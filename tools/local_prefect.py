@@ -77,7 +77,18 @@ def local_prefect(home: Path) -> Iterator[str]:
     os.environ["PREFECT_API_URL"] = f"{url}/api"
     with (folder / "server.log").open("ab") as log:
         server = subprocess.Popen(
-            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
+            [
+                sys.executable,
+                "-m",
+                "tools.prefect_server",
+                str(os.getpid()),
+                "server",
+                "start",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+            ],
             env={**os.environ, "PREFECT_UI_API_URL": f"{url}/api"},
             stdin=subprocess.DEVNULL,
             stdout=log,

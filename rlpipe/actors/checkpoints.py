@@ -39,9 +39,9 @@ def fetch_checkpoint(files: Files, node: Node, folder: Path) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     with (root / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        (root / TRACKER).write_text(str(version))
         if not (root / name).is_dir():
             _download(files, node, root / name)
-            (root / TRACKER).write_text(str(version))
     return root
 
 

@@ -17,7 +17,7 @@ import ray
 from ray.actor import ActorHandle
 
 from rlpipe.actors.calls import call, end, gather
-from rlpipe.actors.engine import EngineActor, RouterActor
+from rlpipe.actors.engine import EngineActor, EngineSpec, RouterActor
 from rlpipe.actors.generator import Generator, GeneratorSpec
 from rlpipe.actors.local_ray import connect
 from rlpipe.actors.placement import Placement
@@ -34,9 +34,10 @@ class Cluster:
 
     trainer: TrainerGroup
     generator: ActorHandle
+    logs: Path
+    placement: Placement
     engines: list[ActorHandle] = field(default_factory=list)
     router: ActorHandle | None = None
-    on_gpus: bool = False
 
     async def engine_status(self, *, deadline_s: float = 60.0) -> list[dict[str, Any]]:
         """`EngineActor.status` of all engines. Raises: ActorLost, DeadlineExceeded."""
@@ -49,18 +50,29 @@ class Cluster:
         if self.router is None:
             await setup
             return
-        starts = [engine.start.remote() for engine in self.engines]
+        engine = EngineSpec(
+            model_dir=spec.model_dir,
+            engine=config.engine,
+            resources=config.resources,
+            dtype=config.model.dtype,
+            seed=config.train.seed,
+            trust_remote_code=getattr(config.model.source, "trust_remote_code", False),
+            logs=str(self.logs),
+        )
+        starts = [actor.start.remote(engine) for actor in self.engines]
         urls, _ = await asyncio.gather(gather(starts, where="engine.start", deadline_s=deadline_s), setup)
-        url = await call(self.router.start.remote(urls), where="router.start", deadline_s=deadline_s)
-        connect_call = self.generator.connect.remote(url, on_gpus=self.on_gpus)
+        router = self.router.start.remote(config.engine, config.resources, str(self.logs), urls)
+        url = await call(router, where="router.start", deadline_s=deadline_s)
+        connect_call = self.generator.connect.remote(url, on_gpus=self.placement.on_gpus)
         await call(connect_call, where="generator.connect", deadline_s=deadline_s)
 
     def kill(self) -> None:
-        """End every actor and with it its server."""
+        """End every actor, and with it its server, and give their places back."""
         self.trainer.kill()
         for actor in (self.generator, self.router, *self.engines):
             if actor is not None:
                 end(actor)
+        self.placement.remove()
 
 
 async def open_cluster(config: RunConfig, *, home: Path, model_dir: str, store_root: str) -> Cluster:
@@ -72,13 +84,14 @@ async def open_cluster(config: RunConfig, *, home: Path, model_dir: str, store_r
     connect(config.resources, home, namespace=namespace)
     logs = home / config.cluster / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    actors = _Actors(config, namespace, model_dir, str(logs))
+    actors = _Actors(config, namespace)
     cluster = Cluster(
         trainer=TrainerGroup(actors.trainer, config.resources.trainer_ranks, start_timeout_s=config.resources.start_timeout_s),
         generator=actors.generator(),
+        logs=logs,
+        placement=actors.placement,
         engines=[actors.engine(number) for number in range(config.resources.num_engines)] if config.needs_engines else [],
         router=actors.router() if config.needs_engines else None,
-        on_gpus=actors.placement.on_gpus,
     )
     trainer = TrainerSpec(
         model_dir=model_dir,
@@ -90,6 +103,8 @@ async def open_cluster(config: RunConfig, *, home: Path, model_dir: str, store_r
         rollout_temperature=config.rollout.rollout_temperature,
         total_optimizer_steps=config.total_optimizer_steps,
         engine_tensor_parallel_size=config.resources.rollout_num_gpus_per_engine,
+        world_size=config.resources.trainer_ranks,
+        num_nodes=config.resources.actor_num_nodes,
         threads=config.resources.threads_per_process,
     )
     await asyncio.gather(
@@ -102,9 +117,9 @@ async def open_cluster(config: RunConfig, *, home: Path, model_dir: str, store_r
 class _Actors:
     """Makes the actors of one cluster, or finds them."""
 
-    def __init__(self, config: RunConfig, namespace: str, model_dir: str, logs: str) -> None:
-        self._config, self._namespace, self._model_dir, self._logs = config, namespace, model_dir, logs
-        self.placement = Placement(config.resources, with_engines=config.needs_engines)
+    def __init__(self, config: RunConfig, namespace: str) -> None:
+        self._config, self._namespace = config, namespace
+        self.placement = Placement(config.cluster, config.resources)
         self._cwd = str(Path.cwd())
 
     def trainer(self, rank: int) -> ActorHandle:
@@ -112,22 +127,10 @@ class _Actors:
         return self._named(TrainerRank, f"trainer-{rank}", arguments, lambda: self.placement.trainer(rank))
 
     def engine(self, number: int) -> ActorHandle:
-        config = self._config
-        arguments = (
-            number,
-            self._cwd,
-            self._model_dir,
-            config.engine,
-            config.resources,
-            config.model.dtype,
-            config.train.seed,
-            self._logs,
-        )
-        return self._named(EngineActor, f"engine-{number}", arguments, lambda: self.placement.engine(number))
+        return self._named(EngineActor, f"engine-{number}", (number, self._cwd), lambda: self.placement.engine(number))
 
     def router(self) -> ActorHandle:
-        arguments = (self._cwd, self._config.engine, self._config.resources, self._logs)
-        return self._named(RouterActor, "router", arguments, lambda: {"num_cpus": 0})
+        return self._named(RouterActor, "router", (self._cwd,), lambda: {"num_cpus": 0})
 
     def generator(self) -> ActorHandle:
         options = {"num_cpus": 0, "max_concurrency": ROLLOUT_CALLS}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,42 +20,71 @@ from rlpipe.engines.sglang.server import Server
 from rlpipe.errors import DeadlineExceeded, EngineError
 
 
-class EngineActor:
-    """One SGLang server. Starting again after a death is `start` again."""
+@dataclass(frozen=True)
+class EngineSpec:
+    """What a server is started with. Another spec starts another server in its place."""
 
-    def __init__(
-        self,
-        number: int,
-        cwd: str,
-        model_dir: str,
-        engine: EngineConfig,
-        resources: ResourcesConfig,
-        dtype: str,
-        seed: int,
-        logs: str,
-    ) -> None:
+    model_dir: str
+    engine: EngineConfig
+    resources: ResourcesConfig
+    dtype: str
+    seed: int
+    trust_remote_code: bool
+    logs: str
+
+
+class EngineActor:
+    """One SGLang server."""
+
+    def __init__(self, number: int, cwd: str) -> None:
         os.chdir(cwd)
         self.number = number
-        self._arguments = (model_dir, engine, resources)
-        self._settings = {"dtype": dtype, "port": None, "log_path": Path(logs) / f"engine-{number}.log", "seed": seed + number}
-        self._start_timeout_s = resources.start_timeout_s
+        self._spec: EngineSpec | None = None
         self._server: Server | None = None
+        self._unknown = True
 
-    def start(self) -> str:
-        """Bring a server up unless it runs; its URL. Raises: EngineUnavailable with the end of its log, ResourceError."""
-        if self._server is None or not self._server.alive:
-            self._server = Server(*self._arguments, **self._settings)
-            self._server.start()
-        self._server.wait_ready(self._start_timeout_s)
+    def start(self, spec: EngineSpec) -> str:
+        """Bring the server of a spec up, unless it is up and answers; its URL.
+
+        Raises: EngineUnavailable with the end of its log, DeadlineExceeded, ResourceError, ConfigError.
+        """
+        if (
+            self._spec == spec
+            and self._server is not None
+            and self._server.alive
+            and asyncio.run(_stamp(self._server.url)) is not None
+        ):
+            return self._server.url
+        self.stop()
+        self._spec, self._unknown = spec, True
+        self._server = Server(
+            spec.model_dir,
+            spec.engine,
+            spec.resources,
+            dtype=spec.dtype,
+            port=None,
+            log_path=Path(spec.logs) / f"engine-{self.number}.log",
+            seed=spec.seed + self.number,
+            trust_remote_code=spec.trust_remote_code,
+        )
+        self._server.start()
+        self._server.wait_ready(spec.resources.start_timeout_s)
         return self._server.url
 
     def status(self) -> dict[str, Any]:
-        """`{"number", "url", "alive", "stamp", "pid"}`; `stamp` is the weight version the server itself names, if it answers."""
+        """`{"number", "url", "alive", "stamp", "pid"}`; `stamp` is the weight version the server itself names.
+
+        None if it does not answer, or if a push to it began and was not seen to end.
+        """
         server = self._server
         if server is None or not server.alive or server.process is None:
             return {"number": self.number, "url": None, "alive": False, "stamp": None, "pid": None}
-        stamp = asyncio.run(_stamp(server.url))
+        stamp = None if self._unknown else asyncio.run(_stamp(server.url))
         return {"number": self.number, "url": server.url, "alive": True, "stamp": stamp, "pid": server.process.pid}
+
+    def mark(self, *, unknown: bool) -> None:
+        """Before the first byte of a push: what it holds is unknown. After the echo: it is what the server says."""
+        self._unknown = unknown
 
     def stop(self) -> None:
         """End the server."""
@@ -65,18 +95,19 @@ class EngineActor:
 class RouterActor:
     """The sglang-router in front of the engines."""
 
-    def __init__(self, cwd: str, engine: EngineConfig, resources: ResourcesConfig, logs: str) -> None:
+    def __init__(self, cwd: str) -> None:
         os.chdir(cwd)
-        self._config, self._log = engine, Path(logs) / "router.log"
-        self._start_timeout_s = resources.start_timeout_s
         self._router: Router | None = None
+        self._config: EngineConfig | None = None
 
-    def start(self, workers: list[str]) -> str:
-        """Bring the router up unless it runs, in front of exactly these engines; its URL."""
-        if self._router is None or not self._router.alive:
-            self._router = Router(self._config, port=None, log_path=self._log)
+    def start(self, engine: EngineConfig, resources: ResourcesConfig, logs: str, workers: list[str]) -> str:
+        """Bring the router up unless it runs with this configuration, in front of exactly these engines; its URL."""
+        if self._router is None or not self._router.alive or self._config != engine:
+            self.stop()
+            self._config = engine
+            self._router = Router(engine, port=None, log_path=Path(logs) / "router.log")
             self._router.start()
-            self._router.wait_ready(self._start_timeout_s)
+            self._router.wait_ready(resources.start_timeout_s)
         for known in {worker["url"] for worker in self._router.workers()} - set(workers):
             self._router.remove(known)
         for url in workers:

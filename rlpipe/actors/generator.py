@@ -58,6 +58,9 @@ class Generator:
     async def setup(self, spec: GeneratorSpec) -> dict[str, Any]:
         """Read and check all prompts. Answers `{"rows", "eval_rows"}`. Raises: DataError naming file and line; ConfigError."""
         if self._spec != spec:
+            if self._client is not None:
+                await self._client.aclose()
+                self._client = None
             self._load(spec)
         return {"rows": len(self._source), "eval_rows": {name: len(plan.groups) for name, plan in self._held_out.items()}}
 

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 
 from rlpipe.actors.checkpoints import fetch_checkpoint, upload_share
-from rlpipe.actors.probe import compare_with_engines
+from rlpipe.actors.probe import largest_difference
 from rlpipe.algorithms.advantages import token_advantages
 from rlpipe.batch import Batch, fix_batch
 from rlpipe.config.model import ModelConfig
@@ -52,6 +53,8 @@ class TrainerSpec:
     rollout_temperature: float
     total_optimizer_steps: int
     engine_tensor_parallel_size: int
+    world_size: int
+    num_nodes: int
     threads: int
 
 
@@ -67,13 +70,13 @@ class TrainerRank:
         self._engine: MegatronEngine | None = None
         self._spec: TrainerSpec | None = None
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="upload")
-        self._upload: Future[list[FileRecord]] | None = None
+        self._upload: tuple[str, Future[list[FileRecord]]] | None = None
 
-    def address(self) -> tuple[str, int]:
-        """A host and free port for the ranks to meet at (asked of rank 0)."""
+    def address(self, num_nodes: int) -> tuple[str, int]:
+        """A host and a free port for the ranks to meet at (asked of rank 0)."""
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return socket.gethostbyname(socket.gethostname()) if self.world_size > 1 else "127.0.0.1", probe.getsockname()[1]
+            return ray.util.get_node_ip_address() if num_nodes > 1 else "127.0.0.1", probe.getsockname()[1]
 
     def status(self) -> dict[str, Any]:
         """What this rank holds: `{"rank", "held", "dirty", "ready", "pid"}`."""
@@ -116,7 +119,7 @@ class TrainerRank:
         """Become the state at the end of a lineage: load its checkpoint and train its later batches again.
 
         Answers `{"replayed", "seconds", "mismatch"}`: `mismatch` names the first replayed node whose state came out
-        different from the recorded one.
+        different from the recorded one. The ranks then hold nothing: what they have is not what that node says.
         """
         start = time.perf_counter()
         engine, spec = self._ready()
@@ -132,19 +135,21 @@ class TrainerRank:
             result = self.train(key=digest, before=node.parents["before"], advantage=node.parents["advantage"])
             if mismatch is None and result["state_digest"] != node.outputs["state_digest"]:
                 mismatch = digest
+        if mismatch is not None:
+            self.held, self.dirty = None, True
         return {"replayed": len(lineage.replay), "seconds": time.perf_counter() - start, "mismatch": mismatch}
 
-    def advantage(self, *, key: str, before: str, rollout: str, reward: str) -> dict[str, Any] | None:
+    def advantage(self, *, key: str, before: str, version: int, rollout: str, reward: str) -> dict[str, Any] | None:
         """Fix the batch of scored rows, score it, estimate advantages and store it as `data/advantage/<key>`.
 
-        Rank 0 answers `{"files", "outputs", "seconds"}`, the others None.
+        `version` is the weight version held. Rank 0 answers `{"files", "outputs", "seconds"}`, the others None.
         """
         start = time.perf_counter()
         engine, spec = self._require(before)
         supervised = spec.advantage.advantage_estimator == "none"
         samples = read_samples(self._files, self._nodes.get(Stage.ROLLOUT, rollout))
         rewards = read_rewards(self._files, self._nodes.get(Stage.REWARD, reward))
-        batch = fix_batch(samples, rewards, scored=not supervised)
+        batch = fix_batch(samples, rewards, scored=not supervised, version=version)
         columns = batch.columns
         if not supervised:
             limit = spec.advantage.log_probs_max_tokens_per_gpu
@@ -186,54 +191,59 @@ class TrainerRank:
             },
         )
 
-    def push(self, *, held: str, engines: list[str], stamp: str, sync: SyncConfig, batch: str | None) -> dict[str, Any] | None:
-        """Send the held weights to the engines under a stamp; compare log-probs on a few samples of a batch node.
+    def push(self, *, held: str, engines: list[str], stamp: str, sync: SyncConfig) -> dict[str, Any]:
+        """Send the held weights to the engines under a stamp: `{"bytes", "seconds"}`. Rank 0 sends, all ranks gather.
 
-        Rank 0 answers `{"bytes", "seconds", "logprob_difference"}`. Raises: SyncError naming the engines that are unknown now.
+        Raises: SyncError (on rank 0) naming the engines whose weights are unknown now.
         """
         start = time.perf_counter()
         engine, spec = self._require(held)
+        transport = TensorTransport(
+            spec.model_dir,
+            buffer_size_bytes=sync.update_weight_buffer_size,
+            timeout_s=sync.timeout_s,
+            tensor_parallel_size=spec.engine_tensor_parallel_size,
+        )
         tensors = engine.named_hf_tensors()
         if self.rank == 0:
-            transport = TensorTransport(
-                spec.model_dir,
-                buffer_size_bytes=sync.update_weight_buffer_size,
-                timeout_s=sync.timeout_s,
-                tensor_parallel_size=spec.engine_tensor_parallel_size,
-            )
             sent = transport.push(tensors, engines, stamp).size_bytes
         else:
             sent = sum(tensor.nbytes for _, tensor in tensors)
-        difference = None
-        if batch is not None and sync.probe_samples:
-            columns = read_batch(self._files, self._nodes.get(Stage.ADVANTAGE, batch))
-            chosen = columns.select(np.arange(min(sync.probe_samples, len(columns))))
-            trainer = engine.score(chosen, temperature=1.0)
-            if self.rank == 0:
-                difference = compare_with_engines(chosen, trainer, engines, spec.model.dtype, sync)
-        if self.rank != 0:
-            return None
-        return {"bytes": sent, "seconds": time.perf_counter() - start, "logprob_difference": difference}
+        return {"bytes": sent, "seconds": time.perf_counter() - start}
+
+    def probe(self, *, held: str, engines: list[str], batch: str, sync: SyncConfig) -> float | None:
+        """Score the first samples of a batch node with the held weights and with the engines.
+
+        Rank 0 answers the largest difference of a log-prob, the others None.
+        """
+        engine, _ = self._require(held)
+        columns = read_batch(self._files, self._nodes.get(Stage.ADVANTAGE, batch))
+        chosen = columns.select(np.arange(min(sync.probe_samples, len(columns))))
+        ours = engine.score(chosen, temperature=1.0)
+        return largest_difference(chosen, ours, engines, sync.timeout_s) if self.rank == 0 else None
 
     def save(self, *, held: str, version: int, prefix: str) -> dict[str, Any]:
         """Write the held state as a torch_dist checkpoint on local disk, and begin to upload this rank's share below `prefix`."""
         start = time.perf_counter()
         engine, spec = self._require(held)
-        self.uploaded()
+        if self._upload is not None:
+            self._upload[1].exception()
         root = Path(spec.work_dir) / "checkpoints"
-        engine.save_checkpoint(root, version)
-        directory = root / f"iter_{version:07d}"
-        self._upload = self._uploads.submit(upload_share, self._files, directory, prefix, self.rank)
+        directory = engine.save_checkpoint(root, version)
+        self._upload = prefix, self._uploads.submit(upload_share, self._files, directory, prefix, self.rank)
         return {"seconds": time.perf_counter() - start, "directory": str(directory)}
 
-    def upload_done(self) -> bool:
+    def upload_done(self, prefix: str) -> bool:
         """Would `uploaded` answer at once?"""
-        return self._upload is None or self._upload.done()
+        return self._upload is None or self._upload[0] != prefix or self._upload[1].done()
 
-    def uploaded(self) -> list[FileRecord]:
-        """Wait for the upload that `save` began: the files of this rank's share, in the store. Raises: what the upload raised."""
-        upload, self._upload = self._upload, None
-        return upload.result() if upload else []
+    def uploaded(self, prefix: str) -> list[FileRecord] | None:
+        """Wait for the upload that `save` began: this rank's share in the store. None if this process began no such upload
+        (it is not the one that saved). Raises: StoreFull and what else the upload met."""
+        if self._upload is None or self._upload[0] != prefix:
+            return None
+        (_, upload), self._upload = self._upload, None
+        return upload.result()
 
     def close(self) -> None:
         """Leave the process groups; the actor can be set up again."""

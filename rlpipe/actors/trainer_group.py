@@ -13,9 +13,9 @@ from typing import Any
 
 from ray.actor import ActorHandle
 
-from rlpipe.actors.calls import end, gather
+from rlpipe.actors.calls import call, end, gather
 from rlpipe.actors.trainer import TrainerSpec
-from rlpipe.errors import RlpipeError
+from rlpipe.errors import RlpipeError, TrainerError
 from rlpipe.lineage import Lineage
 
 Start = Callable[[int], ActorHandle]
@@ -32,7 +32,12 @@ class TrainerGroup:
     async def call(self, method: str, *, deadline_s: float, **arguments: Any) -> list[Any]:
         """Call all ranks; their answers in order of rank. After a failure the group is not usable until `ensure`."""
         refs = [getattr(rank, method).remote(**arguments) for rank in self.ranks]
-        return await gather(refs, where=f"trainer.{method}", deadline_s=deadline_s)
+        try:
+            return await gather(refs, where=f"trainer.{method}", deadline_s=deadline_s)
+        except RlpipeError as error:
+            if type(error) is RlpipeError:  # not one of ours: CUDA, NCCL, a bug; the group has to be started anew
+                raise TrainerError(error.problem, where=error.where, found=error.found) from error
+            raise
 
     async def setup(self, spec: TrainerSpec) -> None:
         """Build the engine of a spec on all ranks; ranks of which some died are all started anew first.
@@ -42,8 +47,19 @@ class TrainerGroup:
         self._spec = spec
         if not await self._whole():
             self.restart()
-        master = (await gather([self.ranks[0].address.remote()], where="trainer.address", deadline_s=self._start_timeout_s))[0]
+        address = self.ranks[0].address.remote(spec.num_nodes)
+        master = await call(address, where="trainer.address", deadline_s=self._start_timeout_s)
         await self.call("setup", spec=spec, master=master, deadline_s=self._start_timeout_s)
+
+    async def initialise(self, key: str, start_from: str | None, *, deadline_s: float) -> str:
+        """Load the first weights into a trainer that has trained nothing (started anew if need be); the state's digest."""
+        assert self._spec is not None, "set up the group first"
+        statuses = await self.call("status", deadline_s=deadline_s)
+        if any(status["held"] or status["dirty"] for status in statuses):
+            self.restart()
+            await self.setup(self._spec)
+        answers = await self.call("initialise", key=key, start_from=start_from, deadline_s=deadline_s)
+        return answers[0]["state_digest"]
 
     async def holds(self, state: str) -> bool:
         """Do all ranks hold this state? A group that does not answer holds nothing."""

@@ -13,8 +13,9 @@ class HuggingFaceModel(Config):
     """A Hugging Face model directory: config.json, safetensors, tokenizer."""
 
     type: Literal["huggingface"]
-    hf_checkpoint: str
-    """The directory. Gives the engines and the trainer their architecture, tokenizer and first weights."""
+    hf_checkpoint: str = Tuning(...)
+    """The directory. Gives the engines and the trainer their architecture, tokenizer and first weights. Where it lies does not
+    matter to a run's records, what is in it does."""
     trust_remote_code: bool = False
     """Run Python code that the directory brings along. Off unless you trust it."""
 

@@ -7,9 +7,11 @@ Not here: tokens and templates (`tokens`), order and epochs (`source`).
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import fsspec
@@ -54,6 +56,16 @@ def _read_file(path: str, source: FilePrompts) -> list[PromptRow]:
     if not rows:
         raise DataError("the prompt file is empty", where=path, found="0 rows", expected="at least one")
     return rows
+
+
+def file_digests(source: PromptSource) -> list[str]:
+    """sha256 of each prompt file, read once per process; none for made prompts (their arguments decide). Raises: DataError."""
+    return [_file_digest(path) for path in source.paths] if isinstance(source, FilePrompts) else []
+
+
+@lru_cache
+def _file_digest(path: str) -> str:
+    return hashlib.sha256(_bytes_of(path)).hexdigest()
 
 
 def _bytes_of(path: str) -> bytes:

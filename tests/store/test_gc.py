@@ -124,3 +124,23 @@ def test_nothing_goes_while_a_record_cannot_be_read(local_files: Files):
     with pytest.raises(ObjectCorrupt):
         collect(local_files, grace_s=-60, dry_run=False)
     assert local_files.list() == before
+
+
+def test_checkpoints_and_evaluations_go_only_with_the_weights_that_they_are_of(local_files: Files):
+    a_run(local_files, 1)
+    newest, nodes = Branches(local_files).newest("run"), Nodes(local_files)
+    assert newest is not None
+    lost = nodes.commit(make_node(Stage.TRAIN, {"before": "nothing"})).digest
+
+    def leaf(stage: Stage, weights: str) -> list[str]:
+        """A node about these weights, with its file: their names."""
+        folder = f"checkpoints/run/{weights[:8]}" if stage is Stage.CHECKPOINT else f"data/eval/{weights[:8]}"
+        record = write_data(local_files, folder, "file.bin", f"{stage} {weights}".encode())
+        return [node_path(stage, nodes.commit(make_node(stage, {"weights": weights}, [record])).digest), record.path]
+
+    init = Branches(local_files).get("run").init
+    stays = [leaf(stage, weights) for stage in (Stage.CHECKPOINT, Stage.EVAL) for weights in (newest.nodes[Stage.TRAIN], init)]
+    goes = [leaf(stage, weights) for stage in (Stage.CHECKPOINT, Stage.EVAL) for weights in (lost, "never heard of")]
+    expected = {node_path(Stage.TRAIN, lost), *(path for pair in goes for path in pair)}
+    assert set(collect(local_files, grace_s=-60, dry_run=False)) == expected
+    assert {path for pair in stays for path in pair} <= set(local_files.list())

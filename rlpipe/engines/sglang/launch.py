@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from rlpipe.engines.sglang import orphan
+from rlpipe import orphan
 
 
 def main(argv: list[str]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from rlpipe.engines.sglang import orphan
+from rlpipe import orphan
 
 
 def main(argv: list[str]) -> None:

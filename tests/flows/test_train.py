@@ -1,0 +1,119 @@
+"""The whole chain in processes of its own: Prefect, Ray, SGLang, router, Megatron, store. Nothing stands in for anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlpipe.store.audit import check_branch
+from rlpipe.store.branches import Branches
+from rlpipe.store.files import Files
+from rlpipe.store.nodes import Nodes
+from rlpipe.types import Stage
+from tests.flows.live_run import LiveRun
+from tests.servers import seaweed
+
+MODEL = "{type: made, maker: 'deployments/recipes/tiny_models.py:make_spell_backward_model'}"
+WORDS = "{type: reasoning_gym, task: spell_backward, arguments: {min_word_len: 3, max_word_len: 5}, size: 40, seed: %d}"
+SAMPLING = f"""
+model: {{source: {MODEL}, dtype: float32}}
+data: {{prompts: {WORDS % 0}}}
+rollout: {{rollout_batch_size: 4, n_samples_per_prompt: 4, rollout_max_response_len: 6}}
+reward: {{function: {{type: python, path: "%s"}}}}
+train: {{global_batch_size: 8, optimizer: {{lr: 1e-3, weight_decay: 0.1}}}}
+"""
+SUPERVISED = f"""
+num_rollout: 2
+model: {{source: {MODEL}, dtype: float32}}
+data: {{prompts: {WORDS % 0}}}
+rollout: {{type: dataset, rollout_batch_size: 32, rollout_max_response_len: 8}}
+reward: {{function: {{type: none}}}}
+advantage: {{advantage_estimator: none}}
+train: {{loss: {{type: sft}}, global_batch_size: 8, optimizer: {{lr: 1e-3}}}}
+"""
+REWARD = "def score(sample):\n    return sum(c in 'aeiou' for c in sample.response) / 6\n"
+
+
+@pytest.fixture
+def recipes(tmp_path: Path) -> Path:
+    """A folder with a small sampled recipe (`small.yaml`), its reward function and its warm start."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "warm.yaml").write_text(SUPERVISED)
+    (tmp_path / "small.yaml").write_text(SAMPLING % (tmp_path / "reward.py"))
+    return tmp_path
+
+
+def committed(home: Path, run: str) -> int:
+    """Iterations of a run that are committed."""
+    return len(list((home / "store" / "branches" / run).glob("0*.json")))
+
+
+@pytest.mark.integration
+def test_a_run_that_is_interrupted_and_loses_its_processes_goes_on_and_its_records_are_whole(recipes: Path) -> None:
+    home = recipes / "home"
+    evaluation = f"evaluation={{eval_interval: 3, datasets: [{{name: heldout, prompts: {WORDS % 9000}}}]}}"
+    arguments = ("--recipe", str(recipes / "small.yaml"), f"warm_start={recipes / 'warm.yaml'}", evaluation)
+    sizes = ("num_rollout=6", "checkpoint.save_interval=3")
+
+    with LiveRun(home, *arguments, *sizes) as run:
+        run.wait_until(lambda: committed(home, "small") >= 2)
+        servers = [process.pid for process in run.parts(lambda line: "rlpipe.engines.sglang" in line)]
+        assert run.interrupt() == 130
+        assert "the same command goes on" in run.said
+        assert "Traceback" not in run.said
+    stopped = committed(home, "small")
+    assert 2 <= stopped < 6
+    assert servers
+    assert not [pid for pid in servers if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+    with LiveRun(home, *arguments, *sizes) as run:
+        run.wait_until(lambda: committed(home, "small") > stopped)
+        run.kill_part("ray::TrainerRank")
+        assert run.finish() == 0, run.said
+        assert f"small: going on from iteration {stopped} of 6" in run.said
+
+    files = Files(home / "store")
+    assert check_branch(files, "small") == []
+    assert check_branch(files, "small.warm_start") == []
+    summary = json.loads((home / "small" / "summary.json").read_text())
+    assert summary["iterations"] == 6
+    assert summary["max_logprob_difference"] <= 1e-4
+    assert {"rollout", "reward", "advantage", "train", "sync", "checkpoint", "eval"} <= set(summary["seconds_by_stage"])
+    assert [point[0] for point in summary["accuracy"]["heldout"]["curve"]] == [0, 3, 6]
+    for name in ("report.html", "report.png"):
+        assert (home / "small" / name).stat().st_size > 10_000
+    assert list((home / "small" / "tensorboard").glob("events*"))
+
+
+@pytest.mark.integration
+def test_two_ranks_two_engines_and_s3_survive_a_killed_engine(recipes: Path) -> None:
+    home = recipes / "home"
+    with seaweed(recipes / "s3") as server:
+        root = f"s3://{server.bucket}/runs"
+        arguments = (
+            "--recipe",
+            str(recipes / "small.yaml"),
+            f"store.root={root}",
+            "num_rollout=3",
+            "resources={actor_num_gpus_per_node: 2, rollout_num_gpus: 2}",
+            "train.parallel.tensor_model_parallel_size=2",
+            "advantage.reference=true",
+            "train.loss.kl_loss_coef=0.01",
+        )
+        with LiveRun(home, *arguments, environment=server.environment) as run:
+            run.wait_until(lambda: "small 1/3" in run.said, timeout_s=400)
+            run.parts(lambda line: "sglang::scheduler" in line)[0].kill()
+            assert run.finish(400) == 0, run.said
+        with pytest.MonkeyPatch.context() as environment:
+            for name, value in server.environment.items():
+                environment.setenv(name, value)
+            files = Files(root)
+            assert check_branch(files, "small") == []
+            nodes = Nodes(files)
+            trained = [nodes.get(Stage.TRAIN, commit.nodes[Stage.TRAIN]) for commit in Branches(files).walk("small")]
+    assert len(trained) == 3
+    assert len({node.outputs["state_digest"] for node in trained}) == 3
+    assert not list((home / "store").glob("*"))
