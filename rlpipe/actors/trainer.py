@@ -69,6 +69,7 @@ class TrainerRank:
         self._result: dict[str, Any] = {}
         self._engine: MegatronEngine | None = None
         self._spec: TrainerSpec | None = None
+        self._transport: TensorTransport | None = None
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="upload")
         self._upload: tuple[str, Future[list[FileRecord]]] | None = None
 
@@ -89,7 +90,7 @@ class TrainerRank:
             return
         if self._engine is not None:
             self._engine.close()
-        self._engine = self._spec = self.held = None
+        self._engine = self._spec = self._transport = self.held = None
         self._engine = MegatronEngine(
             spec.model_dir,
             spec.model,
@@ -198,15 +199,16 @@ class TrainerRank:
         """
         start = time.perf_counter()
         engine, spec = self._require(held)
-        transport = TensorTransport(
-            spec.model_dir,
-            buffer_size_bytes=sync.update_weight_buffer_size,
-            timeout_s=sync.timeout_s,
-            tensor_parallel_size=spec.engine_tensor_parallel_size,
-        )
+        if self._transport is None:
+            self._transport = TensorTransport(
+                spec.model_dir,
+                buffer_size_bytes=sync.update_weight_buffer_size,
+                timeout_s=sync.timeout_s,
+                tensor_parallel_size=spec.engine_tensor_parallel_size,
+            )
         tensors = engine.named_hf_tensors()
         if self.rank == 0:
-            sent = transport.push(tensors, engines, stamp).size_bytes
+            sent = self._transport.push(tensors, engines, stamp).size_bytes
         else:
             sent = sum(tensor.nbytes for _, tensor in tensors)
         return {"bytes": sent, "seconds": time.perf_counter() - start}

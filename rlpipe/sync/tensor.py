@@ -1,5 +1,7 @@
 """Weights over HTTP, from trainer rank 0 to each engine's `/update_weights_from_tensor`, in buckets.
 
+To engines on this machine goes where in shared memory a bucket lies (`shared`), to others the bytes.
+
     pause → flush → begin → buckets → end → echo the stamp → continue
 
 A tensor is checked against the model directory before it is sent: SGLang ignores a wrong name and dies of a wrong shape.
@@ -15,6 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from safetensors import safe_open
 from torch import Tensor
@@ -22,6 +25,7 @@ from torch import Tensor
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import ConfigError, DeadlineExceeded, EngineError, SyncError
 from rlpipe.sync.base import PushReport
+from rlpipe.sync.shared import SharedBuffer, references
 
 Bucket = list[tuple[str, Tensor]]
 
@@ -32,6 +36,7 @@ class TensorTransport:
     def __init__(self, model_dir: str | Path, *, buffer_size_bytes: int, timeout_s: float, tensor_parallel_size: int = 1) -> None:
         """`model_dir` says which names and shapes the engines hold. `timeout_s` is for a whole push; one call gets a quarter."""
         self.expected = expected_shapes(model_dir)
+        self._shared = SharedBuffer()
         self.buffer_size_bytes, self.timeout_s, self.tensor_parallel_size = buffer_size_bytes, timeout_s, tensor_parallel_size
 
     def push(self, named_tensors: Iterable[tuple[str, Tensor]], engines: Sequence[str], stamp: str) -> PushReport:
@@ -47,7 +52,7 @@ class TensorTransport:
         start_s = time.monotonic()
         async with AsyncExitStack() as stack:
             admins = [await stack.enter_async_context(Engine(url, deadline_s=self.timeout_s / 4)) for url in engines]
-            push = _Push(admins, stamp)
+            push = _Push(admins, stamp, self._shared if all(map(is_here, engines)) else None)
             try:
                 async with asyncio.timeout(self.timeout_s):
                     await self._send(push, tensors)
@@ -77,8 +82,8 @@ class TensorTransport:
 class _Push:
     """One push: the engines still in it, and why the others are not."""
 
-    def __init__(self, engines: list[Engine], stamp: str) -> None:
-        self.active, self.stamp = engines, stamp
+    def __init__(self, engines: list[Engine], stamp: str, shared: SharedBuffer | None) -> None:
+        self.active, self.stamp, self.shared = engines, stamp, shared
         self.unknown: dict[str, str] = {}
         self.current: list[str] = []
         self.in_session: set[str] = set()
@@ -105,7 +110,9 @@ class _Push:
             await engine.end_weight_update()
 
     async def send(self, bucket: Bucket, last: bool, copies: int) -> None:
-        payload = [pickle.dumps(bucket, protocol=pickle.HIGHEST_PROTOCOL)] * copies
+        placed = self.shared.place(bucket) if self.shared is not None else None
+        body = pickle.dumps(bucket, protocol=pickle.HIGHEST_PROTOCOL) if placed is None else references(placed)
+        payload = [body] * copies
         stamp = self.stamp if last else None
         await self.each(
             f"bucket {self.buckets}", lambda engine: engine.update_from_tensors(payload, weight_version=stamp, flush_cache=last)
@@ -136,6 +143,11 @@ async def _error_of(step) -> Exception | None:
     except (EngineError, DeadlineExceeded, SyncError) as error:
         return error
     return None
+
+
+def is_here(url: str) -> bool:
+    """Is this address on the loopback interface of our machine?"""
+    return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
 
 
 def expected_shapes(model_dir: str | Path) -> dict[str, tuple[int, ...]]:

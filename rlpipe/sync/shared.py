@@ -1,0 +1,75 @@
+"""A bucket of tensors in shared memory: engines on the same machine map it instead of receiving it.
+
+Over HTTP goes a pickle of a few kilobytes that says where in the memory each tensor lies, in the form torch itself uses between
+processes (`file_system` sharing). Half a gigabyte takes a tenth of the time that its bytes take through JSON.
+
+Not here: GPU memory (CUDA IPC), or which engines share the machine (`tensor`).
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import torch
+import torch.multiprocessing
+from torch import Tensor
+
+MEMORY = Path("/dev/shm")
+ALIGNMENT = 64
+SPARE = 1.1
+
+
+class SharedBuffer:
+    """One block of shared memory, reused for every bucket. A bucket is valid until the next one is put there."""
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    def place(self, bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]] | None:
+        """The same tensors in shared memory; None if there is no room for them."""
+        needed = sum(_aligned(tensor.nbytes) for _, tensor in bucket)
+        if needed > len(self._block) and not self._grow(needed):
+            return None
+        placed, start = [], 0
+        for name, tensor in bucket:
+            view = self._block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            placed.append((name, view.copy_(tensor)))
+            start += _aligned(tensor.nbytes)
+        return placed
+
+    def _grow(self, size_bytes: int) -> bool:
+        """Shared memory that is promised but not there ends the process when it is touched, so ask first."""
+        self._block = torch.empty(0, dtype=torch.uint8)
+        if not MEMORY.is_dir() or shutil.disk_usage(MEMORY).free < size_bytes * SPARE:
+            return False
+        with by_name():
+            self._block = torch.empty(size_bytes, dtype=torch.uint8).share_memory_()
+        return True
+
+
+def references(placed: Sequence[tuple[str, Tensor]]) -> bytes:
+    """The pickle that leads another process of this machine to these tensors."""
+    stream = io.BytesIO()
+    with by_name():
+        ForkingPickler(stream).dump(list(placed))
+    return stream.getvalue()
+
+
+@contextmanager
+def by_name() -> Iterator[None]:
+    """Share memory under a name: an unrelated process cannot be handed file descriptors."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
