@@ -12,6 +12,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from flows.iteration import iteration
+from flows.stopping import Preempted, Stopping
 from rlpipe.config.load import home as default_home
 from rlpipe.config.load import load_run
 from rlpipe.config.run import RunConfig
@@ -19,7 +20,7 @@ from rlpipe.observe.progress import Progress
 from rlpipe.preflight import check
 from rlpipe.types import NodeRef
 from tasks.begin import begin
-from tasks.checkpoint import keep_last
+from tasks.checkpoint import keep_if_held, keep_last
 from tasks.context import close_context, context
 from tasks.evaluate import evaluate
 from tasks.observe import Observer
@@ -39,8 +40,14 @@ async def train(recipe: str, overrides: Sequence[str] = (), run: str | None = No
     """
     config, home = load_run(recipe, overrides, run), default_home()
     check(config, home)
-    if config.warm_start:
-        await train(config.warm_start, warm_start_overrides(config), f"{config.run}.warm_start")
+    with Stopping(config.resources.stop_grace_s) as stopping:
+        if config.warm_start:
+            await train(config.warm_start, warm_start_overrides(config), f"{config.run}.warm_start")
+        return await drive(config, home, stopping)
+
+
+async def drive(config: RunConfig, home: Path, stopping: Stopping) -> dict[str, Any]:
+    """Begin, iterate, report: a run from where it stands to its end."""
     with Progress(config.run, config.num_rollout) as progress:
         started = time.perf_counter()
         first = await begin(config, home, progress)
@@ -48,21 +55,25 @@ async def train(recipe: str, overrides: Sequence[str] = (), run: str | None = No
             progress.say(f"{config.run}: going on from iteration {first} of {config.num_rollout}, the last one committed")
         progress.begin(first)
         with Observer(await context(config.run), first, startup_seconds=time.perf_counter() - started) as observer:
-            await run_iterations(config, first, observer)
+            try:
+                await run_iterations(config, first, observer, stopping)
+            except Preempted:
+                await keep_if_held(config.run, within_s=config.resources.stop_grace_s)
+                raise
             await keep_last(config.run)
             summary = await observer.report()
     close_context(config.run, end_actors=config.resources.cluster is None)
     return summary
 
 
-async def run_iterations(config: RunConfig, first: int, observer: Observer) -> None:
-    """Iterations from `first` to the end, evaluated where it is due."""
+async def run_iterations(config: RunConfig, first: int, observer: Observer, stopping: Stopping) -> None:
+    """Iterations from `first` to the end, evaluated where it is due. Raises: Preempted."""
     done = await evaluate_if_due(config, first, observer)
     for k in range(first, config.num_rollout):
         if done:
             return
         start = time.perf_counter()
-        nodes: dict[str, NodeRef] = await iteration(config.run, k)
+        nodes: dict[str, NodeRef] = await stopping.unless_asked(iteration(config.run, k))
         await observer.iteration(k, nodes, seconds=time.perf_counter() - start)
         done = await evaluate_if_due(config, k + 1, observer)
 

@@ -12,7 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 from rlpipe.actors.checkpoints import prune
-from rlpipe.errors import TrainerError
+from rlpipe.errors import RlpipeError, TrainerError
 from rlpipe.inputs import Inputs, checkpoint_inputs, config_digest
 from rlpipe.store.branches import commit_name
 from rlpipe.types import Commit, FileRecord, NodeRef, Stage
@@ -48,6 +48,26 @@ async def keep_last(run: str) -> None:
         await settle(it, wait=True)
         if it.nodes.find(Stage.CHECKPOINT, checkpoint_inputs(newest.nodes[Stage.TRAIN]).digest) is None:
             raise TrainerError("the last checkpoint was lost before it was in the store", where=f"checkpoint {newest.iteration}")
+
+
+async def keep_if_held(run: str, *, within_s: float) -> bool:
+    """On the way out: checkpoint the newest committed weights if the trainer holds them just now. Did it?
+
+    Without it nothing is lost: the weights are rebuilt from the checkpoint before and the batches since.
+    """
+    it = await context(run)
+    newest = it.branches.newest(run)
+    if newest is None or newest.branch != run:
+        return False
+    try:
+        async with asyncio.timeout(within_s):
+            if not await it.cluster.trainer.holds(newest.nodes[Stage.TRAIN]):
+                return False
+            await save(it, newest.nodes[Stage.TRAIN], newest.iteration + 1)
+            await settle(it, wait=True)
+    except (TimeoutError, RlpipeError):
+        return False
+    return True
 
 
 def checkpoint_due(it: RunContext, k: int) -> bool:

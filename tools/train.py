@@ -19,7 +19,7 @@ from rlpipe.preflight import check
 
 
 def main() -> int:
-    """Parse, check, run. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    """Parse, check, run. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted, 143 asked to stop (SIGTERM)."""
     arguments = parse_arguments()
     if arguments.home:
         os.environ[HOME_VARIABLE] = str(Path(arguments.home).expanduser().absolute())
@@ -58,6 +58,7 @@ def drive(arguments: argparse.Namespace) -> int:
     from tools.local_prefect import drain, local_prefect
 
     with local_prefect(home()):
+        from flows.stopping import Preempted
         from flows.train import train
         from rlpipe.actors.local_ray import disconnect
 
@@ -72,6 +73,9 @@ def drive(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print("\nstopped; the same command goes on from the last committed stage", file=sys.stderr)
             return 130
+        except Preempted as error:
+            print(error, file=sys.stderr)
+            return 143
         except RlpipeError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 1

@@ -70,6 +70,8 @@ class ResourcesConfig(Config):
     """Ray cluster to join; None starts a local one that ends with the flow."""
     threads_per_process: int = Tuning(default=1, ge=1)
     """CPU threads of each trainer rank and engine on a machine without CUDA."""
+    stop_grace_s: float = Tuning(default=20.0, ge=0)
+    """After SIGTERM, how long a running iteration may take to finish before it is abandoned; a checkpoint follows."""
     start_timeout_s: float = Tuning(default=600.0, gt=0)
     """How long actors and servers may take to come up."""
 

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlpipe.engines.megatron import platform
-from rlpipe.errors import TrainerError
+from rlpipe.errors import StoreFull, TrainerError
 
 # isort: split
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
@@ -36,17 +36,20 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 
 from rlpipe.engines.megatron.model import Trained
-from rlpipe.engines.megatron.state import inner_optimizers
+from rlpipe.engines.megatron.state import inner_optimizers, tensors
 
 LATEST = "latest_checkpointed_iteration.txt"
+SPARE, SPARE_BYTES = 1.1, 16 * 1024**2
+"""Room to have beside the state itself."""
 
 
 def save(trained: Trained, directory: str | Path, iteration: int) -> Path:
     """Write one checkpoint and return its folder. Collective; complete on disk when it returns on every rank.
 
-    Raises: TrainerError if a rank could not write its part.
+    Raises: StoreFull, on every rank and before anything is written, if one has no room; TrainerError if a rank could not write.
     """
     folder = _folder(directory, iteration)
+    _require_room(trained, folder)
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     if torch.distributed.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -67,6 +70,23 @@ def save(trained: Trained, directory: str | Path, iteration: int) -> Path:
         marker.with_suffix(".new").replace(marker)
     torch.distributed.barrier()
     return folder
+
+
+def _require_room(trained: Trained, folder: Path) -> None:
+    """A disk that fills up half-way is a torch error that does not say so, on one rank, while the others wait for it."""
+    model_parallel = torch.distributed.get_world_size() // parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    needed = int(SPARE * model_parallel * sum(tensor.nbytes for _, tensor in tensors(trained))) + SPARE_BYTES
+    existing = next(parent for parent in folder.parents if parent.exists())
+    found: list[int] = [0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, shutil.disk_usage(existing).free)
+    if min(found) < needed:
+        raise StoreFull(
+            "no room for a checkpoint on the local disk",
+            where=str(folder),
+            found=f"{min(found) / 1024**2:,.0f} MiB free",
+            expected=f"{needed / 1024**2:,.0f} MiB",
+            do="make room and start the same command again, or keep fewer with checkpoint.keep_local",
+        )
 
 
 def load(trained: Trained, directory: str | Path, *, iteration: int | None = None, weights_only: bool = False) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 
 from rlpipe.config.train import TrainConfig
-from rlpipe.errors import TrainerError
+from rlpipe.errors import StoreFull, TrainerError
 from tests.engines.megatron.ranks import engine, free_port, save_and_resume, weights_of_checkpoint
 
 TRAIN = {"max_tokens_per_gpu": 64, "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "lr_decay_style": "linear"}}
@@ -103,3 +104,13 @@ def test_a_checkpoint_that_is_not_there_is_named(models, tmp_path):
     with pytest.raises(TrainerError, match="iter_0000007"):
         ours.load_checkpoint(tmp_path, iteration=7)
     ours.close()
+
+
+def test_without_room_nothing_is_written_and_the_error_says_how_much_is_needed(models, tmp_path, monkeypatch):
+    ours = engine(models["qwen3"], TrainConfig(), 0, 1, free_port())
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1024**2))
+    with pytest.raises(StoreFull, match="no room") as caught:
+        ours.save_checkpoint(tmp_path / "checkpoints", 3)
+    ours.close()
+    assert "MiB" in str(caught.value)
+    assert not (tmp_path / "checkpoints").exists()
