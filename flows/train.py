@@ -33,36 +33,41 @@ def run_name() -> str:
 
 
 @flow(name="train", flow_run_name=run_name)
-async def train(recipe: str, overrides: Sequence[str] = (), run: str | None = None) -> dict[str, Any]:
+async def train(recipe: str, overrides: Sequence[str] = (), run: str | None = None, takeover: bool = False) -> dict[str, Any]:
     """Train a recipe to its end, going on from what the store has of it. Answers the summary.
 
-    `overrides` are `dotted.key=value`. Raises: ConfigError, DataError at once for bad input; later what a stage raised.
+    `overrides` are `dotted.key=value`; `takeover` replaces the process that drives the run now, if any.
+    Raises: ConfigError, DataError at once for bad input; Fenced if another process drives it; later what a stage raised.
     """
     config, home = load_run(recipe, overrides, run), default_home()
     check(config, home)
     with Stopping(config.resources.stop_grace_s) as stopping:
         if config.warm_start:
-            await train(config.warm_start, warm_start_overrides(config), f"{config.run}.warm_start")
-        return await drive(config, home, stopping)
+            await train(config.warm_start, warm_start_overrides(config), f"{config.run}.warm_start", takeover)
+        return await drive(config, home, stopping, takeover=takeover)
 
 
-async def drive(config: RunConfig, home: Path, stopping: Stopping) -> dict[str, Any]:
+async def drive(config: RunConfig, home: Path, stopping: Stopping, *, takeover: bool) -> dict[str, Any]:
     """Begin, iterate, report: a run from where it stands to its end."""
     with Progress(config.run, config.num_rollout) as progress:
         started = time.perf_counter()
-        first = await begin(config, home, progress)
-        if first:
-            progress.say(f"{config.run}: going on from iteration {first} of {config.num_rollout}, the last one committed")
-        progress.begin(first)
-        with Observer(await context(config.run), first, startup_seconds=time.perf_counter() - started) as observer:
-            try:
-                await run_iterations(config, first, observer, stopping)
-            except Preempted:
-                await keep_if_held(config.run, within_s=config.resources.stop_grace_s)
-                raise
-            await keep_last(config.run)
-            summary = await observer.report()
-    close_context(config.run, end_actors=config.resources.cluster is None)
+        first = await begin(config, home, progress, takeover=takeover)
+        completed = False
+        try:
+            if first:
+                progress.say(f"{config.run}: going on from iteration {first} of {config.num_rollout}, the last one committed")
+            progress.begin(first)
+            with Observer(await context(config.run), first, startup_seconds=time.perf_counter() - started) as observer:
+                try:
+                    await run_iterations(config, first, observer, stopping)
+                except Preempted:
+                    await keep_if_held(config.run, within_s=config.resources.stop_grace_s)
+                    raise
+                await keep_last(config.run)
+                summary = await observer.report()
+            completed = True
+        finally:
+            close_context(config.run, end_actors=completed and config.resources.cluster is None)
     return summary
 
 

@@ -1,8 +1,8 @@
 """From scored rows to the batch of an iteration: which samples are trained, and why the others are not.
 
-A group is left out whole. Reasons: `reward_error` (a sample has no reward), `failed` (a sample's generation failed),
-`aborted` (a sample was cut off by us), `stale` (older weights sampled it). What is left out is named in the commit; nothing
-disappears.
+A group is left out whole. Reasons: `reward_error` (a sample has no reward), `failed` (a sample's generation failed), `aborted` (a
+sample was cut off by us), `empty` (no response), `stale` (older weights sampled it). What is left out is named in the commit;
+nothing disappears.
 
 N samples, G groups, R response tokens of all samples. Not here: log-probs and advantages (columns added later), packing.
 """
@@ -48,6 +48,7 @@ def fix_batch(samples: Sequence[Sample], rewards: Sequence[RewardRow], *, scored
     """
     reward_of = {(row.group_id, row.index): row for row in rewards}
     ordered = sorted(samples, key=lambda sample: (sample.group_id, sample.index))
+    assert len({(sample.group_id, sample.index) for sample in ordered}) == len(ordered), "a sample is there twice"
     dropped: dict[str, str] = {}
     for sample in ordered:
         row = reward_of.get((sample.group_id, sample.index))
@@ -74,8 +75,10 @@ def fix_batch(samples: Sequence[Sample], rewards: Sequence[RewardRow], *, scored
 def _reason(sample: Sample, row: RewardRow | None, *, scored: bool, version: int) -> str | None:
     if sample.status is Status.FAILED:
         return "failed"
-    if sample.status in (Status.ABORTED, Status.PENDING) or not sample.response_ids:
+    if sample.status in (Status.ABORTED, Status.PENDING):
         return "aborted"
+    if not sample.response_ids:
+        return "empty"
     oldest = sample.oldest_weight_version
     if oldest is not None and oldest < version:
         return "stale"
@@ -85,7 +88,15 @@ def _reason(sample: Sample, row: RewardRow | None, *, scored: bool, version: int
 
 
 def _columns(samples: list[Sample]) -> BatchColumns:
-    sampled = all(sample.rollout_log_probs is not None for sample in samples)
+    without = [sample for sample in samples if sample.rollout_log_probs is None]
+    if 0 < len(without) < len(samples):
+        raise DataError(
+            "some samples have log-probs of the engine and some have none",
+            where=f"advantage/{without[0].group_id}/{without[0].index}",
+            found=f"{len(without)} of {len(samples)} without",
+            expected="all or none: a batch is sampled or supervised",
+        )
+    sampled = not without
     return BatchColumns.from_lists(
         [sample.prompt_ids for sample in samples],
         [sample.response_ids for sample in samples],

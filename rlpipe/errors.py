@@ -12,6 +12,7 @@
     │   ├── EngineUnavailable              it does not answer
     │   └── EngineRejected                 it answered with an error
     ├── TrainerError                     the training ranks
+    ├── ActorLost                        an actor's process is gone
     ├── SyncError                        weights did not arrive as they were sent
     ├── RewardError                      a verifier failed
     ├── ResourceError                    a port, a disk, memory: the machine has not what is needed
@@ -46,15 +47,18 @@ class RlpipeError(Exception):
         for label, value in (("found", self.found), ("expected", self.expected), ("do", self.do)):
             if value is not None:
                 text += f"\n  {label + ':':<10}{value}"
-        return text
+        return "\n".join([text, *(f"  ({note})" for note in getattr(self, "__notes__", ()))])
 
     def __reduce__(self):
         details = {"where": self.where, "found": self.found, "expected": self.expected, "do": self.do}
-        return _rebuild, (type(self), self.problem, details)
+        return _rebuild, (type(self), self.problem, details, list(getattr(self, "__notes__", ())))
 
 
-def _rebuild(kind: type[RlpipeError], problem: str, details: dict) -> RlpipeError:
-    return kind(problem, **details)
+def _rebuild(kind: type[RlpipeError], problem: str, details: dict, notes: list[str]) -> RlpipeError:
+    error = kind(problem, **details)
+    for note in notes:
+        error.add_note(note)
+    return error
 
 
 class ConfigError(RlpipeError, ValueError):
@@ -99,6 +103,10 @@ class EngineRejected(EngineError):
 
 class TrainerError(RlpipeError):
     """A training rank failed, or the ranks do not agree."""
+
+
+class ActorLost(RlpipeError):
+    """An actor's process is gone: killed, crashed, out of memory, or its place was taken away."""
 
 
 class SyncError(RlpipeError):

@@ -59,6 +59,16 @@ def _given(source: HuggingFaceModel) -> Path:
     return path
 
 
+def _require_model(directory: Path, maker: str) -> None:
+    if not (directory / "config.json").is_file():
+        raise ConfigError(
+            "the maker left no Hugging Face model directory",
+            where="model.source.maker",
+            found=f"no config.json from {maker}",
+            expected="config.json, *.safetensors and a tokenizer",
+        )
+
+
 def _made(source: MadeModel, folder: Path, seed: int) -> Path:
     """The directory of this maker with these arguments and this source code; made in a neighbour, then renamed."""
     function = load_hook(source.maker)
@@ -69,7 +79,12 @@ def _made(source: MadeModel, folder: Path, seed: int) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         seeded = {"seed": seed} if "seed" in inspect.signature(function).parameters else {}
-        function(partial, **{**seeded, **source.arguments})
+        try:
+            function(partial, **{**seeded, **source.arguments})
+            _require_model(partial, source.maker)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         try:
             partial.rename(target)
         except OSError:

@@ -5,6 +5,7 @@ Not here: what needs a tokenizer or a server (the generator checks every row onc
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rlpipe.config.hooks import load_hook
 from rlpipe.config.model import HuggingFaceModel, MadeModel
 from rlpipe.config.run import RunConfig
 from rlpipe.data.prompts import load_prompts
-from rlpipe.errors import ResourceError
+from rlpipe.errors import ConfigError, ResourceError
 from rlpipe.model_dir import model_directory
 
 LEAST_FREE_BYTES = 512 * 1024**2
@@ -31,18 +32,33 @@ def check(config: RunConfig, home: Path) -> None:
     if isinstance(config.model.source, HuggingFaceModel):
         model_directory(config.model, home, seed=config.seed)
     elif isinstance(config.model.source, MadeModel):
-        load_hook(config.model.source.maker)
+        _check_maker(config.model.source)
     _check_room(home)
 
 
 def _check_prompts(source: PromptSource) -> None:
     if isinstance(source, FilePrompts):
         load_prompts(source)
+    else:
+        load_prompts(source.model_copy(update={"size": 1, "exclude": ()}))
 
 
 def _check_reward(reward: RewardConfig | None) -> None:
     if reward is not None and isinstance(reward.function, PythonReward):
         load_hook(reward.function.path)
+
+
+def _check_maker(source: MadeModel) -> None:
+    maker = load_hook(source.maker)
+    try:
+        inspect.signature(maker).bind("directory", **source.arguments)
+    except TypeError as error:
+        raise ConfigError(
+            "the maker does not take these arguments",
+            where="model.source.arguments",
+            found=f"{source.arguments}: {error}",
+            expected=f"those of {source.maker}{inspect.signature(maker)}",
+        ) from error
 
 
 def _check_room(home: Path) -> None:

@@ -25,6 +25,8 @@ from rlpipe.types import Commit, Node, Sample, Stage
 
 TIMED = (Stage.ROLLOUT, Stage.REWARD, Stage.ADVANTAGE, Stage.TRAIN, Stage.SYNC)
 
+APART = "max_logprob_difference"
+
 
 class HistoryReader:
     """Reads what was committed since it last looked, so that a report during a long run costs what is new."""
@@ -110,7 +112,7 @@ def iteration_metrics(outputs: Mapping[Stage, dict[str, Any]]) -> dict[str, floa
             metrics[f"perf/{stage}_tokens_per_s"] = tokens / outputs[stage]["seconds"]
     apart = [metrics[name] for name in ("rollout/logprob_abs_diff/max", "sync/logprob_difference") if name in metrics]
     if apart:
-        metrics["max_logprob_difference"] = max(apart)
+        metrics[APART] = max(apart)
     return metrics
 
 
@@ -131,12 +133,12 @@ def _totals(records: list[IterationRecord], evaluations: list[Evaluation], timin
     overhead = [entry["iteration_s"] - entry["work_s"] for entry in timing if "iteration_s" in entry]
     main = [evaluation for evaluation in evaluations if evaluation.dataset == evaluations[0].dataset]
     return {
-        "accuracy_before": main[0].accuracy if main else None,
+        "accuracy_before": main[0].accuracy if len(main) > 1 else None,
         "accuracy_after": main[-1].accuracy if main else None,
         "seconds": sum(entry["seconds"] for entry in timing),
         "seconds_by_stage": by_stage,
         "orchestration_s_per_iteration": sum(overhead) / len(overhead) if overhead else None,
-        "max_logprob_difference": max((r.metrics.get("max_logprob_difference", 0.0) for r in records), default=None),
+        "max_logprob_difference": max((r.metrics[APART] for r in records if APART in r.metrics), default=None),
         "rollout_tokens_per_s": _rate(records, "rollout"),
         "train_tokens_per_s": _rate(records, "train"),
     }

@@ -8,6 +8,7 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from rlpipe.config.load import validate
 from rlpipe.config.model import BranchModel
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError, ObjectMissing
@@ -17,24 +18,44 @@ from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.types import Stage
 from tasks.checkpoint import begin_checkpoint, settle
-from tasks.context import RunContext, open_context
+from tasks.context import RunContext, close_context, open_context
+
+
+class _Absent:
+    """Stands for a key that is not there, as opposed to one that is null."""
+
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT = _Absent()
 
 
 @task(name="begin", cache_policy=NO_CACHE)
-async def begin(config: RunConfig, home: Path, progress: Progress) -> int:
-    """Open the run and make sure its branch exists; the first iteration that is not committed yet.
+async def begin(config: RunConfig, home: Path, progress: Progress, *, takeover: bool = False) -> int:
+    """Open the run and make sure its branch exists; the first iteration that is not committed yet. It is open unless this raises.
 
-    Raises: ConfigError if the branch exists with another configuration; whatever keeps an actor from coming up.
+    Raises: ConfigError if the branch exists with another configuration; Fenced if another process drives the run, unless
+    `takeover`; whatever keeps an actor from coming up.
     """
     files = Files(config.store.root or home / "store")
     check_same_run(Branches(files), config)
     progress.stage("start", note="Ray, engines, trainer, generator (about half a minute on CPUs)")
-    it = await open_context(config, home, progress)
-    if it.branches.find(config.run) is None:
-        progress.stage("start", note="first weights")
-        it.branches.create(config.run, config.model_dump(mode="json"), await first_weights(it))
+    it = await open_context(config, home, progress, takeover=takeover)
+    try:
+        return await first_iteration(it)
+    except BaseException:
+        close_context(config.run, end_actors=False)
+        raise
+
+
+async def first_iteration(it: RunContext) -> int:
+    """The first iteration that is not committed, of a branch that is there now. Raises: ConfigError; as `first_weights`."""
+    if it.branches.find(it.config.run) is None:
+        it.progress.stage("start", note="first weights")
+        it.branches.create(it.config.run, it.config.model_dump(mode="json"), await first_weights(it))
     check_same_model(it)
-    newest = it.branches.newest(config.run)
+    newest = it.branches.newest(it.config.run)
     return newest.iteration + 1 if newest else 0
 
 
@@ -43,7 +64,7 @@ def check_same_run(branches: Branches, config: RunConfig) -> None:
     record = branches.find(config.run)
     if record is None:
         return
-    stored = RunConfig.model_validate(record.config)
+    stored = validate(record.config)
     differing = sorted(_differing(_decisive(stored), _decisive(config)))
     if differing:
         raise ConfigError(
@@ -106,13 +127,15 @@ def checkpoint_of(it: RunContext, source: BranchModel) -> str:
 def _decisive(config: RunConfig) -> dict[str, Any]:
     """What decides results: the run's length is part of it only where the learning rate follows from it."""
     schedule = {} if (length := schedule_length(config)) is None else {"optimizer steps of the schedule": length}
-    return {**config.identity(), **schedule}
+    return {**config.identity(), **schedule, "trainer ranks": config.resources.trainer_ranks}
 
 
 def _differing(stored: Any, given: Any, key: str = "") -> list[str]:
     if isinstance(stored, dict) and isinstance(given, dict):
         names = sorted(set(stored) | set(given))
-        nested = (_differing(stored.get(name), given.get(name), f"{key}.{name}" if key else name) for name in names)
+        nested = (
+            _differing(stored.get(name, ABSENT), given.get(name, ABSENT), f"{key}.{name}" if key else name) for name in names
+        )
         return [line for lines in nested for line in lines]
     same = (
         list(stored) == list(given) if isinstance(stored, (list, tuple)) and isinstance(given, (list, tuple)) else stored == given

@@ -34,7 +34,7 @@ async def checkpoint(run: str, k: int, nodes: dict[str, NodeRef]) -> str:
         it.progress.stage("checkpoint")
         with Stopwatch(it, "checkpoint"):
             await save(it, train, k + 1)
-    commit = it.branches.commit(_commit(it, k, digests))
+    commit = it.branches.commit(_commit(it, k, digests), fence=it.epoch.check)
     return commit_name(run, commit.iteration)
 
 
@@ -129,6 +129,7 @@ def _commit(it: RunContext, k: int, nodes: dict[Stage, str]) -> Commit:
         data=it.plans.read(plan_digest).after,
         config_digest=config_digest(it.config),
         packages=packages(),
+        epoch=it.epoch.number,
     )
 
 

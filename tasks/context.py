@@ -9,24 +9,23 @@ Not here: anything that decides what happened; that is what the store says.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
-import os
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rlpipe.actors.cluster import Cluster, open_cluster
 from rlpipe.config.load import home as default_home
 from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
-from rlpipe.errors import ConfigError, Fenced
+from rlpipe.errors import ConfigError
 from rlpipe.inputs import Inputs
 from rlpipe.model_dir import model_directory, model_fingerprint
 from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches
+from rlpipe.store.epochs import Epoch, Epochs
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.plans import Plans
@@ -53,6 +52,8 @@ class RunContext:
     files: Files
     cluster: Cluster
     progress: Progress
+    epoch: Epoch
+    """The right to commit to the run's branch."""
     upload: Upload | None = None
     stage_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds of the stages' own work in the iteration that runs."""
@@ -94,24 +95,34 @@ class RunContext:
 
 
 _OPEN: dict[str, RunContext] = {}
-_LOCKS: dict[str, IO[str]] = {}
 
 
-async def open_context(config: RunConfig, home: Path, progress: Progress) -> RunContext:
-    """Open a run in this process: its model, its store, its actors. Raises: whatever keeps one of them from coming up."""
+async def open_context(config: RunConfig, home: Path, progress: Progress, *, takeover: bool = False) -> RunContext:
+    """Open a run in this process: the right to drive it, its model, its store, its actors.
+
+    Raises: Fenced if another process drives it, unless `takeover`; whatever keeps one of them from coming up.
+    """
     files = Files(config.store.root or home / "store")
     (home / config.run).mkdir(parents=True, exist_ok=True)
-    lock(home / config.run, config.run)
-    record = {"store": files.root, "config": config.model_dump(mode="json")}
-    (home / config.run / "run.json").write_text(json.dumps(record, indent=1))
-    model_dir = await asyncio.to_thread(model_directory, config.model, home, seed=config.seed)
-    cluster = await open_cluster(config, home=home, model_dir=model_dir, store_root=files.root)
-    _OPEN[config.run] = RunContext(config, home, model_dir, files, cluster, progress)
+    epoch = Epochs(files).acquire(config.run, takeover=takeover)
+    epoch.keep()
+    try:
+        record = {"store": files.root, "config": config.model_dump(mode="json")}
+        (home / config.run / "run.json").write_text(json.dumps(record, indent=1))
+        model_dir = await asyncio.to_thread(model_directory, config.model, home, seed=config.seed)
+        cluster = await open_cluster(config, home=home, model_dir=model_dir, store_root=files.root)
+    except BaseException:
+        epoch.release()
+        raise
+    _OPEN[config.run] = RunContext(config, home, model_dir, files, cluster, progress, epoch)
     return _OPEN[config.run]
 
 
 async def context(run: str) -> RunContext:
-    """The open run of this name; opened from what `{home}/{run}/run.json` says if this process did not. Raises: ConfigError."""
+    """The open run of this name; opened from what `{home}/{run}/run.json` says if this process did not.
+
+    Raises: ConfigError; Fenced if another driver has taken it over, or has it.
+    """
     if run not in _OPEN:
         home = default_home()
         path = home / run / "run.json"
@@ -119,6 +130,8 @@ async def context(run: str) -> RunContext:
             raise ConfigError("there is no such run", where=f"run={run}", found=f"no {path}", do="start it with the train flow")
         config = validate(json.loads(path.read_text())["config"])
         await open_context(config, home, Progress(run, config.num_rollout))
+    if lost := _OPEN[run].epoch.lost:
+        raise lost
     return _OPEN[run]
 
 
@@ -129,37 +142,14 @@ async def recover(run: str) -> None:
     it.cluster = await open_cluster(it.config, home=it.home, model_dir=it.model_dir, store_root=it.files.root)
 
 
-def lock(directory: Path, run: str) -> None:
-    """Be the only driver of a run on this machine until this process ends or closes the run.
-
-    Raises: Fenced if another process drives it.
-    """
-    if run in _LOCKS:
-        return
-    handle = (directory / "driver.lock").open("a+")
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        handle.seek(0)
-        raise Fenced(
-            "another process drives this run",
-            where=f"run={run}",
-            found=f"process {handle.read().strip()} holds {directory / 'driver.lock'}",
-            do="wait for it or stop it, or give the new run another name: --run NAME",
-        ) from error
-    handle.truncate(0)
-    handle.write(str(os.getpid()))
-    handle.flush()
-    _LOCKS[run] = handle
-
-
 def close_context(run: str, *, end_actors: bool) -> None:
-    """Forget a run that is done. Its actors stay for the next run of the cluster, or end and give their places back."""
-    it = _OPEN.pop(run, None)
-    if it is not None and end_actors:
-        it.cluster.kill()
-    if run in _LOCKS:
-        _LOCKS.pop(run).close()
+    """Let go of a run: another driver may have it. Its actors stay for the next one, or end and give their places back."""
+    it = _OPEN.pop(run)
+    try:
+        if end_actors:
+            it.cluster.kill()
+    finally:
+        it.epoch.release()
 
 
 class Stopwatch:

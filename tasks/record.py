@@ -15,8 +15,8 @@ from prefect.client.schemas.objects import State
 from prefect.runtime import task_run
 from prefect.states import Completed
 
-from rlpipe.actors.calls import ActorLost
 from rlpipe.errors import (
+    ActorLost,
     DeadlineExceeded,
     EngineError,
     ObjectConflict,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 
 from prefect.client.schemas.objects import State
@@ -17,6 +19,7 @@ from tasks.train import hold
 
 LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.3}
 CALL_TIMEOUT_S = 60.0
+LOOK_INTERVAL_S = 2.0
 
 
 @stage_task("sync", "sync-{k}")
@@ -59,6 +62,28 @@ async def publish(it: RunContext, weights: str, *, version: int) -> dict[str, An
     sent = await _push(it, weights, list(behind.values()), stamp)
     await _mark(it, list(behind), unknown=False)
     return {"engines": len(behind), **sent}
+
+
+async def keep_engines(it: RunContext, weights: str, *, version: int) -> None:
+    """Until cancelled: an engine (or the router) that dies or hangs is replaced and given the weights before it takes requests.
+
+    Raises: what keeps one from coming back.
+    """
+    config = it.config.engine
+    tested_s = time.monotonic()
+    while True:
+        await asyncio.sleep(LOOK_INTERVAL_S)
+        if time.monotonic() - tested_s > config.rollout_health_check_interval:
+            await _end_hung_engines(it, config.rollout_health_check_timeout)
+            tested_s = time.monotonic()
+        await publish(it, weights, version=version)
+
+
+async def _end_hung_engines(it: RunContext, timeout_s: float) -> None:
+    tests = [engine.generates.remote(timeout_s) for engine in it.cluster.engines]
+    answers = await gather(tests, where="engine.generates", deadline_s=timeout_s + CALL_TIMEOUT_S)
+    hung = [engine for engine, generates in zip(it.cluster.engines, answers, strict=True) if not generates]
+    await gather([engine.stop.remote() for engine in hung], where="engine.stop", deadline_s=CALL_TIMEOUT_S)
 
 
 async def probe(it: RunContext, weights: str, batch: str) -> float | None:

@@ -48,9 +48,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--run", help="name of the run (default: the recipe's)")
     parser.add_argument("--home", help=f"where everything is kept (default: ${HOME_VARIABLE} or ./runs)")
     parser.add_argument("--seed", type=int, help="another seed, as a run of its own: <recipe>-seed<N> unless --run names it")
+    parser.add_argument("--takeover", action="store_true", help="replace the process that drives this run now, wherever it is")
     parser.add_argument("--dump-config", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.optimizer.lr=1e-5")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def drive(arguments: argparse.Namespace) -> int:
@@ -64,7 +65,7 @@ def drive(arguments: argparse.Namespace) -> int:
 
         async def run() -> dict[str, Any]:
             try:
-                return await train(arguments.recipe, arguments.overrides, arguments.run)
+                return await train(arguments.recipe, arguments.overrides, arguments.run, arguments.takeover)
             finally:
                 await drain()
 

@@ -11,15 +11,11 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
-from rlpipe.errors import DeadlineExceeded, RlpipeError
+from rlpipe.errors import ActorLost, DeadlineExceeded, RlpipeError
 
 END_TIMEOUT_S = 10.0
-
-
-class ActorLost(RlpipeError):
-    """An actor's process is gone: killed, crashed or out of memory."""
 
 
 async def gather(refs: Sequence[ray.ObjectRef], *, where: str, deadline_s: float) -> list[Any]:
@@ -52,13 +48,15 @@ async def call(ref: ray.ObjectRef, *, where: str, deadline_s: float) -> Any:
     return (await gather([ref], where=where, deadline_s=deadline_s))[0]
 
 
-def end(actor: ActorHandle) -> None:
-    """Kill an actor's process; when this returns its name is free."""
-    ray.kill(actor, no_restart=True)
-    try:
-        ray.get(actor.__ray_ready__.remote(), timeout=END_TIMEOUT_S)
-    except (RayActorError, GetTimeoutError):
-        return
+def end(actors: Sequence[ActorHandle]) -> None:
+    """Kill actors' processes, all at once; when this returns their names are free."""
+    for actor in actors:
+        ray.kill(actor, no_restart=True)
+    for actor in actors:
+        try:
+            ray.get(actor.__ray_ready__.remote(), timeout=END_TIMEOUT_S)
+        except RayError:
+            continue
 
 
 async def _result(ref: ray.ObjectRef, where: str) -> Any:
@@ -70,7 +68,7 @@ async def _result(ref: ray.ObjectRef, where: str) -> Any:
             cause.add_note(f"raised in {where}")
             raise cause from None
         raise RlpipeError(f"{type(cause).__name__}: {cause}", where=where, found=_last_lines(str(error))) from error
-    except (RayActorError, GetTimeoutError) as error:
+    except RayError as error:
         raise ActorLost("the actor's process is gone", where=where, found=_last_lines(str(error))) from error
 
 

@@ -46,9 +46,9 @@ def fetch_checkpoint(files: Files, node: Node, folder: Path) -> Path:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` local checkpoints, and everything that was fetched."""
-    shutil.rmtree(folder / "fetched", ignore_errors=True)
-    for old in sorted(folder.glob("iter_*"))[:-keep]:
+    """Delete all but the newest `keep` complete local checkpoints, unfinished ones, and everything that was fetched."""
+    complete = sorted(path for path in folder.glob("iter_*") if path.name.removeprefix("iter_").isdigit())
+    for old in (folder / "fetched", *folder.glob("iter_*.unfinished"), *complete[:-keep]):
         shutil.rmtree(old, ignore_errors=True)
 
 

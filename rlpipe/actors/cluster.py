@@ -69,9 +69,7 @@ class Cluster:
     def kill(self) -> None:
         """End every actor, and with it its server, and give their places back."""
         self.trainer.kill()
-        for actor in (self.generator, self.router, *self.engines):
-            if actor is not None:
-                end(actor)
+        end([actor for actor in (self.generator, self.router, *self.engines) if actor is not None])
         self.placement.remove()
 
 

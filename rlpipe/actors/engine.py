@@ -82,6 +82,10 @@ class EngineActor:
         stamp = None if self._unknown else asyncio.run(_stamp(server.url))
         return {"number": self.number, "url": server.url, "alive": True, "stamp": stamp, "pid": server.process.pid}
 
+    def generates(self, timeout_s: float) -> bool:
+        """Does it generate a token within that time? (It must not be paused.)"""
+        return self._server is not None and self._server.alive and asyncio.run(_generates(self._server.url, timeout_s))
+
     def mark(self, *, unknown: bool) -> None:
         """Before the first byte of a push: what it holds is unknown. After the echo: it is what the server says."""
         self._unknown = unknown
@@ -101,11 +105,15 @@ class RouterActor:
         self._config: EngineConfig | None = None
 
     def start(self, engine: EngineConfig, resources: ResourcesConfig, logs: str, workers: list[str]) -> str:
-        """Bring the router up unless it runs with this configuration, in front of exactly these engines; its URL."""
+        """Bring the router up unless it runs with this configuration, in front of exactly these engines; its URL.
+
+        After a death it comes back at the same address, where requests wait for it.
+        """
         if self._router is None or not self._router.alive or self._config != engine:
             self.stop()
+            port = self._router.port if self._router is not None else None
             self._config = engine
-            self._router = Router(engine, port=None, log_path=Path(logs) / "router.log")
+            self._router = Router(engine, port=port, log_path=Path(logs) / "router.log")
             self._router.start()
             self._router.wait_ready(resources.start_timeout_s)
         for known in {worker["url"] for worker in self._router.workers()} - set(workers):
@@ -130,6 +138,15 @@ class RouterActor:
         """End the router."""
         if self._router is not None:
             self._router.stop()
+
+
+async def _generates(url: str, timeout_s: float) -> bool:
+    try:
+        async with Engine(url, deadline_s=timeout_s) as engine:
+            await engine.health()
+    except (EngineError, DeadlineExceeded):
+        return False
+    return True
 
 
 async def _stamp(url: str) -> str | None:

@@ -8,10 +8,11 @@ Not here: how one group is sampled (`rollout.generate`), rewards of a training r
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from rlpipe.config.run import RunConfig
 from rlpipe.data.prompts import load_prompts
 from rlpipe.data.source import DataSource, evaluation_plan
 from rlpipe.data.tokens import load_tokenizer
-from rlpipe.errors import RlpipeError
+from rlpipe.errors import EngineError, RlpipeError
 from rlpipe.rewards.base import score
 from rlpipe.rollout.client import GenerateClient
 from rlpipe.rollout.dataset import Given
@@ -46,6 +47,10 @@ class GeneratorSpec:
     store_root: str
 
 
+class RolloutAbandoned(EngineError):
+    """Another attempt at the rollout took over, or an engine could not be brought back."""
+
+
 class Generator:
     """See the module. Methods are coroutines: `progress` answers while `rollout` runs."""
 
@@ -54,6 +59,7 @@ class Generator:
         self._spec: GeneratorSpec | None = None
         self._client: GenerateClient | None = None
         self._progress = RolloutProgress(groups=0)
+        self._running: asyncio.Task[RolloutResult] | None = None
 
     async def setup(self, spec: GeneratorSpec) -> dict[str, Any]:
         """Read and check all prompts. Answers `{"rows", "eval_rows"}`. Raises: DataError naming file and line; ConfigError."""
@@ -88,6 +94,7 @@ class Generator:
         Raises: EngineError if fewer than `rollout.min_completed_fraction` of the groups came back; DeadlineExceeded.
         """
         start = time.perf_counter()
+        await self.abandon()
         planned, prefix = self._plans.read(plan), self._plans.groups_prefix(plan)
         adopted = adopt(self._files, prefix)
         records = [record for record, _ in adopted]
@@ -97,8 +104,23 @@ class Generator:
             records.append(writer.write(groups))
 
         done = {group_id for _, group_ids in adopted for group_id in group_ids}
-        result = await self._sample(planned, done, flush, self._config.rollout)
+        result = await self._alone(self._sample(planned, done, flush, self._config.rollout))
         return {"files": records, "outputs": rollout_outputs(result), "seconds": time.perf_counter() - start}
+
+    async def abandon(self) -> None:
+        """End the rollout that runs, if one does: finished groups are flushed, its call fails."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait({self._running})
+
+    async def _alone(self, sampling: Coroutine[Any, Any, RolloutResult]) -> RolloutResult:
+        self._running = asyncio.create_task(sampling)
+        try:
+            return await self._running
+        except asyncio.CancelledError as error:
+            raise RolloutAbandoned("the rollout was abandoned", where="generator.rollout") from error
+        finally:
+            self._running = None
 
     async def evaluate(self, name: str, key: str, version: int) -> dict[str, Any]:
         """Sample and score every prompt of a held-out set once, into files of node `key`. `{"files", "outputs", "seconds"}`."""

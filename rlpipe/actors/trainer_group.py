@@ -102,5 +102,4 @@ class TrainerGroup:
 
     def kill(self) -> None:
         """End all ranks at once."""
-        for rank in self.ranks:
-            end(rank)
+        end(self.ranks)

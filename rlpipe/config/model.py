@@ -104,5 +104,9 @@ class EngineConfig(Config):
     """Requests in flight per engine."""
     request_timeout_s: float = Tuning(default=600.0, gt=0)
     """Deadline of one generation request."""
+    rollout_health_check_interval: float = Tuning(default=30.0, gt=0)
+    """Seconds between two tests, during a rollout, whether each engine still generates. A dead process is seen at once."""
+    rollout_health_check_timeout: float = Tuning(default=60.0, gt=0)
+    """An engine that has not generated one token in so many seconds is replaced."""
     host: str = Tuning("127.0.0.1")
     """Address the servers and the router bind to."""

@@ -92,6 +92,9 @@ class RunConfig(Config):
                 f"rollout.rollout_batch_size × rollout.n_samples_per_prompt = {samples} must be a multiple of "
                 f"train.global_batch_size = {step}"
             )
+        measured = [f"eval/{dataset.name}/accuracy" for dataset in self.evaluation.datasets]
+        if self.stop_when is not None and self.stop_when.metric not in measured:
+            raise ValueError(f"stop_when.metric: nothing measures {self.stop_when.metric!r}, only {measured or 'nothing'}")
         ranks, model = self.resources.trainer_ranks, self.train.parallel.model_ranks
         if ranks % model:
             raise ValueError(

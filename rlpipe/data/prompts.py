@@ -11,7 +11,6 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import fsspec
@@ -59,13 +58,8 @@ def _read_file(path: str, source: FilePrompts) -> list[PromptRow]:
 
 
 def file_digests(source: PromptSource) -> list[str]:
-    """sha256 of each prompt file, read once per process; none for made prompts (their arguments decide). Raises: DataError."""
-    return [_file_digest(path) for path in source.paths] if isinstance(source, FilePrompts) else []
-
-
-@lru_cache
-def _file_digest(path: str) -> str:
-    return hashlib.sha256(_bytes_of(path)).hexdigest()
+    """sha256 of each prompt file; none for made prompts, which their arguments decide. Raises: DataError."""
+    return [hashlib.sha256(_bytes_of(path)).hexdigest() for path in source.paths] if isinstance(source, FilePrompts) else []
 
 
 def _bytes_of(path: str) -> bytes:

@@ -22,8 +22,8 @@ import httpx
 from rlpipe.errors import DataError, DeadlineExceeded, EngineRejected, EngineUnavailable
 from rlpipe.rollout.http import call, deadline_exceeded
 
-_FIRST_PAUSE_S = 0.2
-_NO_WORKER = ("no_available_workers", "HTTP 502", "HTTP 503")
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 2.0
+_NO_WORKER = ("no_available_workers", "call_upstream_request_error", "HTTP 502", "HTTP 503")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +62,15 @@ class GenerateClient:
         vocab_size: int,
         deadline_s: float,
         samples_per_request: int = 1,
-        attempts: int = 5,
         max_connections: int = 512,
     ) -> None:
         """`vocab_size`: token ids at or above it are refused here, because one of them ends the whole engine.
 
         `deadline_s` is for one call of `generate`, waiting in the engine included. `samples_per_request`: groups are put together
-        up to so many samples; a larger group is still one request. `attempts` counts connection failures only.
+        up to so many samples; a larger group is still one request.
         """
         self.router_url, self.vocab_size, self.deadline_s = router_url.rstrip("/"), vocab_size, deadline_s
-        self.samples_per_request, self.attempts = samples_per_request, attempts
+        self.samples_per_request = samples_per_request
         limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
         self._http = httpx.AsyncClient(limits=limits, timeout=None)
         self._asked: dict[str, list[_Asked]] = {}
@@ -189,22 +188,22 @@ class GenerateClient:
         return _generations(answer, sum(asked.n for asked in batch), self.router_url, start_s, where)
 
     async def _persist(self, body: bytes, where: str) -> httpx.Response:
-        """Post, and again after a broken connection or while the router has no engine; the callers' deadlines end it."""
-        for attempt in range(1, self.attempts + 1):
+        """Post, and again after a broken connection or while the router has no engine, until the deadline: a dead engine is being
+        replaced meanwhile. Raises: EngineRejected, DeadlineExceeded, EngineUnavailable with what kept it from being answered."""
+        end_s, pause_s = time.monotonic() + self.deadline_s, _FIRST_PAUSE_S
+        while True:
             try:
                 return await call(
                     self._http, "POST", f"{self.router_url}/generate", content=body, deadline_s=self.deadline_s, where=where
                 )
-            except EngineUnavailable:
-                if attempt == self.attempts:
+            except (EngineUnavailable, EngineRejected) as error:
+                passing = isinstance(error, EngineUnavailable) or any(sign in str(error.found) for sign in _NO_WORKER)
+                if not passing:
                     raise
-            except EngineRejected as error:
-                if not any(sign in str(error.found) for sign in _NO_WORKER):
-                    raise
-                if attempt == self.attempts:
-                    raise EngineUnavailable("the router has no engine that answers", where=where, found=error.found) from error
-            await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
-        raise AssertionError("attempts must be at least 1")
+                if time.monotonic() + pause_s > end_s:
+                    raise EngineUnavailable("no engine answered", where=where, found=error.found, do=error.do) from error
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def _fail(batch: list[_Asked], error: Exception) -> None:

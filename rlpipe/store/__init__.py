@@ -1,13 +1,15 @@
 """The store: immutable objects under names that are written once, and the records that say what they mean.
 
 From the bytes up: `files` (first writer wins, over `local` and `s3`), `records` (sealed JSON), `schema` (Arrow and Parquet),
-`shards` (tables under names that carry their checksum), `plans`, `nodes`, `branches`, then `audit` and `gc` over all of it.
+`shards` (tables under names that carry their checksum), `plans`, `nodes`, `branches`, `epochs` (who may commit to one), then
+`audit` and `gc` over all of it.
 
     branches/<branch>/config.json, %08d.json      what a run is; its commits
+    branches/<branch>/epochs/%08d.json, %08d/*    its drivers, one after another, and their leases
     plans/<digest>/plan.json, groups/*.parquet    what an iteration will sample; the groups finished so far
     nodes/<stage>/<digest>.json                   the result of a stage, by the digest of its inputs
     data/<stage>/<digest>/*                       the files of that result
     checkpoints/<branch>/iter_%07d/...            the files of a checkpoint node
 
-Not here: what the rows are for, or who may write now (fencing).
+Not here: what the rows are for.
 """

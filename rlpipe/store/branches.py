@@ -2,17 +2,18 @@
 
 Iterations are numbered without gaps. The first commit of a root branch has iteration 0 and no parent; that of a fork goes
 on from its parent's. A commit is refused unless its parent is there, so what `newest` returns always has its whole history.
+Along a branch the epochs of its commits never go down.
 
-Not here: who may commit (fencing), or what a commit's nodes hold (`nodes`).
+Not here: who may commit (`epochs`), or what a commit's nodes hold (`nodes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from uuid import uuid4
 
-from rlpipe.errors import ObjectConflict, ObjectMissing, StoreError
+from rlpipe.errors import Fenced, ObjectConflict, ObjectMissing, StoreError
 from rlpipe.store.files import Files
 from rlpipe.store.records import now, seal, unseal
 from rlpipe.types import Commit, Record
@@ -107,7 +108,8 @@ class Branches:
             while self._files.exists(_path(commit_name(branch, after + 1))):
                 after += 1
             return self.read(branch, after)
-        numbers = [path.split("/")[-1].removesuffix(".json") for path in self._files.list(f"branches/{branch}")]
+        folder = f"branches/{branch}"
+        numbers = [path.removeprefix(f"{folder}/").removesuffix(".json") for path in self._files.list(folder)]
         committed = [int(number) for number in numbers if number.isdigit()]
         if committed:
             return self.read(branch, max(committed))
@@ -118,20 +120,24 @@ class Branches:
         path = _path(commit_name(branch, iteration))
         return unseal(Commit, self._files.read(path), self._files.url(path))
 
-    def commit(self, commit: Commit) -> Commit:
+    def commit(self, commit: Commit, fence: Callable[[], object] | None = None) -> Commit:
         """Record an iteration; returns the record that counts: ours, or an earlier one that says the same.
 
-        `attempt` and `created` are filled in if they are empty.
-        Raises: StoreError if it does not follow from the branch's last one; ObjectMissing if that is not there;
-        ObjectConflict if the iteration was committed with another content.
+        `attempt` and `created` are filled in if they are empty. `fence` is called last before the write, and raises if this
+        driver may not commit any more (`Epoch.check`).
+        Raises: Fenced if it does, or if a newer epoch has committed; StoreError if the commit does not follow from the branch's
+        last one; ObjectMissing if that is not there; ObjectConflict if the iteration was committed with another content.
         """
         self._refuse_gap(commit)
         commit = commit.model_copy(update={"attempt": commit.attempt or uuid4().hex[:12], "created": commit.created or now()})
         path = _path(commit_name(commit.branch, commit.iteration))
+        if fence is not None:
+            fence()
         try:
             self._files.create(path, seal(commit, path))
         except ObjectConflict as error:
             winner = self.read(commit.branch, commit.iteration)
+            self._refuse_older(commit, winner)
             if _content(winner) == _content(commit):
                 return winner
             raise ObjectConflict(
@@ -156,8 +162,18 @@ class Branches:
         if commit.iteration < first or commit.parent != expected:
             name = commit_name(commit.branch, commit.iteration)
             raise StoreError("not the next commit of its branch", where=name, found=commit.parent, expected=expected)
-        if expected is not None and not self._files.exists(_path(expected)):
-            raise ObjectMissing("the parent commit is not there", where=self._files.url(_path(expected)))
+        if expected is not None:
+            self._refuse_older(commit, self.read(*parse_commit_name(expected)))
+
+    def _refuse_older(self, commit: Commit, other: Commit) -> None:
+        if other.branch == commit.branch and other.epoch > commit.epoch:
+            raise Fenced(
+                "a newer driver has committed to this branch",
+                where=self._files.url(_path(commit_name(other.branch, other.iteration))),
+                found=f"epoch {other.epoch}",
+                expected=f"epoch {commit.epoch}, which is ours, or an older one",
+                do="leave the branch to it, or stop it and start this one again",
+            )
 
 
 def _config_path(branch: str) -> str:

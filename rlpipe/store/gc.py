@@ -4,7 +4,8 @@ Reached are all branches and their commits, the plans and nodes they name, their
 Checkpoints and evaluations of reached weights are reached too: they are recorded beside the commits, some after them. Kept as
 well is what a branch may still adopt when it goes on: plans of iterations it has not committed, their finished groups, and
 nodes grown from them. So a crashed run loses nothing, however long it lies. All else goes once it is older than
-the grace period, which must outlast a re-scoring (its nodes are bound to no plan) and a checkpoint's upload.
+the grace period, which must outlast a re-scoring (its nodes are bound to no plan) and a checkpoint's upload. Of who drives a
+branch only the renewals of leases go, all but the one that counts.
 
 Listing comes first and reading the branches second: what is committed in between was either young or is seen.
 Not here: parts of S3 uploads that were killed (a bucket's lifecycle rule), and anything outside the store's own folders.
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterable
 
 from rlpipe.store.branches import Branches
+from rlpipe.store.epochs import superseded
 from rlpipe.store.files import Files
 from rlpipe.store.local import Entry
 from rlpipe.store.nodes import Nodes
@@ -36,7 +38,13 @@ def unreachable(files: Files, grace_s: float) -> list[str]:
     now = time.time()
     entries = [entry for folder in FOLDERS for entry in files.entries(folder)]
     reached = _Reached(files, {entry.path for entry in entries})
-    candidates = [*files.entries(temporary=True), *(entry for entry in entries if entry.path not in reached.paths)]
+    records = list(files.entries("branches"))
+    renewals = superseded(entry.path for entry in records)
+    candidates = [
+        *files.entries(temporary=True),
+        *(entry for entry in entries if entry.path not in reached.paths),
+        *(entry for entry in records if entry.path in renewals),
+    ]
     return sorted((entry.path for entry in _older(candidates, now - grace_s)), key=_removal_order)
 
 

@@ -1,0 +1,264 @@
+"""Epochs: one driver of a branch at a time, and a driver that was replaced is told so before it commits.
+
+    branches/<branch>/epochs/%08d.json         epoch n: who drives, since when. Written once, without gaps, kept for good
+    branches/<branch>/epochs/%08d/%08d.json    its lease, renewed: the last one counts, which is the last by name
+
+Whoever creates epoch n + 1 has replaced the driver of epoch n, whose next check finds that record. This alone decides, and
+no clock has a part in it. The lease only keeps a driver from being replaced by accident: while it runs, another driver is
+refused unless it asks for a takeover. A lease is over when it was released, when its process is known to be dead (same boot
+of the same machine, same PID namespace), or by the clock: on the holder's machine when its time is up, elsewhere SKEW_S
+later. Clocks that differ by more replace a driver too early, or wait longer; cloned machines may take each other's processes
+for dead. Both cost a driver, never a record.
+
+A renewal every lease_s / 3: one look for epoch n + 1, one write, one removal of the renewal before the last. At 60 s that is
+180 of each an hour and at most three objects; a killed driver's last ones are garbage (`superseded`) once it is replaced.
+Acquiring is one listing, one read, one write; `check` is one request for an object that is not there.
+
+Between a check and the write that follows it a takeover may still come. Then first writer wins: the new driver finds that
+commit and goes on from it, or is told that it differs. No batch is trained twice on one branch either way.
+
+Not here: when to check (`Branches.commit`, and whoever opens a run), or ending the other driver's processes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from uuid import uuid4
+
+from rlpipe.errors import Fenced, ObjectConflict, ObjectMissing, StoreError
+from rlpipe.store.files import Files
+from rlpipe.store.records import seal, unseal
+from rlpipe.types import Record
+
+LEASE_S = 60.0
+RENEWALS_PER_LEASE = 3
+"""Two may fail before the lease is over."""
+SKEW_S = 10.0
+"""How far the clocks of two machines may be apart."""
+KEPT_RENEWALS = 2
+"""A reader that has listed them has a whole interval to read the last one."""
+NAME = re.compile(r"branches/([^/]+)/epochs/(\d{8})(?:/(\d{8}))?\.json")
+
+
+class Holder(Record):
+    """A process that drives a branch."""
+
+    host: str
+    """Name of its machine, for people."""
+    pid_space: str
+    """Where its pid is one: this boot of the machine, this PID namespace."""
+    pid: int
+    started: int
+    """Clock ticks from boot to its start: tells it from a later process with its pid."""
+    attempt: str
+
+    @classmethod
+    def here(cls) -> Holder:
+        """This process, in a new attempt."""
+        pid = os.getpid()
+        _, started = _state_and_start(pid)
+        return cls(host=socket.gethostname(), pid_space=pid_space(), pid=pid, started=started, attempt=uuid4().hex[:12])
+
+    @property
+    def near(self) -> bool:
+        """Has it this process's clock and PIDs?"""
+        return self.pid_space == pid_space()
+
+    @property
+    def dead(self) -> bool:
+        """Is it known to be? What runs elsewhere never is."""
+        return self.near and _ended(self.pid, self.started)
+
+
+class Lease(Record):
+    """Who drives a branch, and for how long unless it is renewed."""
+
+    format: int = 1
+    branch: str
+    epoch: int
+    holder: Holder
+    since: str
+    renewed: str
+    lease_s: float
+    released: bool = False
+
+    @property
+    def until(self) -> datetime:
+        """When it is over by its holder's clock."""
+        return datetime.fromisoformat(self.renewed) + timedelta(seconds=self.lease_s)
+
+    def over(self, skew_s: float) -> bool:
+        """May the branch be taken without asking?"""
+        allowed = timedelta(seconds=0 if self.holder.near else skew_s)
+        return self.released or self.holder.dead or clock() > self.until + allowed
+
+
+class Epochs:
+    """The epochs of a store's branches."""
+
+    def __init__(self, files: Files, *, skew_s: float = SKEW_S) -> None:
+        self._files, self._skew_s = files, skew_s
+
+    def newest(self, branch: str) -> Lease | None:
+        """The lease that counts; None if nobody ever drove the branch. Raises: ObjectCorrupt."""
+        while names := [name for name in self._files.list(_folder(branch)) if NAME.fullmatch(name)]:
+            newest = max(names)
+            with suppress(ObjectMissing):  # renewed twice since the listing: list again
+                return unseal(Lease, self._files.read(newest), self._files.url(newest))
+        return None
+
+    def acquire(self, branch: str, *, takeover: bool = False, lease_s: float = LEASE_S) -> Epoch:
+        """Become the driver of a branch; call `keep` on what this returns, or `renew` in time.
+
+        Raises: Fenced while another driver's lease runs (with `takeover`: if a third one was faster); StoreError.
+        """
+        held = self.newest(branch)
+        if held is not None and not takeover and not held.over(self._skew_s):
+            raise self._refusal(held)
+        now = clock().isoformat(timespec="milliseconds")
+        number = held.epoch + 1 if held else 1
+        lease = Lease(branch=branch, epoch=number, holder=Holder.here(), since=now, renewed=now, lease_s=lease_s)
+        path = _path(branch, number)
+        try:
+            self._files.create(path, seal(lease, path))
+        except ObjectConflict as error:
+            raise self._refusal(unseal(Lease, self._files.read(path), self._files.url(path))) from error
+        return Epoch(self._files, lease)
+
+    def _refusal(self, held: Lease) -> Fenced:
+        allowed = 0 if held.holder.near else self._skew_s
+        left_s = (held.until - clock()).total_seconds() + allowed
+        until = f"{held.until + timedelta(seconds=allowed):%H:%M:%S} UTC"
+        return Fenced(
+            "another driver runs this branch",
+            where=self._files.url(_path(held.branch, held.epoch)),
+            found=f"{_who(held)}; its lease, last renewed {held.renewed}, is over at {until} unless it renews it again",
+            expected="no driver, or one that is dead, done or silent for its whole lease",
+            do=f"stop it, or wait until it ends (if it is dead already: {max(left_s, 0):.0f} s); to replace it while it runs, "
+            "start again with --takeover; or give the new run another name: --run NAME",
+        )
+
+
+class Epoch:
+    """The right to commit to a branch, until another driver takes it. Thread-safe; stays in its process."""
+
+    def __init__(self, files: Files, lease: Lease) -> None:
+        self._files, self._lease, self._renewals = files, lease, 0
+        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self._keeper = threading.Thread(target=self._renew_until_stopped, name=f"lease of {lease.branch}", daemon=True)
+        self.lost: Fenced | None = None
+        """Why this driver may not commit any more, as far as is known without asking the store."""
+
+    @property
+    def number(self) -> int:
+        """From 1; larger than that of every driver before."""
+        return self._lease.epoch
+
+    def keep(self) -> None:
+        """Renew the lease in the background until it is released or lost."""
+        self._keeper.start()
+
+    def check(self) -> None:
+        """Ask the store whether this is still the newest epoch. Raises: Fenced, now and ever after; StoreError."""
+        if self.lost is None and self._files.exists(path := _path(self._lease.branch, self.number + 1)):
+            newer = unseal(Lease, self._files.read(path), self._files.url(path))
+            self.lost = Fenced(
+                "another driver has taken over this branch",
+                where=self._files.url(path),
+                found=_who(newer),
+                expected=f"none after epoch {self.number}, which is ours",
+                do="leave the branch to it, or stop it and start this one again",
+            )
+        if self.lost is not None:
+            raise self.lost
+
+    def renew(self) -> None:
+        """Make the lease run from now. Raises: Fenced; StoreError."""
+        with self._lock:
+            self.check()
+            self._write()
+
+    def release(self) -> None:
+        """Give the branch back: the next driver need not wait. A store that does not answer lets the lease run out instead."""
+        self._stopped.set()
+        with self._lock:
+            if self.lost is None:
+                with suppress(StoreError):
+                    self._write(released=True)
+                path = _path(self._lease.branch, self.number)
+                self.lost = Fenced("this driver has given the branch back", where=self._files.url(path))
+
+    def _write(self, *, released: bool = False) -> None:
+        self._renewals += 1  # first: a number whose write failed may be there all the same
+        now = clock().isoformat(timespec="milliseconds")
+        lease = self._lease.model_copy(update={"renewed": now, "released": released})
+        path = _path(lease.branch, self.number, self._renewals)
+        self._files.create(path, seal(lease, path))
+        if self._renewals > KEPT_RENEWALS:
+            self._files.delete(_path(lease.branch, self.number, self._renewals - KEPT_RENEWALS))
+
+    def _renew_until_stopped(self) -> None:
+        while self.lost is None and not self._stopped.wait(self._lease.lease_s / RENEWALS_PER_LEASE):
+            with suppress(Fenced, StoreError):  # `check` keeps the first in `lost`; the second may pass
+                self.renew()
+
+
+def superseded(names: Iterable[str]) -> set[str]:
+    """Of the names of a store's objects: renewals that count no more, those of replaced epochs and all but each last one."""
+    leases = {name: match for name in names if (match := NAME.fullmatch(name))}
+    newest: dict[str, str] = {}
+    for name, match in leases.items():
+        newest[match[1]] = max(newest.get(match[1], name), name)
+    return {name for name, match in leases.items() if match[3] and name != newest[match[1]]}
+
+
+def clock() -> datetime:
+    """The time by this machine's clock."""
+    return datetime.now(UTC)
+
+
+def pid_space() -> str:
+    """What tells the PIDs of this process's machine, since it was booted, and container from all others."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def _ended(pid: int, started: int) -> bool:
+    """Has the process ended, waited for or not? One that this user may not look at has not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    try:
+        state, start = _state_and_start(pid)
+    except OSError:
+        return False
+    return state in "ZX" or start != started
+
+
+def _state_and_start(pid: int) -> tuple[str, int]:
+    """A process's state (a letter, proc(5)) and the clock ticks from boot to its start. Raises: OSError."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+def _folder(branch: str) -> str:
+    return f"branches/{branch}/epochs"
+
+
+def _path(branch: str, number: int, renewal: int = 0) -> str:
+    return f"{_folder(branch)}/{number:08d}" + (f"/{renewal:08d}.json" if renewal else ".json")
+
+
+def _who(lease: Lease) -> str:
+    holder = lease.holder
+    return f"epoch {lease.epoch}: process {holder.pid} on {holder.host} since {lease.since}"

@@ -1,0 +1,77 @@
+"""A rank that behaves as `TrainerRank` does towards its group, without a model, in a module that imports little.
+
+Not here: the engine of a real rank (tests/engines/megatron).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import ray
+
+from rlpipe.errors import TrainerError
+from rlpipe.lineage import Lineage
+
+
+class Rank:
+    """Holds the name of a state. A collective that one rank does not join leaves the other waiting in it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.held: str | None = None
+        self.dirty = self.ready = False
+        self.heard: list[str] = []
+
+    def address(self, num_nodes: int) -> tuple[str, int]:
+        return "127.0.0.1" if num_nodes == 1 else "10.0.0.1", 29500 + self.rank
+
+    def status(self) -> dict[str, Any]:
+        return {"rank": self.rank, "held": self.held, "dirty": self.dirty, "ready": self.ready, "pid": os.getpid()}
+
+    def setup(self, spec: Any, master: tuple[str, int]) -> None:
+        self.heard.append(f"setup {spec.model_dir} {master[0]}:{master[1]}")
+        self.ready = True
+
+    def initialise(self, key: str, start_from: str | None) -> dict[str, Any]:
+        if self.held or self.dirty:
+            raise TrainerError("first weights into a trained engine", where=f"trainer/{self.rank}")
+        self.heard.append(f"initialise from {start_from}")
+        self.held = key
+        return {"state_digest": f"state of {key}"}
+
+    def restore(self, lineage: Lineage) -> dict[str, Any]:
+        if not self.ready:
+            raise TrainerError("this rank has not been set up", where=f"trainer/{self.rank}")
+        self.heard.append("restore")
+        self.held, self.dirty = lineage.target, False
+        return {"replayed": len(lineage.replay), "mismatch": None, "rank": self.rank}
+
+    def train(self, key: str, *, dies: int | None = None, raises: int | None = None) -> str:
+        if self.rank == raises:
+            raise TrainerError("no such batch", where=f"trainer/{self.rank}")
+        self.dirty, self.held = True, None
+        if self.rank == dies:
+            os._exit(1)
+        if (dies, raises) != (None, None):
+            time.sleep(600)
+        self.held, self.dirty = key, False
+        return f"{key} on {self.rank}"
+
+    def become(self, rank: int, **state: Any) -> None:
+        if rank == self.rank:
+            vars(self).update(state)
+
+    def divide_by_zero(self) -> float:
+        return 1 / 0
+
+    def log(self) -> list[str]:
+        return self.heard
+
+
+def start(rank: int) -> Any:
+    """The rank of this number, found by its name or started."""
+    remote: Any = ray.remote(Rank)
+    named = {"name": f"trainer-{rank}", "lifetime": "detached", "get_if_exists": True}
+    return remote.options(num_cpus=0, **named).remote(rank)

@@ -1,0 +1,91 @@
+"""Drivers of the branch `run` in processes of their own, told what to do through a pipe; and what they may not do.
+
+Not here: what comes of it (the tests).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from rlpipe.errors import Fenced, RlpipeError
+from rlpipe.store import epochs
+from rlpipe.store.branches import Branches
+from rlpipe.store.epochs import Epochs
+from rlpipe.store.files import Files
+from rlpipe.types import Commit, DataState, Stage
+
+
+def a_commit(iteration: int, epoch: int = 0) -> Commit:
+    parent = f"run/{iteration - 1:08d}" if iteration else None
+    nodes = {Stage.TRAIN: f"t{iteration}"}
+    data = DataState(draws=iteration)
+    return Commit(
+        branch="run", iteration=iteration, parent=parent, plan="p", nodes=nodes, data=data, config_digest="c", epoch=epoch
+    )
+
+
+def drive(files: Files, pipe: Connection, options: dict[str, Any]) -> None:
+    """A driver in a process of its own: acquires, then does as it is told; answers what came of it."""
+    if elsewhere := options.pop("pid_space", None):
+        epochs.pid_space = lambda: elsewhere
+    epoch: Any = None
+    calls: dict[str, Callable[..., object]] = {
+        "acquire": lambda: None,
+        "check": lambda: epoch.check(),
+        "renew": lambda: epoch.renew(),
+        "release": lambda: epoch.release(),
+        "commit": lambda k: Branches(files).commit(a_commit(k, epoch.number), fence=epoch.check),
+    }
+    call, arguments = "acquire", list[Any]()
+    while True:
+        try:
+            if epoch is None:
+                epoch = Epochs(files, skew_s=1.0).acquire("run", **options)
+            calls[call](*arguments)
+            pipe.send(epoch.number)
+        except RlpipeError as error:
+            pipe.send(error)
+        call, *arguments = pipe.recv()
+
+
+class Driver:
+    """Tells a driver in another process what to do; what it raised is raised here."""
+
+    def __init__(self, files: Files, **options: Any) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self.process = spawn.Process(target=drive, args=(files, theirs, options), daemon=True)
+        self.process.start()
+
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def answer(self) -> int:
+        """Its epoch, after what it was told last (first of all: to acquire)."""
+        assert self._pipe.poll(60), "no answer in a minute"
+        if isinstance(answer := self._pipe.recv(), Exception):
+            raise answer
+        return answer
+
+    def do(self, call: str, *arguments: object) -> int:
+        self._pipe.send((call, *arguments))
+        return self.answer()
+
+
+@contextmanager
+def refused(*texts: str) -> Iterator[None]:
+    """Fenced, with all these texts in its message."""
+    with pytest.raises(Fenced) as caught:
+        yield
+    missing = [text for text in texts if text not in str(caught.value)]
+    assert not missing, f"{missing} not in:\n{caught.value}"

@@ -1,0 +1,112 @@
+"""Epochs under any sequence of what drivers do, against a model of who may drive and who may commit."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from rlpipe.errors import Fenced
+from rlpipe.store import epochs
+from rlpipe.store.epochs import Epoch, Epochs, Holder
+from rlpipe.store.files import Files
+from rlpipe.store.gc import collect
+
+
+class Drivers(RuleBasedStateMachine):
+    """Drivers of three machines, of one clock, acquire, renew, give back, sleep, die and take over; garbage is collected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.directory = pytest.MonkeyPatch(), tempfile.TemporaryDirectory()
+        self.files = Files(self.directory.name)
+        self.now, self.machine, self.dead = datetime(2030, 1, 1, tzinfo=UTC), "here", set[int]()
+        self.epochs: list[Epoch] = []
+        self.home, self.until, self.free = "", self.now, True
+        self.patches.setattr(epochs, "clock", lambda: self.now)
+        self.patches.setattr(epochs, "pid_space", lambda: self.machine)
+        self.patches.setattr(epochs, "_ended", lambda pid, _: pid in self.dead)
+        self.patches.setattr(Holder, "here", self.holder)
+
+    def holder(self) -> Holder:
+        pid = len(self.epochs) + 1
+        return Holder(host=self.machine, pid_space=self.machine, pid=pid, started=0, attempt=str(pid))
+
+    def teardown(self) -> None:
+        self.patches.undo()
+        self.directory.cleanup()
+
+    @rule(machine=st.sampled_from(["here", "there", "far"]), takeover=st.booleans(), lease_s=st.sampled_from([10.0, 60.0]))
+    def acquire(self, machine: str, takeover: bool, lease_s: float) -> None:
+        near, killed = self.home == machine, len(self.epochs) in self.dead
+        silent = self.now > self.until + timedelta(seconds=0 if near else epochs.SKEW_S)
+        self.machine = machine
+        try:
+            epoch = Epochs(self.files).acquire("run", takeover=takeover, lease_s=lease_s)
+        except Fenced:
+            assert not (self.free or takeover or silent or (near and killed))
+            return
+        assert self.free or takeover or silent or (near and killed)
+        assert epoch.number == len(self.epochs) + 1
+        self.epochs.append(epoch)
+        self.home, self.until, self.free = machine, self.now + timedelta(seconds=lease_s), False
+
+    @precondition(lambda self: not self.free)
+    @rule()
+    def renew(self) -> None:
+        self.epochs[-1].renew()
+        self.until = self.now + timedelta(seconds=self.epochs[-1]._lease.lease_s)
+
+    @precondition(lambda self: self.epochs)
+    @rule()
+    def release(self) -> None:
+        self.epochs[-1].release()
+        self.free = True
+
+    @precondition(lambda self: len(self.epochs) > 1)
+    @rule(data=st.data())
+    def wake(self, data: st.DataObject) -> None:
+        """One that was replaced."""
+        late = self.epochs[data.draw(st.integers(0, len(self.epochs) - 2))]
+        with pytest.raises(Fenced):
+            late.renew()
+        late.release()
+
+    @precondition(lambda self: self.epochs)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        """One gives the branch back without knowing that it was replaced."""
+        late = self.epochs[data.draw(st.integers(0, len(self.epochs) - 1))]
+        late.release()
+        self.free = self.free or late is self.epochs[-1]
+
+    @precondition(lambda self: self.epochs)
+    @rule()
+    def die(self) -> None:
+        self.dead.add(len(self.epochs))
+
+    @rule(seconds=st.sampled_from([1.0, 11.0, 25.0, 75.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += timedelta(seconds=seconds)
+
+    @rule()
+    def clean(self) -> None:
+        collect(self.files, -1e6, dry_run=False)
+
+    @invariant()
+    def only_the_newest_may_commit(self) -> None:
+        allowed = []
+        for epoch in self.epochs[-2:]:
+            with suppress(Fenced):
+                Epoch(self.files, epoch._lease).check() if epoch.lost is None else epoch.check()
+                allowed.append(epoch.number)
+        assert allowed == ([] if self.free else [len(self.epochs)])
+
+
+def test_whatever_drivers_do_only_the_newest_may_commit_and_it_is_replaced_only_when_it_may_be():
+    run_state_machine_as_test(Drivers, settings=settings(max_examples=40, stateful_step_count=25, deadline=None))

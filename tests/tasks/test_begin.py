@@ -1,0 +1,146 @@
+"""A run goes on only as the run it was (tasks.begin: the checks, without any actor)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpipe.config.load import validate
+from rlpipe.config.run import RunConfig
+from rlpipe.errors import ConfigError
+from rlpipe.inputs import init_inputs
+from rlpipe.observe.progress import Progress
+from rlpipe.store.branches import Branches
+from rlpipe.store.epochs import Epochs
+from rlpipe.store.files import Files
+from tasks.begin import _differing, check_same_model, check_same_run
+from tasks.context import RunContext
+
+BASE: dict[str, Any] = {
+    "run": "run",
+    "num_rollout": 3,
+    "model": {"source": {"type": "huggingface", "hf_checkpoint": "/models/m"}},
+    "data": {"prompts": {"type": "file", "paths": ["a.jsonl"]}},
+    "rollout": {"rollout_batch_size": 4},
+    "reward": {"function": {"type": "math"}},
+    "evaluation": {"datasets": [{"name": "held", "prompts": {"type": "file", "paths": ["b.jsonl"]}}]},
+}
+
+
+def config(**sections: Any) -> RunConfig:
+    return validate({**BASE, **sections})
+
+
+@pytest.fixture
+def branches(tmp_path: Path) -> Branches:
+    """A store with the run of BASE in it, read anew."""
+    Branches(Files(tmp_path)).create("run", config().model_dump(mode="json"), "init")
+    return Branches(Files(tmp_path))
+
+
+def opened(folder: Path, model: Path) -> RunContext:
+    """The context of the run `begun`, without actors."""
+    source = {"type": "huggingface", "hf_checkpoint": str(model)}
+    run = config(run="begun", model={"source": source})
+    no_actors: Any = None
+    files = Files(folder / "store")
+    epoch = Epochs(files).acquire("begun", takeover=True)
+    return RunContext(run, folder / "home", str(model), files, no_actors, Progress("begun", 3), epoch)
+
+
+def refused(branches: Branches, **sections: Any) -> list[str]:
+    """The lines that say what differs."""
+    with pytest.raises(ConfigError) as caught:
+        check_same_run(branches, config(**sections))
+    assert caught.value.where == "run=run"
+    return [line.strip() for line in str(caught.value.found).splitlines()]
+
+
+def test_a_run_that_is_not_there_yet_may_begin(tmp_path: Path):
+    check_same_run(Branches(Files(tmp_path)), config())
+
+
+def test_a_run_goes_on_with_its_own_configuration(branches: Branches):
+    check_same_run(branches, config())
+
+
+def test_another_run_may_have_another_configuration(branches: Branches):
+    check_same_run(branches, config(run="other", seed=5))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"num_rollout": 30},
+        {"stop_when": {"metric": "eval/held/accuracy", "at_least": 0.5}},
+        {"checkpoint": {"save_interval": 1}},
+        {"resources": {"rollout_num_gpus": 2, "cluster": "shared"}},
+        {"engine": {"sglang": {"mem_fraction_static": 0.5}}},
+        {"evaluation": {**BASE["evaluation"], "eval_interval": 1}},
+        {"train": {"timeout_s": 5.0}, "sync": {"probe_samples": 0}},
+        {"rollout": {**BASE["rollout"], "flush_interval_s": 1.0}},
+    ],
+)
+def test_what_cannot_change_results_may_change(branches: Branches, sections: dict[str, Any]):
+    check_same_run(branches, config(**sections))
+
+
+def test_each_key_that_differs_is_named_with_what_it_was_and_is(branches: Branches):
+    train = {"optimizer": {"lr": 1e-5}, "global_batch_size": 2}
+    assert refused(branches, train=train, rollout={"rollout_batch_size": 8}) == [
+        "rollout.rollout_batch_size: was 4, now 8",
+        "train.global_batch_size: was None, now 2",
+        "train.optimizer.lr: was 1e-06, now 1e-05",
+    ]
+
+
+def test_a_run_whose_learning_rate_decays_over_its_length_keeps_its_length(tmp_path: Path):
+    branches, decaying = Branches(Files(tmp_path)), {"optimizer": {"lr_decay_style": "cosine"}}
+    branches.create("run", config(train=decaying).model_dump(mode="json"), "init")
+    check_same_run(branches, config(train=decaying))
+    (line,) = refused(branches, train=decaying, num_rollout=30)
+    assert line.endswith(": was 3, now 30")
+
+
+def test_another_seed_differs_wherever_it_goes(branches: Branches):
+    assert refused(branches, seed=1) == ["data.rollout_seed: was 0, now 1", "seed: was 0, now 1", "train.seed: was 0, now 1"]
+
+
+def test_another_kind_of_model_verifier_or_held_out_set_is_another_run(branches: Branches):
+    made = {"source": {"type": "made", "maker": "makers.make"}, "dtype": "float32"}
+    lines = refused(branches, model=made)
+    assert "model.dtype: was 'bfloat16', now 'float32'" in lines
+    assert "model.source.maker: was absent, now 'makers.make'" in lines
+    lines = refused(branches, reward={"function": {"type": "reasoning_gym"}})
+    assert "reward.function.type: was 'math', now 'reasoning_gym'" in lines
+    assert [line.partition(":")[0] for line in refused(branches, evaluation={})] == ["evaluation.datasets"]
+
+
+def test_a_model_may_move_but_not_change(tmp_path: Path):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    begun = opened(tmp_path, directory)
+    init = begun.nodes.commit(init_inputs(begun.config, begun.fingerprint, None).node())
+    begun.branches.create("begun", begun.config.model_dump(mode="json"), init.digest)
+    moved = directory.rename(tmp_path / "moved")
+    check_same_run(begun.branches, opened(tmp_path, moved).config)
+    check_same_model(opened(tmp_path, moved))
+    (moved / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="the model directory is another one") as caught:
+        check_same_model(opened(tmp_path, moved))
+    assert caught.value.where == "model.source"
+    assert str(moved) in str(caught.value.found)
+
+
+def test_keys_that_only_one_of_two_has_differ():
+    assert _differing({"a": 1, "b": {"c": 2}}, {"b": {"c": 2, "d": 3}}) == ["a: was 1, now absent", "b.d: was absent, now 3"]
+    assert _differing({"a": {"b": 1}}, {"a": None}) == ["a: was {'b': 1}, now None"]
+
+
+def test_a_list_is_the_tuple_that_it_was_read_from():
+    assert _differing({"a": [1, 2], "b": ()}, {"a": (1, 2), "b": []}) == []
+    assert _differing({"a": [1, 2]}, {"a": (2, 1)}) == ["a: was [1, 2], now (2, 1)"]
+    assert _differing({"a": [1]}, {"a": 1}) == ["a: was [1], now 1"]

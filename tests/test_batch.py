@@ -1,0 +1,163 @@
+"""Which samples are trained, and why the others are not (rlpipe.batch)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlpipe.batch import fix_batch
+from rlpipe.errors import DataError
+from rlpipe.rewards.base import RewardRow
+from rlpipe.types import Sample, Status
+
+VERSION = 3
+"""The weight version that is trained."""
+TRAINABLE = (Status.COMPLETED, Status.TRUNCATED)
+Row = tuple[Sample, RewardRow | None]
+
+
+def sample(group: int = 0, index: int = 0, status: Status = Status.COMPLETED, response: tuple[int, ...] = (3, 4, 5)) -> Sample:
+    """A sample whose tokens are its own: they say which sample a row of the batch is."""
+    ids = [1000 * group + 10 * index + token for token in response]
+    return Sample(
+        group_id=f"run:{group:08d}",
+        index=index,
+        prompt="p",
+        prompt_ids=[1, 2],
+        response_ids=ids,
+        rollout_log_probs=[-0.001 * token for token in ids],
+        status=status,
+    )
+
+
+def reward(of: Sample, value: float | None = 1.0) -> RewardRow:
+    return RewardRow(of.group_id, of.index, value, error=None if value is not None else "the verifier raised")
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> list[Row]:
+    """Samples of a rollout in any order, with whatever became of them, and their rewards if they have one."""
+    made: list[Row] = []
+    for group in range(draw(st.integers(1, 5))):
+        for index in range(draw(st.integers(1, 4))):
+            response = tuple(draw(st.lists(st.integers(0, 9), max_size=4)))
+            status = draw(st.sampled_from([*TRAINABLE * 4, *Status]))
+            versions = draw(
+                st.sampled_from([[]] + [[(len(response), VERSION)]] * 8 + [[(0, VERSION), (len(response), VERSION - 1)]])
+            )
+            one = replace(sample(group, index, status, response), weight_versions=versions)
+            value = draw(st.sampled_from([0.0, 0.0, 1.0, 0.5, -1.0, 1.0, None]))
+            made.append((one, draw(st.sampled_from([reward(one, value)] * 5 + [None]))))
+    return draw(st.permutations(made))
+
+
+def fit(row: Row, scored: bool) -> bool:
+    of, given_reward = row
+    rewarded = not scored or (given_reward is not None and given_reward.reward is not None)
+    fresh = all(version >= VERSION for _, version in of.weight_versions)
+    return of.status in TRAINABLE and bool(of.response_ids) and rewarded and fresh
+
+
+@given(rows(), st.booleans())
+def test_every_group_is_trained_whole_or_dropped_with_a_reason(given_rows: list[Row], scored: bool):
+    samples, rewards = [of for of, _ in given_rows], [row for _, row in given_rows if row is not None]
+    groups = {of.group_id for of in samples}
+    unfit = {row[0].group_id for row in given_rows if not fit(row, scored)}
+    if unfit == groups:
+        with pytest.raises(DataError, match="no group is left"):
+            fix_batch(samples, rewards, scored=scored, version=VERSION)
+        return
+    batch = fix_batch(samples, rewards, scored=scored, version=VERSION)
+    assert set(batch.dropped) == unfit
+    assert set(batch.dropped.values()) <= {"failed", "aborted", "empty", "stale", "reward_error"}
+    expected = sorted((of.group_id, of.index) for of in samples if of.group_id not in unfit)
+    assert list(zip(batch.group_ids, batch.indices, strict=True)) == expected
+    assert batch.groups == tuple(dict.fromkeys(group for group, _ in expected))
+
+
+@given(rows(), st.booleans())
+def test_each_row_of_the_batch_has_the_tokens_log_probs_and_reward_of_its_sample(given_rows: list[Row], scored: bool):
+    always = [(sample(9), reward(sample(9)))]
+    samples, rewards = zip(*(given_rows + always), strict=True)
+    batch = fix_batch(samples, [row for row in rewards if row is not None], scored=scored, version=VERSION)
+    by_key = {(of.group_id, of.index): (of, row) for of, row in zip(samples, rewards, strict=True)}
+    tokens = np.split(batch.columns.tokens, batch.columns.offsets[1:-1])
+    assert batch.columns.rollout_log_probs is not None
+    log_probs = np.split(batch.columns.rollout_log_probs, batch.columns.response_offsets[1:-1])
+    assert len(tokens) == len(batch.group_ids)
+    for number, key in enumerate(zip(batch.group_ids, batch.indices, strict=True)):
+        of, row = by_key[key]
+        assert tokens[number].tolist() == [*of.prompt_ids, *of.response_ids]
+        assert log_probs[number].tolist() == np.float32(of.rollout_log_probs).tolist()
+        assert batch.columns.prompt_lengths[number] == len(of.prompt_ids)
+        assert batch.rewards[number] == (row.reward if scored and row is not None else 0.0)
+
+
+@given(rows())
+def test_the_order_in_which_rows_come_does_not_matter(given_rows: list[Row]):
+    always = [(sample(9), reward(sample(9)))]
+    first, second = (
+        fix_batch([of for of, _ in order], [row for _, row in order if row is not None], scored=True, version=VERSION)
+        for order in (given_rows + always, always + given_rows[::-1])
+    )
+    assert (first.group_ids, first.indices, first.dropped) == (second.group_ids, second.indices, second.dropped)
+    assert np.array_equal(first.columns.tokens, second.columns.tokens)
+    assert np.array_equal(first.rewards, second.rewards)
+
+
+@pytest.mark.parametrize(
+    ("bad", "value", "reason"),
+    [
+        (sample(1, 1, Status.FAILED), None, "failed"),
+        (sample(1, 1, Status.ABORTED), 1.0, "aborted"),
+        (sample(1, 1, Status.PENDING), None, "aborted"),
+        (sample(1, 1, Status.TRUNCATED), None, "reward_error"),
+        (sample(1, 1), None, "reward_error"),
+        (replace(sample(1, 1), weight_versions=[(1, VERSION), (2, VERSION - 1)]), 1.0, "stale"),
+    ],
+)
+def test_one_unfit_sample_drops_its_group_and_no_other(bad: Sample, value: float | None, reason: str):
+    samples = [sample(0, 0), sample(1, 0), bad]
+    batch = fix_batch(samples, [reward(samples[0]), reward(samples[1]), reward(bad, value)], scored=True, version=VERSION)
+    assert batch.dropped == {"run:00000001": reason}
+    assert batch.groups == ("run:00000000",)
+
+
+def test_tokens_of_the_weights_that_are_trained_are_not_stale():
+    current = replace(sample(0, 0), weight_versions=[(3, VERSION)])
+    assert fix_batch([current, sample(0, 1)], [], scored=False, version=VERSION).dropped == {}
+    assert fix_batch([current, sample(1)], [], scored=False, version=VERSION + 1).dropped == {"run:00000000": "stale"}
+
+
+def test_a_reward_of_zero_is_a_reward():
+    batch = fix_batch(
+        [sample(0, 0), sample(0, 1)], [reward(sample(0, 0), 0.0), reward(sample(0, 1), 2.5)], scored=True, version=VERSION
+    )
+    assert batch.rewards.tolist() == [0.0, 2.5]
+    assert batch.dropped == {}
+
+
+def test_supervised_rows_need_no_reward_and_no_log_probs():
+    given_rows = [replace(sample(0), rollout_log_probs=None, loss_mask=[0, 1, 1])]
+    batch = fix_batch(given_rows, [], scored=False, version=VERSION)
+    assert batch.columns.rollout_log_probs is None
+    assert batch.columns.loss_mask.tolist() == [0, 1, 1]
+    with pytest.raises(DataError, match="no group is left"):
+        fix_batch(given_rows, [], scored=True, version=VERSION)
+
+
+def test_a_sample_without_a_loss_mask_counts_with_every_response_token():
+    batch = fix_batch([sample(0, 0), replace(sample(0, 1), loss_mask=[1, 0, 1])], [], scored=False, version=VERSION)
+    assert batch.columns.loss_mask.tolist() == [1, 1, 1, 1, 0, 1]
+
+
+def test_a_batch_without_groups_says_what_became_of_them():
+    samples = [sample(0, 0, Status.FAILED), sample(1), sample(2)]
+    with pytest.raises(DataError) as caught:
+        fix_batch(samples, [reward(samples[1], None)], scored=True, version=VERSION)
+    assert caught.value.found == "3 groups left out: 1 failed, 2 reward_error"
+    assert caught.value.where == "advantage"

@@ -1,0 +1,277 @@
+"""Which keys of the configuration decide which stages (rlpipe.inputs): neither one too many nor one too few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlpipe.config.base import Config
+from rlpipe.config.data import EvalDataset, FilePrompts, NoReward, RewardConfig
+from rlpipe.config.load import RECIPES, load_run, validate
+from rlpipe.config.run import RunConfig
+from rlpipe.inputs import (
+    Inputs,
+    advantage_inputs,
+    checkpoint_inputs,
+    config_digest,
+    eval_inputs,
+    init_inputs,
+    reward_inputs,
+    rollout_inputs,
+    sync_inputs,
+    train_inputs,
+)
+from rlpipe.store.files import Files
+from rlpipe.store.nodes import Nodes
+from rlpipe.types import Stage
+
+BASE: dict[str, Any] = {
+    "run": "run",
+    "num_rollout": 3,
+    "stop_when": {"metric": "eval/held/accuracy", "at_least": 0.5},
+    "model": {"source": {"type": "huggingface", "hf_checkpoint": "/models/m"}, "start_from": {"branch": "other"}},
+    "data": {"prompts": {"type": "file", "paths": ["a.jsonl"]}},
+    "rollout": {"rollout_batch_size": 4},
+    "reward": {"function": {"type": "math"}},
+    "evaluation": {
+        "datasets": [
+            {"name": "held", "prompts": {"type": "reasoning_gym", "task": "chain_sum", "size": 4}},
+            {
+                "name": "scored",
+                "prompts": {"type": "reasoning_gym", "task": "chain_sum", "size": 4},
+                "reward": {"function": {"type": "reasoning_gym"}},
+            },
+        ]
+    },
+}
+CONFIG = validate(BASE)
+HELD, SCORED = "eval held", "eval with a verifier of its own"
+
+EXPECTED = {
+    "rollout.": {Stage.ROLLOUT, HELD, SCORED},
+    "rollout.rollout_temperature": {Stage.ROLLOUT, Stage.ADVANTAGE, Stage.TRAIN, HELD, SCORED},
+    "reward.": {Stage.REWARD, HELD},
+    "advantage.": {Stage.ADVANTAGE},
+    "train.": {Stage.TRAIN},
+    "train.optimizer.": {Stage.INIT, Stage.TRAIN},
+    "train.seed": {Stage.INIT, Stage.TRAIN},
+    "model.dtype": {Stage.INIT},
+    "data.": {HELD, SCORED},
+    "data.prompts.": set(),
+    "evaluation.datasets.0.": {HELD},
+    "evaluation.datasets.1.": {SCORED},
+    "resources.actor_num_nodes": {Stage.INIT, Stage.TRAIN},
+    "resources.actor_num_gpus_per_node": {Stage.INIT, Stage.TRAIN},
+}
+"""Keys, or all below one (longest first), and the stages that they decide by themselves; all others decide none.
+
+The training prompts come through the plan, the model through its fingerprint, a start on another branch through that branch's
+checkpoint. The number of trainer ranks is a tuning key that decides all the same: sums are taken in another order.
+"""
+
+
+TUNING = {
+    "": "num_rollout",
+    "stop_when": "metric at_least",
+    "model.source": "hf_checkpoint",
+    "rollout": "flush_interval_s timeout_s",
+    "reward": "workers attempts sample_timeout_s timeout_s",
+    "advantage": "log_probs_max_tokens_per_gpu",
+    "train": "timeout_s",
+    "sync": "transport update_weight_buffer_size probe_samples max_logprob_difference timeout_s",
+    "checkpoint": "save_interval keep_local timeout_s",
+    "evaluation.datasets.1.reward": "workers attempts sample_timeout_s timeout_s",
+    "evaluation": "eval_interval skip_eval_before_train",
+    "engine": "sglang router server_concurrency request_timeout_s host "
+    "rollout_health_check_interval rollout_health_check_timeout",
+    "resources": "actor_num_nodes actor_num_gpus_per_node rollout_num_gpus rollout_num_gpus_per_engine "
+    "cluster ray_address threads_per_process start_timeout_s stop_grace_s",
+    "store": "root",
+    "observe": "tensorboard samples_in_report",
+}
+"""Section → the keys that decide nothing. A key that moves in or out of this table changes what is reused of old runs."""
+
+
+def leaves(model: Config, prefix: str = "", tuning: bool = False) -> Iterator[tuple[str, bool]]:
+    """Every dotted key of a configuration that has no keys below it, and whether it is a tuning key."""
+    for name, info in type(model).model_fields.items():
+        marked = tuning or bool(isinstance(info.json_schema_extra, dict) and info.json_schema_extra.get("tuning"))
+        value = getattr(model, name)
+        items = value if isinstance(value, tuple) else ()
+        if isinstance(value, Config):
+            yield from leaves(value, f"{prefix}{name}.", marked)
+        elif items and all(isinstance(item, Config) for item in items):
+            for number, item in enumerate(items):
+                yield from leaves(item, f"{prefix}{name}.{number}.", marked)
+        else:
+            yield prefix + name, marked
+
+
+LEAVES = dict(leaves(CONFIG))
+
+
+def changed(model: Any, key: str) -> Any:
+    """The configuration with another value under a key, whatever it means."""
+    name, _, rest = key.partition(".")
+    if isinstance(model, tuple):
+        return (*model[: int(name)], changed(model[int(name)], rest), *model[int(name) + 1 :])
+    value = getattr(model, name)
+    return model.model_copy(update={name: changed(value, rest) if rest else other(name, value)})
+
+
+def other(name: str, value: Any) -> Any:
+    if name == "reward":
+        return RewardConfig(function=NoReward(type="none"))
+    if isinstance(value, bool):
+        return not value
+    return value + 1 if isinstance(value, int | float) else "another"
+
+
+def digests(config: RunConfig) -> dict[str, str]:
+    """The digest of each stage, with the same parents."""
+    made = [
+        init_inputs(config, "model", "checkpoint"),
+        rollout_inputs(config, "model", "plan"),
+        reward_inputs(config, "rollout"),
+        advantage_inputs(config, "rollout", "reward", "before"),
+        train_inputs(config, "advantage", "before"),
+        sync_inputs("train"),
+        checkpoint_inputs("train"),
+    ]
+    evaluations = zip((HELD, SCORED), config.evaluation.datasets, strict=True)
+    of_stages = {inputs.stage: inputs.digest for inputs in made}
+    return of_stages | {name: eval_inputs(config, dataset, "train").digest for name, dataset in evaluations}
+
+
+def differing(first: RunConfig, second: RunConfig) -> set[str]:
+    before, after = digests(first), digests(second)
+    return {stage for stage, digest in before.items() if after[stage] != digest}
+
+
+def expected(key: str) -> set[str]:
+    found = [prefix for prefix in EXPECTED if key == prefix or (prefix.endswith(".") and key.startswith(prefix))]
+    return EXPECTED[max(found, key=len)] if found else set()
+
+
+def test_each_identity_key_changes_exactly_the_stages_that_it_decides():
+    found = {key: differing(CONFIG, changed(CONFIG, key)) for key, tuning in LEAVES.items() if not tuning}
+    assert found == {key: expected(key) for key in found}
+
+
+def test_only_these_keys_are_tuning_keys():
+    assert {key for key, tuning in LEAVES.items() if tuning} == {
+        f"{section}.{name}".strip(".") for section, names in TUNING.items() for name in names.split()
+    }
+
+
+def test_no_tuning_key_changes_a_digest_but_the_number_of_trainer_ranks():
+    found = {key: differing(CONFIG, changed(CONFIG, key)) for key, tuning in LEAVES.items() if tuning}
+    deciding = {key for key, stages in found.items() if stages}
+    assert deciding == {"resources.actor_num_nodes", "resources.actor_num_gpus_per_node"}
+    assert all(found[key] == expected(key) for key in deciding)
+
+
+@given(st.sets(st.sampled_from(sorted(LEAVES)), max_size=6))
+def test_several_changes_together_change_what_each_of_them_changes(keys: set[str]):
+    config = CONFIG
+    for key in sorted(keys):
+        config = changed(config, key)
+    decided = [expected(key) for key in keys if not LEAVES[key] or key.startswith("resources.actor_num")]
+    assert differing(CONFIG, config) == set().union(*decided)
+
+
+def test_the_kind_of_a_verifier_decides_rewards_and_the_evaluations_that_use_it():
+    gym = validate({**BASE, "reward": {"function": {"type": "reasoning_gym"}}})
+    assert differing(CONFIG, gym) == {Stage.REWARD, HELD}
+
+
+def test_the_length_of_a_run_matters_to_training_only_while_the_learning_rate_decays_over_it():
+    def longer(**optimizer: Any) -> set[str]:
+        short = {**BASE, "train": {"optimizer": optimizer}}
+        return differing(validate(short), validate({**short, "num_rollout": 5}))
+
+    assert longer() == set()
+    assert longer(lr_decay_style="cosine") == {Stage.TRAIN}
+    assert longer(lr_decay_style="cosine", lr_decay_steps=100) == set()
+
+
+def test_another_seed_of_the_run_is_another_order_of_prompts_and_other_random_numbers():
+    assert differing(CONFIG, validate({**BASE, "seed": 1})) == {Stage.INIT, Stage.TRAIN, HELD, SCORED}
+
+
+@pytest.mark.parametrize(
+    "changes", [(("x", "b", "c"), ("a", "b", "c")), (("a", "x", "c"), ("a", "b", "c")), (("a", "b", "x"), ("a", "b", "c"))]
+)
+def test_every_parent_decides(changes: tuple[tuple[str, str, str], ...]):
+    assert len({advantage_inputs(CONFIG, *parents).digest for parents in changes}) == 2
+    assert len({train_inputs(CONFIG, *parents[:2]).digest for parents in changes}) == len({parents[:2] for parents in changes})
+
+
+def test_model_plan_and_weights_decide():
+    pairs = [
+        (init_inputs(CONFIG, "model", None), init_inputs(CONFIG, "other", None)),
+        (init_inputs(CONFIG, "model", None), init_inputs(CONFIG, "model", "checkpoint")),
+        (rollout_inputs(CONFIG, "model", "plan"), rollout_inputs(CONFIG, "other", "plan")),
+        (rollout_inputs(CONFIG, "model", "plan"), rollout_inputs(CONFIG, "model", "other")),
+        (reward_inputs(CONFIG, "rollout"), reward_inputs(CONFIG, "other")),
+        (sync_inputs("weights"), sync_inputs("other")),
+        (checkpoint_inputs("weights"), checkpoint_inputs("other")),
+        (sync_inputs("weights"), checkpoint_inputs("weights")),
+        (eval_inputs(CONFIG, CONFIG.evaluation.datasets[0], "w"), eval_inputs(CONFIG, CONFIG.evaluation.datasets[0], "x")),
+    ]
+    assert [first.digest == second.digest for first, second in pairs] == [False] * len(pairs)
+
+
+def test_the_source_of_a_reward_function_decides_rewards_and_evaluations(tmp_path: Path):
+    hook = tmp_path / "mine.py"
+    hook.write_text("def reward(sample):\n    return 1.0\n")
+    config = validate({**BASE, "reward": {"function": {"type": "python", "path": f"{hook}:reward"}}})
+    before = digests(config)
+    hook.write_text("def reward(sample):\n    return 0.5\n")
+    after = digests(config)
+    assert {stage for stage in before if before[stage] != after[stage]} == {Stage.REWARD, HELD}
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_every_recipe_has_a_digest_for_every_stage(recipe: str):
+    config = load_run(recipe)
+    of_stages = [
+        init_inputs(config, "m", None),
+        rollout_inputs(config, "m", "p"),
+        reward_inputs(config, "r"),
+        advantage_inputs(config, "a", "b", "c"),
+        train_inputs(config, "a", "b"),
+        *(eval_inputs(config, dataset, "w") for dataset in config.evaluation.datasets),
+    ]
+    assert len({inputs.digest for inputs in of_stages}) == len(of_stages)
+    assert [inputs.digest for inputs in of_stages[:1]] == [init_inputs(load_run(recipe), "m", None).digest]
+
+
+def test_a_node_of_inputs_is_one_that_the_store_takes(tmp_path: Path):
+    inputs = train_inputs(CONFIG, "advantage", "before")
+    node = inputs.node(outputs={"state_digest": "s"})
+    assert (node.stage, node.digest, node.outputs) == (Stage.TRAIN, inputs.digest, {"state_digest": "s"})
+    assert Nodes(Files(tmp_path)).commit(node).digest == inputs.digest
+    assert inputs.digest != Inputs(Stage.TRAIN, inputs.parents).digest
+
+
+def test_the_content_of_a_held_out_file_decides_its_evaluation(tmp_path: Path):
+    def digest(name: str, content: str) -> str:
+        (tmp_path / name).write_text(content)
+        dataset = EvalDataset(name="held", prompts=FilePrompts(type="file", paths=(str(tmp_path / name),)))
+        return eval_inputs(CONFIG, dataset, "weights").digest
+
+    first = digest("a.jsonl", '{"prompt": "1"}')
+    assert digest("a.jsonl", '{"prompt": "1"}') == first
+    assert len({first, digest("a.jsonl", '{"prompt": "2"}'), digest("b.jsonl", '{"prompt": "1"}')}) == 3
+
+
+def test_the_digest_of_the_configuration_covers_tuning_keys_too():
+    others = [{"run": "b"}, {"num_rollout": 4}, {"sync": {"probe_samples": 0}}, {"train": {"timeout_s": 1.0}}, {"seed": 1}]
+    assert config_digest(CONFIG) == config_digest(validate(BASE))
+    assert len({config_digest(validate({**BASE, **changes})) for changes in [{}, *others]}) == 6

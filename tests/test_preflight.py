@@ -1,0 +1,115 @@
+"""What is wrong with a run is found before anything is started (rlpipe.preflight)."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlpipe.config.load import validate
+from rlpipe.config.run import RunConfig
+from rlpipe.errors import ConfigError, DataError, ResourceError
+from rlpipe.preflight import LEAST_FREE_BYTES, check
+
+ROW = '{"prompt": "1 + 1 =", "answer": "2"}\n'
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with all that a run needs."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    for name in ("train", "held"):
+        (tmp_path / f"{name}.jsonl").write_text(ROW * 3)
+    (tmp_path / "mine.py").write_text("def reward(sample):\n    return 1.0\n\n\ndef make(directory):\n    raise AssertionError\n")
+    return tmp_path
+
+
+def prompts(place: Path, name: str) -> dict[str, Any]:
+    return {"type": "file", "paths": [str(place / name)], "label_key": "answer"}
+
+
+def config(place: Path, held_reward: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
+    held = {"name": "held", "prompts": prompts(place, "held.jsonl"), "reward": held_reward}
+    values = {
+        "run": "run",
+        "num_rollout": 1,
+        "model": {"source": {"type": "huggingface", "hf_checkpoint": str(place / "model")}},
+        "data": {"prompts": prompts(place, "train.jsonl")},
+        "rollout": {"rollout_batch_size": 1},
+        "reward": {"function": {"type": "math"}},
+        "evaluation": {"datasets": [held]},
+    }
+    return validate({**values, **sections})
+
+
+def python(place: Path, name: str) -> dict[str, Any]:
+    return {"function": {"type": "python", "path": f"{place}/mine.py:{name}"}}
+
+
+def test_a_run_that_has_all_it_needs_passes_and_nothing_is_made(place: Path):
+    before = sorted(place.iterdir())
+    check(config(place), place / "home")
+    check(config(place, reward=python(place, "reward")), place / "home")
+    check(config(place, model={"source": {"type": "made", "maker": f"{place}/mine.py:make"}}), place / "home")
+    assert [path for path in sorted(place.iterdir()) if path.name != "__pycache__"] == before
+
+
+@pytest.mark.parametrize("name", ["train", "held"])
+def test_a_bad_row_of_any_prompt_file_is_named_with_its_line(place: Path, name: str):
+    (place / f"{name}.jsonl").write_text(ROW + '{"prompt": 3, "answer": "2"}\n')
+    with pytest.raises(DataError) as caught:
+        check(config(place), place)
+    assert caught.value.where == f"{place}/{name}.jsonl:2"
+
+
+@pytest.mark.parametrize("name", ["train", "held"])
+def test_a_prompt_file_that_is_missing_or_empty_is_named(place: Path, name: str):
+    (place / f"{name}.jsonl").write_text("")
+    with pytest.raises(DataError, match=rf"{name}\.jsonl: the prompt file is empty"):
+        check(config(place), place)
+    (place / f"{name}.jsonl").unlink()
+    with pytest.raises(DataError, match=rf"{name}\.jsonl: the prompt file cannot be read"):
+        check(config(place), place)
+
+
+def test_a_reward_function_that_is_not_there_is_named(place: Path):
+    with pytest.raises(ConfigError, match="there is no 'rewrad' in it"):
+        check(config(place, reward=python(place, "rewrad")), place)
+    with pytest.raises(ConfigError, match="there is no 'rewrad' in it"):
+        check(config(place, python(place, "rewrad")), place)
+
+
+def test_a_maker_that_is_not_there_is_named(place: Path):
+    with pytest.raises(ConfigError, match="there is no 'mak' in it"):
+        check(config(place, model={"source": {"type": "made", "maker": f"{place}/mine.py:mak"}}), place)
+
+
+def test_a_missing_model_directory_is_named(place: Path):
+    shutil.rmtree(place / "model")
+    with pytest.raises(ConfigError) as caught:
+        check(config(place), place)
+    assert caught.value.where == "model.source.hf_checkpoint"
+    assert str(place / "model") in str(caught.value.found)
+
+
+@pytest.mark.parametrize(("free", "enough"), [(LEAST_FREE_BYTES, True), (LEAST_FREE_BYTES - 1, False)])
+def test_too_little_room_on_the_disk_is_an_error(place: Path, monkeypatch: pytest.MonkeyPatch, free: int, enough: bool):
+    asked: list[Path] = []
+
+    def disk_usage(path: Path) -> Any:
+        asked.append(Path(path))
+        return SimpleNamespace(total=10 * free, used=9 * free, free=free)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    home = place / "not" / "made" / "yet"
+    if enough:
+        check(config(place), home)
+    else:
+        with pytest.raises(ResourceError, match="512 MiB free") as caught:
+            check(config(place), home)
+        assert caught.value.where == str(place)
+    assert asked == [place]

@@ -1,0 +1,235 @@
+"""The command line of a run: what it refuses, how it says so, and what it hands on (tools.train)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flows.train
+from rlpipe.config.load import home, load_run
+from rlpipe.errors import EngineUnavailable
+from tools import local_prefect, train
+
+RECIPE = """\
+num_rollout: 3
+model:
+  source: {{type: huggingface, hf_checkpoint: {place}/model}}
+data:
+  prompts: {{type: file, paths: [{place}/train.jsonl], label_key: answer}}
+rollout:
+  rollout_batch_size: 1
+reward:
+  function: {{type: math}}
+"""
+ROW = '{"prompt": "1 + 1 =", "answer": "2"}\n'
+Command = Callable[..., int]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a recipe, its prompts and its model."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text(ROW)
+    (tmp_path / "small.yaml").write_text(RECIPE.format(place=tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def driven(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
+    """What was handed on to be run; running it is left out."""
+    handed_on: list[argparse.Namespace] = []
+
+    def drive(arguments: argparse.Namespace) -> int:
+        handed_on.append(arguments)
+        return 0
+
+    monkeypatch.setattr(train, "drive", drive)
+    return handed_on
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, driven: list[argparse.Namespace]) -> Command:
+    """`main` with these arguments: its exit code."""
+
+    def run(*arguments: str | Path) -> int:
+        monkeypatch.setattr(sys, "argv", ["tools.train", *map(str, arguments)])
+        return train.main()
+
+    return run
+
+
+@pytest.fixture
+def refused(command: Command, driven: list[argparse.Namespace], capsys: pytest.CaptureFixture[str], place: Path) -> Callable:
+    """What is said of the recipe with these arguments, which must be refused before anything starts."""
+
+    def run(arguments: Sequence[str] = (), recipe: str | Path = place / "small.yaml") -> str:
+        assert command("--recipe", recipe, *arguments) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert driven == []
+        assert "Traceback" not in said.err
+        return said.err
+
+    return run
+
+
+def test_a_good_recipe_is_handed_on_with_what_was_asked(command: Command, driven: list, place: Path):
+    assert command("--recipe", place / "small.yaml", "--run", "mine", "num_rollout=5", "train.optimizer.lr=1e-5") == 0
+    (arguments,) = driven
+    assert (arguments.recipe, arguments.run) == (str(place / "small.yaml"), "mine")
+    assert arguments.overrides == ["num_rollout=5", "train.optimizer.lr=1e-5"]
+    assert not home().exists()
+
+
+def test_a_misspelt_key_is_refused_with_its_place_and_the_nearest_key(refused: Callable, place: Path):
+    override = "train.optimizer.lrr=1e-5"
+    said = f"ConfigError: train.optimizer.lrr (override {override}): unknown key\n  expected: lr\n"
+    assert refused([override]) == said
+    recipe = place / "small.yaml"
+    recipe.write_text(recipe.read_text().replace("num_rollout: 3", "num_rollout: 3\nnum_rolouts: 4"))
+    assert refused() == f"ConfigError: num_rolouts ({recipe}:2): unknown key\n  expected: num_rollout; or rollout\n"
+
+
+def test_a_missing_prompt_file_is_named(refused: Callable, place: Path):
+    (place / "train.jsonl").unlink()
+    said = refused()
+    assert said.startswith(f"DataError: {place}/train.jsonl: the prompt file cannot be read\n")
+    assert "  do:       " in said
+
+
+def test_an_empty_prompt_file_is_named(refused: Callable, place: Path):
+    (place / "train.jsonl").write_text("\n\n")
+    assert refused().startswith(f"DataError: {place}/train.jsonl: the prompt file is empty\n")
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ("{", "the line is not JSON"),
+        ('{"answer": "2"}', "the row has no 'prompt'"),
+        ('{"prompt": "1"}', "the row has no 'answer'"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_line(refused: Callable, place: Path, row: str, problem: str):
+    (place / "train.jsonl").write_text(ROW * 2 + row + "\n" + ROW)
+    assert refused().startswith(f"DataError: {place}/train.jsonl:3: {problem}\n")
+
+
+def test_a_missing_model_directory_is_named_with_its_key(refused: Callable, place: Path):
+    said = refused([f"model.source.hf_checkpoint={place}/nowhere"])
+    assert said.startswith("ConfigError: model.source.hf_checkpoint: not a Hugging Face model directory\n")
+    assert f"no directory {place}/nowhere" in said
+
+
+def test_a_recipe_that_is_not_there_is_refused_with_the_nearest(refused: Callable, place: Path):
+    assert "spell_backward" in refused(recipe="spell_backwards")
+    assert refused(recipe=place / "none.yaml").startswith(f"ConfigError: {place}/none.yaml: there is no such recipe file\n")
+
+
+def test_an_argument_that_is_no_override_is_refused(refused: Callable):
+    assert refused(["num_rollout"]).startswith("ConfigError: num_rollout: not an override\n")
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--recipe"], ["--recipe", "spell_backward", "--sed", "x"], ["--recipe", "r", "--seed", "x"]]
+)
+def test_a_command_line_that_makes_no_sense_ends_with_2(command: Command, driven: list, arguments: list[str]):
+    with pytest.raises(SystemExit) as caught:
+        command(*arguments)
+    assert caught.value.code == 2
+    assert driven == []
+
+
+def test_dump_config_prints_all_of_it_and_runs_nothing(
+    command: Command, driven: list, place: Path, capsys: pytest.CaptureFixture[str]
+):
+    (place / "train.jsonl").unlink()
+    assert command("--recipe", place / "small.yaml", "--run", "mine", "--dump-config", "train.optimizer.lr=1e-5") == 0
+    assert driven == []
+    dumped = place / "dumped.yaml"
+    dumped.write_text(capsys.readouterr().out)
+    assert load_run(dumped) == load_run(place / "small.yaml", ["train.optimizer.lr=1e-5"], "mine")
+
+
+def test_dump_config_of_a_bad_one_is_refused_too(refused: Callable):
+    assert "num_rollout" in refused(["--dump-config", "num_rollout=-1"])
+
+
+def test_home_is_where_the_flow_will_find_it(command: Command, place: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(place)
+    assert command("--recipe", "small.yaml", "--home", "elsewhere") == 0
+    assert home() == place / "elsewhere"
+    assert os.environ["RLPIPE_HOME"] == str(place / "elsewhere")
+
+
+@pytest.mark.parametrize(("given", "name"), [([], "small-seed7"), (["--run", "mine"], "mine")])
+def test_another_seed_is_a_run_of_its_own_unless_it_has_a_name(
+    command: Command, driven: list, place: Path, given: list[str], name: str
+):
+    assert command("--recipe", place / "small.yaml", "--seed", "7", *given, "rollout.rollout_batch_size=2") == 0
+    (arguments,) = driven
+    config = load_run(arguments.recipe, arguments.overrides, arguments.run)
+    assert (config.run, config.seed, config.train.seed, config.data.rollout_seed) == (name, 7, 7, 7)
+    assert config.rollout.rollout_batch_size == 2
+
+
+def test_seed_0_is_a_seed_too(command: Command, driven: list, place: Path):
+    assert command("--recipe", place / "small.yaml", "--seed", "0") == 0
+    assert (driven[0].run, driven[0].overrides) == ("small-seed0", ["seed=0"])
+
+
+class Flow:
+    """Stands in for the train flow and for the server around it: ends as it is told, and keeps what happened."""
+
+    def __init__(self) -> None:
+        self.ends: Any = None
+        self.log: list[Any] = []
+
+    async def __call__(self, *arguments: Any) -> Any:
+        self.log.append(arguments)
+        if isinstance(self.ends, BaseException):
+            raise self.ends
+        return self.ends
+
+    async def drain(self) -> None:
+        self.log.append("drained")
+
+    @contextmanager
+    def server(self, _: Path) -> Iterator[str]:
+        yield ""
+        self.log.append("server ended")
+
+
+@pytest.fixture
+def flow(monkeypatch: pytest.MonkeyPatch) -> Flow:
+    made = Flow()
+    monkeypatch.setattr(flows.train, "train", made)
+    monkeypatch.setattr(local_prefect, "local_prefect", made.server)
+    monkeypatch.setattr(local_prefect, "drain", made.drain)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ({"run": "mine", "accuracy_before": 0.25, "accuracy_after": 0.5}, 0, "mine: accuracy 0.250 → 0.500\nmine: see "),
+        ({"run": "mine", "accuracy_before": None, "accuracy_after": None}, 0, "mine: see "),
+        (EngineUnavailable("no answer", where="engine/0"), 1, "EngineUnavailable: engine/0: no answer\n"),
+        (KeyboardInterrupt(), 130, "\nstopped; the same command goes on"),
+    ],
+)
+def test_the_exit_code_says_how_the_run_ended(flow: Flow, ends: Any, code: int, said: str, capsys: pytest.CaptureFixture[str]):
+    flow.ends = ends
+    assert train.drive(argparse.Namespace(recipe="r", overrides=["seed=1"], run="mine", takeover=False)) == code
+    output = capsys.readouterr()
+    assert (output.err if code else output.out).startswith(said)
+    assert (output.out if code else output.err) == ""
+    assert flow.log == [("r", ["seed=1"], "mine", False), "drained", "server ended"]
