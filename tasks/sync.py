@@ -49,18 +49,20 @@ async def publish(it: RunContext, weights: str, *, version: int) -> dict[str, An
         return {"engines": 0, "bytes": 0, "seconds": 0.0}
     statuses = await it.cluster.engine_status()
     routing = await call(it.cluster.router.workers.remote(), where="router.workers", deadline_s=CALL_TIMEOUT_S)
-    if not all(status["alive"] and status["url"] in routing for status in statuses):
+    if routing is None or not all(status["alive"] for status in statuses):
         it.progress.stage("restart", note="an engine or the router had died")
         await it.cluster.serve(it.config, GeneratorSpec(it.config, it.model_dir, it.files.root))
         statuses = await it.cluster.engine_status()
     stamp = _stamp(it, weights, version)
     behind = {status["number"]: status["url"] for status in statuses if status["stamp"] != stamp}
-    if not behind:
-        return {"engines": 0, "bytes": 0, "seconds": 0.0}
-    await hold(it, weights)
-    await _mark(it, list(behind), unknown=True)
-    sent = await _push(it, weights, list(behind.values()), stamp)
-    await _mark(it, list(behind), unknown=False)
+    sent: dict[str, Any] = {"bytes": 0, "seconds": 0.0}
+    if behind:
+        await hold(it, weights)
+        await _mark(it, list(behind), unknown=True)
+        sent = await _push(it, weights, list(behind.values()), stamp)
+        await _mark(it, list(behind), unknown=False)
+    if admitted := [status["url"] for status in statuses if status["url"] not in (routing or ())]:
+        await call(it.cluster.router.admit.remote(admitted), where="router.admit", deadline_s=2 * CALL_TIMEOUT_S)
     return {"engines": len(behind), **sent}
 
 

@@ -40,8 +40,8 @@ CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TMPDIR": "tmp",
 }
-LONGEST_TMPDIR = 80
-"""Unix sockets are made in TMPDIR, and their paths end at 107 bytes."""
+LONGEST_TMPDIR = 107 - len("/torch-shm-dir-XXXXXX/manager.sock.12345")
+"""Unix sockets are made in TMPDIR, and their paths end at 107 bytes; torch's are the longest."""
 
 
 def keep_caches_in(home: Path) -> None:

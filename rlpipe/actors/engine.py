@@ -17,7 +17,7 @@ from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Server
-from rlpipe.errors import DeadlineExceeded, EngineError
+from rlpipe.errors import DeadlineExceeded, EngineError, EngineUnavailable
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,10 @@ class RouterActor:
         self._router: Router | None = None
         self._config: EngineConfig | None = None
 
-    def start(self, engine: EngineConfig, resources: ResourcesConfig, logs: str, workers: list[str]) -> str:
-        """Bring the router up unless it runs with this configuration, in front of exactly these engines; its URL.
+    def start(self, engine: EngineConfig, resources: ResourcesConfig, logs: str, engines: list[str]) -> str:
+        """Bring the router up unless it runs with this configuration, without engines other than these; its URL.
 
-        After a death it comes back at the same address, where requests wait for it.
+        After a death it comes back at the same address, where requests wait for it. Engines get requests once they are admitted.
         """
         if self._router is None or not self._router.alive or self._config != engine:
             self.stop()
@@ -116,16 +116,21 @@ class RouterActor:
             self._router = Router(engine, port=port, log_path=Path(logs) / "router.log")
             self._router.start()
             self._router.wait_ready(resources.start_timeout_s)
-        for known in {worker["url"] for worker in self._router.workers()} - set(workers):
+        for known in {worker["url"] for worker in self._router.workers()} - set(engines):
             self._router.remove(known)
-        for url in workers:
-            self._router.add(url)
         return self._router.url
 
-    def workers(self) -> list[str]:
-        """URLs of the engines it routes to; none if it does not run."""
+    def admit(self, workers: list[str]) -> None:
+        """Send requests to these engines from now on: they hold the published weights and are not paused."""
+        if self._router is None:
+            raise EngineUnavailable("the router has not been started", where="router")
+        for url in workers:
+            self._router.add(url)
+
+    def workers(self) -> list[str] | None:
+        """URLs of the engines it routes to; None if it does not run."""
         if self._router is None or not self._router.alive:
-            return []
+            return None
         return [worker["url"] for worker in self._router.workers()]
 
     def remove(self, workers: list[str]) -> None:

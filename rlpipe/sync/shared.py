@@ -31,7 +31,7 @@ class SharedBuffer:
         self._block = torch.empty(0, dtype=torch.uint8)
 
     def place(self, bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]] | None:
-        """The same tensors in shared memory; None if there is no room for them."""
+        """The same tensors in shared memory; None if there is no room for them, or no way to share it."""
         needed = sum(_aligned(tensor.nbytes) for _, tensor in bucket)
         if needed > len(self._block) and not self._grow(needed):
             return None
@@ -47,13 +47,16 @@ class SharedBuffer:
         self._block = torch.empty(0, dtype=torch.uint8)
         if not MEMORY.is_dir() or shutil.disk_usage(MEMORY).free < size_bytes * SPARE:
             return False
-        with by_name():
-            self._block = torch.empty(size_bytes, dtype=torch.uint8).share_memory_()
+        try:
+            with by_name():
+                self._block = torch.empty(size_bytes, dtype=torch.uint8).share_memory_()
+        except RuntimeError:  # torch's manager of shared memory did not start: no socket can be made in TMPDIR
+            return False
         return True
 
 
 def references(placed: Sequence[tuple[str, Tensor]]) -> bytes:
-    """The pickle that leads another process of this machine to these tensors."""
+    """The pickle that leads another process of this machine to these tensors. For one reader, once: torch counts them."""
     stream = io.BytesIO()
     with by_name():
         ForkingPickler(stream).dump(list(placed))

@@ -111,11 +111,13 @@ class _Push:
 
     async def send(self, bucket: Bucket, last: bool, copies: int) -> None:
         placed = self.shared.place(bucket) if self.shared is not None else None
-        body = pickle.dumps(bucket, protocol=pickle.HIGHEST_PROTOCOL) if placed is None else references(placed)
-        payload = [body] * copies
+        body = pickle.dumps(bucket, protocol=pickle.HIGHEST_PROTOCOL) if placed is None else b""
         stamp = self.stamp if last else None
         await self.each(
-            f"bucket {self.buckets}", lambda engine: engine.update_from_tensors(payload, weight_version=stamp, flush_cache=last)
+            f"bucket {self.buckets}",
+            lambda engine: engine.update_from_tensors(
+                [body or references(placed or ()) for _ in range(copies)], weight_version=stamp, flush_cache=last
+            ),
         )
         self.buckets += 1
         self.tensors += len(bucket)

@@ -42,6 +42,15 @@ def test_another_process_reads_what_was_placed_and_then_what_was_placed_next():
         ]
 
 
+def test_each_reader_gets_a_reference_of_its_own_and_the_block_outlives_them_all():
+    buffer = SharedBuffer()
+    for scale in (1.0, 2.0, 3.0):
+        placed = buffer.place([("a", torch.full((4,), scale))])
+        assert placed is not None
+        for _ in range(3):
+            assert read_elsewhere(references(placed)) == [f"a torch.float32 (4,) {4 * scale}"]
+
+
 def test_without_room_there_is_no_place(monkeypatch, tmp_path):
     monkeypatch.setattr(shared, "MEMORY", tmp_path / "none")
     assert SharedBuffer().place([("a", torch.ones(4))]) is None

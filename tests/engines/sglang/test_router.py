@@ -24,7 +24,7 @@ async def test_a_removed_engine_gets_nothing_and_an_added_one_does(live):
         live.router.remove(live.server.url)
         try:
             assert live.router.workers() == []
-            with pytest.raises(EngineUnavailable, match="no engine answered"):
+            with pytest.raises((EngineUnavailable, DeadlineExceeded)):
                 await client.generate([5], {"max_new_tokens": 2})
         finally:
             live.router.add(live.server.url)
