@@ -16,6 +16,7 @@
     ├── SyncError                        weights did not arrive as they were sent
     ├── RewardError                      a verifier failed
     ├── ResourceError                    a port, a disk, memory: the machine has not what is needed
+    ├── Superseded                       what a stage was given is not what counts any more
     ├── Mismatch                         two things that must be equal are not: a replayed state, an engine's weights
     ├── Fenced                           another driver owns this branch now
     └── DeadlineExceeded (TimeoutError)  something did not finish in its time
@@ -123,6 +124,10 @@ class ResourceError(RlpipeError):
 
 class Mismatch(RlpipeError):
     """Two things that must be equal are not, and trying again cannot make them so."""
+
+
+class Superseded(RlpipeError):
+    """What a stage was given is not what counts any more: the stage before has to run again."""
 
 
 class Fenced(RlpipeError):

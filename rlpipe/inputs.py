@@ -4,7 +4,7 @@ The digest over these is the stage's name in the store. Same inputs, same node, 
 
     plan ─ rollout ─ reward ─ advantage ─ train ─ checkpoint
                                  │          │ └── sync, eval
-               before ───────────┴──────────┘          (before: the train node, or init node, of the weights before)
+               before ───────────┴──────────┘          (before: the node of the weights before: train, init or segment)
 
 Not here: weight versions and engine answers, which are outputs; timeouts, ports, places, which change nothing.
 """
@@ -51,8 +51,14 @@ def init_inputs(config: RunConfig, fingerprint: str, start_from: str | None) -> 
 
 
 def rollout_inputs(config: RunConfig, fingerprint: str, plan: str) -> Inputs:
-    """Samples of a plan."""
-    return Inputs(Stage.ROLLOUT, {"plan": plan}, {**config.rollout.identity(), "model": fingerprint})
+    """Samples of a plan (the digest of its part 0). Where a filter chooses among scored groups, the reward decides too."""
+    settings, hooks = {**config.rollout.identity(), "model": fingerprint}, {}
+    if not config.rollout.static:
+        settings |= {"deterministic": config.deterministic, "async_buffer_size": config.async_buffer_size}
+    if path := config.rollout.dynamic_sampling_filter_path:
+        settings["reward"] = config.reward.identity()
+        hooks = {path: hook_digest(path), **_reward_hooks(config.reward)}
+    return Inputs(Stage.ROLLOUT, {"plan": plan}, settings, hooks)
 
 
 def reward_inputs(config: RunConfig, rollout: str) -> Inputs:
@@ -62,7 +68,12 @@ def reward_inputs(config: RunConfig, rollout: str) -> Inputs:
 
 def advantage_inputs(config: RunConfig, rollout: str, reward: str, before: str) -> Inputs:
     """The batch, scored with the weights before."""
-    settings = {**config.advantage.identity(), "temperature": config.rollout.rollout_temperature}
+    settings = {
+        **config.advantage.identity(),
+        "temperature": config.rollout.rollout_temperature,
+        "async_buffer_size": config.async_buffer_size,
+        "mask_offpolicy_in_partial_rollout": config.rollout.mask_offpolicy_in_partial_rollout,
+    }
     return Inputs(Stage.ADVANTAGE, {"rollout": rollout, "reward": reward, "before": before}, settings)
 
 
@@ -73,8 +84,17 @@ def train_inputs(config: RunConfig, advantage: str, before: str) -> Inputs:
         "temperature": config.rollout.rollout_temperature,
         "layout": layout(config),
         "total_optimizer_steps": schedule_length(config),
+        "deterministic": config.deterministic,
     }
     return Inputs(Stage.TRAIN, {"advantage": advantage, "before": before}, settings)
+
+
+def segment_inputs(weights: str, base: str, attempt: str) -> Inputs:
+    """The state that training from `base` (a checkpoint or init node) to the train node `weights` again came out as.
+
+    It could not be told beforehand: `attempt` is a random name, and another attempt is another segment.
+    """
+    return Inputs(Stage.SEGMENT, {"weights": weights, "base": base}, {"attempt": attempt})
 
 
 def sync_inputs(train: str) -> Inputs:

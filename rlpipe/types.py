@@ -19,7 +19,7 @@ Prompt = str | list[Message]
 
 
 class Stage(StrEnum):
-    """The stages of the DAG, and the two roots a branch can grow from."""
+    """The stages of the DAG, and what stands beside them: first weights, evaluations, states that a replay made anew."""
 
     INIT = "init"
     ROLLOUT = "rollout"
@@ -29,6 +29,7 @@ class Stage(StrEnum):
     SYNC = "sync"
     CHECKPOINT = "checkpoint"
     EVAL = "eval"
+    SEGMENT = "segment"
 
 
 class Status(StrEnum):
@@ -103,24 +104,41 @@ class PlannedGroup(Record):
     """Supervised rows only: the response that is given rather than sampled."""
     loss_mask: tuple[int, ...] = ()
     """Supervised rows only: 1 where a response token counts in the loss."""
+    earlier: str | None = None
+    """Of a group from the buffer: digest of the plan below which its rows so far lie. None: sample it from the start."""
+
+
+class BufferedGroup(Record):
+    """A group that was drawn and is neither trained nor dropped yet."""
+
+    group_id: str
+    plan: str
+    """Digest of the plan that has its prompt and seeds."""
+    rows: str | None = None
+    """Digest of the plan below which its rows (finished, or cut off) lie; None if nothing of it was sampled."""
+    oldest: int | None = None
+    """Oldest weight version among the tokens of those rows."""
+    finished: int | None = None
+    """Newest weight version among them, if every sample is finished; None: some go on."""
 
 
 class DataState(Record):
-    """Where the data source stands: the next draw, and the groups that wait in the buffer (by id, oldest first)."""
+    """Where the data source stands: the next draw, and the groups that wait in the buffer, oldest first."""
 
     epoch: int = 0
     offset: int = 0
     """Rows of this epoch already drawn."""
     draws: int = 0
     """Groups ever drawn along the branch; the next group id."""
-    buffer: tuple[str, ...] = ()
+    buffer: tuple[BufferedGroup, ...] = ()
 
 
 class Plan(Record):
-    """What iteration k will sample, written before the first request."""
+    """What iteration k will sample, written before the first request. Where that turns out too few, part 1 follows part 0."""
 
     branch: str
     iteration: int
+    part: int = 0
     groups: tuple[PlannedGroup, ...]
     before: DataState
     after: DataState
@@ -169,7 +187,8 @@ class Commit(Record):
     iteration: int
     parent: str | None = None
     """`branch/%08d` of the commit before; None for the first of a root branch."""
-    plan: str
+    plans: tuple[str, ...]
+    """Digests of the parts of its plan, in order."""
     nodes: dict[Stage, str]
     trained: tuple[str, ...] = ()
     """Group ids trained in this iteration."""

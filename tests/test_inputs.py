@@ -23,6 +23,7 @@ from rlpipe.inputs import (
     init_inputs,
     reward_inputs,
     rollout_inputs,
+    segment_inputs,
     sync_inputs,
     train_inputs,
 )
@@ -54,10 +55,13 @@ HELD, SCORED = "eval held", "eval with a verifier of its own"
 
 EXPECTED = {
     "rollout.": {Stage.ROLLOUT, HELD, SCORED},
+    "rollout.mask_offpolicy_in_partial_rollout": {Stage.ROLLOUT, Stage.ADVANTAGE, HELD, SCORED},
     "rollout.rollout_temperature": {Stage.ROLLOUT, Stage.ADVANTAGE, Stage.TRAIN, HELD, SCORED},
     "reward.": {Stage.REWARD, HELD},
     "advantage.": {Stage.ADVANTAGE},
+    "async_buffer_size": {Stage.ADVANTAGE},
     "train.": {Stage.TRAIN},
+    "deterministic": {Stage.TRAIN},
     "train.optimizer.": {Stage.INIT, Stage.TRAIN},
     "train.seed": {Stage.INIT, Stage.TRAIN},
     "model.dtype": {Stage.INIT},
@@ -79,11 +83,11 @@ TUNING = {
     "": "num_rollout",
     "stop_when": "metric at_least",
     "model.source": "hf_checkpoint",
-    "rollout": "flush_interval_s timeout_s",
+    "rollout": "flush_interval_s timeout_s max_sampling_rounds",
     "reward": "workers attempts sample_timeout_s timeout_s",
     "advantage": "log_probs_max_tokens_per_gpu",
     "train": "timeout_s",
-    "sync": "transport update_weight_buffer_size probe_samples max_logprob_difference timeout_s",
+    "sync": "in_flight transport update_weight_buffer_size probe_samples max_logprob_difference timeout_s",
     "checkpoint": "save_interval keep_local timeout_s",
     "evaluation.datasets.1.reward": "workers attempts sample_timeout_s timeout_s",
     "evaluation": "eval_interval skip_eval_before_train",
@@ -93,6 +97,7 @@ TUNING = {
     "cluster ray_address threads_per_process start_timeout_s stop_grace_s",
     "store": "root",
     "observe": "tensorboard samples_in_report",
+    "orchestration": "iterations deployment retries retry_delay_s timeout_s",
 }
 """Section → the keys that decide nothing. A key that moves in or out of this table changes what is reused of old runs."""
 
@@ -125,6 +130,10 @@ def changed(model: Any, key: str) -> Any:
 
 
 def other(name: str, value: Any) -> Any:
+    if name == "dynamic_sampling_filter_path":
+        return "rlpipe.rollout.filters.reward_nonzero_std"
+    if name == "over_sampling_batch_size":
+        return 9
     if name == "reward":
         return RewardConfig(function=NoReward(type="none"))
     if isinstance(value, bool):
@@ -185,6 +194,23 @@ def test_several_changes_together_change_what_each_of_them_changes(keys: set[str
     assert differing(CONFIG, config) == set().union(*decided)
 
 
+def test_a_sampling_filter_makes_its_source_and_the_reward_decide_the_rollout(tmp_path: Path):
+    hook = tmp_path / "keep.py"
+    hook.write_text("def keep(samples):\n    return True\n")
+    filtering = validate({**BASE, "rollout": {"rollout_batch_size": 4, "dynamic_sampling_filter_path": f"{hook}:keep"}})
+    before = digests(filtering)
+    gym = filtering.model_copy(update={"reward": RewardConfig.model_validate({"function": {"type": "reasoning_gym"}})})
+    assert differing(filtering, gym) == {Stage.ROLLOUT, Stage.REWARD, HELD}
+    hook.write_text("def keep(samples):\n    return False\n")
+    assert {stage for stage, digest in digests(filtering).items() if digest != before[stage]} == {Stage.ROLLOUT}
+
+
+@pytest.mark.parametrize("key", ["deterministic", "async_buffer_size"])
+def test_the_order_of_acceptance_and_the_staleness_bound_decide_rollouts_that_choose_their_groups(key: str):
+    choosing = changed(CONFIG, "rollout.over_sampling_batch_size")
+    assert Stage.ROLLOUT in differing(choosing, changed(choosing, key))
+
+
 def test_the_kind_of_a_verifier_decides_rewards_and_the_evaluations_that_use_it():
     gym = validate({**BASE, "reward": {"function": {"type": "reasoning_gym"}}})
     assert differing(CONFIG, gym) == {Stage.REWARD, HELD}
@@ -222,6 +248,9 @@ def test_model_plan_and_weights_decide():
         (sync_inputs("weights"), sync_inputs("other")),
         (checkpoint_inputs("weights"), checkpoint_inputs("other")),
         (sync_inputs("weights"), checkpoint_inputs("weights")),
+        (segment_inputs("weights", "base", "a"), segment_inputs("other", "base", "a")),
+        (segment_inputs("weights", "base", "a"), segment_inputs("weights", "other", "a")),
+        (segment_inputs("weights", "base", "a"), segment_inputs("weights", "base", "b")),
         (eval_inputs(CONFIG, CONFIG.evaluation.datasets[0], "w"), eval_inputs(CONFIG, CONFIG.evaluation.datasets[0], "x")),
     ]
     assert [first.digest == second.digest for first, second in pairs] == [False] * len(pairs)

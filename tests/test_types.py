@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rlpipe.types import Commit, DataState, NodeRef, Plan, PlannedGroup, Sample, Stage, Status, WeightVersion
+from rlpipe.types import BufferedGroup, Commit, DataState, NodeRef, Plan, PlannedGroup, Sample, Stage, Status, WeightVersion
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,40}", fullmatch=True)
 DIGESTS = st.from_regex(r"[0-9a-f]{64}", fullmatch=True)
@@ -21,7 +21,8 @@ def sample(**given: Any) -> Sample:
 
 
 def test_the_stages_are_in_the_order_of_the_dag():
-    assert [str(stage) for stage in Stage] == ["init", "rollout", "reward", "advantage", "train", "sync", "checkpoint", "eval"]
+    dag = ["init", "rollout", "reward", "advantage", "train", "sync", "checkpoint"]
+    assert [str(stage) for stage in Stage] == [*dag, "eval", "segment"]
 
 
 @pytest.mark.parametrize("status", Status)
@@ -53,8 +54,9 @@ def test_a_record_cannot_be_changed_and_refuses_keys_it_does_not_know():
 
 def test_records_come_back_from_json_as_they_were():
     group = PlannedGroup(group_id="run:00000000", prompt=[{"role": "user", "content": "hi"}], prompt_ids=(1, 2), seeds=(7, 8))
-    plan = Plan(branch="run", iteration=0, groups=(group,), before=DataState(), after=DataState(draws=1, buffer=("a",)))
-    commit = Commit(branch="run", iteration=0, plan="d", nodes={Stage.TRAIN: "t"}, data=plan.after, config_digest="c")
+    waiting = BufferedGroup(group_id="run:00000001", plan="p", rows="r", oldest=3)
+    plan = Plan(branch="run", iteration=0, groups=(group,), before=DataState(), after=DataState(draws=1, buffer=(waiting,)))
+    commit = Commit(branch="run", iteration=0, plans=("d",), nodes={Stage.TRAIN: "t"}, data=plan.after, config_digest="c")
     for record in (plan, commit, NodeRef(stage=Stage.EVAL, digest="e", outputs={"accuracy": 0.5})):
         assert type(record).model_validate_json(record.model_dump_json()) == record
 

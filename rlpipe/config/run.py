@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlpipe.config.base import Config, Tuning
 from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig, RolloutConfig
@@ -38,6 +38,22 @@ class StopCondition(Config):
     """Stop when it is this high."""
 
 
+class OrchestrationConfig(Config):
+    """How iterations become Prefect flow runs."""
+
+    iterations: Literal["in_process", "deployment"] = Tuning("in_process")
+    """`in_process`: subflows of the train flow (0.2 s each). `deployment`: a flow run of its own for each iteration, with a Retry
+    button; the next one starts up while this one runs."""
+    deployment: str = Tuning("iteration/iteration")
+    """`flow/deployment` that runs an iteration."""
+    retries: int = Tuning(default=3, ge=0)
+    """A failed or crashed iteration is put back so many times before the run fails."""
+    retry_delay_s: float = Tuning(default=15.0, ge=0)
+    """Before the first of them; doubled each time. A worker reports a crash twice, up to 11 s apart."""
+    timeout_s: float = Tuning(default=4 * 3600.0, gt=0)
+    """Deadline of one iteration, waiting for the ones before it included."""
+
+
 class RunConfig(Config):
     """One run: a branch of the store, from its first weights to `num_rollout` iterations."""
 
@@ -49,6 +65,15 @@ class RunConfig(Config):
     """End earlier; None: never."""
     seed: int = 0
     """Seeds everything that has no seed of its own: a made model's weights, data.rollout_seed, train.seed."""
+    async_buffer_size: int = Field(default=0, ge=0)
+    """S: rollouts may run so many iterations ahead of training, and no token older than S weight versions is trained.
+    0 is synchronous."""
+    deterministic: bool = False
+    """Bit-exact training and replay, and batches that do not depend on which group finished first, at some cost in speed.
+    On GPUs the engines sample by each request's seed too."""
+    fork_from: BranchModel | None = None
+    """Go on from a commit of another run, with its weights, optimizer state and place in the data, as a branch of its own under
+    this configuration. Excludes warm_start and model.start_from."""
     warm_start: str | None = None
     """Recipe of a run to finish first, as `{run}.warm_start` in the same store with the same seed; its last weights are
     this run's first."""
@@ -65,6 +90,7 @@ class RunConfig(Config):
     resources: ResourcesConfig = ResourcesConfig()
     store: StoreConfig = StoreConfig()
     observe: ObserveConfig = ObserveConfig()
+    orchestration: OrchestrationConfig = OrchestrationConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -95,12 +121,26 @@ class RunConfig(Config):
         measured = [f"eval/{dataset.name}/accuracy" for dataset in self.evaluation.datasets]
         if self.stop_when is not None and self.stop_when.metric not in measured:
             raise ValueError(f"stop_when.metric: nothing measures {self.stop_when.metric!r}, only {measured or 'nothing'}")
+        if self.async_buffer_size < self.sync.update_weights_interval - 1:
+            raise ValueError(
+                f"async_buffer_size = {self.async_buffer_size} must be at least sync.update_weights_interval - 1 = "
+                f"{self.sync.update_weights_interval - 1}: weights that old are sampled from between two pushes"
+            )
+        over = self.rollout.over_sampling_batch_size
+        if over is not None and over < self.rollout.rollout_batch_size:
+            raise ValueError(
+                f"rollout.over_sampling_batch_size = {over} must be at least rollout.rollout_batch_size = "
+                f"{self.rollout.rollout_batch_size}"
+            )
         ranks, model = self.resources.trainer_ranks, self.train.parallel.model_ranks
         if ranks % model:
             raise ValueError(
                 f"resources.actor_num_nodes × resources.actor_num_gpus_per_node = {ranks} ranks must be a multiple of "
                 f"train.parallel's TP × PP × CP = {model}"
             )
+        if self.fork_from is not None and self.start_from is not None:
+            other = "warm_start" if self.warm_start else "model.start_from"
+            raise ValueError(f"fork_from and {other}: a fork's first weights are its parent's; leave one of them out")
         if self.train.loss.kl_loss_coef and not self.advantage.reference:
             raise ValueError("train.loss.kl_loss_coef needs advantage.reference: true")
         supervised = self.rollout.type == "dataset"

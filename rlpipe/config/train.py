@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlpipe.config.base import Config, Tuning
 
@@ -58,6 +58,21 @@ class LossConfig(Config):
     """Estimator of that KL."""
     calculate_per_token_loss: bool = False
     """Mean over all tokens of the step, instead of the mean over samples of each sample's token mean."""
+    use_tis: bool = False
+    """Truncated importance sampling: each token's policy loss times exp(proximal - behaviour log-prob), cut to the two bounds
+    below. Corrects for tokens that older weights sampled, and for what engine and trainer compute differently."""
+    tis_clip: float = Field(default=2.0, gt=0)
+    """Upper bound of that weight."""
+    tis_clip_low: float = Field(default=0.0, ge=0)
+    """Lower bound of that weight."""
+
+    @model_validator(mode="after")
+    def _tis_fits(self):
+        if self.use_tis and self.type != "policy":
+            raise ValueError(f"use_tis corrects a policy loss; found type: {self.type}, whose tokens no engine sampled")
+        if self.tis_clip_low > self.tis_clip:
+            raise ValueError(f"tis_clip_low = {self.tis_clip_low} must be at most tis_clip = {self.tis_clip}")
+        return self
 
 
 class OptimizerConfig(Config):
@@ -104,6 +119,11 @@ class SyncConfig(Config):
 
     transport: Literal["tensor"] = Tuning("tensor")
     """`tensor`: over HTTP from the trainer to each engine (CUDA IPC where they share a GPU)."""
+    update_weights_interval: int = Field(default=1, ge=1)
+    """Push after every this many iterations; between two pushes engines sample with older weights (see async_buffer_size)."""
+    in_flight: Literal["drain", "abort", "in_place"] = Tuning("abort")
+    """Requests that run when a push is due. `drain`: they finish first. `abort`: they return, and go on from their tokens with
+    the new weights. `in_place`: the same inside the engine, which keeps them meanwhile (SGLang 0.5.21)."""
     update_weight_buffer_size: int = Tuning(default=512 * 1024**2, ge=1)
     """Bytes sent at once."""
     probe_samples: int = Tuning(default=4, ge=0)

@@ -3,7 +3,7 @@
 Nothing is remembered between calls (permutations are only cached), so a plan made twice from the same state is the same
 plan, in whatever process, and the state after it is all that a commit has to keep.
 
-Not here: sampling (`rollout`), writing plans (`store`), filling the buffer (the commit says what waits in it).
+Not here: sampling (`rollout`), writing plans (`store`), filling the buffer (a rollout says what waits in it).
 """
 
 from __future__ import annotations
@@ -19,19 +19,27 @@ from rlpipe.config.data import DataConfig, EvalDataset, RolloutConfig
 from rlpipe.data.prompts import PromptRow
 from rlpipe.data.tokens import encode_prompt, encode_supervised
 from rlpipe.errors import DataError
-from rlpipe.types import DataState, Plan, PlannedGroup
+from rlpipe.types import BufferedGroup, DataState, Plan, PlannedGroup
 
 
 class DataSource:
     """Draws prompts in epochs: each a permutation of all rows by (rollout_seed, epoch), one after the other without gaps."""
 
     def __init__(
-        self, rows: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase, data: DataConfig, rollout: RolloutConfig, branch: str
+        self,
+        rows: Sequence[PromptRow],
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        rollout: RolloutConfig,
+        branch: str,
+        *,
+        async_buffer_size: int = 0,
     ):
-        """Raises: DataError without rows."""
+        """`async_buffer_size`: how many weight versions old a token may be when it is trained. Raises: DataError without rows."""
         if not rows:
             raise DataError("the data source has no rows", where="data.prompts", found="0 rows", expected="at least one")
         self._rows, self._tokenizer, self._data, self._rollout, self._branch = rows, tokenizer, data, rollout, branch
+        self._async_buffer_size = async_buffer_size
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
     def __len__(self) -> int:
@@ -43,22 +51,35 @@ class DataSource:
         for row in self._rows:
             self._group(row, group_id="")
 
-    def plan(self, iteration: int, state: DataState, buffered: Iterable[PlannedGroup] = ()) -> Plan:
-        """The groups of one iteration: the oldest of the buffer first, then new draws up to `rollout_batch_size`.
+    def plan(self, iteration: int, state: DataState, *, part: int = 0, buffered: Iterable[PlannedGroup] = ()) -> Plan:
+        """One part of an iteration's plan: the oldest of the buffer first, then new draws, `groups_per_round` together.
 
-        `buffered` holds at least the groups that are taken from `state.buffer`, as earlier plans wrote them.
+        Part r + 1 starts from the state after part r. `buffered` holds at least the groups that are taken from `state.buffer`,
+        as earlier plans wrote them; which of their rows go on is decided here.
 
         Raises: DataError if a buffered group is not given, the state does not fit the rows, or a drawn row is wrong.
         """
         given = {group.group_id: group for group in buffered}
-        taken = state.buffer[: self._rollout.rollout_batch_size]
-        missing = [group_id for group_id in taken if group_id not in given]
+        taken = self.takes(state)
+        missing = [waiting.group_id for waiting in taken if waiting.group_id not in given]
         if missing:
             raise DataError("groups of the buffer were not given", where=f"{self._branch}/{iteration}", found=f"no {missing}")
-        drawn, after = self._draw(state, self._rollout.rollout_batch_size - len(taken))
+        drawn, after = self._draw(state, self._rollout.groups_per_round - len(taken))
         after = after.model_copy(update={"buffer": state.buffer[len(taken) :]})
-        groups = (*(given[group_id] for group_id in taken), *drawn)
-        return Plan(branch=self._branch, iteration=iteration, groups=groups, before=state, after=after)
+        again = (given[one.group_id].model_copy(update={"earlier": self._earlier(one, iteration)}) for one in taken)
+        return Plan(branch=self._branch, iteration=iteration, part=part, groups=(*again, *drawn), before=state, after=after)
+
+    def takes(self, state: DataState) -> tuple[BufferedGroup, ...]:
+        """The groups of the buffer that a plan from this state begins with."""
+        return state.buffer[: self._rollout.groups_per_round]
+
+    def _earlier(self, waiting: BufferedGroup, iteration: int) -> str | None:
+        """Where the rows lie from which the group goes on. None: its tokens would be too old, it is sampled from the start."""
+        bound = iteration - self._async_buffer_size
+        if waiting.oldest is None or waiting.oldest >= bound:
+            return waiting.rows
+        all_stale = waiting.finished is not None and waiting.finished < bound
+        return waiting.rows if self._rollout.mask_offpolicy_in_partial_rollout and not all_stale else None
 
     def _draw(self, state: DataState, count: int) -> tuple[list[PlannedGroup], DataState]:
         epoch, offset, draws = state.epoch, state.offset, state.draws

@@ -2,11 +2,14 @@
 
 Along the branch, and through what it was forked from, oldest first:
 
-    drawn       a planned group that does not come from the buffer was never drawn before
+    drawn       a planned group that does not come from the buffer was never drawn before, and is planned in one part only
     accounted   each group planned or buffered is then trained, dropped with a reason, or in the buffer: one of them
-    batches     the rows that were trained are those of the groups the commit says; no group is trained twice
-    rows        a trained group has rows in a rollout of the branch
-    cursor      each plan starts where the commit before it left the data source, and ends where its own does
+    batches     the rows that were trained are those of the groups the commit says, which its rollout accepted; none is
+                trained twice
+    rows        a trained group has rows in a rollout of the branch; so has a buffered one, where it says they lie
+    cursor      each plan starts where the commit before it (or the part before it) left the data source, and the commit ends
+                where its rollout says
+    epochs      no commit was made under an older epoch than one before it
     records     commits follow each other; nodes are there, have the digest of their inputs, and parents on this branch
     files       data files are there with their size, checksum and rows
 
@@ -23,7 +26,8 @@ from rlpipe.errors import ObjectCorrupt, ObjectMissing
 from rlpipe.store.branches import Branches, commit_name
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
-from rlpipe.store.plans import Plans
+from rlpipe.store.plans import Plans, plan_of_rows
+from rlpipe.store.segments import segment_problem
 from rlpipe.store.shards import read_rows
 from rlpipe.types import Commit, DataState, FileRecord, Node, Plan, Stage
 
@@ -67,8 +71,10 @@ class _Audit:
         self._data = DataState()
         self._drawn: set[str] = set()
         self._trained: dict[str, str] = {}
-        self._sampled: set[str] = set()
+        self._rows: set[tuple[str | None, str]] = set()
+        """(plan, group) whose rows lie below that plan, and (None, group)."""
         self._known: set[str] = set()
+        self._epochs: dict[str, int] = {}
 
     def add(self, rule: str, where: str, problem: str) -> None:
         self.findings.append(Finding(rule, where, problem))
@@ -81,31 +87,64 @@ class _Audit:
 
     def check(self, commit: Commit) -> None:
         where = commit_name(commit.branch, commit.iteration)
-        plan = self._readable("records", where, lambda: self._plans.read(commit.plan))
-        self._known.add(commit.plan)
-        if plan:
-            self._check_groups(commit, plan, where)
+        plans = [self._readable("records", where, lambda digest=digest: self._plans.read(digest)) for digest in commit.plans]
+        self._known.update(commit.plans)
+        if parts := [plan for plan in plans if plan]:
+            self._check_cursor(commit, parts, where)
+            self._check_groups(commit, parts, where)
+        if (newest := self._epochs.get(commit.branch, 0)) > commit.epoch:
+            self.add("epochs", where, f"it was made under epoch {commit.epoch}, after a commit of epoch {newest}")
+        self._epochs[commit.branch] = commit.epoch
         self._known.update(commit.nodes.values())
         for stage, digest in commit.nodes.items():
             if node := self._node(stage, digest, f"{where} {stage}"):
                 self._check_parents(node, f"{where} {stage}")
                 self._check_files(node)
                 self._check_rows(node, commit, where)
-        for group in sorted(set(commit.trained) - self._sampled):
-            self.add("rows", where, f"{group} was trained without rows in any rollout")
+                if node.stage is Stage.ROLLOUT:
+                    self._check_rollout(node, commit, where)
+        for group in sorted(set(commit.trained)):
+            if (None, group) not in self._rows:
+                self.add("rows", where, f"{group} was trained without rows in any rollout")
+        for waiting in commit.data.buffer:
+            if waiting.plan not in self._known:
+                self.add("rows", where, f"{waiting.group_id} waits with plan {waiting.plan}, which is not on this branch")
+            if waiting.rows is not None and (waiting.rows, waiting.group_id) not in self._rows:
+                self.add("rows", where, f"{waiting.group_id} waits without the rows it says it has")
         self._data = commit.data
 
-    def _check_groups(self, commit: Commit, plan: Plan, where: str) -> None:
+    def _check_cursor(self, commit: Commit, parts: list[Plan], where: str) -> None:
         before = self._data
-        if plan.before != before:
-            self.add("cursor", where, f"the plan starts at {plan.before}, the commit before it ended at {before}")
-        if plan.after != commit.data.model_copy(update={"buffer": plan.after.buffer}):
-            self.add("cursor", where, f"the plan ends at {plan.after}, the commit at {commit.data}")
-        buffered, planned = set(before.buffer), {group.group_id for group in plan.groups}
+        for number, plan in enumerate(parts):
+            if plan.before != before:
+                self.add("cursor", where, f"part {number} starts at {plan.before}, what is before it ended at {before}")
+            if (plan.branch, plan.iteration, plan.part) != (commit.branch, commit.iteration, number):
+                self.add("cursor", where, f"part {number} is part {plan.part} of {plan.branch}/{plan.iteration}")
+            before = plan.after
+        if before.model_copy(update={"buffer": ()}) != commit.data.model_copy(update={"buffer": ()}):
+            self.add("cursor", where, f"the plan ends at {before}, the commit at {commit.data}")
+
+    def _check_rollout(self, node: Node, commit: Commit, where: str) -> None:
+        said = {"after": None, "plans": None, "accepted": [], "dropped": {}, **node.outputs}
+        if said["after"] != commit.data.model_dump(mode="json"):
+            self.add("cursor", where, f"the rollout ends at {said['after']}, the commit at {commit.data}")
+        if said["plans"] != list(commit.plans):
+            self.add("records", where, f"the rollout names the plans {said['plans']}, the commit {list(commit.plans)}")
+        for group in sorted(set(commit.trained) - set(said["accepted"])):
+            self.add("batches", where, f"{group} was trained but not accepted")
+        for group in sorted(set(said["dropped"].items()) - set(commit.dropped.items())):
+            self.add("accounted", where, f"the rollout dropped {group[0]} ({group[1]}), the commit does not say so")
+
+    def _check_groups(self, commit: Commit, parts: list[Plan], where: str) -> None:
+        buffered = {waiting.group_id for waiting in self._data.buffer}
+        times = Counter(group.group_id for plan in parts for group in plan.groups)
+        planned = set(times)
         for group in sorted((planned - buffered) & self._drawn):
             self.add("drawn", where, f"{group} was drawn before")
+        for group in sorted(group for group, count in times.items() if count > 1):
+            self.add("drawn", where, f"{group} is planned {times[group]} times")
         self._drawn |= planned | buffered
-        fates = Counter([*commit.trained, *commit.dropped, *commit.data.buffer])
+        fates = Counter([*commit.trained, *commit.dropped, *(waiting.group_id for waiting in commit.data.buffer)])
         for group in sorted((planned | buffered) - set(fates)):
             self.add("accounted", where, f"{group} is neither trained nor dropped nor buffered")
         for group in sorted(set(fates) - planned - buffered):
@@ -122,8 +161,12 @@ class _Audit:
 
     def _check_parents(self, node: Node, where: str) -> None:
         for role, digest in node.parents.items():
-            if digest not in self._known:
-                self.add("records", where, f"its {role} {digest} is not on this branch")
+            if digest in self._known:
+                continue
+            if problem := segment_problem(self._nodes, digest, self._known):
+                self.add("records", where, f"its {role}: {problem}")
+            else:
+                self._known.add(digest)
 
     def _check_files(self, node: Node) -> None:
         for record in node.files:
@@ -136,11 +179,14 @@ class _Audit:
         tables = [record for record in node.files if record.rows is not None]
         if node.stage not in (Stage.ROLLOUT, Stage.ADVANTAGE) or not tables:
             return
+        if node.stage is Stage.ROLLOUT:
+            for record in tables:
+                found = self._readable("files", f"{where} {node.stage}", lambda record=record: self._groups([record])) or set()
+                self._rows |= {(place, group) for group in found for place in (None, plan_of_rows(record.path))}
+            return
         if (groups := self._readable("files", f"{where} {node.stage}", lambda: self._groups(tables))) is None:
             return
-        if node.stage is Stage.ROLLOUT:
-            self._sampled |= groups
-        elif groups != set(commit.trained):
+        if groups != set(commit.trained):
             self.add("batches", where, f"batch rows and commit differ in {sorted(groups ^ set(commit.trained))}")
 
     def _groups(self, records: list[FileRecord]) -> set[str]:

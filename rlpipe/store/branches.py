@@ -120,6 +120,26 @@ class Branches:
         path = _path(commit_name(branch, iteration))
         return unseal(Commit, self._files.read(path), self._files.url(path))
 
+    def parent_name(self, branch: str, iteration: int) -> str | None:
+        """Name of the commit that an iteration of a branch follows: of the branch itself, or the one it is a fork of.
+
+        None for the first of a root branch. Raises: StoreError for an iteration of before the fork; ObjectMissing, ObjectCorrupt.
+        """
+        fork = self.get(branch).parent
+        first = parse_commit_name(fork)[1] + 1 if fork else 0
+        if iteration < first:
+            where = commit_name(branch, iteration)
+            raise StoreError("not an iteration of this branch", where=where, expected=f"at least {first}: it is a fork of {fork}")
+        return fork if iteration == first else commit_name(branch, iteration - 1)
+
+    def before(self, branch: str, iteration: int) -> Commit | None:
+        """The commit that an iteration of a branch goes on from, a fork's first from another branch's; None for the very first.
+
+        Raises: as `parent_name`; ObjectMissing if that iteration is not committed.
+        """
+        parent = self.parent_name(branch, iteration)
+        return self.read(*parse_commit_name(parent)) if parent else None
+
     def commit(self, commit: Commit, fence: Callable[[], object] | None = None) -> Commit:
         """Record an iteration; returns the record that counts: ours, or an earlier one that says the same.
 
@@ -156,10 +176,8 @@ class Branches:
             commit = self.read(*parse_commit_name(commit.parent)) if commit.parent else None
 
     def _refuse_gap(self, commit: Commit) -> None:
-        fork = self.get(commit.branch).parent
-        first = parse_commit_name(fork)[1] + 1 if fork else 0
-        expected = fork if commit.iteration == first else commit_name(commit.branch, commit.iteration - 1)
-        if commit.iteration < first or commit.parent != expected:
+        expected = self.parent_name(commit.branch, commit.iteration)
+        if commit.parent != expected:
             name = commit_name(commit.branch, commit.iteration)
             raise StoreError("not the next commit of its branch", where=name, found=commit.parent, expected=expected)
         if expected is not None:

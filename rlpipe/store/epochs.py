@@ -17,6 +17,9 @@ Acquiring is one listing, one read, one write; `check` is one request for an obj
 Between a check and the write that follows it a takeover may still come. Then first writer wins: the new driver finds that
 commit and goes on from it, or is told that it differs. No batch is trained twice on one branch either way.
 
+A process that does a part of a driver's work (an iteration in a flow run of its own) joins its epoch: it carries that
+number, checks as its driver does, and is refused with it.
+
 Not here: when to check (`Branches.commit`, and whoever opens a run), or ending the other driver's processes.
 """
 
@@ -88,6 +91,8 @@ class Lease(Record):
     renewed: str
     lease_s: float
     released: bool = False
+    stand_in: bool = False
+    """Does it only finish what somebody asked for while there is no driver? A driver need not wait for it."""
 
     @property
     def until(self) -> datetime:
@@ -114,23 +119,45 @@ class Epochs:
                 return unseal(Lease, self._files.read(newest), self._files.url(newest))
         return None
 
-    def acquire(self, branch: str, *, takeover: bool = False, lease_s: float = LEASE_S) -> Epoch:
+    def acquire(self, branch: str, *, takeover: bool = False, stand_in: bool = False, lease_s: float = LEASE_S) -> Epoch:
         """Become the driver of a branch; call `keep` on what this returns, or `renew` in time.
 
+        A `stand_in` is replaced by the next driver without being asked.
         Raises: Fenced while another driver's lease runs (with `takeover`: if a third one was faster); StoreError.
         """
         held = self.newest(branch)
-        if held is not None and not takeover and not held.over(self._skew_s):
+        if held is not None and not takeover and not held.over(self._skew_s) and (stand_in or not held.stand_in):
             raise self._refusal(held)
         now = clock().isoformat(timespec="milliseconds")
         number = held.epoch + 1 if held else 1
-        lease = Lease(branch=branch, epoch=number, holder=Holder.here(), since=now, renewed=now, lease_s=lease_s)
+        holder = Holder.here()
+        lease = Lease(branch=branch, epoch=number, holder=holder, since=now, renewed=now, lease_s=lease_s, stand_in=stand_in)
         path = _path(branch, number)
         try:
             self._files.create(path, seal(lease, path))
         except ObjectConflict as error:
             raise self._refusal(unseal(Lease, self._files.read(path), self._files.url(path))) from error
         return Epoch(self._files, lease)
+
+    def join(self, branch: str, *, stand_in: bool) -> Epoch:
+        """Work under the newest epoch while its driver lives (checked, never renewed here); else become a stand-in for one.
+
+        Raises: Fenced instead if this shall be no `stand_in`; StoreError.
+        """
+        while True:
+            held = self.newest(branch)
+            if held is not None and not held.over(self._skew_s):
+                return Epoch(self._files, held, joined=True)
+            if not stand_in:
+                raise Fenced(
+                    "the driver that asked for this has ended",
+                    where=self._files.url(_folder(branch)),
+                    found=_who(held) if held else "no driver so far",
+                    expected="a driver whose lease runs",
+                    do="start the run again (or Retry its flow run): it puts this one back; Retry on this one does it alone",
+                )
+            with suppress(Fenced):  # somebody was faster: join them
+                return self.acquire(branch, stand_in=True)
 
     def _refusal(self, held: Lease) -> Fenced:
         allowed = 0 if held.holder.near else self._skew_s
@@ -147,14 +174,23 @@ class Epochs:
 
 
 class Epoch:
-    """The right to commit to a branch, until another driver takes it. Thread-safe; stays in its process."""
+    """The right to commit to a branch, until another driver takes it. Thread-safe; stays in its process.
 
-    def __init__(self, files: Files, lease: Lease) -> None:
+    One that is `joined` is another process's: it ends with the next one too, but this process neither renews nor releases it.
+    """
+
+    def __init__(self, files: Files, lease: Lease, *, joined: bool = False) -> None:
         self._files, self._lease, self._renewals = files, lease, 0
+        self.joined = joined
         self._lock, self._stopped = threading.Lock(), threading.Event()
         self._keeper = threading.Thread(target=self._renew_until_stopped, name=f"lease of {lease.branch}", daemon=True)
         self.lost: Fenced | None = None
         """Why this driver may not commit any more, as far as is known without asking the store."""
+
+    @property
+    def stand_in(self) -> bool:
+        """Is it held, by us or whom we joined, only while there is no driver?"""
+        return self._lease.stand_in
 
     @property
     def number(self) -> int:
@@ -163,7 +199,8 @@ class Epoch:
 
     def keep(self) -> None:
         """Renew the lease in the background until it is released or lost."""
-        self._keeper.start()
+        if not self.joined:
+            self._keeper.start()
 
     def check(self) -> None:
         """Ask the store whether this is still the newest epoch. Raises: Fenced, now and ever after; StoreError."""
@@ -179,8 +216,24 @@ class Epoch:
         if self.lost is not None:
             raise self.lost
 
+    def check_driver(self) -> None:
+        """`check`, and whether the driver that was joined is still there to wait for. Raises: Fenced; StoreError."""
+        self.check()
+        if not self.joined:
+            return
+        held = Epochs(self._files).newest(self._lease.branch)
+        if held is not None and held.epoch == self.number and held.over(SKEW_S):
+            raise Fenced(
+                "the driver that this works for has ended",
+                where=self._files.url(_path(self._lease.branch, self.number)),
+                found=_who(held),
+                expected="its lease renewed",
+                do="start the run again, or press Retry on its flow run",
+            )
+
     def renew(self) -> None:
         """Make the lease run from now. Raises: Fenced; StoreError."""
+        assert not self.joined, "the lease of a joined epoch is its driver's"
         with self._lock:
             self.check()
             self._write()
@@ -190,8 +243,9 @@ class Epoch:
         self._stopped.set()
         with self._lock:
             if self.lost is None:
-                with suppress(StoreError):
-                    self._write(released=True)
+                if not self.joined:
+                    with suppress(StoreError):
+                        self._write(released=True)
                 path = _path(self._lease.branch, self.number)
                 self.lost = Fenced("this driver has given the branch back", where=self._files.url(path))
 

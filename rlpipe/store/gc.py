@@ -22,6 +22,7 @@ from rlpipe.store.files import Files
 from rlpipe.store.local import Entry
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.plans import Plans, plan_path
+from rlpipe.store.segments import Segments
 from rlpipe.types import Node, Stage
 
 FOLDERS = ("nodes", "plans", "data", "checkpoints")
@@ -76,9 +77,10 @@ class _Reached:
         self._next[branch] = newest.iteration + 1 if newest else 0
         for commit in self._branches.walk(branch):
             if commit.branch != branch:
-                return  # the rest is another branch's own
-            self.paths.add(plan_path(commit.plan))
+                break  # the rest is another branch's own
+            self.paths.update(map(plan_path, commit.plans))
             self._add(*commit.nodes.values())
+        self._add(*(segment.segment for segment in Segments(self._files).of(branch)))
 
     def _add(self, *digests: str) -> None:
         """Nodes (or plans) of these digests, with all they were made of."""
@@ -93,10 +95,11 @@ class _Reached:
             self.paths.add(path)
 
     def _add_pending(self, growing: set[str]) -> None:
-        """Open plans, their groups, and the nodes that grew from them."""
+        """Open plans, their rows, and the nodes that grew from them."""
         for digest in growing:
             self.paths.add(plan_path(digest))
-            self.paths.update(self._files.list(Plans.groups_prefix(digest)))
+            for folder in (Plans.groups_prefix(digest), Plans.cut_prefix(digest)):
+                self.paths.update(self._files.list(folder))
         loose = {path: self._read(path) for path in self._homes.values() if path not in self.paths}
         while grown := [path for path, node in loose.items() if growing & set(node.parents.values())]:
             for digest in [loose.pop(path).digest for path in grown]:

@@ -4,6 +4,9 @@ Address and credentials come from the standard environment variables (AWS_ENDPOI
 retries what may be retried, and splits large files. A retried PUT whose first reply was lost answers "taken": the caller
 compares. Uploads of many parts that were killed are not objects; a bucket's lifecycle rule removes them.
 
+A store that has answered once and then cannot be reached (it restarts, the network is down) is asked again for OUTAGE_S seconds;
+one that never answered is an error at once: its address is wrong.
+
 Not here: comparing with what another writer wrote (`files`). Not fork-safe: `files` opens one per process.
 """
 
@@ -16,7 +19,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import s3fs
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+from botocore.exceptions import ConnectionError as BotoConnectionError
 
 from rlpipe.errors import ObjectMissing, StoreError, StoreFull
 from rlpipe.store.local import CHUNK_BYTES, Entry
@@ -25,7 +29,10 @@ MISSING = {"NoSuchKey", "404"}
 TAKEN = {"PreconditionFailed", "412", "NoSuchUpload"}
 BUSY = {"ConditionalRequestConflict", "OperationAborted", "409"}
 FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "507"}
+AILING = {"500", "502", "503", "504", "InternalError", "ServiceUnavailable", "SlowDown", "RequestTimeout"}
 BUSY_ATTEMPTS = 8
+OUTAGE_S = 120.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 ADVICE = "check the bucket and AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION"
 
 
@@ -35,6 +42,13 @@ def error_code(error: BaseException) -> str:
         if isinstance(response := getattr(candidate, "response", None), dict):
             return str(response.get("Error", {}).get("Code", ""))
     return ""
+
+
+def unreachable(error: BaseException) -> bool:
+    """Did no store answer, or only to say that it cannot just now?"""
+    if code := error_code(error):
+        return code in AILING
+    return isinstance(error, (ConnectionError, TimeoutError, HTTPClientError, BotoConnectionError))
 
 
 @contextmanager
@@ -58,6 +72,7 @@ class S3Backend:
         self._bucket, _, prefix = root.partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
         self._s3: Any = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
+        self._answered = False
 
     def url(self, path: str) -> str:
         return f"s3://{self._name(path)}".rstrip("/")
@@ -70,21 +85,26 @@ class S3Backend:
         """`create` with the content of the file `local`; above two chunks in parts, of which the last call decides."""
 
         def upload() -> None:
-            self._s3.put_file(local, self._name(path), mode="create", chunksize=CHUNK_BYTES, max_concurrency=4)
+            name = self._name(path)
+            self._ask(lambda: self._s3.put_file(local, name, mode="create", chunksize=CHUNK_BYTES, max_concurrency=4))
 
         return self._exclusively(path, upload)
 
     def read(self, path: str) -> bytes:
         with named_failures(self.url(path)):
-            return self._s3.cat_file(self._name(path), max_concurrency=1)
+            return self._ask(lambda: self._s3.cat_file(self._name(path), max_concurrency=1))
 
     def sha256(self, path: str) -> str:
-        with named_failures(self.url(path)), self._s3.open(self._name(path), "rb", block_size=CHUNK_BYTES) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        def digest() -> str:
+            with self._s3.open(self._name(path), "rb", block_size=CHUNK_BYTES) as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+
+        with named_failures(self.url(path)):
+            return self._ask(digest)
 
     def download(self, path: str, local: str) -> None:
         with named_failures(self.url(path)):
-            self._s3.get_file(self._name(path), local, chunksize=CHUNK_BYTES, max_concurrency=4)
+            self._ask(lambda: self._s3.get_file(self._name(path), local, chunksize=CHUNK_BYTES, max_concurrency=4))
 
     def stat(self, path: str) -> Entry | None:
         try:
@@ -99,7 +119,8 @@ class S3Backend:
         prefix, page = f"{self._prefix}{folder}/" if folder else self._prefix, {}
         while True:
             with named_failures(self.url(folder)):
-                page = self._s3.call_s3("list_objects_v2", Bucket=self._bucket, Prefix=prefix, **page)
+                where = {"Bucket": self._bucket, "Prefix": prefix, **page}
+                page = self._ask(lambda where=where: self._s3.call_s3("list_objects_v2", **where))
             for found in page.get("Contents", ()):
                 if not found["Key"].endswith("/"):
                     yield Entry(found["Key"].removeprefix(self._prefix), found["Size"], found["LastModified"].timestamp())
@@ -115,7 +136,24 @@ class S3Backend:
         return f"{self._bucket}/{self._prefix}{path}"
 
     def _call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
-        return self._s3.call_s3(method, Bucket=self._bucket, Key=self._prefix + path, **arguments)
+        return self._ask(lambda: self._s3.call_s3(method, Bucket=self._bucket, Key=self._prefix + path, **arguments))
+
+    def _ask(self, request: Callable[[], Any]) -> Any:
+        """The answer to a request, which is made again while the store is out, if it was ever there."""
+        end_s, pause_s = time.monotonic() + OUTAGE_S, FIRST_PAUSE_S
+        while True:
+            try:
+                answer = request()
+            except (OSError, ClientError, BotoCoreError) as error:
+                out = unreachable(error)
+                self._answered = self._answered or not out
+                if not (out and self._answered) or time.monotonic() + pause_s > end_s:
+                    raise
+            else:
+                self._answered = True
+                return answer
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _exclusively(self, path: str, put: Callable[[], object]) -> bool:
         for attempt in range(BUSY_ATTEMPTS):

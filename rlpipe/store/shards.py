@@ -74,8 +74,10 @@ class ShardWriter:
         return record
 
 
-def adopt(files: Files, prefix: str) -> list[tuple[FileRecord, list[str]]]:
+def adopt(files: Files, prefix: str, *, every: bool = False) -> list[tuple[FileRecord, list[str]]]:
     """The shards under a prefix, by name, each with the groups that count from it; shards that add none are left out.
+
+    `every`: each with all of its groups.
 
     Raises: ObjectCorrupt if a shard is not what its name says, or breaks a rule.
     """
@@ -84,7 +86,7 @@ def adopt(files: Files, prefix: str) -> list[tuple[FileRecord, list[str]]]:
     seen: set[str] = set()
     with ThreadPoolExecutor(READERS) as pool:
         for record, table in pool.map(lambda path: _read_named(files, path), paths):
-            groups = [group for group in dict.fromkeys(table["group_id"].to_pylist()) if group not in seen]
+            groups = [group for group in dict.fromkeys(table["group_id"].to_pylist()) if every or group not in seen]
             seen.update(groups)
             if groups:
                 adopted.append((record, groups))

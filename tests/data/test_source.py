@@ -11,7 +11,7 @@ from rlpipe.config.data import DataConfig, EvalDataset, FilePrompts, RolloutConf
 from rlpipe.data.prompts import PromptRow
 from rlpipe.data.source import DataSource, evaluation_plan, sample_seed
 from rlpipe.errors import DataError
-from rlpipe.types import DataState
+from rlpipe.types import BufferedGroup, DataState
 
 FILE = FilePrompts(type="file", paths=("x.jsonl",))
 
@@ -42,6 +42,10 @@ def source(count=5, batch=2, n=3, branch="run", shuffle=True, seed=1, **keys):
     data = DataConfig(prompts=FILE, rollout_shuffle=shuffle, rollout_seed=seed)
     config = rollout(rollout_batch_size=batch, n_samples_per_prompt=n, **keys)
     return DataSource(rows(count), LETTERS, data, config, branch)
+
+
+def buffer(*group_ids, **keys):
+    return tuple(BufferedGroup(group_id=group_id, plan="p", **keys) for group_id in group_ids)
 
 
 def drawn(source, num_plans):
@@ -100,20 +104,48 @@ def test_seeds_are_of_the_sample_and_differ():
 
 def test_the_oldest_of_the_buffer_go_first():
     earlier = source().plan(0, DataState())
-    waiting = (*(group.group_id for group in earlier.groups), "run:00000007", "run:00000008")
+    waiting = buffer(*(group.group_id for group in earlier.groups), "run:00000007", "run:00000008")
     state = DataState(epoch=0, offset=2, draws=9, buffer=waiting)
     plan = source(batch=2).plan(4, state, buffered=earlier.groups)
     assert plan.groups == earlier.groups
-    assert plan.after == state.model_copy(update={"buffer": ("run:00000007", "run:00000008")})
+    assert plan.after == state.model_copy(update={"buffer": buffer("run:00000007", "run:00000008")})
     state = state.model_copy(update={"buffer": waiting[:1]})
     plan = source(batch=2).plan(4, state, buffered=earlier.groups)
     assert [group.group_id for group in plan.groups] == ["run:00000000", "run:00000009"]
     assert plan.after == DataState(epoch=0, offset=3, draws=10)
 
 
+def test_part_r_plus_one_follows_part_r_and_asks_for_as_many_groups_again():
+    over = source(batch=2, over_sampling_batch_size=3)
+    first = over.plan(0, DataState())
+    second = over.plan(0, first.after, part=1)
+    assert [group.group_id for group in (*first.groups, *second.groups)] == [f"run:{draw:08d}" for draw in range(6)]
+    assert (first.part, second.part, second.before) == (0, 1, first.after)
+
+
+@pytest.mark.parametrize(
+    ("keys", "masking", "goes_on"),
+    [
+        ({"rows": None}, True, False),
+        ({"rows": "r", "oldest": 7}, False, True),
+        ({"rows": "r", "oldest": 6}, False, False),
+        ({"rows": "r", "oldest": 6}, True, True),
+        ({"rows": "r", "oldest": 5, "finished": 7}, True, True),
+        ({"rows": "r", "oldest": 5, "finished": 6}, True, False),
+        ({"rows": "r", "oldest": 7, "finished": 8}, False, True),
+    ],
+)
+def test_a_buffered_group_goes_on_from_its_rows_unless_they_are_too_old_to_be_trained(keys, masking, goes_on):
+    data, config = DataConfig(prompts=FILE), rollout(rollout_batch_size=1, mask_offpolicy_in_partial_rollout=masking)
+    bounded = DataSource(rows(5), LETTERS, data, config, "run", async_buffer_size=2)
+    earlier = bounded.plan(0, DataState())
+    plan = bounded.plan(9, DataState(buffer=buffer("run:00000000", **keys), draws=1), buffered=earlier.groups)
+    assert plan.groups[0] == earlier.groups[0].model_copy(update={"earlier": "r" if goes_on else None})
+
+
 def test_a_buffered_group_that_is_not_given_is_named():
     with pytest.raises(DataError, match=r"run/4[\s\S]*run:00000003"):
-        source().plan(4, DataState(buffer=("run:00000003",)))
+        source().plan(4, DataState(buffer=buffer("run:00000003")))
 
 
 def test_a_state_of_other_rows_is_refused():

@@ -9,7 +9,8 @@ from uuid import uuid4
 import pytest
 
 from rlpipe.store.files import Files
-from tests.servers import S3Server, seaweed
+from tests.servers import seaweed
+from tools.s3_server import S3Server
 
 
 @pytest.fixture(scope="session")

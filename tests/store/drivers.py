@@ -26,7 +26,7 @@ def a_commit(iteration: int, epoch: int = 0) -> Commit:
     nodes = {Stage.TRAIN: f"t{iteration}"}
     data = DataState(draws=iteration)
     return Commit(
-        branch="run", iteration=iteration, parent=parent, plan="p", nodes=nodes, data=data, config_digest="c", epoch=epoch
+        branch="run", iteration=iteration, parent=parent, plans=("p",), nodes=nodes, data=data, config_digest="c", epoch=epoch
     )
 
 

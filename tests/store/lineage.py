@@ -19,7 +19,7 @@ from rlpipe.store.plans import Plans
 from rlpipe.store.rows import rewards_to_table
 from rlpipe.store.schema import BATCH, from_ragged, make_table
 from rlpipe.store.shards import ShardWriter, data_folder, write_data, write_table
-from rlpipe.types import Commit, DataState, FileRecord, Node, Plan, PlannedGroup, Sample, Stage, Status
+from rlpipe.types import BufferedGroup, Commit, DataState, FileRecord, Node, Plan, PlannedGroup, Sample, Stage, Status
 
 
 @dataclass
@@ -98,21 +98,33 @@ class Run:
 
     def plan(self, iteration: int, before: DataState) -> Plan:
         drawn = [f"{self.branch}:{before.draws + n:08d}" for n in range(3)]
-        groups = tuple(PlannedGroup(group_id=g, prompt="p", prompt_ids=(1, 2), seeds=(7, 8)) for g in [*before.buffer, *drawn])
+        ids = [*(waiting.group_id for waiting in before.buffer), *drawn]
+        groups = tuple(PlannedGroup(group_id=g, prompt="p", prompt_ids=(1, 2), seeds=(7, 8)) for g in ids)
         after = DataState(offset=before.offset + 3, draws=before.draws + 3)
         return Plan(branch=self.branch, iteration=iteration, groups=groups, before=before, after=after)
 
-    def fates(self, plan: Plan) -> tuple[list[str], dict[str, str], tuple[str, ...]]:
+    def fates(self, plan: Plan) -> tuple[list[str], dict[str, str], str]:
         """Trained, dropped, buffered. What came from the buffer is trained."""
-        fresh = [g.group_id for g in plan.groups if g.group_id not in plan.before.buffer]
+        fresh = self.fresh(plan)
         dropped = {fresh[1]: "filtered"} if plan.iteration % 2 else {}
         trained = [g.group_id for g in plan.groups if g.group_id not in dropped and g.group_id != fresh[0]]
-        return trained, dropped, (fresh[0],)
+        return trained, dropped, fresh[0]
+
+    @staticmethod
+    def fresh(plan: Plan) -> list[str]:
+        """The groups that the plan drew itself."""
+        waited = {waiting.group_id for waiting in plan.before.buffer}
+        return [g.group_id for g in plan.groups if g.group_id not in waited]
+
+    def after(self, plan: Plan, digest: str) -> DataState:
+        """The state after an iteration: its one buffered group has rows."""
+        waiting = BufferedGroup(group_id=self.fates(plan)[2], plan=digest, rows=digest, oldest=0, finished=0)
+        return plan.after.model_copy(update={"buffer": (waiting,)})
 
     def nodes(self, plan: Plan, digest: str, newest: Commit | None, stop_after: Stage | None) -> dict[Stage, str]:
         trained, dropped, _ = self.fates(plan)
         writer = ShardWriter(self.files, Plans.groups_prefix(digest), plan.iteration)
-        fresh = [group(g.group_id) for g in plan.groups if g.group_id not in plan.before.buffer]
+        fresh = [group(group_id) for group_id in self.fresh(plan)]
         shards = [writer.write(fresh[:1]), writer.write(fresh[1:], dropped)]
         state = newest.nodes[Stage.TRAIN] if newest else Branches(self.files).get(self.branch).init
         made: dict[Stage, str] = {}
@@ -122,6 +134,10 @@ class Run:
                 parents["state"] = state
             node = make_node(stage, dict(parents))
             node = node.model_copy(update={"files": tuple(self.stage_files(node, shards, trained))})
+            if stage is Stage.ROLLOUT:
+                after = self.after(plan, digest).model_dump(mode="json")
+                outputs = {"plans": [digest], "after": after, "dropped": dropped, "accepted": trained}
+                node = node.model_copy(update={"outputs": outputs})
             made[stage] = Nodes(self.files).commit(node).digest
             parents = {str(stage): node.digest}
             if stage is stop_after:
@@ -140,15 +156,15 @@ class Run:
         return [write_data(self.files, folder, "packing.json", b"[]")]
 
     def commit_of(self, plan: Plan, digest: str, nodes: dict[Stage, str], newest: Commit | None) -> Commit:
-        trained, dropped, buffer = self.fates(plan)
+        trained, dropped, _ = self.fates(plan)
         return Commit(
             branch=self.branch,
             iteration=plan.iteration,
             parent=commit_name(newest.branch, newest.iteration) if newest else None,
-            plan=digest,
+            plans=(digest,),
             nodes=nodes,
             trained=tuple(trained),
             dropped=dropped,
-            data=plan.after.model_copy(update={"buffer": buffer}),
+            data=self.after(plan, digest),
             config_digest="0" * 64,
         )

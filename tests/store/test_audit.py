@@ -12,8 +12,9 @@ from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes, node_path
 from rlpipe.store.plans import Plans, plan_path
+from rlpipe.store.records import seal
 from rlpipe.store.shards import data_folder, write_table
-from rlpipe.types import Commit, Plan, Stage
+from rlpipe.types import Commit, DataState, Plan, Stage
 from tests.store.lineage import Run, batch_table, make_node
 
 
@@ -31,6 +32,11 @@ def test_a_good_branch_and_its_fork_have_no_findings(files: Files):
     assert check_branch(files, "run") == []
     assert check_branch(files, "fork") == []
     assert [c.iteration for c in Branches(files).walk("fork")] == [3, 2, 1, 0]
+
+
+def waits(commit: Commit, **changes: object) -> DataState:
+    """The state after a commit, with another entry in its buffer."""
+    return commit.data.model_copy(update={"buffer": (commit.data.buffer[0].model_copy(update=changes),)})
 
 
 class BrokenRun(Run):
@@ -61,7 +67,15 @@ class BrokenRun(Run):
         (lambda c: {"trained": (*c.trained, "run:99999999")}, "rows", "trained without rows in any rollout"),
         (lambda c: {"trained": c.trained[1:], "dropped": {c.trained[0]: "stale"}}, "batches", "batch rows and commit differ"),
         (lambda c: {"data": c.data.model_copy(update={"offset": 0})}, "cursor", "the plan ends at"),
-        (lambda c: {"plan": "0" * 64}, "records", "there is no such object"),
+        (lambda c: {"data": c.data.model_copy(update={"offset": 0})}, "cursor", "the rollout ends at"),
+        (lambda c: {"data": waits(c, rows="0" * 64)}, "rows", "waits without the rows it says it has"),
+        (lambda c: {"data": waits(c, plan="0" * 64)}, "rows", "which is not on this branch"),
+        (lambda c: {"data": waits(c, oldest=5)}, "cursor", "the rollout ends at"),
+        (lambda c: {"plans": (*c.plans, c.plans[0])}, "cursor", "part 1 starts at"),
+        (lambda c: {"plans": (*c.plans, c.plans[0])}, "drawn", "planned 2 times"),
+        (lambda c: {"plans": (*c.plans, c.plans[0])}, "records", "the rollout names the plans"),
+        (lambda c: {"trained": (*c.trained, c.data.buffer[0].group_id)}, "batches", "was trained but not accepted"),
+        (lambda c: {"plans": ("0" * 64,)}, "records", "there is no such object"),
         (lambda c: {"nodes": {**c.nodes, Stage.SYNC: "0" * 64}}, "records", "there is no such object"),
     ],
 )
@@ -85,6 +99,26 @@ def test_a_group_that_is_drawn_twice_is_found(local_files: Files):
     found = [(f.rule, f.where, f.problem) for f in check_branch(local_files, "run")]
     assert ("drawn", "run/00000002", "run:00000001 was drawn before") in found
     assert ("batches", "run/00000002", "run:00000001 was trained in run/00000000 already") in found
+
+
+def test_a_drop_of_the_rollout_that_the_commit_does_not_tell_is_found(local_files: Files):
+    run = BrokenRun(local_files, commit=lambda c: {"dropped": dict.fromkeys(c.dropped, "another reason")}).start()
+    run.fates = lambda plan: (lambda t, d, b: (t[1:], {**d, t[0]: "dull"}, b))(*Run.fates(run, plan))  # type: ignore[method-assign]
+    for _ in range(3):
+        run.iterate()
+    found = [finding for finding in check_branch(local_files, "run") if "the commit does not say so" in finding.problem]
+    assert [(finding.rule, finding.where) for finding in found] == [("accounted", "run/00000002")]
+
+
+def test_a_commit_of_a_driver_that_was_replaced_is_found(local_files: Files):
+    run = BrokenRun(local_files, commit=lambda c: {"epoch": 7}).start()
+    for _ in range(3):
+        run.iterate()
+    newest = Branches(local_files).read("run", 2)
+    late = newest.model_copy(update={"iteration": 3, "parent": "run/00000002", "epoch": 0})
+    local_files.create("branches/run/00000003.json", seal(late, "late"))
+    found = [(finding.where, finding.problem) for finding in check_branch(local_files, "run") if finding.rule == "epochs"]
+    assert found == [("run/00000003", "it was made under epoch 0, after a commit of epoch 7")]
 
 
 def test_a_skipped_prompt_is_found(local_files: Files):
@@ -142,7 +176,9 @@ def test_a_damaged_file_is_named_with_its_rule(local_files: Files):
     local_files.delete(batch.path)
     assert ("files", local_files.url(batch.path)) in {(f.rule, f.where) for f in check_branch(local_files, "run")}
     local_files.delete(node_path(Stage.REWARD, commit.nodes[Stage.REWARD]))
-    local_files.delete(plan_path(commit.plan))
+    local_files.delete(plan_path(commit.plans[0]))
     found = {(f.rule, f.where) for f in check_branch(local_files, "run")}
     assert {("records", "run/00000000 reward"), ("records", "run/00000000")} <= found
-    assert Plans.groups_prefix(commit.plan) in Nodes(local_files).get(Stage.ROLLOUT, commit.nodes[Stage.ROLLOUT]).files[0].path
+    assert (
+        Plans.groups_prefix(commit.plans[0]) in Nodes(local_files).get(Stage.ROLLOUT, commit.nodes[Stage.ROLLOUT]).files[0].path
+    )

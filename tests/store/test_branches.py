@@ -16,7 +16,7 @@ def commit(iteration: int, branch: str = "run", parent: str | None = "", **chang
     """A commit that follows on its own branch, unless told otherwise."""
     if parent == "":
         parent = commit_name(branch, iteration - 1) if iteration else None
-    content = {"plan": "p", "nodes": {Stage.TRAIN: f"t{iteration}"}, "data": DataState(draws=iteration), "config_digest": "c"}
+    content = {"plans": ("p",), "nodes": {Stage.TRAIN: f"t{iteration}"}, "data": DataState(draws=iteration), "config_digest": "c"}
     return Commit(branch=branch, iteration=iteration, parent=parent, **{**content, **changes})
 
 
@@ -75,7 +75,7 @@ def test_committing_the_same_again_is_success(files: Files):
 
 
 @pytest.mark.parametrize(
-    "change", [{"nodes": {Stage.TRAIN: "x"}}, {"trained": ("g",)}, {"data": DataState(draws=9)}, {"plan": "q"}]
+    "change", [{"nodes": {Stage.TRAIN: "x"}}, {"trained": ("g",)}, {"data": DataState(draws=9)}, {"plans": ("q",)}]
 )
 def test_committing_something_else_is_refused_and_named(files: Files, change: dict):
     branches = started(files, 1)
@@ -114,7 +114,7 @@ def test_a_fork_goes_on_from_its_parent_and_leaves_it_alone(files: Files):
     branches = started(files, 4)
     branches.create("fork", {"lr": 1e-5}, "init", parent="run/00000001")
     assert branches.newest("fork") == branches.read("run", 1)
-    with pytest.raises(StoreError, match="not the next commit"):
+    with pytest.raises(StoreError, match="not an iteration of this branch"):
         branches.commit(commit(0, "fork"))
     branches.commit(commit(2, "fork", parent="run/00000001"))
     branches.commit(commit(3, "fork"))
@@ -122,6 +122,20 @@ def test_a_fork_goes_on_from_its_parent_and_leaves_it_alone(files: Files):
     assert [c.branch for c in branches.walk("run")] == ["run"] * 4
     with pytest.raises(ObjectMissing):
         branches.create("other", {}, "init", parent="run/00000009")
+
+
+def test_what_an_iteration_follows_is_found_across_the_fork(files: Files):
+    branches = started(files, 4)
+    branches.create("fork", {"lr": 1e-5}, "init", parent="run/00000001")
+    assert branches.parent_name("run", 0) is branches.before("run", 0) is None
+    assert branches.parent_name("run", 3) == "run/00000002"
+    assert branches.before("run", 3) == branches.read("run", 2)
+    assert branches.parent_name("fork", 2) == "run/00000001"
+    assert branches.before("fork", 2) == branches.read("run", 1)
+    branches.commit(commit(2, "fork", parent="run/00000001"))
+    assert branches.before("fork", 3) == branches.read("fork", 2) != branches.read("run", 2)
+    with pytest.raises(StoreError, match="not an iteration of this branch"):
+        branches.before("fork", 1)
 
 
 def test_commit_names_are_read_back():

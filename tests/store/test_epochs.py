@@ -293,7 +293,7 @@ def test_a_commit_of_an_older_epoch_than_the_newest_is_refused(files: Files):
     branches.create("run", {}, "init")
     for iteration, epoch in ((0, 0), (1, 3)):
         branches.commit(a_commit(iteration, epoch))
-    for late in (a_commit(2, 2), a_commit(1, 2), a_commit(1, 2).model_copy(update={"plan": "other"})):
+    for late in (a_commit(2, 2), a_commit(1, 2), a_commit(1, 2).model_copy(update={"plans": ("other",)})):
         with refused("a newer driver has committed", "epoch 3", f"epoch {late.epoch}, which is ours", "00000001.json"):
             branches.commit(late)
     branches.create("fork", {}, "init", parent="run/00000001")

@@ -22,7 +22,8 @@ from s3fs.errors import translate_boto_error
 from rlpipe.errors import ObjectConflict, ObjectCorrupt, ObjectMissing, StoreError, StoreFull
 from rlpipe.store import local, s3
 from rlpipe.store.files import Files
-from tests.servers import LossyProxy, S3Server, s3_environment
+from tests.servers import LossyProxy
+from tools.s3_server import S3Server, s3_environment
 
 
 def try_to_create(files: Files, path: str, data: bytes) -> str:

@@ -38,7 +38,7 @@ def test_what_no_branch_reaches_goes_and_nothing_else(files: Files):
     before = files.list()
     newest = Branches(files).newest("run")
     assert newest is not None
-    late = ShardWriter(files, Plans.groups_prefix(newest.plan), 1).write([group("run:00000005")])
+    late = ShardWriter(files, Plans.groups_prefix(newest.plans[0]), 1).write([group("run:00000005")])
     data = write_data(files, "data/reward/old", "rewards.parquet", b"x")
     node = Nodes(files).commit(make_node(Stage.REWARD, {"rollout": "gone"}, [data]))
     foreign = "notes/readme.txt"
@@ -90,6 +90,23 @@ def test_finished_groups_of_a_rollout_under_way_stay(local_files: Files):
     ShardWriter(local_files, Plans.groups_prefix(digest), 2).write([group("run:00000006")])
     assert unreachable(local_files, grace_s=-60) == []
     assert [groups for _, groups in adopt(local_files, Plans.groups_prefix(digest))] == [["run:00000006"]]
+
+
+def test_every_part_of_a_plan_and_what_was_cut_off_stays_while_its_iteration_is_open(local_files: Files):
+    run = a_run(local_files)
+    newest = Branches(local_files).newest("run")
+    assert newest is not None
+    ahead = [run.plan(iteration, newest.data).model_copy(update={"part": part}) for iteration in (2, 3) for part in (0, 1)]
+    for plan in ahead:
+        digest = Plans(local_files).write(plan)
+        ShardWriter(local_files, Plans.groups_prefix(digest), 2).write([group("run:00000006")])
+        ShardWriter(local_files, Plans.cut_prefix(digest), 2).write([group("run:00000007")])
+    assert unreachable(local_files, grace_s=-60) == []
+    run.iterate()
+    gone = unreachable(local_files, grace_s=-60)
+    part_1 = Plans(local_files).find(ahead[1])
+    assert len(gone) == 5, "iteration 2 is committed with part 0 and other rows, 3 is still open"
+    assert [path for path in gone if path.endswith("plan.json")] == [f"plans/{part_1}/plan.json"]
 
 
 def test_a_plan_that_its_branch_has_passed_goes(local_files: Files):

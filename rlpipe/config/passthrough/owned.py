@@ -49,6 +49,7 @@ MEGATRON = {
         ),
         _ARCHITECTURE,
     ),
+    "deterministic_mode": "use deterministic",
     "variable_seq_lengths": "batches are packed; see train.max_tokens_per_gpu",
 }
 
@@ -62,6 +63,7 @@ SGLANG = {
     "port": "rlpipe takes a free one",
     "random_seed": "use data.rollout_seed",
     "weight_version": "it counts the trained iterations",
+    "enable_deterministic_inference": "use deterministic",
     "api_key": "it would be stored with the run; keep the servers on engine.host",
     "config": "write its keys here",
     **dict.fromkeys(("base_gpu_id", "gpu_id_step", "nnodes", "node_rank", "dist_init_addr", "nccl_port"), _PLACED),

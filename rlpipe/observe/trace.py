@@ -1,0 +1,63 @@
+"""The trace of a run: when each stage's own work began and how it ended, a JSON line each in `{home}/{run}/trace.jsonl`.
+
+A line is one small write to a file that is open for appending, so several processes may write at once, also to one that
+somebody reads. A process that is killed leaves a `begin` without an end. Work that is not done (a stage that is reused) is
+not in it.
+
+Not here: what happened (the store), or seconds by stage (`progress`, the nodes).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+FILE = "trace.jsonl"
+
+
+class Event(NamedTuple):
+    """Something that began or ended. `time` is in seconds since the epoch; `failed` is an end by an error."""
+
+    time: float
+    iteration: int | None
+    stage: str
+    event: Literal["begin", "end", "failed"]
+    pid: int
+    error: str | None = None
+
+
+@contextmanager
+def traced(folder: Path, stage: str, iteration: int | None) -> Iterator[None]:
+    """Write when this block begins, and when and how it ends, to the trace in `folder`."""
+
+    def write(event: Literal["begin", "end", "failed"], error: str | None = None) -> None:
+        line = json.dumps(Event(time.time(), iteration, stage, event, os.getpid(), error)._asdict()) + "\n"
+        descriptor = os.open(folder / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+    write("begin")
+    try:
+        yield
+    except BaseException as error:
+        write("failed", type(error).__name__)
+        raise
+    write("end")
+
+
+def read_trace(path: Path, offset: int = 0) -> tuple[list[Event], int]:
+    """The events from byte `offset` on, and where the next ones will begin. A file that is not there yet has none."""
+    if not path.exists():
+        return [], offset
+    with path.open("rb") as trace:
+        trace.seek(offset)
+        whole = trace.read().rpartition(b"\n")[0]
+    events = [Event(**json.loads(line)) for line in whole.splitlines()]
+    return events, offset + (len(whole) + 1 if whole else 0)

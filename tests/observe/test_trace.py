@@ -1,0 +1,57 @@
+"""The trace of a run (rlpipe.observe.trace)."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from rlpipe.observe.trace import FILE, read_trace, traced
+
+LINES = 200
+
+
+def write_many(folder: Path) -> None:
+    for number in range(LINES):
+        with traced(folder, "train", number):
+            pass
+
+
+def test_a_block_leaves_its_begin_and_its_end(tmp_path: Path):
+    with traced(tmp_path, "train", 3):
+        (begun,), _ = read_trace(tmp_path / FILE)
+        assert begun[1:] == (3, "train", "begin", os.getpid(), None)
+    (_, ended), _ = read_trace(tmp_path / FILE)
+    assert ended[1:] == (3, "train", "end", os.getpid(), None)
+    assert ended.time >= begun.time
+
+
+def test_a_block_that_fails_says_with_what(tmp_path: Path):
+    with pytest.raises(ZeroDivisionError), traced(tmp_path, "sync", None):
+        raise ZeroDivisionError
+    assert [(e.event, e.error) for e in read_trace(tmp_path / FILE)[0]] == [("begin", None), ("failed", "ZeroDivisionError")]
+
+
+def test_it_is_read_on_from_where_it_was_left_and_only_whole_lines(tmp_path: Path):
+    path = tmp_path / FILE
+    assert read_trace(path) == ([], 0)
+    with traced(tmp_path, "train", 0):
+        pass
+    first, offset = read_trace(path)
+    with path.open("a") as trace:
+        trace.write('{"time": 1.0, "iteration"')
+    assert len(first) == 2
+    assert read_trace(path, offset) == ([], offset)
+    with path.open("a") as trace:
+        trace.write(': 1, "stage": "train", "event": "begin", "pid": 7}\n')
+    (late,), end = read_trace(path, offset)
+    assert (late.iteration, late.pid, end) == (1, 7, path.stat().st_size)
+
+
+def test_processes_that_write_at_once_lose_and_mix_nothing(tmp_path: Path):
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        pool.map(write_many, [tmp_path] * 3)
+    events, _ = read_trace(tmp_path / FILE)
+    assert len(events) == 3 * 2 * LINES

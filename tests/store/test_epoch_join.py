@@ -1,0 +1,80 @@
+"""Joining an epoch: a process that works for the driver carries its number, and is refused with it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from rlpipe.errors import Fenced
+from rlpipe.store.branches import Branches
+from rlpipe.store.epochs import Epochs
+from rlpipe.store.files import Files
+from tests.store.drivers import Driver, a_commit, refused
+
+
+@pytest.mark.integration
+def test_who_joins_works_under_the_number_of_the_driver_and_leaves_its_lease_alone(files: Files):
+    with Driver(files) as driver:
+        assert driver.answer() == 1
+        leases = files.list("branches/run/epochs")
+        joined = Epochs(files).join("run", stand_in=True)
+        assert (joined.number, joined.joined) == (1, True)
+        joined.keep()
+        assert not [thread for thread in threading.enumerate() if thread.name == "lease of run"]
+        joined.check()
+        joined.release()
+        assert joined.lost is not None
+        assert files.list("branches/run/epochs") == leases
+        assert driver.do("check") == driver.do("renew") == 1
+
+
+def test_where_nobody_drives_any_more_who_joins_stands_in_for_the_driver(local_files: Files):
+    Epochs(local_files).acquire("run").release()
+    joined = Epochs(local_files).join("run", stand_in=True)
+    assert (joined.number, joined.joined) == (2, False)
+    second = Epochs(local_files).join("run", stand_in=True)
+    assert (second.number, second.joined) == (2, True)
+    with refused("another driver runs this branch"):
+        Epochs(local_files).acquire("run", stand_in=True)
+
+
+def test_a_commit_of_who_joined_is_refused_after_a_takeover_and_one_who_joins_then_may(local_files: Files, commits: Branches):
+    driver = Epochs(local_files).acquire("run")
+    zombie = Epochs(local_files).join("run", stand_in=True)
+    commits.commit(a_commit(0, zombie.number), fence=zombie.check)
+    replacing = Epochs(local_files).acquire("run", takeover=True)
+    with pytest.raises(Fenced, match="another driver has taken over this branch"):
+        commits.commit(a_commit(1, zombie.number), fence=zombie.check)
+    assert commits.newest("run") == commits.read("run", 0)
+    with pytest.raises(Fenced):
+        driver.check()
+    joined = Epochs(local_files).join("run", stand_in=True)
+    assert joined.number == replacing.number == 2
+    commits.commit(a_commit(1, joined.number), fence=joined.check)
+
+
+@pytest.fixture
+def commits(local_files: Files) -> Branches:
+    """The branches of a store that has the branch `run`."""
+    branches = Branches(local_files)
+    branches.create("run", {}, "init")
+    return branches
+
+
+def test_a_driver_need_not_wait_for_a_stand_in_and_that_one_is_told_so(local_files: Files):
+    stand_in = Epochs(local_files).join("run", stand_in=True)
+    other = Epochs(local_files).join("run", stand_in=False)
+    assert other.joined
+    driver = Epochs(local_files).acquire("run")
+    assert driver.number == stand_in.number + 1
+    with pytest.raises(Fenced, match="another driver has taken over"):
+        stand_in.check()
+
+
+def test_what_was_opened_for_a_driver_that_has_ended_is_left_to_the_next(local_files: Files):
+    with pytest.raises(Fenced, match="the driver that asked for this has ended"):
+        Epochs(local_files).join("run", stand_in=False)
+    Epochs(local_files).acquire("run").release()
+    with pytest.raises(Fenced, match="the driver that asked for this has ended"):
+        Epochs(local_files).join("run", stand_in=False)

