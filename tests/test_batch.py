@@ -9,10 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.batch import fix_batch
+from rlpipe.batch import Batch
+from rlpipe.batch import fix_batch as fix_batch_of
+from rlpipe.batch_metrics import batch_metrics, staleness_metrics
 from rlpipe.errors import DataError
 from rlpipe.rewards.base import RewardRow
 from rlpipe.types import Sample, Status
+
+
+def fix_batch(samples, rewards, *, accepted=None, **keywords) -> Batch:
+    """The batch, of all groups unless told otherwise."""
+    everything = {sample.group_id for sample in samples}
+    return fix_batch_of(samples, rewards, accepted=everything if accepted is None else accepted, **keywords)
+
 
 VERSION = 3
 """The weight version that is trained."""
@@ -131,6 +140,65 @@ def test_tokens_of_the_weights_that_are_trained_are_not_stale():
     current = replace(sample(0, 0), weight_versions=[(3, VERSION)])
     assert fix_batch([current, sample(0, 1)], [], scored=False, version=VERSION).dropped == {}
     assert fix_batch([current, sample(1)], [], scored=False, version=VERSION + 1).dropped == {"run:00000000": "stale"}
+
+
+def versions(*runs: tuple[int, int], group: int = 0, index: int = 0, mask: list[int] | None = None) -> Sample:
+    """A sample with `(tokens, staleness)` runs."""
+    made = sample(group, index, response=tuple(range(sum(tokens for tokens, _ in runs))))
+    return replace(made, weight_versions=[(tokens, VERSION - age) for tokens, age in runs], loss_mask=mask)
+
+
+def test_groups_that_the_rollout_did_not_accept_are_not_looked_at():
+    samples = [sample(0), sample(1, 0, Status.ABORTED), sample(2, 0, Status.FAILED)]
+    batch = fix_batch(samples, [], accepted=["run:00000000"], scored=False, version=VERSION)
+    assert (batch.groups, batch.dropped) == (("run:00000000",), {})
+
+
+def test_tokens_up_to_the_bound_are_trained_and_older_ones_drop_their_group():
+    samples = [versions((1, 2), (2, 0)), versions((1, 3), (2, 0), group=1), versions((1, 3), (2, 1), group=2, mask=[0, 1, 1])]
+    batch = fix_batch(samples, [], scored=False, version=VERSION, max_staleness=2)
+    assert batch.dropped == {"run:00000001": "stale"}
+    assert batch.groups == ("run:00000000", "run:00000002"), "a masked token may be as old as it likes"
+
+
+def test_with_masking_old_tokens_have_no_part_in_the_loss():
+    samples = [
+        versions((1, 3), (2, 1)),
+        versions((3, 5), index=1),
+        versions((3, 4), group=1),
+        versions((2, 0), group=2, mask=[0, 1]),
+    ]
+    batch = fix_batch(samples, [], scored=False, version=VERSION, max_staleness=1, mask_stale=True)
+    assert batch.dropped == {"run:00000001": "stale"}
+    assert batch.columns.loss_mask.tolist() == [0, 1, 1, 0, 0, 0, 0, 1]
+
+
+def test_the_staleness_of_the_tokens_that_count_is_told():
+    samples = [versions((1, 3), (2, 1)), versions((1, 1), (4, 0), group=1)]
+    batch = fix_batch(samples, [], scored=False, version=VERSION, max_staleness=1, mask_stale=True)
+    assert batch.staleness is not None
+    assert batch.staleness.tolist() == [3, 1, 1, 1, 0, 0, 0, 0]
+    assert staleness_metrics(batch, batch.columns.loss_mask) == {
+        "rollout/staleness/mean": pytest.approx(3 / 7),
+        "rollout/staleness/max": 1.0,
+        "staleness/0": pytest.approx(4 / 7),
+        "staleness/1": pytest.approx(3 / 7),
+    }
+    supervised = fix_batch([replace(sample(0), rollout_log_probs=None)], [], scored=False, version=VERSION)
+    assert staleness_metrics(supervised, supervised.columns.loss_mask) == {}
+
+
+def test_engine_and_trainer_are_compared_where_the_same_weights_sampled():
+    samples = [versions((2, 0), (1, 1))]
+    batch = fix_batch(samples, [], scored=False, version=VERSION, max_staleness=1)
+    behaviour = batch.columns.rollout_log_probs
+    assert behaviour is not None
+    columns = batch.columns.with_columns(proximal_log_probs=behaviour + np.array([0.1, -0.2, 5.0], np.float32))
+    metrics = batch_metrics(batch, columns)
+    assert metrics["rollout/logprob_abs_diff/max"] == pytest.approx(0.2, abs=1e-6)
+    assert metrics["rollout/logprob_abs_diff/mean"] == pytest.approx(0.15, abs=1e-6)
+    old = fix_batch([versions((3, 1))], [], scored=False, version=VERSION, max_staleness=1)
+    assert "rollout/logprob_abs_diff/max" not in batch_metrics(old, columns)
 
 
 def test_a_reward_of_zero_is_a_reward():

@@ -12,7 +12,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,15 +25,17 @@ from rlpipe.data.source import DataSource, evaluation_plan
 from rlpipe.data.tokens import load_tokenizer
 from rlpipe.errors import EngineError, RlpipeError
 from rlpipe.rewards.base import score
-from rlpipe.rollout.client import GenerateClient
+from rlpipe.rollout.client import GenerateClient, HoldMode
 from rlpipe.rollout.dataset import Given
+from rlpipe.rollout.filters import load_filter
 from rlpipe.rollout.generate import Generate, SingleTurn, sampling_params
-from rlpipe.rollout.sampler import Flush, RolloutProgress, RolloutResult, run_rollout
+from rlpipe.rollout.judge import Judge
+from rlpipe.rollout.rows import KeptRows, Part, StoredRows
+from rlpipe.rollout.sampler import RolloutProgress, RolloutResult, RolloutSettings, run_rollout
 from rlpipe.stage_files import write_evaluation
 from rlpipe.store.files import Files
 from rlpipe.store.plans import Plans
-from rlpipe.store.shards import ShardWriter, adopt
-from rlpipe.types import DataState, Plan, Sample
+from rlpipe.types import DataState, Plan, PlannedGroup
 
 SAMPLES_PER_REQUEST_ON_CPU = 64
 
@@ -58,8 +60,9 @@ class Generator:
         os.chdir(cwd)
         self._spec: GeneratorSpec | None = None
         self._client: GenerateClient | None = None
-        self._progress = RolloutProgress(groups=0)
-        self._running: asyncio.Task[RolloutResult] | None = None
+        self._on_gpus = False
+        self._progress: dict[int, RolloutProgress] = {}
+        self._running: dict[int, asyncio.Task[RolloutResult]] = {}
 
     async def setup(self, spec: GeneratorSpec) -> dict[str, Any]:
         """Read and check all prompts. Answers `{"rows", "eval_rows"}`. Raises: DataError naming file and line; ConfigError."""
@@ -72,77 +75,101 @@ class Generator:
 
     async def connect(self, router_url: str, *, on_gpus: bool) -> None:
         """Send generation requests to this router from now on."""
-        if self._client is not None and self._client.router_url == router_url.rstrip("/"):
-            return
+        self._on_gpus = on_gpus
         if self._client is not None:
-            await self._client.aclose()
+            self._client.move(router_url)
+            return
         self._client = GenerateClient(
             router_url,
             vocab_size=self._model_config["vocab_size"],
             deadline_s=self._config.engine.request_timeout_s,
             samples_per_request=1 if on_gpus else SAMPLES_PER_REQUEST_ON_CPU,
+            end_ids=self._end_ids,
         )
 
+    async def hold(self, mode: HoldMode, *, deadline_s: float, expires_s: float) -> None:
+        """Before a push of weights: see `GenerateClient.hold`. Cheap, and harmless if it is held already."""
+        if self._client is not None:
+            await self._client.hold(mode, deadline_s=deadline_s, expires_s=expires_s)
+
+    async def release(self) -> None:
+        """After a push of weights. Harmless if nothing is held."""
+        if self._client is not None:
+            self._client.release()
+
     async def plan(self, iteration: int, state: DataState) -> dict[str, Any]:
-        """Write the plan of an iteration: `{"plan": digest, "after": DataState}`."""
-        planned = self._source.plan(iteration, state)
-        return {"plan": self._plans.write(planned), "after": planned.after}
+        """Write part 0 of an iteration's plan: `{"plan": digest, "after": DataState, "static": bool}`.
+
+        `after` is the state of the next iteration if the rollout is `static`; else its outputs say.
+        """
+        part = await asyncio.to_thread(self._part, iteration, state, 0)
+        return {"plan": part.digest, "after": part.plan.after, "static": self._config.rollout.static}
 
     async def rollout(self, plan: str) -> dict[str, Any]:
-        """Sample what a plan asks for, except the groups whose shards are there. `{"files", "outputs", "seconds"}`.
+        """Sample what a plan (its part 0) asks for, except the groups whose rows are there. `{"files", "outputs", "seconds"}`.
 
-        Raises: EngineError if fewer than `rollout.min_completed_fraction` of the groups came back; DeadlineExceeded.
+        Rollouts of several iterations run at once, first come, first served; an earlier attempt at this iteration is ended.
+        Raises: EngineError if fewer than `rollout.min_completed_fraction` of the groups came back, or too few were accepted in
+        `max_sampling_rounds`; DeadlineExceeded; RolloutAbandoned.
         """
         start = time.perf_counter()
-        await self.abandon()
-        planned, prefix = self._plans.read(plan), self._plans.groups_prefix(plan)
-        adopted = adopt(self._files, prefix)
-        records = [record for record, _ in adopted]
-        writer = ShardWriter(self._files, prefix, planned.iteration)
-
-        def flush(groups: list[list[Sample]]) -> None:
-            records.append(writer.write(groups))
-
-        done = {group_id for _, group_ids in adopted for group_id in group_ids}
-        result = await self._alone(self._sample(planned, done, flush, self._config.rollout))
-        return {"files": records, "outputs": rollout_outputs(result), "seconds": time.perf_counter() - start}
-
-    async def abandon(self) -> None:
-        """End the rollout that runs, if one does: finished groups are flushed, its call fails."""
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait({self._running})
-
-    async def _alone(self, sampling: Coroutine[Any, Any, RolloutResult]) -> RolloutResult:
-        self._running = asyncio.create_task(sampling)
+        parts, rows = await asyncio.to_thread(self._parts, plan), StoredRows(self._files)
+        iteration = parts[0].plan.iteration
+        while iteration in self._running:
+            await self.abandon(iteration)
+        task = self._running[iteration] = asyncio.create_task(self._sample(parts, rows))
         try:
-            return await self._running
+            result = await task
         except asyncio.CancelledError as error:
-            raise RolloutAbandoned("the rollout was abandoned", where="generator.rollout") from error
+            raise RolloutAbandoned("the rollout was abandoned", where=f"generator.rollout {iteration}") from error
         finally:
-            self._running = None
+            if self._running.get(iteration) is task:
+                del self._running[iteration]
+                self._progress.pop(iteration, None)
+        return {"files": rows.files, "outputs": rollout_outputs(result), "seconds": time.perf_counter() - start}
+
+    async def abandon(self, iteration: int | None = None) -> None:
+        """End the rollout of an iteration (None: all) if it runs: finished groups are flushed, its call fails."""
+        tasks = [task for number, task in self._running.items() if iteration in (None, number)]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+            await asyncio.sleep(0)
 
     async def evaluate(self, name: str, key: str, version: int) -> dict[str, Any]:
         """Sample and score every prompt of a held-out set once, into files of node `key`. `{"files", "outputs", "seconds"}`."""
         start = time.perf_counter()
         dataset = next(dataset for dataset in self._config.evaluation.datasets if dataset.name == name)
         sampling, reward = evaluation_settings(dataset, self._config.rollout, self._config.reward)
-        samples: list[Sample] = []
-
-        def keep(groups: list[list[Sample]]) -> None:
-            samples.extend(sample for group in groups for sample in group)
-
-        result = await self._sample(self._held_out[name], set(), keep, sampling, temperature=dataset.temperature)
-        rows = await score(samples, reward)
-        record = write_evaluation(self._files, key, version, samples, rows)
+        plan, kept = self._held_out[name], KeptRows()
+        result = await run_rollout(
+            [Part("", plan)],
+            rollout_settings(sampling, groups=len(plan.groups)),
+            self._generate(sampling, dataset.temperature, stop=None),
+            kept,
+            judge=Judge(),
+            slots=asyncio.Semaphore(self._groups_at_once(sampling)),
+        )
+        rows = await score(kept.samples, reward)
+        record = write_evaluation(self._files, key, version, kept.samples, rows)
         rewards = [row.reward for row in rows if row.reward is not None]
-        outputs = {**rollout_outputs(result), "accuracy": sum(rewards) / max(1, len(rewards)), "scored": len(rewards)}
+        outputs = {**sampling_outputs(result), "accuracy": sum(rewards) / max(1, len(rewards)), "scored": len(rewards)}
         return {"files": [record], "outputs": outputs, "seconds": time.perf_counter() - start}
 
-    async def progress(self) -> dict[str, Any]:
-        """How far the rollout is: `{"done", "total", "tokens"}`, in groups and response tokens."""
-        now = self._progress
-        return {"done": now.finished_groups, "total": now.groups, "tokens": now.response_tokens}
+    async def progress(self, iteration: int | None = None) -> dict[str, Any]:
+        """How far the rollout of an iteration (None: the oldest that runs) is: `{"done", "total", "tokens"}`.
+
+        In groups, accepted ones where the plan may grow, and response tokens; all 0 if it does not run.
+        """
+        oldest = min(self._progress, default=-1) if iteration is None else iteration
+        now = self._progress.get(oldest, RolloutProgress())
+        done, total = (now.finished_groups, now.groups) if self._static else (now.accepted_groups, now.wanted_groups)
+        return {"done": done, "total": total, "tokens": now.response_tokens}
+
+    @property
+    def _static(self) -> bool:
+        return self._spec is None or self._spec.config.rollout.static
 
     def _load(self, spec: GeneratorSpec) -> None:
         config = self._config = spec.config
@@ -150,11 +177,17 @@ class Generator:
         self._model_config = json.loads((Path(spec.model_dir) / "config.json").read_text())
         self._tokenizer = load_tokenizer(spec.model_dir, trust_remote_code=getattr(source, "trust_remote_code", False))
         rows = load_prompts(config.data.prompts)
-        self._source = DataSource(rows, self._tokenizer, config.data, config.rollout, config.run)
+        self._source = DataSource(
+            rows, self._tokenizer, config.data, config.rollout, config.run, async_buffer_size=config.async_buffer_size
+        )
         self._source.check()
         self._held_out = {dataset.name: self._evaluation_plan(dataset) for dataset in config.evaluation.datasets}
         self._files = Files(spec.store_root)
         self._plans = Plans(self._files)
+        self._end_ids = end_ids(spec.model_dir, self._tokenizer.eos_token_id)
+        self._slots = asyncio.Semaphore(self._groups_at_once(config.rollout))
+        keep = config.rollout.dynamic_sampling_filter_path
+        self._judge = Judge(load_filter(keep), config.reward) if keep else Judge()
         self._spec = spec
 
     def _evaluation_plan(self, dataset: EvalDataset) -> Plan:
@@ -163,23 +196,50 @@ class Generator:
         rows = load_prompts(dataset.prompts)
         return evaluation_plan(dataset, rows, self._tokenizer, config.data, sampling, branch=config.run, iteration=0)
 
-    async def _sample(
-        self, plan: Plan, done: set[str], flush: Flush, sampling: RolloutConfig, *, temperature: float | None = None
-    ) -> RolloutResult:
-        engine = self._config.engine
+    def _part(self, iteration: int, state: DataState, number: int, *, write: bool = True) -> Part:
+        """A part of a plan. Without `write`, the digest is empty if there is no such plan yet."""
+        buffered = self._planned_before(state)
+        planned = self._source.plan(iteration, state, part=number, buffered=buffered)
+        return Part(self._plans.write(planned) if write else self._plans.find(planned) or "", planned)
+
+    def _planned_before(self, state: DataState) -> list[PlannedGroup]:
+        taken = self._source.takes(state)
+        wanted = {one.group_id for one in taken}
+        plans = [self._plans.read(digest) for digest in dict.fromkeys(one.plan for one in taken)]
+        return [group for plan in plans for group in plan.groups if group.group_id in wanted]
+
+    def _parts(self, first: str) -> list[Part]:
+        """Part 0 and those that an earlier attempt went on to."""
+        parts = [Part(first, self._plans.read(first))]
+        while not self._config.rollout.static:
+            following = self._following(parts[-1], write=False)
+            if not following.digest:
+                break
+            parts.append(following)
+        return parts
+
+    def _following(self, part: Part, *, write: bool = True) -> Part:
+        return self._part(part.plan.iteration, part.plan.after, part.plan.part + 1, write=write)
+
+    async def _sample(self, parts: Sequence[Part], rows: StoredRows) -> RolloutResult:
+        config, stop, client = self._config.rollout, asyncio.Event(), self._client
         return await run_rollout(
-            plan,
-            done,
-            self._generate(sampling, temperature),
-            flush,
-            concurrency=max(1, engine.server_concurrency * self._config.resources.num_engines // sampling.n_samples_per_prompt),
-            timeout_s=sampling.timeout_s,
-            flush_interval_s=sampling.flush_interval_s,
-            min_completed_fraction=sampling.min_completed_fraction,
-            progress=partial(setattr, self, "_progress"),
+            parts,
+            rollout_settings(config, in_order=self._config.deterministic),
+            self._generate(config, None, stop=stop),
+            rows,
+            judge=self._judge,
+            slots=self._slots,
+            more=None if config.static else self._following,
+            cut_off=partial(client.cut_off, stop) if client else None,
+            progress=partial(self._progress.__setitem__, parts[0].plan.iteration),
         )
 
-    def _generate(self, sampling: RolloutConfig, temperature: float | None) -> Generate:
+    def _groups_at_once(self, sampling: RolloutConfig) -> int:
+        requests = self._config.engine.server_concurrency * self._config.resources.num_engines
+        return max(1, requests // sampling.n_samples_per_prompt)
+
+    def _generate(self, sampling: RolloutConfig, temperature: float | None, stop: asyncio.Event | None) -> Generate:
         def decode(ids: Sequence[int]) -> str:
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
@@ -193,7 +253,9 @@ class Generator:
             sampling_params(sampling, temperature=temperature),
             decode=decode,
             context_len=min(longest, sampling.rollout_max_context_len or longest),
-            seeded=bool(self._config.engine.sglang.get("enable_deterministic_inference")),
+            seeded=bool(self._config.engine.sglang.get("enable_deterministic_inference"))
+            or (self._config.deterministic and self._on_gpus),
+            stop=stop,
         )
 
 
@@ -208,8 +270,43 @@ def evaluation_settings(dataset: EvalDataset, rollout: RolloutConfig, reward: Re
     return rollout.model_copy(update=changes), dataset.reward or reward
 
 
+def rollout_settings(config: RolloutConfig, *, groups: int | None = None, in_order: bool = False) -> RolloutSettings:
+    """`groups`: sample just so many, whatever becomes of them."""
+    return RolloutSettings(
+        batch_size=config.rollout_batch_size if groups is None else groups,
+        static=config.static or groups is not None,
+        in_order=in_order,
+        partial=config.partial_rollout,
+        max_rounds=config.max_sampling_rounds,
+        timeout_s=config.timeout_s,
+        flush_interval_s=config.flush_interval_s,
+        min_completed_fraction=config.min_completed_fraction,
+    )
+
+
+def end_ids(model_dir: str, of_tokenizer: object) -> set[int]:
+    """Tokens that end a response, as SGLang finds them: of the model's configuration, its generation settings, its tokenizer."""
+    paths = [Path(model_dir) / name for name in ("config.json", "generation_config.json")]
+    said = [of_tokenizer, *(json.loads(path.read_text()).get("eos_token_id") for path in paths if path.exists())]
+    return {token for ids in said for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int)}
+
+
 def rollout_outputs(result: RolloutResult) -> dict[str, Any]:
-    """What a rollout's node says about itself. Samples and tokens are those of this attempt."""
+    """What a rollout's node says about itself: where the data source stands now, and what became of each group."""
+    return {
+        **sampling_outputs(result),
+        "plans": [part.digest for part in result.parts],
+        "after": result.after.model_dump(mode="json"),
+        "accepted": list(result.accepted),
+        "dropped": result.dropped,
+        "buffered_groups": len(result.after.buffer),
+        "cut_groups": result.cut_groups,
+        "errors": result.errors,
+    }
+
+
+def sampling_outputs(result: RolloutResult) -> dict[str, Any]:
+    """How the sampling went. Samples and tokens are those of this attempt."""
     now = result.progress
     return {
         "groups": now.groups,

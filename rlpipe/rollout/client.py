@@ -4,44 +4,36 @@ Groups asked for in the same turn of the event loop, with equal sampling paramet
 answers one request of 256 samples several times faster than 256 requests); every caller still gets its own samples only.
 The router takes a batch of prompts with one set of sampling parameters, so samples with seeds of their own go one by one.
 
-Not here: what is asked (`generate`), how many groups at a time (`sampler`), or control of an engine (`engines.sglang.admin`).
+What an engine aborts goes on by itself, from prompt and tokens so far, once the gate is open: a push of weights in the middle
+only shows as another weight version in the response. Only who set `stop` gets back what there is.
+
+Not here: what is asked (`generate`), how many groups at a time (`sampler`), or control of an engine (`engines.sglang.admin`),
+but for one thing: `cut_off` tells the engines behind the router to abort.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import math
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import httpx
 
-from rlpipe.errors import DataError, DeadlineExceeded, EngineRejected, EngineUnavailable
+from rlpipe.errors import DataError, DeadlineExceeded, EngineError, EngineRejected, EngineUnavailable
+from rlpipe.rollout.gate import Gate
+from rlpipe.rollout.generation import Generation, joined, no_spans, nothing_yet, read_generations, settled
 from rlpipe.rollout.http import call, deadline_exceeded
 
+HoldMode = Literal["drain", "abort", "in_place"]
+Answer = TypeVar("Answer")
+
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 2.0
+_ABORT_AGAIN_S, _POLL_S = 0.3, 0.02
 _NO_WORKER = ("no_available_workers", "call_upstream_request_error", "HTTP 502", "HTTP 503")
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One sampled response. `response_ids` and `log_probs` have the same length; `weight_versions` are run lengths over it."""
-
-    response_ids: list[int]
-    log_probs: list[float]
-    """Of the sampled tokens, after division by the temperature; before top-p and top-k."""
-    finish_reason: str
-    """`stop`, `length` or `abort`."""
-    weight_versions: list[tuple[int, str]]
-    """(tokens, stamp of the weights that sampled them), in order."""
-    engine: str
-    """Address that answered: the router's, which does not say which engine it chose."""
-    cached_tokens: int
-    t_start_s: float
-    t_end_s: float
 
 
 @dataclass(slots=True)
@@ -49,7 +41,12 @@ class _Asked:
     prompt_ids: list[int]
     n: int
     where: str
+    stop: asyncio.Event | None
     answer: asyncio.Future[list[Generation]]
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop is not None and self.stop.is_set()
 
 
 class GenerateClient:
@@ -63,18 +60,28 @@ class GenerateClient:
         deadline_s: float,
         samples_per_request: int = 1,
         max_connections: int = 512,
+        end_ids: Collection[int] = (),
     ) -> None:
         """`vocab_size`: token ids at or above it are refused here, because one of them ends the whole engine.
 
-        `deadline_s` is for one call of `generate`, waiting in the engine included. `samples_per_request`: groups are put together
-        up to so many samples; a larger group is still one request.
+        `deadline_s` is for one call of `generate`, waiting in the engine included, but not while the gate is held.
+        `samples_per_request`: groups are put together up to so many samples; a larger group is still one request. `end_ids`: the
+        model's end-of-sequence tokens, to know whether a response that was aborted had just ended.
         """
         self.router_url, self.vocab_size, self.deadline_s = router_url.rstrip("/"), vocab_size, deadline_s
-        self.samples_per_request = samples_per_request
+        self.samples_per_request, self.end_ids = samples_per_request, frozenset(end_ids)
+        self.gate = Gate()
         limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
         self._http = httpx.AsyncClient(limits=limits, timeout=None)
         self._asked: dict[str, list[_Asked]] = {}
         self._posts: set[asyncio.Task[None]] = set()
+        self._in_flight: dict[int, list[_Asked]] = {}
+        self._started = self._moves = 0
+        self._has_spans: bool | None = None
+
+    def move(self, router_url: str) -> None:
+        """Ask another router from now on. What the one before does not answer any more is asked again here."""
+        self.router_url = router_url.rstrip("/")
 
     async def __aenter__(self) -> GenerateClient:
         return self
@@ -96,27 +103,134 @@ class GenerateClient:
         *,
         n: int = 1,
         seeds: Sequence[int] | None = None,
+        so_far: Sequence[Generation | None] | None = None,
+        stop: asyncio.Event | None = None,
         deadline_s: float | None = None,
         where: str = "generate",
     ) -> list[Generation]:
         """Sample `n` responses, or one per seed if `seeds` are given (engines honour them in deterministic mode only).
 
-        `sampling` are SGLang's sampling parameters; `where` names the group in errors.
+        `sampling` are SGLang's sampling parameters; `so_far` has what there is of each response, or None; once `stop` is set,
+        what is aborted stays so; `where` names the group in errors.
         Raises: DataError (a prompt no engine may see), DeadlineExceeded, EngineRejected, EngineUnavailable.
         """
         ids = self._checked(prompt_ids, where)
-        deadline_s = self.deadline_s if deadline_s is None else deadline_s
-        asked: list[Awaitable[list[Generation]]]
-        if seeds is None:
-            asked = [self._ask(ids, sampling, n, where)]
-        else:
-            asked = [self._ask(ids, {**sampling, "sampling_seed": seed}, 1, where) for seed in seeds]
+        of_sample = [sampling] * n if seeds is None else [{**sampling, "sampling_seed": seed} for seed in seeds]
+        begun = list(so_far) if so_far is not None else [None] * len(of_sample)
+        fresh = [number for number, there in enumerate(begun) if there is None]
+        together = [fresh] if seeds is None and fresh else [[number] for number in fresh]
+        work: list[Awaitable[list[Generation]]] = [
+            self._begin(ids, of_sample[numbers[0]], len(numbers), where, stop) for numbers in together
+        ]
+        rest = [number for number, there in enumerate(begun) if there is not None]
+        work += [self._go_on(ids, of_sample[number], [begun[number] or nothing_yet("")], where, stop) for number in rest]
+        answers = await self._within(asyncio.gather(*work), self.deadline_s if deadline_s is None else deadline_s, where)
+        order = [number for numbers in together for number in numbers] + rest
+        of_number = dict(zip(order, (generation for answer in answers for generation in answer), strict=True))
+        return [of_number[number] for number in range(len(begun))]
+
+    async def hold(self, mode: HoldMode, *, deadline_s: float, expires_s: float) -> None:
+        """Before a push of weights. Harmless if it is held already; it opens by itself after `expires_s`.
+
+        `drain`: nothing new starts, and it returns when nothing is in flight. `abort`: nothing new starts; the push aborts
+        what is in flight, and that goes on after `release`. `in_place`: nothing is held here, the engine itself holds all.
+        Raises: DeadlineExceeded naming the groups that are not finished (the gate is open then); EngineError for `in_place` with
+        engines that cannot say which weights sampled which token.
+        """
+        if mode == "in_place":
+            self._moves += 1
+            if self._has_spans is False:
+                raise no_spans(self.router_url)
+            return
+        self.gate.hold(expires_s + (deadline_s if mode == "drain" else 0.0))
+        if mode == "drain":
+            end_s = time.monotonic() + deadline_s
+            while self._in_flight:
+                if time.monotonic() > end_s:
+                    self.gate.release()
+                    raise self._undrained(deadline_s)
+                await asyncio.sleep(_POLL_S)
+            self.gate.hold(expires_s)
+
+    def release(self) -> None:
+        """After a push. Harmless if nothing is held."""
+        self.gate.release()
+
+    async def cut_off(self, stop: asyncio.Event) -> None:
+        """Set `stop` and end what was asked with it: those calls return what they have.
+
+        Every engine behind the router aborts all it has; what belongs to others goes on by itself.
+        """
+        stop.set()
+        end_s = time.monotonic() + self.deadline_s
+        while ours := [batch for batch in self._in_flight.values() if any(asked.stop is stop for asked in batch)]:
+            if time.monotonic() > end_s:
+                for batch in ours:
+                    _fail(batch, DeadlineExceeded("the engine does not abort", where=batch[0].where, found=self.router_url))
+                return
+            with contextlib.suppress(EngineError, DeadlineExceeded):  # an engine that is gone has nothing to abort
+                await self._abort_all()
+            await asyncio.sleep(_ABORT_AGAIN_S if self._has_ours(stop) else 0)
+
+    def _has_ours(self, stop: asyncio.Event) -> bool:
+        return any(asked.stop is stop for batch in self._in_flight.values() for asked in batch)
+
+    async def _abort_all(self) -> None:
+        where, deadline_s = "cut off", self.deadline_s
+        answer = await call(self._http, "GET", f"{self.router_url}/workers", deadline_s=deadline_s, where=where)
+        engines = [str(worker["url"]).rstrip("/") for worker in answer.json()["workers"]]
+        body = {"rid": "", "abort_all": True}
+        aborts = [
+            call(self._http, "POST", f"{url}/abort_request", json=body, deadline_s=deadline_s, where=where) for url in engines
+        ]
+        await asyncio.gather(*aborts, return_exceptions=True)
+
+    def _undrained(self, deadline_s: float) -> DeadlineExceeded:
+        waiting = sorted({asked.where for batch in self._in_flight.values() for asked in batch})
+        return DeadlineExceeded(
+            "requests are not finished",
+            where="drain before a push of weights",
+            found=f"{len(waiting)} ({', '.join(waiting[:5])}{' …' if len(waiting) > 5 else ''})",
+            expected=f"none within {deadline_s:g} s",
+            do="give it more time, or set sync.in_flight to abort",
+        )
+
+    async def _within(self, work: asyncio.Future[Answer], deadline_s: float, where: str) -> Answer:
+        """The result of `work`, if it takes no longer than that without the time the gate was held."""
+        end_s = time.monotonic() + deadline_s - self.gate.held_s()
         try:
-            async with asyncio.timeout(deadline_s):
-                answers = await asyncio.gather(*asked)
-        except TimeoutError as error:
-            raise deadline_exceeded(where, self.router_url, deadline_s) from error
-        return [generation for answer in answers for generation in answer]
+            while not work.done():
+                left_s = end_s + self.gate.held_s() - time.monotonic()
+                if left_s <= 0:
+                    raise deadline_exceeded(where, self.router_url, deadline_s)
+                await asyncio.wait({work}, timeout=left_s)
+            return work.result()
+        finally:
+            work.cancel()
+            work.add_done_callback(lambda ended: None if ended.cancelled() else ended.exception())
+
+    async def _begin(self, ids: list[int], sampling: dict[str, Any], n: int, where: str, stop) -> list[Generation]:
+        return await self._go_on(ids, sampling, await self._ask(ids, sampling, n, where, stop), where, stop)
+
+    async def _go_on(
+        self, ids: list[int], sampling: dict[str, Any], so_far: list[Generation], where: str, stop: asyncio.Event | None
+    ) -> list[Generation]:
+        """Ask for the rest of what was aborted, until it is finished or `stop` is set."""
+
+        async def finished(generation: Generation) -> Generation:
+            pause_s = _POLL_S
+            while True:
+                generation = settled(generation, sampling, self.end_ids)
+                if generation.finish_reason != "abort" or (stop is not None and stop.is_set()):
+                    return generation
+                rest = {**sampling, "max_new_tokens": sampling["max_new_tokens"] - len(generation.response_ids)}
+                (more,) = await self._ask(ids + generation.response_ids, rest, 1, where, stop)
+                generation = joined(generation, more)
+                if not more.response_ids and more.finish_reason == "abort":
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+        return list(await asyncio.gather(*map(finished, so_far)))
 
     def _checked(self, prompt_ids: Sequence[int], where: str) -> list[int]:
         ids = [int(token) for token in prompt_ids]
@@ -132,9 +246,11 @@ class GenerateClient:
             )
         return ids
 
-    def _ask(self, ids: list[int], sampling: dict[str, Any], n: int, where: str) -> asyncio.Future[list[Generation]]:
+    def _ask(
+        self, ids: list[int], sampling: dict[str, Any], n: int, where: str, stop: asyncio.Event | None
+    ) -> asyncio.Future[list[Generation]]:
         loop = asyncio.get_running_loop()
-        asked = _Asked(ids, n, where, loop.create_future())
+        asked = _Asked(ids, n, where, stop, loop.create_future())
         key = json.dumps(sampling, sort_keys=True)
         if key not in self._asked:
             self._asked[key] = []
@@ -170,7 +286,7 @@ class GenerateClient:
                 await asyncio.gather(*(self._answer(key, [asked]) for asked in batch))
             else:
                 _fail(batch, error)
-        except (EngineUnavailable, DeadlineExceeded) as error:
+        except (EngineError, DeadlineExceeded) as error:
             _fail(batch, error)
         else:
             start = 0
@@ -183,60 +299,53 @@ class GenerateClient:
         prompts = json.dumps([asked.prompt_ids for asked in batch for _ in range(asked.n)])
         body = f'{{"input_ids": {prompts}, "sampling_params": {key}, "return_logprob": true, "stream": false}}'
         where = batch[0].where if len(batch) == 1 else f"{batch[0].where} and {len(batch) - 1} more groups"
-        start_s = time.time()
-        answer = await self._persist(body.encode(), where)
-        return _generations(answer, sum(asked.n for asked in batch), self.router_url, start_s, where)
+        start_s, moves = time.time(), self._moves
+        samples = sum(asked.n for asked in batch)
+        answer = await self._persist(body.encode(), where, batch)
+        if answer is None:
+            return [nothing_yet(self.router_url)] * samples
+        generations = read_generations(answer, samples, self.router_url, start_s, where)
+        self._has_spans = all(generation.has_spans for generation in generations)
+        if moves != self._moves and not self._has_spans:
+            raise no_spans(where)
+        return generations
 
-    async def _persist(self, body: bytes, where: str) -> httpx.Response:
+    async def _persist(self, body: bytes, where: str, batch: list[_Asked]) -> httpx.Response | None:
         """Post, and again after a broken connection or while the router has no engine, until the deadline: a dead engine is being
-        replaced meanwhile. Raises: EngineRejected, DeadlineExceeded, EngineUnavailable with what kept it from being answered."""
-        end_s, pause_s = time.monotonic() + self.deadline_s, _FIRST_PAUSE_S
+        replaced meanwhile. None: all were stopped before it was posted.
+
+        Raises: EngineRejected, DeadlineExceeded, EngineUnavailable with what kept it from being answered."""
+        end_s, pause_s = time.monotonic() + self.deadline_s - self.gate.held_s(), _FIRST_PAUSE_S
         while True:
+            await self.gate.opened()
+            if all(asked.stopped for asked in batch):
+                return None
             try:
-                return await call(
-                    self._http, "POST", f"{self.router_url}/generate", content=body, deadline_s=self.deadline_s, where=where
-                )
+                with self._flying(batch):
+                    return await call(
+                        self._http, "POST", f"{self.router_url}/generate", content=body, deadline_s=self.deadline_s, where=where
+                    )
             except (EngineUnavailable, EngineRejected) as error:
                 passing = isinstance(error, EngineUnavailable) or any(sign in str(error.found) for sign in _NO_WORKER)
                 if not passing:
                     raise
-                if time.monotonic() + pause_s > end_s:
+                if time.monotonic() + pause_s > end_s + self.gate.held_s():
                     raise EngineUnavailable("no engine answered", where=where, found=error.found, do=error.do) from error
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    @contextlib.contextmanager
+    def _flying(self, batch: list[_Asked]) -> Iterator[None]:
+        self._started += 1
+        number = self._started
+        self._in_flight[number] = batch
+        try:
+            yield
+        finally:
+            del self._in_flight[number]
 
 
 def _fail(batch: list[_Asked], error: Exception) -> None:
     for asked in batch:
         if not asked.answer.done():
             asked.answer.set_exception(error)
-
-
-def _generations(answer: httpx.Response, expected: int, engine: str, start_s: float, where: str) -> list[Generation]:
-    """Read one answer of `/generate`. Raises: EngineRejected if it is not what was asked for."""
-    end_s = time.time()
-    try:
-        rows = [_generation(row["meta_info"], engine, start_s, end_s) for row in answer.json()]
-    except (KeyError, TypeError, ValueError) as error:
-        raise EngineRejected("the answer cannot be read", where=where, found=f"{error!r} in {answer.text[:300]}") from error
-    if len(rows) != expected:
-        raise EngineRejected("the answer has not one row per sample", where=where, found=len(rows), expected=expected)
-    return rows
-
-
-def _generation(meta: dict[str, Any], engine: str, start_s: float, end_s: float) -> Generation:
-    """Read SGLang's `meta_info`. Token spans of weight versions exist from 0.5.21 on; before, one version per response."""
-    pairs = meta["output_token_logprobs"]
-    if not all(map(math.isfinite, (pair[0] for pair in pairs))):
-        raise ValueError("a log-probability is not finite")
-    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(pairs)}]
-    return Generation(
-        response_ids=[pair[1] for pair in pairs],
-        log_probs=[pair[0] for pair in pairs],
-        finish_reason=meta["finish_reason"]["type"],
-        weight_versions=[(span["end"] - span["start"], span["version"]) for span in spans if span["end"] > span["start"]],
-        engine=engine,
-        cached_tokens=meta.get("cached_tokens", 0),
-        t_start_s=start_s,
-        t_end_s=end_s,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from rlpipe.errors import DataError
 from rlpipe.rollout.generate import Decode, planned_sample
@@ -15,7 +16,7 @@ class Given:
     def __init__(self, *, decode: Decode) -> None:
         self.decode = decode
 
-    async def __call__(self, group: PlannedGroup) -> list[Sample]:
+    async def __call__(self, group: PlannedGroup, so_far: Sequence[Sample] = ()) -> list[Sample]:
         """One completed sample per seed, with the planned response and loss mask, and no log-probabilities.
 
         Raises: DataError if the plan gives no response, or a loss mask of another length.

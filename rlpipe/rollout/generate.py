@@ -1,21 +1,33 @@
 """The default way to sample a group: one turn, every sample of the group from the same prompt.
 
-A generate function is `async (PlannedGroup) -> list[Sample]`, one sample per seed; it raises an `RlpipeError` if the group
-failed. Not here: which groups, how many at a time and what becomes of a failed one (`sampler`); rewards.
+A generate function is `async (PlannedGroup, so_far: Sequence[Sample]) -> list[Sample]`, one sample per seed; it raises an
+`RlpipeError` if the group failed. `so_far` is empty, or has the samples of the group as an earlier rollout left them: finished
+ones stay as they are, the others go on. A sample that comes back aborted was cut off by whoever asked.
+
+Not here: which groups, how many at a time and what becomes of a failed one (`sampler`); rewards.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from rlpipe.config.data import RolloutConfig
 from rlpipe.errors import DataError, EngineError
-from rlpipe.rollout.client import GenerateClient, Generation
+from rlpipe.rollout.client import GenerateClient
+from rlpipe.rollout.generation import Generation
 from rlpipe.types import PlannedGroup, Sample, Status, WeightVersion
 
-Generate = Callable[[PlannedGroup], Awaitable[list[Sample]]]
+
+class Generate(Protocol):
+    """See the module."""
+
+    def __call__(self, group: PlannedGroup, so_far: Sequence[Sample] = ()) -> Awaitable[list[Sample]]: ...
+
+
 Decode = Callable[[Sequence[int]], str]
+FINISHED = (Status.COMPLETED, Status.TRUNCATED)
 
 _STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
@@ -39,15 +51,23 @@ class SingleTurn:
 
     `decode` turns response ids into text (a tokenizer's, special tokens skipped). `context_len` is the longest prompt +
     response; a response is cut short to fit. `seeded`: send each sample's own seed, one request each; only engines started
-    with `enable_deterministic_inference` honour it.
+    with `enable_deterministic_inference` honour it. Once `stop` is set, what is aborted is returned as it is.
     """
 
     def __init__(
-        self, client: GenerateClient, sampling: dict[str, Any], *, decode: Decode, context_len: int, seeded: bool = False
+        self,
+        client: GenerateClient,
+        sampling: dict[str, Any],
+        *,
+        decode: Decode,
+        context_len: int,
+        seeded: bool = False,
+        stop: asyncio.Event | None = None,
     ) -> None:
         self.client, self.sampling, self.decode, self.context_len, self.seeded = client, sampling, decode, context_len, seeded
+        self.stop = stop
 
-    async def __call__(self, group: PlannedGroup) -> list[Sample]:
+    async def __call__(self, group: PlannedGroup, so_far: Sequence[Sample] = ()) -> list[Sample]:
         """Raises: DataError if the prompt leaves no room for a response, and what `GenerateClient.generate` raises."""
         room = self.context_len - len(group.prompt_ids)
         if room < 1:
@@ -64,15 +84,19 @@ class SingleTurn:
             sampling,
             n=len(group.seeds),
             seeds=group.seeds if self.seeded else None,
+            so_far=[_generation(sample) for sample in sorted(so_far, key=lambda sample: sample.index)] or None,
+            stop=self.stop,
             where=f"group {group.group_id}",
         )
-        return [self._sample(group, index, generation) for index, generation in enumerate(generations)]
+        kept = {sample.index: sample for sample in so_far if sample.status in FINISHED}
+        return [kept.get(index) or self._sample(group, index, generation) for index, generation in enumerate(generations)]
 
     def _sample(self, group: PlannedGroup, index: int, generation: Generation) -> Sample:
         sample = planned_sample(group, index)
         sample.response_ids, sample.rollout_log_probs = generation.response_ids, generation.log_probs
         sample.response = self.decode(generation.response_ids)
-        sample.weight_versions = [(tokens, _version(stamp, group.group_id)) for tokens, stamp in generation.weight_versions]
+        runs = [(tokens, _version(stamp, group.group_id)) for tokens, stamp in generation.weight_versions]
+        sample.weight_versions = _merged(runs)
         sample.status, sample.finish_reason = _STATUS[generation.finish_reason], generation.finish_reason
         sample.engine, sample.t_start_s, sample.t_end_s = generation.engine, generation.t_start_s, generation.t_end_s
         return sample
@@ -100,7 +124,33 @@ def failed_samples(group: PlannedGroup, error: Exception) -> list[Sample]:
     return samples
 
 
+_EARLIER = "@earlier@"
+_REASON = {status: reason for reason, status in _STATUS.items()}
+
+
+def _generation(sample: Sample) -> Generation | None:
+    """What there is of a sample, to go on from. None: nothing."""
+    if not sample.response_ids:
+        return None
+    stamps = [(tokens, f"{_EARLIER}{version}") for tokens, version in sample.weight_versions]
+    ids, log_probs, reason = sample.response_ids, sample.rollout_log_probs or [], _REASON[sample.status]
+    return Generation(ids, log_probs, reason, stamps, sample.engine, 0, sample.t_start_s, sample.t_end_s)
+
+
+def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Run lengths without two neighbours of one version."""
+    merged: list[tuple[int, int]] = []
+    for tokens, version in runs:
+        if merged and merged[-1][1] == version:
+            merged[-1] = (merged[-1][0] + tokens, version)
+        else:
+            merged.append((tokens, version))
+    return merged
+
+
 def _version(stamp: str, group_id: str) -> int:
+    if stamp.startswith(_EARLIER):
+        return int(stamp.removeprefix(_EARLIER))
     try:
         return WeightVersion.version_of(stamp)
     except ValueError as error:

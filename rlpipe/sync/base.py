@@ -11,10 +11,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """A push that arrived everywhere."""
+    """A push that arrived somewhere."""
 
     stamp: str
     engines: tuple[str, ...]
+    """Those that hold all of the new weights, and sample."""
+    unknown: dict[str, str]
+    """Address → why, of those that are left paused: keep them off the router until they are replaced or a push succeeds."""
     tensors: int
     size_bytes: int
     buckets: int
@@ -28,8 +31,6 @@ class Transport(Protocol):
         """Replace the weights of every engine (addresses) by `named_tensors` (Hugging Face names), known as `stamp` from then on.
 
         `named_tensors` is read to its end even if the push fails, because the other ranks take part in producing it.
-        Raises: SyncError; its `found` is {"current": [addresses], "unknown": {address: reason}}. A current engine has all
-        of the new weights and samples. An unknown one is left paused: keep it off the router until it
-        is replaced or a push succeeds.
+        Raises: SyncError if it arrived nowhere.
         """
         ...

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from safetensors import safe_open
 from torch import Tensor
 
-from rlpipe.engines.sglang.admin import Engine
+from rlpipe.engines.sglang.admin import Engine, PauseMode
 from rlpipe.errors import ConfigError, DeadlineExceeded, EngineError, SyncError
 from rlpipe.sync.base import PushReport
 from rlpipe.sync.shared import SharedBuffer, references
@@ -39,31 +39,42 @@ class TensorTransport:
         self._shared = SharedBuffer()
         self.buffer_size_bytes, self.timeout_s, self.tensor_parallel_size = buffer_size_bytes, timeout_s, tensor_parallel_size
 
-    def push(self, named_tensors: Iterable[tuple[str, Tensor]], engines: Sequence[str], stamp: str) -> PushReport:
-        """See `base.Transport.push`. Must not be called on a running event loop."""
+    def push(
+        self, named_tensors: Iterable[tuple[str, Tensor]], engines: Sequence[str], stamp: str, *, pause: PauseMode = "abort"
+    ) -> PushReport:
+        """See `base.Transport.push`. Must not be called on a running event loop.
+
+        `pause`: what becomes of requests in flight. `retract` keeps them in the engine and computes their cache anew under the
+        new weights; never `in_place`, with which old caches would be used on (see `Engine.pause`).
+        """
+        assert pause != "in_place"
         tensors = iter(named_tensors)
         try:
-            return asyncio.run(self._push(tensors, engines, stamp))
+            return asyncio.run(self._push(tensors, engines, stamp, pause))
         finally:
             for _ in tensors:
                 pass
 
-    async def _push(self, tensors: Iterator[tuple[str, Tensor]], engines: Sequence[str], stamp: str) -> PushReport:
+    async def _push(
+        self, tensors: Iterator[tuple[str, Tensor]], engines: Sequence[str], stamp: str, pause: PauseMode
+    ) -> PushReport:
         start_s = time.monotonic()
         async with AsyncExitStack() as stack:
             admins = [await stack.enter_async_context(Engine(url, deadline_s=self.timeout_s / 4)) for url in engines]
             push = _Push(admins, stamp, self._shared if all(map(is_here, engines)) else None)
             try:
                 async with asyncio.timeout(self.timeout_s):
-                    await self._send(push, tensors)
+                    await self._send(push, tensors, pause)
             except (TimeoutError, SyncError) as error:
                 why = str(error) if isinstance(error, SyncError) else f"not finished within {self.timeout_s:g} s ({push.doing})"
                 push.unknown.update({url: why for url in engines if url not in push.current and url not in push.unknown})
         push.judge()
-        return PushReport(stamp, tuple(engines), push.tensors, push.size_bytes, push.buckets, time.monotonic() - start_s)
+        return PushReport(
+            stamp, tuple(push.current), push.unknown, push.tensors, push.size_bytes, push.buckets, time.monotonic() - start_s
+        )
 
-    async def _send(self, push: _Push, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        await push.each("pause", Engine.pause)
+    async def _send(self, push: _Push, tensors: Iterator[tuple[str, Tensor]], pause: PauseMode) -> None:
+        await push.each("pause", lambda engine: engine.pause(pause))
         await push.each("flush the cache", Engine.flush)
         await push.each("begin", push.begin)
         missing = set(self.expected)
@@ -130,13 +141,8 @@ class _Push:
             raise SyncError("it names other weights", where=engine.url, found=found, expected=self.stamp)
 
     def judge(self) -> None:
-        if self.unknown:
-            raise SyncError(
-                "the weights did not arrive everywhere",
-                where=f"push of {self.stamp}",
-                found={"current": self.current, "unknown": self.unknown},
-                do="take the unknown engines off the router, and replace them or push again",
-            )
+        if not self.current:
+            raise SyncError("the weights arrived nowhere", where=f"push of {self.stamp}", found=self.unknown)
 
 
 async def _error_of(step) -> Exception | None:

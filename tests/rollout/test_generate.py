@@ -6,9 +6,10 @@ import pytest
 
 from rlpipe.config.data import RolloutConfig
 from rlpipe.errors import DataError, EngineError
-from rlpipe.rollout.client import GenerateClient, Generation
+from rlpipe.rollout.client import GenerateClient
 from rlpipe.rollout.dataset import Given
 from rlpipe.rollout.generate import SingleTurn, failed_samples, sampling_params
+from rlpipe.rollout.generation import Generation
 from rlpipe.types import PlannedGroup, Status
 from tests.live_engine import CONTEXT_LEN, END, VOCAB_SIZE
 
@@ -47,7 +48,7 @@ async def test_a_group_is_sampled_by_a_real_engine(live):
         assert sample.status is (Status.COMPLETED if sample.response_ids[-1] == END else Status.TRUNCATED)
         assert sample.response == _decode(sample.response_ids)
         assert sample.rollout_log_probs is not None and len(sample.rollout_log_probs) == len(sample.response_ids)
-        assert sample.weight_versions == [(len(sample.response_ids), 0)]
+        assert [tokens for tokens, _ in sample.weight_versions] == [len(sample.response_ids)]
         assert sample.engine == live.router.url
 
 

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
 from rlpipe.errors import DeadlineExceeded, EngineError, EngineUnavailable, StoreError
 from rlpipe.rollout.generate import planned_sample
-from rlpipe.rollout.sampler import run_rollout
-from rlpipe.types import DataState, Plan, PlannedGroup, Sample, Status
+from rlpipe.rollout.judge import Judge
+from rlpipe.rollout.rows import KeptRows, Part
+from rlpipe.rollout.sampler import RolloutResult, RolloutSettings, run_rollout
+from rlpipe.types import BufferedGroup, DataState, Plan, PlannedGroup, Sample, Status
 
-TUNING = {"concurrency": 4, "timeout_s": 20.0, "flush_interval_s": 5.0}
+STATIC = RolloutSettings(
+    batch_size=10, static=True, in_order=False, partial=False, max_rounds=3, timeout_s=20.0, flush_interval_s=5.0
+)
 
 
-def _plan(groups: int) -> Plan:
-    planned = tuple(PlannedGroup(group_id=f"b:{i}", prompt="p", prompt_ids=(5,), seeds=(i,)) for i in range(groups))
-    return Plan(branch="b", iteration=3, groups=planned, before=DataState(), after=DataState(draws=groups))
+def _part(groups: int, first: int = 0, number: int = 0) -> Part:
+    planned = tuple(PlannedGroup(group_id=f"b:{first + i}", prompt="p", prompt_ids=(5,), seeds=(i,)) for i in range(groups))
+    before, after = DataState(draws=first), DataState(draws=first + groups)
+    return Part(f"plan-{number}", Plan(branch="b", iteration=3, part=number, groups=planned, before=before, after=after))
+
+
+def _more(part: Part) -> Part:
+    return _part(len(part.plan.groups), part.plan.after.draws, part.plan.part + 1)
 
 
 class _Sampling:
@@ -26,62 +36,97 @@ class _Sampling:
         self.seconds, self.errors = seconds or {}, errors or {}
         self.called: list[str] = []
         self.now = self.most = 0
+        self.cut = asyncio.Event()
 
-    async def __call__(self, group: PlannedGroup) -> list[Sample]:
+    async def __call__(self, group: PlannedGroup, so_far: Sequence[Sample] = ()) -> list[Sample]:
         self.called.append(group.group_id)
         self.now += 1
         self.most = max(self.most, self.now)
+        sample = planned_sample(group, 0)
+        sample.response_ids, sample.status, sample.rollout_log_probs = [1, 2], Status.COMPLETED, [-1.0, -1.0]
+        sample.weight_versions = [(2, 3)]
         try:
-            await asyncio.sleep(self.seconds.get(group.group_id, 0.01))
+            async with asyncio.timeout(self.seconds.get(group.group_id, 0.01)):
+                await self.cut.wait()
+            sample.response_ids, sample.status, sample.rollout_log_probs = [1], Status.ABORTED, [-1.0]
+            sample.weight_versions = [(1, 3)]
+        except TimeoutError:
+            pass
         finally:
             self.now -= 1
         if group.group_id in self.errors:
             raise self.errors[group.group_id]
-        sample = planned_sample(group, 0)
-        sample.response_ids, sample.status = [1, 2], Status.COMPLETED
         return [sample]
 
+    async def cut_off(self) -> None:
+        self.cut.set()
 
-class _Kept:
-    """Collects flushed groups."""
 
-    def __init__(self) -> None:
-        self.flushes: list[list[list[Sample]]] = []
+class _Kept(KeptRows):
+    """Collects flushed groups; gives back what it was told an earlier attempt left."""
 
-    def __call__(self, groups: list[list[Sample]]) -> None:
-        self.flushes.append(groups)
+    def __init__(self, finished: Sequence[Sample] = (), cut: Sequence[Sample] = ()) -> None:
+        super().__init__()
+        self.flushes: list[list[str]] = []
+        self.cut: list[str] = []
+        self.left = {sample.group_id: [sample] for sample in finished}, {sample.group_id: [sample] for sample in cut}
+
+    def adopt(self, part):
+        mine = {group.group_id for group in part.plan.groups}
+        finished, cut = ({key: rows for key, rows in groups.items() if key in mine} for groups in self.left)
+        return finished, cut
+
+    def write(self, part, groups, *, cut=False):
+        super().write(part, groups, cut=cut)
+        ids = [group[0].group_id for group in groups]
+        assert set(ids) <= {group.group_id for group in part.plan.groups}, "rows lie below their own part"
+        (self.cut.extend if cut else self.flushes.append)(ids)
 
     @property
     def ids(self) -> list[str]:
-        return sorted(samples[0].group_id for groups in self.flushes for samples in groups)
+        return sorted(group_id for ids in self.flushes for group_id in ids)
+
+
+def _done(group_id: str, status: Status = Status.COMPLETED) -> Sample:
+    return Sample(group_id, 0, "p", [5], response_ids=[1], rollout_log_probs=[-1.0], weight_versions=[(1, 3)], status=status)
+
+
+async def _run(parts, sampling, kept, settings: RolloutSettings = STATIC, slots: int = 4, **keywords) -> RolloutResult:
+    keywords = {"judge": Judge(), "slots": asyncio.Semaphore(slots), **keywords}
+    return await run_rollout(parts if isinstance(parts, list) else [parts], settings, sampling, kept, **keywords)
+
+
+def _settings(**changes) -> RolloutSettings:
+    return RolloutSettings(**{**{name: getattr(STATIC, name) for name in STATIC.__dataclass_fields__}, **changes})
 
 
 async def test_every_group_is_sampled_once_and_flushed_once():
     sampling, kept, shown = _Sampling(), _Kept(), []
-    result = await run_rollout(_plan(10), [], sampling, kept, **TUNING, progress=lambda now: shown.append(now.finished_groups))
+    result = await _run(_part(10), sampling, kept, progress=lambda now: shown.append(now.finished_groups))
     assert kept.ids == sorted(sampling.called) == sorted(f"b:{i}" for i in range(10))
     assert len(kept.flushes) == 1 and sampling.most == 4 and shown == list(range(1, 11))
     now = result.progress
     assert (now.samples, now.prompt_tokens, now.response_tokens, dict(now.statuses)) == (10, 10, 20, {"completed": 10})
     assert result.errors == {} and now.tokens_per_s > 0
+    assert result.accepted == tuple(f"b:{i}" for i in range(10)) and result.after == DataState(draws=10)
 
 
 async def test_adopted_groups_are_not_sampled_again():
-    sampling, kept = _Sampling(), _Kept()
-    result = await run_rollout(_plan(4), {"b:0", "b:2"}, sampling, kept, **TUNING)
+    sampling, kept = _Sampling(), _Kept([_done("b:0"), _done("b:2")])
+    result = await _run(_part(4), sampling, kept)
     assert sampling.called == ["b:1", "b:3"] and kept.ids == ["b:1", "b:3"]
-    assert (result.adopted_groups, result.progress.finished_groups) == (2, 4)
+    assert (result.adopted_groups, result.progress.finished_groups, len(result.accepted)) == (2, 4, 4)
 
 
 async def test_nothing_to_do_is_done():
-    kept = _Kept()
-    assert (await run_rollout(_plan(1), {"b:0"}, _Sampling(), kept, **TUNING)).adopted_groups == 1
+    kept = _Kept([_done("b:0")])
+    assert (await _run(_part(1), _Sampling(), kept)).adopted_groups == 1
     assert kept.flushes == []
 
 
 async def test_finished_groups_are_flushed_while_others_still_run():
     kept = _Kept()
-    rollout = asyncio.create_task(run_rollout(_plan(3), [], _Sampling({"b:2": 0.6}), kept, **{**TUNING, "flush_interval_s": 0.1}))
+    rollout = asyncio.create_task(_run(_part(3), _Sampling({"b:2": 0.6}), kept, _settings(flush_interval_s=0.1)))
     await asyncio.sleep(0.4)
     assert kept.ids == ["b:0", "b:1"]
     await rollout
@@ -91,30 +136,30 @@ async def test_finished_groups_are_flushed_while_others_still_run():
 async def test_a_failed_group_becomes_rows_if_enough_others_did_not_fail():
     kept = _Kept()
     sampling = _Sampling(errors={"b:1": EngineUnavailable("gone", where="group b:1")})
-    result = await run_rollout(_plan(4), [], sampling, kept, **TUNING, min_completed_fraction=0.75)
+    result = await _run(_part(4), sampling, kept, _settings(min_completed_fraction=0.75))
     assert kept.ids == ["b:0", "b:1", "b:2", "b:3"] and list(result.errors) == ["b:1"]
-    (failed,) = kept.flushes[-1]
-    assert failed[0].status is Status.FAILED and "gone" in str(failed[0].error)
-    assert result.progress.failed_groups == 1
+    (failed,) = [sample for sample in kept.samples if sample.group_id == "b:1"]
+    assert failed.status is Status.FAILED and "gone" in str(failed.error)
+    assert result.progress.failed_groups == 1 and result.dropped == {"b:1": "failed"}
 
 
 async def test_too_many_failed_groups_fail_the_rollout_but_keep_the_others():
     kept = _Kept()
     with pytest.raises(EngineError, match=r"(?s)rollout of b iteration 3.*1 of 4.*b:1.*gone"):
-        await run_rollout(_plan(4), [], _Sampling(errors={"b:1": EngineUnavailable("gone")}), kept, **TUNING)
+        await _run(_part(4), _Sampling(errors={"b:1": EngineUnavailable("gone")}), kept)
     assert kept.ids == ["b:0", "b:2", "b:3"]
 
 
 async def test_a_deadline_names_the_groups_and_keeps_the_finished_ones():
     kept = _Kept()
     with pytest.raises(DeadlineExceeded, match=r"(?s)rollout of b iteration 3.*1 running \(b:2\).*within 0.3 s"):
-        await run_rollout(_plan(3), [], _Sampling({"b:2": 60}), kept, **{**TUNING, "timeout_s": 0.3})
+        await _run(_part(3), _Sampling({"b:2": 60}), kept, _settings(timeout_s=0.3))
     assert kept.ids == ["b:0", "b:1"]
 
 
 async def test_cancelling_keeps_the_finished_groups():
     kept, sampling = _Kept(), _Sampling({"b:2": 60})
-    rollout = asyncio.create_task(run_rollout(_plan(3), [], sampling, kept, **TUNING))
+    rollout = asyncio.create_task(_run(_part(3), sampling, kept))
     await asyncio.sleep(0.2)
     rollout.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -123,14 +168,98 @@ async def test_cancelling_keeps_the_finished_groups():
 
 
 async def test_an_error_that_is_not_ours_ends_the_rollout_as_itself():
-    kept = _Kept()
     with pytest.raises(ZeroDivisionError):
-        await run_rollout(_plan(3), [], _Sampling(errors={"b:1": ZeroDivisionError()}), kept, **TUNING)
+        await _run(_part(3), _Sampling(errors={"b:1": ZeroDivisionError()}), _Kept())
 
 
 async def test_a_flush_that_fails_ends_the_rollout():
-    def full(_groups: list[list[Sample]]) -> None:
-        raise StoreError("no space")
+    class Full(_Kept):
+        def write(self, part, groups, *, cut=False):
+            raise StoreError("no space")
 
     with pytest.raises(StoreError, match="no space"):
-        await run_rollout(_plan(3), [], _Sampling({"b:2": 60}), full, **{**TUNING, "flush_interval_s": 0.1})
+        await _run(_part(3), _Sampling({"b:2": 60}), Full(), _settings(flush_interval_s=0.1))
+
+
+async def test_the_first_to_finish_make_the_batch_and_the_others_wait_in_the_buffer():
+    sampling, kept = _Sampling({"b:0": 60, "b:5": 60}), _Kept()
+    settings = _settings(batch_size=3, static=False, partial=True)
+    result = await _run(_part(6), sampling, kept, settings, slots=6, more=_more, cut_off=sampling.cut_off)
+    assert result.accepted == ("b:1", "b:2", "b:3") and result.dropped == {}
+    waiting = {one.group_id: one for one in result.after.buffer}
+    assert list(waiting) == ["b:0", "b:4", "b:5"]
+    assert waiting["b:4"] == BufferedGroup(group_id="b:4", plan="plan-0", rows="plan-0", oldest=3, finished=3)
+    assert waiting["b:0"] == BufferedGroup(group_id="b:0", plan="plan-0", rows="plan-0", oldest=3)
+    assert sorted(kept.cut) == ["b:0", "b:5"] and kept.ids == ["b:1", "b:2", "b:3", "b:4"]
+
+
+async def test_without_partial_rollout_what_is_cut_off_is_kept_but_starts_again():
+    sampling, kept = _Sampling({"b:0": 60}), _Kept()
+    settings = _settings(batch_size=2, static=False)
+    result = await _run(_part(3), sampling, kept, settings, more=_more, cut_off=sampling.cut_off)
+    assert kept.cut == ["b:0"] and result.after.buffer == (BufferedGroup(group_id="b:0", plan="plan-0"),)
+
+
+async def test_groups_that_never_got_a_slot_wait_without_rows():
+    sampling, kept = _Sampling(), _Kept()
+    result = await _run(_part(8), sampling, kept, _settings(batch_size=2, static=False), slots=2, more=_more)
+    assert len(result.after.buffer) == 6 and sum(one.rows is None for one in result.after.buffer) >= 4
+
+
+async def test_in_order_of_the_plan_it_does_not_matter_who_is_first():
+    sampling = _Sampling({"b:0": 0.3, "b:1": 0.2})
+    result = await _run(_part(4), sampling, _Kept(), _settings(batch_size=2, static=False, in_order=True), more=_more)
+    assert result.accepted == ("b:0", "b:1")
+    assert [(one.group_id, one.rows) for one in result.after.buffer] == [("b:2", "plan-0"), ("b:3", "plan-0")]
+
+
+def _odd(samples: Sequence[Sample]) -> str | None:
+    return None if int(samples[0].group_id[2:]) % 2 else "even"
+
+
+async def test_rejected_groups_are_dropped_and_more_are_drawn():
+    kept = _Kept()
+    settings = _settings(batch_size=4, static=False)
+    result = await _run(_part(4), _Sampling(), kept, settings, judge=Judge(_odd), more=_more)
+    assert [part.digest for part in result.parts] == ["plan-0", "plan-1"]
+    assert set(result.accepted) == {"b:1", "b:3", "b:5", "b:7"} and len(kept.ids) == 8
+    assert result.dropped == {f"b:{i}": "even" for i in (0, 2, 4, 6)} and result.after == DataState(draws=8)
+
+
+async def test_a_retry_takes_up_all_parts_that_an_earlier_attempt_went_on_to():
+    parts = [_part(4), _more(_part(4))]
+    kept, sampling = _Kept([_done("b:1"), _done("b:2"), _done("b:5")]), _Sampling()
+    result = await _run(parts, sampling, kept, _settings(batch_size=4, static=False), judge=Judge(_odd), more=_more)
+    assert not {"b:1", "b:2", "b:5"} & set(sampling.called)
+    assert set(result.accepted) == {"b:1", "b:3", "b:5", "b:7"} and len(result.parts) == 2
+
+
+async def test_a_filter_that_rejects_everything_is_an_error_with_its_reasons():
+    settings = _settings(batch_size=2, static=False, max_rounds=3)
+    with pytest.raises(EngineError, match=r"(?s)0 of 6 in 3 rounds; rejected: 6 no.*max_sampling_rounds"):
+        await _run(_part(2), _Sampling(), _Kept(), settings, judge=Judge(lambda samples: "no"), more=_more)
+
+
+async def test_a_finished_group_from_the_buffer_is_taken_over_without_sampling():
+    class Earlier(_Kept):
+        def earlier(self, digest, group_ids):
+            assert digest == "old"
+            return {group_id: [_done(group_id)] for group_id in group_ids}
+
+    first = _part(2)
+    groups = (first.plan.groups[0].model_copy(update={"earlier": "old"}), first.plan.groups[1])
+    sampling, kept = _Sampling(), Earlier()
+    part = Part("plan-0", first.plan.model_copy(update={"groups": groups}))
+    result = await _run(part, sampling, kept, _settings(batch_size=2, static=False), more=_more)
+    assert sampling.called == ["b:1"] and kept.ids == ["b:0", "b:1"] and result.accepted == ("b:0", "b:1")
+
+
+async def test_two_rollouts_share_the_slots_first_come_first_served():
+    slots, sampling = asyncio.Semaphore(2), _Sampling()
+    first = asyncio.create_task(run_rollout([_part(4)], STATIC, sampling, _Kept(), judge=Judge(), slots=slots))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0.005)
+    second = run_rollout([_part(4, first=4, number=1)], STATIC, sampling, _Kept(), judge=Judge(), slots=slots)
+    await asyncio.gather(first, second)
+    assert sampling.most == 2 and sampling.called == [f"b:{i}" for i in range(8)]

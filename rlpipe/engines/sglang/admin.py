@@ -15,6 +15,7 @@ from typing import Any, Literal
 import httpx
 
 from rlpipe.errors import DeadlineExceeded, EngineRejected
+from rlpipe.rollout.generation import no_spans
 from rlpipe.rollout.http import call
 
 _POLL_S = 0.05
@@ -62,9 +63,22 @@ class Engine:
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Sample nothing until `continue_`; new requests wait inside.
 
-        What is in flight: `abort` returns it with what it has (about 1 s if there is any); `retract` and `in_place` hold it.
+        What is in flight: `abort` returns it with what it has (about 1 s if there is any); the others hold it.
+        Weights may change under `abort` and `retract`: the cache can be flushed and is computed anew. Under `in_place` it cannot:
+        what is in flight goes on with keys and values of the old weights, and so does, through the prefix cache, every later
+        request with a prompt it has seen, under the new weights' name (measured on 0.5.21: log-probs off by 6.5 and 4.7).
         """
         await self._call("POST", "/pause_generation", {"mode": mode})
+
+    async def require_spans(self) -> None:
+        """Returns if its answers say which weights sampled which token, as requests that live through a push need it.
+
+        It samples one token. Raises: EngineError naming the setting if they do not: SGLang before 0.5.21.
+        """
+        body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
+        meta = (await self._call("POST", "/generate", body)).json()["meta_info"]
+        if not meta.get("weight_versions"):
+            raise no_spans(f"engine {self.url}")
 
     async def continue_(self) -> None:
         await self._call("POST", "/continue_generation", {})

@@ -27,6 +27,7 @@ OWNED = {
     "port": "nothing: a free port is chosen",
     "device": "nothing: CUDA is used where there is any",
     "random_seed": "data.rollout_seed",
+    "enable_deterministic_inference": "deterministic",
     "weight_version": "nothing: every push of weights sets it",
     "skip_tokenizer_init": "nothing: only token ids are sent",
 }
@@ -36,6 +37,10 @@ _CPU_CACHE_BYTES = 1024**3
 _CPU_CACHE_TOKENS = 65536
 
 Device = Literal["cpu", "cuda"]
+
+
+DIE_AT_ONCE = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false"}
+"""A server that lost a process of its own would else stand still for 65 s, collecting stacks, before it ends and is replaced."""
 
 
 class Server(ServerProcess):
@@ -53,10 +58,12 @@ class Server(ServerProcess):
         seed: int,
         weight_version: str | None = None,
         trust_remote_code: bool = False,
+        deterministic: bool = False,
         device: Device | None = None,
     ) -> None:
         """`port` None picks a free one. `weight_version` is the stamp of the directory's weights, until the first push.
 
+        `deterministic`: on CUDA, sample by each request's seed whatever else is in its batch. The CPU engine cannot.
         `device` None is CUDA if torch sees any. Raises: ConfigError for an argument in `engine.sglang` that is not yours to set.
         """
         self.device: Device = device or _device()
@@ -77,13 +84,15 @@ class Server(ServerProcess):
         }
         flags("engine.sglang", config.sglang, OWNED)
         defaults = _cpu_defaults(Path(model_path)) if self.device == "cpu" else {}
+        if deterministic and self.device == "cuda":
+            defaults["enable_deterministic_inference"] = True
         self._arguments |= {"skip_server_warmup": True, "log_level_http": "warning", **defaults, **config.sglang}
 
     def arguments(self) -> list[str]:
         return flags("engine.sglang", self._arguments, {})
 
     def environment(self) -> dict[str, str]:
-        return {"OMP_NUM_THREADS": str(self.threads)} if self.device == "cpu" else {}
+        return {**DIE_AT_ONCE, **({"OMP_NUM_THREADS": str(self.threads)} if self.device == "cpu" else {})}
 
     def wait_ready(self, deadline_s: float) -> None:
         """As the base, then freezes the server's long-lived objects: a cache flush takes 1 ms then, 0.3 s else."""

@@ -45,8 +45,10 @@ async def test_a_paused_engine_keeps_requests_waiting(live):
 
 async def test_abort_returns_what_was_sampled(live):
     async with Engine(live.server.url) as engine, GenerateClient(live.router.url, vocab_size=VOCAB_SIZE, deadline_s=30) as client:
-        running = asyncio.create_task(client.generate([5, 6], {"max_new_tokens": 240, "ignore_eos": True}, n=2))
+        stop = asyncio.Event()
+        running = asyncio.create_task(client.generate([5, 6], {"max_new_tokens": 240, "ignore_eos": True}, n=2, stop=stop))
         await asyncio.sleep(0.3)
+        stop.set()
         await engine.abort_all()
         for generation in await running:
             assert generation.finish_reason == "abort"

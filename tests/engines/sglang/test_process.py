@@ -16,9 +16,9 @@ import pytest
 from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.engines.sglang.process import flags
 from rlpipe.engines.sglang.router import Router
-from rlpipe.engines.sglang.server import Server
+from rlpipe.engines.sglang.server import Device, Server
 from rlpipe.errors import ConfigError, DeadlineExceeded, EngineUnavailable, ResourceError
-from tests.live_engine import make_model
+from tests.live_engine import START_S, make_model, make_server
 
 CHILD = """
 import sys, time
@@ -65,6 +65,25 @@ def test_an_argument_given_replaces_the_default(tmp_path):
     assert line.count("--max-total-tokens") == 1 and line[line.index("--max-total-tokens") + 1] == "100"
 
 
+@pytest.mark.parametrize(
+    ("device", "deterministic", "asked"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+)
+def test_engines_on_gpus_sample_by_seed_in_a_deterministic_run(tmp_path, device: Device, deterministic: bool, asked: bool):
+    make_model(tmp_path / "model", seed=0)
+    server = Server(
+        tmp_path / "model",
+        EngineConfig(),
+        ResourcesConfig(),
+        dtype="float32",
+        port=None,
+        log_path=tmp_path / "log",
+        seed=1,
+        device=device,
+        deterministic=deterministic,
+    )
+    assert ("--enable-deterministic-inference" in server.arguments()) is asked
+
+
 def test_a_directory_without_a_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="not a Hugging Face model directory"):
         _server(tmp_path, tmp_path / "log")
@@ -96,6 +115,21 @@ def test_a_server_that_is_not_ready_in_time_is_named(tmp_path):
     router.stop()
     router.stop()
     assert not router.alive
+
+
+@pytest.mark.integration
+def test_a_server_that_loses_a_process_of_its_own_ends_at_once(tmp_path):
+    make_model(tmp_path / "model", seed=0)
+    server = make_server(tmp_path / "model", tmp_path / "log")
+    server.start()
+    try:
+        server.wait_ready(START_S)
+        assert server.process is not None
+        processes = psutil.Process(server.process.pid).children(recursive=True)
+        next(process for process in processes if "detokenizer" in " ".join(process.cmdline())).kill()
+        assert server.process.wait(20) is not None
+    finally:
+        server.stop()
 
 
 @pytest.mark.integration

@@ -1,0 +1,57 @@
+"""What is worth watching of a batch before it is trained. R response tokens of all samples.
+
+Not here: the losses' own metrics (`engines.megatron.step`), or what becomes of a metric (`observe`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlpipe.batch import Batch
+from rlpipe.packing import BatchColumns
+
+
+def batch_metrics(batch: Batch, columns: BatchColumns) -> dict[str, float]:
+    """What is worth watching of a batch: rewards, lengths, staleness, and how far engine and trainer are apart.
+
+    Engine and trainer are compared on tokens that the weights which are trained have sampled: there it should be rounding only.
+    (`train/train_rollout_logprob_abs_diff` is that of all tokens, with what the weights have learned since.)
+    """
+    lengths = columns.response_lengths
+    metrics = {"rollout/response_len/mean": float(lengths.mean()), "rollout/response_len/max": float(lengths.max())}
+    metrics |= staleness_metrics(batch, columns.loss_mask)
+    if columns.advantages is not None:
+        metrics["rollout/raw_reward"] = float(batch.rewards.mean())
+        metrics["rollout/zero_std_fraction"] = zero_std_fraction(batch)
+    if columns.proximal_log_probs is not None and columns.rollout_log_probs is not None:
+        apart = np.abs(columns.proximal_log_probs - columns.rollout_log_probs)
+        counted = columns.loss_mask > 0
+        current = counted if batch.staleness is None else counted & (batch.staleness == 0)
+        if current.any():
+            metrics["rollout/logprob_abs_diff/mean"] = float(apart[current].mean())
+            metrics["rollout/logprob_abs_diff/max"] = float(apart[current].max())
+    return metrics
+
+
+def zero_std_fraction(batch: Batch) -> float:
+    """Share of groups whose rewards are all equal: they teach nothing."""
+    rewards: dict[str, set[float]] = {}
+    for group_id, reward in zip(batch.group_ids, batch.rewards.tolist(), strict=True):
+        rewards.setdefault(group_id, set()).add(reward)
+    return sum(len(values) == 1 for values in rewards.values()) / len(rewards)
+
+
+def staleness_metrics(batch: Batch, loss_mask: np.ndarray) -> dict[str, float]:
+    """How old the tokens are that are trained: `staleness/<n>` is the fraction of them that is n weight versions old.
+
+    Shapes: loss_mask [R]. Empty in supervised batches.
+    """
+    if batch.staleness is None:
+        return {}
+    counted = batch.staleness[loss_mask > 0]
+    ages, numbers = np.unique(counted, return_counts=True)
+    return {
+        "rollout/staleness/mean": float(counted.mean()) if len(counted) else 0.0,
+        "rollout/staleness/max": float(counted.max(initial=0)),
+        **{f"staleness/{age}": float(number / len(counted)) for age, number in zip(ages.tolist(), numbers.tolist(), strict=True)},
+    }

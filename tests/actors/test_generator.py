@@ -1,0 +1,167 @@
+"""The generator on a real engine: plans that grow, a buffer over iterations, several rollouts at once."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlpipe.actors.generator import Generator, GeneratorSpec, RolloutAbandoned, end_ids
+from rlpipe.config.hooks import load_hook
+from rlpipe.config.load import validate
+from rlpipe.rollout.generate import FINISHED
+from rlpipe.store.files import Files
+from rlpipe.store.plans import Plans
+from rlpipe.store.rows import table_to_samples
+from rlpipe.store.shards import read_rows
+from rlpipe.types import DataState, Sample
+from tests.live_engine import CONTEXT_LEN, END, VOCAB_SIZE, Live, live_engine, log_probs
+
+REWARD = "def reward(sample):\n    return float(len(sample.response_ids) % 2)\n"
+
+
+@pytest.fixture
+def live(request: pytest.FixtureRequest) -> Live:
+    """A real server with a real router before it."""
+    return live_engine(request.config)
+
+
+async def _generator(live: Live, folder: Path, rollout: dict[str, Any], **sections: Any) -> Generator:
+    """One that is set up and connected; 40 prompts of one letter each."""
+    model_dir = folder / "model"
+    if not model_dir.exists():
+        shutil.copytree(live.model_dir, model_dir)
+        load_hook("deployments/recipes/tiny_models.py:character_tokenizer")("Spell: ").save_pretrained(model_dir)
+        lines = [f'{{"prompt": "{chr(97 + n % 26)}{n}", "label": "x"}}' for n in range(40)]
+        (folder / "a.jsonl").write_text("\n".join(lines))
+        (folder / "reward.py").write_text(REWARD)
+    config = validate(
+        {
+            "run": "run",
+            "num_rollout": 9,
+            "model": {"source": {"type": "huggingface", "hf_checkpoint": str(model_dir)}},
+            "data": {"prompts": {"type": "file", "paths": [str(folder / "a.jsonl")]}},
+            "reward": {"function": {"type": "python", "path": f"{folder / 'reward.py'}:reward"}},
+            "rollout": {"n_samples_per_prompt": 4, "rollout_max_response_len": 200, "flush_interval_s": 0.1, **rollout},
+            **sections,
+        }
+    )
+    generator = Generator(str(Path.cwd()))
+    await generator.setup(GeneratorSpec(config, str(model_dir), str(folder / "store")))
+    await generator.connect(live.router.url, on_gpus=False)
+    return generator
+
+
+async def _until_done(generator: Generator, groups: int) -> None:
+    """Waits for groups of iteration 0."""
+    for _ in range(3000):
+        if (await generator.progress(0))["done"] >= groups:
+            return
+        await asyncio.sleep(0.01)
+
+
+def _samples(folder: Path, answer: dict[str, Any]) -> dict[str, list[Sample]]:
+    groups: dict[str, list[Sample]] = {}
+    for sample in table_to_samples(read_rows(Files(folder / "store"), answer["files"])):
+        groups.setdefault(sample.group_id, []).append(sample)
+    return groups
+
+
+@pytest.mark.integration
+async def test_surplus_and_cut_off_groups_come_back_from_the_buffer_until_every_one_is_used(live, tmp_path):
+    filtered = {
+        "rollout_batch_size": 3,
+        "over_sampling_batch_size": 8,
+        "partial_rollout": True,
+        "dynamic_sampling_filter_path": "rlpipe.rollout.filters.reward_nonzero_std",
+    }
+    generator = await _generator(live, tmp_path, filtered, async_buffer_size=9)
+    state, used, went_on, versions = DataState(), [], 0, None
+    for k in range(4):
+        planned = await generator.plan(k, state)
+        assert not planned["static"]
+        answer = await generator.rollout(planned["plan"])
+        out, groups = answer["outputs"], _samples(tmp_path, answer)
+        plans = [Plans(Files(tmp_path / "store")).read(digest) for digest in out["plans"]]
+        ids = [group.group_id for plan in plans for group in plan.groups]
+        state = DataState.model_validate(out["after"])
+        assert sorted([*out["accepted"], *out["dropped"], *(one.group_id for one in state.buffer)]) == sorted(ids)
+        assert len(out["accepted"]) == 3 and set(out["dropped"].values()) <= {"zero_std_0", "zero_std_1"}
+        went_on += sum(group.earlier is not None for plan in plans for group in plan.groups)
+        for group_id in out["accepted"]:
+            assert all(sample.status in FINISHED for sample in groups[group_id])
+            assert len({len(sample.response_ids) % 2 for sample in groups[group_id]}) == 2
+            assert all(sample.reward is None for sample in groups[group_id]), "the reward stage scores again"
+        for sample in (sample for samples in groups.values() for sample in samples):
+            expected = log_probs(live.model, sample.prompt_ids, sample.response_ids)
+            np.testing.assert_allclose(sample.rollout_log_probs or [], expected, atol=1e-4)
+            versions = versions or {version for _, version in sample.weight_versions}
+        used += [*out["accepted"], *out["dropped"]]
+    assert went_on > 0 and len(set(used)) == len(used)
+
+
+@pytest.mark.integration
+async def test_two_rollouts_run_at_once_and_ending_one_does_not_touch_the_other(live, tmp_path):
+    static = {"rollout_batch_size": 6}
+    generator = await _generator(live, tmp_path, static, async_buffer_size=1, engine={"server_concurrency": 8})
+    first = await generator.plan(0, DataState())
+    second = await generator.plan(1, first["after"])
+    assert first["static"] and second["after"].draws == 12
+    await generator.hold("abort", deadline_s=1, expires_s=60)
+    running = [asyncio.create_task(generator.rollout(planned["plan"])) for planned in (first, second)]
+    while (await generator.progress(1))["total"] == 0:  # noqa: ASYNC110 - an actor has no event for it
+        await asyncio.sleep(0.01)
+    assert (await generator.progress())["total"] == 6
+    await generator.abandon(1)
+    with pytest.raises(RolloutAbandoned, match=r"generator\.rollout 1"):
+        await running[1]
+    await generator.release()
+    assert len((await running[0])["outputs"]["accepted"]) == 6
+    again = await generator.rollout(second["plan"])
+    assert len(again["outputs"]["accepted"]) == 6 and len(_samples(tmp_path, again)) == 6
+
+
+@pytest.mark.integration
+async def test_another_attempt_at_an_iteration_ends_the_one_before_and_takes_its_groups_in(live, tmp_path):
+    generator = await _generator(live, tmp_path, {"rollout_batch_size": 36}, engine={"server_concurrency": 8})
+    planned = await generator.plan(0, DataState())
+    first = asyncio.create_task(generator.rollout(planned["plan"]))
+    await _until_done(generator, 2)
+    second = await generator.rollout(planned["plan"])
+    with pytest.raises(RolloutAbandoned):
+        await first
+    assert second["outputs"]["adopted_groups"] >= 2 and len(_samples(tmp_path, second)) == 36
+    assert await generator.progress(0) == {"done": 0, "total": 0, "tokens": 0}
+
+
+@pytest.mark.integration
+async def test_a_dead_generator_s_parts_are_found_by_the_next(live, tmp_path):
+    keep = tmp_path / "keep.py"
+    keep.write_text("def keep(samples):\n    return int(samples[0].group_id[-1]) >= 4\n")
+    choosing = {"rollout_batch_size": 2, "dynamic_sampling_filter_path": f"{keep}:keep", "rollout_max_response_len": 8}
+    generator = await _generator(live, tmp_path, choosing)
+    planned = await generator.plan(0, DataState())
+    first = (await generator.rollout(planned["plan"]))["outputs"]
+    again = await _generator(live, tmp_path, choosing)
+    assert (await again.plan(0, DataState()))["plan"] == planned["plan"]
+    second = (await again.rollout(planned["plan"]))["outputs"]
+    assert len(first["plans"]) == 3 and first["dropped"] == {f"run:{n:08d}": "filtered" for n in range(4)}
+    assert {key: first[key] for key in ("plans", "after", "accepted", "dropped")} == {
+        key: second[key] for key in ("plans", "after", "accepted", "dropped")
+    }
+    assert (second["adopted_groups"], second["samples"]) == (6, 0)
+
+
+def test_end_tokens_are_those_of_all_three_places(tmp_path):
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert end_ids(str(tmp_path), 5) == {2, 3, 4, 5}
+    assert end_ids(str(tmp_path / "nowhere"), None) == set()
+
+
+def test_the_engine_of_these_tests_fits_the_tokenizer():
+    assert VOCAB_SIZE >= 104 and CONTEXT_LEN > 200 and END == 1
