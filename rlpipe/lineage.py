@@ -1,16 +1,23 @@
 """How to get to a state: the newest checkpoint before it, and the train nodes from there on.
 
-Not here: doing it (`actors.trainer`).
+A state is named by the node that made it: an init node, a train node, or a segment node (a state that a replay made anew, which
+has a checkpoint of its own from the start). Not here: doing it (`actors.trainer`, `actors.states`).
 """
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rlpipe.errors import ObjectMissing
-from rlpipe.inputs import checkpoint_inputs
+from rlpipe.inputs import Inputs, checkpoint_inputs
 from rlpipe.store.nodes import Nodes
-from rlpipe.types import Stage
+from rlpipe.types import Node, Stage
+
+STATES = (Stage.TRAIN, Stage.SEGMENT, Stage.INIT)
+"""The stages whose nodes make a state, the most frequent first."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +28,12 @@ class Lineage:
     base: str
     """Digest of the init node or checkpoint node to load."""
     base_state: str
-    """Digest of the node whose state that is: the init node or a train node."""
+    """Digest of the node whose state that is: the init node, a train node or a segment node."""
     init: str
     """Digest of the branch's init node (the reference policy)."""
     replay: tuple[str, ...] = ()
+    segment: str | None = None
+    """Name under which a state is held that comes out different from the recorded one; None: it is not held at all."""
 
     @property
     def target(self) -> str:
@@ -33,28 +42,69 @@ class Lineage:
 
 
 def lineage_to(nodes: Nodes, state: str, init: str) -> Lineage:
-    """The shortest way to the state that the train node (or init node) `state` made.
+    """The shortest way to the state that a train node (or segment or init node) made.
 
-    Raises: ObjectMissing if the chain of train nodes does not lead back to a checkpoint or to `init`.
+    Raises: ObjectMissing if the chain of train nodes does not lead back to a checkpoint or to `init`, or leads through another
+    configuration, under which it could not be trained again.
     """
-    replay: list[str] = []
+    replay: list[Node] = []
     current = state
     while current != init:
         checkpoint = nodes.find(Stage.CHECKPOINT, checkpoint_inputs(current).digest)
         if checkpoint is not None:
-            return Lineage(Stage.CHECKPOINT, checkpoint.digest, current, init, tuple(reversed(replay)))
-        replay.append(current)
-        current = _before(nodes, current, state)
-    return Lineage(Stage.INIT, init, init, init, tuple(reversed(replay)))
+            return Lineage(Stage.CHECKPOINT, checkpoint.digest, current, init, _names(replay))
+        node = _trained(nodes, current, state)
+        if replay and replay[-1].config != node.config:
+            raise ObjectMissing(
+                "a state cannot be rebuilt: the checkpoint where its branch was forked is missing",
+                where=f"nodes/checkpoint/{checkpoint_inputs(current).digest}.json",
+                found=f"{current} trained under another configuration than what came after, on the way to {state}",
+                do="audit the store; fork again from the same commit",
+            )
+        replay.append(node)
+        current = node.parents["before"]
+    return Lineage(Stage.INIT, init, init, init, _names(replay))
 
 
-def _before(nodes: Nodes, train: str, state: str) -> str:
-    node = nodes.find(Stage.TRAIN, train)
+def state_node(nodes: Nodes, state: str) -> Node:
+    """The node that made a state. Raises: ObjectMissing, ObjectCorrupt."""
+    found = next((node for stage in STATES if (node := nodes.find(stage, state))), None)
+    return found or nodes.get(STATES[0], state)
+
+
+def segment_node(nodes: Nodes, inputs: Inputs, restored: Mapping[str, Any], *, version: int, packages: Mapping[str, str]) -> Node:
+    """The node of a state that a replay made: what `restore` answered, beside what had been recorded. Not committed yet."""
+    recorded = nodes.get(Stage.TRAIN, inputs.parents["weights"])
+    outputs = {
+        "state_digest": restored["state_digest"],
+        "recorded": recorded.outputs["state_digest"],
+        "version": version,
+        "replayed": restored["replayed"],
+        "first_difference": restored["mismatch"],
+        "packages": dict(packages),
+        "host": socket.gethostname(),
+    }
+    return inputs.node(outputs=outputs)
+
+
+def _names(replay: list[Node]) -> tuple[str, ...]:
+    return tuple(node.digest for node in reversed(replay))
+
+
+def _trained(nodes: Nodes, state: str, target: str) -> Node:
+    node = nodes.find(Stage.TRAIN, state)
+    if node is None and nodes.find(Stage.SEGMENT, state):
+        raise ObjectMissing(
+            "a state cannot be rebuilt: the checkpoint of a segment is missing",
+            where=f"nodes/checkpoint/{checkpoint_inputs(state).digest}.json",
+            found=f"needed on the way to {target}; training the batches again would give other bits",
+            do="audit the store; fork from a commit before it",
+        )
     if node is None:
         raise ObjectMissing(
             "a state cannot be rebuilt: a train node of its history is missing",
-            where=f"nodes/train/{train}.json",
-            found=f"needed on the way to {state}",
+            where=f"nodes/train/{state}.json",
+            found=f"needed on the way to {target}",
             do="audit the store; fork from the newest checkpoint that is complete",
         )
-    return node.parents["before"]
+    return node

@@ -21,6 +21,7 @@ from rlpipe.stage_files import read_samples
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.segments import Segments, current_state
 from rlpipe.types import Commit, Node, Sample, Stage
 
 TIMED = (Stage.ROLLOUT, Stage.REWARD, Stage.ADVANTAGE, Stage.TRAIN, Stage.SYNC)
@@ -79,8 +80,9 @@ class HistoryReader:
 
     def _find_evaluations(self, num_commits: int) -> None:
         """Look for the evaluations of the newest weights known."""
-        weights = self._commits[-1].nodes[Stage.TRAIN] if num_commits else self._branches.get(self._config.run).init
+        recorded = self._commits[-1].nodes[Stage.TRAIN] if num_commits else self._branches.get(self._config.run).init
         version = self._commits[-1].iteration + 1 if num_commits else 0
+        weights = current_state(Segments(self._files), self._config.run, version, recorded)
         for dataset in self._config.evaluation.datasets:
             node = self._nodes.find(Stage.EVAL, eval_inputs(self._config, dataset, weights).digest)
             if node is not None:

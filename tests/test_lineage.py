@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpipe.errors import ObjectMissing
-from rlpipe.inputs import Inputs, checkpoint_inputs
-from rlpipe.lineage import Lineage, lineage_to
+from rlpipe.inputs import Inputs, checkpoint_inputs, segment_inputs
+from rlpipe.lineage import Lineage, lineage_to, segment_node, state_node
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes, node_path
 from rlpipe.types import Stage
@@ -18,9 +18,10 @@ from rlpipe.types import Stage
 INIT = "init-of-the-branch"
 
 
-def train(nodes: Nodes, before: str, number: int) -> str:
+def train(nodes: Nodes, before: str, number: int, **config: object) -> str:
     """A train node after `before`."""
-    return nodes.commit(Inputs(Stage.TRAIN, {"before": before, "advantage": f"batch {number}"}).node()).digest
+    inputs = Inputs(Stage.TRAIN, {"before": before, "advantage": f"batch {number}"}, dict(config))
+    return nodes.commit(inputs.node(outputs={"state_digest": f"state {number}"})).digest
 
 
 def history(nodes: Nodes, length: int) -> list[str]:
@@ -91,3 +92,56 @@ def test_a_history_that_does_not_begin_with_these_first_weights_is_refused(nodes
     chain = history(nodes, 2)
     with pytest.raises(ObjectMissing, match=f"nodes/train/{INIT}.json"):
         lineage_to(nodes, chain[2], "init-of-another-branch")
+
+
+def segment(nodes: Nodes, weights: str, base: str) -> str:
+    """A segment in place of the state of a train node."""
+    restored = {"state_digest": "another", "replayed": 2, "mismatch": weights}
+    inputs = segment_inputs(weights, base, "attempt")
+    return nodes.commit(segment_node(nodes, inputs, restored, version=2, packages={"torch": "2"})).digest
+
+
+def test_a_segment_is_restored_from_its_own_checkpoint_and_so_is_what_was_trained_from_it(nodes: Nodes):
+    chain = history(nodes, 2)
+    made = segment(nodes, chain[2], INIT)
+    checkpoint = save(nodes, made)
+    after = [train(nodes, made, 3)]
+    after.append(train(nodes, after[0], 4))
+    assert lineage_to(nodes, made, INIT) == Lineage(Stage.CHECKPOINT, checkpoint, made, INIT)
+    assert lineage_to(nodes, after[1], INIT) == Lineage(Stage.CHECKPOINT, checkpoint, made, INIT, tuple(after))
+    assert lineage_to(nodes, chain[2], INIT).replay == tuple(chain[1:]), "the recorded state is where it was"
+
+
+def test_a_segment_whose_checkpoint_is_gone_cannot_be_had_again(nodes: Nodes):
+    chain = history(nodes, 2)
+    made = segment(nodes, chain[2], INIT)
+    with pytest.raises(ObjectMissing, match="checkpoint of a segment"):
+        lineage_to(nodes, train(nodes, made, 3), INIT)
+
+
+def test_a_segment_says_what_it_replaced_and_what_came_out(nodes: Nodes):
+    chain = history(nodes, 2)
+    outputs = state_node(nodes, segment(nodes, chain[2], INIT)).outputs
+    assert outputs.pop("host")
+    assert outputs == {
+        "state_digest": "another",
+        "recorded": "state 1",
+        "version": 2,
+        "replayed": 2,
+        "first_difference": chain[2],
+        "packages": {"torch": "2"},
+    }
+
+
+def test_batches_of_another_configuration_are_not_trained_again_under_this_one(nodes: Nodes):
+    parent = train(nodes, INIT, 0, lr=1)
+    fork = train(nodes, parent, 1, lr=2)
+    with pytest.raises(ObjectMissing, match="forked"):
+        lineage_to(nodes, train(nodes, fork, 2, lr=2), INIT)
+    checkpoint = save(nodes, parent)
+    assert lineage_to(nodes, fork, INIT) == Lineage(Stage.CHECKPOINT, checkpoint, parent, INIT, (fork,))
+
+
+def test_a_state_that_nothing_made_is_named(nodes: Nodes):
+    with pytest.raises(ObjectMissing, match=r"nodes/train/none\.json"):
+        state_node(nodes, "none")

@@ -58,7 +58,8 @@ class Written:
         made = {stage: self.node(stage, said[stage], run=self.config.run, k=k) for stage in stages}
         self.weights.append(made[Stage.TRAIN])
         parent = commit_name(self.config.run, k - 1) if len(self.weights) > 2 else self.parent
-        record = {"plan": "p", "data": DataState(), "config_digest": config_digest(self.config), "packages": {"torch": f"2.{k}"}}
+        packages = {"torch": f"2.{k}"}
+        record = {"plans": ("p",), "data": DataState(), "config_digest": config_digest(self.config), "packages": packages}
         self.branches.commit(Commit(branch=self.config.run, iteration=k, parent=parent, nodes=made, **record))
 
     def evaluate(self, accuracy: float, dataset: int = 0, answers: dict[str, str] | None = None, index: int = -1) -> None:

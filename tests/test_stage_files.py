@@ -68,7 +68,7 @@ def batches(draw: st.DrawFn) -> tuple[Batch, BatchColumns]:
     made = BatchColumns.from_lists(prompts, responses, **columns)
     ids = tuple(f"run:{number // 2:08d}" for number in range(len(prompts)))
     indices = tuple(number % 2 for number in range(len(prompts)))
-    return Batch(made, ids, indices, np.zeros(len(prompts)), {}), made
+    return Batch(made, ids, indices, np.zeros(len(prompts)), {}, None), made
 
 
 @settings(max_examples=30)
@@ -160,5 +160,5 @@ def test_a_changed_or_lost_file_is_refused(files: Files, write: Any, read: Any):
 def test_a_batch_with_a_number_that_is_none_is_not_written(files: Files):
     columns = BatchColumns.from_lists([[1]], [[2, 3]], advantages=[[1.0, float("nan")]])
     with pytest.raises(DataError, match="advantages has a value that is not finite"):
-        write_batch(files, DIGEST, Batch(columns, ("g",), (0,), np.zeros(1), {}), columns)
+        write_batch(files, DIGEST, Batch(columns, ("g",), (0,), np.zeros(1), {}, None), columns)
     assert files.list() == []

@@ -10,13 +10,28 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
-from rlpipe.errors import ObjectMissing
+from rlpipe.errors import DeadlineExceeded, ObjectMissing
+from rlpipe.inputs import Inputs
 from rlpipe.store.files import Files
 from rlpipe.types import FileRecord, Node
 
 TRACKER = "latest_checkpointed_iteration.txt"
+LOOK_INTERVAL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A checkpoint that is on local disk and on its way to the store. The ranks keep it until some driver has recorded it."""
+
+    prefix: str
+    """Where it goes: names the attempt."""
+    inputs: Inputs
+    outputs: dict[str, Any]
 
 
 def upload_share(files: Files, directory: Path, prefix: str, rank: int) -> list[FileRecord]:
@@ -29,16 +44,17 @@ def upload_share(files: Files, directory: Path, prefix: str, rank: int) -> list[
     return [files.put_file(path, f"{prefix}/{path.name}") for path in mine]
 
 
-def fetch_checkpoint(files: Files, node: Node, folder: Path) -> Path:
+def fetch_checkpoint(files: Files, node: Node, folder: Path, *, timeout_s: float = 3600.0) -> Path:
     """The checkpoint root with the files of a node, as `load_checkpoint` takes it; downloaded unless it is there already.
 
-    Raises: ObjectMissing, ObjectCorrupt, StoreFull.
+    `timeout_s`: how long another rank of this machine may take to download it.
+    Raises: ObjectMissing, ObjectCorrupt, StoreFull, DeadlineExceeded.
     """
     version, name = node.outputs["version"], f"iter_{node.outputs['version']:07d}"
     root = folder / "fetched" / node.digest[:16]
     root.mkdir(parents=True, exist_ok=True)
     with (root / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _lock(lock, timeout_s, node)
         (root / TRACKER).write_text(str(version))
         if not (root / name).is_dir():
             _download(files, node, root / name)
@@ -50,6 +66,23 @@ def prune(folder: Path, keep: int) -> None:
     complete = sorted(path for path in folder.glob("iter_*") if path.name.removeprefix("iter_").isdigit())
     for old in (folder / "fetched", *folder.glob("iter_*.unfinished"), *complete[:-keep]):
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _lock(lock: IO[str], timeout_s: float, node: Node) -> None:
+    """Have the file lock. Raises: DeadlineExceeded."""
+    end_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > end_s:
+                raise DeadlineExceeded(
+                    "another rank of this machine does not finish downloading a checkpoint",
+                    where=lock.name,
+                    found=f"{node.stage} {node.digest[:12]} not there after {timeout_s:g} s",
+                    do="look whether the store answers; the same command tries again",
+                ) from error
+        time.sleep(LOOK_INTERVAL_S)
 
 
 def _download(files: Files, node: Node, target: Path) -> None:

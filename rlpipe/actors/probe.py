@@ -13,22 +13,36 @@ import asyncio
 import numpy as np
 
 from rlpipe.engines.sglang.admin import Engine
+from rlpipe.errors import DeadlineExceeded
 from rlpipe.packing import BatchColumns
 
 
 def largest_difference(samples: BatchColumns, trainer: np.ndarray, engines: list[str], timeout_s: float) -> float:
     """The largest absolute difference of response-token log-probs between the trainer and any engine; inf for NaN.
 
-    Shapes: trainer [R] float32, at temperature 1. Raises: EngineError, DeadlineExceeded.
+    `timeout_s`: of all engines together. Shapes: trainer [R] float32, at temperature 1. Raises: EngineError, DeadlineExceeded.
     """
     sequences = [row.tolist() for row in np.split(samples.tokens, samples.offsets[1:-1])]
     worst = 0.0
-    for url in engines:
-        scored = asyncio.run(_score(url, sequences, timeout_s))
+    for scored in asyncio.run(_score_all(engines, sequences, timeout_s)):
         for row, ours, prompt in zip(scored, samples.split(trainer), samples.prompt_lengths, strict=True):
             apart = np.abs(np.asarray(row[prompt - 1 :], np.float32) - ours)
             worst = max(worst, float(np.nan_to_num(apart, nan=np.inf).max(initial=0.0)))
     return worst
+
+
+async def _score_all(engines: list[str], sequences: list[list[int]], deadline_s: float) -> list[list[list[float]]]:
+    """Every engine's scores, asked one after another: they may share the machine's cores."""
+    asked = "no engine"
+    try:
+        async with asyncio.timeout(deadline_s):
+            return [await _score(asked := url, sequences, deadline_s) for url in engines]
+    except TimeoutError as error:
+        if isinstance(error, DeadlineExceeded):
+            raise
+        raise DeadlineExceeded(
+            "the engines did not score the samples in time", where=asked, expected=f"all within {deadline_s:g} s"
+        ) from error
 
 
 async def _score(url: str, sequences: list[list[int]], deadline_s: float) -> list[list[float]]:

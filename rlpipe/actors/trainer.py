@@ -14,24 +14,29 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 
-from rlpipe.actors.checkpoints import fetch_checkpoint, upload_share
+from rlpipe.actors.checkpoints import Upload, fetch_checkpoint, upload_share
 from rlpipe.actors.probe import largest_difference
 from rlpipe.algorithms.advantages import token_advantages
-from rlpipe.batch import Batch, fix_batch
+from rlpipe.batch import fix_batch
+from rlpipe.batch_metrics import batch_metrics
 from rlpipe.config.model import ModelConfig
+from rlpipe.config.run import RunConfig
 from rlpipe.config.train import AdvantageConfig, SyncConfig, TrainConfig
 from rlpipe.engines.megatron.engine import MegatronEngine
-from rlpipe.errors import TrainerError
+from rlpipe.errors import DeadlineExceeded, TrainerError
 from rlpipe.lineage import Lineage
-from rlpipe.packing import BatchColumns, PackingPlan, plan
+from rlpipe.packing import PackingPlan, plan
 from rlpipe.stage_files import read_batch, read_packing, read_rewards, read_samples, write_batch
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
@@ -56,6 +61,43 @@ class TrainerSpec:
     world_size: int
     num_nodes: int
     threads: int
+    deterministic: bool = False
+    upload_timeout_s: float = 3600.0
+    """Deadline of a checkpoint's way to the store, and of one from it."""
+
+    @classmethod
+    def of(cls, config: RunConfig, *, model_dir: str, store_root: str, work_dir: Path) -> TrainerSpec:
+        """What a run's configuration says about its trainer."""
+        return cls(
+            model_dir=model_dir,
+            store_root=store_root,
+            work_dir=str(work_dir),
+            model=config.model,
+            train=config.train,
+            advantage=config.advantage,
+            rollout_temperature=config.rollout.rollout_temperature,
+            total_optimizer_steps=config.total_optimizer_steps,
+            engine_tensor_parallel_size=config.resources.rollout_num_gpus_per_engine,
+            world_size=config.resources.trainer_ranks,
+            num_nodes=config.resources.actor_num_nodes,
+            threads=config.resources.threads_per_process,
+            deterministic=config.deterministic,
+            upload_timeout_s=config.checkpoint.timeout_s,
+        )
+
+
+def collective(method: Callable[..., Any]) -> Callable[..., Any]:
+    """While this method of a rank runs, its status says so."""
+
+    @wraps(method)
+    def call(self: TrainerRank, *arguments: Any, **keywords: Any) -> Any:
+        outer, self.busy = self.busy, self.busy or method.__name__
+        try:
+            return method(self, *arguments, **keywords)
+        finally:
+            self.busy = outer
+
+    return call
 
 
 class TrainerRank:
@@ -66,12 +108,13 @@ class TrainerRank:
         self.rank, self.world_size = rank, world_size
         self.held: str | None = None
         self.dirty = False
+        self.busy: str | None = None
         self._result: dict[str, Any] = {}
         self._engine: MegatronEngine | None = None
         self._spec: TrainerSpec | None = None
         self._transport: TensorTransport | None = None
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="upload")
-        self._upload: tuple[str, Future[list[FileRecord]]] | None = None
+        self._upload: tuple[Upload, Future[list[FileRecord]]] | None = None
 
     def address(self, num_nodes: int) -> tuple[str, int]:
         """A host and a free port for the ranks to meet at (asked of rank 0)."""
@@ -80,10 +123,14 @@ class TrainerRank:
             return ray.util.get_node_ip_address() if num_nodes > 1 else "127.0.0.1", probe.getsockname()[1]
 
     def status(self) -> dict[str, Any]:
-        """What this rank holds: `{"rank", "held", "dirty", "ready", "pid"}`."""
+        """What this rank holds and does: `{"rank", "held", "dirty", "ready", "busy", …}`. It answers while a call runs, from
+        another thread (concurrency group `status`); `busy` names that call."""
         ready = self._engine is not None
-        return {"rank": self.rank, "held": self.held, "dirty": self.dirty, "ready": ready, "pid": os.getpid()}
+        state = {"held": self.held, "dirty": self.dirty, "ready": ready, "busy": self.busy}
+        deterministic = self._spec.deterministic if self._spec else None
+        return {"rank": self.rank, **state, "deterministic": deterministic, "pid": os.getpid()}
 
+    @collective
     def setup(self, spec: TrainerSpec, master: tuple[str, int]) -> None:
         """Build the engine of a spec, in place of another. Its weights are not loaded yet. Raises: ConfigError, TrainerError."""
         if self._spec == spec:
@@ -101,11 +148,13 @@ class TrainerRank:
             world_size=self.world_size,
             master=master,
             threads=spec.threads,
+            deterministic=spec.deterministic,
         )
         self._spec, self.dirty = spec, False
         self._files = Files(spec.store_root)
         self._nodes = Nodes(self._files)
 
+    @collective
     def initialise(self, key: str, start_from: str | None) -> dict[str, Any]:
         """Load the first weights of a branch, from the model directory or from another branch's checkpoint node."""
         engine, _ = self._ready()
@@ -116,11 +165,13 @@ class TrainerRank:
         self._remember_reference()
         return self._now_holds(key, {"state_digest": engine.state_digest()})
 
+    @collective
     def restore(self, lineage: Lineage) -> dict[str, Any]:
         """Become the state at the end of a lineage: load its checkpoint and train its later batches again.
 
-        Answers `{"replayed", "seconds", "mismatch"}`: `mismatch` names the first replayed node whose state came out
-        different from the recorded one. The ranks then hold nothing: what they have is not what that node says.
+        Answers `{"replayed", "seconds", "state_digest", "mismatch"}`: `mismatch` names the first replayed node whose state came
+        out different from the recorded one. What the ranks have then is not what that node says: they hold it under the name
+        of `lineage.segment`, and without one they hold nothing.
         """
         start = time.perf_counter()
         engine, spec = self._ready()
@@ -129,18 +180,24 @@ class TrainerRank:
             engine.load_checkpoint(self._fetched(Stage.INIT, lineage.init), weights_only=True)
             engine.keep_reference()
         engine.load_checkpoint(self._fetched(lineage.base_stage, lineage.base))
-        self._now_holds(lineage.base_state, {})
+        result = self._now_holds(lineage.base_state, {"state_digest": engine.state_digest()})
         mismatch = None
         for digest in lineage.replay:
             node = self._nodes.get(Stage.TRAIN, digest)
             result = self.train(key=digest, before=node.parents["before"], advantage=node.parents["advantage"])
             if mismatch is None and result["state_digest"] != node.outputs["state_digest"]:
                 mismatch = digest
-        if mismatch is not None:
+        if mismatch is not None and lineage.segment is None:
             self.held, self.dirty = None, True
-        return {"replayed": len(lineage.replay), "seconds": time.perf_counter() - start, "mismatch": mismatch}
+        elif mismatch is not None:
+            self._now_holds(lineage.segment, {"state_digest": result["state_digest"]})
+        answer = {"replayed": len(lineage.replay), "seconds": time.perf_counter() - start}
+        return {**answer, "state_digest": result["state_digest"], "mismatch": mismatch}
 
-    def advantage(self, *, key: str, before: str, version: int, rollout: str, reward: str) -> dict[str, Any] | None:
+    @collective
+    def advantage(
+        self, *, key: str, before: str, version: int, rollout: str, reward: str, max_staleness: int = 0, mask_stale: bool = False
+    ) -> dict[str, Any] | None:
         """Fix the batch of scored rows, score it, estimate advantages and store it as `data/advantage/<key>`.
 
         `version` is the weight version held. Rank 0 answers `{"files", "outputs", "seconds"}`, the others None.
@@ -148,9 +205,17 @@ class TrainerRank:
         start = time.perf_counter()
         engine, spec = self._require(before)
         supervised = spec.advantage.advantage_estimator == "none"
-        samples = read_samples(self._files, self._nodes.get(Stage.ROLLOUT, rollout))
+        sampled = self._nodes.get(Stage.ROLLOUT, rollout)
         rewards = read_rewards(self._files, self._nodes.get(Stage.REWARD, reward))
-        batch = fix_batch(samples, rewards, scored=not supervised, version=version)
+        batch = fix_batch(
+            read_samples(self._files, sampled),
+            rewards,
+            accepted=sampled.outputs["accepted"],
+            scored=not supervised,
+            version=version,
+            max_staleness=max_staleness,
+            mask_stale=mask_stale,
+        )
         columns = batch.columns
         if not supervised:
             limit = spec.advantage.log_probs_max_tokens_per_gpu
@@ -165,6 +230,7 @@ class TrainerRank:
         metrics = batch_metrics(batch, columns)
         return {"files": [record], "outputs": {**outputs, "metrics": metrics}, "seconds": time.perf_counter() - start}
 
+    @collective
     def train(self, *, key: str, before: str, advantage: str) -> dict[str, Any]:
         """The optimizer steps of one iteration, once: answers `{"metrics", "state_digest", "packing", "seconds"}`."""
         if self.held == key and not self.dirty:
@@ -192,10 +258,11 @@ class TrainerRank:
             },
         )
 
+    @collective
     def push(self, *, held: str, engines: list[str], stamp: str, sync: SyncConfig) -> dict[str, Any]:
-        """Send the held weights to the engines under a stamp: `{"bytes", "seconds"}`. Rank 0 sends, all ranks gather.
+        """Send the held weights to the engines under a stamp: `{"bytes", "seconds", "unknown"}`. Rank 0 sends, all ranks gather.
 
-        Raises: SyncError (on rank 0) naming the engines whose weights are unknown now.
+        `unknown` names the engines (by URL, with the reason) that did not get them. Raises: SyncError (on rank 0) if none did.
         """
         start = time.perf_counter()
         engine, spec = self._require(held)
@@ -208,15 +275,17 @@ class TrainerRank:
             )
         tensors = engine.named_hf_tensors()
         if self.rank == 0:
-            sent = self._transport.push(tensors, engines, stamp).size_bytes
-        else:
-            sent = sum(tensor.nbytes for _, tensor in tensors)
-        return {"bytes": sent, "seconds": time.perf_counter() - start}
+            pause = "retract" if sync.in_flight == "in_place" else "abort"
+            report = self._transport.push(tensors, engines, stamp, pause=pause)
+            return {"bytes": report.size_bytes, "seconds": time.perf_counter() - start, "unknown": report.unknown}
+        sent = sum(tensor.nbytes for _, tensor in tensors)
+        return {"bytes": sent, "seconds": time.perf_counter() - start, "unknown": {}}
 
+    @collective
     def probe(self, *, held: str, engines: list[str], batch: str, sync: SyncConfig) -> float | None:
         """Score the first samples of a batch node with the held weights and with the engines.
 
-        Rank 0 answers the largest difference of a log-prob, the others None.
+        Rank 0 answers the largest difference of a log-prob, the others None. Raises: EngineError, DeadlineExceeded.
         """
         engine, _ = self._require(held)
         columns = read_batch(self._files, self._nodes.get(Stage.ADVANTAGE, batch))
@@ -224,28 +293,48 @@ class TrainerRank:
         ours = engine.score(chosen, temperature=1.0)
         return largest_difference(chosen, ours, engines, sync.timeout_s) if self.rank == 0 else None
 
-    def save(self, *, held: str, version: int, prefix: str) -> dict[str, Any]:
-        """Write the held state as a torch_dist checkpoint on local disk, and begin to upload this rank's share below `prefix`."""
+    @collective
+    def save(self, *, held: str, version: int, upload: Upload) -> dict[str, Any]:
+        """Write the held state as a torch_dist checkpoint on local disk, and begin to upload this rank's share."""
         start = time.perf_counter()
         engine, spec = self._require(held)
         if self._upload is not None:
-            self._upload[1].exception()
+            self._wait(*self._upload)
         root = Path(spec.work_dir) / "checkpoints"
         directory = engine.save_checkpoint(root, version)
-        self._upload = prefix, self._uploads.submit(upload_share, self._files, directory, prefix, self.rank)
+        self._upload = upload, self._uploads.submit(upload_share, self._files, directory, upload.prefix, self.rank)
         return {"seconds": time.perf_counter() - start, "directory": str(directory)}
 
-    def upload_done(self, prefix: str) -> bool:
-        """Would `uploaded` answer at once?"""
-        return self._upload is None or self._upload[0] != prefix or self._upload[1].done()
+    def upload(self) -> tuple[Upload, bool] | None:
+        """The upload that `save` began in this process and nobody has taken yet, and whether it is complete."""
+        return None if self._upload is None else (self._upload[0], self._upload[1].done())
 
+    @collective
     def uploaded(self, prefix: str) -> list[FileRecord] | None:
-        """Wait for the upload that `save` began: this rank's share in the store. None if this process began no such upload
-        (it is not the one that saved). Raises: StoreFull and what else the upload met."""
-        if self._upload is None or self._upload[0] != prefix:
+        """Wait for an upload and take it: this rank's share in the store. None if this process has no such upload.
+
+        Raises: DeadlineExceeded; StoreFull and what else the upload met.
+        """
+        if self._upload is None or self._upload[0].prefix != prefix:
             return None
-        (_, upload), self._upload = self._upload, None
+        upload = self._wait(*self._upload)
+        self._upload = None
         return upload.result()
+
+    def _wait(self, about: Upload, upload: Future[list[FileRecord]]) -> Future[list[FileRecord]]:
+        """The upload, ended one way or the other. Raises: DeadlineExceeded."""
+        _, spec = self._ready()
+        try:
+            upload.exception(spec.upload_timeout_s)
+        except FutureTimeout as error:
+            raise DeadlineExceeded(
+                "the upload of a checkpoint does not end",
+                where=f"trainer/{self.rank}",
+                found=f"{about.prefix} still on its way",
+                expected=f"in the store within {spec.upload_timeout_s:g} s (checkpoint.timeout_s)",
+                do="look whether the store answers; the same command goes on from the checkpoint before",
+            ) from error
+        return upload
 
     def close(self) -> None:
         """Leave the process groups; the actor can be set up again."""
@@ -269,7 +358,7 @@ class TrainerRank:
             )
         return self._ready()
 
-    def _now_holds(self, key: str, result: dict[str, Any]) -> dict[str, Any]:
+    def _now_holds(self, key: str | None, result: dict[str, Any]) -> dict[str, Any]:
         self.held, self.dirty, self._result = key, False, result
         return result
 
@@ -284,26 +373,5 @@ class TrainerRank:
 
     def _fetched(self, stage: Stage, digest: str) -> Path:
         _, spec = self._ready()
-        return fetch_checkpoint(self._files, self._nodes.get(stage, digest), Path(spec.work_dir) / "checkpoints")
-
-
-def batch_metrics(batch: Batch, columns: BatchColumns) -> dict[str, float]:
-    """What is worth watching of a batch: rewards, lengths, and how far engine and trainer are apart."""
-    lengths = columns.response_lengths
-    metrics = {"rollout/response_len/mean": float(lengths.mean()), "rollout/response_len/max": float(lengths.max())}
-    if columns.advantages is not None:
-        metrics["rollout/raw_reward"] = float(batch.rewards.mean())
-        metrics["rollout/zero_std_fraction"] = zero_std_fraction(batch)
-    if columns.proximal_log_probs is not None and columns.rollout_log_probs is not None:
-        apart = np.abs(columns.proximal_log_probs - columns.rollout_log_probs)[columns.loss_mask > 0]
-        metrics["rollout/logprob_abs_diff/mean"] = float(apart.mean())
-        metrics["rollout/logprob_abs_diff/max"] = float(apart.max())
-    return metrics
-
-
-def zero_std_fraction(batch: Batch) -> float:
-    """Share of groups whose rewards are all equal: they teach nothing."""
-    rewards: dict[str, set[float]] = {}
-    for group_id, reward in zip(batch.group_ids, batch.rewards.tolist(), strict=True):
-        rewards.setdefault(group_id, set()).add(reward)
-    return sum(len(values) == 1 for values in rewards.values()) / len(rewards)
+        node = self._nodes.get(stage, digest)
+        return fetch_checkpoint(self._files, node, Path(spec.work_dir) / "checkpoints", timeout_s=spec.upload_timeout_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.actors.checkpoints import TRACKER, fetch_checkpoint, prune, upload_share
-from rlpipe.errors import ObjectConflict, ObjectCorrupt, ObjectMissing
+from rlpipe.errors import DeadlineExceeded, ObjectConflict, ObjectCorrupt, ObjectMissing
 from rlpipe.inputs import checkpoint_inputs
 from rlpipe.store.files import Files
 from rlpipe.types import FileRecord, Node
@@ -190,3 +191,14 @@ def test_pruning_keeps_the_newest_and_forgets_what_was_fetched(files: Files, sav
 def test_pruning_a_folder_that_is_not_there_does_nothing(tmp_path: Path):
     prune(tmp_path / "none", 1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_never_finishes_its_download_is_not_waited_for_for_ever(files: Files, saved: Path, tmp_path: Path):
+    node = upload(files, saved)
+    root = tmp_path / "checkpoints" / "fetched" / node.digest[:16]
+    root.mkdir(parents=True)
+    with (root / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(DeadlineExceeded, match=f"checkpoint {node.digest[:12]} not there"):
+            fetch_checkpoint(files, node, tmp_path / "checkpoints", timeout_s=0.1)
+    assert content(fetch_checkpoint(files, node, tmp_path / "checkpoints", timeout_s=0.1) / "iter_0000003") == CONTENT

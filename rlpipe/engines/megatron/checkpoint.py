@@ -160,15 +160,24 @@ def _state(trained: Trained, iteration: int, metadata, *, loading: bool, weights
 
 def _restore_optimizer(trained: Trained, state: dict[str, Any]) -> None:
     """Megatron saves no step count of torch's Adam while it is 0, and may load one step tensor shared by all parameters, to
-    which each of them would add."""
+    which each of them would add. It also loads the learning rate, betas and eps that the checkpoint was saved with, though the
+    configuration decides them."""
+    settings = [_settings(part.optimizer) for part in inner_optimizers(trained.optimizer)]
     for saved in _adam_states(state):
         saved["state"].setdefault("common_step", torch.zeros(()))
     with torch.no_grad():
         trained.optimizer.load_state_dict(state)
-    for part in inner_optimizers(trained.optimizer):
+    for part, kept in zip(inner_optimizers(trained.optimizer), settings, strict=True):
+        for group, own in zip(part.optimizer.param_groups, kept, strict=True):
+            group.update(own)
         if isinstance(part.optimizer, torch.optim.Adam):
             for values in part.optimizer.state.values():
                 values["step"] = values["step"].detach().clone()
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What is set of each parameter group, beside its parameters and how far it is."""
+    return [{name: value for name, value in group.items() if name not in ("params", "step")} for group in optimizer.param_groups]
 
 
 def _adam_states(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:

@@ -21,7 +21,7 @@ import torch
 
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.train import TrainConfig
-from rlpipe.engines.megatron import checkpoint, platform
+from rlpipe.engines.megatron import checkpoint, determinism, platform
 from rlpipe.engines.megatron.bridge import export_weights, load_weights
 from rlpipe.engines.megatron.export import save_hf
 from rlpipe.engines.megatron.groups import close_groups, open_groups
@@ -39,8 +39,8 @@ class TrainResult:
 
     steps: list[dict[str, float]] = field(default_factory=list)
     """Metrics of every optimizer step. Policy: loss, pg_loss, entropy, clipfrac, ppo_kl, kl_loss,
-    train_rollout_logprob_abs_diff; supervised: loss, entropy; both: grad_norm (before clipping), lr, tokens, samples.
-    All but the last four are aggregated over tokens like the loss."""
+    train_rollout_logprob_abs_diff, with use_tis tis and tis_clipfrac; supervised: loss, entropy; both: grad_norm (before
+    clipping), lr, tokens, samples. All but the last four are aggregated over tokens like the loss."""
     state_digest: str = ""
     """Of the state after the last step."""
 
@@ -60,12 +60,14 @@ class MegatronEngine:
         world_size: int,
         master: tuple[str, int],
         threads: int,
+        deterministic: bool = False,
         timeout_s: float = 1800.0,
     ) -> None:
         """Join the other ranks at `master` (host, port; rank 0 listens there) and build the model, without weights yet.
 
         A second engine of the same processes needs another port: a rank that is ahead could meet the old one.
-        `threads`: CPU threads of this rank where there is no CUDA. `timeout_s`: deadline of every collective.
+        `threads`: CPU threads of this rank where there is no CUDA. `deterministic`: see `determinism`. `timeout_s`: deadline
+        of every collective.
         """
         if world_size % train.parallel.model_ranks:
             raise ConfigError(
@@ -76,11 +78,12 @@ class MegatronEngine:
             )
         self._model_dir, self._train, self._temperature = model_dir, train, rollout_temperature
         self._data_parallel = world_size // train.parallel.model_ranks
+        determinism.switch(deterministic)
         platform.claim(rank, threads)
         open_groups(train.parallel, rank=rank, world_size=world_size, master=master, timeout_s=timeout_s, seed=train.seed)
         self._reference: list[torch.Tensor] | None = None
         try:
-            self._trained: Trained | None = build(model_dir, model, train, total_optimizer_steps)
+            self._trained: Trained | None = build(model_dir, model, train, total_optimizer_steps, deterministic=deterministic)
         except BaseException:
             close_groups()
             raise

@@ -55,6 +55,7 @@ OWNED = {
     "use_distributed_optimizer": "train.use_distributed_optimizer",
     "calculate_per_token_loss": "train.loss.calculate_per_token_loss",
     **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype"), "model.dtype"),
+    "deterministic_mode": "deterministic",
     **dict.fromkeys(("variable_seq_lengths", "use_cpu_initialization", "perform_initialization"), "nothing: it is fixed"),
     **dict.fromkeys(("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"), "nothing: they are off"),
     **dict.fromkeys(_INIT_METHODS, "nothing: weights are loaded"),
@@ -79,7 +80,9 @@ class Trained:
         return module if isinstance(module, PolicyModel) else module.module
 
 
-def build(model_dir: str, model: ModelConfig, train: TrainConfig, total_optimizer_steps: int) -> Trained:
+def build(
+    model_dir: str, model: ModelConfig, train: TrainConfig, total_optimizer_steps: int, *, deterministic: bool = False
+) -> Trained:
     """Model with undefined weights, optimizer and scheduler. Process groups must exist.
 
     Raises: ConfigError for a bad `train.megatron` or a size that does not divide.
@@ -94,6 +97,7 @@ def build(model_dir: str, model: ModelConfig, train: TrainConfig, total_optimize
             "sequence_parallel": train.parallel.sequence_parallel,
             "calculate_per_token_loss": True,
             "deallocate_pipeline_outputs": False,
+            "deterministic_mode": deterministic,
             "use_cpu_initialization": not platform.CUDA_FOUND,
             **dict.fromkeys(_INIT_METHODS, _leave_as_it_is),
             **for_transformer,

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from rlpipe.algorithms.divergence import kl_estimate
+from rlpipe.algorithms.importance import truncated_importance
 from rlpipe.algorithms.losses import policy_loss, sft_loss
 from rlpipe.algorithms.reduction import token_weights
 from rlpipe.config.train import LossConfig
@@ -31,6 +32,7 @@ from rlpipe.engines.megatron.model import Trained
 from rlpipe.engines.megatron.passes import run_passes, this_slice
 
 POLICY_METRICS = ("loss", "pg_loss", "entropy", "clipfrac", "ppo_kl", "kl_loss", "train_rollout_logprob_abs_diff")
+TIS_METRICS = ("tis", "tis_clipfrac")
 SFT_METRICS = ("loss", "entropy")
 
 
@@ -55,6 +57,7 @@ def _check_columns(batch: BatchColumns, packing: PackingPlan, loss: LossConfig) 
         "advantages": loss.type == "policy",
         "proximal_log_probs": loss.type == "policy" and len(packing.steps) > 1,
         "reference_log_probs": loss.type == "policy" and loss.kl_loss_coef > 0,
+        "rollout_log_probs": loss.use_tis,
     }
     missing = [name for name, wanted in needed.items() if wanted and getattr(batch, name) is None]
     if missing:
@@ -82,12 +85,19 @@ def _step(trained: Trained, batch: BatchColumns, step, loss: LossConfig, tempera
         forward_only=False,
         entropy_gradient=loss.entropy_coef != 0,
     )
-    metrics = _reduced(kept, POLICY_METRICS if loss.type == "policy" else SFT_METRICS)
+    metrics = _reduced(kept, _names(loss))
     if not math.isfinite(metrics["loss"]):
         raise TrainerError("the loss is not finite", where=where, found=metrics["loss"], do="look at this batch's log-probs")
     metrics |= _update(trained, where)
     masked_in = batch.loss_mask[gather_index(batch.response_offsets, samples)] > 0
     return metrics | {"tokens": float(masked_in.sum()), "samples": float(len(samples))}
+
+
+def _names(loss: LossConfig) -> tuple[str, ...]:
+    """Of the metrics, in the order of `_loss`."""
+    if loss.type == "sft":
+        return SFT_METRICS
+    return (*POLICY_METRICS, *(TIS_METRICS if loss.use_tis else ()))
 
 
 def _weights(batch: BatchColumns, samples: np.ndarray, loss: LossConfig) -> np.ndarray:
@@ -121,8 +131,14 @@ def _loss(batch: BatchColumns, weights: np.ndarray, loss: LossConfig, micro: Mic
     difference = torch.zeros_like(old)
     if batch.rollout_log_probs is not None:
         difference = (old - micro.column(batch.rollout_log_probs)).abs()
-    total = clip.loss - loss.entropy_coef * entropy + loss.kl_loss_coef * kl
-    columns = torch.stack([total, clip.loss, entropy, clip.clipped, clip.ppo_kl, kl, difference]).detach()
+    surrogate, correction = clip.loss, ()
+    if loss.use_tis:
+        assert batch.rollout_log_probs is not None
+        behaviour = micro.column(batch.rollout_log_probs)
+        tis = truncated_importance(old, behaviour, tis_clip=loss.tis_clip, tis_clip_low=loss.tis_clip_low)
+        surrogate, correction = clip.loss * tis.weight, (tis.ratio, tis.clipped)
+    total = surrogate - loss.entropy_coef * entropy + loss.kl_loss_coef * kl
+    columns = torch.stack([total, surrogate, entropy, clip.clipped, clip.ppo_kl, kl, difference, *correction]).detach()
     return (weight * total).sum(), columns @ weight
 
 

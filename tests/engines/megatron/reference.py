@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
@@ -50,13 +52,17 @@ def train(model, optimizer, batch: BatchColumns, packing: PackingPlan, config: T
 
 
 def _sample_loss(model, batch: BatchColumns, i: int, loss, temperature: float) -> torch.Tensor:
-    """Mean over the sample's unmasked tokens of clipped surrogate - c_H H + c_KL k3."""
+    """Mean over the sample's unmasked tokens of clipped surrogate (× truncated weight) - c_H H + c_KL k3."""
     here = slice(batch.response_offsets[i], batch.response_offsets[i + 1])
     columns = (batch.proximal_log_probs, batch.reference_log_probs, batch.advantages, batch.loss_mask)
     old, reference, advantages, mask = (torch.from_numpy(column[here]) for column in columns if column is not None)
     new, entropy = log_probs(model, batch, i, temperature)
     ratio = torch.exp(new - old)
     surrogate = torch.maximum(-ratio * advantages, -ratio.clamp(1 - loss.eps_clip, 1 + loss.eps_clip_high) * advantages)
+    if loss.use_tis:
+        assert batch.rollout_log_probs is not None
+        apart = old.numpy() - batch.rollout_log_probs[here]
+        surrogate = surrogate * torch.tensor([min(max(math.exp(d), loss.tis_clip_low), loss.tis_clip) for d in apart])
     kl = torch.exp(reference - new) - 1 - (reference - new)
     total = surrogate - loss.entropy_coef * entropy + loss.kl_loss_coef * kl
     return (total * mask).sum() / mask.sum().clamp(min=1)

@@ -10,8 +10,10 @@ import psutil
 import pytest
 
 from rlpipe.config.train import TrainConfig
+from rlpipe.engines.megatron.state import inner_optimizers
 from rlpipe.errors import StoreFull, TrainerError
-from tests.engines.megatron.ranks import engine, free_port, save_and_resume, weights_of_checkpoint
+from rlpipe.packing import plan
+from tests.engines.megatron.ranks import engine, free_port, make_batch, save_and_resume, weights_of_checkpoint
 
 TRAIN = {"max_tokens_per_gpu": 64, "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "lr_decay_style": "linear"}}
 TWO_RANKS = {
@@ -114,3 +116,34 @@ def test_without_room_nothing_is_written_and_the_error_says_how_much_is_needed(m
     ours.close()
     assert "MiB" in str(caught.value)
     assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+def test_the_configuration_decides_the_optimizer_s_settings_and_not_the_checkpoint(models, tmp_path, distributed_optimizer):
+    """Learning rate, betas and eps of another run's checkpoint would otherwise be trained with."""
+
+    def settings(ours) -> list[dict]:
+        groups = [group for part in inner_optimizers(ours.trained.optimizer) for group in part.optimizer.param_groups]
+        return [{name: group[name] for name in ("lr", "max_lr", "betas", "eps", "weight_decay")} for group in groups]
+
+    base = {"max_tokens_per_gpu": 64, "use_distributed_optimizer": distributed_optimizer}
+    first, other = (
+        TrainConfig.model_validate({**base, "optimizer": {"lr": lr, "adam_beta2": beta2, "adam_eps": eps, "weight_decay": decay}})
+        for lr, beta2, eps, decay in ((1e-3, 0.95, 1e-8, 0.1), (5e-4, 0.99, 1e-6, 0.0))
+    )
+    batch = make_batch()
+    packing = plan(batch.lengths, global_batch_size=None, max_tokens=64, data_parallel=1)
+    ours = engine(models["qwen3"], first, 0, 1, free_port())
+    ours.load_hf()
+    ours.train(batch, packing)
+    ours.save_checkpoint(tmp_path, 1)
+    saved, ours_settings = ours.state_digest(), settings(ours)
+    ours.close()
+    forked = engine(models["qwen3"], other, 0, 1, free_port())
+    made = settings(forked)
+    forked.load_checkpoint(tmp_path)
+    assert forked.state_digest() == saved
+    assert [{**group, "lr": 5e-4} for group in made] == settings(forked) != ours_settings
+    assert forked.train(batch, packing).steps[0]["lr"] == 5e-4
+    forked.close()

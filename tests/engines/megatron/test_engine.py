@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlpipe.config.train import TrainConfig
+from rlpipe.config.train import LossConfig, TrainConfig
+from rlpipe.engines.megatron.step import train_steps
 from rlpipe.errors import ConfigError, DataError, TrainerError
 from rlpipe.packing import BatchColumns, plan
 from tests.engines.megatron import reference
@@ -18,7 +19,7 @@ POLICY = TrainConfig.model_validate(
     {
         "max_tokens_per_gpu": 64,
         "loss": {"eps_clip": 0.1, "eps_clip_high": 0.15, "entropy_coef": 0.01, "kl_loss_coef": 0.05, "kl_loss_type": "k3"},
-        "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5},
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5, "adam_eps": 1e-5},
     }
 )
 PLAIN = TrainConfig.model_validate({"max_tokens_per_gpu": 64, "optimizer": {"lr": 1e-3}})
@@ -57,22 +58,58 @@ def test_scores_do_not_depend_on_packing(start):
     assert np.abs(ours.score(batch, max_tokens=8192) - ours.score(batch, max_tokens=1)).max() < 1e-5
 
 
-def test_policy_training_is_that_of_transformers_and_torch(models, start):
-    ours, batch, theirs = start(train=POLICY), make_batch(), reference.load(models["qwen3"])
-    optimizer = reference.make_optimizer(theirs, POLICY)
+def with_loss(train: TrainConfig, **loss) -> TrainConfig:
+    return train.model_copy(update={"loss": train.loss.model_copy(update=loss)})
+
+
+@pytest.mark.parametrize("tis", [{}, {"use_tis": True, "tis_clip": 1.5, "tis_clip_low": 0.5}])
+def test_policy_training_is_that_of_transformers_and_torch(models, start, tis):
+    train = with_loss(POLICY, **tis)
+    ours, batch, theirs = start(train=train), make_batch(), reference.load(models["qwen3"])
+    optimizer = reference.make_optimizer(theirs, train)
     scores = ours.score(batch)
-    batch = batch.with_columns(proximal_log_probs=near(scores, 0.2, 1), reference_log_probs=near(scores, 0.3, 2))
+    batch = batch.with_columns(
+        proximal_log_probs=near(scores, 0.2, 1),
+        reference_log_probs=near(scores, 0.3, 2),
+        rollout_log_probs=near(scores, 0.6, 3),
+    )
     packing = one_plan(ours, batch, 12)
     assert len(packing.steps) == 2
     assert len(packing.steps[0][0]) > 1, "several micro-batches, or this shows nothing"
-    expected = reference.train(theirs, optimizer, batch, packing, POLICY, TEMPERATURE)
+    expected = reference.train(theirs, optimizer, batch, packing, train, TEMPERATURE)
     for found, wanted in zip(ours.train(batch, packing).steps, expected, strict=True):
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
         assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
         assert found["clipfrac"] > 0
+        assert ("tis" in found) == bool(tis)
+        assert found.get("tis_clipfrac", 0.5) > 0
     after = dict(theirs.named_parameters())
     for name, tensor in ours.named_hf_tensors():
         assert torch.allclose(tensor, after[name], rtol=1e-4, atol=2e-5), name
+
+
+def test_on_policy_data_is_trained_alike_with_and_without_truncated_importance_sampling(start):
+    results = []
+    for use_tis in (False, True):
+        ours, batch = start(train=with_loss(PLAIN, use_tis=use_tis)), make_batch()
+        scores = ours.score(batch)
+        everything = np.ones_like(batch.loss_mask)
+        batch = batch.with_columns(loss_mask=everything, rollout_log_probs=scores, proximal_log_probs=scores)
+        results.append(ours.train(batch, one_plan(ours, batch)))
+        ours.close()
+    assert results[0].state_digest == results[1].state_digest
+    assert results[1].steps[0]["tis"] == pytest.approx(1, rel=1e-6)
+    assert results[1].steps[0]["tis_clipfrac"] == 0
+
+
+def test_data_of_other_weights_is_trained_otherwise_with_truncated_importance_sampling(start):
+    digests = set()
+    for loss in ({}, {"use_tis": True}, {"use_tis": True, "tis_clip": 1.1}, {"use_tis": True, "tis_clip_low": 0.9}):
+        ours, batch = start(train=with_loss(PLAIN, **loss)), make_batch()
+        batch = batch.with_columns(rollout_log_probs=near(ours.score(batch), 0.5, 1))
+        digests.add(ours.train(batch, one_plan(ours, batch)).state_digest)
+        ours.close()
+    assert len(digests) == 4
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "qwen3_moe"])
@@ -177,6 +214,10 @@ def test_a_batch_without_the_columns_its_loss_reads_is_refused_before_a_step(sta
         ours.train(batch.with_columns(advantages=None), one_plan(ours, batch))
     with pytest.raises(DataError, match="no proximal_log_probs"):
         ours.train(batch, one_plan(ours, batch, 12))
+    with pytest.raises(DataError, match="no rollout_log_probs"):
+        train_steps(
+            ours.trained, batch.with_columns(rollout_log_probs=None), one_plan(ours, batch), LossConfig(use_tis=True), 1.0
+        )
     with pytest.raises(DataError, match="another batch"):
         ours.train(batch, one_plan(ours, batch.select(range(5))))
     assert ours.state_digest() == before

@@ -1,0 +1,67 @@
+"""What a trainer rank waits for ends, one way or the other (rlpipe.actors.trainer)."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlpipe.actors.checkpoints import Upload
+from rlpipe.actors.trainer import TrainerRank, TrainerSpec
+from rlpipe.errors import DeadlineExceeded, StoreFull
+from rlpipe.inputs import checkpoint_inputs
+from rlpipe.types import FileRecord
+from tests.actors.trained import configuration
+
+RECORD = FileRecord(path="checkpoints/p/.metadata", size_bytes=1, sha256="0" * 64)
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainerRank:
+    """A rank without a model, whose store is given a twentieth of a second."""
+    monkeypatch.chdir(".")  # the rank goes to its own folder; the test comes back
+    rank = TrainerRank(0, 1, str(tmp_path))
+    config = configuration(str(tmp_path), "run", checkpoint={"timeout_s": 0.05})
+    made: Any = rank
+    made._spec = TrainerSpec.of(config, model_dir=str(tmp_path), store_root=str(tmp_path / "store"), work_dir=tmp_path)
+    made._engine = SimpleNamespace(save_checkpoint=lambda *_: tmp_path)
+    return rank
+
+
+def about(prefix: str) -> Upload:
+    return Upload(prefix, checkpoint_inputs("state"), {"version": 1})
+
+
+def uploading(rank: TrainerRank, prefix: str = "p") -> Future[list[FileRecord]]:
+    """An upload that is on its way."""
+    upload: Future[list[FileRecord]] = Future()
+    rank._upload = about(prefix), upload
+    return upload
+
+
+def test_an_upload_that_does_not_end_is_named_and_may_still_end(rank: TrainerRank):
+    upload = uploading(rank)
+    assert rank.upload() == (about("p"), False)
+    with pytest.raises(DeadlineExceeded, match=r"trainer/0: the upload of a checkpoint does not end"):
+        rank.uploaded("p")
+    upload.set_result([RECORD])
+    assert rank.upload() == (about("p"), True)
+    assert rank.uploaded("p") == [RECORD]
+    assert rank.uploaded("p") is None
+
+
+def test_a_checkpoint_does_not_wait_for_ever_for_the_upload_of_the_one_before(rank: TrainerRank):
+    uploading(rank)
+    rank.held = "state"
+    with pytest.raises(DeadlineExceeded, match="p still on its way"):
+        rank.save(held="state", version=1, upload=about("q"))
+
+
+def test_a_failed_upload_is_its_own_error_and_not_the_next_one_s(rank: TrainerRank):
+    uploading(rank).set_exception(StoreFull("no room"))
+    with pytest.raises(StoreFull):
+        rank.uploaded("p")
+    assert rank.uploaded("p") is None

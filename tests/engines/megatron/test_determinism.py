@@ -1,0 +1,92 @@
+"""The determinism switch: the same batches give the same bits, however often and in whichever process."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from rlpipe.config.train import TrainConfig
+from rlpipe.engines.megatron import determinism
+from rlpipe.errors import ConfigError, TrainerError
+from rlpipe.packing import plan
+from tests.engines.megatron.ranks import engine, free_port, make_batch
+
+TRAIN = {
+    "max_tokens_per_gpu": 64,
+    "loss": {"use_tis": True, "entropy_coef": 0.01},
+    "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "lr_decay_style": "cosine"},
+}
+ITERATIONS = 6
+
+
+def replay(rank: int, world_size: int, port: int, model_dir: str, train: dict, times: int) -> list[list[str]]:
+    """State digests of 12 packed optimizer steps, so many times in fresh engines."""
+    found = []
+    for number in range(times):
+        ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port + number, deterministic=True)
+        ours.load_hf()
+        digests = []
+        for seed in range(ITERATIONS):
+            batch = make_batch(seed=seed)
+            batch = batch.with_columns(proximal_log_probs=batch.rollout_log_probs)
+            packing = plan(batch.lengths, global_batch_size=12, max_tokens=64, data_parallel=ours.data_parallel)
+            assert len(packing.steps) == 2
+            digests.append(ours.train(batch, packing).state_digest)
+        found.append(digests)
+        ours.close()
+    return found
+
+
+@pytest.fixture
+def switched_back():
+    """Other tests run with the switch off."""
+    yield
+    determinism.switch(False)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_three_replays_of_twelve_packed_steps_give_the_same_bits(models, switched_back, family):
+    first, second, third = replay(0, 1, free_port(), models[family], TRAIN, 3)
+    assert first == second == third
+    assert len(set(first)) == ITERATIONS
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("layout", [{}, {"use_distributed_optimizer": True}])
+def test_replays_on_two_data_parallel_ranks_give_the_same_bits(models, two_ranks, layout):
+    ranks = two_ranks.run(replay, models["qwen3"], TRAIN | layout, 3)
+    first, second, third = ranks[0]
+    assert first == second == third
+    assert ranks[0] == ranks[1]
+    assert len(set(first)) == ITERATIONS
+
+
+def test_the_switch_reaches_torch_and_megatron_and_goes_back(models, switched_back):
+    ours = engine(models["qwen3"], TrainConfig(), 0, 1, free_port(), deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cudnn.deterministic
+    assert ours.trained.bridge.config.deterministic_mode
+    assert determinism.ENVIRONMENT.items() <= dict(os.environ).items()
+    ours.close()
+    ours = engine(models["qwen3"], TrainConfig(), 0, 1, free_port())
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not ours.trained.bridge.config.deterministic_mode
+    ours.close()
+
+
+def test_a_process_that_has_used_cuda_without_the_variables_is_refused(monkeypatch, switched_back):
+    monkeypatch.setattr(determinism.platform, "CUDA_FOUND", True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    with pytest.raises(TrainerError, match="NCCL_ALGO"):
+        determinism.switch(True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    determinism.switch(True)
+    assert os.environ["NCCL_ALGO"] == "Ring"
+
+
+def test_the_switch_is_one_key_and_not_megatron_s(models):
+    with pytest.raises(ConfigError, match="use deterministic"):
+        engine(models["qwen3"], TrainConfig(megatron={"deterministic_mode": True}), 0, 1, free_port())
