@@ -1,144 +1,107 @@
-"""`Cluster`: the actors of a run, found by name or started, and set up for it.
+"""`Cluster`: what a flow process holds of a run's actors: the conductor, and the generator.
 
-Actors are named and detached, in the namespace `rlpipe-<cluster>`: a second run of the same cluster name, or a retry in
-another process, finds them with their engines warm. What is rebuilt is only what the new run's specs differ in.
+Both are found by name, so a second run of the same cluster, a retry, or an iteration in another process finds engines and
+trainer warm. What is rebuilt is only what the new run's specs differ in.
 
-Not here: which weights they hold (`stages`), starting Ray itself (`local_ray`).
+Not here: which weights they hold (the stages), what the actors do (`conductor`, `generator`).
 """
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 
-from rlpipe.actors.calls import call, end, gather
-from rlpipe.actors.engine import EngineActor, EngineSpec, RouterActor
-from rlpipe.actors.generator import Generator, GeneratorSpec
+from rlpipe.actors import named
+from rlpipe.actors.calls import call, end
+from rlpipe.actors.fleet import Weights
 from rlpipe.actors.local_ray import connect
-from rlpipe.actors.placement import Placement
-from rlpipe.actors.trainer import TrainerRank, TrainerSpec
-from rlpipe.actors.trainer_group import TrainerGroup
+from rlpipe.actors.specs import ClusterSpec, Driver
 from rlpipe.config.run import RunConfig
+from rlpipe.errors import RlpipeError
+from rlpipe.lineage import Lineage
 
-ROLLOUT_CALLS = 8
+CALL_TIMEOUT_S = 120.0
+GRACE_S = 30.0
+"""The conductor notices that time is up, and says of what; this much later its silence is an error of its own."""
 
 
-@dataclass
-class Cluster:
-    """Handles of everything that holds state for a run."""
+class _Asked:
+    """The conductor, asked on behalf of one driver."""
 
-    trainer: TrainerGroup
-    generator: ActorHandle
-    logs: Path
-    placement: Placement
-    engines: list[ActorHandle] = field(default_factory=list)
-    router: ActorHandle | None = None
+    def __init__(self, driver: Driver, conductor: ActorHandle) -> None:
+        self._driver, self._conductor = driver, conductor
 
-    async def engine_status(self, *, deadline_s: float = 60.0) -> list[dict[str, Any]]:
-        """`EngineActor.status` of all engines. Raises: ActorLost, DeadlineExceeded."""
-        return await gather([e.status.remote() for e in self.engines], where="engine.status", deadline_s=deadline_s)
+    async def _ask(self, method: str, deadline_s: float, *arguments: Any, **keywords: Any) -> Any:
+        ref = getattr(self._conductor, method).remote(self._driver, *arguments, **keywords)
+        return await call(ref, where=f"conductor.{method}", deadline_s=deadline_s + GRACE_S)
 
-    async def serve(self, config: RunConfig, spec: GeneratorSpec) -> None:
-        """Bring engines, router and generator up, or up again after one of them died. Raises: as `open_cluster`."""
-        deadline_s = config.resources.start_timeout_s
-        setup = call(self.generator.setup.remote(spec), where="generator.setup", deadline_s=deadline_s)
-        if self.router is None:
-            await setup
-            return
-        engine = EngineSpec(
-            model_dir=spec.model_dir,
-            engine=config.engine,
-            resources=config.resources,
-            dtype=config.model.dtype,
-            seed=config.train.seed,
-            trust_remote_code=getattr(config.model.source, "trust_remote_code", False),
-            logs=str(self.logs),
-        )
-        starts = [actor.start.remote(engine) for actor in self.engines]
-        urls, _ = await asyncio.gather(gather(starts, where="engine.start", deadline_s=deadline_s), setup)
-        router = self.router.start.remote(config.engine, config.resources, str(self.logs), urls)
-        url = await call(router, where="router.start", deadline_s=deadline_s)
-        connect_call = self.generator.connect.remote(url, on_gpus=self.placement.on_gpus)
-        await call(connect_call, where="generator.connect", deadline_s=deadline_s)
 
-    def kill(self) -> None:
+class RemoteTrainer(_Asked):
+    """The trainer ranks as a group; a call waits for the calls of others first."""
+
+    async def call(self, method: str, *, deadline_s: float, **arguments: Any) -> list[Any]:
+        """Call a method of `TrainerRank` on all ranks; their answers in order of rank."""
+        return await self._ask("collective", 2 * deadline_s, method, deadline_s, arguments)
+
+    async def holds(self, state: str) -> bool:
+        """Does it hold this state? One that does not answer holds nothing."""
+        return await self._ask("holds", 4 * CALL_TIMEOUT_S, state)
+
+    async def initialise(self, key: str, start_from: str | None, *, deadline_s: float) -> str:
+        """Load the first weights of a branch; the state's digest."""
+        return await self._ask("initialise", 2 * deadline_s, key, start_from, deadline_s)
+
+    async def ensure(self, lineage: Lineage, *, deadline_s: float) -> dict[str, Any] | None:
+        """Make it hold the end of a lineage. None if it did already, else what `TrainerRank.restore` answered."""
+        return await self._ask("ensure", 3 * deadline_s, lineage, deadline_s)
+
+
+class Cluster(_Asked):
+    """A run's actors, for one driver of it. All methods raise Fenced once another driver has the actors; ActorLost and
+    DeadlineExceeded; and what an actor raised."""
+
+    def __init__(self, driver: Driver, conductor: ActorHandle, generator: ActorHandle, *, has_engines: bool) -> None:
+        super().__init__(driver, conductor)
+        self.trainer = RemoteTrainer(driver, conductor)
+        self.generator, self.has_engines = generator, has_engines
+
+    async def publish(self, weights: Weights, *, everyone: bool, deadline_s: float) -> dict[str, Any]:
+        """Engines are given these weights from now on, all of them now if `everyone`. As `Fleet.publish`."""
+        return await self._ask("publish", deadline_s, weights, everyone=everyone)
+
+    async def engines(self) -> list[dict[str, Any]]:
+        """`{"number", "url", "alive", "stamp", "pid"}` of each engine as last seen."""
+        return await self._ask("engines", CALL_TIMEOUT_S) if self.has_engines else []
+
+    async def trouble(self) -> RlpipeError | None:
+        """Why nothing can be sampled, if no engine can be brought back."""
+        return await self._ask("trouble", CALL_TIMEOUT_S)
+
+    async def stop_engines(self) -> None:
+        """End all inference servers; others are started in their place."""
+        await self._ask("stop_engines", CALL_TIMEOUT_S)
+
+    async def close(self) -> None:
         """End every actor, and with it its server, and give their places back."""
-        self.trainer.kill()
-        end([actor for actor in (self.generator, self.router, *self.engines) if actor is not None])
-        self.placement.remove()
+        await self._ask("close", CALL_TIMEOUT_S)
+        end([self._conductor])
 
 
-async def open_cluster(config: RunConfig, *, home: Path, model_dir: str, store_root: str) -> Cluster:
-    """Find or start the actors of a run, all at once, and set them up for it.
+async def open_cluster(config: RunConfig, *, epoch: int, home: Path, model_dir: str, store_root: str) -> Cluster:
+    """Find or start the actors of a run and set them up for it, for the driver of this epoch.
 
-    Raises: ResourceError, EngineUnavailable, DataError, ConfigError, DeadlineExceeded: whatever keeps one from coming up.
+    Raises: as `Conductor.open`.
     """
-    namespace = f"rlpipe-{config.cluster}"
-    connect(config.resources, home, namespace=namespace)
-    logs = home / config.cluster / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    actors = _Actors(config, namespace)
-    cluster = Cluster(
-        trainer=TrainerGroup(actors.trainer, config.resources.trainer_ranks, start_timeout_s=config.resources.start_timeout_s),
-        generator=actors.generator(),
-        logs=logs,
-        placement=actors.placement,
-        engines=[actors.engine(number) for number in range(config.resources.num_engines)] if config.needs_engines else [],
-        router=actors.router() if config.needs_engines else None,
-    )
-    trainer = TrainerSpec(
-        model_dir=model_dir,
-        store_root=store_root,
-        work_dir=str(home / config.run),
-        model=config.model,
-        train=config.train,
-        advantage=config.advantage,
-        rollout_temperature=config.rollout.rollout_temperature,
-        total_optimizer_steps=config.total_optimizer_steps,
-        engine_tensor_parallel_size=config.resources.rollout_num_gpus_per_engine,
-        world_size=config.resources.trainer_ranks,
-        num_nodes=config.resources.actor_num_nodes,
-        threads=config.resources.threads_per_process,
-    )
-    await asyncio.gather(
-        cluster.trainer.setup(trainer),
-        cluster.serve(config, GeneratorSpec(config, model_dir, store_root)),
-    )
-    return cluster
-
-
-class _Actors:
-    """Makes the actors of one cluster, or finds them."""
-
-    def __init__(self, config: RunConfig, namespace: str) -> None:
-        self._config, self._namespace = config, namespace
-        self.placement = Placement(config.cluster, config.resources)
-        self._cwd = str(Path.cwd())
-
-    def trainer(self, rank: int) -> ActorHandle:
-        arguments = (rank, self._config.resources.trainer_ranks, self._cwd)
-        return self._named(TrainerRank, f"trainer-{rank}", arguments, lambda: self.placement.trainer(rank))
-
-    def engine(self, number: int) -> ActorHandle:
-        return self._named(EngineActor, f"engine-{number}", (number, self._cwd), lambda: self.placement.engine(number))
-
-    def router(self) -> ActorHandle:
-        return self._named(RouterActor, "router", (self._cwd,), lambda: {"num_cpus": 0})
-
-    def generator(self) -> ActorHandle:
-        options = {"num_cpus": 0, "max_concurrency": ROLLOUT_CALLS}
-        return self._named(Generator, "generator", (self._cwd,), lambda: options)
-
-    def _named(self, kind: type, name: str, arguments: tuple, options: Any) -> ActorHandle:
-        try:
-            return ray.get_actor(name, namespace=self._namespace)
-        except ValueError:
-            placed = options()
-        remote: Any = ray.remote(kind)
-        named = {"name": name, "namespace": self._namespace, "lifetime": "detached", "get_if_exists": True}
-        return remote.options(**named, **placed).remote(*arguments)
+    space = named.namespace(config.cluster)
+    connect(config.resources, home, namespace=space)
+    (home / config.cluster / "logs").mkdir(parents=True, exist_ok=True)
+    conductor = named.conductor(config.cluster, str(Path.cwd()))
+    driver = Driver(config.run, epoch)
+    spec = ClusterSpec(config, str(home), model_dir, store_root)
+    deadline_s = 3 * config.resources.start_timeout_s
+    await call(conductor.open.remote(driver, spec), where="conductor.open", deadline_s=deadline_s)
+    generator = ray.get_actor("generator", namespace=space)
+    return Cluster(driver, conductor, generator, has_engines=config.needs_engines)

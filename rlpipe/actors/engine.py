@@ -31,6 +31,7 @@ class EngineSpec:
     seed: int
     trust_remote_code: bool
     logs: str
+    deterministic: bool = False
 
 
 class EngineActor:
@@ -66,6 +67,7 @@ class EngineActor:
             log_path=Path(spec.logs) / f"engine-{self.number}.log",
             seed=spec.seed + self.number,
             trust_remote_code=spec.trust_remote_code,
+            deterministic=spec.deterministic,
         )
         self._server.start()
         self._server.wait_ready(spec.resources.start_timeout_s)
@@ -85,6 +87,12 @@ class EngineActor:
     def generates(self, timeout_s: float) -> bool:
         """Does it generate a token within that time? (It must not be paused.)"""
         return self._server is not None and self._server.alive and asyncio.run(_generates(self._server.url, timeout_s))
+
+    def require_spans(self) -> None:
+        """As `Engine.require_spans`. Raises: EngineError, EngineUnavailable."""
+        if self._server is None:
+            raise EngineUnavailable("the server has not been started", where=f"engine/{self.number}")
+        asyncio.run(_require_spans(self._server.url))
 
     def mark(self, *, unknown: bool) -> None:
         """Before the first byte of a push: what it holds is unknown. After the echo: it is what the server says."""
@@ -152,6 +160,11 @@ async def _generates(url: str, timeout_s: float) -> bool:
     except (EngineError, DeadlineExceeded):
         return False
     return True
+
+
+async def _require_spans(url: str) -> None:
+    async with Engine(url, deadline_s=60.0) as engine:
+        await engine.require_spans()
 
 
 async def _stamp(url: str) -> str | None:

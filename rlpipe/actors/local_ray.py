@@ -9,6 +9,7 @@ Not here: what runs on it (`cluster`).
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ResourceError
 
 LONGEST_SOCKET_FOLDER = 107 - len("/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store.12345")
+CONNECT_TIMEOUT_S = 5.0
 OBJECT_STORE_BYTES = 256 * 1024**2
 
 
@@ -52,6 +54,23 @@ def connect(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
         ) from error
 
 
+def address() -> str:
+    """`host:port` at which another process can join the cluster that this one is in."""
+    return ray.get_runtime_context().gcs_address
+
+
+def join(address: str, *, namespace: str) -> bool:
+    """Make this process a driver of the cluster at `address`, if it is still there. Is it one now?"""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, OSError, RuntimeError):
+        return False
+    return True
+
+
 def disconnect() -> None:
     """Leave the cluster; a local one ends with it."""
     if ray.is_initialized():
@@ -59,9 +78,9 @@ def disconnect() -> None:
 
 
 def _temporary_folder(home: Path) -> Path:
-    """`{home}/.ray`, or a folder of the system's where that path is too long for Unix sockets (107 bytes)."""
-    folder = home / ".ray"
-    if len(str(folder)) > LONGEST_SOCKET_FOLDER:
-        folder = Path(tempfile.gettempdir()) / f"rlpipe-ray-{os.getuid()}"
+    """`{home}/.ray`, or where that path is too long for Unix sockets (107 bytes) one in TMPDIR, else in /tmp."""
+    name = f"rlpipe-ray-{os.getuid()}"
+    places = (home / ".ray", Path(tempfile.gettempdir()) / name, Path("/tmp") / name)
+    folder = next((place for place in places if len(str(place)) <= LONGEST_SOCKET_FOLDER), places[-1])
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -8,6 +8,8 @@ Not here: what a rank does with a call (`trainer`).
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +17,15 @@ from ray.actor import ActorHandle
 
 from rlpipe.actors.calls import call, end, gather
 from rlpipe.actors.trainer import TrainerSpec
-from rlpipe.errors import RlpipeError, TrainerError
+from rlpipe.errors import ActorLost, DeadlineExceeded, RlpipeError, TrainerError
 from rlpipe.lineage import Lineage
 
 Start = Callable[[int], ActorHandle]
+STATUS = "status"
+"""Concurrency group of the ranks' `status`: it answers while a call runs."""
+STATUS_TIMEOUT_S = 60.0
+LOOK_INTERVAL_S = 0.1
+APART_S = 5.0
 
 
 class TrainerGroup:
@@ -28,6 +35,7 @@ class TrainerGroup:
         self._start, self.world_size, self._start_timeout_s = start, world_size, start_timeout_s
         self.ranks = [start(rank) for rank in range(world_size)]
         self._spec: TrainerSpec | None = None
+        self._broken = False
 
     async def call(self, method: str, *, deadline_s: float, **arguments: Any) -> list[Any]:
         """Call all ranks; their answers in order of rank. After a failure the group is not usable until `ensure`."""
@@ -35,6 +43,8 @@ class TrainerGroup:
         try:
             return await gather(refs, where=f"trainer.{method}", deadline_s=deadline_s)
         except RlpipeError as error:
+            if isinstance(error, (ActorLost, DeadlineExceeded)):
+                self._broken = True  # the other ranks wait in a collective, or all of them do
             if type(error) is RlpipeError:  # not one of ours: CUDA, NCCL, a bug; the group has to be started anew
                 raise TrainerError(error.problem, where=error.where, found=error.found) from error
             raise
@@ -45,8 +55,8 @@ class TrainerGroup:
         Raises: ConfigError, TrainerError, DeadlineExceeded.
         """
         self._spec = spec
-        if not await self._whole():
-            self.restart()
+        if self._broken or not await self._whole() or await self._switched(spec):
+            await self.restart()
         address = self.ranks[0].address.remote(spec.num_nodes)
         master = await call(address, where="trainer.address", deadline_s=self._start_timeout_s)
         await self.call("setup", spec=spec, master=master, deadline_s=self._start_timeout_s)
@@ -54,51 +64,85 @@ class TrainerGroup:
     async def initialise(self, key: str, start_from: str | None, *, deadline_s: float) -> str:
         """Load the first weights into a trainer that has trained nothing (started anew if need be); the state's digest."""
         assert self._spec is not None, "set up the group first"
-        statuses = await self.call("status", deadline_s=deadline_s)
+        statuses = await self._statuses()
         if any(status["held"] or status["dirty"] for status in statuses):
-            self.restart()
+            await self.restart()
             await self.setup(self._spec)
         answers = await self.call("initialise", key=key, start_from=start_from, deadline_s=deadline_s)
         return answers[0]["state_digest"]
 
     async def holds(self, state: str) -> bool:
         """Do all ranks hold this state? A group that does not answer holds nothing."""
+        return await self.held() == state
+
+    async def held(self) -> str | None:
+        """The state that all ranks hold; None if they are blank, half-trained, of different states, hung or dead."""
+        if self._broken:
+            return None
         try:
-            statuses = await self.call("status", deadline_s=60.0)
+            statuses = await self._statuses()
         except RlpipeError:
-            return False
-        return all(status["ready"] and status["held"] == state and not status["dirty"] for status in statuses)
+            return None
+        states = {status["held"] if status["ready"] and not status["dirty"] else None for status in statuses}
+        return states.pop() if len(states) == 1 else None
 
     async def ensure(self, lineage: Lineage, *, deadline_s: float) -> dict[str, Any] | None:
         """Make all ranks hold the end of a lineage. None if they did already, else what `restore` answered."""
         if await self.holds(lineage.target):
             return None
         assert self._spec is not None, "set up the group first"
-        if not await self._usable():
-            self.restart()
+        if self._broken or not await self._usable():
+            await self.restart()
             await self.setup(self._spec)
         return (await self.call("restore", lineage=lineage, deadline_s=deadline_s))[0]
 
     async def _whole(self) -> bool:
         """Do all ranks answer, and are either all set up or none?"""
-        try:
-            statuses = await self.call("status", deadline_s=self._start_timeout_s)
-        except RlpipeError:
-            return False
-        return len({status["ready"] for status in statuses}) == 1
+        statuses = await self._settled()
+        return statuses is not None and len({status["ready"] for status in statuses}) == 1
+
+    async def _switched(self, spec: TrainerSpec) -> bool:
+        """Were the ranks set up with the other kind of arithmetic? A process keeps the one that it began with."""
+        found = {status["deterministic"] for status in await self._statuses()}
+        return bool(found - {None, spec.deterministic})
 
     async def _usable(self) -> bool:
         """Are all ranks alive, set up, and out of any half-finished call?"""
-        try:
-            statuses = await self.call("status", deadline_s=60.0)
-        except RlpipeError:
-            return False
-        return all(status["ready"] and not status["dirty"] for status in statuses)
+        statuses = await self._settled()
+        return statuses is not None and all(status["ready"] and not status["dirty"] for status in statuses)
 
-    def restart(self) -> None:
+    async def _settled(self) -> list[dict[str, Any]] | None:
+        """The ranks' statuses once none of them is busy: a caller before us may have died in the middle of its calls.
+
+        None if one is dead, or if they are busy with different calls for longer than it takes to send one: then some wait
+        in a collective that the others will not join.
+        """
+        apart_s: float | None = None
+        end_s = time.monotonic() + self._start_timeout_s
+        while time.monotonic() < end_s:
+            try:
+                statuses = await self._statuses()
+            except RlpipeError:
+                return None
+            calls = {status["busy"] for status in statuses}
+            if calls == {None}:
+                return statuses
+            now_s = time.monotonic()
+            apart_s = None if len(calls) == 1 else apart_s or now_s
+            if apart_s is not None and now_s - apart_s > APART_S:
+                return None
+            await asyncio.sleep(LOOK_INTERVAL_S)
+        return None
+
+    async def _statuses(self) -> list[dict[str, Any]]:
+        refs = [rank.status.options(concurrency_group=STATUS).remote() for rank in self.ranks]
+        return await gather(refs, where="trainer.status", deadline_s=STATUS_TIMEOUT_S)
+
+    async def restart(self) -> None:
         """Replace all ranks by blank ones."""
-        self.kill()
-        self.ranks = [self._start(rank) for rank in range(self.world_size)]
+        await asyncio.to_thread(self.kill)
+        self.ranks = await asyncio.to_thread(lambda: [self._start(rank) for rank in range(self.world_size)])
+        self._broken = False
 
     def kill(self) -> None:
         """End all ranks at once."""

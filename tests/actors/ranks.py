@@ -7,12 +7,27 @@ from __future__ import annotations
 
 import os
 import time
+from functools import wraps
 from typing import Any
 
 import ray
 
+from rlpipe.actors.trainer_group import STATUS
 from rlpipe.errors import TrainerError
 from rlpipe.lineage import Lineage
+
+
+def busy(method: Any) -> Any:
+    """As `rlpipe.actors.trainer.collective`."""
+
+    @wraps(method)
+    def call(self: Rank, *arguments: Any, **keywords: Any) -> Any:
+        self.busy = method.__name__
+        answer = method(self, *arguments, **keywords)
+        self.busy = None
+        return answer
+
+    return call
 
 
 class Rank:
@@ -22,17 +37,20 @@ class Rank:
         self.rank = rank
         self.held: str | None = None
         self.dirty = self.ready = False
+        self.busy: str | None = None
+        self.deterministic: bool | None = None
         self.heard: list[str] = []
 
     def address(self, num_nodes: int) -> tuple[str, int]:
         return "127.0.0.1" if num_nodes == 1 else "10.0.0.1", 29500 + self.rank
 
     def status(self) -> dict[str, Any]:
-        return {"rank": self.rank, "held": self.held, "dirty": self.dirty, "ready": self.ready, "pid": os.getpid()}
+        state = {"held": self.held, "dirty": self.dirty, "ready": self.ready, "busy": self.busy}
+        return {"rank": self.rank, **state, "deterministic": self.deterministic, "pid": os.getpid()}
 
     def setup(self, spec: Any, master: tuple[str, int]) -> None:
         self.heard.append(f"setup {spec.model_dir} {master[0]}:{master[1]}")
-        self.ready = True
+        self.ready, self.deterministic = True, spec.deterministic
 
     def initialise(self, key: str, start_from: str | None) -> dict[str, Any]:
         if self.held or self.dirty:
@@ -48,6 +66,7 @@ class Rank:
         self.held, self.dirty = lineage.target, False
         return {"replayed": len(lineage.replay), "mismatch": None, "rank": self.rank}
 
+    @busy
     def train(self, key: str, *, dies: int | None = None, raises: int | None = None) -> str:
         if self.rank == raises:
             raise TrainerError("no such batch", where=f"trainer/{self.rank}")
@@ -63,6 +82,11 @@ class Rank:
         if rank == self.rank:
             vars(self).update(state)
 
+    def note(self, what: str, seconds: float = 0.0) -> None:
+        self.heard.append(f"begin {what}")
+        time.sleep(seconds)
+        self.heard.append(f"end {what}")
+
     def divide_by_zero(self) -> float:
         return 1 / 0
 
@@ -72,6 +96,7 @@ class Rank:
 
 def start(rank: int) -> Any:
     """The rank of this number, found by its name or started."""
-    remote: Any = ray.remote(Rank)
+    make: Any = ray.remote
+    remote = make(concurrency_groups={STATUS: 1})(Rank)
     named = {"name": f"trainer-{rank}", "lifetime": "detached", "get_if_exists": True}
     return remote.options(num_cpus=0, **named).remote(rank)

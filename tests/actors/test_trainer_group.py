@@ -24,7 +24,7 @@ from tests.actors.ranks import start
 pytestmark = pytest.mark.integration
 
 RANKS = 2
-SPEC: Any = SimpleNamespace(model_dir="m", num_nodes=1)
+SPEC: Any = SimpleNamespace(model_dir="m", num_nodes=1, deterministic=False)
 """Equal specs are the same engine; what is in one is the ranks' business."""
 
 
@@ -118,6 +118,15 @@ async def test_setup_starts_all_ranks_again_when_some_are_blank(group: TrainerGr
     await group.call("become", rank=1, ready=False, deadline_s=60)
     await group.setup(SPEC)
     assert await ask(group, "ready") == [True, True]
+    assert not set(pids) & set(await ask(group, "pid"))
+
+
+async def test_ranks_that_were_set_up_with_the_other_kind_of_arithmetic_are_started_again(group: TrainerGroup):
+    await group.setup(SPEC)
+    pids = await ask(group, "pid")
+    other: Any = SimpleNamespace(**{**vars(SPEC), "deterministic": True})
+    await group.setup(other)
+    assert await ask(group, "deterministic") == [True, True]
     assert not set(pids) & set(await ask(group, "pid"))
 
 

@@ -1,0 +1,297 @@
+"""`Conductor`: the one actor through which flow processes use a cluster's trainer and engines.
+
+Several processes may drive a run at once: an iteration that is opened ahead, one that outlived its worker, one that a person
+retried. Calls to trainer ranks are collective, so all ranks must get them in one order: here they wait for each other. What
+comes from a process of an older epoch, or of a run that has left the cluster, is refused. Engines are kept by the `Fleet`.
+
+It remembers nothing that matters: killed, it is started again and finds ranks, engines and router by name.
+
+Not here: what happened (the store), rollouts (drivers call the generator themselves).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from ray.actor import ActorHandle
+
+from rlpipe.actors.calls import call, end
+from rlpipe.actors.engine import EngineSpec
+from rlpipe.actors.fleet import Fleet, KeptEngine, Weights
+from rlpipe.actors.generator import GeneratorSpec
+from rlpipe.actors.named import NamedActors
+from rlpipe.actors.specs import ClusterSpec, Driver
+from rlpipe.actors.trainer import TrainerSpec
+from rlpipe.actors.trainer_group import TrainerGroup
+from rlpipe.config.model import ResourcesConfig
+from rlpipe.config.run import RunConfig
+from rlpipe.errors import ActorLost, DeadlineExceeded, Fenced, Mismatch, RlpipeError
+from rlpipe.lineage import Lineage
+
+CALL_TIMEOUT_S = 60.0
+
+
+class Conductor:
+    """See the module. Every method but `open` refuses a driver that is not the cluster's; all raise what an actor raised."""
+
+    def __init__(self, cluster: str, cwd: str, actors: Callable[[str, ResourcesConfig, str], NamedActors] = NamedActors) -> None:
+        os.chdir(cwd)
+        self._make_actors = actors
+        self._cluster, self._cwd = cluster, cwd
+        self._driver: Driver | None = None
+        self._spec: ClusterSpec | None = None
+        self._actors: NamedActors | None = None
+        self._trainer: TrainerGroup | None = None
+        self._generator: ActorHandle | None = None
+        self._fleet: Fleet | None = None
+        self._router_url: str | None = None
+        self._trainer_lock, self._open_lock = asyncio.Lock(), asyncio.Lock()
+        self._trainer_user = ""
+
+    async def open(self, driver: Driver, spec: ClusterSpec) -> None:
+        """Bring up what is not up, for this driver from now on. Repeated, it starts again what died.
+
+        Raises: Fenced if a newer driver of the run was here; ResourceError, EngineUnavailable, DataError, ConfigError,
+        DeadlineExceeded: whatever keeps an actor from coming up.
+        """
+        self._take_over(driver)
+        async with self._open_lock:
+            self._refuse(driver)
+            known = self._spec
+            if self._fleet is not None and (known is None or _branch(known) != _branch(spec)):
+                self._fleet.forget()
+            if self._actors is None or self._spec is None or self._spec.config.resources != spec.config.resources:
+                self._actors = self._make_actors(self._cluster, spec.config.resources, self._cwd)
+            self._spec = spec
+            self._generator = await asyncio.to_thread(self._actors.generator)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._open_trainer(spec))
+                    tasks.create_task(self._open_engines(spec))
+            except BaseExceptionGroup as several:
+                raise several.exceptions[0] from several
+
+    async def collective(self, driver: Driver, method: str, deadline_s: float, arguments: dict[str, Any]) -> list[Any]:
+        """Call a method of `TrainerRank` on all ranks, when no other call runs; their answers in order of rank."""
+        async with self._trainer_for(driver, method, deadline_s) as trainer:
+            return await trainer.call(method, deadline_s=deadline_s, **arguments)
+
+    async def holds(self, driver: Driver, state: str) -> bool:
+        """Do all ranks hold this state?"""
+        async with self._trainer_for(driver, "holds", CALL_TIMEOUT_S) as trainer:
+            return await trainer.holds(state)
+
+    async def initialise(self, driver: Driver, key: str, start_from: str | None, deadline_s: float) -> str:
+        """As `TrainerGroup.initialise`."""
+        async with self._trainer_for(driver, "initialise", deadline_s) as trainer:
+            return await trainer.initialise(key, start_from, deadline_s=deadline_s)
+
+    async def ensure(self, driver: Driver, lineage: Lineage, deadline_s: float) -> dict[str, Any] | None:
+        """As `TrainerGroup.ensure`."""
+        async with self._trainer_for(driver, "ensure", deadline_s) as trainer:
+            return await trainer.ensure(lineage, deadline_s=deadline_s)
+
+    async def publish(self, driver: Driver, weights: Weights, *, everyone: bool) -> dict[str, Any]:
+        """As `Fleet.publish`."""
+        self._refuse(driver)
+        return await self._kept().publish(weights, everyone=everyone)
+
+    async def engines(self, driver: Driver) -> list[dict[str, Any]]:
+        """As `Fleet.status`."""
+        self._refuse(driver)
+        return self._kept().status()
+
+    async def trouble(self, driver: Driver) -> RlpipeError | None:
+        """As `Fleet.trouble`."""
+        self._refuse(driver)
+        return self._fleet.trouble() if self._fleet else None
+
+    async def stop_engines(self, driver: Driver) -> None:
+        """As `Fleet.stop_engines`."""
+        self._refuse(driver)
+        await self._kept().stop_engines()
+
+    async def close(self, driver: Driver) -> None:
+        """End every other actor, and with it its server, and give their places back."""
+        self._refuse(driver)
+        actors = [] if self._generator is None else [self._generator]
+        if self._fleet is not None:
+            await self._fleet.close()
+            actors += [self._fleet.router, *(engine.actor for engine in self._fleet.engines)]
+        if self._trainer is not None:
+            actors += self._trainer.ranks
+        await asyncio.to_thread(end, actors)
+        if self._actors is not None:
+            await asyncio.to_thread(self._actors.placement.remove)
+        self._trainer = self._generator = self._fleet = self._spec = self._driver = None
+
+    def _take_over(self, driver: Driver) -> None:
+        if self._driver is None or self._driver.run != driver.run or self._driver.epoch <= driver.epoch:
+            self._driver = driver
+        self._refuse(driver)
+
+    def _refuse(self, driver: Driver) -> None:
+        if driver != self._driver:
+            now = self._driver
+            raise Fenced(
+                "another driver uses the cluster's actors",
+                where=f"cluster {self._cluster}",
+                found=f"run {now.run} in epoch {now.epoch}" if now else "no run",
+                expected=f"run {driver.run} in epoch {driver.epoch}, which is ours",
+                do="leave the run to it, or stop it and start this one again",
+            )
+
+    @asynccontextmanager
+    async def _trainer_for(self, driver: Driver, method: str, deadline_s: float) -> AsyncIterator[TrainerGroup]:
+        """The trainer, while nobody else calls it. Raises: Fenced; DeadlineExceeded naming who has it."""
+        self._refuse(driver)
+        async with self._exclusive(method, deadline_s) as trainer:
+            self._refuse(driver)
+            yield trainer
+
+    @asynccontextmanager
+    async def _exclusive(self, method: str, deadline_s: float) -> AsyncIterator[TrainerGroup]:
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._trainer_lock.acquire()
+        except TimeoutError as error:
+            found = f"trainer.{self._trainer_user} is running"
+            raise DeadlineExceeded(
+                "the trainer is busy", where=f"trainer.{method}", found=found, expected=f"free within {deadline_s:g} s"
+            ) from error
+        self._trainer_user = method
+        try:
+            assert self._trainer is not None, "open the cluster first"
+            yield self._trainer
+        finally:
+            self._trainer_lock.release()
+
+    def _kept(self) -> Fleet:
+        assert self._fleet is not None, "this run has no engines"
+        return self._fleet
+
+    async def _open_trainer(self, spec: ClusterSpec) -> None:
+        resources = spec.config.resources
+        work_dir = Path(spec.home) / spec.config.run
+        trainer = TrainerSpec.of(spec.config, model_dir=spec.model_dir, store_root=spec.store_root, work_dir=work_dir)
+        async with self._trainer_lock:
+            if self._trainer is None or self._trainer.world_size != resources.trainer_ranks:
+                assert self._actors is not None
+                make, ranks, timeout_s = self._actors.trainer, resources.trainer_ranks, resources.start_timeout_s
+                self._trainer = await asyncio.to_thread(TrainerGroup, make, ranks, start_timeout_s=timeout_s)
+            await self._trainer.setup(trainer)
+
+    async def _open_engines(self, spec: ClusterSpec) -> None:
+        setup = GeneratorSpec(spec.config, spec.model_dir, spec.store_root)
+        assert self._generator is not None and self._actors is not None
+        start_timeout_s = spec.config.resources.start_timeout_s
+        ready = call(self._generator.setup.remote(setup), where="generator.setup", deadline_s=start_timeout_s)
+        if not spec.config.needs_engines:
+            await ready
+            return
+        await asyncio.gather(ready, self._open_fleet(spec))
+        await self._connect(str(self._router_url))
+
+    async def _open_fleet(self, spec: ClusterSpec) -> None:
+        """Engines of this spec, up and kept. One that did not come up as a whole is opened anew the next time."""
+        wanted, num_engines = engine_spec(spec, self._cluster), spec.config.resources.num_engines
+        if self._fleet is not None and self._fleet.spec == wanted and len(self._fleet.engines) == num_engines:
+            return
+        assert self._actors is not None
+        if self._fleet is not None:
+            await self._fleet.close()
+            self._fleet = None
+        make = self._actors.engine
+        engines = await asyncio.to_thread(lambda: [KeptEngine(number, make) for number in range(num_engines)])
+        fleet = Fleet(engines, self._actors.router, wanted, self._send, can_send=self._can_send, on_router=self._routed)
+        try:
+            await fleet.open()
+            if spec.config.sync.in_flight == "in_place":
+                await fleet.require_spans()
+        except BaseException:
+            await fleet.close()
+            raise
+        self._fleet = fleet
+
+    async def _routed(self, url: str) -> None:
+        self._router_url = url
+        await self._connect(url)
+
+    async def _connect(self, url: str) -> None:
+        assert self._actors is not None and self._generator is not None
+        connect = self._generator.connect.remote(url, on_gpus=self._actors.placement.on_gpus)
+        await call(connect, where="generator.connect", deadline_s=CALL_TIMEOUT_S)
+
+    async def _can_send(self, weights: Weights) -> bool:
+        if self._trainer is None or self._trainer_lock.locked():
+            return False
+        async with self._exclusive("can_send", CALL_TIMEOUT_S) as trainer:
+            return await trainer.held() in (weights.digest, None)
+
+    async def _send(
+        self, weights: Weights, urls: Sequence[str], *, begin: Callable[[], Awaitable[None]], idle: bool, must: bool
+    ) -> dict[str, Any] | None:
+        """See `fleet.Send`. A trainer that holds nothing is restored first; requests are held while weights are on their way."""
+        assert self._spec is not None
+        config = self._spec.config
+        deadline_s = config.sync.timeout_s + CALL_TIMEOUT_S
+        async with self._exclusive("push", deadline_s + config.train.timeout_s) as trainer:
+            if not must and await trainer.held() not in (weights.digest, None):
+                return None
+            restore_s = config.checkpoint.timeout_s + len(weights.lineage.replay) * config.train.timeout_s
+            restored = await trainer.ensure(weights.lineage, deadline_s=restore_s)
+            if restored and restored["mismatch"]:
+                raise Mismatch(
+                    "the published weights cannot be rebuilt as they were",
+                    where=f"nodes/train/{restored['mismatch']}.json",
+                    expected="the recorded state_digest",
+                    do="the next stage that needs them says how the run goes on",
+                )
+            async with self._requests_held(config, idle=idle):
+                await begin()
+                answers = await trainer.call(
+                    "push", held=weights.digest, engines=list(urls), stamp=weights.stamp, sync=config.sync, deadline_s=deadline_s
+                )
+        return answers[0]
+
+    @asynccontextmanager
+    async def _requests_held(self, config: RunConfig, *, idle: bool) -> AsyncIterator[None]:
+        if idle:
+            yield
+            return
+        assert self._generator is not None
+        drain_s = config.engine.request_timeout_s
+        expires_s = config.sync.timeout_s + CALL_TIMEOUT_S
+        hold = self._generator.hold.remote(config.sync.in_flight, deadline_s=drain_s, expires_s=expires_s)
+        with suppress(ActorLost):  # a generator that is gone asks for nothing
+            await call(hold, where="generator.hold", deadline_s=drain_s + CALL_TIMEOUT_S)
+        try:
+            yield
+        finally:
+            with suppress(RlpipeError):  # a hold ends by itself
+                await call(self._generator.release.remote(), where="generator.release", deadline_s=CALL_TIMEOUT_S)
+
+
+def _branch(spec: ClusterSpec) -> tuple[str, str]:
+    return spec.store_root, spec.config.run
+
+
+def engine_spec(spec: ClusterSpec, cluster: str) -> EngineSpec:
+    """What the engines of a run are started with."""
+    config, logs = spec.config, Path(spec.home) / cluster / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    return EngineSpec(
+        model_dir=spec.model_dir,
+        engine=config.engine,
+        resources=config.resources,
+        dtype=config.model.dtype,
+        seed=config.train.seed,
+        trust_remote_code=getattr(config.model.source, "trust_remote_code", False),
+        logs=str(logs),
+        deterministic=config.deterministic,
+    )

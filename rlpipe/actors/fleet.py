@@ -1,0 +1,334 @@
+"""`Fleet`: the engines of a cluster and their router, kept alive and kept at the published weights.
+
+Each engine has a keeper: a coroutine that starts it again when it died, ends it when it hangs, gives it the published weights
+and only then lets it take requests. A push to all goes through `publish`. What an engine holds is what its server says; from
+before the first byte of a push until its echo it is unknown, and nobody samples from it.
+
+Not here: which weights are published (the driver says), how they are sent (`send`, given by the conductor), or requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ray.actor import ActorHandle
+
+from rlpipe.actors.calls import call, gather
+from rlpipe.actors.engine import EngineSpec
+from rlpipe.config.model import EngineConfig
+from rlpipe.errors import ActorLost, DeadlineExceeded, EngineUnavailable, RlpipeError, SyncError
+from rlpipe.lineage import Lineage
+
+CALL_TIMEOUT_S = 60.0
+LOOK_INTERVAL_S = 2.0
+ATTEMPTS = 3
+"""An engine that could not be brought back so many times in a row is in trouble; its keeper goes on trying."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights that engines are given."""
+
+    digest: str
+    """Of the node that made them."""
+    version: int
+    stamp: str
+    """What an engine echoes: `branch@version@state digest`."""
+    lineage: Lineage
+    """How a trainer comes to hold them."""
+
+
+class Send(Protocol):
+    """Sends weights to engines."""
+
+    async def __call__(
+        self, weights: Weights, urls: Sequence[str], *, begin: Callable[[], Awaitable[None]], idle: bool, must: bool
+    ) -> dict[str, Any] | None:
+        """To engines by URL: `{"bytes", "seconds", "unknown": {url: why}}`.
+
+        `begin` is awaited right before the first byte. `idle`: the engines have no requests. Unless it `must`, nothing is sent,
+        and the answer is None, if the trainer would have to give up other weights for these.
+        """
+        ...
+
+
+class KeptEngine:
+    """One engine as its keeper sees it."""
+
+    def __init__(self, number: int, make: Callable[[int], ActorHandle]) -> None:
+        self.number, self._make = number, make
+        self.actor = make(number)
+        self.url: str | None = None
+        self.stamp: str | None = None
+        self.pid: int | None = None
+        self.admitted = False
+        self.failures = 0
+        self.trouble: Exception | None = None
+        self.tested_s = time.monotonic()
+        self.starting = False
+
+    async def look(self) -> bool:
+        """Ask it how it is; whether it is alive. One whose actor died is made anew."""
+        try:
+            status = await self._call("status", 2 * CALL_TIMEOUT_S)
+        except ActorLost:
+            self.actor = await asyncio.to_thread(self._make, self.number)
+            status = {"url": None, "alive": False, "stamp": None, "pid": None}
+        self.stamp, self.pid = status["stamp"], status["pid"]
+        if status["url"] != self.url or not status["alive"]:
+            self.admitted = False
+        self.url = status["url"] if status["alive"] else None
+        return status["alive"]
+
+    async def start(self, spec: EngineSpec, deadline_s: float) -> None:
+        """Bring its server up; it holds no weights of ours yet. Raises: as `EngineActor.start`."""
+        self.starting = True
+        try:
+            url = await self._call("start", deadline_s, spec)
+        finally:
+            self.starting = False
+        self.admitted = self.admitted and url == self.url
+        self.url, self.tested_s = url, time.monotonic()
+
+    async def mark(self, *, unknown: bool) -> None:
+        await call(self.actor.mark.remote(unknown=unknown), where=f"engine/{self.number}.mark", deadline_s=CALL_TIMEOUT_S)
+
+    async def stop(self) -> None:
+        """End its server; its keeper starts another."""
+        self.url, self.stamp, self.admitted = None, None, False
+        await self._call("stop", CALL_TIMEOUT_S)
+
+    async def generates(self, timeout_s: float) -> bool:
+        """Did it generate a token within that time?"""
+        self.tested_s = time.monotonic()
+        return await self._call("generates", timeout_s + CALL_TIMEOUT_S, timeout_s)
+
+    async def _call(self, method: str, deadline_s: float, *arguments: Any) -> Any:
+        ref = getattr(self.actor, method).remote(*arguments)
+        return await call(ref, where=f"engine/{self.number}.{method}", deadline_s=deadline_s)
+
+
+class Fleet:
+    """All engines. Made and used on the conductor's event loop; `close` ends its keepers."""
+
+    def __init__(
+        self,
+        engines: list[KeptEngine],
+        make_router: Callable[[], ActorHandle],
+        spec: EngineSpec,
+        send: Send,
+        *,
+        can_send: Callable[[Weights], Awaitable[bool]],
+        on_router: Callable[[str], Awaitable[None]],
+    ) -> None:
+        """`can_send`: would `send` wait for nobody and disturb nothing? `on_router` hears of the router's URL."""
+        self.engines, self.spec = engines, spec
+        self._make_router, self.router = make_router, make_router()
+        self._send, self._can_send, self._on_router = send, can_send, on_router
+        self.weights: Weights | None = None
+        self._acceptable: set[str] = set()
+        self._pushing = asyncio.Lock()
+        self._pushes = 0
+        self._keepers: list[asyncio.Task[None]] = []
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.spec.engine
+
+    @property
+    def start_timeout_s(self) -> float:
+        return self.spec.resources.start_timeout_s
+
+    async def open(self) -> None:
+        """Bring everything up, then keep it so. Raises: what keeps an engine or the router from coming up."""
+        await asyncio.gather(*(engine.start(self.spec, self.start_timeout_s) for engine in self.engines))
+        await self._start_router()
+        routed = await call(self.router.workers.remote(), where="router.workers", deadline_s=CALL_TIMEOUT_S)
+        for engine in self.engines:
+            await engine.look()
+            engine.admitted = engine.url in (routed or ())
+        self._keepers = [asyncio.create_task(self._keep(engine)) for engine in self.engines]
+        self._keepers.append(asyncio.create_task(self._keep_router()))
+
+    async def close(self) -> None:
+        """Stop keeping; engines stay as they are."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        self._keepers.clear()
+
+    async def publish(self, weights: Weights, *, everyone: bool) -> dict[str, Any]:
+        """From now on engines are given these weights: with `everyone` all of them, now; else those that come back.
+
+        Answers `{"engines", "bytes", "seconds"}` of the push. Raises: SyncError if no engine holds them after it;
+        EngineUnavailable if none comes up; what the trainer raised.
+        """
+        current = self.weights
+        if current is not None and not everyone and current.version > weights.version:
+            return _nothing()
+        self.weights = weights
+        self._acceptable = {weights.stamp} if everyone or current is None else self._acceptable | {weights.stamp}
+        if not everyone and current is not None:
+            return _nothing()
+        await self._until_one_is_up()
+        return await self._push([engine for engine in self.engines if engine.url and not engine.starting], must=everyone)
+
+    def forget(self) -> None:
+        """Nothing is published any more: engines keep what they hold, and are given nothing until something is."""
+        self.weights, self._acceptable = None, set()
+
+    def status(self) -> list[dict[str, Any]]:
+        """`{"number", "url", "alive", "stamp", "pid"}` of each engine as last seen."""
+        return [
+            {"number": e.number, "url": e.url, "alive": e.url is not None, "stamp": e.stamp, "pid": e.pid} for e in self.engines
+        ]
+
+    def trouble(self) -> RlpipeError | None:
+        """Why nothing can be sampled, if no engine can be brought back."""
+        if any(engine.trouble is None for engine in self.engines):
+            return None
+        found = "\n".join(f"engine {engine.number}: {engine.trouble}" for engine in self.engines)
+        return EngineUnavailable("no engine can be brought back", where="engines", found=found, do="see the engines' logs")
+
+    async def require_spans(self) -> None:
+        """Returns if the engines say which weights sampled which token. Raises: as `Engine.require_spans`."""
+        asks = [engine.actor.require_spans.remote() for engine in self.engines]
+        await gather(asks, where="engine.require_spans", deadline_s=CALL_TIMEOUT_S)
+
+    async def stop_engines(self) -> None:
+        """End all servers: what they hold is not what it should be. Their keepers start others."""
+        await asyncio.gather(*(engine.stop() for engine in self.engines))
+
+    async def _keep(self, engine: KeptEngine) -> None:
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            try:
+                await self._care(engine)
+                engine.failures, engine.trouble = 0, None
+            except Exception as error:  # noqa: BLE001 - a keeper outlives whatever its engine, or Ray, comes up with
+                engine.failures += 1
+                if engine.failures >= ATTEMPTS:
+                    engine.trouble = error
+
+    async def _care(self, engine: KeptEngine) -> None:
+        """One look at an engine, and what it needs."""
+        before = engine.url
+        if not await engine.look():
+            if before is not None:
+                await call(self.router.remove.remote([before]), where="router.remove", deadline_s=CALL_TIMEOUT_S)
+            await engine.start(self.spec, self.start_timeout_s)
+            await engine.look()
+        elif time.monotonic() - engine.tested_s > self.config.rollout_health_check_interval and engine.admitted:
+            pushes = self._pushes
+            hung = not await engine.generates(self.config.rollout_health_check_timeout)
+            if hung and pushes == self._pushes and not self._pushing.locked():
+                await engine.stop()
+                return
+        weights = self.weights
+        if weights is None or (engine.stamp in self._acceptable and engine.admitted):
+            return
+        if engine.stamp in self._acceptable or await self._can_send(weights):
+            await self._push([engine], must=False)
+
+    async def _keep_router(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            with suppress(Exception):  # as in `_keep`; the next look tries again
+                try:
+                    known = await call(self.router.workers.remote(), where="router.workers", deadline_s=CALL_TIMEOUT_S)
+                except ActorLost:
+                    self.router, known = await asyncio.to_thread(self._make_router), None
+                if known is None:
+                    await self._start_router()
+                    known = []
+                for engine in self.engines:
+                    engine.admitted = engine.admitted and engine.url in known
+
+    async def _start_router(self) -> None:
+        urls = [engine.url for engine in self.engines if engine.url]
+        start = self.router.start.remote(self.config, self.spec.resources, self.spec.logs, urls)
+        await self._on_router(await call(start, where="router.start", deadline_s=self.start_timeout_s))
+
+    async def _until_one_is_up(self) -> None:
+        try:
+            async with asyncio.timeout(self.start_timeout_s):
+                while not any([await self._is_up(engine) for engine in self.engines]):
+                    if error := self.trouble():
+                        raise error
+                    await asyncio.sleep(0.1)
+        except TimeoutError as error:
+            raise EngineUnavailable(
+                "no engine came up", where="engines", found=f"none within {self.start_timeout_s:g} s", do="see the engines' logs"
+            ) from error
+
+    async def _is_up(self, engine: KeptEngine) -> bool:
+        if not engine.starting:
+            with suppress(DeadlineExceeded):
+                return await engine.look()
+        return False
+
+    async def _push(self, engines: list[KeptEngine], *, must: bool) -> dict[str, Any]:
+        """Give the published weights to those of these engines that are behind, and requests to those that hold them."""
+        async with self._pushing:
+            weights = self.weights
+            if weights is None:
+                return _nothing()
+            behind = [engine for engine in engines if engine.url and engine.stamp not in self._acceptable]
+            sent = await self._send_to(behind, weights, must=must) if behind else _nothing()
+            await self._admit([e for e in engines if e.url and e.stamp in self._acceptable and not e.admitted])
+            return sent
+
+    async def _send_to(self, engines: list[KeptEngine], weights: Weights, *, must: bool) -> dict[str, Any]:
+        idle, begun = not any(engine.admitted for engine in engines), False
+
+        async def begin() -> None:
+            nonlocal begun
+            begun, self._pushes = True, self._pushes + 1
+            for engine in engines:
+                engine.stamp = None
+            marks = [engine.actor.mark.remote(unknown=True) for engine in engines]
+            await gather(marks, where="engine.mark", deadline_s=CALL_TIMEOUT_S)
+
+        try:
+            sent = await self._send(weights, [str(e.url) for e in engines], begin=begin, idle=idle, must=must)
+        except RlpipeError:
+            if begun:  # before, they hold what they held
+                await self._leave_out(engines)
+            raise
+        if sent is None:
+            return _nothing()
+        failed = [engine for engine in engines if engine.url in sent["unknown"]]
+        await self._leave_out(failed)
+        arrived = [engine for engine in engines if engine not in failed]
+        if not arrived:
+            raise SyncError("the weights arrived nowhere", where=f"push of {weights.stamp}", found=sent["unknown"])
+        await asyncio.gather(*(engine.mark(unknown=False) for engine in arrived))
+        for engine in arrived:
+            engine.stamp = weights.stamp
+        return {"engines": len(arrived), "bytes": sent["bytes"], "seconds": sent["seconds"]}
+
+    async def _admit(self, engines: list[KeptEngine]) -> None:
+        if engines:
+            urls = [engine.url for engine in engines]
+            await call(self.router.admit.remote(urls), where="router.admit", deadline_s=2 * CALL_TIMEOUT_S)
+            for engine in engines:
+                engine.admitted = True
+
+    async def _leave_out(self, engines: list[KeptEngine]) -> None:
+        """No requests to engines whose weights are unknown; each is ended, and its keeper starts another."""
+        urls = [engine.url for engine in engines if engine.url]
+        if urls:
+            with suppress(RlpipeError):
+                await call(self.router.remove.remote(urls), where="router.remove", deadline_s=CALL_TIMEOUT_S)
+        for engine in engines:
+            with suppress(RlpipeError):
+                await engine.stop()
+
+
+def _nothing() -> dict[str, Any]:
+    return {"engines": 0, "bytes": 0, "seconds": 0.0}

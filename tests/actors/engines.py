@@ -1,0 +1,92 @@
+"""Engines and a router that behave as ours do towards their fleet, without servers, in a module that imports little.
+
+Not here: the real actors (rlpipe.actors.engine), which tests/flows use with real servers.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ray
+
+from rlpipe.errors import EngineUnavailable
+
+
+class FakeEngine:
+    """Has a server as long as nobody ends it. Each start is another server: another URL."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.starts = number, 0
+        self.generating = True
+        self.alive = self.refuses = False
+        self.stamp: str | None = None
+        self.unknown = True
+
+    def start(self, spec: Any) -> str:
+        if self.refuses:
+            raise EngineUnavailable("it ended at once", where=f"engine/{self.number}")
+        if not self.alive:
+            self.starts += 1
+            self.alive, self.generating, self.stamp, self.unknown = True, True, None, True
+        return self.url()
+
+    def url(self) -> str:
+        return f"http://engine-{self.number}/{self.starts}"
+
+    def status(self) -> dict[str, Any]:
+        stamp = None if self.unknown or not self.alive else self.stamp
+        url = self.url() if self.alive else None
+        return {"number": self.number, "url": url, "alive": self.alive, "stamp": stamp, "pid": os.getpid()}
+
+    def generates(self, timeout_s: float) -> bool:
+        return self.alive and self.generating
+
+    def mark(self, *, unknown: bool) -> None:
+        self.unknown = unknown
+
+    def stop(self) -> None:
+        self.alive = False
+
+    def become(self, **state: Any) -> None:
+        vars(self).update(state)
+
+
+class FakeRouter:
+    """Remembers whom it routes to."""
+
+    def __init__(self) -> None:
+        self.alive, self.starts = False, 0
+        self.routed: list[str] = []
+        self.log: list[tuple[str, list[str]]] = []
+
+    def start(self, engine: Any, resources: Any, logs: str, engines: list[str]) -> str:
+        if not self.alive:
+            self.alive, self.routed = True, []
+            self.starts += 1
+        self.routed = [url for url in self.routed if url in engines]
+        return "http://router"
+
+    def workers(self) -> list[str] | None:
+        return list(self.routed) if self.alive else None
+
+    def admit(self, workers: list[str]) -> None:
+        self.log.append(("admit", workers))
+        self.routed = sorted({*self.routed, *workers})
+
+    def remove(self, workers: list[str]) -> None:
+        self.log.append(("remove", workers))
+        self.routed = [url for url in self.routed if url not in workers]
+
+    def become(self, **state: Any) -> None:
+        vars(self).update(state)
+
+    def history(self) -> list[tuple[str, list[str]]]:
+        return self.log
+
+
+def find_or_start(kind: type, name: str, *arguments: Any) -> Any:
+    """The actor of this name, started if it is not there."""
+    make: Any = ray.remote
+    named = {"name": name, "lifetime": "detached", "get_if_exists": True}
+    return make(kind).options(num_cpus=0, **named).remote(*arguments)

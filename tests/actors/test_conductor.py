@@ -1,0 +1,171 @@
+"""Who may use a cluster's actors, and that all ranks hear the same calls in the same order (rlpipe.actors.conductor).
+
+The conductor runs in the test's own process; trainer ranks are real actors of a small class. A run of supervised rows needs no
+engines, so there are none: those are the fleet's (test_fleet).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from rlpipe.actors.conductor import Conductor
+from rlpipe.actors.specs import ClusterSpec, Driver
+from rlpipe.config.load import validate
+from rlpipe.errors import ActorLost, DataError, DeadlineExceeded, Fenced
+from rlpipe.lineage import Lineage
+from rlpipe.types import Stage
+from tests.actors.engines import find_or_start
+from tests.actors.ranks import start
+
+pytestmark = pytest.mark.integration
+
+
+class FakeGenerator:
+    """Is set up, unless a row is wrong."""
+
+    def __init__(self) -> None:
+        self.wrong = False
+
+    def become(self, *, wrong: bool) -> None:
+        self.wrong = wrong
+
+    def setup(self, spec: Any) -> dict[str, int]:
+        if self.wrong:
+            raise DataError("no prompt", where="a.jsonl:3")
+        return {"rows": 1}
+
+
+class FakeActors:
+    """Two ranks and a generator."""
+
+    def __init__(self, *_: Any) -> None:
+        self.placement = SimpleNamespace(remove=lambda: None, on_gpus=False)
+
+    def trainer(self, rank: int) -> Any:
+        return start(rank)
+
+    def generator(self) -> Any:
+        return find_or_start(FakeGenerator, "conductor-generator")
+
+
+def spec(folder: Path, run: str = "run") -> ClusterSpec:
+    config = {
+        "run": run,
+        "num_rollout": 1,
+        "model": {"source": {"type": "huggingface", "hf_checkpoint": "/m"}},
+        "data": {"prompts": {"type": "file", "paths": ["a.jsonl"]}},
+        "rollout": {"type": "dataset", "rollout_batch_size": 2},
+        "reward": {"function": {"type": "none"}},
+        "advantage": {"advantage_estimator": "none"},
+        "train": {"loss": {"type": "sft"}},
+        "resources": {"actor_num_gpus_per_node": 2, "start_timeout_s": 60},
+    }
+    return ClusterSpec(validate(config), str(folder), "/m", str(folder / "store"))
+
+
+FIRST, SECOND = Driver("run", 1), Driver("run", 2)
+
+
+@pytest.fixture
+async def conductor(local_ray: str, tmp_path: Path) -> AsyncIterator[Conductor]:
+    """Open for the first driver; its actors end with the test."""
+    make: Any = FakeActors
+    made = Conductor("tests", str(Path.cwd()), make)
+    await made.open(FIRST, spec(tmp_path))
+    yield made
+    assert made._driver is not None
+    await made.close(made._driver)
+
+
+async def heard(conductor: Conductor, driver: Driver) -> list[list[str]]:
+    logs = await conductor.collective(driver, "log", 60, {})
+    return [[line for line in log if not line.startswith("setup")] for log in logs]
+
+
+async def test_calls_of_several_processes_reach_all_ranks_in_one_order_and_never_overlap(conductor: Conductor):
+    names = [f"{number}" for number in range(8)]
+    await asyncio.gather(*(conductor.collective(FIRST, "note", 60, {"what": name, "seconds": 0.02}) for name in names))
+    logs = await heard(conductor, FIRST)
+    assert logs[0] == logs[1]
+    assert logs[0] == [line for name in names for line in (f"begin {name}", f"end {name}")]
+
+
+async def test_a_newer_driver_of_the_run_has_the_actors_and_the_older_one_is_told_so(conductor: Conductor, tmp_path: Path):
+    await conductor.open(SECOND, spec(tmp_path))
+    for refused in (
+        conductor.collective(FIRST, "note", 60, {"what": "x"}),
+        conductor.holds(FIRST, "state"),
+        conductor.ensure(FIRST, Lineage(Stage.INIT, "i", "i", "i"), 60),
+        conductor.trouble(FIRST),
+        conductor.open(FIRST, spec(tmp_path)),
+        conductor.close(FIRST),
+    ):
+        with pytest.raises(Fenced, match="another driver uses the cluster's actors") as caught:
+            await refused
+        assert caught.value.found == "run run in epoch 2"
+    assert await heard(conductor, SECOND) == [[], []]
+
+
+async def test_a_call_that_waited_while_a_newer_driver_came_is_refused(conductor: Conductor, tmp_path: Path):
+    long = asyncio.create_task(conductor.collective(FIRST, "note", 60, {"what": "long", "seconds": 1.0}))
+    await asyncio.sleep(0.2)
+    waiting = asyncio.create_task(conductor.collective(FIRST, "note", 60, {"what": "late"}))
+    await asyncio.sleep(0)
+    await conductor.open(SECOND, spec(tmp_path))
+    await long
+    with pytest.raises(Fenced):
+        await waiting
+    assert (await heard(conductor, SECOND))[0] == ["begin long", "end long"]
+
+
+async def test_another_run_of_the_cluster_has_them_after_the_first(conductor: Conductor, tmp_path: Path):
+    other = Driver("other", 1)
+    await conductor.open(other, spec(tmp_path, "other"))
+    with pytest.raises(Fenced, match="run other in epoch 1"):
+        await conductor.holds(FIRST, "state")
+    assert not await conductor.holds(other, "state")
+
+
+async def test_a_call_that_gets_no_turn_says_who_has_it(conductor: Conductor):
+    long = asyncio.create_task(conductor.collective(FIRST, "note", 60, {"what": "long", "seconds": 1.0}))
+    await asyncio.sleep(0.2)
+    with pytest.raises(DeadlineExceeded) as caught:
+        await conductor.collective(FIRST, "note", 0.3, {"what": "late"})
+    assert (caught.value.where, caught.value.found) == ("trainer.note", "trainer.note is running")
+    await long
+
+
+async def test_opened_again_it_starts_what_died(conductor: Conductor, tmp_path: Path):
+    with pytest.raises(ActorLost):
+        await conductor.collective(FIRST, "train", 60, {"key": "a", "dies": 1})
+    assert not await conductor.holds(FIRST, "a")
+    await conductor.open(FIRST, spec(tmp_path))
+    assert await heard(conductor, FIRST) == [[], []]
+    assert await conductor.ensure(FIRST, Lineage(Stage.INIT, "i", "b", "i"), 60) is not None
+    assert await conductor.holds(FIRST, "b")
+
+
+async def test_ranks_that_a_lost_caller_left_apart_are_started_again(conductor: Conductor, tmp_path: Path):
+    """One rank was called and waits in a collective; the other never heard of it."""
+    ranks = [ray.get_actor(f"trainer-{rank}") for rank in range(2)]
+    ranks[0].train.remote("a", dies=9)
+    await asyncio.sleep(0.3)
+    async with asyncio.timeout(60):
+        await conductor.open(FIRST, spec(tmp_path))
+        assert await heard(conductor, FIRST) == [[], []]
+
+
+async def test_what_keeps_an_actor_from_coming_up_is_the_error_and_nothing_is_half_open(conductor: Conductor, tmp_path: Path):
+    generator = find_or_start(FakeGenerator, "conductor-generator")
+    await generator.become.remote(wrong=True)
+    with pytest.raises(DataError, match=r"a\.jsonl:3: no prompt"):
+        await conductor.open(FIRST, spec(tmp_path))
+    await generator.become.remote(wrong=False)
+    await conductor.open(FIRST, spec(tmp_path))
