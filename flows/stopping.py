@@ -1,10 +1,12 @@
-"""SIGTERM (a preempted machine, a cancelled flow run): finish what runs if that is soon, checkpoint, stop.
+"""SIGTERM (a preempted machine, Cancel in Prefect's pages): finish what runs if that is soon, then stop.
 
     with Stopping(grace_s=30) as stopping:
         await stopping.unless_asked(iteration(run, k))
 
-Known gap: Prefect installs a SIGTERM handler of its own whenever a flow run begins, so inside `iteration` that one is asked and
-the process ends at once. This one is heard only between iterations, until it is joined with Prefect's.
+Prefect installs a SIGTERM handler of its own whenever a flow run begins in the main thread: it raises wherever the process
+just is, and takes the event loop down. `hear_sigterm`, a hook of our flows, puts ours back as soon as the flow run is Running; in
+the few ten milliseconds before that, SIGTERM still ends the process at once. Prefect's worker then finds nobody to tell of
+a Cancel before its SIGTERM, so it waits for the process to end (30 s, then SIGKILL) and marks the run Cancelled itself.
 
 Not here: Ctrl-C, which abandons at once; nothing that is finished is lost by either.
 """
@@ -13,13 +15,21 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import Coroutine
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any, TypeVar
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run as this_flow_run
 
 from rlpipe.errors import RlpipeError
 
 Result = TypeVar("Result")
+LOOK_TIMEOUT_S = 5.0
 
 
 class Preempted(RlpipeError):
@@ -33,22 +43,31 @@ class Stopping:
         self._grace_s = grace_s
         self._asked = asyncio.Event()
         self._outer: Stopping | None = None
+        self._before: Any = None
 
     def __enter__(self) -> Stopping:
         self._outer = _CURRENT.get()
         if self._outer is not None:
             return self._outer
         _CURRENT.set(self)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._asked.set)
+        self._loop = asyncio.get_running_loop()
+        self._before = signal.getsignal(signal.SIGTERM)
+        self.hear()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._outer is None:
             _CURRENT.set(None)
-            asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+            if _in_main_thread():
+                signal.signal(signal.SIGTERM, self._before)
+
+    def hear(self) -> None:
+        """Be the one who is told of SIGTERM, whoever was before. Only the main thread can be."""
+        if _in_main_thread():
+            signal.signal(signal.SIGTERM, self._on_signal)
 
     async def unless_asked(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of `work`. Once asked, it has `grace_s` seconds left, and nothing new begins.
+        """The result of `work`. Once asked, nothing new begins, and it has `grace_s` seconds left; none on a Cancel.
 
         Raises: Preempted if asked before, or if the work did not finish in that time.
         """
@@ -58,15 +77,43 @@ class Stopping:
             if self._asked.is_set():
                 raise Preempted("asked to stop by SIGTERM", found="nothing new was begun", do=GO_ON)
             await asyncio.wait({running, asked}, return_when=asyncio.FIRST_COMPLETED)
+            grace_s = self._grace_s
             if not running.done():
-                await asyncio.wait({running}, timeout=self._grace_s)
+                grace_s = 0.0 if await being_cancelled() else grace_s
+                await asyncio.wait({running}, timeout=grace_s)
             if not running.done():
-                raise Preempted("asked to stop by SIGTERM", found=f"an iteration abandoned after {self._grace_s:g} s", do=GO_ON)
+                raise Preempted("asked to stop by SIGTERM", found=f"an iteration abandoned after {grace_s:g} s", do=GO_ON)
             return running.result()
         finally:
             for task in (running, asked):
                 task.cancel()
             await asyncio.gather(running, asked, return_exceptions=True)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self._loop.call_soon_threadsafe(self._asked.set)
+
+
+async def being_cancelled() -> bool:
+    """Has somebody cancelled the flow run that runs here? A server that does not say so at once counts as no."""
+    found: str | None = this_flow_run.get_id()
+    if found is None:
+        return False
+    try:
+        async with asyncio.timeout(LOOK_TIMEOUT_S), get_client() as client:
+            state = (await client.read_flow_run(UUID(found))).state
+    except (TimeoutError, httpx.HTTPError):
+        return False
+    return state is not None and (state.is_cancelling() or state.is_cancelled())
+
+
+def hear_sigterm(flow: Any, flow_run: Any, state: Any) -> None:
+    """Hook of a flow that has begun to run: SIGTERM is for `Stopping` again."""
+    if (current := _CURRENT.get()) is not None:
+        current.hear()
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 GO_ON = "the same command goes on from what is committed"

@@ -6,24 +6,25 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from prefect import flow
 from prefect.runtime import flow_run
+from prefect.states import Cancelled
 
-from flows.iteration import iteration
-from flows.stopping import Preempted, Stopping
+from flows.deployed import open_iterations
+from flows.stopping import Preempted, Stopping, being_cancelled, hear_sigterm
 from rlpipe.config.load import home as default_home
 from rlpipe.config.load import load_run
 from rlpipe.config.run import RunConfig
 from rlpipe.observe.progress import Progress
 from rlpipe.preflight import check
-from rlpipe.types import NodeRef
 from tasks.begin import begin
 from tasks.checkpoint import keep_if_held, keep_last
 from tasks.context import close_context, context
 from tasks.evaluate import evaluate
 from tasks.observe import Observer
+from tasks.turn import evaluation_due, good_enough
 
 
 def run_name() -> str:
@@ -32,19 +33,24 @@ def run_name() -> str:
     return parameters.get("run") or Path(parameters["recipe"]).stem
 
 
-@flow(name="train", flow_run_name=run_name)
+@flow(name="train", flow_run_name=run_name, on_running=[hear_sigterm])
 async def train(recipe: str, overrides: Sequence[str] = (), run: str | None = None, takeover: bool = False) -> dict[str, Any]:
-    """Train a recipe to its end, going on from what the store has of it. Answers the summary.
+    """Train a recipe to its end, going on from what the store has of it. Answers the summary; `Cancelled` if it was cancelled.
 
     `overrides` are `dotted.key=value`; `takeover` replaces the process that drives the run now, if any.
-    Raises: ConfigError, DataError at once for bad input; Fenced if another process drives it; later what a stage raised.
+    Raises: ConfigError, DataError at once for bad input; Fenced if another process drives it; Preempted; what a stage raised.
     """
     config, home = load_run(recipe, overrides, run), default_home()
     check(config, home)
     with Stopping(config.resources.stop_grace_s) as stopping:
-        if config.warm_start:
-            await train(config.warm_start, warm_start_overrides(config), f"{config.run}.warm_start", takeover)
-        return await drive(config, home, stopping, takeover=takeover)
+        try:
+            if config.warm_start:
+                await train(config.warm_start, warm_start_overrides(config), f"{config.run}.warm_start", takeover)
+            return await drive(config, home, stopping, takeover=takeover)
+        except Preempted as error:
+            if await being_cancelled():
+                return cast("dict[str, Any]", Cancelled(message=str(error)))
+            raise
 
 
 async def drive(config: RunConfig, home: Path, stopping: Stopping, *, takeover: bool) -> dict[str, Any]:
@@ -67,20 +73,21 @@ async def drive(config: RunConfig, home: Path, stopping: Stopping, *, takeover: 
                 summary = await observer.report()
             completed = True
         finally:
-            close_context(config.run, end_actors=completed and config.resources.cluster is None)
+            await close_context(config.run, end_actors=completed and config.resources.cluster is None)
     return summary
 
 
 async def run_iterations(config: RunConfig, first: int, observer: Observer, stopping: Stopping) -> None:
     """Iterations from `first` to the end, evaluated where it is due. Raises: Preempted."""
-    done = await evaluate_if_due(config, first, observer)
-    for k in range(first, config.num_rollout):
-        if done:
-            return
-        start = time.perf_counter()
-        nodes: dict[str, NodeRef] = await stopping.unless_asked(iteration(config.run, k))
-        await observer.iteration(k, nodes, seconds=time.perf_counter() - start)
-        done = await evaluate_if_due(config, k + 1, observer)
+    done = await stopping.unless_asked(evaluate_if_due(config, first, observer))
+    async with open_iterations(config) as iterations:
+        for k in range(first, config.num_rollout):
+            if done:
+                return
+            start = time.perf_counter()
+            nodes = await stopping.unless_asked(iterations.finish(k))
+            await observer.iteration(k, nodes, seconds=time.perf_counter() - start)
+            done = await stopping.unless_asked(evaluate_if_due(config, k + 1, observer))
 
 
 async def evaluate_if_due(config: RunConfig, version: int, observer: Observer) -> bool:
@@ -92,23 +99,14 @@ async def evaluate_if_due(config: RunConfig, version: int, observer: Observer) -
     for dataset in config.evaluation.datasets:
         node = await evaluate(config.run, version, dataset.name)
         metrics |= node.outputs["metrics"]
+    (await context(config.run)).tell()
     await observer.evaluation(version, metrics, seconds=time.perf_counter() - start)
-    stop = config.stop_when
-    return stop is not None and metrics.get(stop.metric, float("-inf")) >= stop.at_least
-
-
-def evaluation_due(config: RunConfig, version: int) -> bool:
-    """Before the first iteration, after every `eval_interval`, and after the last."""
-    if not config.evaluation.datasets:
-        return False
-    if version == 0:
-        return not config.evaluation.skip_eval_before_train
-    interval = config.evaluation.eval_interval
-    return version == config.num_rollout or (interval is not None and version % interval == 0)
+    return good_enough(config, metrics)
 
 
 def warm_start_overrides(config: RunConfig) -> list[str]:
     """What a warm start has in common with its run: seed, store, processes and engines."""
     resources = config.resources.model_copy(update={"cluster": config.cluster})
     shared = {"resources": resources.model_dump(), "engine": config.engine.model_dump(), "store": config.store.model_dump()}
-    return [f"seed={config.seed}", *(f"{section}={json.dumps(values)}" for section, values in shared.items())]
+    same = [f"seed={config.seed}", f"deterministic={json.dumps(config.deterministic)}"]
+    return [*same, *(f"{section}={json.dumps(values)}" for section, values in shared.items())]

@@ -19,9 +19,10 @@ async def advantage(run: str, k: int, rollout: NodeRef, reward: NodeRef) -> Stat
     it = await context(run)
     before = it.weights_before(k)
     inputs = advantage_inputs(it.config, rollout.digest, reward.digest, before)
+    if it.nodes.find(inputs.stage, inputs.digest) is None and (held := await hold(it, before, k)) != before:
+        before, inputs = held, advantage_inputs(it.config, rollout.digest, reward.digest, held)
 
     async def estimate() -> dict[str, Any]:
-        await hold(it, before)
         answers = await it.cluster.trainer.call(
             "advantage",
             key=inputs.digest,
@@ -29,6 +30,8 @@ async def advantage(run: str, k: int, rollout: NodeRef, reward: NodeRef) -> Stat
             version=k,
             rollout=rollout.digest,
             reward=reward.digest,
+            max_staleness=it.config.async_buffer_size,
+            mask_stale=it.config.rollout.mask_offpolicy_in_partial_rollout,
             deadline_s=it.config.train.timeout_s,
         )
         return answers[0]

@@ -16,9 +16,11 @@ from rlpipe.inputs import checkpoint_inputs, init_inputs, schedule_length
 from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
-from rlpipe.types import Stage
-from tasks.checkpoint import begin_checkpoint, settle
+from rlpipe.store.segments import Segments, current_state
+from rlpipe.types import Commit, Stage
 from tasks.context import RunContext, close_context, open_context
+from tasks.fork import begin_fork, fork_point
+from tasks.uploads import begin_checkpoint, settle
 
 
 class _Absent:
@@ -40,18 +42,24 @@ async def begin(config: RunConfig, home: Path, progress: Progress, *, takeover: 
     """
     files = Files(config.store.root or home / "store")
     check_same_run(Branches(files), config)
+    origin = await fork_point(files, config, home, progress)
     progress.stage("start", note="Ray, engines, trainer, generator (about half a minute on CPUs)")
     it = await open_context(config, home, progress, takeover=takeover)
     try:
-        return await first_iteration(it)
+        return await first_iteration(it, origin)
     except BaseException:
-        close_context(config.run, end_actors=False)
+        await close_context(config.run, end_actors=False)
         raise
 
 
-async def first_iteration(it: RunContext) -> int:
-    """The first iteration that is not committed, of a branch that is there now. Raises: ConfigError; as `first_weights`."""
-    if it.branches.find(it.config.run) is None:
+async def first_iteration(it: RunContext, origin: Commit | None = None) -> int:
+    """The first iteration that is not committed, of a branch that is there now. `origin`: the commit that a new one is a fork of.
+
+    Raises: ConfigError; as `first_weights`.
+    """
+    if origin is not None:
+        begin_fork(it.files, it.config, origin, it.fingerprint)
+    elif it.branches.find(it.config.run) is None:
         it.progress.stage("start", note="first weights")
         it.branches.create(it.config.run, it.config.model_dump(mode="json"), await first_weights(it))
     check_same_model(it)
@@ -67,12 +75,15 @@ def check_same_run(branches: Branches, config: RunConfig) -> None:
     stored = validate(record.config)
     differing = sorted(_differing(_decisive(stored), _decisive(config)))
     if differing:
+        newest = branches.newest(config.run)
+        fork = f"{config.run}@{newest.iteration}" if newest else f"{config.run}@K (once it has committed an iteration)"
         raise ConfigError(
             "a run of this name exists with another configuration",
             where=f"run={config.run}",
             found="\n            ".join(differing),
             expected="the keys that decide results as they were when the run was started",
-            do="undo these changes to go on with the run, or give the new one another name: run=NAME",
+            do=f"undo these changes to go on with the run; go on from where it is as another one: --fork {fork} --run NEW; "
+            "or start a new one: --run NEW",
         )
 
 
@@ -113,7 +124,8 @@ def checkpoint_of(it: RunContext, source: BranchModel) -> str:
     where = f"model.start_from.branch={source.branch}"
     if newest is None:
         raise ObjectMissing("that branch has no iteration yet", where=where, do="finish that run first")
-    inputs = checkpoint_inputs(newest.nodes[Stage.TRAIN])
+    weights = current_state(Segments(it.files), source.branch, newest.iteration + 1, newest.nodes[Stage.TRAIN])
+    inputs = checkpoint_inputs(weights)
     if it.nodes.find(inputs.stage, inputs.digest) is None:
         raise ObjectMissing(
             "that branch has no checkpoint there",

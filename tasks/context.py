@@ -1,7 +1,8 @@
 """What every task of a run needs: its configuration, its store, its actors, its progress line.
 
 A context is opened once per process and run, and found by the run's name after that: task parameters stay form-sized. A
-process that did not start the run (a child flow of its own, a retry) opens it from `{home}/{run}/run.json`.
+process that did not start the run (an iteration as a flow run of its own, a retry) opens it from `{home}/{run}/run.json`:
+under the epoch and on the Ray of the process that drives the run, while there is one.
 
 Not here: anything that decides what happened; that is what the store says.
 """
@@ -13,33 +14,28 @@ import json
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+from prefect.runtime import flow_run as this_flow_run
+
+from rlpipe.actors import local_ray, named
 from rlpipe.actors.cluster import Cluster, open_cluster
 from rlpipe.config.load import home as default_home
 from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
-from rlpipe.errors import ConfigError
-from rlpipe.inputs import Inputs
+from rlpipe.errors import ConfigError, ResourceError
 from rlpipe.model_dir import model_directory, model_fingerprint
 from rlpipe.observe.progress import Progress
-from rlpipe.store.branches import Branches
+from rlpipe.store.branches import Branches, parse_commit_name
 from rlpipe.store.epochs import Epoch, Epochs
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.plans import Plans
+from rlpipe.store.segments import Segments, current_state
 from rlpipe.types import Commit, Stage
-
-
-@dataclass(frozen=True)
-class Upload:
-    """A checkpoint that is on local disk and on its way to the store."""
-
-    prefix: str
-    """Where it goes: names the attempt."""
-    inputs: Inputs
-    outputs: dict[str, Any]
 
 
 @dataclass
@@ -54,9 +50,12 @@ class RunContext:
     progress: Progress
     epoch: Epoch
     """The right to commit to the run's branch."""
-    upload: Upload | None = None
+    driven: bool = True
+    """Is there a process that opens iterations and evaluates? Not for an iteration that somebody retries after that has ended."""
     stage_seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds of the stages' own work in the iteration that runs."""
+    """Seconds of the stages' own work since somebody asked."""
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when this process next commits an iteration, or records an evaluation."""
 
     @cached_property
     def nodes(self) -> Nodes:
@@ -84,33 +83,87 @@ class RunContext:
         """`{home}/{run}`: what people look at, and the local checkpoints."""
         return self.home / self.config.run
 
+    @cached_property
+    def first(self) -> int:
+        """The first iteration of the run's branch: that after the commit it was forked from."""
+        parent = self.branches.get(self.config.run).parent
+        return parse_commit_name(parent)[1] + 1 if parent else 0
+
+    def tell(self) -> None:
+        """Wake who waits for news of the store in this process."""
+        self.news.set()
+        self.news = asyncio.Event()
+
     def before(self, iteration: int) -> Commit | None:
-        """The commit that an iteration follows; None for the first."""
-        return self.branches.read(self.config.run, iteration - 1) if iteration else None
+        """The commit that an iteration follows, of a fork's first its parent's; None for the first of all."""
+        return self.branches.before(self.config.run, iteration)
 
     def weights_before(self, iteration: int) -> str:
-        """Digest of the node that made the weights an iteration starts with."""
+        """Digest of the node that made the weights an iteration starts with: train, init, or a segment in their place."""
         commit = self.before(iteration)
-        return commit.nodes[Stage.TRAIN] if commit else self.init
+        recorded = commit.nodes[Stage.TRAIN] if commit else self.init
+        return current_state(Segments(self.files), self.config.run, iteration, recorded)
 
 
 _OPEN: dict[str, RunContext] = {}
+PACKAGES = ("rlpipe", "torch", "megatron-core", "mbridge", "sglang", "sglang-router", "transformers", "ray", "prefect", "pyarrow")
 
 
 async def open_context(config: RunConfig, home: Path, progress: Progress, *, takeover: bool = False) -> RunContext:
-    """Open a run in this process: the right to drive it, its model, its store, its actors.
+    """Open a run to drive it in this process: the right to, its model, its store, its actors.
 
     Raises: Fenced if another process drives it, unless `takeover`; whatever keeps one of them from coming up.
     """
     files = Files(config.store.root or home / "store")
     (home / config.run).mkdir(parents=True, exist_ok=True)
     epoch = Epochs(files).acquire(config.run, takeover=takeover)
+    _record(home, config, epoch)
+    it = await _open(config, home, progress, files, epoch)
+    _record(home, config, epoch, ray=local_ray.address())
+    return it
+
+
+async def join_context(run: str) -> RunContext:
+    """Open a run that another process drives, from what `{home}/{run}/run.json` says. If none does any more, on our own, but only
+    in a flow run that somebody has retried: one that was opened ahead of a driver's end is left to the next driver.
+
+    Raises: ConfigError if there is no such run; Fenced without a driver; whatever keeps its actors from coming up.
+    """
+    home = default_home()
+    path = _record_path(home, run)
+    if not path.is_file():
+        raise ConfigError("there is no such run", where=f"run={run}", found=f"no {path}", do="start it with the train flow")
+    record = json.loads(path.read_text())
+    config = validate(record["config"])
+    files = Files(config.store.root or home / "store")
+    epoch = Epochs(files).join(run, stand_in=(this_flow_run.run_count or 1) > 1)
+    if epoch.joined and config.resources.ray_address is None:
+        await _join_ray(record, epoch, namespace=named.namespace(config.cluster))
+    it = await _open(config, home, Progress(run, config.num_rollout), files, epoch)
+    it.driven = epoch.joined and not epoch.stand_in
+    if not epoch.joined:
+        _record(home, config, epoch, ray=local_ray.address())
+    return it
+
+
+async def _join_ray(record: dict[str, Any], epoch: Epoch, *, namespace: str) -> None:
+    """Use the driver's Ray: with another one there would be a second trainer under its epoch. Raises: ResourceError."""
+    address: str | None = record["ray"] if record.get("epoch") == epoch.number else None
+    if address is None or not await asyncio.to_thread(local_ray.join, address, namespace=namespace):
+        raise ResourceError(
+            "the Ray of the process that drives the run cannot be joined",
+            where="run.json",
+            found=f"{record['ray']} of epoch {record.get('epoch')}",
+            expected=f"a Ray of epoch {epoch.number} that answers",
+            do="it may still be starting: the driver puts this flow run back, or press Retry",
+        )
+
+
+async def _open(config: RunConfig, home: Path, progress: Progress, files: Files, epoch: Epoch) -> RunContext:
     epoch.keep()
     try:
-        record = {"store": files.root, "config": config.model_dump(mode="json")}
-        (home / config.run / "run.json").write_text(json.dumps(record, indent=1))
         model_dir = await asyncio.to_thread(model_directory, config.model, home, seed=config.seed)
-        cluster = await open_cluster(config, home=home, model_dir=model_dir, store_root=files.root)
+        cluster = await open_cluster(config, epoch=epoch.number, home=home, model_dir=model_dir, store_root=files.root)
     except BaseException:
         epoch.release()
         raise
@@ -118,36 +171,51 @@ async def open_context(config: RunConfig, home: Path, progress: Progress, *, tak
     return _OPEN[config.run]
 
 
+def _record(home: Path, config: RunConfig, epoch: Epoch, *, ray: str | None = None) -> None:
+    """Say where the run of this name is, for who joins it; under which epoch, and once it is up, on which Ray."""
+    record = {
+        "store": config.store.root or str(home / "store"),
+        "epoch": epoch.number,
+        "ray": ray,
+        "config": config.model_dump(mode="json"),
+    }
+    path = _record_path(home, config.run)
+    unfinished = path.with_suffix(f".{uuid4().hex[:8]}")
+    unfinished.write_text(json.dumps(record, indent=1))
+    unfinished.replace(path)
+
+
+def _record_path(home: Path, run: str) -> Path:
+    return home / run / "run.json"
+
+
 async def context(run: str) -> RunContext:
-    """The open run of this name; opened from what `{home}/{run}/run.json` says if this process did not.
+    """The open run of this name; joined if this process has not opened it.
 
     Raises: ConfigError; Fenced if another driver has taken it over, or has it.
     """
-    if run not in _OPEN:
-        home = default_home()
-        path = home / run / "run.json"
-        if not path.is_file():
-            raise ConfigError("there is no such run", where=f"run={run}", found=f"no {path}", do="start it with the train flow")
-        config = validate(json.loads(path.read_text())["config"])
-        await open_context(config, home, Progress(run, config.num_rollout))
-    if lost := _OPEN[run].epoch.lost:
-        raise lost
-    return _OPEN[run]
+    it = _OPEN[run] if run in _OPEN else await join_context(run)
+    if it.epoch.lost:
+        raise it.epoch.lost
+    return it
 
 
 async def recover(run: str) -> None:
     """Start again what died of a run's actors. Their state is restored by whoever needs it next."""
     it = await context(run)
+    await asyncio.to_thread(it.epoch.check)
     it.progress.stage("recover", note="looking for dead actors and servers")
-    it.cluster = await open_cluster(it.config, home=it.home, model_dir=it.model_dir, store_root=it.files.root)
+    it.cluster = await open_cluster(
+        it.config, epoch=it.epoch.number, home=it.home, model_dir=it.model_dir, store_root=it.files.root
+    )
 
 
-def close_context(run: str, *, end_actors: bool) -> None:
+async def close_context(run: str, *, end_actors: bool) -> None:
     """Let go of a run: another driver may have it. Its actors stay for the next one, or end and give their places back."""
     it = _OPEN.pop(run)
     try:
         if end_actors:
-            it.cluster.kill()
+            await it.cluster.close()
     finally:
         it.epoch.release()
 
@@ -166,3 +234,14 @@ class Stopwatch:
         self.seconds = time.perf_counter() - self._start
         spent = self._run.stage_seconds
         spent[self._stage] = spent.get(self._stage, 0.0) + self.seconds
+
+
+def packages() -> dict[str, str]:
+    """Versions of what computes the result; a package that is not installed is left out."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

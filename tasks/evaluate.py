@@ -11,6 +11,7 @@ from rlpipe.inputs import eval_inputs
 from tasks.context import context
 from tasks.record import once, stage_task
 from tasks.sync import publish
+from tasks.train import hold
 
 
 @stage_task("evaluate", "evaluate-{dataset}-{version}")
@@ -20,9 +21,12 @@ async def evaluate(run: str, version: int, dataset: str) -> State:
     weights = it.weights_before(version)
     chosen = next(item for item in it.config.evaluation.datasets if item.name == dataset)
     inputs = eval_inputs(it.config, chosen, weights)
+    if it.nodes.find(inputs.stage, inputs.digest) is None and it.cluster.has_engines:
+        weights = await hold(it, weights, version)
+        inputs = eval_inputs(it.config, chosen, weights)
 
     async def measure() -> dict[str, Any]:
-        await publish(it, weights, version=version)
+        await publish(it, weights, version=version, everyone=True)
         answer = it.cluster.generator.evaluate.remote(dataset, inputs.digest, version)
         result = await call(answer, where=f"generator.evaluate {dataset}", deadline_s=it.config.rollout.timeout_s + 60)
         accuracy = result["outputs"]["accuracy"]

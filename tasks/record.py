@@ -5,7 +5,9 @@ Not here: what the work is.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import wraps
 from typing import Any, ParamSpec
 
@@ -28,8 +30,9 @@ from rlpipe.errors import (
     TrainerError,
 )
 from rlpipe.inputs import Inputs
+from rlpipe.observe.trace import traced
 from rlpipe.types import Node, NodeRef
-from tasks.context import RunContext, Stopwatch, recover
+from tasks.context import RunContext, Stopwatch, context, recover
 
 SMALL = ("seconds", "tokens", "version", "metrics", "accuracy")
 Parameters = ParamSpec("Parameters")
@@ -61,9 +64,12 @@ def stage_task(
     def decorate(function: Callable[Parameters, Awaitable[Any]]) -> Callable[Parameters, Awaitable[Any]]:
         @wraps(function)
         async def attempt(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Any:
-            if (task_run.run_count or 1) > 1:
-                await recover(str(arguments[0] if arguments else keywords["run"]))
-            return await function(*arguments, **keywords)
+            run = str(arguments[0] if arguments else keywords["run"])
+            timeout_s = (await context(run)).config.orchestration.timeout_s
+            async with within(timeout_s, f"{run}: {task_run.name or name}"):
+                if (task_run.run_count or 1) > 1:
+                    await recover(run)
+                return await function(*arguments, **keywords)
 
         wrapped: Any = task(
             name=name,
@@ -84,6 +90,23 @@ def stage_task(
     return decorate
 
 
+@asynccontextmanager
+async def within(timeout_s: float, where: str) -> AsyncIterator[None]:
+    """The last deadline of a stage, behind those of what it waits for. Raises: DeadlineExceeded."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as error:
+        if isinstance(error, DeadlineExceeded):
+            raise
+        raise DeadlineExceeded(
+            "the stage did not finish in time",
+            where=where,
+            expected=f"within {timeout_s:g} s (orchestration.timeout_s)",
+            do="see what it waited for; the same command goes on from what is finished",
+        ) from error
+
+
 async def once(run: RunContext, inputs: Inputs, work: Work) -> State:
     """The handle of a stage's node, as the state of its task: `Reused` if it was there, else `Completed` after the work."""
     node = run.nodes.find(inputs.stage, inputs.digest)
@@ -91,7 +114,11 @@ async def once(run: RunContext, inputs: Inputs, work: Work) -> State:
         run.progress.say(f"{run.config.run}: {inputs.stage} {node.digest[:12]} is in the store already, reused")
         return Completed(name="Reused", message=f"node {node.digest[:12]} was there", data=handle(node, reused=True))
     run.progress.stage(str(inputs.stage))
-    with Stopwatch(run, str(inputs.stage)) as watch:
+    numbers = task_run.parameters
+    with (
+        traced(run.directory, str(inputs.stage), numbers.get("k", numbers.get("version"))),
+        Stopwatch(run, str(inputs.stage)) as watch,
+    ):
         result = await work()
     outputs = {**result["outputs"], "seconds": watch.seconds}
     node = run.nodes.commit(inputs.node(files=tuple(result.get("files", ())), outputs=outputs))

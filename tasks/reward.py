@@ -19,15 +19,17 @@ from tasks.record import once, stage_task
 
 @stage_task("reward", "reward-{k}")
 async def reward(run: str, k: int, rollout: NodeRef) -> State:
-    """Rewards of a rollout's samples: the reward node's handle."""
+    """Rewards of the samples that a rollout accepted: the reward node's handle."""
     it = await context(run)
     inputs = reward_inputs(it.config, rollout.digest)
 
     async def judge() -> dict[str, Any]:
         if isinstance(it.config.reward.function, NoReward):
             return {"outputs": {"scored": 0, "errors": 0}, "files": [write_rewards(it.files, inputs.digest, [])]}
-        samples = await asyncio.to_thread(read_samples, it.files, it.nodes.get(Stage.ROLLOUT, rollout.digest))
-        rows = await score(samples, it.config.reward, progress=_shown(it))
+        sampled = it.nodes.get(Stage.ROLLOUT, rollout.digest)
+        accepted = set(sampled.outputs["accepted"])
+        rows = await asyncio.to_thread(read_samples, it.files, sampled)
+        rows = await score([row for row in rows if row.group_id in accepted], it.config.reward, progress=_shown(it))
         scored = [row.reward for row in rows if row.reward is not None]
         outputs = {
             "scored": len(scored),

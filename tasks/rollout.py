@@ -3,73 +3,101 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import time
 from typing import Any
 
 from prefect.client.schemas.objects import State
 
 from rlpipe.actors.calls import call
-from rlpipe.inputs import rollout_inputs
-from rlpipe.types import DataState
+from rlpipe.errors import DeadlineExceeded, ObjectMissing
+from rlpipe.inputs import Inputs, rollout_inputs
+from rlpipe.types import DataState, Node
 from tasks.context import RunContext, context
 from tasks.record import once, stage_task
-from tasks.sync import keep_engines, publish
+from tasks.sync import serve
 
 PROGRESS_INTERVAL_S = 0.25
+TROUBLE_INTERVAL_S = 2.0
+LONGEST_PAUSE_S = 0.5
+CALL_TIMEOUT_S = 60.0
 
 
 @stage_task("rollout", "rollout-{k}")
 async def rollout(run: str, k: int) -> State:
     """Samples of iteration k: the rollout node's handle."""
     it = await context(run)
-    plan = await plan_iteration(it, k)
+    plan, _ = await planned(it, k, await data_before(it, k))
 
     async def sample() -> dict[str, Any]:
-        if it.config.rollout.type == "dataset":
-            return await _sampled(it, k, plan)
-        weights = it.weights_before(k)
-        await publish(it, weights, version=k)
-        return await _guarded(it, k, _sampled(it, k, plan), weights)
+        if it.cluster.has_engines and it.config.rollout.type == "sample":
+            await serve(it)
+        return await _sampled(it, k, plan)
 
     return await once(it, rollout_inputs(it.config, it.fingerprint, plan), sample)
 
 
+async def planned(it: RunContext, k: int, before: DataState) -> tuple[str, DataState]:
+    """Digest of the plan of iteration k, and where the data source stands after it. Equal every time, so a retry finds it."""
+    answer = it.cluster.generator.plan.remote(k, before)
+    plan = await call(answer, where=f"generator.plan {k}", deadline_s=it.config.rollout.timeout_s)
+    return plan["plan"], plan["after"]
+
+
+async def data_before(it: RunContext, k: int) -> DataState:
+    """Where the data source stands before iteration k: what its predecessor left, committed yet or not.
+
+    Waits for the predecessor's rollout where only that decides it. Raises: DeadlineExceeded.
+    """
+    if k == 0:
+        return DataState()
+    try:
+        before = it.before(k)
+        assert before is not None
+        return before.data
+    except ObjectMissing:
+        plan, after = await planned(it, k - 1, await data_before(it, k - 1))
+    if it.config.rollout.static:
+        return after
+    node = await _recorded(it, rollout_inputs(it.config, it.fingerprint, plan), k - 1)
+    return DataState.model_validate(node.outputs["after"])
+
+
+async def _recorded(it: RunContext, inputs: Inputs, k: int) -> Node:
+    end_s, pause_s = time.monotonic() + it.config.rollout.timeout_s, 0.02
+    while (node := it.nodes.find(inputs.stage, inputs.digest)) is None:
+        if time.monotonic() > end_s:
+            raise DeadlineExceeded("the rollout before is not recorded", where=f"rollout {k + 1}", found=f"none of iteration {k}")
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    return node
+
+
 async def _sampled(it: RunContext, k: int, plan: str) -> dict[str, Any]:
-    """The generator's answer, while the terminal shows how far it is."""
+    """The generator's answer, while the terminal shows how far it is. If no engine can be brought back, that is the error."""
     answer = it.cluster.generator.rollout.remote(plan)
-    watching = asyncio.create_task(_show(it))
+    deadline_s = it.config.rollout.timeout_s + CALL_TIMEOUT_S
+    working = asyncio.ensure_future(call(answer, where=f"generator.rollout {k}", deadline_s=deadline_s))
+    watching = asyncio.ensure_future(_watch(it, k))
     try:
-        return await call(answer, where=f"generator.rollout {k}", deadline_s=it.config.rollout.timeout_s + 60)
-    finally:
-        watching.cancel()
-
-
-async def _guarded(it: RunContext, k: int, work: Coroutine[Any, Any, dict[str, Any]], weights: str) -> dict[str, Any]:
-    """The result of `work`, with engines kept alive meanwhile. If one cannot be brought back, that is the error."""
-    working = asyncio.ensure_future(work)
-    keeping = asyncio.ensure_future(keep_engines(it, weights, version=k))
-    try:
-        await asyncio.wait({working, keeping}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            await call(it.cluster.generator.abandon.remote(), where="generator.abandon", deadline_s=60.0)
-            keeping.result()
+            watching.result()
         return await working
     finally:
-        for task in (working, keeping):
+        for task in (working, watching):
             task.cancel()
-        await asyncio.gather(working, keeping, return_exceptions=True)
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def plan_iteration(it: RunContext, k: int) -> str:
-    """Digest of the plan of iteration k. The same commit before gives the same plan, so a retry finds it."""
-    before = it.before(k)
-    answer = it.cluster.generator.plan.remote(k, before.data if before else DataState())
-    planned = await call(answer, where=f"generator.plan {k}", deadline_s=it.config.rollout.timeout_s)
-    return planned["plan"]
-
-
-async def _show(it: RunContext) -> None:
+async def _watch(it: RunContext, k: int) -> None:
+    """Show the rollout's progress. Raises: what keeps every engine from coming back, once the rollout is abandoned."""
+    looked_s = time.monotonic()
     while True:
-        now = await call(it.cluster.generator.progress.remote(), where="generator.progress", deadline_s=60.0)
+        now = await call(it.cluster.generator.progress.remote(k), where="generator.progress", deadline_s=CALL_TIMEOUT_S)
         it.progress.stage("rollout", done=now["done"], total=now["total"], tokens=now["tokens"])
+        if it.cluster.has_engines and time.monotonic() - looked_s > TROUBLE_INTERVAL_S:
+            looked_s = time.monotonic()
+            if error := await it.cluster.trouble():
+                await call(it.cluster.generator.abandon.remote(k), where="generator.abandon", deadline_s=CALL_TIMEOUT_S)
+                raise error
         await asyncio.sleep(PROGRESS_INTERVAL_S)

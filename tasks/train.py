@@ -6,26 +6,28 @@ from typing import Any
 
 from prefect.client.schemas.objects import State
 
-from rlpipe.errors import Mismatch, TrainerError
+from rlpipe.actors.states import StateKeeper
+from rlpipe.errors import Superseded, TrainerError
 from rlpipe.inputs import train_inputs
-from rlpipe.lineage import lineage_to
 from rlpipe.packing import PackingPlan
 from rlpipe.stage_files import write_packing
-from rlpipe.types import NodeRef
-from tasks.context import RunContext, context
+from rlpipe.store.segments import Segments, current_state
+from rlpipe.types import NodeRef, Stage
+from tasks.context import RunContext, context, packages
 from tasks.record import once, stage_task
+from tasks.uploads import settle
 
 
 @stage_task("train", "train-{k}")
 async def train(run: str, k: int, advantage: NodeRef) -> State:
     """The weights after iteration k: the train node's handle."""
     it = await context(run)
-    before = it.weights_before(k)
+    before = it.nodes.get(Stage.ADVANTAGE, advantage.digest).parents["before"]
     inputs = train_inputs(it.config, advantage.digest, before)
 
     async def step() -> dict[str, Any]:
-        if not await it.cluster.trainer.holds(inputs.digest):
-            await hold(it, before)
+        if not await it.cluster.trainer.holds(inputs.digest) and await hold(it, before, k) != before:
+            raise Superseded("the weights before are others now", where=f"train {k}", do="score the batch with them first")
         answers = await it.cluster.trainer.call(
             "train", key=inputs.digest, before=before, advantage=advantage.digest, deadline_s=it.config.train.timeout_s
         )
@@ -34,21 +36,31 @@ async def train(run: str, k: int, advantage: NodeRef) -> State:
     return await once(it, inputs, step)
 
 
-async def hold(it: RunContext, state: str) -> None:
-    """Make the trainer hold a state, from its checkpoint and the batches since, if it does not."""
+async def hold(it: RunContext, state: str, version: int) -> str:
+    """Make the trainer hold a state, from its checkpoint and the batches since, if it does not; the state that it holds then.
+
+    That is another one where training the same batches again gave other bits: a segment, which the branch goes on from.
+    Raises: Mismatch instead in deterministic mode.
+    """
+    state = current_state(Segments(it.files), it.config.run, version, state)
     if await it.cluster.trainer.holds(state):
-        return
+        return state
+    await settle(it, wait=True)
     it.progress.stage("restore", note=f"rebuilding weights {state[:12]} from the store")
-    lineage = lineage_to(it.nodes, state, it.init)
-    deadline_s = it.config.checkpoint.timeout_s + len(lineage.replay) * it.config.train.timeout_s
-    restored = await it.cluster.trainer.ensure(lineage, deadline_s=deadline_s)
-    if restored and restored["mismatch"]:
-        raise Mismatch(
-            "training the stored batches again gave another state than the recorded one",
-            where=f"nodes/train/{restored['mismatch']}.json",
-            expected="the recorded state_digest",
-            do="resume on the machine type and layout the run was made with, or fork from the newest checkpoint",
-        )
+    keeper = StateKeeper(
+        trainer=it.cluster.trainer,
+        files=it.files,
+        branch=it.config.run,
+        init=it.init,
+        deterministic=it.config.deterministic,
+        train_timeout_s=it.config.train.timeout_s,
+        checkpoint_timeout_s=it.config.checkpoint.timeout_s,
+        packages=packages(),
+    )
+    held = await keeper.hold(state, version=version, epoch=it.epoch.number)
+    if held != state:
+        it.progress.say(f"{it.config.run}: weights {version} came out different from {state[:12]}; going on from {held[:12]}")
+    return held
 
 
 def _agreed(it: RunContext, digest: str, k: int, answers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -18,12 +18,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from flows.environment import CLIENT_SETTINGS, keep_caches_in
 from rlpipe.errors import ResourceError
 
 START_TIMEOUT_S = 180.0
 SETTINGS = {
+    **CLIENT_SETTINGS,
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "DO_NOT_TRACK": "1",
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # the run's own lines are on the terminal, logs in the UI
     "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
     # SQLite takes one writer at a time; many small ones make the client wait two seconds for each collision
@@ -32,29 +33,6 @@ SETTINGS = {
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_BATCH_SIZE": "1000",
     "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": "P7D",
 }
-CACHES = {
-    "HF_HOME": "huggingface",
-    "XDG_CACHE_HOME": "cache",
-    "MPLCONFIGDIR": "matplotlib",
-    "TRITON_CACHE_DIR": "triton",
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "TMPDIR": "tmp",
-}
-LONGEST_TMPDIR = 107 - len("/torch-shm-dir-XXXXXX/manager.sock.12345")
-"""Unix sockets are made in TMPDIR, and their paths end at 107 bytes; torch's are the longest."""
-
-
-def keep_caches_in(home: Path) -> None:
-    """Point the caches of this process and its children below `{home}/.cache`, unless the user pointed them elsewhere."""
-    for variable, name in CACHES.items():
-        folder = home / ".cache" / name
-        if variable == "TMPDIR" and len(str(folder)) > LONGEST_TMPDIR:
-            continue
-        if variable not in os.environ:
-            folder.mkdir(parents=True, exist_ok=True)
-            os.environ[variable] = str(folder)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
 @contextmanager

@@ -26,6 +26,14 @@ def main() -> int:
     if arguments.seed is not None:
         arguments.overrides.insert(0, f"seed={arguments.seed}")
         arguments.run = arguments.run or f"{Path(arguments.recipe).stem}-seed{arguments.seed}"
+    if arguments.fork:
+        branch, _, iteration = arguments.fork.partition("@")
+        arguments.run = arguments.run or f"{branch}-from-{iteration or 'newest'}"
+        arguments.overrides[:0] = [
+            f"fork_from={{branch: {branch}, iteration: {iteration or 'null'}}}",
+            "warm_start=null",
+            "model.start_from=null",
+        ]
     try:
         config = load_run(arguments.recipe, arguments.overrides, arguments.run)
         if not arguments.dump_config:
@@ -48,6 +56,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--run", help="name of the run (default: the recipe's)")
     parser.add_argument("--home", help=f"where everything is kept (default: ${HOME_VARIABLE} or ./runs)")
     parser.add_argument("--seed", type=int, help="another seed, as a run of its own: <recipe>-seed<N> unless --run names it")
+    parser.add_argument(
+        "--fork", metavar="RUN[@K]", help="go on from iteration K of that run (default: its newest), as a new run"
+    )
     parser.add_argument("--takeover", action="store_true", help="replace the process that drives this run now, wherever it is")
     parser.add_argument("--dump-config", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.optimizer.lr=1e-5")

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from flows.stopping import Preempted, Stopping
+from flows.stopping import Preempted, Stopping, hear_sigterm
 
 
 async def after(seconds: float) -> str:
@@ -48,6 +48,26 @@ async def test_work_that_takes_longer_is_abandoned():
         with pytest.raises(Preempted, match="abandoned"):
             await stopping.unless_asked(long())
     assert ended == ["cancelled"]
+
+
+async def test_it_hears_again_after_another_handler_was_put_in_its_place():
+    with Stopping(grace_s=5) as stopping:
+        before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        hear_sigterm(None, None, None)
+        terminate_soon()
+        assert await stopping.unless_asked(after(0.2)) == "done"
+        with pytest.raises(Preempted):
+            await stopping.unless_asked(after(0))
+        assert signal.getsignal(signal.SIGTERM) == before
+
+
+async def test_on_the_way_out_the_handler_before_is_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with Stopping(grace_s=5):
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+    hear_sigterm(None, None, None)
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 async def test_an_error_of_the_work_comes_through():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import psutil
 import pytest
 
+from rlpipe.inputs import checkpoint_inputs
 from rlpipe.store.audit import check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
@@ -89,6 +91,25 @@ def test_a_run_that_is_interrupted_and_loses_its_processes_goes_on_and_its_recor
 
 
 @pytest.mark.integration
+def test_a_run_that_is_asked_to_stop_finishes_its_iteration_and_keeps_its_weights(recipes: Path) -> None:
+    home = recipes / "home"
+    arguments = ("--recipe", str(recipes / "small.yaml"), "num_rollout=1000", "checkpoint.save_interval=1000")
+    with LiveRun(home, *arguments) as run:
+        run.wait_until(lambda: committed(home, "small") >= 2)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.finish(90) == 143, run.said
+        assert "the same command goes on" in run.said
+        assert "Traceback" not in run.said
+    files = Files(home / "store")
+    assert check_branch(files, "small") == []
+    newest = Branches(files).newest("small")
+    assert newest is not None
+    kept = Nodes(files).find(Stage.CHECKPOINT, checkpoint_inputs(newest.nodes[Stage.TRAIN]).digest)
+    assert kept is not None
+    assert kept.outputs["version"] == newest.iteration + 1
+
+
+@pytest.mark.integration
 def test_two_ranks_two_engines_and_s3_survive_a_killed_engine(recipes: Path) -> None:
     home = recipes / "home"
     with seaweed(recipes / "s3") as server:
@@ -117,3 +138,33 @@ def test_two_ranks_two_engines_and_s3_survive_a_killed_engine(recipes: Path) -> 
     assert len(trained) == 3
     assert len({node.outputs["state_digest"] for node in trained}) == 3
     assert not list((home / "store").glob("*"))
+
+
+@pytest.mark.integration
+def test_rollouts_ahead_of_training_with_a_filter_and_a_buffer_lose_nothing_when_their_generator_is_killed(recipes: Path) -> None:
+    home = recipes / "home"
+    arguments = (
+        "--recipe",
+        str(recipes / "small.yaml"),
+        "num_rollout=8",
+        "async_buffer_size=2",
+        "sync.update_weights_interval=2",
+        "rollout.over_sampling_batch_size=6",
+        "rollout.dynamic_sampling_filter_path=rlpipe.rollout.filters.reward_nonzero_std",
+        "rollout.partial_rollout=true",
+        "checkpoint.save_interval=3",
+    )
+    with LiveRun(home, *arguments) as run:
+        run.wait_until(lambda: committed(home, "small") >= 2)
+        run.kill_part("ray::Generator")
+        assert run.finish(400) == 0, run.said
+    files = Files(home / "store")
+    assert check_branch(files, "small") == []
+    nodes, commits = Nodes(files), list(Branches(files).walk("small"))
+    assert len(commits) == 8
+    batches = [nodes.get(Stage.ADVANTAGE, commit.nodes[Stage.ADVANTAGE]).outputs for commit in commits]
+    assert all(len(batch["groups"]) == 4 for batch in batches)
+    assert max(batch["metrics"]["rollout/staleness/max"] for batch in batches) <= 2
+    pushed = [nodes.get(Stage.SYNC, commit.nodes[Stage.SYNC]).outputs["engines"] for commit in reversed(commits)]
+    assert pushed == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert any(commit.data.buffer for commit in commits), "what was asked for beyond the batch waits"

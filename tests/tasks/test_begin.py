@@ -15,6 +15,7 @@ from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.files import Files
+from rlpipe.types import Commit, DataState
 from tasks.begin import _differing, check_same_model, check_same_run
 from tasks.context import RunContext
 
@@ -102,6 +103,27 @@ def test_a_run_whose_learning_rate_decays_over_its_length_keeps_its_length(tmp_p
     check_same_run(branches, config(train=decaying))
     (line,) = refused(branches, train=decaying, num_rollout=30)
     assert line.endswith(": was 3, now 30")
+
+
+def test_a_refused_change_says_how_to_go_on_with_it_as_a_fork(branches: Branches):
+    def says() -> str:
+        with pytest.raises(ConfigError) as caught:
+            check_same_run(branches, config(train={"optimizer": {"lr": 1e-3}}))
+        return str(caught.value.do)
+
+    assert "--fork run@K (once it has committed an iteration) --run NEW" in says()
+    for k in range(2):
+        commit = Commit(
+            branch="run",
+            iteration=k,
+            parent=branches.parent_name("run", k),
+            plans=("p",),
+            nodes={},
+            data=DataState(),
+            config_digest="c",
+        )
+        branches.commit(commit)
+    assert "--fork run@1 --run NEW" in says()
 
 
 def test_another_seed_differs_wherever_it_goes(branches: Branches):

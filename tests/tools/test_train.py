@@ -14,6 +14,7 @@ import pytest
 
 import flows.train
 from rlpipe.config.load import home, load_run
+from rlpipe.config.model import BranchModel
 from rlpipe.errors import EngineUnavailable
 from tools import local_prefect, train
 
@@ -184,6 +185,30 @@ def test_another_seed_is_a_run_of_its_own_unless_it_has_a_name(
 def test_seed_0_is_a_seed_too(command: Command, driven: list, place: Path):
     assert command("--recipe", place / "small.yaml", "--seed", "0") == 0
     assert (driven[0].run, driven[0].overrides) == ("small-seed0", ["seed=0"])
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "iteration"),
+    [
+        (["--fork", "old@4"], "old-from-4", 4),
+        (["--fork", "old"], "old-from-newest", None),
+        (["--fork", "old@4", "--run", "n"], "n", 4),
+    ],
+)
+def test_a_fork_is_a_run_of_its_own_without_another_start(
+    command: Command, driven: list, place: Path, given: list[str], name: str, iteration: int | None
+):
+    (place / "small.yaml").write_text("warm_start: spell_backward_sft\n" + RECIPE.format(place=place))
+    assert command("--recipe", place / "small.yaml", *given, "rollout.rollout_batch_size=2") == 0
+    (arguments,) = driven
+    config = load_run(arguments.recipe, arguments.overrides, arguments.run)
+    assert (config.run, config.fork_from) == (name, BranchModel(branch="old", iteration=iteration))
+    assert (config.warm_start, config.start_from) == (None, None)
+    assert config.rollout.rollout_batch_size == 2
+
+
+def test_a_fork_of_no_number_is_refused(refused: Callable):
+    assert "fork_from.iteration" in refused(["--fork", "old@last"])
 
 
 class Flow:

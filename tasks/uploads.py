@@ -1,0 +1,49 @@
+"""Checkpoints on their way to the store: written to local disk, uploaded in the background, recorded when they are complete.
+
+The ranks remember what they upload, so that any process of the run can record it. Not here: when one is due (`checkpoint`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from uuid import uuid4
+
+from rlpipe.actors.checkpoints import Upload, prune
+from rlpipe.inputs import Inputs
+from rlpipe.types import FileRecord
+from tasks.context import RunContext
+
+
+async def begin_checkpoint(it: RunContext, inputs: Inputs, held: str, weight_version: int, **outputs: Any) -> None:
+    """Write the state that the trainer holds under this name, and upload it in the background; `settle` records it."""
+    prefix = f"checkpoints/{it.config.run}/iter_{weight_version:07d}/{uuid4().hex[:12]}"
+    upload = Upload(prefix, inputs, {"version": weight_version, **outputs})
+    deadline_s = it.config.checkpoint.timeout_s
+    await it.cluster.trainer.call("save", held=held, version=weight_version, upload=upload, deadline_s=deadline_s)
+
+
+async def settle(it: RunContext, *, wait: bool = False) -> None:
+    """Record the checkpoint whose upload is complete, whichever process of the run began it; with `wait`, wait for it.
+
+    An upload whose process died is forgotten: the next checkpoint that is due counts. Raises: StoreFull and what else an
+    upload met.
+    """
+    found, deadline_s = await pending(it), it.config.checkpoint.timeout_s
+    if found is None or not (wait or found[1]):
+        return
+    upload = found[0]
+    shares = await it.cluster.trainer.call("uploaded", prefix=upload.prefix, deadline_s=deadline_s)
+    files: tuple[FileRecord, ...] = tuple(record for share in shares for record in share or ())
+    if any(share is None for share in shares) or not any(record.path.endswith("/.metadata") for record in files):
+        return
+    size_bytes = sum(record.size_bytes for record in files)
+    it.nodes.commit(upload.inputs.node(files=files, outputs={**upload.outputs, "bytes": size_bytes}))
+    await asyncio.to_thread(prune, it.directory / "checkpoints", it.config.checkpoint.keep_local)
+
+
+async def pending(it: RunContext) -> tuple[Upload, bool] | None:
+    """The upload that some rank still has, and whether all of them have it complete."""
+    answers = await it.cluster.trainer.call("upload", deadline_s=it.config.checkpoint.timeout_s)
+    there = [answer for answer in answers if answer is not None]
+    return (there[0][0], all(done for _, done in there)) if there else None

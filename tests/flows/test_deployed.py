@@ -1,0 +1,201 @@
+"""Iterations as flow runs of their own: when one is put back, when it is not, and what is left when the run ends."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.exceptions import ObjectNotFound
+from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Failed, Pending, Running
+
+from flows import deployed
+from flows.deployed import Deployed, IterationFailed
+from rlpipe.errors import ConfigError, DeadlineExceeded
+from rlpipe.inputs import Inputs
+from rlpipe.observe.progress import Progress
+from rlpipe.store.epochs import Epochs
+from rlpipe.store.files import Files
+from rlpipe.types import Commit, DataState, Stage
+from tasks import context as contexts
+from tasks.context import RunContext
+from tests.tasks.test_begin import config
+
+
+class Server:
+    """Stands in for Prefect's server and worker: each flow run goes through the states that a test gave its iteration."""
+
+    def __init__(self, it: RunContext) -> None:
+        self.it, self.log = it, list[str]()
+        self.scripts: dict[int, list[State | str]] = {}
+        self.deployed = True
+        self._runs: dict[UUID, FlowRun] = {}
+        self._keys: dict[str, UUID] = {}
+        self._numbers: dict[UUID, int] = {}
+
+    async def __aenter__(self) -> Server:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.log.append("closed")
+
+    def add(self, k: int, key: str, state: State) -> FlowRun:
+        run = FlowRun(id=uuid4(), name=f"run-{k}", flow_id=uuid4(), idempotency_key=key, state=state)
+        self._runs[run.id], self._keys[key], self._numbers[run.id] = run, run.id, k
+        return run
+
+    async def run_deployment(self, name: str, *, parameters: dict[str, Any], idempotency_key: str, **_: Any) -> FlowRun:
+        if not self.deployed:
+            raise ObjectNotFound(Exception())
+        self.log.append(f"open {parameters['k']}")
+        return self.add(parameters["k"], idempotency_key, Pending())
+
+    async def read_flow_runs(self, *, flow_run_filter: Any, limit: int) -> list[FlowRun]:
+        return [self._runs[self._keys[key]] for key in flow_run_filter.idempotency_key.any_ if key in self._keys]
+
+    async def read_flow_run(self, number: UUID) -> FlowRun:
+        k = self._numbers[number]
+        if script := self.scripts.get(k):
+            step = script.pop(0)
+            if step == "commit":
+                commit(self.it, k)
+                step = Completed()
+            self._runs[number].state = step  # type: ignore[assignment]
+        return self._runs[number].model_copy()
+
+    async def set_flow_run_state(self, number: UUID, state: State, *, force: bool = False) -> None:
+        self.log.append(f"{state.name} {self._numbers[number]}")
+        self._runs[number].state = Cancelled() if state.is_cancelling() else state
+
+
+def commit(it: RunContext, k: int) -> None:
+    node = it.nodes.commit(Inputs(stage=Stage.TRAIN, parents={"k": str(k)}, config={}).node(files=(), outputs={}))
+    made = Commit(
+        branch="run",
+        iteration=k,
+        parent=f"run/{k - 1:08d}" if k else None,
+        plans=("p",),
+        nodes={Stage.TRAIN: node.digest},
+        data=DataState(),
+        config_digest="c",
+        epoch=1,
+    )
+    it.branches.commit(made)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """The run `run` of three iterations, open in this process without actors, and a server to play with."""
+    policy = {"iterations": "deployment", "retries": 2, "retry_delay_s": 0.01}
+    run, files = config(orchestration=policy), Files(tmp_path / "store")
+    no_actors: Any = None
+    epoch = Epochs(files).acquire("run")
+    it = RunContext(run, tmp_path / "home", "/models/m", files, no_actors, Progress("run", 3), epoch)
+    it.branches.create("run", run.model_dump(mode="json"), "init")
+    monkeypatch.setitem(contexts._OPEN, "run", it)
+    made = Server(it)
+    monkeypatch.setattr(deployed, "get_client", lambda: made)
+    monkeypatch.setattr(deployed, "arun_deployment", made.run_deployment)
+    monkeypatch.setattr(deployed, "LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(deployed, "CRASH_REPORTS_S", 0.2)
+    return made
+
+
+async def test_one_more_than_is_in_flight_is_open_and_what_is_left_is_cancelled(server: Server):
+    server.scripts = {0: [Running(), Running(), "commit"]}
+    async with Deployed(server.it.config) as iterations:
+        nodes = await iterations.finish(0)
+    assert list(nodes) == ["train"]
+    assert server.log == ["open 0", "open 1", "Cancelling 1", "closed"]
+
+
+async def test_a_failed_one_is_put_back_and_its_commit_counts(server: Server):
+    server.scripts = {0: [Failed(message="no"), Failed(message="no"), Running(), "commit"], 1: [], 2: []}
+    async with Deployed(server.it.config) as iterations:
+        await iterations.finish(0)
+    assert server.log == ["open 0", "open 1", "AwaitingRetry 0", "Cancelling 1", "closed"]
+
+
+async def test_one_that_fails_as_often_as_it_may_ends_the_run_and_says_what_to_do(server: Server):
+    server.scripts = {0: [Failed(message="no")]}
+    server.set_flow_run_state = fails_again(server)  # type: ignore[method-assign]
+    with pytest.raises(IterationFailed, match="after at most 2 retries") as caught:
+        async with Deployed(server.it.config) as iterations:
+            await iterations.finish(0)
+    assert server.log.count("AwaitingRetry 0") == 2
+    assert "press Retry" in str(caught.value)
+
+
+def fails_again(server: Server) -> Any:
+    put = server.set_flow_run_state
+
+    async def putting(number: UUID, state: State, *, force: bool = False) -> None:
+        await put(number, Failed(message="again", name=state.name) if not state.is_cancelling() else state, force=force)
+
+    return putting
+
+
+async def test_one_that_a_person_cancelled_is_not_put_back(server: Server):
+    server.scripts = {0: [Cancelled()]}
+    with pytest.raises(IterationFailed, match="Cancelled"):
+        async with Deployed(server.it.config) as iterations:
+            await iterations.finish(0)
+    assert "AwaitingRetry 0" not in server.log
+
+
+async def test_one_that_a_person_put_back_meanwhile_is_left_alone(server: Server):
+    server.scripts = {0: [Failed(), AwaitingRetry(), "commit"]}
+    async with Deployed(server.it.config) as iterations:
+        await iterations.finish(0)
+    assert "AwaitingRetry 0" not in server.log
+
+
+async def test_a_crash_is_put_back_only_after_the_workers_second_report(server: Server, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(deployed, "CRASH_REPORTS_S", 3600.0)
+    long_ago = datetime.now(UTC) - timedelta(hours=2)
+    fresh = Crashed(message="killed")
+    server.scripts = {0: [fresh, fresh, AwaitingRetry(), Crashed(message="killed", timestamp=long_ago), Running(), "commit"]}
+    async with Deployed(server.it.config) as iterations:
+        await iterations.finish(0)
+    assert "AwaitingRetry 0" not in server.log
+    server.scripts = {1: [Crashed(message="killed", timestamp=long_ago)] * 2 + ["commit"]}
+    async with Deployed(server.it.config) as iterations:
+        await iterations.finish(1)
+    assert "AwaitingRetry 1" in server.log
+
+
+async def test_a_run_that_is_started_again_finds_its_flow_runs_and_puts_back_what_ended(server: Server):
+    key = f"{server.it.files.root}#run#init#{{}}"
+    server.add(0, key.format(0), Failed())
+    server.add(1, key.format(1), Running())
+    server.scripts = {0: [Failed(), Failed(), "commit"]}
+    async with Deployed(server.it.config) as iterations:
+        await iterations.finish(0)
+        server.scripts = {1: [Failed(), Failed(), Failed(), "commit"]}
+        await iterations.finish(1)
+    assert [line for line in server.log if line.startswith("open")] == ["open 2"]
+    assert "AwaitingRetry 0" in server.log
+
+
+async def test_one_that_is_completed_without_a_commit_is_not_believed(server: Server):
+    server.scripts = {0: [Completed(), Completed(), "commit"]}
+    async with Deployed(server.it.config) as iterations:
+        await iterations.finish(0)
+    assert "AwaitingRetry 0" in server.log
+
+
+async def test_a_deployment_that_is_not_there_is_named_with_what_to_do(server: Server):
+    server.deployed = False
+    with pytest.raises(ConfigError, match=r"deployments\.apply"):
+        async with Deployed(server.it.config) as iterations:
+            await iterations.finish(0)
+
+
+async def test_one_that_no_worker_takes_ends_in_a_deadline(server: Server):
+    orchestration = server.it.config.orchestration.model_copy(update={"timeout_s": 0.05})
+    with pytest.raises(DeadlineExceeded, match="is a worker running"):
+        async with Deployed(server.it.config.model_copy(update={"orchestration": orchestration})) as iterations:
+            await iterations.finish(0)

@@ -1,0 +1,93 @@
+"""Iterations in flight: how many are open, in what order they finish, and what becomes of the others when one fails."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from flows import in_flight
+from flows.in_flight import InProcess
+from tests.tasks.test_begin import config
+
+
+class Stages:
+    """Stands in for the flow of an iteration: each ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self._ends: dict[int, asyncio.Future[dict[str, Any]]] = {}
+
+    async def __call__(self, run: str, k: int) -> dict[str, Any]:
+        self.log.append(f"open {k}")
+        self._ends[k] = asyncio.get_running_loop().create_future()
+        try:
+            return await self._ends[k]
+        except asyncio.CancelledError:
+            self.log.append(f"cancel {k}")
+            raise
+
+    async def abandon(self, run: str) -> None:
+        self.log.append("abandon")
+
+    async def end(self, k: int, error: Exception | None = None) -> None:
+        await asyncio.sleep(0.01)
+        if error is not None:
+            self._ends[k].set_exception(error)
+        else:
+            self._ends[k].set_result({"k": k})
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> Stages:
+    made = Stages()
+    monkeypatch.setattr(in_flight, "iteration", made)
+    monkeypatch.setattr(in_flight, "abandon", made.abandon)
+    return made
+
+
+async def test_without_a_buffer_one_iteration_is_open_at_a_time(stages: Stages):
+    async with InProcess(config()) as iterations:
+        for k in range(3):
+            finishing = asyncio.create_task(iterations.finish(k))
+            await stages.end(k)
+            assert await finishing == {"k": k}
+    assert stages.log == ["open 0", "open 1", "open 2"]
+
+
+async def test_with_a_buffer_of_one_two_are_open_and_they_finish_in_order(stages: Stages):
+    async with InProcess(config(async_buffer_size=1)) as iterations:
+        finishing = asyncio.create_task(iterations.finish(0))
+        await stages.end(1)
+        assert not finishing.done()
+        await stages.end(0)
+        assert await finishing == {"k": 0}
+        assert stages.log == ["open 0", "open 1"]
+        finishing = asyncio.create_task(iterations.finish(1))
+        assert await finishing == {"k": 1}
+        finishing = asyncio.create_task(iterations.finish(2))
+        await stages.end(2)
+        await finishing
+    assert stages.log == ["open 0", "open 1", "open 2"]
+
+
+async def test_if_one_fails_the_later_ones_are_cancelled_and_their_requests_aborted(stages: Stages):
+    async def run() -> None:
+        async with InProcess(config(async_buffer_size=2)) as iterations:
+            finishing = asyncio.create_task(iterations.finish(0))
+            await stages.end(0, ZeroDivisionError())
+            await finishing
+
+    with pytest.raises(ZeroDivisionError):
+        await run()
+    assert stages.log == ["open 0", "open 1", "open 2", "cancel 1", "cancel 2", "abandon"]
+
+
+async def test_who_stops_waiting_for_one_cancels_it_and_the_later_ones(stages: Stages):
+    async with InProcess(config(async_buffer_size=1)) as iterations:
+        finishing = asyncio.create_task(iterations.finish(0))
+        await asyncio.sleep(0.01)
+        finishing.cancel()
+        await asyncio.gather(finishing, return_exceptions=True)
+    assert sorted(stages.log) == ["abandon", "cancel 0", "cancel 1", "open 0", "open 1"]

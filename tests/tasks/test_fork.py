@@ -1,0 +1,157 @@
+"""Starting a run from another run's commit (tasks.fork), with real trainers and without engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpipe.actors.local_ray import connect, disconnect
+from rlpipe.actors.replay import replay
+from rlpipe.config.model import ResourcesConfig
+from rlpipe.errors import ConfigError
+from rlpipe.inputs import checkpoint_inputs
+from rlpipe.lineage import lineage_to
+from rlpipe.model_dir import model_fingerprint
+from rlpipe.observe.progress import Progress
+from rlpipe.store.branches import Branches
+from rlpipe.store.files import Files
+from rlpipe.store.nodes import Nodes
+from rlpipe.store.segments import Segments
+from rlpipe.types import Stage
+from tasks.fork import begin_fork, check_fits, fork_point, origin_of
+from tests.actors.trained import Trained, configuration, tiny_model, trained
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """With the run `parent`: four iterations and no checkpoint but that of its first weights."""
+    home = tmp_path_factory.mktemp("fork")
+    connect(ResourcesConfig(), home, namespace="rlpipe-tests")
+
+    async def history() -> None:
+        async with trained(configuration(tiny_model(home / "model"), "parent"), Files(home / "store"), home) as parent:
+            await parent.begin()
+            await parent.iterate(4)
+
+    asyncio.run(history())
+    yield home
+    disconnect()
+
+
+def forked(home: Path, run: str, iteration: int | None = 1, **sections: Any):
+    return configuration(str(home / "model"), run, fork_from={"branch": "parent", "iteration": iteration}, **sections)
+
+
+async def begun(home: Path, config) -> None:
+    """What `tasks.begin` does of a fork."""
+    files = Files(home / "store")
+    origin = await fork_point(files, config, home, Progress(config.run, config.num_rollout))
+    assert origin is not None
+    begin_fork(files, config, origin, model_fingerprint(str(home / "model"), home / "models" / "fingerprints.json"))
+
+
+def contents(files: Files, prefix: str) -> dict[str, bytes]:
+    return {name: files.read(name) for name in files.list(prefix)}
+
+
+def learned(run: Trained, branch: str, iteration: int) -> tuple[str, list[float]]:
+    """State digest and learning rates of an iteration."""
+    node = run.nodes.get(Stage.TRAIN, run.branches.read(branch, iteration).nodes[Stage.TRAIN])
+    return node.outputs["state_digest"], [step["lr"] for step in node.outputs["steps"]]
+
+
+async def test_a_fork_goes_on_where_its_parent_was_and_leaves_it_alone(home: Path):
+    files = Files(home / "store")
+    nodes, branches = Nodes(files), Branches(files)
+    parent, state = contents(files, "branches/parent"), branches.read("parent", 1).nodes[Stage.TRAIN]
+    init = branches.get("parent").init
+    assert lineage_to(nodes, state, init).base == init, "its weights have to be rebuilt"
+    same = forked(home, "same")
+    await begun(home, same)
+    assert branches.get("same").parent == "parent/00000001"
+    assert nodes.find(Stage.CHECKPOINT, checkpoint_inputs(state).digest)
+    assert not Segments(files).of("same")
+    lr = 3e-4
+    other = forked(home, "other", train={"optimizer": {"lr": lr, "lr_decay_style": "cosine"}})
+    await begun(home, other)
+    async with trained(same, files, home) as run:
+        await run.iterate(2)
+        for iteration in (2, 3):
+            assert learned(run, "same", iteration) == learned(run, "parent", iteration), "bit for bit: optimizer state goes on"
+        changed = await run.turn_to(other)
+        await changed.iterate(1)
+        digest, rates = learned(run, "other", 2)
+        before, rates_before = learned(run, "parent", 2)
+        assert digest != before
+        assert rates == pytest.approx([rate * lr / 1e-3 for rate in rates_before])
+    assert contents(files, "branches/parent") == parent
+    assert [(commit.branch, commit.iteration) for commit in branches.walk("other")] == [
+        ("other", 2),
+        ("parent", 1),
+        ("parent", 0),
+    ]
+    result = await replay(files, "other", home=home, say=lambda _: None)
+    assert result.equal
+    assert [(compared.branch, compared.stage, compared.version) for compared in result.states] == [
+        ("parent", "init", 0),
+        ("parent", "train", 1),
+        ("parent", "train", 2),
+        ("parent", "checkpoint", 2),
+        ("other", "train", 3),
+    ]
+
+
+async def test_a_run_that_is_no_fork_or_has_begun_has_no_fork_point(home: Path):
+    files = Files(home / "store")
+    plain = configuration(str(home / "model"), "plain")
+    assert await fork_point(files, plain, home, Progress("plain", 1)) is None
+    begun_already = configuration(str(home / "model"), "parent", fork_from={"branch": "parent"})
+    assert await fork_point(files, begun_already, home, Progress("parent", 1)) is None
+
+
+def test_without_a_number_the_newest_commit_is_forked(home: Path):
+    branches = Branches(Files(home / "store"))
+    assert origin_of(branches, forked(home, "new", None)).iteration == 3
+    assert origin_of(branches, forked(home, "new", 0)).iteration == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ({"branch": "nobody"}, r"fork_from\.branch: there is no run to fork"),
+        ({"branch": "parent", "iteration": 4}, r"(?s)fork_from\.iteration.*found: *4.*expected: *0 to 3"),
+    ],
+)
+def test_a_commit_that_is_not_there_cannot_be_forked(home: Path, source: dict[str, Any], words: str):
+    config = configuration(str(home / "model"), "new", fork_from=source)
+    with pytest.raises(ConfigError, match=words):
+        origin_of(Branches(Files(home / "store")), config)
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [({"model": {"dtype": "bfloat16"}}, "model.dtype"), ({"train": {"use_distributed_optimizer": True}}, "use_distributed")],
+)
+def test_a_fork_that_could_not_load_its_parent_s_state_is_refused_before_anything_starts(home: Path, sections: dict, key: str):
+    files, config = Files(home / "store"), forked(home, "new", **sections)
+    with pytest.raises(ConfigError, match=key):
+        check_fits(files, config, origin_of(Branches(files), config))
+
+
+def test_a_fork_of_another_model_is_refused(home: Path):
+    files, config = Files(home / "store"), forked(home, "new")
+    with pytest.raises(ConfigError, match=r"model\.source"):
+        begin_fork(files, config, origin_of(Branches(files), config), "another fingerprint")
+    assert Branches(files).find("new") is None
+
+
+@pytest.mark.parametrize("other", [{"warm_start": "spell_backward_sft"}, {"model": {"start_from": {"branch": "parent"}}}])
+def test_a_fork_takes_its_weights_from_its_parent_only(home: Path, other: dict[str, Any]):
+    with pytest.raises(ConfigError, match="fork_from and"):
+        forked(home, "new", **other)
