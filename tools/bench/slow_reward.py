@@ -1,0 +1,15 @@
+"""The demo's reward, from a verifier that takes its time: what a sandbox or a judge at the other end of a network is like."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rlpipe.types import Sample
+
+SECONDS = 0.4
+
+
+async def score(sample: Sample) -> float:
+    """1 if the response is the label, SECONDS later. All samples of a rollout wait at the same time."""
+    await asyncio.sleep(SECONDS)
+    return float(sample.response.strip() == sample.label)
