@@ -5,6 +5,7 @@
 #   make demo SEED=2                     another seed, as the run spell_backward-seed2
 #   make train RECIPE=my.yaml ARGS="train.optimizer.lr=1e-6 num_rollout=50"
 #   make report RUN=spell_backward-seed2
+#   make chaos MINUTES=60 ARGS="--s 0 --s 2"
 #
 # RUN   name of the run (default: the recipe's)        SEED  of data and training (default: the recipe's)
 # ARGS  further dotted.key=value overrides             HOME or RLPIPE_HOME on the command line: where runs are kept (default: ./runs)
@@ -26,7 +27,7 @@ run := $(if $(RUN),--run $(RUN))
 seed := $(if $(SEED),--seed $(SEED))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-smollm2 train report test check fix
+.PHONY: help setup demo demo-smollm2 train report test check fix chaos flat
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -49,6 +50,12 @@ report: setup ## write the report page of RUN again
 
 test: setup ## every test
 	@$(PYTHON_BIN) -m pytest $(ARGS)
+
+chaos: setup ## kill processes of a real run for MINUTES (10), and prove that every batch was trained once
+	@$(PYTHON_BIN) -m tools.chaos --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0) --home $(or $(RLPIPE_HOME),runs)/chaos $(ARGS)
+
+flat: setup ## does an undisturbed run of 200 iterations stay as it began?
+	@$(PYTHON_BIN) -m tools.flat --home $(or $(RLPIPE_HOME),runs)/flat $(ARGS)
 
 check: setup ## ruff, pyright, import directions, spelling
 	@tools/check.sh
