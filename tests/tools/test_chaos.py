@@ -127,7 +127,7 @@ def test_a_stage_of_a_process_that_is_gone_does_not_run(tmp_path: Path):
 
 
 def test_a_process_whose_parent_is_killed_stays_in_the_family_and_is_ended():
-    family = Family()
+    others, family = [child.pid for child in psutil.Process().children()], Family()
     with subprocess.Popen([sys.executable, "-c", CHILD_WITH_CHILD], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         grandchild = psutil.Process(int(parent.stdout.readline()))
@@ -135,7 +135,7 @@ def test_a_process_whose_parent_is_killed_stays_in_the_family_and_is_ended():
         assert kill_now(psutil.Process(parent.pid))
         assert parent.wait() == -signal.SIGKILL
     assert grandchild.pid in {process.pid for process in family.look()}
-    family.end()
+    family.end(spared=others)
     assert not runs(grandchild)
 
 
