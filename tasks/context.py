@@ -117,10 +117,7 @@ async def open_context(config: RunConfig, home: Path, progress: Progress, *, tak
     files = Files(config.store.root or home / "store")
     (home / config.run).mkdir(parents=True, exist_ok=True)
     epoch = Epochs(files).acquire(config.run, takeover=takeover)
-    _record(home, config, epoch)
-    it = await _open(config, home, progress, files, epoch)
-    _record(home, config, epoch, ray=local_ray.address())
-    return it
+    return await _open(config, home, progress, files, epoch)
 
 
 async def join_context(run: str) -> RunContext:
@@ -141,8 +138,6 @@ async def join_context(run: str) -> RunContext:
         await _join_ray(record, epoch, namespace=named.namespace(config.cluster))
     it = await _open(config, home, Progress(run, config.num_rollout), files, epoch)
     it.driven = epoch.joined and not epoch.stand_in
-    if not epoch.joined:
-        _record(home, config, epoch, ray=local_ray.address())
     return it
 
 
@@ -160,10 +155,15 @@ async def _join_ray(record: dict[str, Any], epoch: Epoch, *, namespace: str) -> 
 
 
 async def _open(config: RunConfig, home: Path, progress: Progress, files: Files, epoch: Epoch) -> RunContext:
+    """The context of a run under this epoch. Unless it was joined, `run.json` says so, and then on which Ray the actors are."""
     epoch.keep()
     try:
+        if not epoch.joined:
+            _record(home, config, epoch)
         model_dir = await asyncio.to_thread(model_directory, config.model, home, seed=config.seed)
         cluster = await open_cluster(config, epoch=epoch.number, home=home, model_dir=model_dir, store_root=files.root)
+        if not epoch.joined:
+            _record(home, config, epoch, ray=local_ray.address())
     except BaseException:
         epoch.release()
         raise

@@ -6,7 +6,6 @@ from typing import Any
 
 from prefect.client.schemas.objects import State
 
-from rlpipe.actors.calls import call
 from rlpipe.inputs import eval_inputs
 from tasks.context import context
 from tasks.record import once, stage_task
@@ -27,8 +26,8 @@ async def evaluate(run: str, version: int, dataset: str) -> State:
 
     async def measure() -> dict[str, Any]:
         await publish(it, weights, version=version, everyone=True)
-        answer = it.cluster.generator.evaluate.remote(dataset, inputs.digest, version)
-        result = await call(answer, where=f"generator.evaluate {dataset}", deadline_s=it.config.rollout.timeout_s + 60)
+        deadline_s = it.config.rollout.timeout_s + 60
+        result = await it.cluster.generator.evaluate(dataset, inputs.digest, version, deadline_s=deadline_s)
         accuracy = result["outputs"]["accuracy"]
         outputs = {**result["outputs"], "version": version, "metrics": {f"eval/{dataset}/accuracy": accuracy}}
         return {"files": result["files"], "outputs": outputs}

@@ -8,7 +8,6 @@ from typing import Any
 
 from prefect.client.schemas.objects import State
 
-from rlpipe.actors.calls import call
 from rlpipe.errors import DeadlineExceeded, ObjectMissing
 from rlpipe.inputs import Inputs, rollout_inputs
 from rlpipe.types import DataState, Node
@@ -30,7 +29,7 @@ async def rollout(run: str, k: int) -> State:
 
     async def sample() -> dict[str, Any]:
         if it.cluster.has_engines and it.config.rollout.type == "sample":
-            await serve(it)
+            await serve(it, k)
         return await _sampled(it, k, plan)
 
     return await once(it, rollout_inputs(it.config, it.fingerprint, plan), sample)
@@ -38,8 +37,7 @@ async def rollout(run: str, k: int) -> State:
 
 async def planned(it: RunContext, k: int, before: DataState) -> tuple[str, DataState]:
     """Digest of the plan of iteration k, and where the data source stands after it. Equal every time, so a retry finds it."""
-    answer = it.cluster.generator.plan.remote(k, before)
-    plan = await call(answer, where=f"generator.plan {k}", deadline_s=it.config.rollout.timeout_s)
+    plan = await it.cluster.generator.plan(k, before, deadline_s=it.config.rollout.timeout_s)
     return plan["plan"], plan["after"]
 
 
@@ -74,9 +72,7 @@ async def _recorded(it: RunContext, inputs: Inputs, k: int) -> Node:
 
 async def _sampled(it: RunContext, k: int, plan: str) -> dict[str, Any]:
     """The generator's answer, while the terminal shows how far it is. If no engine can be brought back, that is the error."""
-    answer = it.cluster.generator.rollout.remote(plan)
-    deadline_s = it.config.rollout.timeout_s + CALL_TIMEOUT_S
-    working = asyncio.ensure_future(call(answer, where=f"generator.rollout {k}", deadline_s=deadline_s))
+    working = asyncio.ensure_future(it.cluster.generator.rollout(plan, deadline_s=it.config.rollout.timeout_s))
     watching = asyncio.ensure_future(_watch(it, k))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -93,11 +89,11 @@ async def _watch(it: RunContext, k: int) -> None:
     """Show the rollout's progress. Raises: what keeps every engine from coming back, once the rollout is abandoned."""
     looked_s = time.monotonic()
     while True:
-        now = await call(it.cluster.generator.progress.remote(k), where="generator.progress", deadline_s=CALL_TIMEOUT_S)
+        now = await it.cluster.generator.progress(k)
         it.progress.stage("rollout", done=now["done"], total=now["total"], tokens=now["tokens"])
         if it.cluster.has_engines and time.monotonic() - looked_s > TROUBLE_INTERVAL_S:
             looked_s = time.monotonic()
             if error := await it.cluster.trouble():
-                await call(it.cluster.generator.abandon.remote(k), where="generator.abandon", deadline_s=CALL_TIMEOUT_S)
+                await it.cluster.generator.abandon(k)
                 raise error
         await asyncio.sleep(PROGRESS_INTERVAL_S)

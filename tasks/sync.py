@@ -15,6 +15,7 @@ from rlpipe.types import NodeRef, WeightVersion
 from tasks.context import RunContext, context
 from tasks.record import once, stage_task
 from tasks.train import hold
+from tasks.turn import sampled_after
 
 LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.3}
 CALL_TIMEOUT_S = 60.0
@@ -64,9 +65,10 @@ async def publish(it: RunContext, weights: str, *, version: int, everyone: bool)
     return await publish(it, held, version=version, everyone=everyone)
 
 
-async def serve(it: RunContext) -> None:
-    """Before a rollout: engines have weights of this run. They do, but after the conductor was lost, or before the first push."""
-    newest = it.branches.newest(it.config.run)
+async def serve(it: RunContext, k: int) -> None:
+    """Before rollout k: engines have weights of this run. They do, but after the conductor was lost, or before the first push."""
+    known = sampled_after(k, it.config.async_buffer_size, it.config.sync.update_weights_interval)
+    newest = it.branches.newest(it.config.run, after=known if known >= it.first else None)
     version = newest.iteration + 1 if newest else 0
     await publish(it, it.weights_before(version), version=version, everyone=False)
 

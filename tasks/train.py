@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from prefect.client.schemas.objects import State
 
 from rlpipe.actors.states import StateKeeper
-from rlpipe.errors import Superseded, TrainerError
+from rlpipe.errors import ActorLost, Superseded, TrainerError
 from rlpipe.inputs import train_inputs
 from rlpipe.packing import PackingPlan
 from rlpipe.stage_files import write_packing
@@ -45,7 +46,8 @@ async def hold(it: RunContext, state: str, version: int) -> str:
     state = current_state(Segments(it.files), it.config.run, version, state)
     if await it.cluster.trainer.holds(state):
         return state
-    await settle(it, wait=True)
+    with suppress(ActorLost):  # ranks that are gone upload nothing
+        await settle(it, wait=True)
     it.progress.stage("restore", note=f"rebuilding weights {state[:12]} from the store")
     keeper = StateKeeper(
         trainer=it.cluster.trainer,

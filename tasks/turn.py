@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from rlpipe.actors.calls import call
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import DeadlineExceeded, RlpipeError
 from rlpipe.inputs import eval_inputs
@@ -114,4 +113,4 @@ async def abandon(run: str, k: int | None = None) -> None:
     it = await context(run)
     with suppress(RlpipeError):
         await asyncio.to_thread(it.epoch.check)  # a driver that was replaced has nothing to abort
-        await call(it.cluster.generator.abandon.remote(k), where="generator.abandon", deadline_s=ABANDON_TIMEOUT_S)
+        await it.cluster.generator.abandon(k, deadline_s=ABANDON_TIMEOUT_S)

@@ -22,6 +22,7 @@ from rlpipe.actors.specs import ClusterSpec, Driver
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import RlpipeError
 from rlpipe.lineage import Lineage
+from rlpipe.types import DataState
 
 CALL_TIMEOUT_S = 120.0
 GRACE_S = 30.0
@@ -29,14 +30,14 @@ GRACE_S = 30.0
 
 
 class _Asked:
-    """The conductor, asked on behalf of one driver."""
+    """An actor that is asked on behalf of one driver."""
 
-    def __init__(self, driver: Driver, conductor: ActorHandle) -> None:
-        self._driver, self._conductor = driver, conductor
+    def __init__(self, driver: Driver, actor: ActorHandle, name: str = "conductor") -> None:
+        self._driver, self._actor, self._name = driver, actor, name
 
     async def _ask(self, method: str, deadline_s: float, *arguments: Any, **keywords: Any) -> Any:
-        ref = getattr(self._conductor, method).remote(self._driver, *arguments, **keywords)
-        return await call(ref, where=f"conductor.{method}", deadline_s=deadline_s + GRACE_S)
+        ref = getattr(self._actor, method).remote(self._driver, *arguments, **keywords)
+        return await call(ref, where=f"{self._name}.{method}", deadline_s=deadline_s + GRACE_S)
 
 
 class RemoteTrainer(_Asked):
@@ -59,6 +60,25 @@ class RemoteTrainer(_Asked):
         return await self._ask("ensure", 3 * deadline_s, lineage, deadline_s)
 
 
+class RemoteGenerator(_Asked):
+    """The generator: see `Generator` for what its methods do, answer and raise."""
+
+    async def plan(self, iteration: int, state: DataState, *, deadline_s: float) -> dict[str, Any]:
+        return await self._ask("plan", deadline_s, iteration, state)
+
+    async def rollout(self, plan: str, *, deadline_s: float) -> dict[str, Any]:
+        return await self._ask("rollout", deadline_s, plan)
+
+    async def evaluate(self, name: str, key: str, version: int, *, deadline_s: float) -> dict[str, Any]:
+        return await self._ask("evaluate", deadline_s, name, key, version)
+
+    async def abandon(self, iteration: int | None, *, deadline_s: float = CALL_TIMEOUT_S) -> None:
+        await self._ask("abandon", deadline_s, iteration)
+
+    async def progress(self, iteration: int) -> dict[str, Any]:
+        return await call(self._actor.progress.remote(iteration), where="generator.progress", deadline_s=CALL_TIMEOUT_S)
+
+
 class Cluster(_Asked):
     """A run's actors, for one driver of it. All methods raise Fenced once another driver has the actors; ActorLost and
     DeadlineExceeded; and what an actor raised."""
@@ -66,7 +86,8 @@ class Cluster(_Asked):
     def __init__(self, driver: Driver, conductor: ActorHandle, generator: ActorHandle, *, has_engines: bool) -> None:
         super().__init__(driver, conductor)
         self.trainer = RemoteTrainer(driver, conductor)
-        self.generator, self.has_engines = generator, has_engines
+        self.generator = RemoteGenerator(driver, generator, "generator")
+        self.has_engines = has_engines
 
     async def publish(self, weights: Weights, *, everyone: bool, deadline_s: float) -> dict[str, Any]:
         """Engines are given these weights from now on, all of them now if `everyone`. As `Fleet.publish`."""
@@ -87,7 +108,7 @@ class Cluster(_Asked):
     async def close(self) -> None:
         """End every actor, and with it its server, and give their places back."""
         await self._ask("close", CALL_TIMEOUT_S)
-        end([self._conductor])
+        end([self._actor])
 
 
 async def open_cluster(config: RunConfig, *, epoch: int, home: Path, model_dir: str, store_root: str) -> Cluster:

@@ -32,6 +32,8 @@ from rlpipe.config.model import ResourcesConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ActorLost, DeadlineExceeded, Fenced, Mismatch, RlpipeError
 from rlpipe.lineage import Lineage
+from rlpipe.store.epochs import SKEW_S, Epochs
+from rlpipe.store.files import Files
 
 CALL_TIMEOUT_S = 60.0
 
@@ -56,12 +58,11 @@ class Conductor:
     async def open(self, driver: Driver, spec: ClusterSpec) -> None:
         """Bring up what is not up, for this driver from now on. Repeated, it starts again what died.
 
-        Raises: Fenced if a newer driver of the run was here; ResourceError, EngineUnavailable, DataError, ConfigError,
-        DeadlineExceeded: whatever keeps an actor from coming up.
+        Raises: Fenced if a newer driver of the run was here, or another run is at work on the cluster; ResourceError,
+        EngineUnavailable, DataError, ConfigError, DeadlineExceeded: whatever keeps an actor from coming up.
         """
-        self._take_over(driver)
         async with self._open_lock:
-            self._refuse(driver)
+            await self._take_over(driver, spec)
             known = self._spec
             if self._fleet is not None and (known is None or _branch(known) != _branch(spec)):
                 self._fleet.forget()
@@ -72,7 +73,7 @@ class Conductor:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._open_trainer(spec))
-                    tasks.create_task(self._open_engines(spec))
+                    tasks.create_task(self._open_engines(driver, spec))
             except BaseExceptionGroup as several:
                 raise several.exceptions[0] from several
 
@@ -130,21 +131,25 @@ class Conductor:
             await asyncio.to_thread(self._actors.placement.remove)
         self._trainer = self._generator = self._fleet = self._spec = self._driver = None
 
-    def _take_over(self, driver: Driver) -> None:
-        if self._driver is None or self._driver.run != driver.run or self._driver.epoch <= driver.epoch:
+    async def _take_over(self, driver: Driver, spec: ClusterSpec) -> None:
+        """Let this driver have the actors, unless a newer one of its run has them, or another run is still at work."""
+        now, known = self._driver, self._spec
+        if now is not None and known is not None and _branch(known) != _branch(spec):
+            held = await asyncio.to_thread(Epochs(Files(known.store_root)).newest, now.run)
+            if held is not None and held.epoch == now.epoch and not held.over(SKEW_S):
+                raise Fenced(
+                    "another run uses the cluster's actors",
+                    where=f"resources.cluster={self._cluster}",
+                    found=f"run {now.run} in epoch {now.epoch}, at work",
+                    do="wait until it ends, or give this run actors of its own: resources.cluster=NAME",
+                )
+            now = None
+        if now is None or now.epoch <= driver.epoch:
             self._driver = driver
         self._refuse(driver)
 
     def _refuse(self, driver: Driver) -> None:
-        if driver != self._driver:
-            now = self._driver
-            raise Fenced(
-                "another driver uses the cluster's actors",
-                where=f"cluster {self._cluster}",
-                found=f"run {now.run} in epoch {now.epoch}" if now else "no run",
-                expected=f"run {driver.run} in epoch {driver.epoch}, which is ours",
-                do="leave the run to it, or stop it and start this one again",
-            )
+        driver.require(self._driver, where=f"cluster {self._cluster}")
 
     @asynccontextmanager
     async def _trainer_for(self, driver: Driver, method: str, deadline_s: float) -> AsyncIterator[TrainerGroup]:
@@ -186,11 +191,11 @@ class Conductor:
                 self._trainer = await asyncio.to_thread(TrainerGroup, make, ranks, start_timeout_s=timeout_s)
             await self._trainer.setup(trainer)
 
-    async def _open_engines(self, spec: ClusterSpec) -> None:
+    async def _open_engines(self, driver: Driver, spec: ClusterSpec) -> None:
         setup = GeneratorSpec(spec.config, spec.model_dir, spec.store_root)
         assert self._generator is not None and self._actors is not None
         start_timeout_s = spec.config.resources.start_timeout_s
-        ready = call(self._generator.setup.remote(setup), where="generator.setup", deadline_s=start_timeout_s)
+        ready = call(self._generator.setup.remote(driver, setup), where="generator.setup", deadline_s=start_timeout_s)
         if not spec.config.needs_engines:
             await ready
             return

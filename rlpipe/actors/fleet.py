@@ -217,10 +217,7 @@ class Fleet:
 
     async def _care(self, engine: KeptEngine) -> None:
         """One look at an engine, and what it needs."""
-        before = engine.url
         if not await engine.look():
-            if before is not None:
-                await call(self.router.remove.remote([before]), where="router.remove", deadline_s=CALL_TIMEOUT_S)
             await engine.start(self.spec, self.start_timeout_s)
             await engine.look()
         elif time.monotonic() - engine.tested_s > self.config.rollout_health_check_interval and engine.admitted:
@@ -248,6 +245,8 @@ class Fleet:
                     known = []
                 for engine in self.engines:
                     engine.admitted = engine.admitted and engine.url in known
+                if gone := sorted(set(known) - {engine.url for engine in self.engines}):
+                    await call(self.router.remove.remote(gone), where="router.remove", deadline_s=CALL_TIMEOUT_S)
 
     async def _start_router(self) -> None:
         urls = [engine.url for engine in self.engines if engine.url]

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlpipe.actors.specs import Driver
 from rlpipe.config.data import EvalDataset, RewardConfig, RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.data.prompts import load_prompts
@@ -54,23 +55,29 @@ class RolloutAbandoned(EngineError):
 
 
 class Generator:
-    """See the module. Methods are coroutines: `progress` answers while `rollout` runs."""
+    """See the module. Methods are coroutines: `progress` answers while `rollout` runs. What is asked in the name of a driver
+    raises Fenced unless it is the one of the last set-up."""
 
     def __init__(self, cwd: str) -> None:
         os.chdir(cwd)
+        self._driver: Driver | None = None
         self._spec: GeneratorSpec | None = None
         self._client: GenerateClient | None = None
         self._on_gpus = False
         self._progress: dict[int, RolloutProgress] = {}
         self._running: dict[int, asyncio.Task[RolloutResult]] = {}
 
-    async def setup(self, spec: GeneratorSpec) -> dict[str, Any]:
-        """Read and check all prompts. Answers `{"rows", "eval_rows"}`. Raises: DataError naming file and line; ConfigError."""
+    async def setup(self, driver: Driver, spec: GeneratorSpec) -> dict[str, Any]:
+        """Work for this driver. Read and check all prompts. Answers `{"rows", "eval_rows"}`.
+
+        Raises: DataError naming file and line; ConfigError.
+        """
         if self._spec != spec:
             if self._client is not None:
                 await self._client.aclose()
                 self._client = None
             self._load(spec)
+        self._driver = driver
         return {"rows": len(self._source), "eval_rows": {name: len(plan.groups) for name, plan in self._held_out.items()}}
 
     async def connect(self, router_url: str, *, on_gpus: bool) -> None:
@@ -97,26 +104,29 @@ class Generator:
         if self._client is not None:
             self._client.release()
 
-    async def plan(self, iteration: int, state: DataState) -> dict[str, Any]:
+    async def plan(self, driver: Driver, iteration: int, state: DataState) -> dict[str, Any]:
         """Write part 0 of an iteration's plan: `{"plan": digest, "after": DataState, "static": bool}`.
 
         `after` is the state of the next iteration if the rollout is `static`; else its outputs say.
         """
+        self._require(driver)
         part = await asyncio.to_thread(self._part, iteration, state, 0)
         return {"plan": part.digest, "after": part.plan.after, "static": self._config.rollout.static}
 
-    async def rollout(self, plan: str) -> dict[str, Any]:
+    async def rollout(self, driver: Driver, plan: str) -> dict[str, Any]:
         """Sample what a plan (its part 0) asks for, except the groups whose rows are there. `{"files", "outputs", "seconds"}`.
 
         Rollouts of several iterations run at once, first come, first served; an earlier attempt at this iteration is ended.
         Raises: EngineError if fewer than `rollout.min_completed_fraction` of the groups came back, or too few were accepted in
         `max_sampling_rounds`; DeadlineExceeded; RolloutAbandoned.
         """
+        self._require(driver)
         start = time.perf_counter()
         parts, rows = await asyncio.to_thread(self._parts, plan), StoredRows(self._files)
         iteration = parts[0].plan.iteration
         while iteration in self._running:
-            await self.abandon(iteration)
+            await self.abandon(driver, iteration)
+        self._require(driver)
         task = self._running[iteration] = asyncio.create_task(self._sample(parts, rows))
         try:
             result = await task
@@ -128,8 +138,9 @@ class Generator:
                 self._progress.pop(iteration, None)
         return {"files": rows.files, "outputs": rollout_outputs(result), "seconds": time.perf_counter() - start}
 
-    async def abandon(self, iteration: int | None = None) -> None:
+    async def abandon(self, driver: Driver, iteration: int | None = None) -> None:
         """End the rollout of an iteration (None: all) if it runs: finished groups are flushed, its call fails."""
+        self._require(driver)
         tasks = [task for number, task in self._running.items() if iteration in (None, number)]
         for task in tasks:
             task.cancel()
@@ -137,8 +148,9 @@ class Generator:
             await asyncio.wait(tasks)
             await asyncio.sleep(0)
 
-    async def evaluate(self, name: str, key: str, version: int) -> dict[str, Any]:
+    async def evaluate(self, driver: Driver, name: str, key: str, version: int) -> dict[str, Any]:
         """Sample and score every prompt of a held-out set once, into files of node `key`. `{"files", "outputs", "seconds"}`."""
+        self._require(driver)
         start = time.perf_counter()
         dataset = next(dataset for dataset in self._config.evaluation.datasets if dataset.name == name)
         sampling, reward = evaluation_settings(dataset, self._config.rollout, self._config.reward)
@@ -166,6 +178,9 @@ class Generator:
         now = self._progress.get(oldest, RolloutProgress())
         done, total = (now.finished_groups, now.groups) if self._static else (now.accepted_groups, now.wanted_groups)
         return {"done": done, "total": total, "tokens": now.response_tokens}
+
+    def _require(self, driver: Driver) -> None:
+        driver.require(self._driver, where="generator")
 
     @property
     def _static(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlpipe.config.run import RunConfig
+from rlpipe.errors import Fenced
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,17 @@ class Driver:
 
     run: str
     epoch: int
+
+    def require(self, now: Driver | None, *, where: str) -> None:
+        """An actor's guard: is the caller (this) the driver that it works for now? Raises: Fenced."""
+        if self != now:
+            raise Fenced(
+                "another driver uses the cluster's actors",
+                where=where,
+                found=f"run {now.run} in epoch {now.epoch}" if now else "no run",
+                expected=f"run {self.run} in epoch {self.epoch}, which is ours",
+                do="leave the run to it, or stop it and start this one again",
+            )
 
 
 @dataclass(frozen=True)

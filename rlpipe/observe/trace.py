@@ -2,7 +2,7 @@
 
 A line is one small write to a file that is open for appending, so several processes may write at once, also to one that
 somebody reads. A process that is killed leaves a `begin` without an end. Work that is not done (a stage that is reused) is
-not in it.
+not in it. What cannot be written (the disk is full) is left out: the stage itself says what is wrong, by its own error.
 
 Not here: what happened (the store), or seconds by stage (`progress`, the nodes).
 """
@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -37,11 +37,12 @@ def traced(folder: Path, stage: str, iteration: int | None) -> Iterator[None]:
 
     def write(event: Literal["begin", "end", "failed"], error: str | None = None) -> None:
         line = json.dumps(Event(time.time(), iteration, stage, event, os.getpid(), error)._asdict()) + "\n"
-        descriptor = os.open(folder / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(descriptor, line.encode())
-        finally:
-            os.close(descriptor)
+        with suppress(OSError):
+            descriptor = os.open(folder / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                os.write(descriptor, line.encode())
+            finally:
+                os.close(descriptor)
 
     write("begin")
     try:

@@ -20,6 +20,8 @@ from rlpipe.actors.specs import ClusterSpec, Driver
 from rlpipe.config.load import validate
 from rlpipe.errors import ActorLost, DataError, DeadlineExceeded, Fenced
 from rlpipe.lineage import Lineage
+from rlpipe.store.epochs import Epochs
+from rlpipe.store.files import Files
 from rlpipe.types import Stage
 from tests.actors.engines import find_or_start
 from tests.actors.ranks import start
@@ -131,6 +133,16 @@ async def test_another_run_of_the_cluster_has_them_after_the_first(conductor: Co
     with pytest.raises(Fenced, match="run other in epoch 1"):
         await conductor.holds(FIRST, "state")
     assert not await conductor.holds(other, "state")
+
+
+async def test_another_run_is_refused_while_the_first_is_at_work(conductor: Conductor, tmp_path: Path):
+    at_work = Epochs(Files(tmp_path / "store")).acquire("run", takeover=False)
+    with pytest.raises(Fenced, match="another run uses the cluster's actors") as caught:
+        await conductor.open(Driver("other", 1), spec(tmp_path, "other"))
+    assert (caught.value.where, caught.value.found) == ("resources.cluster=tests", "run run in epoch 1, at work")
+    assert not await conductor.holds(FIRST, "state")
+    at_work.release()
+    await conductor.open(Driver("other", 1), spec(tmp_path, "other"))
 
 
 async def test_a_call_that_gets_no_turn_says_who_has_it(conductor: Conductor):

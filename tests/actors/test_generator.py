@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from rlpipe.actors.generator import Generator, GeneratorSpec, RolloutAbandoned, end_ids
+from rlpipe.actors.specs import Driver
 from rlpipe.config.hooks import load_hook
 from rlpipe.config.load import validate
+from rlpipe.errors import Fenced
 from rlpipe.rollout.generate import FINISHED
 from rlpipe.store.files import Files
 from rlpipe.store.plans import Plans
@@ -21,6 +23,7 @@ from rlpipe.store.shards import read_rows
 from rlpipe.types import DataState, Sample
 from tests.live_engine import CONTEXT_LEN, END, VOCAB_SIZE, Live, live_engine, log_probs
 
+REPLACED, DRIVER = Driver("run", 1), Driver("run", 2)
 REWARD = "def reward(sample):\n    return float(len(sample.response_ids) % 2)\n"
 
 
@@ -51,7 +54,7 @@ async def _generator(live: Live, folder: Path, rollout: dict[str, Any], **sectio
         }
     )
     generator = Generator(str(Path.cwd()))
-    await generator.setup(GeneratorSpec(config, str(model_dir), str(folder / "store")))
+    await generator.setup(DRIVER, GeneratorSpec(config, str(model_dir), str(folder / "store")))
     await generator.connect(live.router.url, on_gpus=False)
     return generator
 
@@ -82,9 +85,9 @@ async def test_surplus_and_cut_off_groups_come_back_from_the_buffer_until_every_
     generator = await _generator(live, tmp_path, filtered, async_buffer_size=9)
     state, used, went_on, versions = DataState(), [], 0, None
     for k in range(4):
-        planned = await generator.plan(k, state)
+        planned = await generator.plan(DRIVER, k, state)
         assert not planned["static"]
-        answer = await generator.rollout(planned["plan"])
+        answer = await generator.rollout(DRIVER, planned["plan"])
         out, groups = answer["outputs"], _samples(tmp_path, answer)
         plans = [Plans(Files(tmp_path / "store")).read(digest) for digest in out["plans"]]
         ids = [group.group_id for plan in plans for group in plan.groups]
@@ -108,34 +111,51 @@ async def test_surplus_and_cut_off_groups_come_back_from_the_buffer_until_every_
 async def test_two_rollouts_run_at_once_and_ending_one_does_not_touch_the_other(live, tmp_path):
     static = {"rollout_batch_size": 6}
     generator = await _generator(live, tmp_path, static, async_buffer_size=1, engine={"server_concurrency": 8})
-    first = await generator.plan(0, DataState())
-    second = await generator.plan(1, first["after"])
+    first = await generator.plan(DRIVER, 0, DataState())
+    second = await generator.plan(DRIVER, 1, first["after"])
     assert first["static"] and second["after"].draws == 12
     await generator.hold("abort", deadline_s=1, expires_s=60)
-    running = [asyncio.create_task(generator.rollout(planned["plan"])) for planned in (first, second)]
+    running = [asyncio.create_task(generator.rollout(DRIVER, planned["plan"])) for planned in (first, second)]
     while (await generator.progress(1))["total"] == 0:  # noqa: ASYNC110 - an actor has no event for it
         await asyncio.sleep(0.01)
     assert (await generator.progress())["total"] == 6
-    await generator.abandon(1)
+    await generator.abandon(DRIVER, 1)
     with pytest.raises(RolloutAbandoned, match=r"generator\.rollout 1"):
         await running[1]
     await generator.release()
     assert len((await running[0])["outputs"]["accepted"]) == 6
-    again = await generator.rollout(second["plan"])
+    again = await generator.rollout(DRIVER, second["plan"])
     assert len(again["outputs"]["accepted"]) == 6 and len(_samples(tmp_path, again)) == 6
 
 
 @pytest.mark.integration
 async def test_another_attempt_at_an_iteration_ends_the_one_before_and_takes_its_groups_in(live, tmp_path):
     generator = await _generator(live, tmp_path, {"rollout_batch_size": 36}, engine={"server_concurrency": 8})
-    planned = await generator.plan(0, DataState())
-    first = asyncio.create_task(generator.rollout(planned["plan"]))
+    planned = await generator.plan(DRIVER, 0, DataState())
+    first = asyncio.create_task(generator.rollout(DRIVER, planned["plan"]))
     await _until_done(generator, 2)
-    second = await generator.rollout(planned["plan"])
+    second = await generator.rollout(DRIVER, planned["plan"])
     with pytest.raises(RolloutAbandoned):
         await first
     assert second["outputs"]["adopted_groups"] >= 2 and len(_samples(tmp_path, second)) == 36
     assert await generator.progress(0) == {"done": 0, "total": 0, "tokens": 0}
+
+
+@pytest.mark.integration
+async def test_a_driver_that_was_replaced_neither_samples_nor_ends_what_the_next_one_samples(live, tmp_path):
+    generator = await _generator(live, tmp_path, {"rollout_batch_size": 12}, engine={"server_concurrency": 8})
+    planned = await generator.plan(DRIVER, 0, DataState())
+    running = asyncio.create_task(generator.rollout(DRIVER, planned["plan"]))
+    await _until_done(generator, 1)
+    for refused in (
+        generator.plan(REPLACED, 0, DataState()),
+        generator.rollout(REPLACED, planned["plan"]),
+        generator.abandon(REPLACED),
+        generator.evaluate(REPLACED, "held", "key", 0),
+    ):
+        with pytest.raises(Fenced, match="run run in epoch 2"):
+            await refused
+    assert len((await running)["outputs"]["accepted"]) == 12
 
 
 @pytest.mark.integration
@@ -144,11 +164,11 @@ async def test_a_dead_generator_s_parts_are_found_by_the_next(live, tmp_path):
     keep.write_text("def keep(samples):\n    return int(samples[0].group_id[-1]) >= 4\n")
     choosing = {"rollout_batch_size": 2, "dynamic_sampling_filter_path": f"{keep}:keep", "rollout_max_response_len": 8}
     generator = await _generator(live, tmp_path, choosing)
-    planned = await generator.plan(0, DataState())
-    first = (await generator.rollout(planned["plan"]))["outputs"]
+    planned = await generator.plan(DRIVER, 0, DataState())
+    first = (await generator.rollout(DRIVER, planned["plan"]))["outputs"]
     again = await _generator(live, tmp_path, choosing)
-    assert (await again.plan(0, DataState()))["plan"] == planned["plan"]
-    second = (await again.rollout(planned["plan"]))["outputs"]
+    assert (await again.plan(DRIVER, 0, DataState()))["plan"] == planned["plan"]
+    second = (await again.rollout(DRIVER, planned["plan"]))["outputs"]
     assert len(first["plans"]) == 3 and first["dropped"] == {f"run:{n:08d}": "filtered" for n in range(4)}
     assert {key: first[key] for key in ("plans", "after", "accepted", "dropped")} == {
         key: second[key] for key in ("plans", "after", "accepted", "dropped")

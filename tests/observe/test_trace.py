@@ -34,6 +34,13 @@ def test_a_block_that_fails_says_with_what(tmp_path: Path):
     assert [(e.event, e.error) for e in read_trace(tmp_path / FILE)[0]] == [("begin", None), ("failed", "ZeroDivisionError")]
 
 
+def test_a_trace_that_cannot_be_written_hides_no_error_of_the_block(tmp_path: Path):
+    with pytest.raises(ZeroDivisionError), traced(tmp_path / "not there", "train", 0):
+        raise ZeroDivisionError
+    with traced(tmp_path / "not there", "train", 0):
+        pass
+
+
 def test_it_is_read_on_from_where_it_was_left_and_only_whole_lines(tmp_path: Path):
     path = tmp_path / FILE
     assert read_trace(path) == ([], 0)

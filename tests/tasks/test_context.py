@@ -1,0 +1,38 @@
+"""A run that cannot be opened leaves nobody locked out (tasks.context, without any actor)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tasks.context
+from rlpipe.errors import ResourceError
+from rlpipe.observe.progress import Progress
+from rlpipe.store.epochs import Epochs
+from rlpipe.store.files import Files
+from tasks.context import open_context
+from tests.tasks.test_begin import config
+
+
+async def test_a_run_whose_actors_do_not_come_up_may_be_opened_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def refuse(*_: Any, **__: Any) -> None:
+        raise ResourceError("no room", where="resources")
+
+    monkeypatch.setattr(tasks.context, "open_cluster", refuse)
+    (tmp_path / "config.json").write_text("{}")
+    run = config(run="mine", model={"source": {"type": "huggingface", "hf_checkpoint": str(tmp_path)}})
+    with pytest.raises(ResourceError, match="no room"):
+        await open_context(run, tmp_path, Progress("mine", 3))
+    assert Epochs(Files(tmp_path / "store")).acquire("mine", takeover=False).number == 2
+
+
+async def test_so_may_one_whose_record_could_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tasks.context, "_record", full)
+    with pytest.raises(OSError, match="No space left"):
+        await open_context(config(run="mine"), tmp_path, Progress("mine", 3))
+    assert Epochs(Files(tmp_path / "store")).acquire("mine", takeover=False).number == 2
