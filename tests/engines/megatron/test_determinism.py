@@ -76,15 +76,16 @@ def test_the_switch_reaches_torch_and_megatron_and_goes_back(models, switched_ba
     ours.close()
 
 
-def test_a_process_that_has_used_cuda_without_the_variables_is_refused(monkeypatch, switched_back):
+def test_a_process_whose_engine_has_used_cuda_without_the_variables_is_refused(monkeypatch, switched_back):
     monkeypatch.setattr(determinism.platform, "CUDA_FOUND", True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(determinism, "_had_another_engine", False)
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    determinism.switch(True)
+    assert os.environ["NCCL_ALGO"] == "Ring"
+    determinism.switch(False)
     monkeypatch.setenv("NCCL_ALGO", "Tree")
     with pytest.raises(TrainerError, match="NCCL_ALGO"):
         determinism.switch(True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    determinism.switch(True)
-    assert os.environ["NCCL_ALGO"] == "Ring"
 
 
 def test_the_switch_is_one_key_and_not_megatron_s(models):
