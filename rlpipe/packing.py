@@ -21,7 +21,16 @@ import numpy as np
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.types import Record
 
-COLUMNS = ("loss_mask", "rollout_log_probs", "proximal_log_probs", "reference_log_probs", "advantages")
+COLUMNS = (
+    "loss_mask",
+    "rollout_log_probs",
+    "proximal_log_probs",
+    "reference_log_probs",
+    "teacher_log_probs",
+    "advantages",
+    "values",
+    "returns",
+)
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -46,8 +55,14 @@ class BatchColumns:
     """[R] float32: the trainer's, before the first optimizer step of the iteration."""
     reference_log_probs: np.ndarray | None = None
     """[R] float32: the reference policy's."""
+    teacher_log_probs: np.ndarray | None = None
+    """[R] float32: the teacher's, for on-policy distillation."""
     advantages: np.ndarray | None = None
     """[R] float32."""
+    values: np.ndarray | None = None
+    """[R] float32: the critic's, of the state before each token, before the first optimizer step of the iteration."""
+    returns: np.ndarray | None = None
+    """[R] float32: what the critic is to learn."""
 
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.prompt_lengths) + 1 or self.offsets[0] != 0 or self.offsets[-1] != len(self.tokens):

@@ -12,8 +12,12 @@ from rlpipe.config.base import Config, Tuning
 class AdvantageConfig(Config):
     """From rewards to token-level advantages, and what the trainer scores for them."""
 
-    advantage_estimator: Literal["grpo", "none"] = "grpo"
-    """`none` for supervised rows."""
+    advantage_estimator: Literal["grpo", "ppo", "none"] = "grpo"
+    """`ppo`: generalised advantage estimation over the values of a critic (see `critic`). `none` for supervised rows."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """PPO: discount of a reward one token later."""
+    lambd: float = Field(default=1.0, ge=0, le=1)
+    """PPO: λ of generalised advantage estimation; 1 trusts the rewards, 0 the critic."""
     rewards_normalization: bool = True
     """Subtract the group's mean reward."""
     grpo_std_normalization: bool = True

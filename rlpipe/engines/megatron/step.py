@@ -9,17 +9,16 @@ Not here: estimators and the losses' mathematics (`rlpipe.algorithms`).
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
 
+import rlpipe.engines.megatron.platform  # noqa: F401
 from rlpipe.algorithms.divergence import kl_estimate
 from rlpipe.algorithms.importance import truncated_importance
 from rlpipe.algorithms.losses import policy_loss, sft_loss
 from rlpipe.algorithms.reduction import token_weights
 from rlpipe.config.train import LossConfig
-from rlpipe.engines.megatron import platform
 from rlpipe.errors import DataError, TrainerError
 from rlpipe.packing import BatchColumns, PackingPlan, gather_index
 
@@ -27,9 +26,9 @@ from rlpipe.packing import BatchColumns, PackingPlan, gather_index
 from megatron.core import parallel_state
 
 from rlpipe.engines.megatron.batch import MicroBatch, pack
-from rlpipe.engines.megatron.groups import speaks_for_its_samples
 from rlpipe.engines.megatron.model import Trained
 from rlpipe.engines.megatron.passes import run_passes, this_slice
+from rlpipe.engines.megatron.update import summed, update
 
 POLICY_METRICS = ("loss", "pg_loss", "entropy", "clipfrac", "ppo_kl", "kl_loss", "train_rollout_logprob_abs_diff")
 TIS_METRICS = ("tis", "tis_clipfrac")
@@ -85,10 +84,10 @@ def _step(trained: Trained, batch: BatchColumns, step, loss: LossConfig, tempera
         forward_only=False,
         entropy_gradient=loss.entropy_coef != 0,
     )
-    metrics = _reduced(kept, _names(loss))
+    metrics = summed(kept, _names(loss))
     if not math.isfinite(metrics["loss"]):
         raise TrainerError("the loss is not finite", where=where, found=metrics["loss"], do="look at this batch's log-probs")
-    metrics |= _update(trained, where)
+    metrics |= update(trained, where)
     masked_in = batch.loss_mask[gather_index(batch.response_offsets, samples)] > 0
     return metrics | {"tokens": float(masked_in.sum()), "samples": float(len(samples))}
 
@@ -140,23 +139,3 @@ def _loss(batch: BatchColumns, weights: np.ndarray, loss: LossConfig, micro: Mic
     total = surrogate - loss.entropy_coef * entropy + loss.kl_loss_coef * kl
     columns = torch.stack([total, surrogate, entropy, clip.clipped, clip.ppo_kl, kl, difference, *correction]).detach()
     return (weight * total).sum(), columns @ weight
-
-
-def _reduced(kept: list[torch.Tensor], names: tuple[str, ...]) -> dict[str, float]:
-    """Summed over micro-batches and ranks."""
-    total = torch.zeros(len(names), dtype=torch.float32, device=platform.device())
-    if speaks_for_its_samples():
-        total += torch.stack(kept).sum(0)
-    torch.distributed.all_reduce(total)
-    return dict(zip(names, total.tolist(), strict=True))
-
-
-def _update(trained: Trained, where: str) -> dict[str, float]:
-    learning_rate = max(group["lr"] for group in trained.optimizer.param_groups)
-    outcome: Any = trained.optimizer.step()
-    updated, norm, _ = outcome
-    norm = float(trained.optimizer.get_grad_norm() if norm is None else norm)
-    if not updated or not math.isfinite(norm):
-        raise TrainerError("the gradient is not finite", where=where, found=norm, do="restore the last checkpoint")
-    trained.scheduler.step(increment=1)
-    return {"grad_norm": norm, "lr": float(learning_rate)}
