@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,11 @@ import ray
 
 from rlpipe.actors.checkpoints import Upload, fetch_checkpoint, upload_share
 from rlpipe.actors.probe import largest_difference
-from rlpipe.algorithms.advantages import token_advantages
+from rlpipe.actors.scoring import critic_metrics, estimated, scored
+from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.batch import fix_batch
 from rlpipe.batch_metrics import batch_metrics
-from rlpipe.config.algorithms import AdvantageConfig
-from rlpipe.config.model import ModelConfig
-from rlpipe.config.run import RunConfig
-from rlpipe.config.train import SyncConfig, TrainConfig
+from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.errors import DeadlineExceeded, TrainerError
 from rlpipe.lineage import Lineage
@@ -43,48 +40,6 @@ from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.sync.tensor import TensorTransport
 from rlpipe.types import FileRecord, Stage
-
-
-@dataclass(frozen=True)
-class TrainerSpec:
-    """What a group of trainer ranks is built from. Equal specs are the same engine."""
-
-    model_dir: str
-    store_root: str
-    work_dir: str
-    """Local folder for checkpoints."""
-    model: ModelConfig
-    train: TrainConfig
-    advantage: AdvantageConfig
-    rollout_temperature: float
-    total_optimizer_steps: int
-    engine_tensor_parallel_size: int
-    world_size: int
-    num_nodes: int
-    threads: int
-    deterministic: bool = False
-    upload_timeout_s: float = 3600.0
-    """Deadline of a checkpoint's way to the store, and of one from it."""
-
-    @classmethod
-    def of(cls, config: RunConfig, *, model_dir: str, store_root: str, work_dir: Path) -> TrainerSpec:
-        """What a run's configuration says about its trainer."""
-        return cls(
-            model_dir=model_dir,
-            store_root=store_root,
-            work_dir=str(work_dir),
-            model=config.model,
-            train=config.train,
-            advantage=config.advantage,
-            rollout_temperature=config.rollout.rollout_temperature,
-            total_optimizer_steps=config.total_optimizer_steps,
-            engine_tensor_parallel_size=config.resources.rollout_num_gpus_per_engine,
-            world_size=config.resources.trainer_ranks,
-            num_nodes=config.resources.actor_num_nodes,
-            threads=config.resources.threads_per_process,
-            deterministic=config.deterministic,
-            upload_timeout_s=config.checkpoint.timeout_s,
-        )
 
 
 def collective(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,6 +105,8 @@ class TrainerRank:
             master=master,
             threads=spec.threads,
             deterministic=spec.deterministic,
+            critic=spec.critic,
+            critic_optimizer_steps=spec.critic_optimizer_steps,
         )
         self._spec, self.dirty = spec, False
         self._files = Files(spec.store_root)
@@ -178,8 +135,7 @@ class TrainerRank:
         engine, spec = self._ready()
         self.dirty, self.held = True, None
         if spec.advantage.reference:
-            engine.load_checkpoint(self._fetched(Stage.INIT, lineage.init), weights_only=True)
-            engine.keep_reference()
+            engine.load_reference(self._fetched(Stage.INIT, lineage.init))
         engine.load_checkpoint(self._fetched(lineage.base_stage, lineage.base))
         result = self._now_holds(lineage.base_state, {"state_digest": engine.state_digest()})
         mismatch = None
@@ -217,18 +173,14 @@ class TrainerRank:
             max_staleness=max_staleness,
             mask_stale=mask_stale,
         )
-        columns = batch.columns
-        if not supervised:
-            limit = spec.advantage.log_probs_max_tokens_per_gpu
-            proximal = engine.score(columns, max_tokens=limit)
-            reference = engine.score(columns, model="reference", max_tokens=limit) if spec.advantage.reference else None
-            advantages = token_advantages(batch.rewards, batch.group_ids, columns.response_lengths, spec.advantage)
-            columns = columns.with_columns(proximal_log_probs=proximal, reference_log_probs=reference, advantages=advantages)
+        columns = batch.columns if supervised else estimated(batch, scored(engine, batch.columns, spec), spec)
         if self.rank != 0:
             return None
         record = write_batch(self._files, key, batch, columns)
         outputs = {"groups": list(batch.groups), "dropped": batch.dropped, "samples": len(columns)}
-        metrics = batch_metrics(batch, columns)
+        if spec.critic is not None:
+            outputs["critic_only"] = version < spec.critic.num_critic_only_steps
+        metrics = batch_metrics(batch, columns) | critic_metrics(columns)
         return {"files": [record], "outputs": {**outputs, "metrics": metrics}, "seconds": time.perf_counter() - start}
 
     @collective
@@ -238,7 +190,8 @@ class TrainerRank:
             return self._result
         engine, spec = self._require(before)
         start = time.perf_counter()
-        columns = read_batch(self._files, self._nodes.get(Stage.ADVANTAGE, advantage))
+        batch = self._nodes.get(Stage.ADVANTAGE, advantage)
+        columns = read_batch(self._files, batch)
         recorded = self._recorded_packing(key)
         packing = recorded or plan(
             columns.lengths,
@@ -247,7 +200,7 @@ class TrainerRank:
             data_parallel=engine.data_parallel,
         )
         self.dirty, self.held = True, None
-        result = engine.train(columns, packing)
+        result = engine.train(columns, packing, critic_only=batch.outputs.get("critic_only", False))
         return self._now_holds(
             key,
             {

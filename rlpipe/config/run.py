@@ -84,8 +84,8 @@ class RunConfig(Config):
     rollout: RolloutConfig
     reward: RewardConfig
     advantage: AdvantageConfig = AdvantageConfig()
-    critic: CriticConfig = CriticConfig()
     train: TrainConfig = TrainConfig()
+    critic: CriticConfig = CriticConfig()
     sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
