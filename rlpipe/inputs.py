@@ -77,6 +77,8 @@ def advantage_inputs(config: RunConfig, rollout: str, reward: str, before: str) 
         "async_buffer_size": config.async_buffer_size,
         "mask_offpolicy_in_partial_rollout": config.rollout.mask_offpolicy_in_partial_rollout,
     }
+    if interval := config.ref_update_interval:
+        settings["ref_update_interval"] = interval
     if config.uses_critic:
         settings["num_critic_only_steps"] = config.critic.num_critic_only_steps
     path = config.advantage.custom_advantage_function_path

@@ -33,7 +33,7 @@ from rlpipe.batch_metrics import batch_metrics
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.errors import DeadlineExceeded, TrainerError
-from rlpipe.lineage import Lineage
+from rlpipe.lineage import Lineage, weight_version
 from rlpipe.packing import PackingPlan, plan
 from rlpipe.stage_files import read_batch, read_packing, read_rewards, read_samples, write_batch
 from rlpipe.store.files import Files
@@ -65,6 +65,7 @@ class TrainerRank:
         self.held: str | None = None
         self.dirty = False
         self.busy: str | None = None
+        self._reference_version = 0
         self._result: dict[str, Any] = {}
         self._engine: MegatronEngine | None = None
         self._spec: TrainerSpec | None = None
@@ -120,7 +121,7 @@ class TrainerRank:
             engine.load_hf()
         else:
             engine.load_checkpoint(self._fetched(Stage.CHECKPOINT, start_from), weights_only=True)
-        self._remember_reference()
+        self._remember_reference(0)
         return self._now_holds(key, {"state_digest": engine.state_digest()})
 
     @collective
@@ -135,7 +136,10 @@ class TrainerRank:
         engine, spec = self._ready()
         self.dirty, self.held = True, None
         if spec.advantage.reference:
-            engine.load_reference(self._fetched(Stage.INIT, lineage.init))
+            refreshed = lineage.reference
+            source = (Stage.CHECKPOINT, refreshed.checkpoint) if refreshed else (Stage.INIT, lineage.init)
+            engine.load_reference(self._fetched(*source))
+            self._reference_version = refreshed.version if refreshed else 0
         engine.load_checkpoint(self._fetched(lineage.base_stage, lineage.base))
         result = self._now_holds(lineage.base_state, {"state_digest": engine.state_digest()})
         mismatch = None
@@ -178,6 +182,8 @@ class TrainerRank:
             return None
         record = write_batch(self._files, key, batch, columns)
         outputs = {"groups": list(batch.groups), "dropped": batch.dropped, "samples": len(columns)}
+        if spec.advantage.reference:
+            outputs["reference_version"] = self._reference_version
         if spec.critic is not None:
             outputs["critic_only"] = version < spec.critic.num_critic_only_steps
         metrics = batch_metrics(batch, columns) | critic_metrics(columns)
@@ -199,8 +205,10 @@ class TrainerRank:
             max_tokens=engine.max_tokens,
             data_parallel=engine.data_parallel,
         )
+        version = weight_version(self._nodes, before)
         self.dirty, self.held = True, None
         result = engine.train(columns, packing, critic_only=batch.outputs.get("critic_only", False))
+        self._remember_reference(version + 1)
         return self._now_holds(
             key,
             {
@@ -316,10 +324,13 @@ class TrainerRank:
         self.held, self.dirty, self._result = key, False, result
         return result
 
-    def _remember_reference(self) -> None:
+    def _remember_reference(self, version: int) -> None:
+        """Take what is held as the reference, if weight version `version` is one."""
         engine, spec = self._ready()
-        if spec.advantage.reference:
+        interval = spec.ref_update_interval
+        if spec.advantage.reference and (version == 0 or (interval and version % interval == 0)):
             engine.keep_reference()
+            self._reference_version = version
 
     def _recorded_packing(self, key: str) -> PackingPlan | None:
         node = self._nodes.find(Stage.TRAIN, key)

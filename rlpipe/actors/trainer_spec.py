@@ -28,6 +28,8 @@ class TrainerSpec:
     advantage: AdvantageConfig
     rollout_temperature: float
     total_optimizer_steps: int
+    ref_update_interval: int | None
+    """None: the reference stays what it was first."""
     critic: CriticConfig | None
     """None: the estimator asks for no values."""
     critic_optimizer_steps: int
@@ -51,6 +53,7 @@ class TrainerSpec:
             advantage=config.advantage,
             rollout_temperature=config.rollout.rollout_temperature,
             total_optimizer_steps=config.total_optimizer_steps,
+            ref_update_interval=config.ref_update_interval,
             critic=config.critic if config.uses_critic else None,
             critic_optimizer_steps=config.critic_optimizer_steps,
             engine_tensor_parallel_size=config.resources.rollout_num_gpus_per_engine,

@@ -1,4 +1,4 @@
-"""PPO through the trainer ranks: scored batches, a critic that is trained first, and the same bits when it is all done again."""
+"""PPO through the trainer ranks: a critic that is trained first, a reference that is refreshed, the same bits when done again."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ ITERATIONS, ALONE = 3, 1
 
 
 def ppo(model: str) -> RunConfig:
-    estimator = {"advantage_estimator": "ppo", "gamma": 0.9, "lambd": 0.8}
+    estimator = {"advantage_estimator": "ppo", "gamma": 0.9, "lambd": 0.8, "reference": True}
     critic = {"num_critic_only_steps": ALONE, "optimizer": {"lr": 2e-3}}
-    return configuration(model, "ppo", advantage=estimator, critic=critic)
+    return configuration(model, "ppo", advantage=estimator, critic=critic, reference={"ref_update_interval": 2})
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +52,14 @@ async def history(home: Path, model: str) -> None:
         await run.begin()
         await run.iterate(2, scored)
         await restored(run, replayed=2)
+        await run.checkpoint()
         await run.iterate(1, scored)
+        state = (await run.trainer.call("status", deadline_s=60))[0]["held"]
+        before = await scored(state, ITERATIONS)
         await run.checkpoint()
         await restored(run, replayed=0)
+        assert (await scored(state, ITERATIONS)).files == before.files, "critic and reference are what they were"
+        assert before.outputs["reference_version"] == 2
 
 
 async def restored(run: Trained, *, replayed: int) -> None:
@@ -62,7 +67,7 @@ async def restored(run: Trained, *, replayed: int) -> None:
     newest = run.branches.newest("ppo")
     assert newest is not None
     state = newest.nodes[Stage.TRAIN]
-    lineage = lineage_to(run.nodes, state, run.branches.get("ppo").init)
+    lineage = lineage_to(run.nodes, state, run.branches.get("ppo").init, ref_update_interval=2)
     answer = (await run.trainer.call("restore", lineage=lineage, deadline_s=60))[0]
     assert (answer["replayed"], answer["mismatch"]) == (replayed, None)
     assert answer["state_digest"] == run.nodes.get(Stage.TRAIN, state).outputs["state_digest"]
@@ -83,6 +88,8 @@ def test_the_batches_hold_values_and_returns_by_gae_and_say_whether_only_the_cri
         assert batch.values is not None and batch.returns is not None and batch.advantages is not None
         assert node.outputs["critic_only"] == (commit.iteration < ALONE)
         assert np.allclose(batch.advantages + batch.values, batch.returns, atol=1e-6)
+        assert node.outputs["reference_version"] == commit.iteration // 2 * 2
+        assert np.array_equal(batch.reference_log_probs, batch.proximal_log_probs) == (commit.iteration in (0, 1, 2))
         assert "rollout/explained_variance" in node.outputs["metrics"]
         values.append(batch.values)
         last = batch.response_offsets[1:] - 1

@@ -86,7 +86,8 @@ class Trained:
     def keeper(self) -> StateKeeper:
         config = self.config
         init = self.branches.get(config.run).init
-        return StateKeeper(self.trainer, self.files, config.run, init, config.deterministic, 60.0, 60.0)
+        interval = config.ref_update_interval
+        return StateKeeper(self.trainer, self.files, config.run, init, config.deterministic, 60.0, 60.0, {}, interval)
 
     async def begin(self, start_from: str | None = None) -> str:
         """First weights with their checkpoint, and the branch; the init node's digest."""
