@@ -74,7 +74,9 @@ def advantage_inputs(config: RunConfig, rollout: str, reward: str, before: str) 
         "async_buffer_size": config.async_buffer_size,
         "mask_offpolicy_in_partial_rollout": config.rollout.mask_offpolicy_in_partial_rollout,
     }
-    return Inputs(Stage.ADVANTAGE, {"rollout": rollout, "reward": reward, "before": before}, settings)
+    path = config.advantage.custom_advantage_function_path
+    hooks = {path: hook_digest(path)} if path else {}
+    return Inputs(Stage.ADVANTAGE, {"rollout": rollout, "reward": reward, "before": before}, settings, hooks)
 
 
 def train_inputs(config: RunConfig, advantage: str, before: str) -> Inputs:
@@ -86,7 +88,8 @@ def train_inputs(config: RunConfig, advantage: str, before: str) -> Inputs:
         "total_optimizer_steps": schedule_length(config),
         "deterministic": config.deterministic,
     }
-    return Inputs(Stage.TRAIN, {"advantage": advantage, "before": before}, settings)
+    hooks = {path: hook_digest(path) for path in config.train.loss.hooks}
+    return Inputs(Stage.TRAIN, {"advantage": advantage, "before": before}, settings, hooks)
 
 
 def segment_inputs(weights: str, base: str, attempt: str) -> Inputs:

@@ -130,7 +130,7 @@ def changed(model: Any, key: str) -> Any:
 
 
 def other(name: str, value: Any) -> Any:
-    if name == "dynamic_sampling_filter_path":
+    if name.endswith("_path"):
         return "rlpipe.rollout.filters.reward_nonzero_std"
     if name == "over_sampling_batch_size":
         return 9

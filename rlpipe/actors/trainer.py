@@ -30,9 +30,10 @@ from rlpipe.actors.probe import largest_difference
 from rlpipe.algorithms.advantages import token_advantages
 from rlpipe.batch import fix_batch
 from rlpipe.batch_metrics import batch_metrics
+from rlpipe.config.algorithms import AdvantageConfig
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.run import RunConfig
-from rlpipe.config.train import AdvantageConfig, SyncConfig, TrainConfig
+from rlpipe.config.train import SyncConfig, TrainConfig
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.errors import DeadlineExceeded, TrainerError
 from rlpipe.lineage import Lineage

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlpipe.config.train import AdvantageConfig
+from rlpipe.config.algorithms import AdvantageConfig
 
 
 def group_relative(

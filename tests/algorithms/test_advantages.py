@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.algorithms.advantages import group_relative, token_advantages
-from rlpipe.config.train import AdvantageConfig
+from rlpipe.config.algorithms import AdvantageConfig
 
 groups_and_rewards = st.lists(st.tuples(st.integers(0, 4), st.floats(-10, 10, width=32)), min_size=1, max_size=40)
 

@@ -18,7 +18,7 @@ from rlpipe.algorithms.divergence import kl_estimate
 from rlpipe.algorithms.importance import truncated_importance
 from rlpipe.algorithms.losses import policy_loss, sft_loss
 from rlpipe.algorithms.reduction import token_weights
-from rlpipe.config.train import LossConfig
+from rlpipe.config.algorithms import LossConfig
 from rlpipe.engines.megatron import platform
 from rlpipe.errors import DataError, TrainerError
 from rlpipe.packing import BatchColumns, PackingPlan, gather_index

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlpipe.config.train import LossConfig, TrainConfig
+from rlpipe.config.algorithms import LossConfig
+from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron.step import train_steps
 from rlpipe.errors import ConfigError, DataError, TrainerError
 from rlpipe.packing import BatchColumns, plan
