@@ -74,8 +74,7 @@ def advantage_inputs(config: RunConfig, rollout: str, reward: str, before: str) 
         "async_buffer_size": config.async_buffer_size,
         "mask_offpolicy_in_partial_rollout": config.rollout.mask_offpolicy_in_partial_rollout,
     }
-    path = config.advantage.custom_advantage_function_path
-    hooks = {path: hook_digest(path)} if path else {}
+    hooks = {path: hook_digest(path) for path in config.advantage.hooks}
     return Inputs(Stage.ADVANTAGE, {"rollout": rollout, "reward": reward, "before": before}, settings, hooks)
 
 

@@ -11,6 +11,7 @@ Not here: which state is needed and where its checkpoint lies (the driver reads 
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -27,8 +28,7 @@ import ray
 
 from rlpipe.actors.checkpoints import Upload, fetch_checkpoint, upload_share
 from rlpipe.actors.probe import largest_difference
-from rlpipe.algorithms.advantages import token_advantages
-from rlpipe.batch import fix_batch
+from rlpipe.batch import fix_batch, with_advantages
 from rlpipe.batch_metrics import batch_metrics
 from rlpipe.config.algorithms import AdvantageConfig
 from rlpipe.config.model import ModelConfig
@@ -37,7 +37,7 @@ from rlpipe.config.train import SyncConfig, TrainConfig
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.errors import DeadlineExceeded, TrainerError
 from rlpipe.lineage import Lineage
-from rlpipe.packing import PackingPlan, plan
+from rlpipe.packing import PackingPlan, attention_length, plan
 from rlpipe.stage_files import read_batch, read_packing, read_rewards, read_samples, write_batch
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
@@ -63,6 +63,8 @@ class TrainerSpec:
     num_nodes: int
     threads: int
     deterministic: bool = False
+    hook_args: Any = None
+    """What functions of the user get as `args`: slime's names for the run's configuration, if it has such functions."""
     upload_timeout_s: float = 3600.0
     """Deadline of a checkpoint's way to the store, and of one from it."""
 
@@ -220,10 +222,10 @@ class TrainerRank:
         columns = batch.columns
         if not supervised:
             limit = spec.advantage.log_probs_max_tokens_per_gpu
-            proximal = engine.score(columns, max_tokens=limit)
+            proximal = engine.score(columns, max_tokens=limit) if spec.advantage.score_proximal else None
             reference = engine.score(columns, model="reference", max_tokens=limit) if spec.advantage.reference else None
-            advantages = token_advantages(batch.rewards, batch.group_ids, columns.response_lengths, spec.advantage)
-            columns = columns.with_columns(proximal_log_probs=proximal, reference_log_probs=reference, advantages=advantages)
+            columns = columns.with_columns(proximal_log_probs=proximal, reference_log_probs=reference)
+            columns = with_advantages(batch, columns, spec.advantage, spec.hook_args)
         if self.rank != 0:
             return None
         record = write_batch(self._files, key, batch, columns)
@@ -245,9 +247,14 @@ class TrainerRank:
             global_batch_size=spec.train.global_batch_size,
             max_tokens=engine.max_tokens,
             data_parallel=engine.data_parallel,
+            num_steps=spec.train.num_steps_per_rollout,
+            rollout=columns.rollout,
+            micro_batch_size=spec.train.micro_batch_size,
+            balance_by_flops=spec.train.balance_by_flops,
+            attention_length=attention_length(json.loads((Path(spec.model_dir) / "config.json").read_text())),
         )
         self.dirty, self.held = True, None
-        result = engine.train(columns, packing)
+        result = engine.train(columns, packing, spec.hook_args)
         return self._now_holds(
             key,
             {

@@ -14,7 +14,7 @@ import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -147,13 +147,13 @@ class MegatronEngine:
         with self._reference_weights() if model == "reference" else contextlib.nullcontext():
             return score(self.trained, batch, temperature=temperature, max_tokens=max_tokens or self.max_tokens)
 
-    def train(self, batch: BatchColumns, plan: PackingPlan) -> TrainResult:
-        """Take the plan's optimizer steps. The same result on every rank.
+    def train(self, batch: BatchColumns, plan: PackingPlan, hook_args: Any = None) -> TrainResult:
+        """Take the plan's optimizer steps. The same result on every rank. `hook_args`: what functions of the user get as `args`.
 
         Raises: DataError for a batch without the columns its loss needs or a plan of another batch; TrainerError if a loss or
         gradient is not finite.
         """
-        steps = train_steps(self.trained, batch, plan, self._train.loss, self._temperature)
+        steps = train_steps(self.trained, batch, plan, self._train.loss, self._temperature, hook_args)
         return TrainResult(steps, self.state_digest())
 
     def state_digest(self) -> str:
