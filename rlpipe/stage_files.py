@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from rlpipe.batch import Batch
-from rlpipe.packing import BatchColumns, PackingPlan
+from rlpipe.packing import COLUMNS, BatchColumns, PackingPlan
 from rlpipe.rewards.base import RewardRow
 from rlpipe.store.files import Files
 from rlpipe.store.rows import rewards_to_table, samples_to_table, table_to_rewards, table_to_samples
@@ -30,7 +30,7 @@ from rlpipe.store.schema import BATCH, from_ragged, make_table, ragged
 from rlpipe.store.shards import data_folder, read_rows, write_data, write_table
 from rlpipe.types import FileRecord, Node, Sample, Stage
 
-RESPONSE_COLUMNS = ("rollout_log_probs", "proximal_log_probs", "reference_log_probs", "advantages")
+RESPONSE_COLUMNS = tuple(name for name in COLUMNS if name != "loss_mask")
 
 
 def read_samples(files: Files, rollout: Node) -> list[Sample]:

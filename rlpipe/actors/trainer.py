@@ -33,6 +33,7 @@ from rlpipe.batch_metrics import batch_metrics
 from rlpipe.config.algorithms import AdvantageConfig
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.run import RunConfig
+from rlpipe.config.slime import slime_args
 from rlpipe.config.train import SyncConfig, TrainConfig
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.errors import DeadlineExceeded, TrainerError
@@ -85,6 +86,7 @@ class TrainerSpec:
             num_nodes=config.resources.actor_num_nodes,
             threads=config.resources.threads_per_process,
             deterministic=config.deterministic,
+            hook_args=slime_args(config) if config.advantage.hooks or config.train.loss.hooks else None,
             upload_timeout_s=config.checkpoint.timeout_s,
         )
 
@@ -254,7 +256,7 @@ class TrainerRank:
             attention_length=attention_length(json.loads((Path(spec.model_dir) / "config.json").read_text())),
         )
         self.dirty, self.held = True, None
-        result = engine.train(columns, packing, spec.hook_args)
+        result = engine.train(columns, packing, hook_args=spec.hook_args)
         return self._now_holds(
             key,
             {

@@ -67,7 +67,7 @@ def gae(
 def value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, *, value_clip: float | None) -> ValueLoss:
     """The critic's squared error, clipped around what it said before the iteration.
 
-    L = max((V - R)², (V_old + clamp(V - V_old, -c, c) - R)²),  c = `value_clip`; None: L = (V - R)².
+    L = max((V - R)², (clamp(V, V_old - c, V_old + c) - R)²),  c = `value_clip`; None: L = (V - R)².
 
     Any equal shapes; the gradient goes to `values`. Source: PPO as implemented by OpenAI's baselines (the paper, arXiv
     1707.06347 eq. 9, has no clipping). Its usual factor 1/2 is a coefficient of whoever reduces it.
@@ -75,7 +75,7 @@ def value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Te
     plain = (values - returns).square()
     if value_clip is None:
         return ValueLoss(plain, torch.zeros_like(plain))
-    near = old_values + (values - old_values).clamp(-value_clip, value_clip)
+    near = values.clamp(old_values - value_clip, old_values + value_clip)
     clipped = (near - returns).square()
     return ValueLoss(torch.maximum(plain, clipped), (clipped > plain).to(plain.dtype))
 

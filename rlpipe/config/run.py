@@ -11,6 +11,7 @@ from rlpipe.config.algorithms import AdvantageConfig, contradiction, set_surroga
 from rlpipe.config.base import Config, Tuning
 from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig, RolloutConfig
 from rlpipe.config.model import BranchModel, EngineConfig, ModelConfig, ResourcesConfig
+from rlpipe.config.models import CriticConfig
 from rlpipe.config.train import CheckpointConfig, SyncConfig, TrainConfig
 
 
@@ -85,6 +86,7 @@ class RunConfig(Config):
     rollout: RolloutConfig
     reward: RewardConfig
     advantage: AdvantageConfig = AdvantageConfig()
+    critic: CriticConfig = CriticConfig()
     train: TrainConfig = TrainConfig()
     sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -167,7 +169,18 @@ class RunConfig(Config):
         return self.resources.cluster or self.run
 
     @property
+    def uses_critic(self) -> bool:
+        """PPO's estimator is the only one that asks for values."""
+        return self.advantage.advantage_estimator == "ppo"
+
+    @property
     def total_optimizer_steps(self) -> int:
+        """Of the policy: iterations that train only the critic take none."""
+        alone = self.critic.num_critic_only_steps if self.uses_critic else 0
+        return max(self.num_rollout - alone, 0) * self.num_steps_per_rollout
+
+    @property
+    def critic_optimizer_steps(self) -> int:
         return self.num_rollout * self.num_steps_per_rollout
 
     @property

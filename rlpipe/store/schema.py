@@ -88,7 +88,10 @@ BATCH = pa.schema(
         pa.field("rollout_log_probs", _list(pa.float32())),
         pa.field("proximal_log_probs", _list(pa.float32())),
         pa.field("reference_log_probs", _list(pa.float32())),
+        pa.field("teacher_log_probs", _list(pa.float32())),
         pa.field("advantages", _list(pa.float32())),
+        pa.field("values", _list(pa.float32())),
+        pa.field("returns", _list(pa.float32())),
     ],
     metadata={KIND: b"batch/2"},
 )
@@ -96,7 +99,16 @@ BATCH = pa.schema(
 each of the other lists."""
 
 KINDS = {schema.metadata[KIND]: schema for schema in (SAMPLES, REWARDS, BATCH)}
-PER_TOKEN = ("loss_mask", "rollout_log_probs", "proximal_log_probs", "reference_log_probs", "advantages")
+PER_TOKEN = (
+    "loss_mask",
+    "rollout_log_probs",
+    "proximal_log_probs",
+    "reference_log_probs",
+    "teacher_log_probs",
+    "advantages",
+    "values",
+    "returns",
+)
 STATUSES = [status.value for status in Status]
 SPLIT = {pa.int32(), pa.float32()}
 DICTIONARY = {

@@ -159,3 +159,31 @@ def reduced(losses: Rows, mask: Rows, rollouts: Sequence[int], kept: Rows, *, pe
             length = constant or max(sum(sum(mask[i]) for i in members), 1)
             total += inner / length / len(names)
     return total
+
+
+def objective(columns: Sequence[Rows], mask: Rows, rollouts: Sequence[int], loss) -> float:
+    """A policy loss of new, old, behaviour and reference log-probs and advantages; a token's entropy is minus its new one."""
+    old, behaviour = columns[1], columns[2]
+    factors, kept = corrected(old, behaviour, mask, loss)
+    totals = [
+        [token_objective(row, m, t, loss, f) for t, f in enumerate(factor)]
+        for row, m, factor in zip(list(zip(*columns, strict=True)), mask, factors, strict=True)
+    ]
+    return reduced(totals, mask, rollouts, kept, per_token=loss.calculate_per_token_loss, constant=loss.constant_length)
+
+
+def token_objective(row: Sequence[Sequence[float]], mask: Sequence[float], t: int, loss, factor: float) -> float:
+    new, old, _, reference, advantages = row
+    counted = [s for s, m in enumerate(mask) if m]
+    gap = sum(new[s] - old[s] for s in counted) / max(len(counted), 1)
+    ratio = math.exp(gap if loss.surrogate == "gspo" else new[t] - old[t])
+    high = loss.eps_clip if loss.eps_clip_high is None else loss.eps_clip_high
+    if loss.surrogate == "cispo":
+        value = -clamp(ratio, 1 - loss.eps_clip, 1 + high) * advantages[t] * new[t]
+    else:
+        value = clip_loss(ratio, advantages[t], loss.eps_clip, high, loss.eps_clip_c)
+    if loss.use_opsm and advantages[t] < 0 and -gap > loss.opsm_delta:
+        value = 0.0
+    importance = math.exp(new[t] - old[t]) if loss.use_unbiased_kl else 1.0
+    penalty = loss.kl_loss_coef * kl(new[t], reference[t], loss.kl_loss_type, importance)
+    return value * factor + loss.entropy_coef * new[t] + penalty

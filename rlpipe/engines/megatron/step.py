@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+import rlpipe.engines.megatron.platform  # noqa: F401
 from rlpipe.algorithms import custom
 from rlpipe.algorithms.objective import CustomLoss, Tokens, objective
 from rlpipe.algorithms.sequences import Sequences, alone
 from rlpipe.config.algorithms import LossConfig
-from rlpipe.engines.megatron import platform
 from rlpipe.errors import DataError, TrainerError
 from rlpipe.packing import BatchColumns, PackingPlan, gather_index
 
@@ -27,9 +27,9 @@ from rlpipe.packing import BatchColumns, PackingPlan, gather_index
 from megatron.core import parallel_state
 
 from rlpipe.engines.megatron.batch import MicroBatch, pack
-from rlpipe.engines.megatron.groups import speaks_for_its_samples
 from rlpipe.engines.megatron.model import Trained
 from rlpipe.engines.megatron.passes import run_passes, this_slice
+from rlpipe.engines.megatron.update import summed, update
 from rlpipe.engines.megatron.weights import StepWeights, prepare
 
 NAMES = {
@@ -116,10 +116,10 @@ def _step(
         forward_only=False,
         entropy_gradient=loss.entropy_coef != 0 or of_user is not None,
     )
-    metrics = _reduced(kept, _agreed(names)) | fixed.metrics
+    metrics = summed(kept, _agreed(names)) | fixed.metrics
     if not math.isfinite(metrics["loss"]):
         raise TrainerError("the loss is not finite", where=where, found=metrics["loss"], do="look at this batch's log-probs")
-    metrics |= _update(trained, where)
+    metrics |= update(trained, where)
     masked_in = batch.loss_mask[gather_index(batch.response_offsets, samples)] > 0
     return metrics | {"tokens": float(masked_in.sum()), "samples": float(len(samples))}
 
@@ -192,23 +192,3 @@ def _agreed(names: list[str]) -> tuple[str, ...]:
     last: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(last, names)
     return tuple(next(found for found in last if found))
-
-
-def _reduced(kept: list[torch.Tensor], names: tuple[str, ...]) -> dict[str, float]:
-    """Summed over micro-batches and ranks."""
-    total = torch.zeros(len(names), dtype=torch.float32, device=platform.device())
-    if speaks_for_its_samples():
-        total += torch.stack(kept).sum(0)
-    torch.distributed.all_reduce(total)
-    return dict(zip(names, total.tolist(), strict=True))
-
-
-def _update(trained: Trained, where: str) -> dict[str, float]:
-    learning_rate = max(group["lr"] for group in trained.optimizer.param_groups)
-    outcome: Any = trained.optimizer.step()
-    updated, norm, _ = outcome
-    norm = float(trained.optimizer.get_grad_norm() if norm is None else norm)
-    if not updated or not math.isfinite(norm):
-        raise TrainerError("the gradient is not finite", where=where, found=norm, do="restore the last checkpoint")
-    trained.scheduler.step(increment=1)
-    return {"grad_norm": norm, "lr": float(learning_rate)}
