@@ -81,8 +81,7 @@ def advantage_inputs(config: RunConfig, rollout: str, reward: str, before: str) 
         settings["ref_update_interval"] = interval
     if config.uses_critic:
         settings["num_critic_only_steps"] = config.critic.num_critic_only_steps
-    path = config.advantage.custom_advantage_function_path
-    hooks = {path: hook_digest(path)} if path else {}
+    hooks = {path: hook_digest(path) for path in config.advantage.hooks}
     return Inputs(Stage.ADVANTAGE, {"rollout": rollout, "reward": reward, "before": before}, settings, hooks)
 
 

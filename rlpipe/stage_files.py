@@ -56,6 +56,7 @@ def write_batch(files: Files, digest: str, batch: Batch, columns: BatchColumns) 
         "index": list(batch.indices),
         "tokens": from_ragged(columns.tokens, columns.offsets, pa.int32()),
         "prompt_len": columns.prompt_lengths.astype(np.int32),
+        "rollout": columns.rollout,
         "loss_mask": from_ragged(columns.loss_mask.astype(np.uint8), columns.response_offsets, pa.uint8()),
     }
     for name in RESPONSE_COLUMNS:
@@ -74,6 +75,7 @@ def read_batch(files: Files, advantage: Node) -> BatchColumns:
         offsets=offsets,
         prompt_lengths=table["prompt_len"].to_numpy().astype(np.int64),
         loss_mask=ragged(table["loss_mask"])[0].astype(np.float32),
+        rollout=None if table["rollout"].null_count else table["rollout"].to_numpy(),
         **values,
     )
 

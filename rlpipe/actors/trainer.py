@@ -11,6 +11,7 @@ Not here: which state is needed and where its checkpoint lies (the driver reads 
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -26,15 +27,15 @@ import ray
 
 from rlpipe.actors.checkpoints import Upload, fetch_checkpoint, upload_share
 from rlpipe.actors.probe import largest_difference
-from rlpipe.actors.scoring import critic_metrics, estimated, scored
+from rlpipe.actors.scoring import critic_metrics, scored
 from rlpipe.actors.trainer_spec import TrainerSpec
-from rlpipe.batch import fix_batch
+from rlpipe.batch import fix_batch, with_advantages
 from rlpipe.batch_metrics import batch_metrics
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.errors import DeadlineExceeded, TrainerError
 from rlpipe.lineage import Lineage, weight_version
-from rlpipe.packing import PackingPlan, plan
+from rlpipe.packing import PackingPlan, attention_length, plan
 from rlpipe.stage_files import read_batch, read_packing, read_rewards, read_samples, write_batch
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
@@ -177,7 +178,9 @@ class TrainerRank:
             max_staleness=max_staleness,
             mask_stale=mask_stale,
         )
-        columns = batch.columns if supervised else estimated(batch, scored(engine, batch.columns, spec), spec)
+        columns = batch.columns
+        if not supervised:
+            columns = with_advantages(batch, scored(engine, columns, spec), spec.advantage, spec.hook_args)
         if self.rank != 0:
             return None
         record = write_batch(self._files, key, batch, columns)
@@ -204,10 +207,15 @@ class TrainerRank:
             global_batch_size=spec.train.global_batch_size,
             max_tokens=engine.max_tokens,
             data_parallel=engine.data_parallel,
+            num_steps=spec.train.num_steps_per_rollout,
+            rollout=columns.rollout,
+            micro_batch_size=spec.train.micro_batch_size,
+            balance_by_flops=spec.train.balance_by_flops,
+            attention_length=attention_length(json.loads((Path(spec.model_dir) / "config.json").read_text())),
         )
         version = weight_version(self._nodes, before)
         self.dirty, self.held = True, None
-        result = engine.train(columns, packing, critic_only=batch.outputs.get("critic_only", False))
+        result = engine.train(columns, packing, critic_only=batch.outputs.get("critic_only", False), hook_args=spec.hook_args)
         self._remember_reference(version + 1)
         return self._now_holds(
             key,

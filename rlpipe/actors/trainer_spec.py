@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlpipe.config.algorithms import AdvantageConfig
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.models import CriticConfig
 from rlpipe.config.run import RunConfig
+from rlpipe.config.slime import slime_args
 from rlpipe.config.train import TrainConfig
 
 
@@ -38,6 +40,8 @@ class TrainerSpec:
     num_nodes: int
     threads: int
     deterministic: bool = False
+    hook_args: Any = None
+    """What functions of the user get as `args`: slime's names for the run's configuration, if it has such functions."""
     upload_timeout_s: float = 3600.0
     """Deadline of a checkpoint's way to the store, and of one from it."""
 
@@ -61,5 +65,6 @@ class TrainerSpec:
             num_nodes=config.resources.actor_num_nodes,
             threads=config.resources.threads_per_process,
             deterministic=config.deterministic,
+            hook_args=slime_args(config) if config.advantage.hooks or config.train.loss.hooks else None,
             upload_timeout_s=config.checkpoint.timeout_s,
         )

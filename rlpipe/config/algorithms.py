@@ -51,6 +51,8 @@ class AdvantageConfig(Config):
     """On-policy distillation: subtract opd_kl_coef × (policy - teacher log-prob) from every token's advantage."""
     opd_kl_coef: float = Field(default=1.0, ge=0)
     """Weight of that term."""
+    custom_reward_post_process_path: str | None = None
+    """Function of yours in place of the group normalisation: `(args, samples) -> (raw rewards, rewards)`."""
     custom_advantage_function_path: str | None = None
     """Function of yours in the estimator's place: `(args, rollout_data) -> None`, sets `rollout_data["advantages"]` and
     `["returns"]`. `path/to/file.py:function` or `module.function`."""
@@ -61,6 +63,11 @@ class AdvantageConfig(Config):
     (train.loss.use_rollout_logprobs), or with a single optimizer step to the policy itself."""
     log_probs_max_tokens_per_gpu: int | None = Tuning(default=None, ge=1)
     """Packed tokens of a scoring micro-batch; None: the training one's."""
+
+    @property
+    def hooks(self) -> tuple[str, ...]:
+        """Paths of the user's functions."""
+        return tuple(path for path in (self.custom_reward_post_process_path, self.custom_advantage_function_path) if path)
 
     @model_validator(mode="before")
     @classmethod

@@ -79,6 +79,8 @@ class RunConfig(Config):
     warm_start: str | None = None
     """Recipe of a run to finish first, as `{run}.warm_start` in the same store with the same seed; its last weights are
     this run's first."""
+    custom_config: dict[str, Any] = Field(default_factory=dict)
+    """Settings of your own functions, by names of your own: attributes of the `args` that they are called with."""
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig

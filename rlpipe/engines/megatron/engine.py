@@ -14,7 +14,7 @@ import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -182,8 +182,9 @@ class MegatronEngine:
         """
         return self.critic.values(batch, max_tokens=max_tokens or self.max_tokens)
 
-    def train(self, batch: BatchColumns, plan: PackingPlan, *, critic_only: bool = False) -> TrainResult:
-        """Take the plan's optimizer steps, with the critic's first. The same result on every rank.
+    def train(self, batch: BatchColumns, plan: PackingPlan, *, critic_only: bool = False, hook_args: Any = None) -> TrainResult:
+        """Take the plan's optimizer steps, with the critic's first. The same result on every rank. `hook_args`: what functions of
+        the user get as `args`.
 
         Raises: DataError for a batch without the columns its loss needs or a plan of another batch; TrainerError if a loss or
         gradient is not finite.
@@ -193,7 +194,7 @@ class MegatronEngine:
         if self._critic is not None or critic_only:
             steps = self.critic.train(batch, plan)
         if not critic_only:
-            policy = train_steps(self.trained, batch, plan, self._train.loss, self._temperature)
+            policy = train_steps(self.trained, batch, plan, self._train.loss, self._temperature, hook_args)
             steps = [mine | other for mine, other in zip(policy, steps, strict=True)]
         return TrainResult(steps, self.state_digest())
 
