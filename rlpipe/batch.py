@@ -4,16 +4,25 @@ Only groups that the rollout accepted are looked at; what became of the others, 
 Reasons: `reward_error` (a sample has no reward), `failed` (a sample's generation failed), `aborted` (a sample was cut off by us),
 `empty` (no response), `stale` (weights too old sampled a token that counts). What is left out is named in the commit.
 
-N samples, G groups, R response tokens of all samples. Not here: log-probs and advantages (columns added later), packing.
+Then, once the models' log-probs are there, its advantages.
+
+N samples, G groups, R response tokens of all samples. Not here: log-probs (columns added by the trainer), packing, the
+mathematics of estimators (`rlpipe.algorithms.advantages`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+import torch
 
+from rlpipe.algorithms import custom
+from rlpipe.algorithms.advantages import Custom, Scored, estimate
+from rlpipe.algorithms.values import Estimates
+from rlpipe.config.algorithms import AdvantageConfig
 from rlpipe.errors import DataError
 from rlpipe.packing import BatchColumns
 from rlpipe.rewards.base import RewardRow
@@ -35,6 +44,8 @@ class Batch:
     """Group id → reason, of the groups that were left out."""
     staleness: np.ndarray | None = None
     """[R] int64: weight version trained − weight version that sampled the token; None in supervised batches."""
+    samples: tuple[Sample, ...] = field(default=(), repr=False)
+    """[N], each with its reward."""
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -85,14 +96,82 @@ def fix_batch(
             found=f"{len(dropped)} groups left out: {_count(dropped)}",
             expected="at least one accepted group whose samples were all generated and scored",
         )
+    values = [reward_of[s.group_id, s.index].reward or 0.0 if scored else 0.0 for s in kept]
     return Batch(
         columns=_columns(kept),
         group_ids=tuple(sample.group_id for sample in kept),
         indices=tuple(sample.index for sample in kept),
-        rewards=np.array([reward_of[s.group_id, s.index].reward or 0.0 if scored else 0.0 for s in kept], np.float64),
+        rewards=np.array(values, np.float64),
         dropped=dropped,
         staleness=_staleness(kept, version),
+        samples=tuple(replace(sample, reward=value) for sample, value in zip(kept, values, strict=True)),
     )
+
+
+def with_advantages(batch: Batch, columns: BatchColumns, config: AdvantageConfig, hook_args: Any = None) -> BatchColumns:
+    """The batch's columns with the log-probs (and values) of the models, plus `advantages` and `returns`.
+
+    `hook_args`: what functions of the user get as `args`. Raises: ValueError if a column is missing that the estimator reads;
+    DataError if a function of the user answers what it must not; ConfigError if there is no such function.
+    """
+    rewards = batch.rewards
+    if path := config.custom_reward_post_process_path:
+        rewards = custom.custom_rewards(custom.load("custom_reward_post_process_path", path), hook_args, batch.samples)
+        config = config.model_copy(update={"rewards_normalization": False})
+    scored = Scored(
+        rewards=rewards,
+        group=np.unique(np.asarray(batch.group_ids), return_inverse=True)[1],
+        rollout=columns.rollouts,
+        lengths=columns.response_lengths,
+        mask=columns.loss_mask,
+        proximal=columns.proximal_log_probs,
+        reference=columns.reference_log_probs,
+        teacher=columns.teacher_log_probs,
+        values=columns.values,
+    )
+    of_user = _of_user(batch, columns, config.custom_advantage_function_path, hook_args)
+    found = estimate(scored, config, of_user)
+    return columns if found is None else columns.with_columns(advantages=found.advantages, returns=found.returns)
+
+
+def _of_user(batch: Batch, columns: BatchColumns, path: str | None, hook_args: Any) -> Custom | None:
+    """The user's estimator, called with the batch under slime's names."""
+    if path is None:
+        return None
+    function = custom.load("custom_advantage_function_path", path)
+
+    def of_user(scored: Scored, normalised: np.ndarray, kl: np.ndarray) -> Estimates:
+        return custom.custom_estimates(function, hook_args, _rollout_data(batch, columns, normalised, kl), scored.lengths)
+
+    return of_user
+
+
+def _rollout_data(batch: Batch, columns: BatchColumns, rewards: np.ndarray, kl: np.ndarray) -> dict[str, Any]:
+    """The batch under slime's names: one tensor per sample, or one number."""
+    given = {
+        "log_probs": columns.proximal_log_probs,
+        "ref_log_probs": columns.reference_log_probs,
+        "rollout_log_probs": columns.rollout_log_probs,
+        "teacher_log_probs": columns.teacher_log_probs,
+        "values": columns.values,
+        "kl": kl.astype(np.float32),
+        "loss_masks": columns.loss_mask.astype(np.int32),
+    }
+    named = {name: [torch.from_numpy(part.copy()) for part in columns.split(c)] for name, c in given.items() if c is not None}
+    tokens = np.split(columns.tokens.astype(np.int64), columns.offsets[1:-1])
+    return {
+        **named,
+        "tokens": [torch.from_numpy(part.copy()) for part in tokens],
+        "total_lengths": columns.lengths.tolist(),
+        "response_lengths": columns.response_lengths.tolist(),
+        "rewards": rewards.tolist(),
+        "raw_reward": batch.rewards.tolist(),
+        "truncated": [int(sample.truncated) for sample in batch.samples],
+        "sample_indices": list(batch.indices),
+        "group_ids": list(batch.group_ids),
+        "rollout_ids": columns.rollouts.tolist(),
+        "metadata": [sample.metadata for sample in batch.samples],
+    }
 
 
 def _staleness(samples: list[Sample], version: int) -> np.ndarray | None:
@@ -112,7 +191,7 @@ def _is_old(sample: Sample, oldest: int) -> bool:
 
 def _masked(sample: Sample, oldest: int) -> Sample:
     """The sample with loss mask 0 where weights older than `oldest` sampled."""
-    mask = sample.loss_mask if sample.loss_mask is not None else [1] * len(sample.response_ids)
+    mask = _mask(sample)
     if not _is_old(sample, oldest):
         return replace(sample, loss_mask=mask)
     fresh = [int(version >= oldest) for tokens, version in sample.weight_versions for _ in range(tokens)]
@@ -137,8 +216,22 @@ def _unmasked_old(sample: Sample, oldest: int) -> bool:
     if not _is_old(sample, oldest):
         return False
     versions = [version for tokens, version in sample.weight_versions for _ in range(tokens)]
-    mask = sample.loss_mask if sample.loss_mask is not None else [1] * len(versions)
-    return any(counts and version < oldest for counts, version in zip(mask, versions, strict=True))
+    return any(counts and version < oldest for counts, version in zip(_mask(sample), versions, strict=True))
+
+
+def _mask(sample: Sample) -> list[int]:
+    """A sample that was removed after the fact keeps its place in its group, but no token of it counts."""
+    if getattr(sample, "remove_sample", False):
+        return [0] * len(sample.response_ids)
+    return sample.loss_mask if sample.loss_mask is not None else [1] * len(sample.response_ids)
+
+
+def _rollouts(samples: list[Sample]) -> np.ndarray:
+    """[N] int64: a number for each rollout; samples that one rollout fanned out into share it."""
+    given = [getattr(sample, "rollout_id", None) for sample in samples]
+    keys = [(s.group_id, s.index if number is None else number) for s, number in zip(samples, given, strict=True)]
+    known = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return np.array([known[key] for key in keys], np.int64)
 
 
 def _columns(samples: list[Sample]) -> BatchColumns:
@@ -151,12 +244,13 @@ def _columns(samples: list[Sample]) -> BatchColumns:
             expected="all or none: a batch is sampled or supervised",
         )
     sampled = not without
-    return BatchColumns.from_lists(
+    columns = BatchColumns.from_lists(
         [sample.prompt_ids for sample in samples],
         [sample.response_ids for sample in samples],
-        loss_mask=[s.loss_mask if s.loss_mask is not None else [1] * len(s.response_ids) for s in samples],
+        loss_mask=[_mask(sample) for sample in samples],
         rollout_log_probs=[sample.rollout_log_probs or [] for sample in samples] if sampled else None,
     )
+    return columns.with_columns(rollout=_rollouts(samples))
 
 
 def _count(reasons: dict[str, str]) -> str:

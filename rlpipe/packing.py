@@ -12,7 +12,7 @@ Not here: tensors, devices, context parallel slices (`engines.megatron.batch`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,16 @@ import numpy as np
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.types import Record
 
-COLUMNS = ("loss_mask", "rollout_log_probs", "proximal_log_probs", "reference_log_probs", "advantages")
+COLUMNS = (
+    "loss_mask",
+    "rollout_log_probs",
+    "proximal_log_probs",
+    "reference_log_probs",
+    "teacher_log_probs",
+    "advantages",
+    "values",
+    "returns",
+)
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -46,8 +55,16 @@ class BatchColumns:
     """[R] float32: the trainer's, before the first optimizer step of the iteration."""
     reference_log_probs: np.ndarray | None = None
     """[R] float32: the reference policy's."""
+    teacher_log_probs: np.ndarray | None = None
+    """[R] float32: the teacher's, for on-policy distillation."""
     advantages: np.ndarray | None = None
     """[R] float32."""
+    values: np.ndarray | None = None
+    """[R] float32: the critic's, of the state before each token, before the first optimizer step of the iteration."""
+    returns: np.ndarray | None = None
+    """[R] float32: what the critic is to learn."""
+    rollout: np.ndarray | None = None
+    """[N] int64: samples with equal numbers are of one rollout that fanned out, and share a denominator. None: each its own."""
 
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.prompt_lengths) + 1 or self.offsets[0] != 0 or self.offsets[-1] != len(self.tokens):
@@ -65,14 +82,15 @@ class BatchColumns:
                 found=f"prompt {self.prompt_lengths[bad]} of {self.lengths[bad]} tokens",
                 expected="1 <= prompt <= tokens of the sample",
             )
-        for name in COLUMNS:
-            column = getattr(self, name)
-            if column is not None and len(column) != self.num_response_tokens:
+        for name in (*COLUMNS, "rollout"):
+            column, expected = getattr(self, name), len(self) if name == "rollout" else self.num_response_tokens
+            if column is not None and len(column) != expected:
+                of = "sample" if name == "rollout" else "response token"
                 raise DataError(
-                    "a column must have one value per response token",
+                    f"a column must have one value per {of}",
                     where=f"BatchColumns.{name}",
                     found=len(column),
-                    expected=self.num_response_tokens,
+                    expected=expected,
                 )
 
     @classmethod
@@ -117,6 +135,16 @@ class BatchColumns:
         return _offsets(self.response_lengths)
 
     @property
+    def rollouts(self) -> np.ndarray:
+        """[N] int64: the number of each sample's rollout."""
+        return np.arange(len(self)) if self.rollout is None else self.rollout
+
+    @property
+    def sample_of(self) -> np.ndarray:
+        """[R] int64: the sample of each response token."""
+        return np.repeat(np.arange(len(self)), self.response_lengths)
+
+    @property
     def num_response_tokens(self) -> int:
         """R."""
         return len(self.tokens) - int(self.prompt_lengths.sum())
@@ -135,6 +163,7 @@ class BatchColumns:
             tokens=self.tokens[gather_index(self.offsets, samples)],
             offsets=_offsets(self.lengths[samples]),
             prompt_lengths=self.prompt_lengths[samples],
+            rollout=None if self.rollout is None else self.rollout[samples],
             **picked,
         )
 
@@ -203,54 +232,90 @@ def plan(
     global_batch_size: int | None,
     max_tokens: int,
     data_parallel: int,
+    num_steps: int | None = None,
+    rollout: Sequence[int] | np.ndarray | None = None,
+    micro_batch_size: int | None = None,
+    balance_by_flops: bool = True,
     order: Sequence[int] | np.ndarray | None = None,
-    attention_length: int = 12_288,
+    attention_length: float = 12_288,
 ) -> PackingPlan:
-    """Optimizer steps of about `global_batch_size` samples, each packed into balanced micro-batches.
+    """Optimizer steps, each packed into micro-batches that cost the ranks about the same. Every sample is in exactly one.
 
-    There are ceil(N / global_batch_size) steps whose sizes differ by at most one, so a batch that lost a group to an error
-    keeps its number of steps. Samples go to steps in `order` (default 0..N-1); within a step into the emptiest bin by cost
-    (longest first), cost = L (1 + L / attention_length): attention of a sample of `attention_length` tokens costs as much
-    as its dense layers (about 12 × hidden size). A sample longer than `max_tokens` is alone in its micro-batch.
+    There are `num_steps` steps, or if that is None ceil(B / global_batch_size) for B rollouts (samples with equal numbers in
+    `rollout`, which stay together; None: each sample its own), whose sizes differ by at most one rollout: a batch that lost a
+    group to an error keeps its number of steps, and no rollout trails behind. (slime drops those that do not fill a step.)
+
+    Rollouts go to steps in `order` of their samples (default 0..N-1). Within a step samples go longest first into the emptiest
+    bin by cost L (1 + L / attention_length), or L without `balance_by_flops`. A bin takes `max_tokens` tokens, a longer sample
+    is alone in one; or with `micro_batch_size` that many samples of any length.
 
     Raises: DataError for an empty batch or a bad `order`; ConfigError for sizes below 1.
     """
     lengths = np.asarray(lengths, np.int64)
     order = np.arange(len(lengths)) if order is None else np.asarray(order, np.int64)
-    _check_arguments(lengths, order, global_batch_size, max_tokens, data_parallel)
-    num_steps = math.ceil(len(lengths) / (global_batch_size or len(lengths)))
-    cost = lengths * (1 + lengths / attention_length)
-    steps = [_pack_step(samples, lengths, cost, max_tokens, data_parallel) for samples in np.array_split(order, num_steps)]
-    return PackingPlan(num_samples=len(lengths), data_parallel=data_parallel, max_tokens=max_tokens, steps=tuple(steps))
+    sizes = {"global_batch_size": global_batch_size, "num_steps_per_rollout": num_steps, "micro_batch_size": micro_batch_size}
+    _check_arguments(lengths, order, {**sizes, "max_tokens": max_tokens, "data_parallel": data_parallel})
+    together = _rollouts_in_order(order, np.arange(len(lengths)) if rollout is None else np.asarray(rollout))
+    steps = num_steps or math.ceil(len(together) / (global_batch_size or len(together)))
+    cost = lengths * (1 + lengths / attention_length) if balance_by_flops else lengths.astype(float)
+    room = np.minimum(lengths, max_tokens) if micro_batch_size is None else np.ones_like(lengths)
+    capacity = max_tokens if micro_batch_size is None else micro_batch_size
+    packed = tuple(
+        _pack_step(np.concatenate([together[i] for i in part]), cost, room, capacity, data_parallel)
+        for part in np.array_split(np.arange(len(together)), min(steps, len(together)))
+    )
+    return PackingPlan(num_samples=len(lengths), data_parallel=data_parallel, max_tokens=max_tokens, steps=packed)
 
 
-def _check_arguments(lengths, order, global_batch_size, max_tokens: int, data_parallel: int) -> None:
+def attention_length(config: Mapping[str, Any]) -> float:
+    """Length at which a sample's attention costs as many FLOPs as its dense layers, from a Hugging Face config.json.
+
+    A token's matrices cost 2 P FLOPs a layer, P parameters used; its attention to on average L / 2 tokens 2 L h d, h heads of
+    size d. Equal at L = P / (h d), which is 12 × hidden size for P = 12 × hidden². Of a mixture of experts the chosen ones count.
+    """
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    size = config.get("head_dim") or hidden // heads
+    projections = hidden * size * (2 * heads + 2 * (config.get("num_key_value_heads") or heads))
+    width = config.get("intermediate_size") or 4 * hidden
+    if experts := config.get("num_experts_per_tok"):
+        width = experts * (config.get("moe_intermediate_size") or width)
+    return (projections + 3 * hidden * width) / (heads * size)
+
+
+def _rollouts_in_order(order: np.ndarray, rollout: np.ndarray) -> list[np.ndarray]:
+    """Samples of each rollout, by where in `order` its first sample stands."""
+    _, first, number = np.unique(rollout[order], return_index=True, return_inverse=True)
+    by_rollout = order[np.argsort(number, kind="stable")]
+    parts = np.split(by_rollout, np.cumsum(np.bincount(number))[:-1])
+    return [parts[i] for i in np.argsort(first)]
+
+
+def _check_arguments(lengths: np.ndarray, order: np.ndarray, sizes: dict[str, int | None]) -> None:
     if len(lengths) == 0 or lengths.min() < 1:
         raise DataError("nothing to pack", where="packing.plan", found=f"{len(lengths)} samples", expected="samples with tokens")
     if not np.array_equal(np.sort(order), np.arange(len(lengths))):
         raise DataError("not an order of the batch", where="packing.plan(order)", expected=f"a permutation of {len(lengths)}")
-    for name, value in (("global_batch_size", global_batch_size), ("max_tokens", max_tokens), ("data_parallel", data_parallel)):
+    for name, value in sizes.items():
         if value is not None and value < 1:
             raise ConfigError("must be at least 1", where=f"train.{name}", found=value)
 
 
-def _pack_step(samples: np.ndarray, lengths: np.ndarray, cost: np.ndarray, max_tokens: int, data_parallel: int) -> tuple:
-    samples = samples[np.argsort(-cost[samples], kind="stable")]
-    tokens = np.minimum(lengths[samples], max_tokens)
-    per_rank = max(1, math.ceil(int(tokens.sum()) / (data_parallel * max_tokens)))
-    while (bins := _fill(samples, lengths, cost, max_tokens, per_rank * data_parallel)) is None:
+def _pack_step(samples: np.ndarray, cost: np.ndarray, room: np.ndarray, capacity: int, data_parallel: int) -> tuple:
+    samples = samples[np.lexsort((samples, -cost[samples]))]
+    per_rank = max(1, math.ceil(int(room[samples].sum()) / (data_parallel * capacity)))
+    while (bins := _fill(samples, cost, room, capacity, per_rank * data_parallel)) is None:
         per_rank += 1
     return _deal(bins, cost, data_parallel, per_rank)
 
 
-def _fill(samples, lengths, cost, max_tokens: int, num_bins: int) -> list[list[int]] | None:
-    """Longest-first into the bin of the least cost that has room; None if one has room nowhere."""
+def _fill(samples: np.ndarray, cost: np.ndarray, room: np.ndarray, capacity: int, num_bins: int) -> list[list[int]] | None:
+    """Costliest first into the bin of the least cost that has room; None if one has room nowhere."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     load, used = np.zeros(num_bins), np.zeros(num_bins, np.int64)
     for sample in samples:
-        size = min(int(lengths[sample]), max_tokens)
-        target = int(np.argmin(np.where(used + size <= max_tokens, load, np.inf)))
-        if used[target] + size > max_tokens:
+        size = int(room[sample])
+        target = int(np.argmin(np.where(used + size <= capacity, load, np.inf)))
+        if used[target] + size > capacity:
             return None
         bins[target].append(int(sample))
         load[target] += cost[sample]

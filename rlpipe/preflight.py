@@ -9,6 +9,7 @@ import inspect
 import shutil
 from pathlib import Path
 
+from rlpipe.algorithms.custom import check as check_functions
 from rlpipe.config.data import FilePrompts, PromptSource, PythonReward, RewardConfig
 from rlpipe.config.hooks import load_hook
 from rlpipe.config.model import HuggingFaceModel, MadeModel
@@ -29,6 +30,7 @@ def check(config: RunConfig, home: Path) -> None:
         _check_prompts(source)
     for reward in (config.reward, *(dataset.reward for dataset in config.evaluation.datasets)):
         _check_reward(reward)
+    check_functions(config.advantage, config.train.loss)
     if isinstance(config.model.source, HuggingFaceModel):
         model_directory(config.model, home, seed=config.seed)
     elif isinstance(config.model.source, MadeModel):

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from rlpipe.batch import Batch
-from rlpipe.packing import BatchColumns, PackingPlan
+from rlpipe.packing import COLUMNS, BatchColumns, PackingPlan
 from rlpipe.rewards.base import RewardRow
 from rlpipe.store.files import Files
 from rlpipe.store.rows import rewards_to_table, samples_to_table, table_to_rewards, table_to_samples
@@ -30,7 +30,7 @@ from rlpipe.store.schema import BATCH, from_ragged, make_table, ragged
 from rlpipe.store.shards import data_folder, read_rows, write_data, write_table
 from rlpipe.types import FileRecord, Node, Sample, Stage
 
-RESPONSE_COLUMNS = ("rollout_log_probs", "proximal_log_probs", "reference_log_probs", "advantages")
+RESPONSE_COLUMNS = tuple(name for name in COLUMNS if name != "loss_mask")
 
 
 def read_samples(files: Files, rollout: Node) -> list[Sample]:
@@ -56,6 +56,7 @@ def write_batch(files: Files, digest: str, batch: Batch, columns: BatchColumns) 
         "index": list(batch.indices),
         "tokens": from_ragged(columns.tokens, columns.offsets, pa.int32()),
         "prompt_len": columns.prompt_lengths.astype(np.int32),
+        "rollout": columns.rollout,
         "loss_mask": from_ragged(columns.loss_mask.astype(np.uint8), columns.response_offsets, pa.uint8()),
     }
     for name in RESPONSE_COLUMNS:
@@ -74,6 +75,7 @@ def read_batch(files: Files, advantage: Node) -> BatchColumns:
         offsets=offsets,
         prompt_lengths=table["prompt_len"].to_numpy().astype(np.int64),
         loss_mask=ragged(table["loss_mask"])[0].astype(np.float32),
+        rollout=None if table["rollout"].null_count else table["rollout"].to_numpy(),
         **values,
     )
 

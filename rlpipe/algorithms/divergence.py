@@ -15,19 +15,27 @@ from __future__ import annotations
 import torch
 
 
-def kl_estimate(log_probs: torch.Tensor, reference: torch.Tensor, kind: str) -> torch.Tensor:
+def kl_estimate(
+    log_probs: torch.Tensor, reference: torch.Tensor, kind: str, importance: torch.Tensor | None = None
+) -> torch.Tensor:
     """The estimate named `kind` (k1, k2, k3, low_var_kl), any equal shapes, with gradient.
+
+    With `importance` = π / π_old (with its gradient) the estimate is multiplied by it, before low_var_kl's clamp: tokens that
+    older weights sampled then estimate the KL of the current ones, and its gradient, without bias (DeepSeek-V3.2,
+    arXiv 2512.02556 §3.1, with k3).
 
     Raises: ValueError for another name.
     """
     d = log_probs - reference
     match kind:
         case "k1":
-            return d
+            estimate = d
         case "k2":
-            return d.square() / 2
-        case "k3":
-            return torch.expm1(-d) + d
-        case "low_var_kl":
-            return (torch.expm1(-d) + d).clamp(-10, 10)
-    raise ValueError(f"kl_loss_type: found {kind!r}, expected one of k1, k2, k3, low_var_kl")
+            estimate = d.square() / 2
+        case "k3" | "low_var_kl":
+            estimate = torch.expm1(-d) + d
+        case _:
+            raise ValueError(f"kl_loss_type: found {kind!r}, expected one of k1, k2, k3, low_var_kl")
+    if importance is not None:
+        estimate = estimate * importance
+    return estimate.clamp(-10, 10) if kind == "low_var_kl" else estimate

@@ -7,10 +7,12 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from rlpipe.config.algorithms import AdvantageConfig, contradiction, set_surrogate
 from rlpipe.config.base import Config, Tuning
 from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig, RolloutConfig
 from rlpipe.config.model import BranchModel, EngineConfig, ModelConfig, ResourcesConfig
-from rlpipe.config.train import AdvantageConfig, CheckpointConfig, SyncConfig, TrainConfig
+from rlpipe.config.models import CriticConfig, ReferenceConfig
+from rlpipe.config.train import CheckpointConfig, SyncConfig, TrainConfig
 
 
 class StoreConfig(Config):
@@ -77,12 +79,16 @@ class RunConfig(Config):
     warm_start: str | None = None
     """Recipe of a run to finish first, as `{run}.warm_start` in the same store with the same seed; its last weights are
     this run's first."""
+    custom_config: dict[str, Any] = Field(default_factory=dict)
+    """Settings of your own functions, by names of your own: attributes of the `args` that they are called with."""
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
     reward: RewardConfig
     advantage: AdvantageConfig = AdvantageConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     train: TrainConfig = TrainConfig()
+    critic: CriticConfig = CriticConfig()
     sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -101,7 +107,7 @@ class RunConfig(Config):
         for section, key in (("data", "rollout_seed"), ("train", "seed")):
             if isinstance(given := values.get(section, {}), dict):
                 values[section] = {key: seed, **given}
-        return values
+        return set_surrogate(values)
 
     @field_validator("run")
     @classmethod
@@ -112,11 +118,12 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _batches_come_out_even(self):
-        samples, step = self.samples_per_iteration, self.train.global_batch_size
-        if step and samples % step:
+        samples, step, steps = self.samples_per_iteration, self.train.global_batch_size, self.train.num_steps_per_rollout
+        if samples % (step or steps or 1) or (step and steps and samples != step * steps):
+            of = {"train.global_batch_size": step, "train.num_steps_per_rollout": steps}
             raise ValueError(
-                f"rollout.rollout_batch_size × rollout.n_samples_per_prompt = {samples} must be a multiple of "
-                f"train.global_batch_size = {step}"
+                f"rollout.rollout_batch_size × rollout.n_samples_per_prompt = {samples} must be "
+                f"{'' if step and steps else 'a multiple of '}{' × '.join(f'{key} = {n}' for key, n in of.items() if n)}"
             )
         measured = [f"eval/{dataset.name}/accuracy" for dataset in self.evaluation.datasets]
         if self.stop_when is not None and self.stop_when.metric not in measured:
@@ -141,8 +148,8 @@ class RunConfig(Config):
         if self.fork_from is not None and self.start_from is not None:
             other = "warm_start" if self.warm_start else "model.start_from"
             raise ValueError(f"fork_from and {other}: a fork's first weights are its parent's; leave one of them out")
-        if self.train.loss.kl_loss_coef and not self.advantage.reference:
-            raise ValueError("train.loss.kl_loss_coef needs advantage.reference: true")
+        if problem := contradiction(self.advantage, self.train.loss, self.num_steps_per_rollout):
+            raise ValueError(problem)
         supervised = self.rollout.type == "dataset"
         if supervised != (self.train.loss.type == "sft") or supervised != (self.advantage.advantage_estimator == "none"):
             raise ValueError(
@@ -163,7 +170,23 @@ class RunConfig(Config):
         return self.resources.cluster or self.run
 
     @property
+    def ref_update_interval(self) -> int | None:
+        """Iterations between two refreshes of the reference; None: there is none, or it stays."""
+        return self.reference.ref_update_interval if self.advantage.reference else None
+
+    @property
+    def uses_critic(self) -> bool:
+        """PPO's estimator is the only one that asks for values."""
+        return self.advantage.advantage_estimator == "ppo"
+
+    @property
     def total_optimizer_steps(self) -> int:
+        """Of the policy: iterations that train only the critic take none."""
+        alone = self.critic.num_critic_only_steps if self.uses_critic else 0
+        return max(self.num_rollout - alone, 0) * self.num_steps_per_rollout
+
+    @property
+    def critic_optimizer_steps(self) -> int:
         return self.num_rollout * self.num_steps_per_rollout
 
     @property
@@ -177,4 +200,5 @@ class RunConfig(Config):
     @property
     def num_steps_per_rollout(self) -> int:
         """Optimizer steps of one iteration."""
-        return self.samples_per_iteration // (self.train.global_batch_size or self.samples_per_iteration)
+        step = self.train.global_batch_size or self.samples_per_iteration
+        return self.train.num_steps_per_rollout or self.samples_per_iteration // step

@@ -1,27 +1,13 @@
-"""Advantages, losses, the optimizer, parallelism, weight sync and checkpoints."""
+"""Optimizer steps and how samples are packed for them, parallelism, weight sync and checkpoints."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from rlpipe.config.algorithms import LossConfig
 from rlpipe.config.base import Config, Tuning
-
-
-class AdvantageConfig(Config):
-    """From rewards to token-level advantages, and what the trainer scores for them."""
-
-    advantage_estimator: Literal["grpo", "none"] = "grpo"
-    """`none` for supervised rows."""
-    rewards_normalization: bool = True
-    """Subtract the group's mean reward."""
-    grpo_std_normalization: bool = True
-    """Divide by the group's (n-1) standard deviation; off is Dr.GRPO."""
-    reference: bool = False
-    """Score the reference model too (needed by a KL loss)."""
-    log_probs_max_tokens_per_gpu: int | None = Tuning(default=None, ge=1)
-    """Packed tokens of a scoring micro-batch; None: the training one's."""
 
 
 class ParallelConfig(Config):
@@ -38,41 +24,6 @@ class ParallelConfig(Config):
     def model_ranks(self) -> int:
         """Ranks that share one sample: TP × PP × CP."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-
-
-class LossConfig(Config):
-    """The loss of one optimizer step."""
-
-    type: Literal["policy", "sft"] = "policy"
-    eps_clip: float = Field(default=0.2, gt=0)
-    """Lower clip of the probability ratio: 1 - eps_clip."""
-    eps_clip_high: float | None = None
-    """Upper clip: 1 + eps_clip_high; None: eps_clip."""
-    eps_clip_c: float | None = Field(default=None, gt=1)
-    """Dual clip for negative advantages; None is off."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus; entropy is logged in any case."""
-    kl_loss_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL to the reference in the loss; needs advantage.reference."""
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
-    """Estimator of that KL."""
-    calculate_per_token_loss: bool = False
-    """Mean over all tokens of the step, instead of the mean over samples of each sample's token mean."""
-    use_tis: bool = False
-    """Truncated importance sampling: each token's policy loss times exp(proximal - behaviour log-prob), cut to the two bounds
-    below. Corrects for tokens that older weights sampled, and for what engine and trainer compute differently."""
-    tis_clip: float = Field(default=2.0, gt=0)
-    """Upper bound of that weight."""
-    tis_clip_low: float = Field(default=0.0, ge=0)
-    """Lower bound of that weight."""
-
-    @model_validator(mode="after")
-    def _tis_fits(self):
-        if self.use_tis and self.type != "policy":
-            raise ValueError(f"use_tis corrects a policy loss; found type: {self.type}, whose tokens no engine sampled")
-        if self.tis_clip_low > self.tis_clip:
-            raise ValueError(f"tis_clip_low = {self.tis_clip_low} must be at most tis_clip = {self.tis_clip}")
-        return self
 
 
 class OptimizerConfig(Config):
@@ -98,9 +49,16 @@ class TrainConfig(Config):
     """One iteration's optimizer steps."""
 
     global_batch_size: int | None = Field(default=None, ge=1)
-    """Samples per optimizer step; None: all samples of the iteration in one step."""
+    """Rollouts (samples, unless one gives several) per optimizer step; None: what num_steps_per_rollout leaves."""
+    num_steps_per_rollout: int | None = Field(default=None, ge=1)
+    """Optimizer steps of an iteration; None: what global_batch_size asks for, or 1. A batch that lost groups to errors keeps
+    this number; nothing trails behind."""
     max_tokens_per_gpu: int = Field(default=8192, ge=1)
     """Packed tokens of a micro-batch per rank (× context parallel size). A longer sample gets a micro-batch of its own."""
+    micro_batch_size: int | None = Field(default=None, ge=1)
+    """Samples of a micro-batch, whatever their length; None: as many as fit into max_tokens_per_gpu."""
+    balance_by_flops: bool = True
+    """Share samples among ranks and micro-batches by their FLOPs, which grow with the square of long ones; False: by tokens."""
     seed: int = 0
     """Seed of the trainer's random numbers; the run's `seed` unless given."""
     loss: LossConfig = LossConfig()

@@ -83,18 +83,32 @@ BATCH = pa.schema(
         _required("index", pa.int32()),
         _required("tokens", _list(pa.int32())),
         _required("prompt_len", pa.int32()),
+        pa.field("rollout", pa.int64()),
         _required("loss_mask", _list(pa.uint8())),
         pa.field("rollout_log_probs", _list(pa.float32())),
         pa.field("proximal_log_probs", _list(pa.float32())),
         pa.field("reference_log_probs", _list(pa.float32())),
+        pa.field("teacher_log_probs", _list(pa.float32())),
         pa.field("advantages", _list(pa.float32())),
+        pa.field("values", _list(pa.float32())),
+        pa.field("returns", _list(pa.float32())),
     ],
-    metadata={KIND: b"batch/1"},
+    metadata={KIND: b"batch/2"},
 )
-"""All that `train` needs: prompt + response tokens; one value per response token in each of the other lists."""
+"""All that `train` needs: prompt + response tokens; a number for the rollout that a sample is of; one value per response token in
+each of the other lists."""
 
 KINDS = {schema.metadata[KIND]: schema for schema in (SAMPLES, REWARDS, BATCH)}
-PER_TOKEN = ("loss_mask", "rollout_log_probs", "proximal_log_probs", "reference_log_probs", "advantages")
+PER_TOKEN = (
+    "loss_mask",
+    "rollout_log_probs",
+    "proximal_log_probs",
+    "reference_log_probs",
+    "teacher_log_probs",
+    "advantages",
+    "values",
+    "returns",
+)
 STATUSES = [status.value for status in Status]
 SPLIT = {pa.int32(), pa.float32()}
 DICTIONARY = {

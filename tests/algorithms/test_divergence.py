@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.algorithms.divergence import kl_estimate
+from tests.algorithms import loops
 
 log_prob = st.floats(-20, 0, width=32)
 
@@ -43,3 +44,36 @@ def test_k1_aside_the_gradient_vanishes_where_the_policies_agree(kind):
 def test_an_unknown_kind_is_an_error():
     with pytest.raises(ValueError, match="k4"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
+
+
+@given(st.lists(st.tuples(log_prob, log_prob, st.floats(0, 3, width=32)), min_size=1, max_size=20))
+def test_it_is_what_a_loop_computes_with_and_without_importance(rows):
+    policy, reference, importance = torch.tensor(rows, dtype=torch.float64).unbind(1)
+    for kind in ("k1", "k2", "k3", "low_var_kl"):
+        plain, weighted = kl_estimate(policy, reference, kind), kl_estimate(policy, reference, kind, importance)
+        for i, (a, b, w) in enumerate(rows):
+            assert plain[i].item() == pytest.approx(loops.kl(a, b, kind), rel=1e-9, abs=1e-9)
+            assert weighted[i].item() == pytest.approx(loops.kl(a, b, kind, w), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_gradients_are_finite_differences(kind, unbiased):
+    generator = torch.Generator().manual_seed(0)
+    policy, reference, old = (torch.randn(10, dtype=torch.float64, generator=generator) for _ in range(3))
+    policy.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: kl_estimate(x, reference, kind, (x - old).exp() if unbiased else None), policy)
+
+
+def test_the_unbiased_form_is_the_kl_and_its_gradient_whoever_sampled():
+    """Over all of a small vocabulary, weighted with the probabilities of the policy that sampled."""
+    logits = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    reference, old = (torch.randn(6, dtype=torch.float64).log_softmax(0) for _ in range(2))
+    policy = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
+    estimate = (old.exp() * kl_estimate(policy, reference, "k3", (policy - old).exp())).sum()
+    (found,) = torch.autograd.grad(estimate, logits, retain_graph=True)
+    assert estimate.item() == pytest.approx((policy.exp() * (policy - reference)).sum().item())
+    assert torch.allclose(found, exact)
+    plain = (old.exp() * kl_estimate(policy, reference, "k3")).sum()
+    assert not torch.allclose(torch.autograd.grad(plain, logits)[0], exact, atol=1e-3)

@@ -26,6 +26,7 @@ from mbridge.core.util import unwrap_model
 from megatron.core.transformer import MLATransformerConfig
 from transformers import AutoConfig, PretrainedConfig
 
+from rlpipe.engines.megatron.layers import ValueModel
 from rlpipe.errors import ConfigError
 
 LOCAL = {
@@ -121,19 +122,23 @@ def _latent_attention_config(**fields: Any) -> MLATransformerConfig:
 
 
 class _Renamed:
-    """What mbridge asks of a model (decoder, state_dict, named_parameters), in Transformer Engine's names."""
+    """What mbridge asks of a model (decoder, state_dict, named_parameters), in Transformer Engine's names; no value head."""
 
     def __init__(self, model: torch.nn.Module, bridge: LLMBridge) -> None:
         self._model: Any = unwrap_model(model)
+        self._critic = isinstance(self._model, ValueModel)
         self._latent = bool(getattr(bridge.config, "multi_latent_attention", False))
         self.decoder = self._model.decoder
         self._routed = {i for i, layer in enumerate(self.decoder.layers) if hasattr(layer.mlp, "router")}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {self._name(name): value for name, value in self._model.state_dict().items()}
+        return {self._name(name): value for name, value in self._model.state_dict().items() if self._is_known(name)}
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return ((self._name(name), parameter) for name, parameter in self._model.named_parameters())
+        return ((self._name(name), parameter) for name, parameter in self._model.named_parameters() if self._is_known(name))
+
+    def _is_known(self, name: str) -> bool:
+        return not (self._critic and name.startswith("output_layer."))
 
     def _name(self, name: str) -> str:
         head, found, rest = name.partition("decoder.layers.")

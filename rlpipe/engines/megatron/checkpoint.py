@@ -1,6 +1,6 @@
 """torch_dist checkpoints in Megatron's layout, which any parallel layout can read again.
 
-    <directory>/iter_0000012/…                      weights, optimizer, schedule, random state
+    <directory>/iter_0000012/…                      weights, optimizer, schedule, random state; those of a critic as `critic.…`
     <directory>/latest_checkpointed_iteration.txt   "12"
 
 A checkpoint is written under another name and renamed when it is complete; what stood there before is replaced.
@@ -13,6 +13,7 @@ import contextlib
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +35,25 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
 from rlpipe.engines.megatron.model import Trained
 from rlpipe.engines.megatron.state import inner_optimizers, tensors
 
 LATEST = "latest_checkpointed_iteration.txt"
+CRITIC = "critic"
+"""Key of a critic's part in the state, prefix of its tensors' names, and in the description whether there is one."""
 SPARE, SPARE_BYTES = 1.1, 16 * 1024**2
 """Room to have beside the state itself."""
 
 
-def save(trained: Trained, directory: str | Path, iteration: int) -> Path:
+def save(trained: Trained, directory: str | Path, iteration: int, critic: Trained | None = None) -> Path:
     """Write one checkpoint and return its folder. Collective; complete on disk when it returns on every rank.
 
     Raises: StoreFull, on every rank and before anything is written, if one has no room; TrainerError if a rank could not write.
     """
     folder = _folder(directory, iteration)
-    _require_room(trained, folder)
+    _require_room([trained] if critic is None else [trained, critic], folder)
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     if torch.distributed.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -58,9 +62,9 @@ def save(trained: Trained, directory: str | Path, iteration: int) -> Path:
     metadata = _metadata(trained)
     group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist"), group, True)
-    described = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
+    described = {name: value for name, value in metadata.items() if name != "dp_cp_group"} | {CRITIC: critic is not None}
     with _named_failures("written", unfinished):
-        state = _state(trained, iteration, metadata, loading=False)
+        state = _state(trained, iteration, metadata, loading=False, critic=critic)
         dist_checkpointing.save(state, str(unfinished), strategy, content_metadata=described)
     if torch.distributed.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -72,10 +76,11 @@ def save(trained: Trained, directory: str | Path, iteration: int) -> Path:
     return folder
 
 
-def _require_room(trained: Trained, folder: Path) -> None:
+def _require_room(models: list[Trained], folder: Path) -> None:
     """A disk that fills up half-way is a torch error that does not say so, on one rank, while the others wait for it."""
     model_parallel = torch.distributed.get_world_size() // parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    needed = int(SPARE * model_parallel * sum(tensor.nbytes for _, tensor in tensors(trained))) + SPARE_BYTES
+    needed = int(SPARE * model_parallel * sum(tensor.nbytes for trained in models for _, tensor in tensors(trained)))
+    needed += SPARE_BYTES
     existing = next(parent for parent in folder.parents if parent.exists())
     found: list[int] = [0] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, shutil.disk_usage(existing).free)
@@ -89,31 +94,57 @@ def _require_room(trained: Trained, folder: Path) -> None:
         )
 
 
-def load(trained: Trained, directory: str | Path, *, iteration: int | None = None, weights_only: bool = False) -> int:
+@dataclass(slots=True, frozen=True)
+class Loaded:
+    """What was restored."""
+
+    iteration: int
+    """The one that the checkpoint was saved under."""
+    critic: bool
+    """Whether a critic was in it, and asked for."""
+
+
+def load(
+    trained: Trained,
+    directory: str | Path,
+    *,
+    iteration: int | None = None,
+    weights_only: bool = False,
+    critic: Trained | None = None,
+) -> Loaded:
     """Restore all that was saved, or (weights_only) just the weights, keeping the optimizer's own state. Collective.
 
-    Returns the checkpoint's iteration. `iteration` None: the latest. Raises: TrainerError if there is no such checkpoint.
+    `iteration` None: the latest. Raises: TrainerError if there is no such checkpoint. A `critic` that is not in it stays.
     (The schedule is put back to 0 first: Megatron's loading adds to where it stands.)
     """
     iteration = _latest(directory) if iteration is None else iteration
     folder = _folder(directory, iteration)
     if not (folder / ".metadata").exists():
         raise TrainerError("no such checkpoint", where=str(folder), expected="a complete torch_dist checkpoint")
-    metadata = {**_metadata(trained), **(dist_checkpointing.load_content_metadata(str(folder)) or {})}
-    state = _state(trained, iteration, metadata, loading=True, weights_only=weights_only)
+    described = dist_checkpointing.load_content_metadata(str(folder)) or {}
+    critic = critic if described.pop(CRITIC, False) else None
+    metadata = {**_metadata(trained), **described}
+    state = _state(trained, iteration, metadata, loading=True, weights_only=weights_only, critic=critic)
     group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), group)
     with _named_failures("read", folder):
         found: Any = dist_checkpointing.load(state, str(folder), strategy, strict="assume_ok_unexpected")
+    _take(trained, found, weights_only=weights_only)
+    if critic is not None:
+        _take(critic, found[CRITIC], weights_only=weights_only)
+    if not weights_only:
+        _set_random_state(found["rng_state"][0])
+    return Loaded(int(found["iteration"]), critic is not None)
+
+
+def _take(trained: Trained, found: dict[str, Any], *, weights_only: bool) -> None:
     trained.model.load_state_dict(found["model"], strict=True)
     if weights_only:
         trained.optimizer.reload_model_params()
-    else:
-        _restore_optimizer(trained, found["optimizer"])
-        trained.scheduler.num_steps = 0
-        trained.scheduler.load_state_dict(found["opt_param_scheduler"])
-        _set_random_state(found["rng_state"][0])
-    return int(found["iteration"])
+        return
+    _restore_optimizer(trained, found["optimizer"])
+    trained.scheduler.num_steps = 0
+    trained.scheduler.load_state_dict(found["opt_param_scheduler"])
 
 
 @contextlib.contextmanager
@@ -148,13 +179,24 @@ def _metadata(trained: Trained) -> dict[str, Any]:
     return metadata
 
 
-def _state(trained: Trained, iteration: int, metadata, *, loading: bool, weights_only: bool = False) -> dict[str, Any]:
+def _state(
+    trained: Trained, iteration: int, metadata, *, loading: bool, weights_only: bool = False, critic: Trained | None = None
+) -> dict[str, Any]:
     state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": iteration}
-    state["model"] = trained.model.sharded_state_dict(metadata=metadata)
+    state |= _of_model(trained, metadata, loading=loading, weights_only=weights_only)
+    if critic is not None:
+        state[CRITIC] = _of_model(critic, metadata, loading=loading, weights_only=weights_only)
+        add_prefix_for_sharding(state[CRITIC], f"{CRITIC}.")
+    if not weights_only:
+        state["rng_state"] = _sharded_random_state()
+    return state
+
+
+def _of_model(trained: Trained, metadata, *, loading: bool, weights_only: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": trained.model.sharded_state_dict(metadata=metadata)}
     if not weights_only:
         state["optimizer"] = trained.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
         state["opt_param_scheduler"] = trained.scheduler.state_dict()
-        state["rng_state"] = _sharded_random_state()
     return state
 
 

@@ -14,15 +14,17 @@ import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from rlpipe.config.model import ModelConfig
+from rlpipe.config.models import CriticConfig
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron import checkpoint, determinism, platform
 from rlpipe.engines.megatron.bridge import export_weights, load_weights
+from rlpipe.engines.megatron.critic import Critic
 from rlpipe.engines.megatron.export import save_hf
 from rlpipe.engines.megatron.groups import close_groups, open_groups
 from rlpipe.engines.megatron.model import Trained, build
@@ -40,7 +42,8 @@ class TrainResult:
     steps: list[dict[str, float]] = field(default_factory=list)
     """Metrics of every optimizer step. Policy: loss, pg_loss, entropy, clipfrac, ppo_kl, kl_loss,
     train_rollout_logprob_abs_diff, with use_tis tis and tis_clipfrac; supervised: loss, entropy; both: grad_norm (before
-    clipping), lr, tokens, samples. All but the last four are aggregated over tokens like the loss."""
+    clipping), lr, tokens, samples. All but the last four are aggregated over tokens like the loss. With a critic also
+    value_loss, value_clipfrac, critic_grad_norm, critic_lr; while it is trained alone, only those."""
     state_digest: str = ""
     """Of the state after the last step."""
 
@@ -61,13 +64,15 @@ class MegatronEngine:
         master: tuple[str, int],
         threads: int,
         deterministic: bool = False,
+        critic: CriticConfig | None = None,
+        critic_optimizer_steps: int = 0,
         timeout_s: float = 1800.0,
     ) -> None:
         """Join the other ranks at `master` (host, port; rank 0 listens there) and build the model, without weights yet.
 
         A second engine of the same processes needs another port: a rank that is ahead could meet the old one.
-        `threads`: CPU threads of this rank where there is no CUDA. `deterministic`: see `determinism`. `timeout_s`: deadline
-        of every collective.
+        `threads`: CPU threads of this rank where there is no CUDA. `deterministic`: see `determinism`. `critic`: make one too,
+        whose schedule is `critic_optimizer_steps` long. `timeout_s`: deadline of every collective.
         """
         if world_size % train.parallel.model_ranks:
             raise ConfigError(
@@ -82,8 +87,12 @@ class MegatronEngine:
         platform.claim(rank, threads)
         open_groups(train.parallel, rank=rank, world_size=world_size, master=master, timeout_s=timeout_s, seed=train.seed)
         self._reference: list[torch.Tensor] | None = None
+        self._critic: Critic | None = None
         try:
             self._trained: Trained | None = build(model_dir, model, train, total_optimizer_steps, deterministic=deterministic)
+            if critic is not None:
+                steps = critic_optimizer_steps
+                self._critic = Critic(critic, model_dir, model, train, steps, deterministic=deterministic)
         except BaseException:
             close_groups()
             raise
@@ -106,21 +115,40 @@ class MegatronEngine:
             raise TrainerError("this engine is closed", where="trainer", do="make a new one")
         return self._trained
 
+    @property
+    def critic(self) -> Critic:
+        """Raises: TrainerError if this engine has none."""
+        if self._critic is None:
+            raise TrainerError("this engine has no critic", where="trainer", do="advantage.advantage_estimator: ppo")
+        return self._critic
+
     def load_hf(self, model_dir: str | Path | None = None) -> None:
-        """Take the weights of a Hugging Face directory (default: the model's own); optimizer state stays."""
+        """Take the weights of a Hugging Face directory (default: the model's own), and of a critic its first ones; optimizer
+        state stays."""
         load_weights(self.trained.bridge, [self.trained.ddp], str(model_dir or self._model_dir))
         self.trained.optimizer.reload_model_params()
+        if self._critic is not None:
+            self._critic.begin(self.trained)
 
     def load_checkpoint(self, directory: str | Path, *, iteration: int | None = None, weights_only: bool = False) -> int:
         """Restore from `directory`/iter_*; returns the iteration it was saved under. `weights_only` keeps the optimizer state.
 
-        Raises: TrainerError if there is none.
+        A critic that is not in it takes its first weights. Raises: TrainerError if there is no checkpoint.
         """
-        return checkpoint.load(self.trained, directory, iteration=iteration, weights_only=weights_only)
+        critic = self._critic.trained if self._critic else None
+        loaded = checkpoint.load(self.trained, directory, iteration=iteration, weights_only=weights_only, critic=critic)
+        if self._critic is not None and not loaded.critic:
+            self._critic.begin(self.trained)
+        return loaded.iteration
+
+    def load_reference(self, directory: str | Path) -> None:
+        """Take the reference policy from a checkpoint. The weights are the reference's afterwards: load them anew."""
+        checkpoint.load(self.trained, directory, weights_only=True)
+        self.keep_reference()
 
     def save_checkpoint(self, directory: str | Path, iteration: int) -> Path:
         """Write `directory`/iter_%07d and the marker file beside it; returns the folder. Every rank writes its part."""
-        return checkpoint.save(self.trained, directory, iteration)
+        return checkpoint.save(self.trained, directory, iteration, self._critic.trained if self._critic else None)
 
     def save_hf(self, directory: str | Path) -> None:
         """Write a Hugging Face directory (from rank 0)."""
@@ -147,18 +175,32 @@ class MegatronEngine:
         with self._reference_weights() if model == "reference" else contextlib.nullcontext():
             return score(self.trained, batch, temperature=temperature, max_tokens=max_tokens or self.max_tokens)
 
-    def train(self, batch: BatchColumns, plan: PackingPlan) -> TrainResult:
-        """Take the plan's optimizer steps. The same result on every rank.
+    def values(self, batch: BatchColumns, *, max_tokens: int | None = None) -> np.ndarray:
+        """[R] float32: the critic's value before every response token (masked or not), on every rank. `max_tokens`: as `score`.
+
+        Raises: TrainerError without a critic.
+        """
+        return self.critic.values(batch, max_tokens=max_tokens or self.max_tokens)
+
+    def train(self, batch: BatchColumns, plan: PackingPlan, *, critic_only: bool = False, hook_args: Any = None) -> TrainResult:
+        """Take the plan's optimizer steps, with the critic's first. The same result on every rank. `hook_args`: what functions of
+        the user get as `args`.
 
         Raises: DataError for a batch without the columns its loss needs or a plan of another batch; TrainerError if a loss or
         gradient is not finite.
         """
-        steps = train_steps(self.trained, batch, plan, self._train.loss, self._temperature)
+        plan.check(len(batch), self._data_parallel)
+        steps: list[dict[str, float]] = [{} for _ in plan.steps]
+        if self._critic is not None or critic_only:
+            steps = self.critic.train(batch, plan)
+        if not critic_only:
+            policy = train_steps(self.trained, batch, plan, self._train.loss, self._temperature, hook_args)
+            steps = [mine | other for mine, other in zip(policy, steps, strict=True)]
         return TrainResult(steps, self.state_digest())
 
     def state_digest(self) -> str:
-        """128 bits in hex over weights, main weights, moments and schedule of all ranks; the same on every rank."""
-        return state_digest(self.trained)
+        """128 bits in hex over weights, main weights, moments and schedule, a critic's too, of all ranks; on all the same."""
+        return state_digest(self.trained, *([self._critic.trained] if self._critic else []))
 
     def named_hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors by Hugging Face name, on every rank; exhaust it on all of them. They may alias the parameters."""
@@ -167,7 +209,7 @@ class MegatronEngine:
     def close(self) -> None:
         """Leave all process groups and drop the model; this process may then make another engine. Twice is once."""
         if self._trained is not None:
-            self._trained = self._reference = None
+            self._trained = self._reference = self._critic = None
             close_groups()
             gc.collect()
             if platform.CUDA_FOUND:

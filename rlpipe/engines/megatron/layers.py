@@ -1,7 +1,7 @@
 """The decoder in Megatron's local (not Transformer Engine) layers, with our attention and a norm that knows its parallelism.
 
 `PolicyModel` ends before the logits: its last pipeline stage returns the final hidden states, and `vocab` turns only those
-rows that a loss or a score asks for into log-probs, a chunk at a time.
+rows that a loss or a score asks for into log-probs, a chunk at a time. `ValueModel`, a critic, has one output in their place.
 
 Not here: sizes and names (`bridge`), wrapping and optimizers (`model`).
 """
@@ -74,3 +74,36 @@ class PolicyModel(GPTModel):
         weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
         assert weight is not None, "not on the last pipeline stage"
         return weight
+
+
+class ValueHead(torch.nn.Module):
+    """One number per position: w·h + b in float32, whatever the dtype of the model. The same on all tensor parallel ranks."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, H] → [n] float32."""
+        return torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())[:, 0]
+
+
+class ValueModel(PolicyModel):
+    """A GPT with a value head, which begins at 0, in place of its output layer."""
+
+    def __init__(self, **keywords: Any) -> None:
+        keywords["share_embeddings_and_output_weights"] = False
+        super().__init__(**keywords)
+        if self.post_process:
+            self.output_layer = ValueHead(self.config)
+
+    def values(self, hidden_states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """[n] float32 at those positions, on every tensor parallel rank.
+
+        All of them compute the same loss, so a sequence parallel rank takes its own part of the gradient; nothing is summed.
+        """
+        if self.config.sequence_parallel:
+            group = self.pg_collection.tp
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False, group=group)
+        return self.output_layer(hidden_states[:, 0].index_select(0, rows))

@@ -81,9 +81,15 @@ class Trained:
 
 
 def build(
-    model_dir: str, model: ModelConfig, train: TrainConfig, total_optimizer_steps: int, *, deterministic: bool = False
+    model_dir: str,
+    model: ModelConfig,
+    train: TrainConfig,
+    total_optimizer_steps: int,
+    *,
+    deterministic: bool = False,
+    kind: type[PolicyModel] = PolicyModel,
 ) -> Trained:
-    """Model with undefined weights, optimizer and scheduler. Process groups must exist.
+    """Model with undefined weights, optimizer and scheduler. Process groups must exist. `kind`: ValueModel for a critic.
 
     Raises: ConfigError for a bad `train.megatron` or a size that does not divide.
     """
@@ -104,7 +110,7 @@ def build(
         },
     )
     _check_sizes(bridge, train)
-    ddp = _wrapped_model(bridge, train, dtype, for_ddp)
+    ddp = _wrapped_model(bridge, train, dtype, for_ddp, kind)
     optimizer = get_megatron_optimizer(_optimizer_config(train, dtype, for_optimizer), [ddp])
     bridge.config.grad_scale_func = optimizer.scale_loss
     return Trained(bridge, ddp, optimizer, _scheduler(optimizer, train.optimizer, total_optimizer_steps))
@@ -159,9 +165,11 @@ def _check_sizes(bridge: LLMBridge, train: TrainConfig) -> None:
         )
 
 
-def _wrapped_model(bridge: LLMBridge, train: TrainConfig, dtype: torch.dtype, for_ddp: dict[str, Any]) -> DistributedDataParallel:
+def _wrapped_model(
+    bridge: LLMBridge, train: TrainConfig, dtype: torch.dtype, for_ddp: dict[str, Any], kind: type[PolicyModel]
+) -> DistributedDataParallel:
     config = bridge.config
-    model = PolicyModel(
+    model = kind(
         config=config,
         transformer_layer_spec=block_spec(config),
         pre_process=parallel_state.is_pipeline_first_stage(),

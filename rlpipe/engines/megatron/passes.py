@@ -1,6 +1,7 @@
 """One pass of micro-batches through Megatron's pipeline schedule, forward only or with gradients.
 
-What is done with a micro-batch's log-probs is the caller's: `score` keeps them, `step` makes a loss of them.
+What is done with a micro-batch's log-probs (of a critic: values) is the caller's: `score` keeps them, `step` makes a loss of
+them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rlpipe.engines.megatron.batch import MicroBatch, Slice
+from rlpipe.engines.megatron.layers import ValueModel
 from rlpipe.engines.megatron.model import Trained
 from rlpipe.engines.megatron.vocab import log_probs_and_entropy
 
 Consumer = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]]
 """(micro-batch, log-probs [n], entropy [n]) → (the loss to differentiate, a scalar; anything to keep)."""
+ValueConsumer = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
+"""(micro-batch, values [n]) → the same."""
 
 
 def this_slice(trained: Trained) -> Slice:
@@ -49,23 +53,56 @@ def run_passes(
 
     With gradients, they are summed over micro-batches and all data and context parallel ranks: losses carry their weights.
     """
+
+    def of_hidden_states(micro: MicroBatch, hidden_states: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        group: Any = parallel_state.get_tensor_model_parallel_group()
+        log_probs, entropy = log_probs_and_entropy(
+            trained.model.output_rows(hidden_states, micro.rows),
+            trained.model.output_weight(),
+            micro.targets,
+            temperature=temperature,
+            group=group,
+            entropy_gradient=entropy_gradient,
+        )
+        return consume(micro, log_probs, entropy)
+
+    return _run(trained, micro_batches, of_hidden_states, num_micro_batches=num_micro_batches, forward_only=forward_only)
+
+
+def run_value_passes(
+    critic: Trained,
+    micro_batches: Iterable[MicroBatch],
+    consume: ValueConsumer,
+    *,
+    num_micro_batches: int,
+    forward_only: bool,
+) -> list[Any]:
+    """As `run_passes`, of a critic."""
+    model = critic.model
+    assert isinstance(model, ValueModel)
+
+    def of_hidden_states(micro: MicroBatch, hidden_states: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return consume(micro, model.values(hidden_states, micro.rows))
+
+    return _run(critic, micro_batches, of_hidden_states, num_micro_batches=num_micro_batches, forward_only=forward_only)
+
+
+def _run(
+    trained: Trained,
+    micro_batches: Iterable[MicroBatch],
+    of_hidden_states: Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]],
+    *,
+    num_micro_batches: int,
+    forward_only: bool,
+) -> list[Any]:
     trained.bridge.config.finalize_model_grads_func = _finalize_without_division
 
     def forward_step(iterator, ddp):
         micro = next(iterator)
-        group: Any = parallel_state.get_tensor_model_parallel_group()
         hidden = ddp(micro.tokens, micro.positions, None, packed_seq_params=micro.layout)
 
         def loss_function(hidden_states):
-            log_probs, entropy = log_probs_and_entropy(
-                trained.model.output_rows(hidden_states, micro.rows),
-                trained.model.output_weight(),
-                micro.targets,
-                temperature=temperature,
-                group=group,
-                entropy_gradient=entropy_gradient,
-            )
-            loss, kept = consume(micro, log_probs, entropy)
+            loss, kept = of_hidden_states(micro, hidden_states)
             return loss, torch.zeros((), dtype=torch.int, device=platform.device()), kept
 
         return hidden, loss_function

@@ -25,9 +25,7 @@ def score(trained: Trained, batch: BatchColumns, *, temperature: float, max_toke
 
     `max_tokens`: packed tokens of a micro-batch, over all context parallel ranks.
     """
-    ranks = parallel_state.get_data_parallel_world_size()
-    packing = plan(batch.lengths, global_batch_size=None, max_tokens=max_tokens, data_parallel=ranks)
-    mine = packing.steps[0][parallel_state.get_data_parallel_rank()]
+    mine = spread_micro_batches(batch, max_tokens)
     part = this_slice(trained)
     trained.ddp.eval()
     kept = run_passes(
@@ -38,9 +36,21 @@ def score(trained: Trained, batch: BatchColumns, *, temperature: float, max_toke
         temperature=temperature,
         forward_only=True,
     )
-    result = torch.zeros(batch.num_response_tokens, dtype=torch.float32, device=platform.device())
+    return whole_column(kept, batch.num_response_tokens)
+
+
+def spread_micro_batches(batch: BatchColumns, max_tokens: int) -> tuple[tuple[int, ...], ...]:
+    """This data parallel rank's share of the samples, in micro-batches of at most `max_tokens`."""
+    ranks = parallel_state.get_data_parallel_world_size()
+    packing = plan(batch.lengths, global_batch_size=None, max_tokens=max_tokens, data_parallel=ranks)
+    return packing.steps[0][parallel_state.get_data_parallel_rank()]
+
+
+def whole_column(kept: list[tuple[np.ndarray, torch.Tensor]], num_response_tokens: int) -> np.ndarray:
+    """[R] float32 on every rank, from each rank's (indices, values) of its micro-batches. Collective."""
+    result = torch.zeros(num_response_tokens, dtype=torch.float32, device=platform.device())
     if speaks_for_its_samples():
-        for index, log_probs in kept:
-            result[torch.from_numpy(index).to(result.device)] = log_probs
+        for index, values in kept:
+            result[torch.from_numpy(index).to(result.device)] = values
     torch.distributed.all_reduce(result)
     return result.cpu().numpy()

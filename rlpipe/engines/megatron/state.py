@@ -1,7 +1,7 @@
 """What the trained state is, and its digest.
 
-The state: weights, main parameters, Adam's moments and step counts, and how far the schedule is. Random numbers are not part
-of it: they are derived from the seed.
+The state: weights, main parameters, Adam's moments and step counts, and how far the schedule is, of the policy and of a critic
+if there is one. Random numbers are not part of it: they are derived from the seed.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ def tensors(trained: Trained) -> Iterator[tuple[str, torch.Tensor]]:
                         yield f"optimizer.{i}.{g}.{p}.{key}", value
 
 
-def state_digest(trained: Trained) -> str:
-    """Digest over all ranks' state, the same on every rank. Collective."""
+def state_digest(*models: Trained) -> str:
+    """Digest over all ranks' state of the policy (and then of the critic), the same on every rank. Collective."""
     digest = xxhash.xxh3_128()
-    digest.update(f"schedule {trained.scheduler.num_steps}".encode())
-    for name, tensor in tensors(trained):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(_content(tensor))
+    for trained in models:
+        digest.update(f"schedule {trained.scheduler.num_steps}".encode())
+        for name, tensor in tensors(trained):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(_content(tensor))
     everyone: list[str] = [""] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, digest.hexdigest())
     return xxhash.xxh3_128_hexdigest("".join(everyone).encode())

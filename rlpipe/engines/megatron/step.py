@@ -1,7 +1,8 @@
 """Optimizer steps: losses of packed micro-batches, gradients, Adam, schedule, metrics.
 
 Every token's loss is multiplied by a weight that was fixed for the whole optimizer step before anything was packed
-(`algorithms.reduction`), so sums over micro-batches and ranks need no further scaling.
+(`algorithms.reduction`, `algorithms.importance`), so sums over micro-batches and ranks need no further scaling. What
+is of a whole sequence (GSPO's ratio, OPSM) is summed over the context parallel ranks that share it.
 
 Not here: estimators and the losses' mathematics (`rlpipe.algorithms`).
 """
@@ -14,12 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlpipe.algorithms.divergence import kl_estimate
-from rlpipe.algorithms.importance import truncated_importance
-from rlpipe.algorithms.losses import policy_loss, sft_loss
-from rlpipe.algorithms.reduction import token_weights
-from rlpipe.config.train import LossConfig
-from rlpipe.engines.megatron import platform
+import rlpipe.engines.megatron.platform  # noqa: F401
+from rlpipe.algorithms import custom
+from rlpipe.algorithms.objective import CustomLoss, Tokens, objective
+from rlpipe.algorithms.sequences import Sequences, alone
+from rlpipe.config.algorithms import LossConfig
 from rlpipe.errors import DataError, TrainerError
 from rlpipe.packing import BatchColumns, PackingPlan, gather_index
 
@@ -27,37 +27,51 @@ from rlpipe.packing import BatchColumns, PackingPlan, gather_index
 from megatron.core import parallel_state
 
 from rlpipe.engines.megatron.batch import MicroBatch, pack
-from rlpipe.engines.megatron.groups import speaks_for_its_samples
 from rlpipe.engines.megatron.model import Trained
 from rlpipe.engines.megatron.passes import run_passes, this_slice
+from rlpipe.engines.megatron.update import summed, update
+from rlpipe.engines.megatron.weights import StepWeights, prepare
 
-POLICY_METRICS = ("loss", "pg_loss", "entropy", "clipfrac", "ppo_kl", "kl_loss", "train_rollout_logprob_abs_diff")
-TIS_METRICS = ("tis", "tis_clipfrac")
-SFT_METRICS = ("loss", "entropy")
+NAMES = {
+    "advantages": "advantages",
+    "proximal_log_probs": "log_probs",
+    "rollout_log_probs": "rollout_log_probs",
+    "reference_log_probs": "ref_log_probs",
+    "teacher_log_probs": "teacher_log_probs",
+    "values": "values",
+    "returns": "returns",
+}
+"""Column → its name in a custom loss's batch."""
 
 
 def train_steps(
-    trained: Trained, batch: BatchColumns, packing: PackingPlan, loss: LossConfig, temperature: float
+    trained: Trained, batch: BatchColumns, packing: PackingPlan, loss: LossConfig, temperature: float, hook_args: Any = None
 ) -> list[dict[str, float]]:
     """Take all the plan's optimizer steps; the metrics of each, the same on every rank. Collective.
 
-    Raises: DataError if the batch lacks a column that the loss reads or the plan is not the batch's; TrainerError if a loss
-    or gradient is not finite (the weights must then be taken for spoilt).
+    `hook_args`: what functions of the user get as `args`.
+    Raises: DataError if the batch lacks a column that the loss reads, a function of the user answers what it must not, or the
+    plan is not the batch's; TrainerError if a loss or gradient is not finite (the weights must then be taken for spoilt).
     """
     packing.check(len(batch), parallel_state.get_data_parallel_world_size())
     _check_columns(batch, packing, loss)
     trained.ddp.train()
+    path = loss.custom_loss_function_path
+    function = custom.load("custom_loss_function_path", path) if path else None
+    of_user = (lambda tokens: custom.custom_loss(function, hook_args, tokens)) if function else None
     return [
-        _step(trained, batch, step, loss, temperature, where=f"train/optimizer step {k}") for k, step in enumerate(packing.steps)
+        _step(trained, batch, step, loss, temperature, of_user, hook_args, where=f"train/optimizer step {k}")
+        for k, step in enumerate(packing.steps)
     ]
 
 
 def _check_columns(batch: BatchColumns, packing: PackingPlan, loss: LossConfig) -> None:
+    policy = loss.type == "policy"
     needed = {
-        "advantages": loss.type == "policy",
-        "proximal_log_probs": loss.type == "policy" and len(packing.steps) > 1,
-        "reference_log_probs": loss.type == "policy" and loss.kl_loss_coef > 0,
-        "rollout_log_probs": loss.use_tis,
+        "advantages": policy,
+        "proximal_log_probs": policy and (bool(loss.corrects) or (len(packing.steps) > 1 and not loss.use_rollout_logprobs)),
+        "reference_log_probs": policy and loss.kl_loss_coef > 0,
+        "rollout_log_probs": policy and (bool(loss.corrects) or loss.use_rollout_logprobs),
     }
     missing = [name for name, wanted in needed.items() if wanted and getattr(batch, name) is None]
     if missing:
@@ -69,94 +83,112 @@ def _check_columns(batch: BatchColumns, packing: PackingPlan, loss: LossConfig) 
         )
 
 
-def _step(trained: Trained, batch: BatchColumns, step, loss: LossConfig, temperature: float, where: str) -> dict[str, float]:
-    samples = np.array([i for rank in step for micro in rank for i in micro], np.int64)
-    samples.sort()
-    weights = _weights(batch, samples, loss)
+def _step(
+    trained: Trained,
+    batch: BatchColumns,
+    step: tuple,
+    loss: LossConfig,
+    temperature: float,
+    of_user: CustomLoss | None,
+    hook_args: Any,
+    where: str,
+) -> dict[str, float]:
+    samples = np.array(sorted(i for rank in step for micro in rank for i in micro), np.int64)
+    fixed = prepare(batch, samples, loss, hook_args)
+    sample_of, counts = batch.sample_of, np.bincount(batch.sample_of, batch.loss_mask, minlength=len(batch))
     mine, part = step[parallel_state.get_data_parallel_rank()], this_slice(trained)
+    names: list[str] = []
+
+    def consume(micro: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = _tokens(batch, fixed, micro, log_probs, entropy, sample_of, counts, by_name=of_user is not None)
+        found = objective(tokens, loss, of_user)
+        names[:] = found.metrics
+        return found.loss, torch.stack(list(found.metrics.values()))
+
     trained.ddp.zero_grad_buffer()
     trained.optimizer.zero_grad()
     kept = run_passes(
         trained,
         (pack(batch, indices, part, only_masked_in=True) for indices in mine),
-        lambda micro, log_probs, entropy: _loss(batch, weights, loss, micro, log_probs, entropy),
+        consume,
         num_micro_batches=len(mine),
         temperature=temperature,
         forward_only=False,
-        entropy_gradient=loss.entropy_coef != 0,
+        entropy_gradient=loss.entropy_coef != 0 or of_user is not None,
     )
-    metrics = _reduced(kept, _names(loss))
+    metrics = summed(kept, _agreed(names)) | fixed.metrics
     if not math.isfinite(metrics["loss"]):
         raise TrainerError("the loss is not finite", where=where, found=metrics["loss"], do="look at this batch's log-probs")
-    metrics |= _update(trained, where)
+    metrics |= update(trained, where)
     masked_in = batch.loss_mask[gather_index(batch.response_offsets, samples)] > 0
     return metrics | {"tokens": float(masked_in.sum()), "samples": float(len(samples))}
 
 
-def _names(loss: LossConfig) -> tuple[str, ...]:
-    """Of the metrics, in the order of `_loss`."""
-    if loss.type == "sft":
-        return SFT_METRICS
-    return (*POLICY_METRICS, *(TIS_METRICS if loss.use_tis else ()))
+def _tokens(
+    batch: BatchColumns,
+    fixed: StepWeights,
+    micro: MicroBatch,
+    log_probs: torch.Tensor,
+    entropy: torch.Tensor,
+    sample_of: np.ndarray,
+    counts: np.ndarray,
+    *,
+    by_name: bool,
+) -> Tokens:
+    """The micro-batch's tokens; `by_name`: all columns too, for a custom loss."""
 
+    def column(values: np.ndarray | None) -> torch.Tensor | None:
+        return None if values is None else micro.column(values)
 
-def _weights(batch: BatchColumns, samples: np.ndarray, loss: LossConfig) -> np.ndarray:
-    """[R]: the weights of this step's tokens, 0 elsewhere."""
-    index = gather_index(batch.response_offsets, samples)
-    weights = np.zeros(batch.num_response_tokens, np.float32)
-    weights[index] = token_weights(
-        batch.loss_mask[index], batch.response_lengths[samples], per_token=loss.calculate_per_token_loss
+    shared = parallel_state.get_context_parallel_world_size() > 1
+    named = {name: micro.column(values) for key, name in NAMES.items() if (values := getattr(batch, key)) is not None}
+    return Tokens(
+        log_probs=log_probs,
+        entropy=entropy,
+        weight=micro.column(fixed.weight),
+        sequences=Sequences(
+            sample=micro.column(sample_of),
+            counts=torch.from_numpy(counts).to(log_probs.device),
+            total=_total_over_context if shared else alone,
+        ),
+        policy_weight=column(fixed.policy_weight),
+        advantages=column(batch.advantages),
+        proximal=column(batch.proximal_log_probs),
+        behaviour=column(batch.rollout_log_probs),
+        reference=column(batch.reference_log_probs),
+        factor=column(fixed.factor),
+        columns=named if by_name else {},
     )
-    return weights
 
 
-def _loss(batch: BatchColumns, weights: np.ndarray, loss: LossConfig, micro: MicroBatch, log_probs, entropy):
-    """The micro-batch's part of the loss, and its part of every metric: [number of metrics] float32."""
-    weight = micro.column(weights)
-    if loss.type == "sft":
-        total = (weight * (sft_loss(log_probs) - loss.entropy_coef * entropy)).sum()
-        return total, torch.stack([total.detach(), (weight * entropy.detach()).sum()])
-    assert batch.advantages is not None
-    old = log_probs.detach() if batch.proximal_log_probs is None else micro.column(batch.proximal_log_probs)
-    clip = policy_loss(
-        log_probs,
-        old,
-        micro.column(batch.advantages),
-        eps_clip=loss.eps_clip,
-        eps_clip_high=loss.eps_clip_high,
-        eps_clip_c=loss.eps_clip_c,
-    )
-    reference = batch.reference_log_probs
-    kl = torch.zeros_like(log_probs) if reference is None else kl_estimate(log_probs, micro.column(reference), loss.kl_loss_type)
-    difference = torch.zeros_like(old)
-    if batch.rollout_log_probs is not None:
-        difference = (old - micro.column(batch.rollout_log_probs)).abs()
-    surrogate, correction = clip.loss, ()
-    if loss.use_tis:
-        assert batch.rollout_log_probs is not None
-        behaviour = micro.column(batch.rollout_log_probs)
-        tis = truncated_importance(old, behaviour, tis_clip=loss.tis_clip, tis_clip_low=loss.tis_clip_low)
-        surrogate, correction = clip.loss * tis.weight, (tis.ratio, tis.clipped)
-    total = surrogate - loss.entropy_coef * entropy + loss.kl_loss_coef * kl
-    columns = torch.stack([total, surrogate, entropy, clip.clipped, clip.ppo_kl, kl, difference, *correction]).detach()
-    return (weight * total).sum(), columns @ weight
+class _TotalOverContext(torch.autograd.Function):
+    """The sum over context parallel ranks. The loss is a sum over them too, so every rank's part of the gradient counts."""
+
+    @staticmethod
+    def forward(ctx, values):
+        return _summed(values)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return _summed(gradients[0])
 
 
-def _reduced(kept: list[torch.Tensor], names: tuple[str, ...]) -> dict[str, float]:
-    """Summed over micro-batches and ranks."""
-    total = torch.zeros(len(names), dtype=torch.float32, device=platform.device())
-    if speaks_for_its_samples():
-        total += torch.stack(kept).sum(0)
-    torch.distributed.all_reduce(total)
-    return dict(zip(names, total.tolist(), strict=True))
+def _summed(values: torch.Tensor) -> torch.Tensor:
+    values = values.clone()
+    group: Any = parallel_state.get_context_parallel_group()
+    torch.distributed.all_reduce(values, group=group)
+    return values
 
 
-def _update(trained: Trained, where: str) -> dict[str, float]:
-    learning_rate = max(group["lr"] for group in trained.optimizer.param_groups)
-    outcome: Any = trained.optimizer.step()
-    updated, norm, _ = outcome
-    norm = float(trained.optimizer.get_grad_norm() if norm is None else norm)
-    if not updated or not math.isfinite(norm):
-        raise TrainerError("the gradient is not finite", where=where, found=norm, do="restore the last checkpoint")
-    trained.scheduler.step(increment=1)
-    return {"grad_norm": norm, "lr": float(learning_rate)}
+def _total_over_context(values: torch.Tensor) -> torch.Tensor:
+    result: Any = _TotalOverContext.apply(values)
+    return result
+
+
+def _agreed(names: list[str]) -> tuple[str, ...]:
+    """The names of the metrics: pipeline stages before the last have not seen them. Collective."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return tuple(names)
+    last: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(last, names)
+    return tuple(next(found for found in last if found))

@@ -12,6 +12,7 @@ import traceback
 import numpy as np
 
 from rlpipe.config.model import HuggingFaceModel, ModelConfig
+from rlpipe.config.models import CriticConfig
 from rlpipe.config.train import TrainConfig
 from rlpipe.packing import BatchColumns, plan
 
@@ -168,3 +169,54 @@ def weights_of_checkpoint(rank: int, world_size: int, port: int, model_dir: str,
     weights = {name: tensor.clone().numpy() for name, tensor in ours.named_hf_tensors()}
     ours.close()
     return {"iteration": iteration, "weights": weights if rank == 0 else None}
+
+
+def with_returns(batch: BatchColumns, values: np.ndarray, seed: int) -> BatchColumns:
+    """With what a critic learns from: values a little off, and returns."""
+    returns = near(np.zeros_like(values), 1.0, seed)
+    return batch.with_columns(values=near(values, 0.3, seed + 1), returns=returns)
+
+
+def value_and_train(rank: int, world_size: int, port: int, model_dir: str, train: dict, critic: dict) -> dict:
+    """A critic's values, then policy and critic trained on two optimizer steps; everything a test may want to compare."""
+    config = TrainConfig.model_validate(train)
+    ours = engine(
+        model_dir, config, rank, world_size, port, critic=CriticConfig.model_validate(critic), critic_optimizer_steps=100
+    )
+    try:
+        ours.load_hf()
+        batch, results = make_batch(), []
+        values = ours.values(batch)
+        batch = with_returns(batch.with_columns(proximal_log_probs=near(ours.score(batch), 0.2, 1)), values, 2)
+        batch = batch.with_columns(reference_log_probs=batch.proximal_log_probs)
+        packing = plan(batch.lengths, global_batch_size=12, max_tokens=ours.max_tokens, data_parallel=ours.data_parallel)
+        results += ours.train(batch, packing).steps
+        return {"values": values, "steps": results, "after": ours.values(batch), "digest": ours.state_digest()}
+    finally:
+        ours.close()
+
+
+def save_and_resume_with_critic(
+    rank: int, world_size: int, port: int, model_dir: str, train: dict, directory: str, second_port: int
+) -> dict:
+    """As `save_and_resume`, with a critic: digests of training straight on, and from a checkpoint in a fresh engine."""
+    config, digests = TrainConfig.model_validate(train), {}
+    settings = {"critic": CriticConfig(), "critic_optimizer_steps": 100}
+    ours = engine(model_dir, config, rank, world_size, port, **settings)
+    ours.load_hf()
+    digests["saved"] = _train_with_critic(ours, 0)
+    ours.save_checkpoint(directory, 1)
+    digests["straight"] = _train_with_critic(ours, 1)
+    ours.close()
+    fresh = engine(model_dir, config, rank, world_size, second_port, **settings)
+    digests["iteration"] = fresh.load_checkpoint(directory)
+    digests["loaded"] = fresh.state_digest()
+    digests["resumed"] = _train_with_critic(fresh, 1)
+    fresh.close()
+    return digests
+
+
+def _train_with_critic(ours, seed: int) -> str:
+    batch = make_batch(seed=seed)
+    packing = plan(batch.lengths, global_batch_size=None, max_tokens=64, data_parallel=ours.data_parallel)
+    return ours.train(with_returns(batch, ours.values(batch), seed), packing).state_digest

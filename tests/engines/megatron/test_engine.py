@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlpipe.config.train import LossConfig, TrainConfig
+from rlpipe.config.algorithms import LossConfig
+from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron.step import train_steps
 from rlpipe.errors import ConfigError, DataError, TrainerError
 from rlpipe.packing import BatchColumns, plan
@@ -106,7 +107,8 @@ def test_data_of_other_weights_is_trained_otherwise_with_truncated_importance_sa
     digests = set()
     for loss in ({}, {"use_tis": True}, {"use_tis": True, "tis_clip": 1.1}, {"use_tis": True, "tis_clip_low": 0.9}):
         ours, batch = start(train=with_loss(PLAIN, **loss)), make_batch()
-        batch = batch.with_columns(rollout_log_probs=near(ours.score(batch), 0.5, 1))
+        scores = ours.score(batch)
+        batch = batch.with_columns(rollout_log_probs=near(scores, 0.5, 1), proximal_log_probs=scores)
         digests.add(ours.train(batch, one_plan(ours, batch)).state_digest)
         ours.close()
     assert len(digests) == 4
@@ -214,7 +216,7 @@ def test_a_batch_without_the_columns_its_loss_reads_is_refused_before_a_step(sta
         ours.train(batch.with_columns(advantages=None), one_plan(ours, batch))
     with pytest.raises(DataError, match="no proximal_log_probs"):
         ours.train(batch, one_plan(ours, batch, 12))
-    with pytest.raises(DataError, match="no rollout_log_probs"):
+    with pytest.raises(DataError, match="no proximal_log_probs, rollout_log_probs"):
         train_steps(
             ours.trained, batch.with_columns(rollout_log_probs=None), one_plan(ours, batch), LossConfig(use_tis=True), 1.0
         )

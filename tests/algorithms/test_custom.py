@@ -1,0 +1,157 @@
+"""Functions of the user: slime's own shapes work, and what cannot work is refused with what was expected."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlpipe.algorithms import custom
+from rlpipe.algorithms.importance import correct
+from rlpipe.algorithms.objective import Tokens
+from rlpipe.algorithms.reduction import token_weights
+from rlpipe.algorithms.sequences import Sequences
+from rlpipe.config.algorithms import AdvantageConfig, LossConfig
+from rlpipe.errors import ConfigError, DataError
+
+LENGTHS = np.array([2, 3])
+MASKS = [np.array([1.0, 1.0], np.float32), np.array([1.0, 0.0, 1.0], np.float32)]
+PROXIMAL = [np.array([-1.0, -2.0], np.float32), np.array([-1.0, -1.0, -3.0], np.float32)]
+BEHAVIOUR = [np.array([-1.5, -1.0], np.float32), np.array([-1.0, -9.0, -4.0], np.float32)]
+ARGS = Namespace(tis_clip=2.0, tis_clip_low=0.5)
+
+
+def slimes_tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **_others):
+    """In the shape of slime's `vanilla_tis_function`."""
+    assert total_lengths == [4, 5]
+    assert response_lengths == [2, 3]
+    weights = torch.exp(torch.cat(train_log_probs) - torch.cat(rollout_log_probs))
+    clipped = weights.clamp(args.tis_clip_low, args.tis_clip)
+    return pg_loss * clipped, loss_masks, {"tis_mine": weights}
+
+
+def correction(function, **others):
+    given = {"proximal": PROXIMAL, "behaviour": BEHAVIOUR, "masks": MASKS, "total_lengths": LENGTHS + 2}
+    return custom.custom_correction(function, ARGS, **{**given, **others})
+
+
+def test_a_correction_in_slimes_shape_is_the_built_in_one():
+    found = correction(slimes_tis)
+    flat = [np.concatenate(parts) for parts in (PROXIMAL, BEHAVIOUR, MASKS)]
+    built_in = correct(*flat, LENGTHS, LossConfig(use_tis=True, tis_clip_low=0.5))
+    counted = flat[2] > 0
+    assert found.factor[counted] == pytest.approx(built_in.factor[counted], rel=1e-6)
+    assert found.kept[counted].tolist() == [1] * 4
+    assert found.metrics["tis_mine"][0] == pytest.approx(np.exp(0.5))
+
+
+def test_a_correction_may_reject_tokens():
+    def reject(args, *, pg_loss, loss_masks, **others):
+        return pg_loss, [mask * torch.tensor([0.0] + [1.0] * (len(mask) - 1)) for mask in loss_masks], {}
+
+    assert correction(reject).kept.tolist() == [0, 1, 0, 0, 1]
+
+
+def test_a_correction_that_is_not_proportional_to_the_loss_is_refused():
+    with pytest.raises(DataError, match="proportional"):
+        correction(lambda args, *, pg_loss, **others: (pg_loss.clamp(min=0), None, {}))
+
+
+def test_a_correction_of_another_length_is_refused():
+    with pytest.raises(DataError, match="one value per response token"):
+        correction(lambda args, *, pg_loss, **others: (pg_loss[:3], None, {}))
+
+
+def dr_grpo(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
+    """In the shape of slime's `get_pg_loss_reducer`: a constant in place of each sample's length."""
+
+    def reduce(values):
+        parts = zip(values.split(response_lengths), loss_masks, strict=True)
+        return sum((part * mask).sum() / (1.0 if calculate_per_token_loss else 100.0) for part, mask in parts)
+
+    return reduce
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_reducer_in_slimes_shape_becomes_a_weight_per_token(per_token: bool):
+    found = custom.reducer_weights(dr_grpo, masks=MASKS, total_lengths=LENGTHS, per_token=per_token, num_rollouts=2)
+    constant = None if per_token else 100
+    expected = token_weights(np.concatenate(MASKS), LENGTHS, per_token=per_token, constant_length=constant)
+    assert found == pytest.approx(expected)
+
+
+def test_a_reducer_that_is_not_linear_is_refused():
+    def square(*_):
+        return lambda values: (values + 1).square().sum()
+
+    with pytest.raises(DataError, match="linear"):
+        custom.reducer_weights(square, masks=MASKS, total_lengths=LENGTHS, per_token=False, num_rollouts=2)
+
+
+def test_an_advantage_function_sets_lists_of_tensors():
+    def mine(args, rollout_data):
+        rollout_data["advantages"] = [mask * 2.0 for mask in rollout_data["loss_masks"]]
+        rollout_data["returns"] = [mask * 3.0 for mask in rollout_data["loss_masks"]]
+
+    data = {"loss_masks": [torch.from_numpy(mask) for mask in MASKS]}
+    found = custom.custom_estimates(mine, ARGS, data, LENGTHS)
+    assert found.advantages.tolist() == [2, 2, 2, 0, 2]
+    assert found.returns.tolist() == [3, 3, 3, 0, 3]
+    with pytest.raises(DataError, match="advantages"):
+        custom.custom_estimates(lambda args, data: None, ARGS, {}, LENGTHS)
+    with pytest.raises(DataError, match="2 parts of 5 values"):
+        custom.custom_estimates(lambda a, d: d.update(advantages=[torch.zeros(3), torch.zeros(2)]), ARGS, {}, LENGTHS)
+
+
+def test_a_reward_post_process_answers_two_lists():
+    assert custom.custom_rewards(lambda args, samples: (samples, [2 * r for r in samples]), ARGS, [1.0, 2.0]).tolist() == [2, 4]
+    with pytest.raises(DataError, match="one number per sample"):
+        custom.custom_rewards(lambda args, samples: (samples, [1.0]), ARGS, [1.0, 2.0])
+
+
+def tokens() -> Tokens:
+    sequences = Sequences(torch.tensor([0, 0, 1]), torch.tensor([2.0, 1.0]))
+    columns = {"advantages": torch.tensor([1.0, 2.0, 3.0])}
+    return Tokens(torch.tensor([-1.0, -2.0, -3.0]), torch.ones(3), torch.ones(3), sequences, columns=columns)
+
+
+def test_a_custom_loss_sees_columns_and_sequences():
+    def mine(args, batch, log_probs, entropy):
+        return -batch["advantages"] * batch["sequence_mean"](log_probs) - entropy, {"mean": batch["sequence_mean"](log_probs)}
+
+    loss, metrics = custom.custom_loss(mine, ARGS, tokens())
+    assert loss.tolist() == [0.5, 2, 8]
+    assert metrics["mean"].tolist() == [-1.5, -1.5, -3]
+    with pytest.raises(DataError, match="do not reduce it"):
+        custom.custom_loss(lambda args, batch, log_probs, entropy: (log_probs.sum(), {}), ARGS, tokens())
+
+
+def hook(folder: Path, text: str) -> str:
+    path = folder / "mine.py"
+    path.write_text(text)
+    return f"{path}:mine"
+
+
+BAD = [
+    ("custom_loss_function_path", "def mine(args, batch, logits, sum_of_sample_mean): ...", "not logits"),
+    ("custom_loss_function_path", "def mine(args): ...", "cannot be called"),
+    ("custom_tis_function_path", "def mine(args, *, pg_loss): ...", "cannot be called"),
+    ("custom_advantage_function_path", "def mine(): ...", "cannot be called"),
+    ("custom_pg_loss_reducer_function_path", "def mine(masks): ...", "cannot be called"),
+    ("custom_reward_post_process_path", "def mine(samples): ...", "cannot be called"),
+]
+
+
+@pytest.mark.parametrize(("key", "text", "words"), BAD)
+def test_a_function_that_cannot_be_called_is_refused_before_anything_is_started(tmp_path: Path, key: str, text: str, words: str):
+    path = hook(tmp_path, text)
+    others = {"use_tis": True} if "tis" in key else {"type": "custom"} if "custom_loss" in key else {}
+    of_advantage = key in AdvantageConfig.model_fields
+    advantage = AdvantageConfig.model_validate({key: path} if of_advantage else {})
+    loss = LossConfig.model_validate({} if of_advantage else {key: path, **others})
+    with pytest.raises(ConfigError, match=words) as caught:
+        custom.check(advantage, loss)
+    assert "args" in str(caught.value.expected) or "total_lengths" in str(caught.value.expected)

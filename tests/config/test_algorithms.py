@@ -1,0 +1,104 @@
+"""Estimators and losses as a person writes them: what follows from what, and what does not fit together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rlpipe.config.algorithms import AdvantageConfig, LossConfig
+from rlpipe.config.load import validate
+from rlpipe.config.run import RunConfig
+from rlpipe.errors import ConfigError
+
+
+def run(**sections: Any) -> RunConfig:
+    base = {
+        "run": "run",
+        "num_rollout": 1,
+        "model": {"source": {"type": "huggingface", "hf_checkpoint": "/models/m"}},
+        "data": {"prompts": {"type": "file", "paths": ["a.jsonl"]}},
+        "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 4},
+        "reward": {"function": {"type": "math"}},
+    }
+    return validate({**base, **sections})
+
+
+@pytest.mark.parametrize(
+    ("estimator", "clips"), [("grpo", (0.2, None)), ("rloo", (0.2, None)), ("gspo", (3e-4, 4e-4)), ("cispo", (1.0, 4.0))]
+)
+def test_an_estimator_brings_its_surrogate_and_the_papers_clips(estimator: str, clips: tuple):
+    loss = run(advantage={"advantage_estimator": estimator}).train.loss
+    assert loss.surrogate == (estimator if estimator in ("gspo", "cispo") else "clip")
+    assert (loss.eps_clip, loss.eps_clip_high) == clips
+
+
+def test_a_given_surrogate_or_clip_stays():
+    assert run(advantage={"advantage_estimator": "gspo"}, train={"loss": {"surrogate": "clip"}}).train.loss.eps_clip == 0.2
+    slime = run(advantage={"advantage_estimator": "gspo"}, train={"loss": {"eps_clip": 0.2}}).train.loss
+    assert (slime.surrogate, slime.eps_clip, slime.eps_clip_high) == ("gspo", 0.2, None)
+
+
+@pytest.mark.parametrize(
+    ("train", "steps"),
+    [
+        ({}, 1),
+        ({"global_batch_size": 8}, 2),
+        ({"num_steps_per_rollout": 4}, 4),
+        ({"global_batch_size": 8, "num_steps_per_rollout": 2}, 2),
+    ],
+)
+def test_either_side_of_the_batch_equation_gives_the_other(train: dict, steps: int):
+    assert run(train=train).num_steps_per_rollout == steps
+
+
+@pytest.mark.parametrize(
+    "train", [{"global_batch_size": 5}, {"num_steps_per_rollout": 3}, {"global_batch_size": 8, "num_steps_per_rollout": 4}]
+)
+def test_a_batch_that_does_not_come_out_even_is_refused_with_the_numbers(train: dict):
+    with pytest.raises(ConfigError, match=r"rollout_batch_size × rollout.n_samples_per_prompt = 16 must be"):
+        run(train=train)
+
+
+REFUSED = [
+    ({"advantage_estimator": "grpo", "kl_coef": 0.1, "reference": True}, {}, "no part in grpo"),
+    ({"advantage_estimator": "rloo", "kl_coef": 0.1}, {}, "needs reference"),
+    ({"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": False}, {}, "whitened"),
+    ({"score_proximal": False, "use_opd": True}, {}, "nothing to compare"),
+    ({}, {"kl_loss_coef": 0.1}, "needs advantage.reference"),
+    ({"advantage_estimator": "rloo", "kl_coef": 0.1, "reference": True}, {"kl_loss_coef": 0.1}, "leave one of them out"),
+    ({"score_proximal": False}, {"use_tis": True}, "score_proximal"),
+    ({}, {"use_tis": True, "use_rollout_logprobs": True}, "leave out use_tis"),
+    ({}, {"use_rs": True, "rs_lower_bound": 3.0}, "rs_lower_bound"),
+    ({}, {"calculate_per_token_loss": True, "constant_length": 10}, "two aggregations"),
+    ({}, {"type": "custom"}, "belong together"),
+    ({}, {"custom_tis_function_path": "a.b"}, "needs use_tis"),
+]
+
+
+@pytest.mark.parametrize(("advantage", "loss", "words"), REFUSED)
+def test_what_does_not_fit_together_is_refused_in_words(advantage: dict, loss: dict, words: str):
+    with pytest.raises(ConfigError, match=words):
+        run(advantage=advantage, train={"loss": loss})
+
+
+def test_without_the_proximal_pass_several_steps_need_the_engines_log_probs():
+    advantage, two = {"score_proximal": False}, {"num_steps_per_rollout": 2}
+    assert run(advantage=advantage).num_steps_per_rollout == 1
+    with pytest.raises(ConfigError, match="2 optimizer steps"):
+        run(advantage=advantage, train=two)
+    assert run(advantage=advantage, train={**two, "loss": {"use_rollout_logprobs": True}}).num_steps_per_rollout == 2
+
+
+def test_the_bounds_of_rejection_are_those_of_the_weights_unless_given():
+    assert LossConfig(use_rs=True).rs_bounds == (0.5, 2.0)
+    assert LossConfig(use_rs=True, tis_clip=4.0, tis_clip_low=0.1).rs_bounds == (0.1, 4.0)
+    assert LossConfig(use_rs=True, rs_lower_bound=0.9, rs_upper_bound=1.1).rs_bounds == (0.9, 1.1)
+
+
+def test_reinforce_plus_plus_is_whitened_and_grpo_is_not():
+    assert AdvantageConfig(advantage_estimator="reinforce_plus_plus_baseline").normalize_advantages
+    assert not AdvantageConfig().normalize_advantages
+    with pytest.raises(ValidationError, match="advantage_estimator"):
+        AdvantageConfig.model_validate({"advantage_estimator": "trpo"})
