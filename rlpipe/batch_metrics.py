@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rlpipe.algorithms.importance import LARGEST_LOG_RATIO
 from rlpipe.batch import Batch
 from rlpipe.packing import BatchColumns
 
@@ -23,6 +24,7 @@ def batch_metrics(batch: Batch, columns: BatchColumns) -> dict[str, float]:
     if columns.advantages is not None:
         metrics["rollout/raw_reward"] = float(batch.rewards.mean())
         metrics["rollout/zero_std_fraction"] = zero_std_fraction(batch)
+    metrics |= column_means(columns) | mismatch_metrics(columns)
     if columns.proximal_log_probs is not None and columns.rollout_log_probs is not None:
         apart = np.abs(columns.proximal_log_probs - columns.rollout_log_probs)
         counted = columns.loss_mask > 0
@@ -31,6 +33,30 @@ def batch_metrics(batch: Batch, columns: BatchColumns) -> dict[str, float]:
             metrics["rollout/logprob_abs_diff/mean"] = float(apart[current].mean())
             metrics["rollout/logprob_abs_diff/max"] = float(apart[current].max())
     return metrics
+
+
+def column_means(columns: BatchColumns) -> dict[str, float]:
+    """Means over the tokens that count: advantages, returns, values, and `kl` = policy - reference log-prob."""
+    counted = columns.loss_mask > 0
+    given = {"advantages": columns.advantages, "returns": columns.returns, "values": columns.values}
+    if columns.proximal_log_probs is not None and columns.reference_log_probs is not None:
+        given["kl"] = columns.proximal_log_probs - columns.reference_log_probs
+    if not counted.any():
+        return {}
+    return {f"rollout/{name}": float(c[counted].mean(dtype=np.float64)) for name, c in given.items() if c is not None}
+
+
+def mismatch_metrics(columns: BatchColumns) -> dict[str, float]:
+    """Divergence of what sampled (the engine, maybe with older weights) from what is trained, over the tokens that count.
+
+    mismatch_kl = mean(ℓ_roll - ℓ),  mismatch_k3_kl = mean(exp(d) - 1 - d) with d = ℓ - ℓ_roll. Empty without both log-probs.
+    Source: slime's `--get-mismatch-metrics`, which needs a function of the user's for it.
+    """
+    if columns.proximal_log_probs is None or columns.rollout_log_probs is None or not columns.loss_mask.any():
+        return {}
+    d = (columns.proximal_log_probs.astype(np.float64) - columns.rollout_log_probs)[columns.loss_mask > 0]
+    k3 = np.expm1(np.minimum(d, LARGEST_LOG_RATIO)) - d
+    return {"rollout/mismatch_kl": float(-d.mean()), "rollout/mismatch_k3_kl": float(k3.mean())}
 
 
 def zero_std_fraction(batch: Batch) -> float:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.batch import Batch
+from rlpipe.batch import Batch, with_advantages
 from rlpipe.batch import fix_batch as fix_batch_of
 from rlpipe.batch_metrics import batch_metrics, staleness_metrics
+from rlpipe.config.algorithms import AdvantageConfig
 from rlpipe.errors import DataError
 from rlpipe.rewards.base import RewardRow
 from rlpipe.types import Sample, Status
@@ -201,6 +203,24 @@ def test_engine_and_trainer_are_compared_where_the_same_weights_sampled():
     assert "rollout/logprob_abs_diff/max" not in batch_metrics(old, columns)
 
 
+def test_how_far_engine_and_trainer_are_apart_is_told_as_a_divergence():
+    batch = fix_batch([replace(sample(0), loss_mask=[1, 1, 0])], [], scored=False, version=VERSION)
+    behaviour = batch.columns.rollout_log_probs
+    assert behaviour is not None
+    columns = batch.columns.with_columns(
+        proximal_log_probs=behaviour + np.array([0.1, -0.3, 9.0], np.float32),
+        reference_log_probs=behaviour,
+        advantages=np.array([1, 2, 50], np.float32),
+        returns=np.array([1, 4, 50], np.float32),
+    )
+    metrics = batch_metrics(batch, columns)
+    assert metrics["rollout/mismatch_kl"] == pytest.approx(0.1, abs=1e-6)
+    expected = np.mean([np.exp(d) - 1 - d for d in (0.1, -0.3)])
+    assert metrics["rollout/mismatch_k3_kl"] == pytest.approx(expected, rel=1e-4)
+    assert metrics["rollout/kl"] == pytest.approx(-0.1, abs=1e-6)
+    assert (metrics["rollout/advantages"], metrics["rollout/returns"]) == (1.5, 2.5)
+
+
 def test_a_reward_of_zero_is_a_reward():
     batch = fix_batch(
         [sample(0, 0), sample(0, 1)], [reward(sample(0, 0), 0.0), reward(sample(0, 1), 2.5)], scored=True, version=VERSION
@@ -229,3 +249,72 @@ def test_a_batch_without_groups_says_what_became_of_them():
         fix_batch(samples, [reward(samples[1], None)], scored=True, version=VERSION)
     assert caught.value.found == "3 groups left out: 1 failed, 2 reward_error"
     assert caught.value.where == "advantage"
+
+
+@dataclass
+class Fanned(Sample):
+    """A sample of a rollout that gave several, or that was removed after the fact."""
+
+    rollout_id: int | None = None
+    remove_sample: bool = False
+
+
+def fanned(index: int, rollout: int | None, *, removed: bool = False) -> Fanned:
+    made = sample(0, index)
+    given = {field.name: getattr(made, field.name) for field in fields(Sample) if field.name not in vars(Fanned)}
+    return Fanned(**given, rollout_id=rollout, remove_sample=removed)
+
+
+def four(*samples: Sample, rewards: tuple[float, ...] = (1.0, 0.0, 0.0, 1.0)) -> Batch:
+    given_rows = samples or tuple(sample(0, index) for index in range(4))
+    rows = [reward(of, value) for of, value in zip(given_rows, rewards, strict=True)]
+    return fix_batch(given_rows, rows, scored=True, version=VERSION)
+
+
+def test_samples_of_one_rollout_get_one_number_and_one_part_of_the_baseline():
+    batch = four(fanned(0, 0), fanned(1, 0), fanned(2, 0), fanned(3, 1), rewards=(1.0, 1.0, 1.0, 0.0))
+    assert batch.columns.rollouts.tolist() == [0, 0, 0, 1]
+    columns = with_advantages(batch, batch.columns, AdvantageConfig(grpo_std_normalization=False))
+    assert columns.advantages is not None
+    assert columns.advantages[::3].tolist() == [0.5, 0.5, 0.5, -0.5]
+
+
+def test_a_removed_sample_has_no_part_in_the_loss_but_counts_in_its_group():
+    batch = four(fanned(0, None, removed=True), *(sample(0, index) for index in (1, 2, 3)))
+    assert batch.columns.loss_mask.tolist() == [0, 0, 0] + [1] * 9
+    columns = with_advantages(batch, batch.columns, AdvantageConfig(grpo_std_normalization=False))
+    assert columns.advantages is not None
+    assert columns.advantages[::3].tolist() == [0.5, -0.5, -0.5, 0.5]
+
+
+def test_the_hand_values_of_grpo_arrive_on_every_token():
+    batch = four()
+    columns = with_advantages(batch, batch.columns, AdvantageConfig())
+    assert columns.advantages is not None
+    assert columns.advantages == pytest.approx(np.repeat([0.866024, -0.866024, -0.866024, 0.866024], 3), abs=1e-6)
+    assert np.array_equal(columns.advantages, columns.returns)
+
+
+def test_an_estimator_of_the_user_sees_the_batch_under_slimes_names(tmp_path: Path):
+    hook = tmp_path / "mine.py"
+    hook.write_text(
+        "def mine(args, rollout_data):\n"
+        "    assert args == 'args' and rollout_data['response_lengths'] == [3, 3, 3, 3]\n"
+        "    assert rollout_data['total_lengths'][0] == len(rollout_data['tokens'][0])\n"
+        "    pairs = zip(rollout_data['rewards'], rollout_data['log_probs'])\n"
+        "    rollout_data['advantages'] = rollout_data['returns'] = [reward * part for reward, part in pairs]\n\n"
+        "def post(args, samples):\n"
+        "    raw = [sample.reward for sample in samples]\n"
+        "    return raw, [10 * reward + sample.index for reward, sample in zip(raw, samples)]\n"
+    )
+    batch = four()
+    columns = batch.columns.with_columns(proximal_log_probs=np.full(12, -2.0, np.float32))
+    config = AdvantageConfig(grpo_std_normalization=False, custom_advantage_function_path=f"{hook}:mine")
+    found = with_advantages(batch, columns, config, "args").advantages
+    assert found is not None
+    assert found[::3].tolist() == [-1, 1, 1, -1]
+    post = config.model_copy(update={"custom_reward_post_process_path": f"{hook}:post", "custom_advantage_function_path": None})
+    found = with_advantages(batch, columns, post).advantages
+    assert found is not None
+    assert found[::3].tolist() == [10, 1, 2, 13]
+    assert batch.rewards.tolist() == [1, 0, 0, 1], "what is logged stays raw"

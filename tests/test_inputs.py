@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,23 @@ def test_a_sampling_filter_makes_its_source_and_the_reward_decide_the_rollout(tm
     assert differing(filtering, gym) == {Stage.ROLLOUT, Stage.REWARD, HELD}
     hook.write_text("def keep(samples):\n    return False\n")
     assert {stage for stage, digest in digests(filtering).items() if digest != before[stage]} == {Stage.ROLLOUT}
+
+
+@pytest.mark.parametrize(
+    ("sections", "stage"),
+    [
+        ({"advantage": {"custom_advantage_function_path": "{}:f"}}, Stage.ADVANTAGE),
+        ({"advantage": {"custom_reward_post_process_path": "{}:f"}}, Stage.ADVANTAGE),
+        ({"train": {"loss": {"custom_pg_loss_reducer_function_path": "{}:f"}}}, Stage.TRAIN),
+    ],
+)
+def test_the_source_of_a_function_in_the_mathematics_decides_its_stage(tmp_path: Path, sections: dict, stage: Stage):
+    hook = tmp_path / "mine.py"
+    hook.write_text("def f(*_):\n    return 1\n")
+    config = validate(json.loads(json.dumps({**BASE, **sections}).replace("{}", str(hook))))
+    before = digests(config)
+    hook.write_text("def f(*_):\n    return 2\n")
+    assert {name for name, digest in digests(config).items() if digest != before[name]} == {stage}
 
 
 @pytest.mark.parametrize("key", ["deterministic", "async_buffer_size"])

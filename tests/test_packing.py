@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.errors import ConfigError, DataError
-from rlpipe.packing import BatchColumns, PackingPlan, plan
+from rlpipe.packing import BatchColumns, PackingPlan, attention_length, plan
 
 lengths_of_samples = st.lists(st.integers(1, 300), min_size=1, max_size=80)
 
@@ -25,6 +25,60 @@ def test_a_micro_batch_exceeds_max_tokens_only_by_a_sample_that_is_alone(lengths
     made = plan(lengths, global_batch_size=None, max_tokens=max_tokens, data_parallel=data_parallel)
     for micro in (micro for step in made.steps for rank in step for micro in rank):
         assert len(micro) <= 1 or sum(lengths[i] for i in micro) <= max_tokens
+
+
+@given(lengths_of_samples, st.integers(1, 9), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.randoms())
+def test_rollouts_stay_together_in_the_steps_that_are_asked_for_and_none_trails_behind(
+    lengths, num_steps, micro_batch_size, data_parallel, balance_by_flops, random
+):
+    rollout = [random.randrange(8) for _ in lengths]
+    made = plan(
+        lengths,
+        global_batch_size=None,
+        num_steps=num_steps,
+        rollout=rollout,
+        micro_batch_size=micro_batch_size,
+        max_tokens=64,
+        data_parallel=data_parallel,
+        balance_by_flops=balance_by_flops,
+    )
+    made.check(len(lengths), data_parallel)
+    steps = [{rollout[i] for rank in step for micro in rank for i in micro} for step in made.steps]
+    assert len(steps) == min(num_steps, len(set(rollout)))
+    assert sorted(number for step in steps for number in step) == sorted(set(rollout))
+    assert max(map(len, steps)) - min(map(len, steps)) <= 1
+    assert max(len(micro) for step in made.steps for rank in step for micro in rank) <= micro_batch_size
+
+
+@pytest.mark.parametrize("sizes", [(8, None), (None, 4), (8, 4)])
+def test_a_batch_that_lost_a_group_keeps_its_number_of_steps(sizes):
+    made = plan([5] * 29, global_batch_size=sizes[0], num_steps=sizes[1], max_tokens=100, data_parallel=1)
+    assert [sum(len(micro) for rank in step for micro in rank) for step in made.steps] == [8, 7, 7, 7]
+
+
+def test_balancing_by_flops_evens_out_the_square_of_attention_and_by_tokens_the_tokens():
+    lengths = np.array([40_000] + [1_000] * 40)
+    for balance_by_flops, cost in ((True, lengths * (1 + lengths / 1000.0)), (False, lengths)):
+        made = plan(
+            lengths,
+            global_batch_size=None,
+            micro_batch_size=41,
+            max_tokens=1,
+            data_parallel=2,
+            balance_by_flops=balance_by_flops,
+            attention_length=1000,
+        )
+        loads = sorted(cost[[i for micro in rank for i in micro]].sum() for rank in made.steps[0])
+        alone = [len(micro) for rank in made.steps[0] for micro in rank if 0 in micro]
+        assert alone == [1]
+        assert loads == pytest.approx([80_000, 1_640_000] if balance_by_flops else [40_000, 40_000])
+
+
+def test_the_length_at_which_attention_costs_as_much_as_the_matrices():
+    dense = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 8 * 1024 // 3}
+    assert attention_length(dense) == pytest.approx(12 * 1024, rel=1e-3)
+    sparse = {**dense, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "num_key_value_heads": 4, "head_dim": 128}
+    assert attention_length(sparse) == (1024 * 128 * (32 + 8) + 3 * 1024 * 1024) / (16 * 128)
 
 
 def test_equal_samples_are_shared_evenly_over_ranks():
@@ -99,6 +153,14 @@ def test_select_takes_samples_in_the_order_asked_for():
     assert batch.advantages.tolist() == [1.0, -1.0]
     assert batch.loss_mask.tolist() == [1, 0]
     assert batch.rollout_log_probs is None
+    fanned = three_samples().with_columns(rollout=np.array([4, 4, 9])).select([2, 1])
+    assert fanned.rollouts.tolist() == [9, 4]
+    assert three_samples().rollouts.tolist() == [0, 1, 2]
+
+
+def test_a_rollout_number_for_every_sample_or_none():
+    with pytest.raises(DataError, match="one value per sample"):
+        three_samples().with_columns(rollout=np.zeros(2, np.int64))
 
 
 def test_a_loss_mask_is_all_ones_unless_given():

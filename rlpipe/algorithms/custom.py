@@ -17,6 +17,9 @@ The custom loss differs from slime's, which gets logits: whole logits are never 
 has [n] tensors of the tokens at hand (advantages, log_probs, rollout_log_probs, ref_log_probs, teacher_log_probs, values,
 returns: those the batch has, `log_probs` being the ones before the iteration) and `sequence_mean`, [n] → [n].
 
+The source of each function is an input of its stage, and so are the keys of that stage. What a function reads of `args` beyond
+them is not: change such a key together with the function's source (a comment will do).
+
 Not here: finding and importing a function (`config.hooks`).
 """
 

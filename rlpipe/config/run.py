@@ -151,9 +151,10 @@ class RunConfig(Config):
         if problem := contradiction(self.advantage, self.train.loss, self.num_steps_per_rollout):
             raise ValueError(problem)
         supervised = self.rollout.type == "dataset"
-        if supervised != (self.train.loss.type == "sft") or supervised != (self.advantage.advantage_estimator == "none"):
+        wrong_loss = self.train.loss.type == ("policy" if supervised else "sft")
+        if wrong_loss or supervised != (self.advantage.advantage_estimator == "none"):
             raise ValueError(
-                "supervised runs set all of rollout.type: dataset, train.loss.type: sft and "
+                "supervised runs set all of rollout.type: dataset, train.loss.type: sft (or custom) and "
                 "advantage.advantage_estimator: none; found "
                 f"{self.rollout.type}, {self.train.loss.type}, {self.advantage.advantage_estimator}"
             )

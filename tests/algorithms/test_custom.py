@@ -40,9 +40,10 @@ def correction(function, **others):
 
 def test_a_correction_in_slimes_shape_is_the_built_in_one():
     found = correction(slimes_tis)
-    flat = [np.concatenate(parts) for parts in (PROXIMAL, BEHAVIOUR, MASKS)]
-    built_in = correct(*flat, LENGTHS, LossConfig(use_tis=True, tis_clip_low=0.5))
-    counted = flat[2] > 0
+    mask = np.concatenate(MASKS)
+    loss = LossConfig(use_tis=True, tis_clip_low=0.5)
+    built_in = correct(np.concatenate(PROXIMAL), np.concatenate(BEHAVIOUR), mask, LENGTHS, loss)
+    counted = mask > 0
     assert found.factor[counted] == pytest.approx(built_in.factor[counted], rel=1e-6)
     assert found.kept[counted].tolist() == [1] * 4
     assert found.metrics["tis_mine"][0] == pytest.approx(np.exp(0.5))

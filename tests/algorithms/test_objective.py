@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from rlpipe.algorithms.importance import correct
 from rlpipe.algorithms.objective import Tokens, objective
 from rlpipe.algorithms.reduction import token_weights
-from rlpipe.algorithms.sequences import Sequences
+from rlpipe.algorithms.sequences import Sequences, alone
 from rlpipe.config.algorithms import LossConfig
 from tests.algorithms import loops
 from tests.algorithms.batches import Ragged, ragged
@@ -40,6 +41,9 @@ COLUMNS = 5
 """New, old, behaviour and reference log-probs, and advantages; the entropy is made up: minus the new log-prob."""
 
 
+Total = Callable[[torch.Tensor], torch.Tensor]
+
+
 class Made:
     """The tokens of a batch that count, as the trainer has them, in float64."""
 
@@ -62,10 +66,9 @@ class Made:
         self.columns = {name: torch.from_numpy(column[self.counted]) for name, column in columns.items()}
         self.new = torch.from_numpy(new[self.counted])
 
-    def tokens(self, new: torch.Tensor, chosen: torch.Tensor | None = None, total=None) -> Tokens:
+    def tokens(self, new: torch.Tensor, chosen: torch.Tensor | None = None, total: Total = alone) -> Tokens:
         pick = torch.arange(len(self.new)) if chosen is None else chosen
-        of = {"sample": torch.from_numpy(self.sample)[pick], "counts": torch.from_numpy(self.counts)}
-        sequences = Sequences(**of) if total is None else Sequences(**of, total=total)
+        sequences = Sequences(torch.from_numpy(self.sample)[pick], torch.from_numpy(self.counts), total)
         columns: dict[str, Any] = {name: column[pick] for name, column in self.columns.items()}
         return Tokens(log_probs=new[pick], entropy=-new[pick], sequences=sequences, **columns)
 
@@ -101,6 +104,7 @@ def test_cut_into_micro_batches_loss_gradient_and_metrics_are_the_same(batch: Ra
     total = torch.stack([part.loss for part in found]).sum()
     total.backward()
     assert total.item() == pytest.approx(whole, rel=1e-9, abs=1e-9)
+    assert new.grad is not None
     assert torch.allclose(new.grad, wanted, atol=1e-9)
     names = objective(made.tokens(made.new), loss).metrics
     for name, value in names.items():
@@ -129,6 +133,7 @@ def test_cut_within_samples_over_ranks_that_share_them_it_is_the_same(batch: Rag
         total = total + objective(made.tokens(new, part, total=lambda _, answers=answers: next(answers)), loss).loss
     total.backward()
     assert total.item() == pytest.approx(whole, rel=1e-9, abs=1e-9)
+    assert new.grad is not None
     assert torch.allclose(new.grad, wanted, atol=1e-9)
 
 

@@ -40,8 +40,9 @@ class TrainResult:
     """What one iteration's optimizer steps did. Equal on every rank."""
 
     steps: list[dict[str, float]] = field(default_factory=list)
-    """Metrics of every optimizer step. Policy: loss, pg_loss, entropy, clipfrac, ppo_kl, kl_loss,
-    train_rollout_logprob_abs_diff, with use_tis tis and tis_clipfrac; supervised: loss, entropy; both: grad_norm (before
+    """Metrics of every optimizer step. Policy: loss, pg_loss, entropy, clipfrac, ppo_kl, ratio, kl_loss,
+    train_rollout_logprob_abs_diff, with use_opsm opsm_clipfrac, with use_tis tis, tis_abs and tis_clipfrac, with rejection
+    rs_rejectfrac and rs_vetofrac; supervised: loss, entropy; a custom loss also what it names; all: grad_norm (before
     clipping), lr, tokens, samples. All but the last four are aggregated over tokens like the loss. With a critic also
     value_loss, value_clipfrac, critic_grad_norm, critic_lr; while it is trained alone, only those."""
     state_digest: str = ""
