@@ -83,6 +83,7 @@ TUNING = {
     "": "num_rollout",
     "stop_when": "metric at_least",
     "model.source": "hf_checkpoint",
+    "data": "num_data_workers streaming_data",
     "rollout": "flush_interval_s timeout_s max_sampling_rounds",
     "reward": "workers attempts sample_timeout_s timeout_s",
     "advantage": "log_probs_max_tokens_per_gpu",
@@ -130,7 +131,7 @@ def changed(model: Any, key: str) -> Any:
 
 
 def other(name: str, value: Any) -> Any:
-    if name == "dynamic_sampling_filter_path":
+    if name.endswith("_path"):
         return "rlpipe.rollout.filters.reward_nonzero_std"
     if name == "over_sampling_batch_size":
         return 9

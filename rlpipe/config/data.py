@@ -239,8 +239,11 @@ class RewardConfig(Config):
     """A verifier's error leaves its group out of the batch with reason `reward_error`, unless a reward is given here."""
     max_error_fraction: float = Field(default=0.5, ge=0, le=1)
     """The stage fails if a larger share of rows could not be scored."""
+    custom_reward_post_process_path: str | None = None
+    """Function of all scored samples of an iteration: `post_process(args, samples) -> (raw_rewards, rewards)`; the second are
+    what advantages are estimated from. See `rlpipe.rewards.post_process`."""
     workers: int = Tuning(default=0, ge=0)
-    """Processes that run the verifier; 0 runs it in the stage's own process (`math` always gets one)."""
+    """Processes that run the verifier; 0 runs it in the stage's own process (what compares as mathematics always gets one)."""
     attempts: int = Tuning(default=1, ge=1)
     """Tries per row before an error stands."""
     sample_timeout_s: float = Tuning(default=30.0, gt=0)

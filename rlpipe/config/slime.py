@@ -113,6 +113,7 @@ def _rewarded(config: RunConfig) -> dict[str, Any]:
         "custom_rm_path": function.path if ours else None,
         "group_rm": ours and function.group,
         "reward_key": getattr(function, "reward_key", None),
+        "custom_reward_post_process_path": config.reward.custom_reward_post_process_path,
     }
 
 

@@ -51,6 +51,8 @@ def keys_of(given: Given) -> Keys:
         keys |= _rollout_function(values)
     if (function := reward_function(values)) is not None and "reward.function" not in keys:
         keys["reward.function"] = function
+    if path := values.get("custom_reward_post_process_path"):
+        keys |= {"reward.custom_reward_post_process_path": path, "advantage.rewards_normalization": False}
     if (held_out := datasets(values)) is not None:
         keys["evaluation.datasets"] = held_out
     if own:

@@ -240,7 +240,7 @@ SLIME: tuple[Flag, ...] = (
     built("group_rm", "on", False, "reward.function.group"),
     built("rm_url", "str", None, "reward.function"),
     built("custom_rm_path", "str", None, "reward.function"),
-    to("custom_reward_post_process_path", "str", None, "advantage.custom_reward_post_process_path"),
+    built("custom_reward_post_process_path", "str", None, "reward.custom_reward_post_process_path"),
     refused(
         "custom_convert_samples_to_train_data_path",
         "str",
