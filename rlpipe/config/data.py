@@ -299,6 +299,10 @@ class EvalDataset(Config):
         given = {name: value for name, value in changes.items() if value is not None}
         return {**given, "type": "sample", "n_samples_per_prompt": self.n_samples_per_eval_prompt}
 
+    def limited(self, data: DataConfig) -> DataConfig:
+        """How its prompts become token ids: as the run's, but for their longest length."""
+        return data if self.max_prompt_len is None else data.model_copy(update={"rollout_max_prompt_len": self.max_prompt_len})
+
 
 class EvaluationConfig(Config):
     """When and on what the policy is evaluated."""
