@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rlpipe.config.base import Config
 from rlpipe.config.data import EvalDataset, FilePrompts, NoReward, RewardConfig
 from rlpipe.config.load import RECIPES, load_run, validate
+from rlpipe.config.rollout import ToolConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.inputs import (
     Inputs,
@@ -130,8 +131,11 @@ def changed(model: Any, key: str) -> Any:
 
 
 def other(name: str, value: Any) -> Any:
-    if name == "dynamic_sampling_filter_path":
-        return "rlpipe.rollout.filters.reward_nonzero_std"
+    hook = "rlpipe.rollout.filters.reward_nonzero_std"
+    if name == "tools":
+        return (ToolConfig(path=hook),)
+    if name.endswith("_path"):
+        return (hook,) if isinstance(value, tuple) else hook
     if name == "over_sampling_batch_size":
         return 9
     if name == "reward":

@@ -8,8 +8,9 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rlpipe.config.base import Config, Tuning
-from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig, RolloutConfig
+from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig
 from rlpipe.config.model import BranchModel, EngineConfig, ModelConfig, ResourcesConfig
+from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.train import AdvantageConfig, CheckpointConfig, SyncConfig, TrainConfig
 
 

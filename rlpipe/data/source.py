@@ -15,7 +15,8 @@ from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
-from rlpipe.config.data import DataConfig, EvalDataset, RolloutConfig
+from rlpipe.config.data import DataConfig, EvalDataset
+from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.prompts import PromptRow
 from rlpipe.data.tokens import encode_prompt, encode_supervised
 from rlpipe.errors import DataError
