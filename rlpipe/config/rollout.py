@@ -115,8 +115,8 @@ class RolloutConfig(Config):
         given = [name for name, value in ways.items() if value]
         if len(given) > 1 and given != ["rollout_function_path", "custom_generate_function_path"]:
             raise ValueError(f"rollout.{given[0]} and rollout.{given[1]}: a rollout is sampled in one way; leave one of them out")
-        if given and self.type == "dataset":
-            raise ValueError(f"rollout.type: dataset samples nothing; leave rollout.{given[0]} out")
+        if self.rollout_function_path and self.type == "dataset":
+            raise ValueError("rollout.type: dataset samples nothing; leave rollout.rollout_function_path out")
         return self
 
     @property
@@ -136,6 +136,12 @@ class RolloutConfig(Config):
         single = (self.custom_generate_function_path, self.eval_function_path or self.rollout_function_path)
         paths = [*(path for path in single if path), *self.rollout_sample_hook_path, *(tool.path for tool in self.tools)]
         return tuple(dict.fromkeys(paths))
+
+    @property
+    def needs_text(self) -> bool:
+        """Do the engines need the tokenizer? For stop texts and least lengths, which functions of yours may ask for too."""
+        functions = (self.custom_generate_function_path, self.rollout_function_path, self.eval_function_path)
+        return bool(self.rollout_stop or self.rollout_min_new_tokens or self.tools or any(functions))
 
     @property
     def judged_by_reward(self) -> bool:

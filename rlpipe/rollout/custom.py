@@ -27,7 +27,7 @@ import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from rlpipe.config.hooks import check_call, load_hook, takes
 from rlpipe.errors import ConfigError, HookError, RlpipeError
@@ -87,11 +87,22 @@ class _Rollout(NamedTuple):
     """What there was of it."""
 
 
+class Sessions(Protocol):
+    """Where a function may speak through chat completions, by `sample.session_id`."""
+
+    def begin(self, sample: Sample) -> None:
+        """Open the sample's session."""
+        ...
+
+    def samples(self, sample: Sample) -> list[Sample]:
+        """End it: its samples, an empty list if nothing was asked there."""
+        ...
+
+
 class CustomGenerate:
     """The generate function that calls a user's.
 
-    `from_session(sample)` gives the samples of the sample's session, an empty list if nothing was asked there. Once `stop` is
-    set, the function has CUT_OFF_GRACE_S to come back.
+    `sessions` are those that the function may talk to. Once `stop` is set, it has CUT_OFF_GRACE_S to come back.
     """
 
     def __init__(
@@ -102,13 +113,13 @@ class CustomGenerate:
         *,
         journal: Journal,
         limits: Limits,
-        from_session: Callable[[Sample], list[Sample]] = lambda _: [],
+        sessions: Sessions | None = None,
         evaluation: bool = False,
         seeded: bool = False,
         stop: asyncio.Event | None = None,
     ) -> None:
         self.hook, self.args, self.sampling, self.journal, self.limits = hook, args, sampling, journal, limits
-        self.from_session, self.evaluation, self.seeded, self.stop = from_session, evaluation, seeded, stop
+        self.sessions, self.evaluation, self.seeded, self.stop = sessions, evaluation, seeded, stop
 
     async def __call__(self, group: PlannedGroup, so_far: Sequence[Sample] = ()) -> list[Sample]:
         """Raises: GroupFailed with the rows there are if the function failed on one of them."""
@@ -158,6 +169,9 @@ class CustomGenerate:
     ) -> list[Sample]:
         """What the function gives back, as rows; rows that say what happened if it fails or does not stop when it is cut off."""
         start_s = time.time()
+        if self.sessions is not None:
+            for rollout in rollouts:
+                self.sessions.begin(rollout.sample)
         try:
             answer = await self._until_cut_off(ask())
             rows = [row for rows in read(answer) for row in rows]
@@ -198,7 +212,7 @@ class CustomGenerate:
         return as_rows(answer, group, rollout.number, self.journal, self.limits, before=rollout.before, where=where)
 
     def _of_session(self, told: Sample) -> list[Sample]:
-        samples = self.from_session(told)
+        samples = self.sessions.samples(told) if self.sessions is not None else []
         for sample in samples:
             sample.reward, sample.metadata = copy.deepcopy(told.reward), copy.deepcopy(told.metadata)
             sample.label, sample.remove_sample = told.label, told.remove_sample

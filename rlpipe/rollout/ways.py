@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from aiohttp.web import RouteDef
 from transformers import PreTrainedTokenizerBase
 
 from rlpipe.config.rollout import RolloutConfig
@@ -25,6 +26,7 @@ from rlpipe.rollout.dataset import Given
 from rlpipe.rollout.gateway import Gateway
 from rlpipe.rollout.generate import FINISHED, Generate, GroupFailed, SingleTurn, sampling_params
 from rlpipe.rollout.multi_turn import MultiTurn, TurnLimits
+from rlpipe.rollout.openai_api import ChatSessions
 from rlpipe.rollout.tool_calls import Hermes, Tags
 from rlpipe.rollout.tools import Tool, load_tools
 from rlpipe.types import PlannedGroup, Sample, Status
@@ -108,19 +110,38 @@ async def sampling(ground: Ground, occasion: Occasion, client: GenerateClient | 
     async with AsyncExitStack() as stack:
         args: Namespace | None = None
         if ground.hook is not None or ground.sample_hooks:
-            gateway = await stack.enter_async_context(open_gateway(ground, occasion, client))
-            args = arguments(ground, gateway)
+            doors = await stack.enter_async_context(Doors.opened(ground, occasion, client))
+            args = arguments(ground, doors.gateway)
         generate: Generate = _turns(ground, occasion, client) if ground.tools else _single(ground, occasion, client)
         if ground.hook is not None:
             assert args is not None
-            generate = _custom(ground, ground.hook, occasion, args, gateway)
+            generate = _custom(ground, ground.hook, occasion, args, doors)
         yield _Hooked(generate, ground, occasion, args) if args is not None and ground.sample_hooks else generate
 
 
-def open_gateway(ground: Ground, occasion: Occasion, client: GenerateClient) -> Gateway:
-    """The addresses that functions of this rollout may ask; an async context manager."""
-    context_len = ground.limits(occasion.rollout).context_len
-    return Gateway(client, ground.tokenizer, context_len=context_len, stop=occasion.stop, affinity=ground.affinity)
+@dataclass(frozen=True)
+class Doors:
+    """The addresses that functions of one rollout may ask."""
+
+    gateway: Gateway
+    sessions: ChatSessions
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, ground: Ground, occasion: Occasion, client: GenerateClient) -> AsyncIterator[Doors]:
+        """Open while the block runs."""
+        made: list[ChatSessions] = []
+
+        def routes(gateway: Gateway) -> list[RouteDef]:
+            params = sampling_params(occasion.rollout, temperature=occasion.temperature)
+            options, evaluation = ground.config.data.apply_chat_template_kwargs, occasion.evaluation
+            made.append(ChatSessions(gateway, params, options, model=ground.config.run, evaluation=evaluation))
+            return made[0].routes()
+
+        context_len = ground.limits(occasion.rollout).context_len
+        keep = {"stop": occasion.stop, "affinity": ground.affinity}
+        async with Gateway(client, ground.tokenizer, context_len=context_len, routes=routes, **keep) as gateway:
+            yield cls(gateway, made[0])
 
 
 def arguments(ground: Ground, gateway: Gateway) -> Namespace:
@@ -167,14 +188,15 @@ def _turns(ground: Ground, occasion: Occasion, client: GenerateClient) -> MultiT
     )
 
 
-def _custom(ground: Ground, hook: GenerateHook, occasion: Occasion, args: Namespace, gateway: Gateway) -> CustomGenerate:
+def _custom(ground: Ground, hook: GenerateHook, occasion: Occasion, args: Namespace, doors: Doors) -> CustomGenerate:
     params = sampling_params(occasion.rollout, temperature=occasion.temperature)
     shown = {"no_stop_trim": True, "spaces_between_special_tokens": False, "stop": list(occasion.rollout.rollout_stop) or None}
     return CustomGenerate(
         hook,
         args,
         {**params, **shown},
-        journal=gateway.journal,
+        journal=doors.gateway.journal,
+        sessions=doors.sessions,
         limits=ground.limits(occasion.rollout),
         evaluation=occasion.evaluation,
         seeded=ground.seeded(on_gpus=occasion.on_gpus),
