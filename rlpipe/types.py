@@ -99,6 +99,7 @@ class Sample:
 
     Status: ClassVar = Status
     _declared_length: ClassVar[int | None] = None
+    _length_before: ClassVar[int | None] = None
 
     @property
     def tokens(self) -> list[int]:
@@ -110,18 +111,28 @@ class Sample:
         ids, prompt = list(tokens), len(self.prompt_ids)
         length = self._declared_length
         if length is None:
+            vars(self).setdefault("_length_before", len(self.response_ids))
             length = len(ids) - prompt if ids[:prompt] == self.prompt_ids else 0
         self._split(ids, length)
 
     @property
     def response_length(self) -> int:
-        """Tokens after the first prompt."""
-        return len(self.response_ids) if self._declared_length is None else self._declared_length
+        """Tokens after the first prompt: as it was last set, as in slime also after `tokens` were set to others."""
+        if self._declared_length is not None:
+            return self._declared_length
+        return len(self.response_ids) if self._length_before is None else self._length_before
 
     @response_length.setter
     def response_length(self, length: int) -> None:
         vars(self)["_declared_length"] = int(length)
         self._split([*self.prompt_ids, *self.response_ids], int(length))
+
+    def settle_lengths(self) -> None:
+        """`response_length` is that of `response_ids` from now on. Raises: ValueError if it was set to more than there is."""
+        declared = vars(self).pop("_declared_length", None)
+        vars(self).pop("_length_before", None)
+        if declared is not None and declared != len(self.response_ids):
+            raise ValueError(f"response_length {declared}, but {len(self.tokens)} tokens")
 
     def _split(self, ids: list[int], length: int) -> None:
         start = max(0, len(ids) - length)
@@ -201,8 +212,8 @@ class Sample:
         before = len(self.response_ids)
         self.loss_mask = [*(self.loss_mask or [1] * before), *([int(trainable)] * len(tokens))]
         self.rollout_log_probs = [*(self.rollout_log_probs or [0.0] * before), *(log_probs or [0.0] * len(tokens))]
+        self.settle_lengths()
         self.response_ids, self.response = [*self.response_ids, *tokens], self.response + text
-        vars(self).pop("_declared_length", None)
         if meta_info and update_terminal_info:
             self.update_from_meta_info(args, meta_info)
 
@@ -220,7 +231,7 @@ class Sample:
         for name, value in {**given, **later}.items():
             if name != "group_index":
                 setattr(sample, name, value)
-        vars(sample).pop("_declared_length", None)
+        sample.settle_lengths()
         return sample
 
 

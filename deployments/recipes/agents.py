@@ -12,7 +12,9 @@ from tokenizers import AddedToken
 from deployments.recipes.tiny_models import character_tokenizer, make_tiny_model
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 """A chat template, so that the model can be spoken to through chat completions."""
@@ -30,13 +32,14 @@ def make_agent_model(
     intermediate_size: int = 384,
     max_position_embeddings: int = 512,
 ) -> None:
-    """A Qwen3 of 0.6M parameters: `tiny_models`' character tokenizer with tokens for `<tool>`, `</tool>`, `<result>`, `</result>`.
+    """A Qwen3 of 0.6M parameters: `tiny_models`' characters, and tokens for `<tool>`, `</tool>`, `<result>`, `</result>`.
 
     A question of n characters is a prompt of n tokens, and a call of a tool costs two tokens beside its argument.
     """
     tokenizer = character_tokenizer("Question: ")
     names = [*tools, "result"]
-    tokenizer.add_tokens([AddedToken(f"<{end}{name}>", normalized=False) for name in names for end in ("", "/")])
+    tags: list[str | AddedToken] = [AddedToken(f"<{end}{name}>", normalized=False) for name in names for end in ("", "/")]
+    tokenizer.add_tokens(tags)
     room = -len(tokenizer) % 8
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<spare_{number}>" for number in range(room)]})
     tokenizer.chat_template = CHATML

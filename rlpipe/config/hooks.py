@@ -54,8 +54,7 @@ def check_call(hook: Callable[..., Any], *arguments: Any, path: str, key: str, e
     try:
         signature.bind(*arguments, **keywords)
     except TypeError as error:
-        name = path.rpartition(":")[2].rpartition(".")[2] or "hook"
-        found = f"{path}: {name}{signature} ({error})"
+        found = f"{path}: {getattr(hook, '__name__', type(hook).__name__)}{signature} ({error})"
         raise ConfigError("the function cannot be called as it will be", where=key, found=found, expected=expected) from error
 
 

@@ -74,10 +74,10 @@ def check_row(sample: Sample, limits: Limits, where: str) -> None:
 
 
 def _settle(sample: Sample, journal: Journal, limits: Limits, before: Sample | None, where: str) -> None:
-    if sample.response_length != len(sample.response_ids):
-        found = f"response_length {sample.response_length}, {len(sample.tokens)} tokens"
-        raise _wrong("its response is longer than its tokens", where, found=found)
-    vars(sample).pop("_declared_length", None)
+    try:
+        sample.settle_lengths()
+    except ValueError as error:
+        raise _wrong("its response is longer than its tokens", where, found=error) from error
     if isinstance(sample.status, str) and not isinstance(sample.status, Status):
         sample.status = Status(sample.status)
     if sample.status is Status.PENDING and sample.response_ids:
