@@ -86,6 +86,9 @@ def _settle(sample: Sample, journal: Journal, limits: Limits, before: Sample | N
         found = "status pending" + (f", a response text of {len(sample.response)} characters" if sample.response else "")
         expected = "tokens (prompt + response) and response_length"
         raise _wrong("it has no response tokens", where, found=found, expected=expected)
+    left_alone = before is not None and sample.rollout_log_probs == before.rollout_log_probs
+    if left_alone and len(sample.response_ids) > len(sample.rollout_log_probs or ()):
+        sample.rollout_log_probs = None
     _check_tokens(sample, limits, where)
     _check_columns(sample, where)
     _take_reward(sample, limits, where)

@@ -43,7 +43,9 @@ class _Engine:
 
 
 @asynccontextmanager
-async def _way(tmp_path: Path, source: str, engine: _Engine, stop=None, evaluation=False, **rollout: Any):
+async def _way(
+    tmp_path: Path, source: str, engine: _Engine, stop: asyncio.Event | None = None, evaluation: bool = False, **rollout: Any
+):
     hook = tmp_path / "mine.py"
     hook.write_text(source)
     config = validate(
@@ -64,8 +66,8 @@ async def _way(tmp_path: Path, source: str, engine: _Engine, stop=None, evaluati
 
 
 async def _rows(tmp_path: Path, source: str, engine: _Engine | None = None, **keywords: Any) -> list[Sample]:
-    path = {"custom_generate_function_path": str(tmp_path / "mine.py")}
-    async with _way(tmp_path, source, engine or _Engine(), **{**path, **keywords}) as generate:
+    path = str(tmp_path / "mine.py")
+    async with _way(tmp_path, source, engine or _Engine(), custom_generate_function_path=path, **keywords) as generate:
         return await generate(GROUP)
 
 
@@ -192,9 +194,9 @@ async def test_after_a_cut_off_what_there_is_comes_back_and_goes_on_later(tmp_pa
     stop = asyncio.Event()
     source = SLIME + "\n    \n" + "import asyncio\n_one = generate\nasync def generate(args, sample, sampling_params):\n"
     source += "    if sample.index:\n        await asyncio.sleep(60)\n    return await _one(args, sample, sampling_params)\n"
-    path = {"custom_generate_function_path": f"{tmp_path / 'mine.py'}:generate"}
-    async with _way(tmp_path, source, _Engine(), stop=stop, **path) as generate:
-        running = asyncio.create_task(generate(GROUP))
+    path = f"{tmp_path / 'mine.py'}:generate"
+    async with _way(tmp_path, source, _Engine(), stop=stop, custom_generate_function_path=path) as generate:
+        running = asyncio.ensure_future(generate(GROUP))
         await asyncio.sleep(0.3)
         stop.set()
         rows = await running
@@ -202,7 +204,7 @@ async def test_after_a_cut_off_what_there_is_comes_back_and_goes_on_later(tmp_pa
         begun = copy.deepcopy(rows[0])
         begun.status, begun.response_ids = Status.ABORTED, begun.response_ids[:2]
         begun.rollout_log_probs, begun.weight_versions = [-0.5] * 2, [(2, 0)]
-    async with _way(tmp_path, source.replace("60", "0"), _Engine(), **path) as generate:
+    async with _way(tmp_path, source.replace("60", "0"), _Engine(), custom_generate_function_path=path) as generate:
         again = await generate(GROUP, [begun])
     assert [len(row.response_ids) for row in again] == [6, 4]
     assert again[0].weight_versions[0] == (2, 0) and sum(tokens for tokens, _ in again[0].weight_versions) == 6
@@ -213,14 +215,15 @@ async def test_sample_hooks_see_each_sample_and_what_they_raise_fails_it(tmp_pat
 async def first(args, sample, *, rollout_id=None, evaluation=False):
     sample.metadata["seen"] = [rollout_id, evaluation]
 def second(args, sample):
-    sample.loss_mask = [0] * sample.response_length
     if sample.metadata.get("bad"):
         sample.tokens += [9]
+        sample.rollout_log_probs += [-1.0]
+    sample.loss_mask = [0] * len(sample.response_ids)
     return sample
 """
-    hooks = {"rollout_sample_hook_path": [f"{tmp_path / 'mine.py'}:first", f"{tmp_path / 'mine.py'}:second"]}
+    paths = [f"{tmp_path / 'mine.py'}:first", f"{tmp_path / 'mine.py'}:second"]
     single = GROUP.model_copy(update={"seeds": (10,)})
-    async with _way(tmp_path, source, _Engine(), evaluation=True, **hooks) as generate:
+    async with _way(tmp_path, source, _Engine(), evaluation=True, rollout_sample_hook_path=paths) as generate:
         (row,) = await generate(single)
         assert row.metadata == {"seen": [4, True]} and row.loss_mask == [0] * 4
         with pytest.raises(GroupFailed, match="tokens were changed"):
