@@ -15,6 +15,7 @@
     ├── ActorLost                        an actor's process is gone
     ├── SyncError                        weights did not arrive as they were sent
     ├── RewardError                      a verifier failed
+    ├── HookError                        a function of the user failed, or gave back something else than it should
     ├── ResourceError                    a port, a disk, memory: the machine has not what is needed
     ├── Superseded                       what a stage was given is not what counts any more
     ├── Mismatch                         two things that must be equal are not: a replayed state, an engine's weights
@@ -116,6 +117,10 @@ class SyncError(RlpipeError):
 
 class RewardError(RlpipeError):
     """A verifier raised, timed out or returned something that is not a reward."""
+
+
+class HookError(RlpipeError):
+    """A function of the user raised, was too late, or gave back something else than it should."""
 
 
 class ResourceError(RlpipeError):

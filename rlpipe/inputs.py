@@ -55,12 +55,13 @@ def init_inputs(config: RunConfig, fingerprint: str, start_from: str | None) -> 
 
 def rollout_inputs(config: RunConfig, fingerprint: str, plan: str) -> Inputs:
     """Samples of a plan (the digest of its part 0). Where a filter chooses among scored groups, the reward decides too."""
-    settings, hooks = {**config.rollout.identity(), "model": fingerprint}, {}
+    settings = {**config.rollout.identity(), "model": fingerprint}
     if not config.rollout.static:
         settings |= {"deterministic": config.deterministic, "async_buffer_size": config.async_buffer_size}
-    if path := config.rollout.dynamic_sampling_filter_path:
+    hooks = {path: hook_digest(path) for path in config.rollout.hook_paths}
+    if config.rollout.judged_by_reward:
         settings["reward"] = config.reward.identity()
-        hooks = {path: hook_digest(path), **_reward_hooks(config.reward)}
+        hooks |= _reward_hooks(config.reward)
     return Inputs(Stage.ROLLOUT, {"plan": plan}, settings, hooks)
 
 
@@ -131,7 +132,8 @@ def eval_inputs(config: RunConfig, dataset: EvalDataset, weights: str) -> Inputs
         "reward": reward.identity(),
         "data": config.data.model_copy(update={"prompts": dataset.prompts}).identity(),
     }
-    return Inputs(Stage.EVAL, {"weights": weights}, settings, _reward_hooks(reward))
+    hooks = {path: hook_digest(path) for path in config.rollout.evaluation_hook_paths}
+    return Inputs(Stage.EVAL, {"weights": weights}, settings, {**hooks, **_reward_hooks(reward)})
 
 
 def layout(config: RunConfig) -> dict[str, int]:

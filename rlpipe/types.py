@@ -8,9 +8,10 @@ Not here: how any of them is laid out in Parquet (`store.schema`) or found by na
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -42,19 +43,25 @@ class Status(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(slots=True)
+@dataclass
 class Sample:
-    """One prompt with one response.
+    """One prompt with one response, under our names and under slime's.
 
     `response_ids`, `rollout_log_probs` and `loss_mask` have the same length. `loss_mask` None means all ones;
     `rollout_log_probs` None means that nothing was sampled (supervised rows). `weight_versions` are run lengths
     `(tokens, version)` that add up to the response. `t_start_s`, `t_end_s` are seconds since the epoch.
+
+    slime's names: `tokens` is prompt + response and `response_length` says where the response begins; set them in any order,
+    or change `tokens` in place. `truncated` and `aborted` show and set the status. Attributes of your own may be set; what is
+    stored are the fields, and `metadata`.
+    Source: slime/utils/types.py. Differs: `index` counts within the group, and `weight_versions` are run lengths once a sample
+    is a row (a generate function may append the engine's stamps as in slime).
     """
 
-    group_id: str
-    index: int
-    prompt: Prompt
-    prompt_ids: list[int]
+    group_id: str = ""
+    index: int = 0
+    prompt: Prompt = ""
+    prompt_ids: list[int] = field(default_factory=list)
     label: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
@@ -62,27 +69,205 @@ class Sample:
     response_ids: list[int] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
     loss_mask: list[int] | None = None
-    weight_versions: list[tuple[int, int]] = field(default_factory=list)
+    weight_versions: list[Any] = field(default_factory=list)
     status: Status = Status.PENDING
     finish_reason: str = ""
     error: str | None = None
-    reward: float | None = None
+    reward: Any = None
+    """A number; a function that answers several may set a dict, which becomes the reward and its parts."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     engine: str = ""
     t_start_s: float = 0.0
     t_end_s: float = 0.0
+    rollout_id: int | None = None
+    """Number within its group of the rollout it came from: samples that one rollout fanned out into share it. None: `index`."""
+    remove_sample: bool = False
+    """No token of it counts in the loss; its reward still counts in its group."""
+    non_generation_time: float = 0.0
+    """Seconds of its rollout that went into tools and the like."""
+    num_turns: int = 1
+    """Responses of the policy in it."""
+
+    session_id: str | None = None
+    """Names the rollout in a URL; not stored, as all that follows."""
+    train_metadata: dict[str, Any] | None = None
+    teacher_log_probs: list[float] | None = None
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
+
+    Status: ClassVar = Status
+    _declared_length: ClassVar[int | None] = None
+    _length_before: ClassVar[int | None] = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and response; changes in place arrive in the sample."""
+        return _Tokens(self)
+
+    @tokens.setter
+    def tokens(self, tokens: Sequence[int]) -> None:
+        ids, prompt = list(tokens), len(self.prompt_ids)
+        length = self._declared_length
+        if length is None:
+            vars(self).setdefault("_length_before", len(self.response_ids))
+            length = len(ids) - prompt if ids[:prompt] == self.prompt_ids else 0
+        self._split(ids, length)
+
+    @property
+    def response_length(self) -> int:
+        """Tokens after the first prompt: as it was last set, as in slime also after `tokens` were set to others."""
+        if self._declared_length is not None:
+            return self._declared_length
+        return len(self.response_ids) if self._length_before is None else self._length_before
+
+    @response_length.setter
+    def response_length(self, length: int) -> None:
+        vars(self)["_declared_length"] = int(length)
+        self._split([*self.prompt_ids, *self.response_ids], int(length))
+
+    def settle_lengths(self) -> None:
+        """`response_length` is that of `response_ids` from now on. Raises: ValueError if it was set to more than there is."""
+        declared = vars(self).pop("_declared_length", None)
+        vars(self).pop("_length_before", None)
+        if declared is not None and declared != len(self.response_ids):
+            raise ValueError(f"response_length {declared}, but {len(self.tokens)} tokens")
+
+    def _split(self, ids: list[int], length: int) -> None:
+        start = max(0, len(ids) - length)
+        self.prompt_ids, self.response_ids = ids[:start], ids[start:]
 
     @property
     def truncated(self) -> bool:
+        """Did it end because it was as long as it may be?"""
         return self.status is Status.TRUNCATED
+
+    @truncated.setter
+    def truncated(self, truncated: bool) -> None:
+        self._flag(Status.TRUNCATED, truncated)
 
     @property
     def aborted(self) -> bool:
+        """Was it cut off?"""
         return self.status is Status.ABORTED
+
+    @aborted.setter
+    def aborted(self, aborted: bool) -> None:
+        self._flag(Status.ABORTED, aborted)
+
+    def _flag(self, status: Status, on: bool) -> None:
+        if on:
+            self.status = status
+        elif self.status in (status, Status.PENDING):
+            self.status = Status.COMPLETED
+
+    @property
+    def group_index(self) -> int | None:
+        """Which draw of the run its group is; None for a held-out one without a number."""
+        number = self.group_id.rpartition(":")[2]
+        return int(number) if number.isdigit() else None
+
+    @property
+    def effective_response_length(self) -> int:
+        """Response tokens that count in the loss."""
+        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     @property
     def oldest_weight_version(self) -> int | None:
+        """Of the versions that sampled it."""
         return min((version for _, version in self.weight_versions), default=None)
+
+    def get_reward_value(self, args: Any) -> Any:
+        """The reward, or its entry `args.reward_key`."""
+        key = getattr(args, "reward_key", None)
+        return self.reward[key] if key and isinstance(self.reward, dict) else self.reward
+
+    def update_from_meta_info(self, args: Any, meta_info: dict[str, Any]) -> None:
+        """Take weight version and status from SGLang's `meta_info`."""
+        if stamp := meta_info.get("weight_version"):
+            self.weight_versions.append(stamp)
+        reason = self.finish_reason = meta_info["finish_reason"]["type"]
+        self.status = {"length": Status.TRUNCATED, "abort": Status.ABORTED}.get(reason, Status.COMPLETED)
+
+    def append_response_tokens(
+        self,
+        args: Any,
+        *,
+        tokens: Sequence[int],
+        log_probs: Sequence[float] | None = None,
+        trainable: bool = True,
+        meta_info: dict[str, Any] | None = None,
+        text: str = "",
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Go on with tokens of the policy (`trainable`, which have log-probs) or of a tool (which have none).
+
+        Raises: ValueError if there is not one log-prob per trainable token, or any for others.
+        """
+        if trainable and len(log_probs or ()) != len(tokens):
+            raise ValueError(f"{len(tokens)} trainable tokens with {len(log_probs or ())} log-probs")
+        if not trainable and log_probs:
+            raise ValueError("tokens that are not trainable have no log-probs")
+        before = len(self.response_ids)
+        self.loss_mask = [*(self.loss_mask or [1] * before), *([int(trainable)] * len(tokens))]
+        self.rollout_log_probs = [*(self.rollout_log_probs or [0.0] * before), *(log_probs or [0.0] * len(tokens))]
+        self.settle_lengths()
+        self.response_ids, self.response = [*self.response_ids, *tokens], self.response + text
+        if meta_info and update_terminal_info:
+            self.update_from_meta_info(args, meta_info)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything it holds; attributes of yours included."""
+        return {**vars(self), "status": self.status.value, "tokens": [*self.tokens], "response_length": self.response_length}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The inverse of `to_dict`; also of slime's."""
+        sample, later = cls(), dict(values)
+        for name in ("prompt_ids", "response_ids"):
+            later.pop(name, None)
+        given = {"status": Status(later.pop("status", Status.PENDING)), "tokens": later.pop("tokens", [])}
+        for name, value in {**given, **later}.items():
+            if name != "group_index":
+                setattr(sample, name, value)
+        sample.settle_lengths()
+        return sample
+
+
+class _Tokens(list[int]):
+    """`Sample.tokens`: a list whose changes are the sample's too."""
+
+    def __init__(self, sample: Sample) -> None:
+        super().__init__([*sample.prompt_ids, *sample.response_ids])
+        self._sample = sample
+
+    def _changed(self) -> Self:
+        self._sample.tokens = self
+        return self
+
+    def append(self, token: int, /) -> None:
+        super().append(token)
+        self._changed()
+
+    def extend(self, tokens: Iterable[int], /) -> None:
+        super().extend(tokens)
+        self._changed()
+
+    def __iadd__(self, tokens: Iterable[int], /) -> Self:
+        super().extend(tokens)
+        return self._changed()
+
+    def __delitem__(self, key: Any, /) -> None:
+        super().__delitem__(key)
+        self._changed()
+
+    def __setitem__(self, key: Any, value: Any, /) -> None:
+        super().__setitem__(key, value)
+        self._changed()
+
+    def __reduce__(self) -> Any:
+        return list, (list(self),)
 
 
 class Record(BaseModel):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rlpipe.config.base import Config
 from rlpipe.config.data import EvalDataset, FilePrompts, NoReward, RewardConfig
 from rlpipe.config.load import RECIPES, load_run, validate
+from rlpipe.config.rollout import ToolConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.inputs import (
     Inputs,
@@ -132,8 +133,11 @@ def changed(model: Any, key: str) -> Any:
 
 
 def other(name: str, value: Any) -> Any:
+    hook = "rlpipe.rollout.filters.reward_nonzero_std"
+    if name == "tools":
+        return (ToolConfig(path=hook),)
     if name.endswith("_path"):
-        return "rlpipe.rollout.filters.reward_nonzero_std"
+        return (hook,) if isinstance(value, tuple) else hook
     if name == "over_sampling_batch_size":
         return 9
     if name == "reward":

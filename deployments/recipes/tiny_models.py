@@ -43,7 +43,32 @@ def make_spell_backward_model(
     Its tokenizer has one token for each printable ASCII character and for `prefix`, so a word of n letters to spell
     backward is a prompt of n + 1 tokens.
     """
-    tokenizer = character_tokenizer(prefix)
+    make_tiny_model(
+        directory,
+        character_tokenizer(prefix),
+        seed=seed,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        intermediate_size=intermediate_size,
+        max_position_embeddings=max_position_embeddings,
+    )
+
+
+def make_tiny_model(
+    directory: str,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    seed: int,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    intermediate_size: int,
+    max_position_embeddings: int,
+) -> None:
+    """A float32 Qwen3 of these sizes with tied embeddings, from random weights that only `seed` decides, and its tokenizer."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,

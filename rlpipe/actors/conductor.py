@@ -299,4 +299,5 @@ def engine_spec(spec: ClusterSpec, cluster: str) -> EngineSpec:
         trust_remote_code=getattr(config.model.source, "trust_remote_code", False),
         logs=str(logs),
         deterministic=config.deterministic,
+        reads_text=config.rollout.needs_text,
     )

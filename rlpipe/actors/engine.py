@@ -32,6 +32,7 @@ class EngineSpec:
     trust_remote_code: bool
     logs: str
     deterministic: bool = False
+    reads_text: bool = False
 
 
 class EngineActor:
@@ -68,6 +69,7 @@ class EngineActor:
             seed=spec.seed + self.number,
             trust_remote_code=spec.trust_remote_code,
             deterministic=spec.deterministic,
+            reads_text=spec.reads_text,
         )
         self._server.start()
         self._server.wait_ready(spec.resources.start_timeout_s)

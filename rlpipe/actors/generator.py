@@ -19,22 +19,23 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.actors.specs import Driver
-from rlpipe.config.data import EvalDataset, RewardConfig, RolloutConfig
+from rlpipe.config.data import EvalDataset, RewardConfig
+from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.config.slime import slime_args
 from rlpipe.data.prompts import load_prompts, with_metadata
 from rlpipe.data.source import DataSource, evaluation_plan
 from rlpipe.data.tokens import load_tokenizer
-from rlpipe.errors import EngineError, RlpipeError
+from rlpipe.errors import EngineError
 from rlpipe.observe.evaluation import evaluation_metrics
 from rlpipe.rewards.base import score
 from rlpipe.rollout.client import GenerateClient, HoldMode
-from rlpipe.rollout.dataset import Given
 from rlpipe.rollout.filters import load_filter
-from rlpipe.rollout.generate import Generate, SingleTurn, sampling_params
 from rlpipe.rollout.judge import Judge
 from rlpipe.rollout.rows import KeptRows, Part, StoredRows
 from rlpipe.rollout.sampler import RolloutProgress, RolloutResult, RolloutSettings, run_rollout
+from rlpipe.rollout.ways import Ground, Occasion
+from rlpipe.rollout.ways import sampling as sampled
 from rlpipe.stage_files import write_evaluation
 from rlpipe.store.files import Files
 from rlpipe.store.plans import Plans
@@ -157,14 +158,16 @@ class Generator:
         dataset = next(dataset for dataset in self._config.evaluation.datasets if dataset.name == name)
         sampling, reward = evaluation_settings(dataset, self._config.rollout, self._config.reward)
         plan, kept = self._held_out[name], KeptRows()
-        result = await run_rollout(
-            [Part("", plan)],
-            rollout_settings(sampling, groups=len(plan.groups)),
-            self._generate(sampling, dataset.temperature, stop=None),
-            kept,
-            judge=Judge(),
-            slots=asyncio.Semaphore(self._groups_at_once(sampling)),
-        )
+        occasion = Occasion(sampling, version, evaluation=True, temperature=dataset.temperature, on_gpus=self._on_gpus)
+        async with sampled(self._ground, occasion, self._client) as generate:
+            result = await run_rollout(
+                [Part("", plan)],
+                rollout_settings(sampling, groups=len(plan.groups)),
+                generate,
+                kept,
+                judge=Judge(),
+                slots=asyncio.Semaphore(self._groups_at_once(sampling)),
+            )
         rows = await score(kept.samples, reward, args=slime_args(self._config))
         record = write_evaluation(self._files, key, version, kept.samples, rows)
         rewards, parts = [row.reward for row in rows], [row.parts for row in rows]
@@ -207,6 +210,7 @@ class Generator:
         self._files = Files(spec.store_root)
         self._plans = Plans(self._files)
         self._end_ids = end_ids(spec.model_dir, self._tokenizer.eos_token_id)
+        self._ground = Ground.of(config, self._tokenizer, self._model_config, spec.model_dir)
         self._slots = asyncio.Semaphore(self._groups_at_once(config.rollout))
         keep = config.rollout.dynamic_sampling_filter_path
         self._judge = Judge(load_filter(keep), config.reward) if keep else Judge()
@@ -247,40 +251,23 @@ class Generator:
 
     async def _sample(self, parts: Sequence[Part], rows: StoredRows) -> RolloutResult:
         config, stop, client = self._config.rollout, asyncio.Event(), self._client
-        return await run_rollout(
-            parts,
-            rollout_settings(config, in_order=self._config.deterministic),
-            self._generate(config, None, stop=stop),
-            rows,
-            judge=self._judge,
-            slots=self._slots,
-            more=None if config.static else self._following,
-            cut_off=partial(client.cut_off, stop) if client else None,
-            progress=partial(self._progress.__setitem__, parts[0].plan.iteration),
-        )
+        occasion = Occasion(config, parts[0].plan.iteration, stop=stop, on_gpus=self._on_gpus)
+        async with sampled(self._ground, occasion, client) as generate:
+            return await run_rollout(
+                parts,
+                rollout_settings(config, in_order=self._config.deterministic),
+                generate,
+                rows,
+                judge=self._judge,
+                slots=self._slots,
+                more=None if config.static else self._following,
+                cut_off=partial(client.cut_off, stop) if client else None,
+                progress=partial(self._progress.__setitem__, parts[0].plan.iteration),
+            )
 
     def _groups_at_once(self, sampling: RolloutConfig) -> int:
         requests = self._config.engine.server_concurrency * self._config.resources.num_engines
         return max(1, requests // sampling.n_samples_per_prompt)
-
-    def _generate(self, sampling: RolloutConfig, temperature: float | None, stop: asyncio.Event | None) -> Generate:
-        def decode(ids: Sequence[int]) -> str:
-            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
-
-        if sampling.type == "dataset":
-            return Given(decode=decode)
-        if self._client is None:
-            raise RlpipeError("this run has no engines to sample from", where="generator", do="call connect first")
-        longest = self._model_config.get("max_position_embeddings") or 2**31
-        return SingleTurn(
-            self._client,
-            sampling_params(sampling, temperature=temperature),
-            decode=decode,
-            context_len=min(longest, sampling.rollout_max_context_len or longest),
-            seeded=bool(self._config.engine.sglang.get("enable_deterministic_inference"))
-            or (self._config.deterministic and self._on_gpus),
-            stop=stop,
-        )
 
 
 def evaluation_settings(dataset: EvalDataset, rollout: RolloutConfig, reward: RewardConfig) -> tuple[RolloutConfig, RewardConfig]:

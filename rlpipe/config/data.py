@@ -1,4 +1,4 @@
-"""Prompts, sampling and rewards."""
+"""Prompts, rewards and held-out sets."""
 
 from __future__ import annotations
 
@@ -69,58 +69,6 @@ class DataConfig(Config):
     """Processes that read prompt files and check their rows; 0 is the generator's own."""
     streaming_data: bool = Tuning(False)
     """Read rows from their files when they are drawn, instead of keeping all in memory; order and results are the same."""
-
-
-class RolloutConfig(Config):
-    """How many responses, and how they are sampled. `type: dataset` takes the rows' own answers (supervised)."""
-
-    type: Literal["sample", "dataset"] = "sample"
-    rollout_batch_size: int = Field(ge=1)
-    """Prompts (groups) per iteration."""
-    n_samples_per_prompt: int = Field(default=1, ge=1)
-    """Responses per prompt."""
-    rollout_max_response_len: int = Field(default=1024, ge=1)
-    """Longest response in tokens."""
-    rollout_max_context_len: int | None = None
-    """Longest prompt + response in tokens; None is the model's own limit."""
-    rollout_temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; training divides its logits by the same number."""
-    rollout_top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling threshold."""
-    rollout_top_k: int = -1
-    """Sample among the k likeliest tokens; -1 is all."""
-    rollout_stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a response, beside the model's end-of-sequence token."""
-    loss_mask_type: Literal["last", "all_assistant"] = "last"
-    """Supervised rows in chat form: train on the last answer, or on every assistant message."""
-    over_sampling_batch_size: int | None = Field(default=None, ge=1)
-    """Prompts asked for at a time; the first rollout_batch_size groups that are accepted make the batch, the others wait in the
-    buffer. None: rollout_batch_size."""
-    dynamic_sampling_filter_path: str | None = None
-    """Function of a finished, scored group: `keep(samples) -> bool` (or `(keep, reason)`); a rejected group is dropped with its
-    reason and another prompt is drawn. `rlpipe.rollout.filters.reward_nonzero_std` is built in. None accepts all."""
-    partial_rollout: bool = False
-    """A group that is cut off because the batch is full goes on from its tokens in a later iteration; False: it starts again."""
-    mask_offpolicy_in_partial_rollout: bool = False
-    """Tokens older than async_buffer_size are kept without a part in the loss; False: their group is sampled from the start."""
-    max_sampling_rounds: int = Tuning(default=20, ge=1)
-    """The stage fails if it asked for prompts so many times and still has too few accepted groups."""
-    flush_interval_s: float = Tuning(default=5.0, gt=0)
-    """Finished groups wait at most this long before they are written."""
-    timeout_s: float = Tuning(default=3600.0, gt=0)
-    """Deadline of the whole stage."""
-    min_completed_fraction: float = Field(default=1.0, gt=0, le=1)
-    """The stage fails if fewer of its groups than this came back."""
-
-    @property
-    def groups_per_round(self) -> int:
-        """Prompts asked for at a time."""
-        return max(self.rollout_batch_size, self.over_sampling_batch_size or 0)
-
-    @property
-    def static(self) -> bool:
-        """Is it known before sampling which groups a rollout uses up? Then the next one can be planned at once."""
-        return self.groups_per_round == self.rollout_batch_size and self.dynamic_sampling_filter_path is None
 
 
 class ReasoningGymReward(Config):

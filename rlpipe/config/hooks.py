@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -24,8 +24,10 @@ from rlpipe.errors import ConfigError
 _FORMS = "'path/to/file.py:name', 'path/to/file.py' or 'package.module.name'"
 
 
-def load_hook(path: str) -> Callable[..., Any]:
+def load_hook(path: str, names: Sequence[str] = ()) -> Callable[..., Any]:
     """The callable that `path` names. A file is imported once per content, without touching `sys.path`.
+
+    `names`: the first of them that a path without a name has is meant, before its only public function.
 
     Raises: ConfigError if the file, module or name is not there (with the nearest names) or is not callable, or if the
     file cannot be imported. What the file's own code raises while it is imported comes through as it is.
@@ -33,11 +35,36 @@ def load_hook(path: str) -> Callable[..., Any]:
     file, name = _split_file(path)
     if file is not None:
         module = _import_file(file, path)
-        name = name or _only_function(module, path)
+        name = name or next((known for known in names if hasattr(module, known)), "") or _only_function(module, path)
     else:
         module_name, name = _split_dotted(path)
         module = _import_module(module_name, path)
     return _callable_in(module, name, path)
+
+
+def check_call(hook: Callable[..., Any], *arguments: Any, path: str, key: str, expected: str, **keywords: Any) -> None:
+    """Can the hook be called so? Known at start-up rather than in the middle of a run.
+
+    Raises: ConfigError with the signature it has and the one it should have.
+    """
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):  # some built-in callables have none
+        return
+    try:
+        signature.bind(*arguments, **keywords)
+    except TypeError as error:
+        found = f"{path}: {getattr(hook, '__name__', type(hook).__name__)}{signature} ({error})"
+        raise ConfigError("the function cannot be called as it will be", where=key, found=found, expected=expected) from error
+
+
+def takes(hook: Callable[..., Any], name: str) -> bool:
+    """Has the hook a parameter of this name, or any keyword?"""
+    try:
+        parameters = inspect.signature(hook).parameters
+    except (TypeError, ValueError):  # some built-in callables have none
+        return False
+    return name in parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
 
 
 def hook_digest(path: str) -> str:

@@ -9,9 +9,10 @@ from pydantic import Field, field_validator, model_validator
 
 from rlpipe.config.algorithms import AdvantageConfig, contradiction, set_surrogate
 from rlpipe.config.base import Config, Tuning
-from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig, RolloutConfig
+from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig
 from rlpipe.config.model import BranchModel, EngineConfig, ModelConfig, ResourcesConfig
 from rlpipe.config.models import CriticConfig, ReferenceConfig
+from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.train import CheckpointConfig, SyncConfig, TrainConfig
 
 

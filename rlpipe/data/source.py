@@ -12,14 +12,16 @@ import hashlib
 import random
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlpipe.config.data import DataConfig, EvalDataset, RolloutConfig
+from rlpipe.config.data import DataConfig, EvalDataset
+from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.prompts import PromptRow
 from rlpipe.data.tokens import encode_prompt, encode_supervised
 from rlpipe.errors import DataError
-from rlpipe.types import BufferedGroup, DataState, Plan, PlannedGroup
+from rlpipe.types import BufferedGroup, DataState, Plan, PlannedGroup, Prompt
 
 
 class DataSource:
@@ -146,8 +148,17 @@ def _planned(
         prompt=encoded.prompt,
         prompt_ids=encoded.prompt_ids,
         label=row.label,
-        metadata=row.metadata,
+        metadata=_with_messages(row, encoded.prompt, rollout),
         seeds=tuple(sample_seed(data.rollout_seed, group_id, index) for index in range(num_samples)),
         response_ids=encoded.response_ids,
         loss_mask=encoded.loss_mask,
     )
+
+
+def _with_messages(row: PromptRow, shown: Prompt, rollout: RolloutConfig) -> dict[str, Any]:
+    """The row's metadata; for a function of the user also `messages`, if the prompt's text has hidden them."""
+    hooked = rollout.custom_generate_function_path or rollout.rollout_function_path
+    if not hooked or shown == row.prompt or "messages" in row.metadata:
+        return row.metadata
+    messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+    return {**row.metadata, "messages": messages}

@@ -16,7 +16,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rlpipe.config.data import DataConfig, RolloutConfig
+from rlpipe.config.data import DataConfig
+from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.prompts import PromptRow
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.types import Message, Prompt

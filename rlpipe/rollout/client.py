@@ -19,7 +19,7 @@ import json
 import time
 from collections.abc import Awaitable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import httpx
 
@@ -31,9 +31,17 @@ from rlpipe.rollout.http import call, deadline_exceeded
 HoldMode = Literal["drain", "abort", "in_place"]
 Answer = TypeVar("Answer")
 
+_Together = tuple[str, str | None]
+"""Sampling parameters as JSON, and the routing key: what is equal in both may share a request."""
+_ROUTING_HEADER = "X-SMG-Routing-Key"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 2.0
 _ABORT_AGAIN_S, _POLL_S = 0.3, 0.02
 _NO_WORKER = ("no_available_workers", "call_upstream_request_error", "HTTP 502", "HTTP 503")
+
+
+class _Key(NamedTuple):
+    sampling: dict[str, Any]
+    routing: str | None
 
 
 @dataclass(slots=True)
@@ -73,7 +81,7 @@ class GenerateClient:
         self.gate = Gate()
         limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
         self._http = httpx.AsyncClient(limits=limits, timeout=None)
-        self._asked: dict[str, list[_Asked]] = {}
+        self._asked: dict[_Together, list[_Asked]] = {}
         self._posts: set[asyncio.Task[None]] = set()
         self._in_flight: dict[int, list[_Asked]] = {}
         self._started = self._moves = 0
@@ -106,12 +114,14 @@ class GenerateClient:
         so_far: Sequence[Generation | None] | None = None,
         stop: asyncio.Event | None = None,
         deadline_s: float | None = None,
+        routing_key: str | None = None,
         where: str = "generate",
     ) -> list[Generation]:
         """Sample `n` responses, or one per seed if `seeds` are given (engines honour them in deterministic mode only).
 
         `sampling` are SGLang's sampling parameters; `so_far` has what there is of each response, or None; once `stop` is set,
-        what is aborted stays so; `where` names the group in errors.
+        what is aborted stays so; requests with one `routing_key` go to one engine (if the router's policy is consistent_hashing);
+        `where` names the group in errors.
         Raises: DataError (a prompt no engine may see), DeadlineExceeded, EngineRejected, EngineUnavailable.
         """
         ids = self._checked(prompt_ids, where)
@@ -120,10 +130,13 @@ class GenerateClient:
         fresh = [number for number, there in enumerate(begun) if there is None]
         together = [fresh] if seeds is None and fresh else [[number] for number in fresh]
         work: list[Awaitable[list[Generation]]] = [
-            self._begin(ids, of_sample[numbers[0]], len(numbers), where, stop) for numbers in together
+            self._begin(ids, _Key(of_sample[numbers[0]], routing_key), len(numbers), where, stop) for numbers in together
         ]
         rest = [number for number, there in enumerate(begun) if there is not None]
-        work += [self._go_on(ids, of_sample[number], [begun[number] or nothing_yet("")], where, stop) for number in rest]
+        work += [
+            self._go_on(ids, _Key(of_sample[number], routing_key), [begun[number] or nothing_yet("")], where, stop)
+            for number in rest
+        ]
         answers = await self._within(asyncio.gather(*work), self.deadline_s if deadline_s is None else deadline_s, where)
         order = [number for numbers in together for number in numbers] + rest
         of_number = dict(zip(order, (generation for answer in answers for generation in answer), strict=True))
@@ -209,13 +222,15 @@ class GenerateClient:
             work.cancel()
             work.add_done_callback(lambda ended: None if ended.cancelled() else ended.exception())
 
-    async def _begin(self, ids: list[int], sampling: dict[str, Any], n: int, where: str, stop) -> list[Generation]:
-        return await self._go_on(ids, sampling, await self._ask(ids, sampling, n, where, stop), where, stop)
+    async def _begin(self, ids: list[int], key: _Key, n: int, where: str, stop) -> list[Generation]:
+        return await self._go_on(ids, key, await self._ask(ids, key, n, where, stop), where, stop)
 
     async def _go_on(
-        self, ids: list[int], sampling: dict[str, Any], so_far: list[Generation], where: str, stop: asyncio.Event | None
+        self, ids: list[int], key: _Key, so_far: list[Generation], where: str, stop: asyncio.Event | None
     ) -> list[Generation]:
         """Ask for the rest of what was aborted, until it is finished or `stop` is set."""
+
+        sampling = key.sampling
 
         async def finished(generation: Generation) -> Generation:
             pause_s = _POLL_S
@@ -224,7 +239,7 @@ class GenerateClient:
                 if generation.finish_reason != "abort" or (stop is not None and stop.is_set()):
                     return generation
                 rest = {**sampling, "max_new_tokens": sampling["max_new_tokens"] - len(generation.response_ids)}
-                (more,) = await self._ask(ids + generation.response_ids, rest, 1, where, stop)
+                (more,) = await self._ask(ids + generation.response_ids, _Key(rest, key.routing), 1, where, stop)
                 generation = joined(generation, more)
                 if not more.response_ids and more.finish_reason == "abort":
                     await asyncio.sleep(pause_s)
@@ -247,18 +262,18 @@ class GenerateClient:
         return ids
 
     def _ask(
-        self, ids: list[int], sampling: dict[str, Any], n: int, where: str, stop: asyncio.Event | None
+        self, ids: list[int], asked_for: _Key, n: int, where: str, stop: asyncio.Event | None
     ) -> asyncio.Future[list[Generation]]:
         loop = asyncio.get_running_loop()
         asked = _Asked(ids, n, where, stop, loop.create_future())
-        key = json.dumps(sampling, sort_keys=True)
+        key = (json.dumps(asked_for.sampling, sort_keys=True), asked_for.routing)
         if key not in self._asked:
             self._asked[key] = []
             loop.call_soon(self._send, key)
         self._asked[key].append(asked)
         return asked.answer
 
-    def _send(self, key: str) -> None:
+    def _send(self, key: _Together) -> None:
         """Put together what was asked in this turn of the event loop, and start the requests."""
         batch: list[_Asked] = []
         samples = 0
@@ -270,14 +285,14 @@ class GenerateClient:
             samples += asked.n
         self._start(key, batch)
 
-    def _start(self, key: str, batch: list[_Asked]) -> None:
+    def _start(self, key: _Together, batch: list[_Asked]) -> None:
         task = asyncio.create_task(self._answer(key, batch))
         self._posts.add(task)
         task.add_done_callback(self._posts.discard)
         for asked in batch:
             asked.answer.add_done_callback(lambda _: task.cancel() if all(other.answer.done() for other in batch) else None)
 
-    async def _answer(self, key: str, batch: list[_Asked]) -> None:
+    async def _answer(self, key: _Together, batch: list[_Asked]) -> None:
         """Post one request; hand each caller its samples, or the error. A refused batch is asked again group by group."""
         try:
             generations = await self._post(key, batch)
@@ -295,13 +310,13 @@ class GenerateClient:
                     asked.answer.set_result(generations[start : start + asked.n])
                 start += asked.n
 
-    async def _post(self, key: str, batch: list[_Asked]) -> list[Generation]:
+    async def _post(self, key: _Together, batch: list[_Asked]) -> list[Generation]:
         prompts = json.dumps([asked.prompt_ids for asked in batch for _ in range(asked.n)])
-        body = f'{{"input_ids": {prompts}, "sampling_params": {key}, "return_logprob": true, "stream": false}}'
+        body = f'{{"input_ids": {prompts}, "sampling_params": {key[0]}, "return_logprob": true, "stream": false}}'
         where = batch[0].where if len(batch) == 1 else f"{batch[0].where} and {len(batch) - 1} more groups"
         start_s, moves = time.time(), self._moves
         samples = sum(asked.n for asked in batch)
-        answer = await self._persist(body.encode(), where, batch)
+        answer = await self._persist(body.encode(), key[1], where, batch)
         if answer is None:
             return [nothing_yet(self.router_url)] * samples
         generations = read_generations(answer, samples, self.router_url, start_s, where)
@@ -310,7 +325,7 @@ class GenerateClient:
             raise no_spans(where)
         return generations
 
-    async def _persist(self, body: bytes, where: str, batch: list[_Asked]) -> httpx.Response | None:
+    async def _persist(self, body: bytes, routing: str | None, where: str, batch: list[_Asked]) -> httpx.Response | None:
         """Post, and again after a broken connection or while the router has no engine, until the deadline: a dead engine is being
         replaced meanwhile. None: all were stopped before it was posted.
 
@@ -322,8 +337,9 @@ class GenerateClient:
                 return None
             try:
                 with self._flying(batch):
+                    url, headers = f"{self.router_url}/generate", {_ROUTING_HEADER: routing} if routing else None
                     return await call(
-                        self._http, "POST", f"{self.router_url}/generate", content=body, deadline_s=self.deadline_s, where=where
+                        self._http, "POST", url, content=body, headers=headers, deadline_s=self.deadline_s, where=where
                     )
             except (EngineUnavailable, EngineRejected) as error:
                 passing = isinstance(error, EngineUnavailable) or any(sign in str(error.found) for sign in _NO_WORKER)

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
-from rlpipe.config.data import RolloutConfig
+from rlpipe.config.rollout import RolloutConfig
 from rlpipe.errors import DataError, EngineError
 from rlpipe.rollout.client import GenerateClient
 from rlpipe.rollout.generation import Generation
@@ -36,7 +36,7 @@ def sampling_params(
     config: RolloutConfig, *, temperature: float | None = None, max_response_len: int | None = None
 ) -> dict[str, Any]:
     """SGLang's sampling parameters of a rollout; evaluation overrides temperature (0 is greedy) and length."""
-    return {
+    params: dict[str, Any] = {
         "temperature": config.rollout_temperature if temperature is None else temperature,
         "top_p": config.rollout_top_p,
         "top_k": config.rollout_top_k,
@@ -44,6 +44,11 @@ def sampling_params(
         "stop_token_ids": list(config.rollout_stop_token_ids),
         "skip_special_tokens": False,
     }
+    if config.rollout_stop:
+        params |= {"stop": list(config.rollout_stop), "no_stop_trim": True}
+    if config.rollout_min_new_tokens:
+        params["min_new_tokens"] = config.rollout_min_new_tokens
+    return params
 
 
 class SingleTurn:
@@ -95,11 +100,19 @@ class SingleTurn:
         sample = planned_sample(group, index)
         sample.response_ids, sample.rollout_log_probs = generation.response_ids, generation.log_probs
         sample.response = self.decode(generation.response_ids)
-        runs = [(tokens, _version(stamp, group.group_id)) for tokens, stamp in generation.weight_versions]
+        runs = [(tokens, version_of(stamp, f"group {group.group_id}")) for tokens, stamp in generation.weight_versions]
         sample.weight_versions = _merged(runs)
         sample.status, sample.finish_reason = _STATUS[generation.finish_reason], generation.finish_reason
         sample.engine, sample.t_start_s, sample.t_end_s = generation.engine, generation.t_start_s, generation.t_end_s
         return sample
+
+
+class GroupFailed(EngineError):
+    """A group whose sampling failed in part: `samples` are all of its rows."""
+
+    def __init__(self, problem: str, samples: Sequence[Sample] = (), **details: Any) -> None:
+        super().__init__(problem, **details)
+        self.samples = list(samples)
 
 
 def planned_sample(group: PlannedGroup, index: int) -> Sample:
@@ -116,7 +129,9 @@ def planned_sample(group: PlannedGroup, index: int) -> Sample:
 
 
 def failed_samples(group: PlannedGroup, error: Exception) -> list[Sample]:
-    """The rows of a group that could not be sampled: status failed, the error's text, no response."""
+    """The rows of a group that could not be sampled: status failed, the error's text, no response; or those it came with."""
+    if isinstance(error, GroupFailed):
+        return error.samples
     samples = [planned_sample(group, index) for index in range(len(group.seeds))]
     for sample in samples:
         sample.status, sample.error = Status.FAILED, f"{type(error).__name__}: {error}"
@@ -148,7 +163,8 @@ def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _version(stamp: str, group_id: str) -> int:
+def version_of(stamp: str, where: str) -> int:
+    """The weight version an engine named. Raises: EngineError if it is not one of ours."""
     if stamp.startswith(_EARLIER):
         return int(stamp.removeprefix(_EARLIER))
     try:
@@ -156,7 +172,7 @@ def _version(stamp: str, group_id: str) -> int:
     except ValueError as error:
         raise EngineError(
             "the engine's weights have no version of ours",
-            where=f"group {group_id}",
+            where=where,
             found=stamp,
             expected="branch@version@digest",
             do="push weights into the engine, or start it with a weight version, before sampling",

@@ -21,13 +21,14 @@ async def call(
     where: str,
     json: Any = None,
     content: bytes | None = None,
+    headers: dict[str, str] | None = None,
 ) -> httpx.Response:
     """Send one request and return its answer, whose status is below 400.
 
     `where` names who waits for what and opens every error's message; `content` is a JSON body already encoded.
     Raises: EngineUnavailable (no connection, or it broke), EngineRejected (status ≥ 400), DeadlineExceeded.
     """
-    headers = {"Content-Type": "application/json"} if content is not None else None
+    headers = {**(headers or {}), **({"Content-Type": "application/json"} if content is not None else {})}
     try:
         async with asyncio.timeout(deadline_s):
             answer = await client.request(method, url, json=json, content=content, headers=headers, timeout=None)

@@ -19,7 +19,9 @@ from rlpipe.errors import DataError
 from rlpipe.store.schema import REWARDS, SAMPLES, make_table, ragged
 from rlpipe.types import Sample, Status
 
-FIELDS = tuple(field.name for field in dataclasses.fields(Sample))
+FIELDS = tuple(field.name for field in dataclasses.fields(Sample) if field.name in SAMPLES.names)
+DEFAULTS = {"remove_sample": False, "non_generation_time": 0.0, "num_turns": 1}
+"""Values of columns that older files have not."""
 
 
 class RewardLike(Protocol):
@@ -63,7 +65,7 @@ def table_to_samples(table: pa.Table) -> list[Sample]:
     if missing := set(FIELDS) - set(table.column_names):
         raise ValueError(f"samples need all of their columns, missing {sorted(missing)}")
     columns = (READERS.get(name, _to_plain)(table[name]) for name in FIELDS)
-    return [Sample(*row) for row in zip(*columns, strict=True)]
+    return [Sample(**dict(zip(FIELDS, row, strict=True))) for row in zip(*columns, strict=True)]
 
 
 def rewards_to_table(rewards: Sequence[RewardLike], where: str = "rewards") -> pa.Table:
@@ -89,6 +91,10 @@ def _to_plain(column: pa.ChunkedArray) -> list[Any]:
     return column.to_pylist()
 
 
+def _to_value(default: Any) -> Callable[[pa.ChunkedArray], list[Any]]:
+    return lambda column: [default if value is None else value for value in column.to_pylist()]
+
+
 def _to_runs(column: pa.ChunkedArray) -> list[list[tuple[int, int]]]:
     array = column.combine_chunks()
     tokens, versions = (field.to_pylist() for field in array.flatten().flatten())
@@ -112,4 +118,5 @@ READERS: dict[str, Callable[[pa.ChunkedArray], list[Any]]] = {
     "weight_versions": _to_runs,
     "status": lambda column: [Status(text) for text in column.to_pylist()],
     "reward_parts": lambda column: [dict(parts) for parts in column.to_pylist()],
+    **{name: _to_value(default) for name, default in DEFAULTS.items()},
 }

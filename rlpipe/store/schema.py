@@ -60,6 +60,10 @@ SAMPLES = pa.schema(
         _required("t_start_s", pa.float64()),
         _required("t_end_s", pa.float64()),
         pa.field("drop_reason", pa.string()),
+        pa.field("rollout_id", pa.int32()),
+        pa.field("remove_sample", pa.bool_()),
+        pa.field("non_generation_time", pa.float64()),
+        pa.field("num_turns", pa.int32()),
     ],
     metadata={KIND: b"samples/1"},
 )
@@ -162,13 +166,26 @@ def decode(data: bytes, where: str, columns: Sequence[str] | None = None) -> pa.
     try:
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
         found, kind = file.schema_arrow, _kind(file.schema_arrow)
-        if kind is None or not found.equals(kind):
+        if kind is None or not _readable(found, kind):
             raise ObjectCorrupt("not one of the store's tables", where=where, found=found.names, expected=_expected(found))
-        table = file.read(columns=None if columns is None else _with_companions(kind, columns)).combine_chunks()
+        wanted = kind.names if columns is None else _with_companions(kind, columns)
+        table = _completed(file.read(columns=[name for name in wanted if name in found.names]), kind, wanted)
     except (pa.ArrowException, OSError) as error:
         raise ObjectCorrupt("not a readable Parquet file", where=where, found=error) from error
     check(table, where, ObjectCorrupt)
     return table if columns is None else table.select(list(columns))
+
+
+def _readable(found: pa.Schema, kind: pa.Schema) -> bool:
+    """Is it the kind, but for columns that may be null and were not there yet when the file was written?"""
+    late = {field.name for field in kind if field.nullable} - set(found.names)
+    return found.equals(pa.schema([field for field in kind if field.name not in late]))
+
+
+def _completed(table: pa.Table, kind: pa.Schema, names: Sequence[str]) -> pa.Table:
+    """With the columns that were not there yet when the file was written: they are null, and may be."""
+    columns = [table[name] if name in table.column_names else pa.nulls(table.num_rows, kind.field(name).type) for name in names]
+    return pa.table(columns, schema=pa.schema([kind.field(name) for name in names], metadata=kind.metadata)).combine_chunks()
 
 
 def check(table: pa.Table, where: str, error: type[RlpipeError]) -> None:

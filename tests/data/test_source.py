@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from rlpipe.config.data import DataConfig, EvalDataset, FilePrompts, RolloutConfig
+from rlpipe.config.data import DataConfig, EvalDataset, FilePrompts
+from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.prompts import PromptRow
 from rlpipe.data.source import DataSource, evaluation_plan, sample_seed
 from rlpipe.errors import DataError

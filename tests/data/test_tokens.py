@@ -2,7 +2,8 @@
 
 import pytest
 
-from rlpipe.config.data import DataConfig, FilePrompts, RolloutConfig
+from rlpipe.config.data import DataConfig, FilePrompts
+from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.prompts import PromptRow
 from rlpipe.data.tokens import encode_prompt, encode_supervised, load_tokenizer, render
 from rlpipe.errors import ConfigError, DataError

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from rlpipe.config.data import DataConfig, ReasoningGymPrompts, RolloutConfig
+from rlpipe.config.data import DataConfig, ReasoningGymPrompts
 from rlpipe.config.hooks import load_hook
+from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.prompts import load_prompts
 from rlpipe.data.source import DataSource
 from rlpipe.data.tokens import load_tokenizer

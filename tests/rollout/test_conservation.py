@@ -19,7 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlpipe.batch import fix_batch
-from rlpipe.config.data import DataConfig, RolloutConfig
+from rlpipe.config.data import DataConfig
+from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.source import DataSource
 from rlpipe.errors import DataError, EngineError, EngineUnavailable
 from rlpipe.inputs import Inputs

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
-from rlpipe.config.data import RolloutConfig
+from rlpipe.config.rollout import RolloutConfig
 from rlpipe.engines.sglang.admin import Engine, PauseMode
 from rlpipe.errors import DeadlineExceeded, EngineError
 from rlpipe.rollout.client import GenerateClient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlpipe.config.data import RolloutConfig
+from rlpipe.config.rollout import RolloutConfig
 from rlpipe.errors import DataError, EngineError
 from rlpipe.rollout.client import GenerateClient
 from rlpipe.rollout.dataset import Given

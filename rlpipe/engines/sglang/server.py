@@ -29,7 +29,7 @@ OWNED = {
     "random_seed": "data.rollout_seed",
     "enable_deterministic_inference": "deterministic",
     "weight_version": "nothing: every push of weights sets it",
-    "skip_tokenizer_init": "nothing: only token ids are sent",
+    "skip_tokenizer_init": "nothing: only token ids are sent; stop texts bring the tokenizer",
 }
 """SGLang arguments refused in `engine.sglang`, and the key to use instead."""
 
@@ -59,11 +59,13 @@ class Server(ServerProcess):
         weight_version: str | None = None,
         trust_remote_code: bool = False,
         deterministic: bool = False,
+        reads_text: bool = False,
         device: Device | None = None,
     ) -> None:
         """`port` None picks a free one. `weight_version` is the stamp of the directory's weights, until the first push.
 
         `deterministic`: on CUDA, sample by each request's seed whatever else is in its batch. The CPU engine cannot.
+        `reads_text`: it has the tokenizer, for what needs one: stop texts, least lengths.
         `device` None is CUDA if torch sees any. Raises: ConfigError for an argument in `engine.sglang` that is not yours to set.
         """
         self.device: Device = device or _device()
@@ -80,7 +82,7 @@ class Server(ServerProcess):
             "random_seed": seed,
             "trust_remote_code": trust_remote_code,
             "weight_version": weight_version,
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not reads_text,
         }
         flags("engine.sglang", config.sglang, OWNED)
         defaults = _cpu_defaults(Path(model_path)) if self.device == "cpu" else {}

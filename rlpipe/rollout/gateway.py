@@ -1,0 +1,171 @@
+"""The engines as a function of the user sees them: a server on the loopback, open while one rollout runs.
+
+    POST /generate                                 SGLang's, by `input_ids` or `text`, one or several
+    POST /v1/chat/completions                      OpenAI's, without memory
+    POST /sessions/<id>/v1/chat/completions        OpenAI's, as one rollout: see `sessions`
+    GET  …/v1/models, /workers, /health
+
+What is asked goes through the run's own client: it waits while weights are pushed, goes on after an abort, is asked again when
+an engine dies, and is refused when it would end an engine. What is answered is in the journal. Each rollout has a port of its
+own, so it is known whose a request is.
+
+Not here: the conversation behind a session (`sessions`), OpenAI's JSON (`openai_api`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, Self
+
+from aiohttp import web
+from transformers import PreTrainedTokenizerBase
+
+from rlpipe.errors import DataError, DeadlineExceeded, EngineRejected, RlpipeError
+from rlpipe.rollout.client import GenerateClient
+from rlpipe.rollout.generate import version_of
+from rlpipe.rollout.generation import Generation
+from rlpipe.rollout.journal import Answer, Journal
+
+_DEFAULT_MAX_NEW_TOKENS = 128
+"""SGLang's."""
+_LARGEST_REQUEST_BYTES = 256 * 1024**2
+_ROUTING_HEADER = "X-SMG-Routing-Key"
+
+
+class Gateway:
+    """An async context manager. `address` is (host, port) while it is open; `stop` as in `GenerateClient.generate`."""
+
+    def __init__(
+        self,
+        client: GenerateClient,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        context_len: int,
+        stop: asyncio.Event | None = None,
+        affinity: bool = False,
+        routes: Callable[[Gateway], Sequence[web.RouteDef]] = lambda _: (),
+    ) -> None:
+        """`affinity`: hand the callers' routing keys on to the router. `routes`: further ones, beside those of SGLang."""
+        self.client, self.tokenizer, self.context_len = client, tokenizer, context_len
+        self.stop, self.affinity, self._routes = stop, affinity, routes
+        self.journal = Journal()
+        self.address = ("127.0.0.1", 0)
+        self._open = AsyncExitStack()
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return f"http://{self.address[0]}:{self.address[1]}"
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=_LARGEST_REQUEST_BYTES, middlewares=[_errors_as_json])
+        app.add_routes([web.post("/generate", self._generate), web.get("/workers", self._workers)])
+        app.add_routes([web.get("/health", _healthy), *self._routes(self)])
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
+        await runner.setup()
+        self._open.push_async_callback(runner.cleanup)
+        site = web.TCPSite(runner, self.address[0], 0)
+        await site.start()
+        self.address = runner.addresses[0]
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self._open.aclose()
+
+    async def sample(
+        self, ids: Sequence[int], sampling: dict[str, Any], *, routing_key: str | None = None, where: str = "generate"
+    ) -> Generation:
+        """One response, which is in the journal then. Raises: as `GenerateClient.generate`; DataError without room for one."""
+        room = self.context_len - len(ids)
+        if room < 1:
+            raise DataError("no room for a response", where=where, found=f"{len(ids)} tokens", expected=f"< {self.context_len}")
+        wanted = sampling.get("max_new_tokens")
+        params = {**sampling, "max_new_tokens": min(_DEFAULT_MAX_NEW_TOKENS if wanted is None else wanted, room)}
+        key = routing_key if self.affinity else None
+        (generation,) = await self.client.generate(ids, params, stop=self.stop, routing_key=key, where=where)
+        runs = tuple((tokens, version_of(stamp, where)) for tokens, stamp in generation.weight_versions)
+        self.journal.add(ids, Answer(tuple(generation.response_ids), tuple(generation.log_probs), runs))
+        return generation
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text as it stands."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def text_of(self, generation: Generation, sampling: dict[str, Any]) -> str:
+        """The text as SGLang gives it: without what stopped it, unless `no_stop_trim`."""
+        ids, keep = generation.response_ids, bool(sampling.get("no_stop_trim"))
+        skip = sampling.get("skip_special_tokens", True)
+        if not keep and generation.finish_reason == "stop" and ids and ids[-1] in self._ends(sampling):
+            ids = ids[:-1]
+        text = self.decode(ids, skip_special_tokens=skip)
+        stops = sampling.get("stop") or ()
+        for stop in () if keep else [stops] if isinstance(stops, str) else stops:
+            text = text.partition(stop)[0]
+        return text
+
+    def _ends(self, sampling: dict[str, Any]) -> set[int]:
+        return {*self.client.end_ids, *(sampling.get("stop_token_ids") or ())}
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if body.get("stream"):
+            raise DataError("answers come whole", where="POST /generate", found="stream: true", expected="stream: false")
+        given = body.get("input_ids") if body.get("input_ids") is not None else body.get("text")
+        several = bool(given) and isinstance(given, list) and isinstance(given[0], list | str)
+        prompts = given if several else [given]
+        sampling, start_s = dict(body.get("sampling_params") or {}), time.time()
+        copies = int(sampling.pop("n", 1) or 1)
+        key = request.headers.get(_ROUTING_HEADER)
+        once: list[list[int]] = [self.encode(one) if isinstance(one, str) else list(one or ()) for one in prompts]
+        ids = [one for one in once for _ in range(copies)]
+        answers = await asyncio.gather(
+            *(self.sample(one, sampling, routing_key=key, where=f"POST /generate with {len(one)} tokens") for one in ids)
+        )
+        rows = [self._row(one, answer, sampling, start_s) for one, answer in zip(ids, answers, strict=True)]
+        return web.json_response(rows if several or copies > 1 else rows[0])
+
+    def _row(self, ids: list[int], answer: Generation, sampling: dict[str, Any], start_s: float) -> dict[str, Any]:
+        pairs = zip(answer.log_probs, answer.response_ids, strict=True)
+        meta = {
+            "finish_reason": {"type": answer.finish_reason},
+            "prompt_tokens": len(ids),
+            "completion_tokens": len(answer.response_ids),
+            "cached_tokens": answer.cached_tokens,
+            "output_token_logprobs": [[log_prob, token, None] for log_prob, token in pairs],
+            "e2e_latency": time.time() - start_s,
+        }
+        if answer.weight_versions:
+            meta["weight_version"] = answer.weight_versions[-1][1]
+        return {"text": self.text_of(answer, sampling), "output_ids": list(answer.response_ids), "meta_info": meta}
+
+    async def _workers(self, request: web.Request) -> web.Response:
+        return web.json_response({"workers": [{"id": "gateway", "url": self.url, "is_healthy": True}]})
+
+
+async def _healthy(request: web.Request) -> web.Response:
+    return web.Response(text="OK")
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+    """400 for what was asked wrongly, 504 and 503 for engines that do not answer; the body is shaped as OpenAI's is."""
+    try:
+        return await handler(request)
+    except (KeyError, TypeError, ValueError, EngineRejected) as error:
+        return _problem(400, error)
+    except DeadlineExceeded as error:
+        return _problem(504, error)
+    except RlpipeError as error:
+        return _problem(503, error)
+
+
+def _problem(status: int, error: Exception) -> web.Response:
+    message = str(error) if isinstance(error, RlpipeError) else f"{type(error).__name__}: {error}"
+    return web.json_response({"error": {"message": message, "type": type(error).__name__, "code": status}}, status=status)

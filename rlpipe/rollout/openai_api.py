@@ -1,0 +1,202 @@
+"""OpenAI's chat completions over the engines: what an unmodified client sends and reads.
+
+    {gateway}/sessions/<session id>/v1     one rollout: its replies become samples (`sessions`)
+    {gateway}/v1                           without memory
+
+In training the run decides how it is sampled: temperature, top_p and top_k of a request are left aside, because the loss
+reckons with the run's. In an evaluation they count. `max_tokens`, `max_completion_tokens`, `stop`, `tools` and `logprobs` are
+honoured; `n` above 1 and a `tool_choice` that forces a call are refused. With `stream` the reply comes in the form of a stream,
+as one event when it is finished. A reply's logprobs carry `token_id`. Tool calls are read as Hermes and Qwen models write them.
+
+Not here: the conversation (`sessions`), requests to the engines (`gateway`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+from aiohttp import web
+from jinja2 import TemplateError
+
+from rlpipe.errors import ConfigError, DataError
+from rlpipe.rollout.gateway import Gateway
+from rlpipe.rollout.generate import version_of
+from rlpipe.rollout.generation import Generation
+from rlpipe.rollout.sessions import Conversation, Reply, Turn
+from rlpipe.rollout.tool_calls import read_hermes, without_calls
+from rlpipe.types import Message, Sample
+
+_TOOL_CALL = "<tool_call>"
+_TAKEN_IN_EVALUATION = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
+
+
+class ChatText:
+    """The gateway's tokenizer as `sessions.Text`. `options` are the run's `data.apply_chat_template_kwargs`."""
+
+    def __init__(self, gateway: Gateway, options: dict[str, Any]) -> None:
+        self._gateway, self._options = gateway, options
+
+    def render(self, messages: Sequence[Message], tools: Any, *, prompt: bool) -> str:
+        """See `sessions.Text`. Raises: ConfigError without a chat template."""
+        tokenizer = self._gateway.tokenizer
+        if not tokenizer.chat_template:
+            do = "use a model with one, or ask POST /generate"
+            raise ConfigError("the tokenizer has no chat template", where="model.source", found=tokenizer.name_or_path, do=do)
+        options = {**self._options, **({"tools": tools} if tools else {}), "add_generation_prompt": prompt}
+        try:
+            return str(tokenizer.apply_chat_template([dict(one) for one in messages], tokenize=False, **options))
+        except (TemplateError, TypeError, KeyError) as error:
+            found = f"{type(error).__name__}: {error}"
+            raise DataError("the chat template refuses the messages", where="chat.completions", found=found) from error
+
+    def encode(self, text: str) -> list[int]:
+        """See `sessions.Text`."""
+        return self._gateway.encode(text)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """See `sessions.Text`."""
+        return self._gateway.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+class ChatSessions:
+    """The sessions of one rollout, and the routes that lead to them."""
+
+    def __init__(
+        self, gateway: Gateway, sampling: dict[str, Any], options: dict[str, Any], *, model: str, evaluation: bool
+    ) -> None:
+        """`sampling` are the rollout's own parameters, `model` is what the endpoint says it serves."""
+        self._gateway, self._sampling, self._model, self._evaluation = gateway, sampling, model, evaluation
+        self._text = ChatText(gateway, options)
+        self._open: dict[str, Conversation] = {}
+
+    def routes(self) -> list[web.RouteDef]:
+        """To be added to the gateway's."""
+        return [
+            web.post("/v1/chat/completions", self._complete),
+            web.post("/sessions/{session}/v1/chat/completions", self._complete),
+            web.get("/v1/models", self._models),
+            web.get("/sessions/{session}/v1/models", self._models),
+        ]
+
+    def begin(self, sample: Sample) -> None:
+        """Open the session of a sample."""
+        assert sample.session_id is not None
+        self._open[sample.session_id] = Conversation(self._text)
+
+    def samples(self, sample: Sample) -> list[Sample]:
+        """What was said in a sample's session, which is over then; empty if nothing was."""
+        conversation = self._open.pop(sample.session_id or "", None)
+        return conversation.samples(lambda: Sample(session_id=sample.session_id)) if conversation else []
+
+    async def _models(self, request: web.Request) -> web.Response:
+        entry = {"id": self._model, "object": "model", "created": 0, "owned_by": "rlpipe"}
+        return web.json_response({"object": "list", "data": [entry]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body, session = await request.json(), request.match_info.get("session")
+        conversation = Conversation(self._text) if session is None else self._open.get(session)
+        if conversation is None:
+            raise DataError("there is no such session", where=str(request.path), found=session, expected="a sample's session_id")
+        _refuse_what_is_not_there(body)
+        sampling = self._parameters(body)
+        turn = conversation.ask(body["messages"], body.get("tools") or None)
+        where = f"session {session or 'of none'}, turn {len(conversation)}"
+        generation = await self._gateway.sample(turn.prompt_ids, sampling, routing_key=session, where=where)
+        answer = self._answered(conversation, turn, generation, sampling, body)
+        if not body.get("stream"):
+            return web.json_response(answer)
+        return await _stream(request, answer, usage=bool((body.get("stream_options") or {}).get("include_usage")))
+
+    def _parameters(self, body: dict[str, Any]) -> dict[str, Any]:
+        sampling = dict(self._sampling)
+        if self._evaluation:
+            sampling |= {name: body[name] for name in _TAKEN_IN_EVALUATION if body.get(name) is not None}
+        longest = body.get("max_completion_tokens") or body.get("max_tokens")
+        if longest is not None:
+            sampling["max_new_tokens"] = min(int(longest), sampling["max_new_tokens"])
+        stops = body.get("stop") or []
+        if stops:
+            sampling["stop"] = [*(sampling.get("stop") or ()), *([stops] if isinstance(stops, str) else stops)]
+        sampling.pop("no_stop_trim", None)
+        return sampling
+
+    def _answered(
+        self, conversation: Conversation, turn: Turn, generation: Generation, sampling: dict[str, Any], body: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Keep the reply, and say it as OpenAI does."""
+        text = self._gateway.text_of(generation, {**sampling, "skip_special_tokens": True})
+        message, reason = _message(text, generation.finish_reason, with_tools=bool(body.get("tools")))
+        versions = [version_of(stamp, "session") for tokens, stamp in generation.weight_versions for _ in range(tokens)]
+        reply = Reply(tuple(generation.response_ids), tuple(generation.log_probs), tuple(versions), generation.finish_reason)
+        conversation.answer(turn, reply, message)
+        choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
+        if body.get("logprobs"):
+            choice["logprobs"] = {"content": [self._log_prob(token, value) for token, value in zip(reply.ids, reply.log_probs)]}  # noqa: B905
+        prompt, completion = len(turn.prompt_ids), len(reply.ids)
+        return {
+            "id": f"chatcmpl-{uuid4().hex}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": body.get("model") or self._model,
+            "choices": [choice],
+            "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
+        }
+
+    def _log_prob(self, token: int, value: float) -> dict[str, Any]:
+        text = self._gateway.decode([token], skip_special_tokens=False)
+        return {"token": text, "token_id": token, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+
+
+def _message(text: str, reason: str, *, with_tools: bool) -> tuple[Message, str]:
+    """The assistant's message, and OpenAI's finish reason. A call that cannot be read stays text."""
+    calls = [read_hermes(part.partition("</tool_call>")[0].strip()) for part in text.split(_TOOL_CALL)[1:]] if with_tools else []
+    if calls and all(call.error is None for call in calls):
+        said = [
+            {
+                "id": f"call_{uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+            }
+            for call in calls
+        ]
+        return {"role": "assistant", "content": without_calls(text) or None, "tool_calls": said}, "tool_calls"
+    return {"role": "assistant", "content": text}, "length" if reason == "abort" else reason
+
+
+def _refuse_what_is_not_there(body: dict[str, Any]) -> None:
+    if not isinstance(body.get("messages"), list) or not body["messages"]:
+        raise DataError("no messages", where="chat.completions", found=body.get("messages"), expected="a list of messages")
+    if (body.get("n") or 1) != 1:
+        raise DataError(
+            "one reply a request", where="chat.completions", found=f"n: {body['n']}", expected="n: 1, or more requests"
+        )
+    if body.get("tool_choice") not in (None, "auto", "none"):
+        raise DataError("a call cannot be forced", where="chat.completions", found=body["tool_choice"], expected="auto or none")
+    if body.get("response_format") not in (None, {"type": "text"}):
+        raise DataError("replies are free text", where="chat.completions", found=body["response_format"], expected="type: text")
+
+
+async def _stream(request: web.Request, answer: dict[str, Any], *, usage: bool) -> web.StreamResponse:
+    """The answer as server-sent events."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    (choice,) = answer["choices"]
+    message = dict(choice["message"])
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+    head = {**answer, "object": "chat.completion.chunk"}
+    head.pop("usage")
+    first = {"index": 0, "delta": message, "logprobs": choice["logprobs"], "finish_reason": None}
+    chunks = [{**head, "choices": [first]}]
+    chunks.append({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]})
+    if usage:
+        chunks.append({**head, "choices": [], "usage": answer["usage"]})
+    for chunk in chunks:
+        await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response

@@ -1,0 +1,229 @@
+"""Which way a run samples, made ready for one rollout: given rows, a turn, turns with tools, a function of the user.
+
+Not here: the ways themselves (`dataset`, `generate`, `multi_turn`, `custom`), or a whole rollout by the user (`function`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp.web import RouteDef
+from transformers import PreTrainedTokenizerBase
+
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.run import RunConfig
+from rlpipe.config.slime import slime_args
+from rlpipe.errors import RlpipeError
+from rlpipe.rollout.checked import Limits
+from rlpipe.rollout.client import GenerateClient
+from rlpipe.rollout.custom import CustomGenerate, GenerateHook, SampleHooks, load_generate
+from rlpipe.rollout.dataset import Given
+from rlpipe.rollout.gateway import Gateway
+from rlpipe.rollout.generate import FINISHED, Generate, GroupFailed, SingleTurn, sampling_params
+from rlpipe.rollout.multi_turn import MultiTurn, TurnLimits
+from rlpipe.rollout.openai_api import ChatSessions
+from rlpipe.rollout.tool_calls import Hermes, Tags
+from rlpipe.rollout.tools import Tool, load_tools
+from rlpipe.types import PlannedGroup, Sample, Status
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What all rollouts of a run stand on. Made once by the generator."""
+
+    config: RunConfig
+    tokenizer: PreTrainedTokenizerBase
+    model_dir: str
+    vocab_size: int
+    longest: int
+    """Tokens the model can read at most."""
+    tools: dict[str, Tool]
+    hook: GenerateHook | None
+    sample_hooks: SampleHooks
+
+    @classmethod
+    def of(cls, config: RunConfig, tokenizer: PreTrainedTokenizerBase, model: dict[str, Any], model_dir: str) -> Ground:
+        """`model` is the content of config.json. Raises: ConfigError if a function cannot be loaded or called as it will be."""
+        path = config.rollout.custom_generate_function_path
+        return cls(
+            config=config,
+            tokenizer=tokenizer,
+            model_dir=model_dir,
+            vocab_size=model["vocab_size"],
+            longest=model.get("max_position_embeddings") or 2**31,
+            tools=load_tools(config.rollout.tools, timeout_s=config.rollout.tool_timeout_s),
+            hook=load_generate(path) if path else None,
+            sample_hooks=SampleHooks(config.rollout.rollout_sample_hook_path),
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Response ids as text, special tokens left out."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def encode(self, text: str) -> list[int]:
+        """Text as ids, as it stands."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
+
+    def limits(self, rollout: RolloutConfig) -> Limits:
+        """What a row may hold."""
+        key = getattr(self.config.reward.function, "reward_key", None)
+        return Limits(self.vocab_size, min(self.longest, rollout.rollout_max_context_len or self.longest), key)
+
+    def seeded(self, *, on_gpus: bool) -> bool:
+        """Do the engines sample by each request's seed?"""
+        given = bool(self.config.engine.sglang.get("enable_deterministic_inference"))
+        return given or (self.config.deterministic and on_gpus)
+
+    @property
+    def affinity(self) -> bool:
+        """Does the router keep requests of one routing key together?"""
+        return self.config.engine.router.get("policy") == "consistent_hashing"
+
+
+@dataclass(frozen=True)
+class Occasion:
+    """One rollout: how it is sampled, and what for."""
+
+    rollout: RolloutConfig
+    iteration: int = 0
+    evaluation: bool = False
+    temperature: float | None = None
+    """None: the rollout's."""
+    stop: asyncio.Event | None = None
+    """Once it is set, what is aborted stays so."""
+    on_gpus: bool = False
+
+
+@asynccontextmanager
+async def sampling(ground: Ground, occasion: Occasion, client: GenerateClient | None) -> AsyncIterator[Generate]:
+    """The generate function of one rollout, and what it needs for as long as it runs. Raises: RlpipeError without engines."""
+    if occasion.rollout.type == "dataset":
+        yield Given(decode=ground.decode)
+        return
+    if client is None:
+        raise RlpipeError("this run has no engines to sample from", where="generator", do="call connect first")
+    async with AsyncExitStack() as stack:
+        args: Namespace | None = None
+        if ground.hook is not None or ground.sample_hooks:
+            doors = await stack.enter_async_context(Doors.opened(ground, occasion, client))
+            args = arguments(ground, doors.gateway)
+        generate: Generate = _turns(ground, occasion, client) if ground.tools else _single(ground, occasion, client)
+        if ground.hook is not None:
+            assert args is not None
+            generate = _custom(ground, ground.hook, occasion, args, doors)
+        yield _Hooked(generate, ground, occasion, args) if args is not None and ground.sample_hooks else generate
+
+
+@dataclass(frozen=True)
+class Doors:
+    """The addresses that functions of one rollout may ask."""
+
+    gateway: Gateway
+    sessions: ChatSessions
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, ground: Ground, occasion: Occasion, client: GenerateClient) -> AsyncIterator[Doors]:
+        """Open while the block runs."""
+        made: list[ChatSessions] = []
+
+        def routes(gateway: Gateway) -> list[RouteDef]:
+            params = sampling_params(occasion.rollout, temperature=occasion.temperature)
+            options, evaluation = ground.config.data.apply_chat_template_kwargs, occasion.evaluation
+            made.append(ChatSessions(gateway, params, options, model=ground.config.run, evaluation=evaluation))
+            return made[0].routes()
+
+        context_len = ground.limits(occasion.rollout).context_len
+        keep = {"stop": occasion.stop, "affinity": ground.affinity}
+        async with Gateway(client, ground.tokenizer, context_len=context_len, routes=routes, **keep) as gateway:
+            yield cls(gateway, made[0])
+
+
+def arguments(ground: Ground, gateway: Gateway) -> Namespace:
+    """`args` as functions of the user get it."""
+    args = slime_args(ground.config, router=gateway.url)
+    args.session_url = f"{gateway.url}/sessions"
+    args.hf_checkpoint = ground.model_dir
+    args.max_turns = ground.config.rollout.max_turns if not hasattr(args, "max_turns") else args.max_turns
+    args.tokenizer = ground.tokenizer
+    return args
+
+
+def _single(ground: Ground, occasion: Occasion, client: GenerateClient) -> SingleTurn:
+    rollout = occasion.rollout
+    return SingleTurn(
+        client,
+        sampling_params(rollout, temperature=occasion.temperature),
+        decode=ground.decode,
+        context_len=ground.limits(rollout).context_len,
+        seeded=ground.seeded(on_gpus=occasion.on_gpus),
+        stop=occasion.stop,
+    )
+
+
+def _turns(ground: Ground, occasion: Occasion, client: GenerateClient) -> MultiTurn:
+    rollout = occasion.rollout
+    return MultiTurn(
+        client,
+        sampling_params(rollout, temperature=occasion.temperature),
+        ground.tools,
+        Tags(ground.tools) if rollout.tool_call_format == "tags" else Hermes(),
+        TurnLimits(
+            max_turns=rollout.max_turns,
+            response_len=rollout.rollout_max_response_len,
+            context_len=ground.limits(rollout).context_len,
+            turn_len=rollout.max_turn_tokens,
+            answer_len=rollout.max_tool_response_len,
+        ),
+        encode=ground.encode,
+        decode=ground.decode,
+        seeded=ground.seeded(on_gpus=occasion.on_gpus),
+        affinity=ground.affinity,
+        stop=occasion.stop,
+    )
+
+
+def _custom(ground: Ground, hook: GenerateHook, occasion: Occasion, args: Namespace, doors: Doors) -> CustomGenerate:
+    params = sampling_params(occasion.rollout, temperature=occasion.temperature)
+    shown = {"no_stop_trim": True, "spaces_between_special_tokens": False, "stop": list(occasion.rollout.rollout_stop) or None}
+    return CustomGenerate(
+        hook,
+        args,
+        {**params, **shown},
+        journal=doors.gateway.journal,
+        sessions=doors.sessions,
+        limits=ground.limits(occasion.rollout),
+        evaluation=occasion.evaluation,
+        seeded=ground.seeded(on_gpus=occasion.on_gpus),
+        stop=occasion.stop,
+    )
+
+
+class _Hooked:
+    """A generate function whose finished samples pass the sample hooks; what one raises makes its sample a failed row."""
+
+    def __init__(self, generate: Generate, ground: Ground, occasion: Occasion, args: Namespace) -> None:
+        self.generate, self.ground, self.occasion, self.args = generate, ground, occasion, args
+        self.limits = ground.limits(occasion.rollout)
+
+    async def __call__(self, group: PlannedGroup, so_far: Sequence[Sample] = ()) -> list[Sample]:
+        seen = {sample.index for sample in so_far if sample.status in FINISHED}
+        rows = [await self._hooked(row) if row.index not in seen else row for row in await self.generate(group, so_far)]
+        if failed := next((row for row in rows if row.error is not None), None):
+            raise GroupFailed("a sample hook failed", rows, where=f"group {group.group_id}", found=failed.error)
+        return rows
+
+    async def _hooked(self, row: Sample) -> Sample:
+        if row.status not in FINISHED:
+            return row
+        occasion, hooks = self.occasion, self.ground.sample_hooks
+        try:
+            return await hooks.apply(self.args, row, self.limits, rollout_id=occasion.iteration, evaluation=occasion.evaluation)
+        except RlpipeError as error:
+            row.status, row.error = Status.FAILED, str(error)
+            return row

@@ -1,0 +1,167 @@
+"""Turns and tools, token by token, on an engine that says what it is told to say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from rlpipe.config.rollout import ToolConfig
+from rlpipe.errors import ConfigError
+from rlpipe.rollout.generation import Generation
+from rlpipe.rollout.multi_turn import MultiTurn, TurnLimits
+from rlpipe.rollout.tool_calls import Hermes, Tags
+from rlpipe.rollout.tools import Tool, calculator, load_tools, python
+from rlpipe.types import PlannedGroup, Sample, Status
+
+GROUP = PlannedGroup(group_id="b:00000001", prompt="Q", prompt_ids=(ord("Q"),), seeds=(10,))
+END = 3
+LIMITS = TurnLimits(max_turns=3, response_len=200, context_len=300, turn_len=None, answer_len=20)
+
+
+def _encode(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def _decode(ids: Sequence[int]) -> str:
+    return "".join(chr(token) for token in ids if token != END)
+
+
+class _Engine:
+    """Says one text a request, as letters; `|` stands for the end-of-sequence token."""
+
+    end_ids = frozenset({END})
+
+    def __init__(self, *texts: str, cut_after: int | None = None) -> None:
+        self.texts, self.asked, self.cut_after = list(texts), [], cut_after
+
+    async def generate(self, ids, sampling, *, stop, routing_key, where):
+        self.asked.append((_decode(ids), sampling))
+        said = [END if letter == "|" else ord(letter) for letter in self.texts.pop(0)]
+        reason = "stop" if said[-1:] == [END] or any(_decode(said).endswith(text) for text in sampling["stop"]) else "length"
+        if len(said) > sampling["max_new_tokens"]:
+            said, reason = said[: sampling["max_new_tokens"]], "length"
+        if self.cut_after is not None and len(self.asked) == 1:
+            said, reason = said[: self.cut_after], "abort"
+        version = len(self.asked)
+        return [Generation(said, [-float(version)] * len(said), reason, [(len(said), f"b@{version}@d")], "e", 0, 1.0, 2.0)]
+
+
+def _double(text: str) -> str:
+    return text * 2
+
+
+async def _never(text: str) -> str:
+    await asyncio.sleep(60)
+    return text
+
+
+def _tool(function: str, name: str, timeout_s: float = 5.0) -> Tool:
+    return Tool(ToolConfig(path=f"{__file__}:{function}", name=name), timeout_s=timeout_s)
+
+
+def _turns(engine: _Engine, tools: dict[str, Tool] | None = None, calls=None, **limits) -> MultiTurn:
+    tools = {"twice": _tool("_double", "twice")} if tools is None else tools
+    limits = TurnLimits(**{**vars(LIMITS), **limits})
+    calls = calls or Tags(tools)
+    return MultiTurn(engine, {"stop": ["!"]}, tools, calls, limits, encode=_encode, decode=_decode)  # pyright: ignore
+
+
+def _by_mask(sample: Sample) -> tuple[str, str]:
+    """What was sampled, and what was given, each with the other as dots."""
+    assert sample.loss_mask is not None
+    pairs = list(zip(sample.response_ids, sample.loss_mask, strict=True))
+    shown = [("".join(chr(token) if mask == which else "." for token, mask in pairs)).replace(chr(END), "|") for which in (1, 0)]
+    return shown[0], shown[1]
+
+
+async def test_a_tool_s_answer_stands_between_the_turns_and_does_not_count():
+    engine = _Engine("a<twice>xy</twice>", "done|")
+    (sample,) = await _turns(engine)(GROUP)
+    sampled, given = _by_mask(sample)
+    assert sampled == "a<twice>xy</twice>" + "." * 21 + "done|" and given.strip(".") == "<result>xyxy</result>"
+    assert engine.asked[1][0] == "Qa<twice>xy</twice><result>xyxy</result>" and engine.asked[0][1]["stop"] == ["!", "</twice>"]
+    assert (sample.status, sample.num_turns, sample.response) == (Status.COMPLETED, 2, _decode(sample.response_ids))
+    assert sample.rollout_log_probs == [-1.0] * 18 + [0.0] * 21 + [-2.0] * 5
+    assert sample.weight_versions == [(18 + 21, 1), (5, 2)]
+
+
+async def test_the_last_turn_may_call_what_it_likes():
+    engine = _Engine(*["<twice>x</twice>"] * 3)
+    (sample,) = await _turns(engine)(GROUP)
+    assert (sample.num_turns, len(engine.asked), sample.status) == (3, 3, Status.COMPLETED)
+    assert sample.response.endswith("<twice>x</twice>")
+
+
+async def test_lengths_hold_for_a_turn_for_an_answer_and_for_all():
+    engine = _Engine("abcdefgh", "xyz")
+    (sample,) = await _turns(engine, turn_len=4)(GROUP)
+    assert (sample.response, sample.status) == ("abcd", Status.TRUNCATED)
+    engine = _Engine("<twice>0123456789abc</twice>", "xyz|")
+    (sample,) = await _turns(engine, answer_len=5)(GROUP)
+    assert "<result>01234</result>" in sample.response
+    engine = _Engine("<twice>0123456789abc</twice>", "xyz|")
+    (sample,) = await _turns(engine, response_len=35)(GROUP)
+    assert len(sample.response_ids) == 35 and sample.status is Status.TRUNCATED and len(engine.asked) == 1
+
+
+async def test_what_is_cut_off_in_a_turn_goes_on_in_that_turn():
+    first = _Engine("a<twice>xy</twice>", cut_after=4)
+    (cut,) = await _turns(first)(GROUP)
+    assert (cut.status, cut.response_ids) == (Status.ABORTED, _encode("a<tw"))
+    engine = _Engine("ice>xy</twice>", "done|")
+    (sample,) = await _turns(engine, turn_len=18)(GROUP, [cut])
+    assert engine.asked[0][0] == "Qa<tw" and engine.asked[0][1]["max_new_tokens"] == 14
+    assert _by_mask(sample)[1].strip(".") == "<result>xyxy</result>" and sample.num_turns == 2
+    assert (await _turns(_Engine())(GROUP, [sample])) == [sample], "a finished one stays as it is"
+
+
+async def test_what_a_tool_raises_or_misses_is_what_the_policy_is_told():
+    tools = {
+        "slow": _tool("_never", "slow", 0.05),
+        "calculator": Tool(ToolConfig(path="rlpipe.rollout.tools.calculator"), timeout_s=5),
+    }
+    engine = _Engine("<slow>x</slow>", "<calculator>1/0</calculator>", "|")
+    (sample,) = await _turns(engine, tools, answer_len=99)(GROUP)
+    assert "<result>error: no answer within 0.05 s</result>" in sample.response
+    assert "<result>error: ZeroDivisionError: division by zero</result>" in sample.response
+
+
+async def test_several_calls_in_json_are_answered_together_and_a_bad_one_is_told_so():
+    said = '<tool_call>{"name": "twice", "arguments": {"text": "ab"}}</tool_call>\n<tool_call>{nonsense</tool_call>'
+    engine = _Engine(said + '<tool_call>{"name": "no"}</tool_call>|', "done|")
+    (sample,) = await _turns(engine, calls=Hermes(), answer_len=99, response_len=900, context_len=999)(GROUP)
+    given = _by_mask(sample)[1].strip(".")
+    assert given.startswith(
+        "\n<|im_start|>user\n<tool_response>\nabab\n</tool_response>\n<tool_response>\nerror: the call is not JSON"
+    )
+    assert "there is no tool 'no', only twice" in given and given.endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"), [("2+3*4", "14"), ("-(7//2)", "-3"), ("10/4", "2.5"), ("10/5", "2"), ("2**10 % 1000", "24")]
+)
+def test_the_calculator_calculates(expression, value):
+    assert calculator(expression) == value
+
+
+@pytest.mark.parametrize("expression", ["__import__('os')", "2**99999", "9**64**2", "a", "1 +", "'x'*9", "True", "(-8)**0.5"])
+def test_the_calculator_does_nothing_else(expression):
+    with pytest.raises(ValueError, match=r"."):
+        calculator(expression)
+
+
+async def test_a_program_prints_fails_and_is_stopped():
+    assert await python("print(6 * 7)") == "42"
+    assert (await python("1/0")).endswith("(exit status 1)")
+    tool = Tool(ToolConfig(path="rlpipe.rollout.tools.python"), timeout_s=0.5)
+    assert await tool.answer("while True: pass") == "error: no answer within 0.5 s"
+
+
+def test_two_tools_of_one_name_and_arguments_that_do_not_fit_are_refused():
+    one = ToolConfig(path="rlpipe.rollout.tools.calculator")
+    with pytest.raises(ConfigError, match="two tools have one name"):
+        load_tools([one, one], timeout_s=1)
+    with pytest.raises(ConfigError, match="does not take these arguments"):
+        load_tools([ToolConfig(path="fractions.Fraction", arguments={"nope": 1})], timeout_s=1)
