@@ -57,7 +57,7 @@ async def drive(config: RunConfig, home: Path, stopping: Stopping, *, takeover: 
     """Begin, iterate, report: a run from where it stands to its end."""
     with Progress(config.run, config.num_rollout) as progress:
         started = time.perf_counter()
-        first = await begin(config, home, progress, takeover=takeover)
+        first = await stopping.unless_asked(begin(config, home, progress, takeover=takeover))
         completed = False
         try:
             if first:

@@ -9,9 +9,12 @@ Not here: what runs on it (`cluster`).
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import tempfile
+import threading
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -33,17 +36,17 @@ def connect(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     common = {"namespace": namespace, "log_to_driver": False, "configure_logging": False}
+    if resources.ray_address:
+        where: dict[str, Any] = {"address": resources.ray_address}
+    else:
+        where = {
+            "num_cpus": resources.trainer_ranks + resources.rollout_num_gpus + 2,
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "_temp_dir": str(_temporary_folder(home)),
+        }
     try:
-        if resources.ray_address:
-            ray.init(address=resources.ray_address, **common)
-        else:
-            ray.init(
-                num_cpus=resources.trainer_ranks + resources.rollout_num_gpus + 2,
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                _temp_dir=str(_temporary_folder(home)),
-                **common,
-            )
+        _init(**where, **common)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         address = resources.ray_address or "a local cluster"
         raise ResourceError(
@@ -65,10 +68,18 @@ def join(address: str, *, namespace: str) -> bool:
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-        ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
+        _init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
     except (ConnectionError, OSError, RuntimeError):
         return False
     return True
+
+
+def _init(**arguments: Any) -> None:
+    """`ray.init`, after which SIGTERM is for whom it was before: Ray would print a stack and abort."""
+    before = signal.getsignal(signal.SIGTERM)
+    ray.init(**arguments)
+    if threading.current_thread() is threading.main_thread() and before is not None:
+        signal.signal(signal.SIGTERM, before)
 
 
 def disconnect() -> None:
