@@ -61,6 +61,8 @@ EXPECTED = {
     "advantage.": {Stage.ADVANTAGE},
     "async_buffer_size": {Stage.ADVANTAGE},
     "train.": {Stage.TRAIN},
+    "train.custom_megatron_init_path": {Stage.ADVANTAGE, Stage.TRAIN},
+    "train.custom_megatron_before_log_prob_hook_path": {Stage.ADVANTAGE, Stage.TRAIN},
     "deterministic": {Stage.TRAIN},
     "train.optimizer.": {Stage.INIT, Stage.TRAIN},
     "train.seed": {Stage.INIT, Stage.TRAIN},

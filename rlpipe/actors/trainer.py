@@ -31,6 +31,7 @@ from rlpipe.actors.scoring import critic_metrics, scored
 from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.batch import fix_batch, with_advantages
 from rlpipe.batch_metrics import batch_metrics
+from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.errors import DeadlineExceeded, TrainerError
@@ -109,6 +110,7 @@ class TrainerRank:
             deterministic=spec.deterministic,
             critic=spec.critic,
             critic_optimizer_steps=spec.critic_optimizer_steps,
+            hooks=MegatronHooks(spec.train, spec.hook_args),
         )
         self._spec, self.dirty = spec, False
         self._files = Files(spec.store_root)
@@ -215,7 +217,8 @@ class TrainerRank:
         )
         version = weight_version(self._nodes, before)
         self.dirty, self.held = True, None
-        result = engine.train(columns, packing, critic_only=batch.outputs.get("critic_only", False), hook_args=spec.hook_args)
+        critic_only = batch.outputs.get("critic_only", False)
+        result = engine.train(columns, packing, version=version, critic_only=critic_only, hook_args=spec.hook_args)
         self._remember_reference(version + 1)
         return self._now_holds(
             key,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.config.algorithms import AdvantageConfig
+from rlpipe.config.megatron_hooks import megatron_hook_paths
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.models import CriticConfig
 from rlpipe.config.run import RunConfig
@@ -65,6 +66,10 @@ class TrainerSpec:
             num_nodes=config.resources.actor_num_nodes,
             threads=config.resources.threads_per_process,
             deterministic=config.deterministic,
-            hook_args=slime_args(config) if config.advantage.hooks or config.train.loss.hooks else None,
+            hook_args=slime_args(config) if _has_functions(config) else None,
             upload_timeout_s=config.checkpoint.timeout_s,
         )
+
+
+def _has_functions(config: RunConfig) -> bool:
+    return bool(config.advantage.hooks or config.train.loss.hooks or megatron_hook_paths(config.train))
