@@ -89,6 +89,7 @@ TUNING = {
     "reward": "workers attempts sample_timeout_s timeout_s",
     "advantage": "log_probs_max_tokens_per_gpu",
     "train": "timeout_s",
+    "teacher": "timeout_s",
     "sync": "in_flight transport update_weight_buffer_size probe_samples max_logprob_difference timeout_s",
     "checkpoint": "save_interval keep_local timeout_s",
     "evaluation.datasets.1.reward": "workers attempts sample_timeout_s timeout_s",
@@ -243,6 +244,14 @@ def test_a_critic_decides_first_weights_batches_and_training_of_a_run_that_has_o
     assert differing_in({"num_critic_only_steps": 2}, **ppo) == {Stage.ADVANTAGE, Stage.TRAIN}
     assert differing_in({"hf_checkpoint": "/models/c"}, **ppo) == {Stage.INIT, Stage.TRAIN}
     assert differing_in({"optimizer": {"lr": 1e-5}}, **ppo) == {Stage.INIT, Stage.TRAIN}
+
+
+def test_a_teacher_decides_the_batches_of_a_run_that_distils_and_of_no_other():
+    teacher = {"teacher": {"opd_type": "sglang", "url": "http://t:1"}}
+    other = {"teacher": {"opd_type": "sglang", "url": "http://t:2"}}
+    distils = {**BASE, "advantage": {"use_opd": True}}
+    assert differing(validate({**BASE, **teacher}), validate({**BASE, **other})) == set()
+    assert differing(validate({**distils, **teacher}), validate({**distils, **other})) == {Stage.ADVANTAGE}
 
 
 def test_the_policy_s_schedule_waits_while_only_the_critic_is_trained():

@@ -27,7 +27,7 @@ import ray
 
 from rlpipe.actors.checkpoints import Upload, fetch_checkpoint, upload_share
 from rlpipe.actors.probe import largest_difference
-from rlpipe.actors.scoring import critic_metrics, scored
+from rlpipe.actors.scoring import critic_metrics, scored, with_server_s_scores
 from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.batch import fix_batch, with_advantages
 from rlpipe.batch_metrics import batch_metrics
@@ -110,6 +110,7 @@ class TrainerRank:
             deterministic=spec.deterministic,
             critic=spec.critic,
             critic_optimizer_steps=spec.critic_optimizer_steps,
+            teacher_dir=spec.teacher.opd_teacher_load if spec.teacher else None,
             hooks=MegatronHooks(spec.train, spec.hook_args),
         )
         self._spec, self.dirty = spec, False
@@ -180,11 +181,11 @@ class TrainerRank:
             max_staleness=max_staleness,
             mask_stale=mask_stale,
         )
-        columns = batch.columns
-        if not supervised:
-            columns = with_advantages(batch, scored(engine, columns, spec), spec.advantage, spec.hook_args)
+        columns = batch.columns if supervised else scored(engine, batch.columns, spec)
         if self.rank != 0:
             return None
+        if not supervised:
+            columns = with_advantages(batch, with_server_s_scores(columns, spec), spec.advantage, spec.hook_args)
         record = write_batch(self._files, key, batch, columns)
         outputs = {"groups": list(batch.groups), "dropped": batch.dropped, "samples": len(columns)}
         if spec.advantage.reference:

@@ -12,7 +12,7 @@ from typing import Any
 from rlpipe.config.algorithms import AdvantageConfig
 from rlpipe.config.megatron_hooks import megatron_hook_paths
 from rlpipe.config.model import ModelConfig
-from rlpipe.config.models import CriticConfig
+from rlpipe.config.models import CriticConfig, TeacherConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.config.slime import slime_args
 from rlpipe.config.train import TrainConfig
@@ -36,6 +36,8 @@ class TrainerSpec:
     critic: CriticConfig | None
     """None: the estimator asks for no values."""
     critic_optimizer_steps: int
+    teacher: TeacherConfig | None
+    """None: nothing is distilled."""
     engine_tensor_parallel_size: int
     world_size: int
     num_nodes: int
@@ -61,6 +63,7 @@ class TrainerSpec:
             ref_update_interval=config.ref_update_interval,
             critic=config.critic if config.uses_critic else None,
             critic_optimizer_steps=config.critic_optimizer_steps,
+            teacher=config.teacher if config.advantage.use_opd else None,
             engine_tensor_parallel_size=config.resources.rollout_num_gpus_per_engine,
             world_size=config.resources.trainer_ranks,
             num_nodes=config.resources.actor_num_nodes,

@@ -11,7 +11,7 @@ from rlpipe.config.algorithms import AdvantageConfig, contradiction, set_surroga
 from rlpipe.config.base import Config, Tuning
 from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig, RolloutConfig
 from rlpipe.config.model import BranchModel, EngineConfig, ModelConfig, ResourcesConfig
-from rlpipe.config.models import CriticConfig, ReferenceConfig
+from rlpipe.config.models import CriticConfig, ReferenceConfig, TeacherConfig
 from rlpipe.config.train import CheckpointConfig, SyncConfig, TrainConfig
 
 
@@ -89,6 +89,7 @@ class RunConfig(Config):
     reference: ReferenceConfig = ReferenceConfig()
     train: TrainConfig = TrainConfig()
     critic: CriticConfig = CriticConfig()
+    teacher: TeacherConfig = TeacherConfig()
     sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -150,6 +151,15 @@ class RunConfig(Config):
             raise ValueError(f"fork_from and {other}: a fork's first weights are its parent's; leave one of them out")
         if problem := contradiction(self.advantage, self.train.loss, self.num_steps_per_rollout):
             raise ValueError(problem)
+        if self.advantage.use_opd and self.teacher.opd_type is None:
+            raise ValueError("advantage.use_opd needs a teacher: set teacher.opd_type")
+        if self.advantage.use_opd and self.teacher.opd_type == "sglang" and self.rollout.rollout_temperature != 1:
+            raise ValueError(
+                f"teacher.opd_type: sglang scores at temperature 1, but rollout.rollout_temperature is "
+                f"{self.rollout.rollout_temperature}; use opd_type: megatron"
+            )
+        if self.reference.ref_update_interval and not self.advantage.reference:
+            raise ValueError("reference.ref_update_interval needs advantage.reference: true")
         supervised = self.rollout.type == "dataset"
         if supervised != (self.train.loss.type == "sft") or supervised != (self.advantage.advantage_estimator == "none"):
             raise ValueError(
