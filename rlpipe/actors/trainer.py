@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import AbstractContextManager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import ray
 
 from rlpipe.actors.checkpoints import Upload, fetch_checkpoint, upload_share
 from rlpipe.actors.probe import largest_difference
+from rlpipe.actors.profiling import Part, profiled
 from rlpipe.actors.scoring import critic_metrics, scored, with_server_s_scores
 from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.batch import fix_batch, with_advantages
@@ -93,6 +95,7 @@ class TrainerRank:
     def setup(self, spec: TrainerSpec, master: tuple[str, int]) -> None:
         """Build the engine of a spec, in place of another. Its weights are not loaded yet. Raises: ConfigError, TrainerError."""
         if self._spec == spec:
+            self._spec = spec
             return
         if self._engine is not None:
             self._engine.close()
@@ -181,7 +184,8 @@ class TrainerRank:
             max_staleness=max_staleness,
             mask_stale=mask_stale,
         )
-        columns = batch.columns if supervised else scored(engine, batch.columns, spec)
+        with self._profiled("train_log_probs", version):
+            columns = batch.columns if supervised else scored(engine, batch.columns, spec)
         if self.rank != 0:
             return None
         if not supervised:
@@ -219,7 +223,8 @@ class TrainerRank:
         version = weight_version(self._nodes, before)
         self.dirty, self.held = True, None
         critic_only = batch.outputs.get("critic_only", False)
-        result = engine.train(columns, packing, version=version, critic_only=critic_only, hook_args=spec.hook_args)
+        with self._profiled("train_actor", version):
+            result = engine.train(columns, packing, version=version, critic_only=critic_only, hook_args=spec.hook_args)
         self._remember_reference(version + 1)
         return self._now_holds(
             key,
@@ -335,6 +340,10 @@ class TrainerRank:
     def _now_holds(self, key: str | None, result: dict[str, Any]) -> dict[str, Any]:
         self.held, self.dirty, self._result = key, False, result
         return result
+
+    def _profiled(self, part: Part, iteration: int) -> AbstractContextManager[None]:
+        _, spec = self._ready()
+        return profiled(spec.observe, part, iteration=iteration, rank=self.rank, work_dir=spec.work_dir)
 
     def _remember_reference(self, version: int) -> None:
         """Take what is held as the reference, if weight version `version` is one."""

@@ -5,7 +5,7 @@ Not here: what a rank does with it (`trainer`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rlpipe.config.algorithms import AdvantageConfig
 from rlpipe.config.megatron_hooks import megatron_hook_paths
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.models import CriticConfig, TeacherConfig
-from rlpipe.config.run import RunConfig
+from rlpipe.config.run import ObserveConfig, RunConfig
 from rlpipe.config.slime import slime_args
 from rlpipe.config.train import TrainConfig
 
@@ -43,6 +43,8 @@ class TrainerSpec:
     num_nodes: int
     threads: int
     deterministic: bool = False
+    observe: ObserveConfig = field(default=ObserveConfig(), compare=False)
+    """What is profiled; no other engine for it."""
     hook_args: Any = None
     """What functions of the user get as `args`: slime's names for the run's configuration, if it has such functions."""
     upload_timeout_s: float = 3600.0
@@ -69,6 +71,7 @@ class TrainerSpec:
             num_nodes=config.resources.actor_num_nodes,
             threads=config.resources.threads_per_process,
             deterministic=config.deterministic,
+            observe=config.observe,
             hook_args=slime_args(config) if _has_functions(config) else None,
             upload_timeout_s=config.checkpoint.timeout_s,
         )

@@ -29,6 +29,15 @@ class ObserveConfig(Config):
     """Write TensorBoard event files under `{home}/{run}/tensorboard`."""
     samples_in_report: int = Tuning(default=8, ge=0)
     """Examples shown before and after in the report page."""
+    profile_target: tuple[Literal["train_overall", "train_actor", "train_log_probs"], ...] = Tuning(())
+    """What torch's profiler records of a trainer rank: optimizer steps (`train_actor`), scoring of the batch (`train_log_probs`)
+    or both (`train_overall`), with memory, as `{home}/{run}/profile/*.json.gz` for chrome://tracing or Perfetto. (): nothing."""
+    profile_step_start: int = Tuning(default=10, ge=0)
+    """First iteration that is profiled."""
+    profile_step_end: int = Tuning(default=12, ge=0)
+    """First iteration that is not profiled any more."""
+    profile_ranks: tuple[int, ...] = Tuning((0,))
+    """Trainer ranks that are profiled."""
 
 
 class StopCondition(Config):
