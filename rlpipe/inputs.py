@@ -81,11 +81,14 @@ def advantage_inputs(config: RunConfig, rollout: str, reward: str, before: str) 
         "async_buffer_size": config.async_buffer_size,
         "mask_offpolicy_in_partial_rollout": config.rollout.mask_offpolicy_in_partial_rollout,
     }
+    if config.advantage.use_opd:
+        settings["teacher"] = config.teacher.identity()
     if interval := config.ref_update_interval:
         settings["ref_update_interval"] = interval
     if config.uses_critic:
         settings["num_critic_only_steps"] = config.critic.num_critic_only_steps
-    hooks = {path: hook_digest(path) for path in config.advantage.hooks}
+    own = [config.train.custom_megatron_init_path, config.train.custom_megatron_before_log_prob_hook_path]
+    hooks = {path: hook_digest(path) for path in (*config.advantage.hooks, *own) if path}
     return Inputs(Stage.ADVANTAGE, {"rollout": rollout, "reward": reward, "before": before}, settings, hooks)
 
 
@@ -100,7 +103,8 @@ def train_inputs(config: RunConfig, advantage: str, before: str) -> Inputs:
     }
     if config.uses_critic:
         settings |= {"critic": config.critic.identity(), "critic_optimizer_steps": critic_schedule_length(config)}
-    hooks = {path: hook_digest(path) for path in config.train.loss.hooks}
+    own = [config.train.custom_megatron_init_path, config.train.custom_megatron_before_train_step_hook_path]
+    hooks = {path: hook_digest(path) for path in (*config.train.loss.hooks, *own) if path}
     return Inputs(Stage.TRAIN, {"advantage": advantage, "before": before}, settings, hooks)
 
 

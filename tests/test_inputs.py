@@ -63,6 +63,8 @@ EXPECTED = {
     "advantage.": {Stage.ADVANTAGE},
     "async_buffer_size": {Stage.ADVANTAGE},
     "train.": {Stage.TRAIN},
+    "train.custom_megatron_init_path": {Stage.ADVANTAGE, Stage.TRAIN},
+    "train.custom_megatron_before_log_prob_hook_path": {Stage.ADVANTAGE, Stage.TRAIN},
     "deterministic": {Stage.TRAIN},
     "train.optimizer.": {Stage.INIT, Stage.TRAIN},
     "train.seed": {Stage.INIT, Stage.TRAIN},
@@ -90,6 +92,7 @@ TUNING = {
     "reward": "workers attempts sample_timeout_s timeout_s",
     "advantage": "log_probs_max_tokens_per_gpu",
     "train": "timeout_s",
+    "teacher": "timeout_s",
     "sync": "in_flight transport update_weight_buffer_size probe_samples max_logprob_difference timeout_s",
     "checkpoint": "save_interval keep_local timeout_s",
     "evaluation.datasets.1.reward": "workers attempts sample_timeout_s timeout_s",
@@ -99,7 +102,7 @@ TUNING = {
     "resources": "actor_num_nodes actor_num_gpus_per_node rollout_num_gpus rollout_num_gpus_per_engine "
     "cluster ray_address threads_per_process start_timeout_s stop_grace_s",
     "store": "root",
-    "observe": "tensorboard samples_in_report",
+    "observe": "tensorboard samples_in_report profile_target profile_step_start profile_step_end profile_ranks",
     "orchestration": "iterations deployment retries retry_delay_s timeout_s",
 }
 """Section → the keys that decide nothing. A key that moves in or out of this table changes what is reused of old runs."""
@@ -264,6 +267,14 @@ def test_a_critic_decides_first_weights_batches_and_training_of_a_run_that_has_o
     assert differing_in({"num_critic_only_steps": 2}, **ppo) == {Stage.ADVANTAGE, Stage.TRAIN}
     assert differing_in({"hf_checkpoint": "/models/c"}, **ppo) == {Stage.INIT, Stage.TRAIN}
     assert differing_in({"optimizer": {"lr": 1e-5}}, **ppo) == {Stage.INIT, Stage.TRAIN}
+
+
+def test_a_teacher_decides_the_batches_of_a_run_that_distils_and_of_no_other():
+    teacher = {"teacher": {"opd_type": "sglang", "url": "http://t:1"}}
+    other = {"teacher": {"opd_type": "sglang", "url": "http://t:2"}}
+    distils = {**BASE, "advantage": {"use_opd": True}}
+    assert differing(validate({**BASE, **teacher}), validate({**BASE, **other})) == set()
+    assert differing(validate({**distils, **teacher}), validate({**distils, **other})) == {Stage.ADVANTAGE}
 
 
 def test_the_policy_s_schedule_waits_while_only_the_critic_is_trained():

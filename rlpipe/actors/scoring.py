@@ -4,6 +4,7 @@
 |---------------------|---------------------------------|------------------------------------------|
 | proximal_log_probs  | the policy before the iteration | `advantage.score_proximal`               |
 | reference_log_probs | the reference                   | `advantage.reference`                    |
+| teacher_log_probs   | the teacher                     | `advantage.use_opd`                      |
 | values              | the critic before the iteration | `advantage.advantage_estimator: ppo`     |
 
 Not here: which samples are in the batch and what the estimator makes of it (`rlpipe.batch`).
@@ -11,20 +12,73 @@ Not here: which samples are in the batch and what the estimator makes of it (`rl
 
 from __future__ import annotations
 
+import asyncio
+
+import numpy as np
+
 from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.algorithms.values import explained_variance
 from rlpipe.engines.megatron.engine import MegatronEngine
+from rlpipe.engines.sglang.admin import Engine
+from rlpipe.errors import DataError, DeadlineExceeded
 from rlpipe.packing import BatchColumns
+
+SEQUENCES_AT_ONCE = 64
+"""Samples of one request to a teacher's server."""
 
 
 def scored(engine: MegatronEngine, columns: BatchColumns, spec: TrainerSpec) -> BatchColumns:
-    """The batch with the columns of all models that the run asks. Collective; the same on every rank."""
+    """The batch with the columns of all models in the ranks that the run asks. Collective; the same on every rank."""
     limit = spec.advantage.log_probs_max_tokens_per_gpu
+    teacher = spec.teacher is not None and spec.teacher.opd_type == "megatron"
     return columns.with_columns(
         proximal_log_probs=engine.score(columns, max_tokens=limit) if spec.advantage.score_proximal else None,
         reference_log_probs=engine.score(columns, model="reference", max_tokens=limit) if spec.advantage.reference else None,
+        teacher_log_probs=engine.score(columns, model="teacher", max_tokens=limit) if teacher else None,
         values=engine.values(columns, max_tokens=limit) if spec.critic is not None else None,
     )
+
+
+def with_server_s_scores(columns: BatchColumns, spec: TrainerSpec) -> BatchColumns:
+    """The batch with the log-probs of a teacher that is a server, if the run has one. Not collective: one rank asks.
+
+    Raises: EngineError, DeadlineExceeded; DataError if the server answers with other than one number per token.
+    """
+    teacher = spec.teacher
+    if teacher is None or teacher.opd_type != "sglang":
+        return columns
+    assert teacher.url is not None
+    sequences = [row.tolist() for row in np.split(columns.tokens, columns.offsets[1:-1])]
+    scores = asyncio.run(_asked(teacher.url, sequences, teacher.timeout_s))
+    parts = [row[prompt - 1 :] for row, prompt in zip(scores, columns.prompt_lengths, strict=True)]
+    found = np.concatenate([np.asarray(part, np.float32) for part in parts])
+    if len(found) != columns.num_response_tokens or not np.isfinite(found).all():
+        raise DataError(
+            "the teacher's answer is not one number per token",
+            where=f"teacher.url={teacher.url}",
+            found=f"{len(found)} numbers, {int((~np.isfinite(found)).sum())} of them not finite",
+            expected=f"{columns.num_response_tokens} log-probs",
+            do="is it a server of a model with the policy's tokens?",
+        )
+    return columns.with_columns(teacher_log_probs=found)
+
+
+async def _asked(url: str, sequences: list[list[int]], timeout_s: float) -> list[list[float]]:
+    scores: list[list[float]] = []
+    try:
+        async with asyncio.timeout(timeout_s), Engine(url, deadline_s=timeout_s) as server:
+            for start in range(0, len(sequences), SEQUENCES_AT_ONCE):
+                scores += await server.score(sequences[start : start + SEQUENCES_AT_ONCE])
+    except TimeoutError as error:
+        if isinstance(error, DeadlineExceeded):
+            raise
+        raise DeadlineExceeded(
+            "the teacher did not score the batch in time",
+            where=f"teacher.url={url}",
+            found=f"{len(scores)} of {len(sequences)} samples",
+            expected=f"all within {timeout_s:g} s (teacher.timeout_s)",
+        ) from error
+    return scores
 
 
 def critic_metrics(columns: BatchColumns) -> dict[str, float]:

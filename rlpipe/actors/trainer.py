@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import AbstractContextManager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,12 @@ import ray
 
 from rlpipe.actors.checkpoints import Upload, fetch_checkpoint, upload_share
 from rlpipe.actors.probe import largest_difference
-from rlpipe.actors.scoring import critic_metrics, scored
+from rlpipe.actors.profiling import Part, profiled
+from rlpipe.actors.scoring import critic_metrics, scored, with_server_s_scores
 from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.batch import fix_batch, with_advantages
 from rlpipe.batch_metrics import batch_metrics
+from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.errors import DeadlineExceeded, TrainerError
@@ -92,6 +95,7 @@ class TrainerRank:
     def setup(self, spec: TrainerSpec, master: tuple[str, int]) -> None:
         """Build the engine of a spec, in place of another. Its weights are not loaded yet. Raises: ConfigError, TrainerError."""
         if self._spec == spec:
+            self._spec = spec
             return
         if self._engine is not None:
             self._engine.close()
@@ -109,6 +113,8 @@ class TrainerRank:
             deterministic=spec.deterministic,
             critic=spec.critic,
             critic_optimizer_steps=spec.critic_optimizer_steps,
+            teacher_dir=spec.teacher.opd_teacher_load if spec.teacher else None,
+            hooks=MegatronHooks(spec.train, spec.hook_args),
         )
         self._spec, self.dirty = spec, False
         self._files = Files(spec.store_root)
@@ -178,11 +184,12 @@ class TrainerRank:
             max_staleness=max_staleness,
             mask_stale=mask_stale,
         )
-        columns = batch.columns
-        if not supervised:
-            columns = with_advantages(batch, scored(engine, columns, spec), spec.advantage, spec.hook_args)
+        with self._profiled("train_log_probs", version):
+            columns = batch.columns if supervised else scored(engine, batch.columns, spec)
         if self.rank != 0:
             return None
+        if not supervised:
+            columns = with_advantages(batch, with_server_s_scores(columns, spec), spec.advantage, spec.hook_args)
         record = write_batch(self._files, key, batch, columns)
         outputs = {"groups": list(batch.groups), "dropped": batch.dropped, "samples": len(columns)}
         if spec.advantage.reference:
@@ -215,7 +222,9 @@ class TrainerRank:
         )
         version = weight_version(self._nodes, before)
         self.dirty, self.held = True, None
-        result = engine.train(columns, packing, critic_only=batch.outputs.get("critic_only", False), hook_args=spec.hook_args)
+        critic_only = batch.outputs.get("critic_only", False)
+        with self._profiled("train_actor", version):
+            result = engine.train(columns, packing, version=version, critic_only=critic_only, hook_args=spec.hook_args)
         self._remember_reference(version + 1)
         return self._now_holds(
             key,
@@ -331,6 +340,10 @@ class TrainerRank:
     def _now_holds(self, key: str | None, result: dict[str, Any]) -> dict[str, Any]:
         self.held, self.dirty, self._result = key, False, result
         return result
+
+    def _profiled(self, part: Part, iteration: int) -> AbstractContextManager[None]:
+        _, spec = self._ready()
+        return profiled(spec.observe, part, iteration=iteration, rank=self.rank, work_dir=spec.work_dir)
 
     def _remember_reference(self, version: int) -> None:
         """Take what is held as the reference, if weight version `version` is one."""

@@ -5,14 +5,15 @@ Not here: what a rank does with it (`trainer`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlpipe.config.algorithms import AdvantageConfig
+from rlpipe.config.megatron_hooks import megatron_hook_paths
 from rlpipe.config.model import ModelConfig
-from rlpipe.config.models import CriticConfig
-from rlpipe.config.run import RunConfig
+from rlpipe.config.models import CriticConfig, TeacherConfig
+from rlpipe.config.run import ObserveConfig, RunConfig
 from rlpipe.config.slime import slime_args
 from rlpipe.config.train import TrainConfig
 
@@ -35,11 +36,15 @@ class TrainerSpec:
     critic: CriticConfig | None
     """None: the estimator asks for no values."""
     critic_optimizer_steps: int
+    teacher: TeacherConfig | None
+    """None: nothing is distilled."""
     engine_tensor_parallel_size: int
     world_size: int
     num_nodes: int
     threads: int
     deterministic: bool = False
+    observe: ObserveConfig = field(default=ObserveConfig(), compare=False)
+    """What is profiled; no other engine for it."""
     hook_args: Any = None
     """What functions of the user get as `args`: slime's names for the run's configuration, if it has such functions."""
     upload_timeout_s: float = 3600.0
@@ -60,11 +65,17 @@ class TrainerSpec:
             ref_update_interval=config.ref_update_interval,
             critic=config.critic if config.uses_critic else None,
             critic_optimizer_steps=config.critic_optimizer_steps,
+            teacher=config.teacher if config.advantage.use_opd else None,
             engine_tensor_parallel_size=config.resources.rollout_num_gpus_per_engine,
             world_size=config.resources.trainer_ranks,
             num_nodes=config.resources.actor_num_nodes,
             threads=config.resources.threads_per_process,
             deterministic=config.deterministic,
-            hook_args=slime_args(config) if config.advantage.hooks or config.train.loss.hooks else None,
+            observe=config.observe,
+            hook_args=slime_args(config) if _has_functions(config) else None,
             upload_timeout_s=config.checkpoint.timeout_s,
         )
+
+
+def _has_functions(config: RunConfig) -> bool:
+    return bool(config.advantage.hooks or config.train.loss.hooks or megatron_hook_paths(config.train))

@@ -38,14 +38,18 @@ CALLS: dict[str, tuple[str, ...]] = {
 """Key of `train` → what the function gets, by position."""
 
 
+def megatron_hook_paths(train: TrainConfig) -> dict[str, str]:
+    """Key → path, of those that are given."""
+    return {key: path for key in CALLS if (path := getattr(train, key))}
+
+
 class MegatronHooks:
     """The functions that a configuration names, ready to be called; those that it does not name do nothing."""
 
     def __init__(self, train: TrainConfig, args: Any = None) -> None:
         """`args`: what each function gets first. Raises: ConfigError if one is not there or cannot be called as it will be."""
         self._args = args
-        paths = {key: getattr(train, key) for key in CALLS}
-        self._hooks = {key: _load(key, path) for key, path in paths.items() if path}
+        self._hooks = {key: _load(key, path) for key, path in megatron_hook_paths(train).items()}
 
     def init(self) -> None:
         """Process groups are open."""

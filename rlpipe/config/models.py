@@ -1,13 +1,15 @@
-"""The models beside the policy: the reference, the critic of PPO.
+"""The models beside the policy: the reference, the critic of PPO, the teacher of on-policy distillation.
 
 Not here: the policy itself (`model`), and what is computed from their answers (`train`).
 """
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Literal
 
-from rlpipe.config.base import Config
+from pydantic import Field, model_validator
+
+from rlpipe.config.base import Config, Tuning
 from rlpipe.config.train import OptimizerConfig
 
 
@@ -38,3 +40,26 @@ class CriticConfig(Config):
     num_critic_only_steps: int = Field(default=0, ge=0)
     """Iterations at the beginning of the run, counted by weight version, in which only the critic is trained. The policy's
     learning rate schedule waits for their end."""
+
+
+class TeacherConfig(Config):
+    """The teacher of `advantage.use_opd`. Its tokens must be the policy's."""
+
+    opd_type: Literal["sglang", "megatron"] | None = None
+    """`megatron`: a model in the trainer's ranks. `sglang`: a server of yours, which scores at temperature 1 only. None: no
+    teacher."""
+    opd_teacher_load: str | None = None
+    """`megatron`: Hugging Face directory of the teacher; any architecture and size. The records name it by this path: do not
+    change what lies there during a run. (slime's is a Megatron checkpoint of the policy's architecture.)"""
+    url: str | None = None
+    """`sglang`: address of the server or router, such as `http://10.0.0.5:30000` (slime: `--rm-url`)."""
+    timeout_s: float = Tuning(default=600.0, gt=0)
+    """`sglang`: deadline of scoring one batch."""
+
+    @model_validator(mode="after")
+    def _says_where(self):
+        if self.opd_type == "megatron" and not self.opd_teacher_load:
+            raise ValueError("opd_type: megatron needs opd_teacher_load, the teacher's Hugging Face directory")
+        if self.opd_type == "sglang" and not self.url:
+            raise ValueError("opd_type: sglang needs url, the address of the teacher's server")
+        return self

@@ -11,7 +11,7 @@ from rlpipe.config.algorithms import AdvantageConfig, contradiction, set_surroga
 from rlpipe.config.base import Config, Tuning
 from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig
 from rlpipe.config.model import BranchModel, EngineConfig, ModelConfig, ResourcesConfig
-from rlpipe.config.models import CriticConfig, ReferenceConfig
+from rlpipe.config.models import CriticConfig, ReferenceConfig, TeacherConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.train import CheckpointConfig, SyncConfig, TrainConfig
 
@@ -30,6 +30,15 @@ class ObserveConfig(Config):
     """Write TensorBoard event files under `{home}/{run}/tensorboard`."""
     samples_in_report: int = Tuning(default=8, ge=0)
     """Examples shown before and after in the report page."""
+    profile_target: tuple[Literal["train_overall", "train_actor", "train_log_probs"], ...] = Tuning(())
+    """What torch's profiler records of a trainer rank: optimizer steps (`train_actor`), scoring of the batch (`train_log_probs`)
+    or both (`train_overall`), with memory, as `{home}/{run}/profile/*.json.gz` for chrome://tracing or Perfetto. (): nothing."""
+    profile_step_start: int = Tuning(default=10, ge=0)
+    """First iteration that is profiled."""
+    profile_step_end: int = Tuning(default=12, ge=0)
+    """First iteration that is not profiled any more."""
+    profile_ranks: tuple[int, ...] = Tuning((0,))
+    """Trainer ranks that are profiled."""
 
 
 class StopCondition(Config):
@@ -90,6 +99,7 @@ class RunConfig(Config):
     reference: ReferenceConfig = ReferenceConfig()
     train: TrainConfig = TrainConfig()
     critic: CriticConfig = CriticConfig()
+    teacher: TeacherConfig = TeacherConfig()
     sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -151,6 +161,15 @@ class RunConfig(Config):
             raise ValueError(f"fork_from and {other}: a fork's first weights are its parent's; leave one of them out")
         if problem := contradiction(self.advantage, self.train.loss, self.num_steps_per_rollout):
             raise ValueError(problem)
+        if self.advantage.use_opd and self.teacher.opd_type is None:
+            raise ValueError("advantage.use_opd needs a teacher: set teacher.opd_type")
+        if self.advantage.use_opd and self.teacher.opd_type == "sglang" and self.rollout.rollout_temperature != 1:
+            raise ValueError(
+                f"teacher.opd_type: sglang scores at temperature 1, but rollout.rollout_temperature is "
+                f"{self.rollout.rollout_temperature}; use opd_type: megatron"
+            )
+        if self.reference.ref_update_interval and not self.advantage.reference:
+            raise ValueError("reference.ref_update_interval needs advantage.reference: true")
         supervised = self.rollout.type == "dataset"
         wrong_loss = self.train.loss.type == ("policy" if supervised else "sft")
         if wrong_loss or supervised != (self.advantage.advantage_estimator == "none"):

@@ -89,6 +89,7 @@ def test_the_batches_hold_values_and_returns_by_gae_and_say_whether_only_the_cri
         assert node.outputs["critic_only"] == (commit.iteration < ALONE)
         assert np.allclose(batch.advantages + batch.values, batch.returns, atol=1e-6)
         assert node.outputs["reference_version"] == commit.iteration // 2 * 2
+        assert batch.reference_log_probs is not None and batch.proximal_log_probs is not None
         assert np.array_equal(batch.reference_log_probs, batch.proximal_log_probs) == (commit.iteration in (0, 1, 2))
         assert "rollout/explained_variance" in node.outputs["metrics"]
         values.append(batch.values)

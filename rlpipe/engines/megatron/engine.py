@@ -13,12 +13,14 @@ import contextlib
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.models import CriticConfig
 from rlpipe.config.train import TrainConfig
@@ -27,11 +29,11 @@ from rlpipe.engines.megatron.bridge import export_weights, load_weights
 from rlpipe.engines.megatron.critic import Critic
 from rlpipe.engines.megatron.export import save_hf
 from rlpipe.engines.megatron.groups import close_groups, open_groups
-from rlpipe.engines.megatron.model import Trained, build
+from rlpipe.engines.megatron.model import Scorer, Trained, build, build_scorer
 from rlpipe.engines.megatron.score import score
 from rlpipe.engines.megatron.state import fill_adam, state_digest
 from rlpipe.engines.megatron.step import train_steps
-from rlpipe.errors import ConfigError, TrainerError
+from rlpipe.errors import ConfigError, DataError, TrainerError
 from rlpipe.packing import BatchColumns, PackingPlan
 
 
@@ -67,13 +69,16 @@ class MegatronEngine:
         deterministic: bool = False,
         critic: CriticConfig | None = None,
         critic_optimizer_steps: int = 0,
+        teacher_dir: str | None = None,
+        hooks: MegatronHooks | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
         """Join the other ranks at `master` (host, port; rank 0 listens there) and build the model, without weights yet.
 
         A second engine of the same processes needs another port: a rank that is ahead could meet the old one.
         `threads`: CPU threads of this rank where there is no CUDA. `deterministic`: see `determinism`. `critic`: make one too,
-        whose schedule is `critic_optimizer_steps` long. `timeout_s`: deadline of every collective.
+        whose schedule is `critic_optimizer_steps` long. `teacher_dir`: the teacher's Hugging Face directory. `hooks`: functions
+        of the user. `timeout_s`: deadline of every collective.
         """
         if world_size % train.parallel.model_ranks:
             raise ConfigError(
@@ -89,11 +94,17 @@ class MegatronEngine:
         open_groups(train.parallel, rank=rank, world_size=world_size, master=master, timeout_s=timeout_s, seed=train.seed)
         self._reference: list[torch.Tensor] | None = None
         self._critic: Critic | None = None
+        self._teacher: Scorer | None = None
+        self._hooks = hooks or MegatronHooks(TrainConfig())
         try:
+            self._hooks.init()
             self._trained: Trained | None = build(model_dir, model, train, total_optimizer_steps, deterministic=deterministic)
             if critic is not None:
                 steps = critic_optimizer_steps
                 self._critic = Critic(critic, model_dir, model, train, steps, deterministic=deterministic)
+            if teacher_dir is not None:
+                self._teacher = build_scorer(teacher_dir, model, train, deterministic=deterministic)
+                load_weights(self._teacher.bridge, [self._teacher.ddp], teacher_dir)
         except BaseException:
             close_groups()
             raise
@@ -163,17 +174,21 @@ class MegatronEngine:
         self,
         batch: BatchColumns,
         *,
-        model: Literal["policy", "reference"] = "policy",
+        model: Literal["policy", "reference", "teacher"] = "policy",
         max_tokens: int | None = None,
         temperature: float | None = None,
     ) -> np.ndarray:
         """[R] float32 log-prob of every response token (masked or not) at the rollout's temperature, on every rank.
 
         `max_tokens`: packed tokens of a micro-batch; None: `self.max_tokens`. `temperature`: another one than the rollout's.
-        Raises: TrainerError for `reference` before `keep_reference`.
+        Raises: TrainerError for `reference` before `keep_reference` and for `teacher` without one; DataError for a token that the
+        teacher does not have.
         """
         temperature = self._temperature if temperature is None else temperature
+        if model == "teacher":
+            return self._score_by_teacher(batch, temperature, max_tokens or self.max_tokens)
         with self._reference_weights() if model == "reference" else contextlib.nullcontext():
+            self._hooks.before_log_prob(self.trained.ddp, "ref_" if model == "reference" else "")
             return score(self.trained, batch, temperature=temperature, max_tokens=max_tokens or self.max_tokens)
 
     def values(self, batch: BatchColumns, *, max_tokens: int | None = None) -> np.ndarray:
@@ -183,9 +198,12 @@ class MegatronEngine:
         """
         return self.critic.values(batch, max_tokens=max_tokens or self.max_tokens)
 
-    def train(self, batch: BatchColumns, plan: PackingPlan, *, critic_only: bool = False, hook_args: Any = None) -> TrainResult:
-        """Take the plan's optimizer steps, with the critic's first. The same result on every rank. `hook_args`: what functions of
-        the user get as `args`.
+    def train(
+        self, batch: BatchColumns, plan: PackingPlan, *, version: int = 0, critic_only: bool = False, hook_args: Any = None
+    ) -> TrainResult:
+        """Take the plan's optimizer steps, with the critic's first. The same result on every rank.
+
+        `version`: the weight version that is trained, for hooks. `hook_args`: what functions of the user get as `args`.
 
         Raises: DataError for a batch without the columns its loss needs or a plan of another batch; TrainerError if a loss or
         gradient is not finite.
@@ -195,7 +213,9 @@ class MegatronEngine:
         if self._critic is not None or critic_only:
             steps = self.critic.train(batch, plan)
         if not critic_only:
-            policy = train_steps(self.trained, batch, plan, self._train.loss, self._temperature, hook_args)
+            policy = train_steps(
+                self.trained, batch, plan, self._train.loss, self._temperature, hook_args, partial(self._before_step, version)
+            )
             steps = [mine | other for mine, other in zip(policy, steps, strict=True)]
         return TrainResult(steps, self.state_digest())
 
@@ -210,11 +230,30 @@ class MegatronEngine:
     def close(self) -> None:
         """Leave all process groups and drop the model; this process may then make another engine. Twice is once."""
         if self._trained is not None:
-            self._trained = self._reference = self._critic = None
+            self._trained = self._reference = self._critic = self._teacher = None
             close_groups()
             gc.collect()
             if platform.CUDA_FOUND:
                 torch.cuda.empty_cache()
+
+    def _score_by_teacher(self, batch: BatchColumns, temperature: float, max_tokens: int) -> np.ndarray:
+        teacher = self._teacher
+        if teacher is None:
+            raise TrainerError("there is no teacher", where="trainer/score", do="set teacher.opd_type and advantage.use_opd")
+        hf_config: Any = teacher.bridge.hf_config
+        if (largest := int(batch.tokens.max(initial=0))) >= hf_config.vocab_size:
+            raise DataError(
+                "the teacher does not have this token",
+                where="teacher.opd_teacher_load",
+                found=f"token {largest} in the batch",
+                expected=f"the policy's tokens; the teacher has {hf_config.vocab_size}",
+            )
+        self._hooks.before_log_prob(teacher.ddp, "teacher_")
+        return score(teacher, batch, temperature=temperature, max_tokens=max_tokens)
+
+    def _before_step(self, version: int, step: int) -> None:
+        trained = self.trained
+        self._hooks.before_train_step(version, step, trained.ddp, trained.optimizer, trained.scheduler)
 
     @contextlib.contextmanager
     def _reference_weights(self) -> Iterator[None]:

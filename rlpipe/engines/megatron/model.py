@@ -66,18 +66,27 @@ OWNED = {
 
 
 @dataclass(slots=True)
-class Trained:
-    """Everything a checkpoint holds, on this rank."""
+class Scorer:
+    """A model on this rank that can be run forward."""
 
     bridge: LLMBridge
-    ddp: DistributedDataParallel
-    optimizer: MegatronOptimizer
-    scheduler: OptimizerParamScheduler
+    ddp: Any
+    """The model as Megatron's schedules take it: in DistributedDataParallel if it is trained."""
 
     @property
     def model(self) -> PolicyModel:
-        module: Any = self.ddp.module
-        return module if isinstance(module, PolicyModel) else module.module
+        module = self.ddp
+        while not isinstance(module, PolicyModel):
+            module = module.module
+        return module
+
+
+@dataclass(slots=True)
+class Trained(Scorer):
+    """Everything a checkpoint holds, on this rank."""
+
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
 
 
 def build(
@@ -94,10 +103,28 @@ def build(
     Raises: ConfigError for a bad `train.megatron` or a size that does not divide.
     """
     dtype = getattr(torch, model.dtype)
-    for_transformer, for_optimizer, for_ddp = split_passthrough(train.megatron)
+    _, for_optimizer, for_ddp = split_passthrough(train.megatron)
+    bridge = _open(model_dir, model, train, deterministic=deterministic)
+    ddp = _in_ddp(bridge, _bare_model(bridge, dtype, kind), train, for_ddp)
+    optimizer = get_megatron_optimizer(_optimizer_config(train, dtype, for_optimizer), [ddp])
+    bridge.config.grad_scale_func = optimizer.scale_loss
+    return Trained(bridge, ddp, optimizer, _scheduler(optimizer, train.optimizer, total_optimizer_steps))
+
+
+def build_scorer(model_dir: str, model: ModelConfig, train: TrainConfig, *, deterministic: bool = False) -> Scorer:
+    """A model with undefined weights that is only run forward, in the same layout. Raises: ConfigError, as `build`."""
+    bridge = _open(model_dir, model, train, deterministic=deterministic)
+    bare = _bare_model(bridge, getattr(torch, model.dtype), PolicyModel)
+    for parameter in bare.parameters():
+        parameter.requires_grad = False
+    return Scorer(bridge, bare)
+
+
+def _open(model_dir: str, model: ModelConfig, train: TrainConfig, *, deterministic: bool) -> LLMBridge:
+    for_transformer, _, _ = split_passthrough(train.megatron)
     bridge = open_bridge(
         model_dir,
-        dtype,
+        getattr(torch, model.dtype),
         trust_remote_code=model.source.type == "huggingface" and model.source.trust_remote_code,
         **{
             "sequence_parallel": train.parallel.sequence_parallel,
@@ -110,10 +137,7 @@ def build(
         },
     )
     _check_sizes(bridge, train)
-    ddp = _wrapped_model(bridge, train, dtype, for_ddp, kind)
-    optimizer = get_megatron_optimizer(_optimizer_config(train, dtype, for_optimizer), [ddp])
-    bridge.config.grad_scale_func = optimizer.scale_loss
-    return Trained(bridge, ddp, optimizer, _scheduler(optimizer, train.optimizer, total_optimizer_steps))
+    return bridge
 
 
 def split_passthrough(megatron: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -165,9 +189,7 @@ def _check_sizes(bridge: LLMBridge, train: TrainConfig) -> None:
         )
 
 
-def _wrapped_model(
-    bridge: LLMBridge, train: TrainConfig, dtype: torch.dtype, for_ddp: dict[str, Any], kind: type[PolicyModel]
-) -> DistributedDataParallel:
+def _bare_model(bridge: LLMBridge, dtype: torch.dtype, kind: type[PolicyModel]) -> torch.nn.Module:
     config = bridge.config
     model = kind(
         config=config,
@@ -180,12 +202,12 @@ def _wrapped_model(
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     model.to(platform.device())
+    return model if dtype == torch.float32 else Float16Module(config, model)
+
+
+def _in_ddp(bridge: LLMBridge, model: torch.nn.Module, train: TrainConfig, for_ddp: dict[str, Any]) -> DistributedDataParallel:
     settings = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": train.use_distributed_optimizer, **for_ddp}
-    return DistributedDataParallel(
-        config=config,
-        ddp_config=DistributedDataParallelConfig(**settings),
-        module=model if dtype == torch.float32 else Float16Module(config, model),
-    )
+    return DistributedDataParallel(config=bridge.config, ddp_config=DistributedDataParallelConfig(**settings), module=model)
 
 
 def _optimizer_config(train: TrainConfig, dtype: torch.dtype, extra: dict[str, Any]) -> MegatronOptimizerConfig:

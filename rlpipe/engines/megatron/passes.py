@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rlpipe.engines.megatron.batch import MicroBatch, Slice
 from rlpipe.engines.megatron.layers import ValueModel
-from rlpipe.engines.megatron.model import Trained
+from rlpipe.engines.megatron.model import Scorer, Trained
 from rlpipe.engines.megatron.vocab import log_probs_and_entropy
 
 Consumer = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]]
@@ -29,7 +29,7 @@ ValueConsumer = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
 """(micro-batch, values [n]) → the same."""
 
 
-def this_slice(trained: Trained) -> Slice:
+def this_slice(trained: Scorer) -> Slice:
     """What of a packed sequence this rank holds."""
     config = trained.bridge.config
     return Slice(
@@ -40,7 +40,7 @@ def this_slice(trained: Trained) -> Slice:
 
 
 def run_passes(
-    trained: Trained,
+    trained: Scorer,
     micro_batches: Iterable[MicroBatch],
     consume: Consumer,
     *,
@@ -88,7 +88,7 @@ def run_value_passes(
 
 
 def _run(
-    trained: Trained,
+    trained: Scorer,
     micro_batches: Iterable[MicroBatch],
     of_hidden_states: Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]],
     *,

@@ -15,12 +15,12 @@ from megatron.core import parallel_state
 
 from rlpipe.engines.megatron.batch import pack
 from rlpipe.engines.megatron.groups import speaks_for_its_samples
-from rlpipe.engines.megatron.model import Trained
+from rlpipe.engines.megatron.model import Scorer
 from rlpipe.engines.megatron.passes import run_passes, this_slice
 from rlpipe.packing import BatchColumns, plan
 
 
-def score(trained: Trained, batch: BatchColumns, *, temperature: float, max_tokens: int) -> np.ndarray:
+def score(trained: Scorer, batch: BatchColumns, *, temperature: float, max_tokens: int) -> np.ndarray:
     """[R] float32: log-prob of every response token, at `temperature`. Collective; the same on every rank.
 
     `max_tokens`: packed tokens of a micro-batch, over all context parallel ranks.
