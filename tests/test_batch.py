@@ -292,6 +292,7 @@ def test_the_hand_values_of_grpo_arrive_on_every_token():
     columns = with_advantages(batch, batch.columns, AdvantageConfig())
     assert columns.advantages is not None
     assert columns.advantages == pytest.approx(np.repeat([0.866024, -0.866024, -0.866024, 0.866024], 3), abs=1e-6)
+    assert columns.returns is not None
     assert np.array_equal(columns.advantages, columns.returns)
 
 
