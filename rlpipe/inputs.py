@@ -19,6 +19,7 @@ from typing import Any
 from rlpipe.config.data import EvalDataset, PythonReward, RewardConfig
 from rlpipe.config.hooks import hook_digest
 from rlpipe.config.run import RunConfig
+from rlpipe.config.train import OptimizerConfig
 from rlpipe.data.prompts import file_digests
 from rlpipe.store.nodes import input_digest
 from rlpipe.types import Node, Stage
@@ -47,6 +48,8 @@ def init_inputs(config: RunConfig, fingerprint: str, start_from: str | None) -> 
     """First weights: the model, or another branch's checkpoint node."""
     parents = {"start_from": start_from} if start_from else {}
     settings = {"model": fingerprint, "dtype": config.model.dtype, "optimizer": config.train.optimizer.identity()}
+    if config.uses_critic:
+        settings["critic"] = {"hf_checkpoint": config.critic.hf_checkpoint, "optimizer": _critic_optimizer(config).identity()}
     return Inputs(Stage.INIT, parents, {**settings, "seed": config.train.seed, "layout": layout(config)})
 
 
@@ -74,7 +77,12 @@ def advantage_inputs(config: RunConfig, rollout: str, reward: str, before: str) 
         "async_buffer_size": config.async_buffer_size,
         "mask_offpolicy_in_partial_rollout": config.rollout.mask_offpolicy_in_partial_rollout,
     }
-    hooks = {path: hook_digest(path) for path in config.advantage.hooks}
+    if interval := config.ref_update_interval:
+        settings["ref_update_interval"] = interval
+    if config.uses_critic:
+        settings["num_critic_only_steps"] = config.critic.num_critic_only_steps
+    own = [config.train.custom_megatron_init_path, config.train.custom_megatron_before_log_prob_hook_path]
+    hooks = {path: hook_digest(path) for path in (*config.advantage.hooks, *own) if path}
     return Inputs(Stage.ADVANTAGE, {"rollout": rollout, "reward": reward, "before": before}, settings, hooks)
 
 
@@ -87,7 +95,10 @@ def train_inputs(config: RunConfig, advantage: str, before: str) -> Inputs:
         "total_optimizer_steps": schedule_length(config),
         "deterministic": config.deterministic,
     }
-    hooks = {path: hook_digest(path) for path in config.train.loss.hooks}
+    if config.uses_critic:
+        settings |= {"critic": config.critic.identity(), "critic_optimizer_steps": critic_schedule_length(config)}
+    own = [config.train.custom_megatron_init_path, config.train.custom_megatron_before_train_step_hook_path]
+    hooks = {path: hook_digest(path) for path in (*config.train.loss.hooks, *own) if path}
     return Inputs(Stage.TRAIN, {"advantage": advantage, "before": before}, settings, hooks)
 
 
@@ -133,6 +144,18 @@ def schedule_length(config: RunConfig) -> int | None:
     if optimizer.lr_decay_style == "constant":
         return None
     return optimizer.lr_decay_steps or config.total_optimizer_steps
+
+
+def critic_schedule_length(config: RunConfig) -> int | None:
+    """The same of the critic's; None without one."""
+    optimizer = _critic_optimizer(config)
+    if not config.uses_critic or optimizer.lr_decay_style == "constant":
+        return None
+    return optimizer.lr_decay_steps or config.critic_optimizer_steps
+
+
+def _critic_optimizer(config: RunConfig) -> OptimizerConfig:
+    return config.critic.optimizer or config.train.optimizer
 
 
 def config_digest(config: RunConfig) -> str:

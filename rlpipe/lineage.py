@@ -1,7 +1,13 @@
 """How to get to a state: the newest checkpoint before it, and the train nodes from there on.
 
 A state is named by the node that made it: an init node, a train node, or a segment node (a state that a replay made anew, which
-has a checkpoint of its own from the start). Not here: doing it (`actors.trainer`, `actors.states`).
+has a checkpoint of its own from the start).
+
+A reference that is refreshed every N iterations is part of the state: that of weight version v is weight version N ⌊v / N⌋. So a
+base counts only if its reference can be had too: it is its own reference, the first weights, or that version's checkpoint is
+there. Training the batches after the base again refreshes the reference where they did it.
+
+Not here: doing it (`actors.trainer`, `actors.states`).
 """
 
 from __future__ import annotations
@@ -21,6 +27,16 @@ STATES = (Stage.TRAIN, Stage.SEGMENT, Stage.INIT)
 
 
 @dataclass(frozen=True)
+class Reference:
+    """A reference policy that is weights of the branch."""
+
+    checkpoint: str
+    """Digest of the checkpoint node that holds them."""
+    version: int
+    """Their weight version."""
+
+
+@dataclass(frozen=True)
 class Lineage:
     """A checkpoint, and the train nodes since then, oldest first."""
 
@@ -30,10 +46,12 @@ class Lineage:
     base_state: str
     """Digest of the node whose state that is: the init node, a train node or a segment node."""
     init: str
-    """Digest of the branch's init node (the reference policy)."""
+    """Digest of the branch's init node (the first reference)."""
     replay: tuple[str, ...] = ()
     segment: str | None = None
     """Name under which a state is held that comes out different from the recorded one; None: it is not held at all."""
+    reference: Reference | None = None
+    """The reference of `base_state`, if it has been refreshed; None: the first one."""
 
     @property
     def target(self) -> str:
@@ -41,8 +59,8 @@ class Lineage:
         return self.replay[-1] if self.replay else self.base_state
 
 
-def lineage_to(nodes: Nodes, state: str, init: str) -> Lineage:
-    """The shortest way to the state that a train node (or segment or init node) made.
+def lineage_to(nodes: Nodes, state: str, init: str, *, ref_update_interval: int | None = None) -> Lineage:
+    """The shortest way to the state that a train node (or segment or init node) made. `ref_update_interval`: see the module.
 
     Raises: ObjectMissing if the chain of train nodes does not lead back to a checkpoint or to `init`, or leads through another
     configuration, under which it could not be trained again.
@@ -52,7 +70,9 @@ def lineage_to(nodes: Nodes, state: str, init: str) -> Lineage:
     while current != init:
         checkpoint = nodes.find(Stage.CHECKPOINT, checkpoint_inputs(current).digest)
         if checkpoint is not None:
-            return Lineage(Stage.CHECKPOINT, checkpoint.digest, current, init, _names(replay))
+            there, reference = _reference_of(nodes, current, init, ref_update_interval)
+            if there:
+                return Lineage(Stage.CHECKPOINT, checkpoint.digest, current, init, _names(replay), reference=reference)
         node = _trained(nodes, current, state)
         if replay and replay[-1].config != node.config:
             raise ObjectMissing(
@@ -85,6 +105,28 @@ def segment_node(nodes: Nodes, inputs: Inputs, restored: Mapping[str, Any], *, v
         "host": socket.gethostname(),
     }
     return inputs.node(outputs=outputs)
+
+
+def weight_version(nodes: Nodes, state: str) -> int:
+    """Of a state: the number of iterations trained. Raises: ObjectMissing, ObjectCorrupt."""
+    return int(state_node(nodes, state).outputs.get("version", 0))
+
+
+def _reference_of(nodes: Nodes, state: str, init: str, interval: int | None) -> tuple[bool, Reference | None]:
+    """Whether the reference of a state can be loaded, and where it is (None: it is the first one)."""
+    if interval is None:
+        return True, None
+    current, version = state, weight_version(nodes, state)
+    due = version // interval * interval
+    while due and version > due and current != init:
+        made = state_node(nodes, current)
+        recorded = made if made.stage is Stage.TRAIN else _trained(nodes, made.parents["weights"], state)
+        current = recorded.parents["before"]
+        version = weight_version(nodes, current)
+    if not due or current == init:
+        return True, None
+    checkpoint = nodes.find(Stage.CHECKPOINT, checkpoint_inputs(current).digest)
+    return checkpoint is not None, Reference(checkpoint.digest, due) if checkpoint else None
 
 
 def _names(replay: list[Node]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from rlpipe.algorithms.custom import check as check_functions
 from rlpipe.config.data import FilePrompts, PromptSource, PythonReward, RewardConfig
 from rlpipe.config.hooks import load_hook
+from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.model import HuggingFaceModel, MadeModel
 from rlpipe.config.run import RunConfig
 from rlpipe.data.prompts import load_prompts
@@ -31,6 +32,7 @@ def check(config: RunConfig, home: Path) -> None:
     for reward in (config.reward, *(dataset.reward for dataset in config.evaluation.datasets)):
         _check_reward(reward)
     check_functions(config.advantage, config.train.loss)
+    MegatronHooks(config.train)
     if isinstance(config.model.source, HuggingFaceModel):
         model_directory(config.model, home, seed=config.seed)
     elif isinstance(config.model.source, MadeModel):

@@ -12,7 +12,7 @@ from rlpipe.config.load import validate
 from rlpipe.config.model import BranchModel
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError, ObjectMissing
-from rlpipe.inputs import checkpoint_inputs, init_inputs, schedule_length
+from rlpipe.inputs import checkpoint_inputs, critic_schedule_length, init_inputs, schedule_length
 from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
@@ -138,7 +138,8 @@ def checkpoint_of(it: RunContext, source: BranchModel) -> str:
 
 def _decisive(config: RunConfig) -> dict[str, Any]:
     """What decides results: the run's length is part of it only where the learning rate follows from it."""
-    schedule = {} if (length := schedule_length(config)) is None else {"optimizer steps of the schedule": length}
+    lengths = {"schedule": schedule_length(config), "critic's schedule": critic_schedule_length(config)}
+    schedule = {f"optimizer steps of the {name}": length for name, length in lengths.items() if length is not None}
     return {**config.identity(), **schedule, "trainer ranks": config.resources.trainer_ranks}
 
 

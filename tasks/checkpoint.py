@@ -72,8 +72,10 @@ async def keep_if_held(run: str, *, within_s: float) -> bool:
 
 
 def checkpoint_due(it: RunContext, k: int) -> bool:
-    """Every `save_interval` iterations, and after the last."""
-    return (k + 1) % it.config.checkpoint.save_interval == 0 or k + 1 == it.config.num_rollout
+    """Every `save_interval` iterations, with every refresh of the reference, and after the last."""
+    refresh = it.config.ref_update_interval
+    refreshed = refresh is not None and (k + 1) % refresh == 0
+    return refreshed or (k + 1) % it.config.checkpoint.save_interval == 0 or k + 1 == it.config.num_rollout
 
 
 async def save(it: RunContext, weights: str, weight_version: int) -> None:

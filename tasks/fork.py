@@ -93,6 +93,20 @@ def check_fits(files: Files, config: RunConfig, origin: Commit) -> None:
                 expected=f"{theirs}, as {origin.branch} was started with",
                 do="leave this key as it is, or take only the weights: model.start_from",
             )
+    check_reference(config, stored, origin)
+
+
+def check_reference(config: RunConfig, stored: RunConfig, origin: Commit) -> None:
+    """Is the reference that the fork goes on with one of its parent's? Raises: ConfigError."""
+    ours, theirs, version = config.ref_update_interval, stored.ref_update_interval, origin.iteration + 1
+    if ours is not None and ours != theirs and version >= ours and version % ours:
+        raise ConfigError(
+            "a fork goes on with its parent's reference, and weights that the parent never kept would have to be it",
+            where="reference.ref_update_interval",
+            found=f"{ours}: weight version {version // ours * ours} at a fork from version {version}",
+            expected=f"{theirs}, as {origin.branch} was started with, or a divisor of {version}",
+            do="change it, fork from another commit, or take only the weights: model.start_from",
+        )
 
 
 async def materialise(files: Files, config: RunConfig, origin: Commit, state: str, home: Path) -> str:
@@ -114,6 +128,7 @@ async def materialise(files: Files, config: RunConfig, origin: Commit, state: st
             train_timeout_s=stored.train.timeout_s,
             checkpoint_timeout_s=stored.checkpoint.timeout_s,
             packages=packages(),
+            ref_update_interval=stored.ref_update_interval,
         )
         held = await keeper.hold(state, version=version, epoch=BEFORE_ALL_EPOCHS)
         if held == state:

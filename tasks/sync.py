@@ -51,7 +51,7 @@ async def publish(it: RunContext, weights: str, *, version: int, everyone: bool)
     if not it.cluster.has_engines:
         return {"engines": 0, "bytes": 0, "seconds": 0.0}
     weights = current_state(Segments(it.files), it.config.run, version, weights)
-    lineage = lineage_to(it.nodes, weights, it.init)
+    lineage = lineage_to(it.nodes, weights, it.init, ref_update_interval=it.config.ref_update_interval)
     restore_s = it.config.checkpoint.timeout_s + len(lineage.replay) * it.config.train.timeout_s
     deadline_s = it.config.resources.start_timeout_s + it.config.sync.timeout_s + restore_s
     digest = state_node(it.nodes, weights).outputs["state_digest"]

@@ -58,6 +58,7 @@ async def hold(it: RunContext, state: str, version: int) -> str:
         train_timeout_s=it.config.train.timeout_s,
         checkpoint_timeout_s=it.config.checkpoint.timeout_s,
         packages=packages(),
+        ref_update_interval=it.config.ref_update_interval,
     )
     held = await keeper.hold(state, version=version, epoch=it.epoch.number)
     if held != state:

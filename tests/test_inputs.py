@@ -62,6 +62,8 @@ EXPECTED = {
     "advantage.": {Stage.ADVANTAGE},
     "async_buffer_size": {Stage.ADVANTAGE},
     "train.": {Stage.TRAIN},
+    "train.custom_megatron_init_path": {Stage.ADVANTAGE, Stage.TRAIN},
+    "train.custom_megatron_before_log_prob_hook_path": {Stage.ADVANTAGE, Stage.TRAIN},
     "deterministic": {Stage.TRAIN},
     "train.optimizer.": {Stage.INIT, Stage.TRAIN},
     "train.seed": {Stage.INIT, Stage.TRAIN},
@@ -245,6 +247,25 @@ def test_the_length_of_a_run_matters_to_training_only_while_the_learning_rate_de
 
 def test_another_seed_of_the_run_is_another_order_of_prompts_and_other_random_numbers():
     assert differing(CONFIG, validate({**BASE, "seed": 1})) == {Stage.INIT, Stage.TRAIN, HELD, SCORED}
+
+
+def test_a_critic_decides_first_weights_batches_and_training_of_a_run_that_has_one_and_of_no_other():
+    def differing_in(critic: dict[str, Any], **advantage: Any) -> set[str]:
+        base = {**BASE, "advantage": advantage}
+        return differing(validate(base), validate({**base, "critic": critic}))
+
+    ppo = {"advantage_estimator": "ppo"}
+    assert differing_in({"value_clip": 0.1}) == differing_in({"hf_checkpoint": "/models/c"}) == set()
+    assert differing_in({"value_clip": 0.1}, **ppo) == {Stage.TRAIN}
+    assert differing_in({"num_critic_only_steps": 2}, **ppo) == {Stage.ADVANTAGE, Stage.TRAIN}
+    assert differing_in({"hf_checkpoint": "/models/c"}, **ppo) == {Stage.INIT, Stage.TRAIN}
+    assert differing_in({"optimizer": {"lr": 1e-5}}, **ppo) == {Stage.INIT, Stage.TRAIN}
+
+
+def test_the_policy_s_schedule_waits_while_only_the_critic_is_trained():
+    config = validate({**BASE, "advantage": {"advantage_estimator": "ppo"}, "critic": {"num_critic_only_steps": 2}})
+    assert (config.total_optimizer_steps, config.critic_optimizer_steps) == (1, 3)
+    assert CONFIG.total_optimizer_steps == 3
 
 
 @pytest.mark.parametrize(

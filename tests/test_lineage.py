@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlpipe.errors import ObjectMissing
 from rlpipe.inputs import Inputs, checkpoint_inputs, segment_inputs
-from rlpipe.lineage import Lineage, lineage_to, segment_node, state_node
+from rlpipe.lineage import Lineage, Reference, lineage_to, segment_node, state_node
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes, node_path
 from rlpipe.types import Stage
@@ -21,7 +21,7 @@ INIT = "init-of-the-branch"
 def train(nodes: Nodes, before: str, number: int, **config: object) -> str:
     """A train node after `before`."""
     inputs = Inputs(Stage.TRAIN, {"before": before, "advantage": f"batch {number}"}, dict(config))
-    return nodes.commit(inputs.node(outputs={"state_digest": f"state {number}"})).digest
+    return nodes.commit(inputs.node(outputs={"state_digest": f"state {number}", "version": number + 1})).digest
 
 
 def history(nodes: Nodes, length: int) -> list[str]:
@@ -145,3 +145,46 @@ def test_batches_of_another_configuration_are_not_trained_again_under_this_one(n
 def test_a_state_that_nothing_made_is_named(nodes: Nodes):
     with pytest.raises(ObjectMissing, match=r"nodes/train/none\.json"):
         state_node(nodes, "none")
+
+
+@pytest.fixture
+def refreshed(nodes: Nodes) -> list[str]:
+    """Seven iterations from recorded first weights."""
+    init = nodes.commit(Inputs(Stage.INIT, {}).node(outputs={"version": 0})).digest
+    chain = [init]
+    for number in range(7):
+        chain.append(train(nodes, chain[-1], number))
+    return chain
+
+
+def test_a_refreshed_reference_comes_from_the_checkpoint_of_its_version(nodes: Nodes, refreshed: list[str]):
+    reference, newest = save(nodes, refreshed[3]), save(nodes, refreshed[5])
+    lineage = lineage_to(nodes, refreshed[5], refreshed[0], ref_update_interval=3)
+    assert lineage == Lineage(Stage.CHECKPOINT, newest, refreshed[5], refreshed[0], reference=Reference(reference, 3))
+    assert lineage_to(nodes, refreshed[5], refreshed[0]).reference is None
+    assert lineage_to(nodes, refreshed[5], refreshed[0], ref_update_interval=6).reference is None, "still the first one"
+
+
+def test_where_the_checkpoint_of_a_reference_is_missing_it_is_made_again_on_the_way(nodes: Nodes, refreshed: list[str]):
+    save(nodes, refreshed[5])
+    earlier = save(nodes, refreshed[2])
+    lineage = lineage_to(nodes, refreshed[6], refreshed[0], ref_update_interval=4)
+    assert (lineage.base, lineage.reference, lineage.replay) == (earlier, None, tuple(refreshed[3:7]))
+    assert lineage_to(nodes, refreshed[6], refreshed[0], ref_update_interval=3).replay == tuple(refreshed[3:7])
+
+
+def test_a_base_that_is_itself_a_reference_is_loaded_as_both(nodes: Nodes, refreshed: list[str]):
+    checkpoint = save(nodes, refreshed[4])
+    lineage = lineage_to(nodes, refreshed[5], refreshed[0], ref_update_interval=2)
+    assert (lineage.base, lineage.reference, lineage.replay) == (checkpoint, Reference(checkpoint, 4), (refreshed[5],))
+
+
+def test_a_segment_is_the_reference_in_place_of_the_state_that_was_recorded(nodes: Nodes, refreshed: list[str]):
+    restored = {"state_digest": "another", "replayed": 3, "mismatch": refreshed[3]}
+    inputs = segment_inputs(refreshed[3], refreshed[0], "attempt")
+    made = nodes.commit(segment_node(nodes, inputs, restored, version=3, packages={})).digest
+    reference = save(nodes, made)
+    later = train(nodes, made, 3)
+    newest = save(nodes, later)
+    lineage = lineage_to(nodes, later, refreshed[0], ref_update_interval=3)
+    assert lineage == Lineage(Stage.CHECKPOINT, newest, later, refreshed[0], reference=Reference(reference, 3))

@@ -17,8 +17,9 @@ import ray
 
 from rlpipe.actors.local_ray import connect
 from rlpipe.actors.placement import Placement
-from rlpipe.actors.trainer import TrainerRank, TrainerSpec
+from rlpipe.actors.trainer import TrainerRank
 from rlpipe.actors.trainer_group import STATUS, TrainerGroup
+from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.config.run import RunConfig
 from rlpipe.model_dir import model_directory
 from rlpipe.store.files import Files

@@ -26,8 +26,8 @@ from rlpipe.actors.fleet import Fleet, KeptEngine, Weights
 from rlpipe.actors.generator import GeneratorSpec
 from rlpipe.actors.named import NamedActors
 from rlpipe.actors.specs import ClusterSpec, Driver
-from rlpipe.actors.trainer import TrainerSpec
 from rlpipe.actors.trainer_group import TrainerGroup
+from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ActorLost, DeadlineExceeded, Fenced, Mismatch, RlpipeError

@@ -51,6 +51,7 @@ class StateKeeper:
     train_timeout_s: float
     checkpoint_timeout_s: float
     packages: Mapping[str, str] = field(default_factory=dict)
+    ref_update_interval: int | None = None
 
     async def hold(self, state: str, *, version: int, epoch: int) -> str:
         """Make the trainer hold the state that a node made; the digest of that node, or of the segment that is held instead.
@@ -59,7 +60,7 @@ class StateKeeper:
         Raises: Mismatch in deterministic mode; ObjectMissing if the state cannot be rebuilt; what the ranks raised.
         """
         nodes = Nodes(self.files)
-        lineage = lineage_to(nodes, state, self.init)
+        lineage = lineage_to(nodes, state, self.init, ref_update_interval=self.ref_update_interval)
         inputs = segment_inputs(lineage.target, lineage.base, uuid4().hex[:12])
         if lineage.replay and not self.deterministic:
             lineage = replace(lineage, segment=inputs.digest)

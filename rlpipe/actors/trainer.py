@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -28,67 +27,21 @@ import ray
 
 from rlpipe.actors.checkpoints import Upload, fetch_checkpoint, upload_share
 from rlpipe.actors.probe import largest_difference
+from rlpipe.actors.scoring import critic_metrics, scored
+from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.batch import fix_batch, with_advantages
 from rlpipe.batch_metrics import batch_metrics
-from rlpipe.config.algorithms import AdvantageConfig
-from rlpipe.config.model import ModelConfig
-from rlpipe.config.run import RunConfig
-from rlpipe.config.slime import slime_args
-from rlpipe.config.train import SyncConfig, TrainConfig
+from rlpipe.config.megatron_hooks import MegatronHooks
+from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.errors import DeadlineExceeded, TrainerError
-from rlpipe.lineage import Lineage
+from rlpipe.lineage import Lineage, weight_version
 from rlpipe.packing import PackingPlan, attention_length, plan
 from rlpipe.stage_files import read_batch, read_packing, read_rewards, read_samples, write_batch
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.sync.tensor import TensorTransport
 from rlpipe.types import FileRecord, Stage
-
-
-@dataclass(frozen=True)
-class TrainerSpec:
-    """What a group of trainer ranks is built from. Equal specs are the same engine."""
-
-    model_dir: str
-    store_root: str
-    work_dir: str
-    """Local folder for checkpoints."""
-    model: ModelConfig
-    train: TrainConfig
-    advantage: AdvantageConfig
-    rollout_temperature: float
-    total_optimizer_steps: int
-    engine_tensor_parallel_size: int
-    world_size: int
-    num_nodes: int
-    threads: int
-    deterministic: bool = False
-    hook_args: Any = None
-    """What functions of the user get as `args`: slime's names for the run's configuration, if it has such functions."""
-    upload_timeout_s: float = 3600.0
-    """Deadline of a checkpoint's way to the store, and of one from it."""
-
-    @classmethod
-    def of(cls, config: RunConfig, *, model_dir: str, store_root: str, work_dir: Path) -> TrainerSpec:
-        """What a run's configuration says about its trainer."""
-        return cls(
-            model_dir=model_dir,
-            store_root=store_root,
-            work_dir=str(work_dir),
-            model=config.model,
-            train=config.train,
-            advantage=config.advantage,
-            rollout_temperature=config.rollout.rollout_temperature,
-            total_optimizer_steps=config.total_optimizer_steps,
-            engine_tensor_parallel_size=config.resources.rollout_num_gpus_per_engine,
-            world_size=config.resources.trainer_ranks,
-            num_nodes=config.resources.actor_num_nodes,
-            threads=config.resources.threads_per_process,
-            deterministic=config.deterministic,
-            hook_args=slime_args(config) if config.advantage.hooks or config.train.loss.hooks else None,
-            upload_timeout_s=config.checkpoint.timeout_s,
-        )
 
 
 def collective(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,6 +67,7 @@ class TrainerRank:
         self.held: str | None = None
         self.dirty = False
         self.busy: str | None = None
+        self._reference_version = 0
         self._result: dict[str, Any] = {}
         self._engine: MegatronEngine | None = None
         self._spec: TrainerSpec | None = None
@@ -154,6 +108,9 @@ class TrainerRank:
             master=master,
             threads=spec.threads,
             deterministic=spec.deterministic,
+            critic=spec.critic,
+            critic_optimizer_steps=spec.critic_optimizer_steps,
+            hooks=MegatronHooks(spec.train, spec.hook_args),
         )
         self._spec, self.dirty = spec, False
         self._files = Files(spec.store_root)
@@ -167,7 +124,7 @@ class TrainerRank:
             engine.load_hf()
         else:
             engine.load_checkpoint(self._fetched(Stage.CHECKPOINT, start_from), weights_only=True)
-        self._remember_reference()
+        self._remember_reference(0)
         return self._now_holds(key, {"state_digest": engine.state_digest()})
 
     @collective
@@ -182,8 +139,10 @@ class TrainerRank:
         engine, spec = self._ready()
         self.dirty, self.held = True, None
         if spec.advantage.reference:
-            engine.load_checkpoint(self._fetched(Stage.INIT, lineage.init), weights_only=True)
-            engine.keep_reference()
+            refreshed = lineage.reference
+            source = (Stage.CHECKPOINT, refreshed.checkpoint) if refreshed else (Stage.INIT, lineage.init)
+            engine.load_reference(self._fetched(*source))
+            self._reference_version = refreshed.version if refreshed else 0
         engine.load_checkpoint(self._fetched(lineage.base_stage, lineage.base))
         result = self._now_holds(lineage.base_state, {"state_digest": engine.state_digest()})
         mismatch = None
@@ -223,16 +182,16 @@ class TrainerRank:
         )
         columns = batch.columns
         if not supervised:
-            limit = spec.advantage.log_probs_max_tokens_per_gpu
-            proximal = engine.score(columns, max_tokens=limit) if spec.advantage.score_proximal else None
-            reference = engine.score(columns, model="reference", max_tokens=limit) if spec.advantage.reference else None
-            columns = columns.with_columns(proximal_log_probs=proximal, reference_log_probs=reference)
-            columns = with_advantages(batch, columns, spec.advantage, spec.hook_args)
+            columns = with_advantages(batch, scored(engine, columns, spec), spec.advantage, spec.hook_args)
         if self.rank != 0:
             return None
         record = write_batch(self._files, key, batch, columns)
         outputs = {"groups": list(batch.groups), "dropped": batch.dropped, "samples": len(columns)}
-        metrics = batch_metrics(batch, columns)
+        if spec.advantage.reference:
+            outputs["reference_version"] = self._reference_version
+        if spec.critic is not None:
+            outputs["critic_only"] = version < spec.critic.num_critic_only_steps
+        metrics = batch_metrics(batch, columns) | critic_metrics(columns)
         return {"files": [record], "outputs": {**outputs, "metrics": metrics}, "seconds": time.perf_counter() - start}
 
     @collective
@@ -242,7 +201,8 @@ class TrainerRank:
             return self._result
         engine, spec = self._require(before)
         start = time.perf_counter()
-        columns = read_batch(self._files, self._nodes.get(Stage.ADVANTAGE, advantage))
+        batch = self._nodes.get(Stage.ADVANTAGE, advantage)
+        columns = read_batch(self._files, batch)
         recorded = self._recorded_packing(key)
         packing = recorded or plan(
             columns.lengths,
@@ -255,8 +215,11 @@ class TrainerRank:
             balance_by_flops=spec.train.balance_by_flops,
             attention_length=attention_length(json.loads((Path(spec.model_dir) / "config.json").read_text())),
         )
+        version = weight_version(self._nodes, before)
         self.dirty, self.held = True, None
-        result = engine.train(columns, packing, hook_args=spec.hook_args)
+        critic_only = batch.outputs.get("critic_only", False)
+        result = engine.train(columns, packing, version=version, critic_only=critic_only, hook_args=spec.hook_args)
+        self._remember_reference(version + 1)
         return self._now_holds(
             key,
             {
@@ -372,10 +335,13 @@ class TrainerRank:
         self.held, self.dirty, self._result = key, False, result
         return result
 
-    def _remember_reference(self) -> None:
+    def _remember_reference(self, version: int) -> None:
+        """Take what is held as the reference, if weight version `version` is one."""
         engine, spec = self._ready()
-        if spec.advantage.reference:
+        interval = spec.ref_update_interval
+        if spec.advantage.reference and (version == 0 or (interval and version % interval == 0)):
             engine.keep_reference()
+            self._reference_version = version
 
     def _recorded_packing(self, key: str) -> PackingPlan | None:
         node = self._nodes.find(Stage.TRAIN, key)

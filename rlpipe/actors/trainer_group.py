@@ -16,7 +16,7 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from rlpipe.actors.calls import call, end, gather
-from rlpipe.actors.trainer import TrainerSpec
+from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.errors import ActorLost, DeadlineExceeded, RlpipeError, TrainerError
 from rlpipe.lineage import Lineage
 

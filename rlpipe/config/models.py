@@ -1,4 +1,4 @@
-"""The models beside the policy: the critic of PPO.
+"""The models beside the policy: the reference, the critic of PPO.
 
 Not here: the policy itself (`model`), and what is computed from their answers (`train`).
 """
@@ -9,6 +9,14 @@ from pydantic import Field
 
 from rlpipe.config.base import Config
 from rlpipe.config.train import OptimizerConfig
+
+
+class ReferenceConfig(Config):
+    """The reference policy of `advantage.reference`: the first weights of the run, until it is refreshed."""
+
+    ref_update_interval: int | None = Field(default=None, ge=1)
+    """After every this many iterations the policy as it is then becomes the reference, and a checkpoint of it is due. Counted by
+    weight version, so a fork goes on with the reference of its parent. None: never."""
 
 
 class CriticConfig(Config):

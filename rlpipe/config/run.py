@@ -11,7 +11,7 @@ from rlpipe.config.algorithms import AdvantageConfig, contradiction, set_surroga
 from rlpipe.config.base import Config, Tuning
 from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig, RolloutConfig
 from rlpipe.config.model import BranchModel, EngineConfig, ModelConfig, ResourcesConfig
-from rlpipe.config.models import CriticConfig
+from rlpipe.config.models import CriticConfig, ReferenceConfig
 from rlpipe.config.train import CheckpointConfig, SyncConfig, TrainConfig
 
 
@@ -86,8 +86,9 @@ class RunConfig(Config):
     rollout: RolloutConfig
     reward: RewardConfig
     advantage: AdvantageConfig = AdvantageConfig()
-    critic: CriticConfig = CriticConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     train: TrainConfig = TrainConfig()
+    critic: CriticConfig = CriticConfig()
     sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -168,6 +169,11 @@ class RunConfig(Config):
     def cluster(self) -> str:
         """Name of the actors' cluster: runs of one cluster use the same actors, one run after another."""
         return self.resources.cluster or self.run
+
+    @property
+    def ref_update_interval(self) -> int | None:
+        """Iterations between two refreshes of the reference; None: there is none, or it stays."""
+        return self.reference.ref_update_interval if self.advantage.reference else None
 
     @property
     def uses_critic(self) -> bool:

@@ -64,6 +64,13 @@ class TrainConfig(Config):
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     parallel: ParallelConfig = ParallelConfig()
+    custom_megatron_init_path: str | None = None
+    """Function of yours that every rank calls before it builds the models: `(args)`. See `rlpipe.config.megatron_hooks` for these
+    three; `path/to/file.py:function` or `module.function`."""
+    custom_megatron_before_log_prob_hook_path: str | None = None
+    """Called before a model scores a batch: `(args, model, store_prefix)`."""
+    custom_megatron_before_train_step_hook_path: str | None = None
+    """Called in every optimizer step of the policy: `(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)`."""
     use_distributed_optimizer: bool = False
     """Shard optimizer state over data parallel ranks."""
     megatron: dict[str, Any] = Field(default_factory=dict)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from rlpipe.actors.checkpoints import Upload
-from rlpipe.actors.trainer import TrainerRank, TrainerSpec
+from rlpipe.actors.trainer import TrainerRank
+from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.errors import DeadlineExceeded, StoreFull
 from rlpipe.inputs import checkpoint_inputs
 from rlpipe.types import FileRecord

@@ -5,6 +5,7 @@ Not here: rollouts and rewards of any sense; their nodes and rows are there so t
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,20 +15,23 @@ import numpy as np
 
 from rlpipe.actors.alone import lone_trainer
 from rlpipe.actors.states import StateKeeper
-from rlpipe.actors.trainer import TrainerSpec
 from rlpipe.actors.trainer_group import TrainerGroup
+from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.batch import Batch
 from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
 from rlpipe.inputs import Inputs, checkpoint_inputs, init_inputs, train_inputs
 from rlpipe.model_dir import model_fingerprint
 from rlpipe.packing import PackingPlan
-from rlpipe.stage_files import write_batch, write_packing
+from rlpipe.rewards.base import RewardRow
+from rlpipe.stage_files import write_batch, write_packing, write_rewards
 from rlpipe.store.branches import Branches, commit_name
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.rows import samples_to_table
 from rlpipe.store.segments import Segments, current_state
-from rlpipe.types import Commit, DataState, Node, Stage
+from rlpipe.store.shards import data_folder, write_table
+from rlpipe.types import Commit, DataState, Node, Sample, Stage, Status
 from tests.engines.megatron.conftest import SIZES
 from tests.engines.megatron.ranks import make_batch
 
@@ -82,7 +86,8 @@ class Trained:
     def keeper(self) -> StateKeeper:
         config = self.config
         init = self.branches.get(config.run).init
-        return StateKeeper(self.trainer, self.files, config.run, init, config.deterministic, 60.0, 60.0)
+        interval = config.ref_update_interval
+        return StateKeeper(self.trainer, self.files, config.run, init, config.deterministic, 60.0, 60.0, {}, interval)
 
     async def begin(self, start_from: str | None = None) -> str:
         """First weights with their checkpoint, and the branch; the init node's digest."""
@@ -95,15 +100,15 @@ class Trained:
         self.branches.create(self.config.run, self.config.model_dump(mode="json"), inputs.digest)
         return inputs.digest
 
-    async def iterate(self, number: int = 1) -> None:
-        """So many iterations: hold, a batch, train, commit."""
+    async def iterate(self, number: int = 1, scored: Callable[[str, int], Awaitable[Node]] | None = None) -> None:
+        """So many iterations: hold, a batch (made by `scored` of the state before and the iteration, if given), train, commit."""
         for _ in range(number):
             newest = self.branches.newest(self.config.run)
             k = newest.iteration + 1 if newest else 0
             recorded = newest.nodes[Stage.TRAIN] if newest else self.branches.get(self.config.run).init
             before = current_state(Segments(self.files), self.config.run, k, recorded)
             before = await self.keeper.hold(before, version=k, epoch=self.epoch)
-            batch = self.batch(before, k)
+            batch = await scored(before, k) if scored else self.batch(before, k)
             train = await self.train(batch, before, k)
             self.commit(newest, k, {Stage.ADVANTAGE: batch.digest, Stage.TRAIN: train.digest})
 
@@ -145,6 +150,34 @@ class Trained:
         assert newest is not None
         train = newest.nodes[Stage.TRAIN]
         return (await self.keeper.save(checkpoint_inputs(train), train, newest.iteration + 1)).digest
+
+
+def sampled_rows(files: Files, k: int) -> tuple[str, str]:
+    """Rollout and reward nodes of seeded samples that weight version k sampled, and their rewards; their digests."""
+    columns, random, nodes = make_batch(SAMPLES, seed=k), np.random.default_rng(k), Nodes(files)
+    assert columns.rollout_log_probs is not None
+    texts = zip(np.split(columns.tokens, columns.offsets[1:-1]), columns.prompt_lengths, strict=True)
+    samples = [
+        Sample(
+            group_id=f"group:{4 * k + i // 2:08d}",
+            index=i % 2,
+            prompt="",
+            prompt_ids=tokens[:prompt].tolist(),
+            response_ids=tokens[prompt:].tolist(),
+            rollout_log_probs=log_probs.tolist(),
+            weight_versions=[(len(log_probs), k)],
+            status=Status.COMPLETED,
+        )
+        for i, ((tokens, prompt), log_probs) in enumerate(zip(texts, columns.split(columns.rollout_log_probs), strict=True))
+    ]
+    rows = [RewardRow(s.group_id, s.index, float(random.integers(0, 2))) for s in samples]
+    rollout = Inputs(Stage.ROLLOUT, {"plan": f"plan {k}"})
+    reward = Inputs(Stage.REWARD, {"rollout": rollout.digest})
+    shard = write_table(files, data_folder(Stage.ROLLOUT, rollout.digest), "samples", samples_to_table(samples, k))
+    accepted = sorted({sample.group_id for sample in samples})
+    nodes.commit(rollout.node(files=(shard,), outputs={"accepted": accepted}))
+    nodes.commit(reward.node(files=(write_rewards(files, reward.digest, rows),)))
+    return rollout.digest, reward.digest
 
 
 @asynccontextmanager

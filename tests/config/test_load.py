@@ -94,7 +94,8 @@ def test_an_unknown_key_of_an_override_names_the_override(recipe):
 
 
 def test_a_key_in_the_wrong_place_is_told_where_it_belongs(recipe):
-    assert refused(recipe, "lr=1e-3").expected == "train.optimizer.lr"
+    assert refused(recipe, "clip_grad=1").expected == "train.optimizer.clip_grad; or critic.optimizer.clip_grad"
+    assert refused(recipe, "rollout_batch_size=1").expected == "rollout.rollout_batch_size"
 
 
 def test_keys_inside_a_variant_are_named_without_the_variants_tag(recipe):

@@ -57,7 +57,7 @@ class Critic:
         deterministic: bool,
     ) -> None:
         """Build it without weights; process groups must exist. `optimizer_steps`: how long its schedule is."""
-        self._config, self._per_token = config, train.loss.calculate_per_token_loss
+        self._config, self._loss_config = config, train.loss
         own = train if config.optimizer is None else train.model_copy(update={"optimizer": config.optimizer})
         source = config.hf_checkpoint or policy_dir
         self.trained: Trained = build(source, model, own, optimizer_steps, deterministic=deterministic, kind=ValueModel)
@@ -129,11 +129,17 @@ class Critic:
         return metrics | {f"critic_{name}": value for name, value in update(trained, where).items()}
 
     def _weights(self, batch: BatchColumns, step) -> np.ndarray:
-        """[R]: of this step's tokens, as in the policy's loss; 0 elsewhere."""
+        """[R]: of this step's tokens, aggregated as the policy's loss is, without corrections of it; 0 elsewhere."""
         samples = np.sort(np.array([i for rank in step for micro in rank for i in micro], np.int64))
         index = gather_index(batch.response_offsets, samples)
         weights = np.zeros(batch.num_response_tokens, np.float32)
-        weights[index] = token_weights(batch.loss_mask[index], batch.response_lengths[samples], per_token=self._per_token)
+        weights[index] = token_weights(
+            batch.loss_mask[index],
+            batch.response_lengths[samples],
+            per_token=self._loss_config.calculate_per_token_loss,
+            constant_length=self._loss_config.constant_length,
+            rollout=batch.rollouts[samples],
+        )
         return weights
 
     def _loss(self, batch: BatchColumns, weights: np.ndarray, micro: MicroBatch, values: torch.Tensor):

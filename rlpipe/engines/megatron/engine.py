@@ -13,12 +13,14 @@ import contextlib
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.models import CriticConfig
 from rlpipe.config.train import TrainConfig
@@ -67,13 +69,15 @@ class MegatronEngine:
         deterministic: bool = False,
         critic: CriticConfig | None = None,
         critic_optimizer_steps: int = 0,
+        hooks: MegatronHooks | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
         """Join the other ranks at `master` (host, port; rank 0 listens there) and build the model, without weights yet.
 
         A second engine of the same processes needs another port: a rank that is ahead could meet the old one.
         `threads`: CPU threads of this rank where there is no CUDA. `deterministic`: see `determinism`. `critic`: make one too,
-        whose schedule is `critic_optimizer_steps` long. `timeout_s`: deadline of every collective.
+        whose schedule is `critic_optimizer_steps` long. `hooks`: functions of the user. `timeout_s`: deadline of every
+        collective.
         """
         if world_size % train.parallel.model_ranks:
             raise ConfigError(
@@ -89,7 +93,9 @@ class MegatronEngine:
         open_groups(train.parallel, rank=rank, world_size=world_size, master=master, timeout_s=timeout_s, seed=train.seed)
         self._reference: list[torch.Tensor] | None = None
         self._critic: Critic | None = None
+        self._hooks = hooks or MegatronHooks(TrainConfig())
         try:
+            self._hooks.init()
             self._trained: Trained | None = build(model_dir, model, train, total_optimizer_steps, deterministic=deterministic)
             if critic is not None:
                 steps = critic_optimizer_steps
@@ -174,6 +180,7 @@ class MegatronEngine:
         """
         temperature = self._temperature if temperature is None else temperature
         with self._reference_weights() if model == "reference" else contextlib.nullcontext():
+            self._hooks.before_log_prob(self.trained.ddp, "ref_" if model == "reference" else "")
             return score(self.trained, batch, temperature=temperature, max_tokens=max_tokens or self.max_tokens)
 
     def values(self, batch: BatchColumns, *, max_tokens: int | None = None) -> np.ndarray:
@@ -183,9 +190,12 @@ class MegatronEngine:
         """
         return self.critic.values(batch, max_tokens=max_tokens or self.max_tokens)
 
-    def train(self, batch: BatchColumns, plan: PackingPlan, *, critic_only: bool = False, hook_args: Any = None) -> TrainResult:
-        """Take the plan's optimizer steps, with the critic's first. The same result on every rank. `hook_args`: what functions of
-        the user get as `args`.
+    def train(
+        self, batch: BatchColumns, plan: PackingPlan, *, version: int = 0, critic_only: bool = False, hook_args: Any = None
+    ) -> TrainResult:
+        """Take the plan's optimizer steps, with the critic's first. The same result on every rank.
+
+        `version`: the weight version that is trained, for hooks. `hook_args`: what functions of the user get as `args`.
 
         Raises: DataError for a batch without the columns its loss needs or a plan of another batch; TrainerError if a loss or
         gradient is not finite.
@@ -195,7 +205,9 @@ class MegatronEngine:
         if self._critic is not None or critic_only:
             steps = self.critic.train(batch, plan)
         if not critic_only:
-            policy = train_steps(self.trained, batch, plan, self._train.loss, self._temperature, hook_args)
+            policy = train_steps(
+                self.trained, batch, plan, self._train.loss, self._temperature, hook_args, partial(self._before_step, version)
+            )
             steps = [mine | other for mine, other in zip(policy, steps, strict=True)]
         return TrainResult(steps, self.state_digest())
 
@@ -215,6 +227,10 @@ class MegatronEngine:
             gc.collect()
             if platform.CUDA_FOUND:
                 torch.cuda.empty_cache()
+
+    def _before_step(self, version: int, step: int) -> None:
+        trained = self.trained
+        self._hooks.before_train_step(version, step, trained.ddp, trained.optimizer, trained.scheduler)
 
     @contextlib.contextmanager
     def _reference_weights(self) -> Iterator[None]:

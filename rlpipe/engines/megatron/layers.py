@@ -81,8 +81,8 @@ class ValueHead(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        for name, shape in (("weight", (1, config.hidden_size)), ("bias", (1,))):
-            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=config.params_dtype)))
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, H] → [n] float32."""
@@ -93,7 +93,8 @@ class ValueModel(PolicyModel):
     """A GPT with a value head, which begins at 0, in place of its output layer."""
 
     def __init__(self, **keywords: Any) -> None:
-        super().__init__(**keywords | {"share_embeddings_and_output_weights": False})
+        keywords["share_embeddings_and_output_weights"] = False
+        super().__init__(**keywords)
         if self.post_process:
             self.output_layer = ValueHead(self.config)
 

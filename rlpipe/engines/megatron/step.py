@@ -10,6 +10,8 @@ Not here: estimators and the losses' mathematics (`rlpipe.algorithms`).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,11 +47,18 @@ NAMES = {
 
 
 def train_steps(
-    trained: Trained, batch: BatchColumns, packing: PackingPlan, loss: LossConfig, temperature: float, hook_args: Any = None
+    trained: Trained,
+    batch: BatchColumns,
+    packing: PackingPlan,
+    loss: LossConfig,
+    temperature: float,
+    hook_args: Any = None,
+    before_step: Callable[[int], None] = lambda _: None,
 ) -> list[dict[str, float]]:
     """Take all the plan's optimizer steps; the metrics of each, the same on every rank. Collective.
 
-    `hook_args`: what functions of the user get as `args`.
+    `hook_args`: what functions of the user get as `args`. `before_step` is called with the number of each step once its gradients
+    are zeroed.
     Raises: DataError if the batch lacks a column that the loss reads, a function of the user answers what it must not, or the
     plan is not the batch's; TrainerError if a loss or gradient is not finite (the weights must then be taken for spoilt).
     """
@@ -60,7 +69,17 @@ def train_steps(
     function = custom.load("custom_loss_function_path", path) if path else None
     of_user = (lambda tokens: custom.custom_loss(function, hook_args, tokens)) if function else None
     return [
-        _step(trained, batch, step, loss, temperature, of_user, hook_args, where=f"train/optimizer step {k}")
+        _step(
+            trained,
+            batch,
+            step,
+            loss,
+            temperature,
+            of_user,
+            hook_args,
+            partial(before_step, k),
+            where=f"train/optimizer step {k}",
+        )
         for k, step in enumerate(packing.steps)
     ]
 
@@ -91,6 +110,7 @@ def _step(
     temperature: float,
     of_user: CustomLoss | None,
     hook_args: Any,
+    before: Callable[[], None],
     where: str,
 ) -> dict[str, float]:
     samples = np.array(sorted(i for rank in step for micro in rank for i in micro), np.int64)
@@ -111,6 +131,7 @@ def _step(
 
     trained.ddp.zero_grad_buffer()
     trained.optimizer.zero_grad()
+    before()
     kept = run_passes(
         trained,
         (pack(batch, indices, part, only_masked_in=True) for indices in mine),

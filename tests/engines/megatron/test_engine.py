@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlpipe.config.algorithms import LossConfig
+from rlpipe.config.megatron_hooks import CALLS, MegatronHooks
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron.step import train_steps
 from rlpipe.errors import ConfigError, DataError, TrainerError
@@ -272,3 +273,46 @@ def test_a_model_type_that_megatron_does_not_know_is_named(start, models, tmp_pa
     with pytest.raises(ConfigError, match="gpt2"):
         engine(str(tmp_path), PLAIN, 0, 1, free_port())
     start().score(make_batch())
+
+
+HOOKS = """
+HEARD = []
+
+def init(args):
+    import torch
+    HEARD.append(("init", args, torch.distributed.is_initialized()))
+
+def log_prob(args, model, store_prefix):
+    HEARD.append(("log_prob", store_prefix, next(model[0].parameters()).sum().item()))
+
+def step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler):
+    zero = not any(parameter.main_grad.any() for parameter in model[0].parameters())
+    HEARD.append(("step", rollout_id, step_id, zero, opt_param_scheduler.num_steps))
+    for parameter in model[0].parameters():
+        parameter.main_grad.add_(args)
+"""
+
+
+def test_hooks_are_called_where_slime_calls_them_and_what_they_add_to_gradients_counts(start, tmp_path):
+    (tmp_path / "mine.py").write_text(HOOKS)
+    names = ("init", "log_prob", "step")
+    paths = {key: f"{tmp_path}/mine.py:{name}" for key, name in zip(CALLS, names, strict=True)}
+    norms, batch = [], make_batch()
+    for extra in (0.0, 0.5):
+        hooks = MegatronHooks(TrainConfig.model_validate(paths), extra)
+        heard = hooks._hooks["custom_megatron_init_path"].__globals__["HEARD"]
+        heard.clear()
+        ours = start(hooks=hooks)
+        ours.keep_reference()
+        with torch.no_grad():
+            next(ours.trained.model.parameters()).add_(1.0)
+        scores = ours.score(batch)
+        ours.score(batch, model="reference")
+        batch = batch.with_columns(proximal_log_probs=scores)
+        norms.append(ours.train(batch, one_plan(ours, batch, 12), version=5).steps[0]["grad_norm"])
+        assert heard[0] == ("init", extra, True)
+        assert [(name, prefix) for name, prefix, _ in heard[1:3]] == [("log_prob", ""), ("log_prob", "ref_")]
+        assert heard[1][2] - heard[2][2] > 1, "the weights are those that are asked"
+        assert heard[3:] == [("step", 5, 0, True, 0), ("step", 5, 1, True, 1)]
+        ours.close()
+    assert norms[1] > 2 * norms[0]

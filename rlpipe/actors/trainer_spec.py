@@ -1,0 +1,75 @@
+"""`TrainerSpec`: what a run's configuration says about its trainer.
+
+Not here: what a rank does with it (`trainer`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlpipe.config.algorithms import AdvantageConfig
+from rlpipe.config.megatron_hooks import megatron_hook_paths
+from rlpipe.config.model import ModelConfig
+from rlpipe.config.models import CriticConfig
+from rlpipe.config.run import RunConfig
+from rlpipe.config.slime import slime_args
+from rlpipe.config.train import TrainConfig
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """What a group of trainer ranks is built from. Equal specs are the same engine."""
+
+    model_dir: str
+    store_root: str
+    work_dir: str
+    """Local folder for checkpoints."""
+    model: ModelConfig
+    train: TrainConfig
+    advantage: AdvantageConfig
+    rollout_temperature: float
+    total_optimizer_steps: int
+    ref_update_interval: int | None
+    """None: the reference stays what it was first."""
+    critic: CriticConfig | None
+    """None: the estimator asks for no values."""
+    critic_optimizer_steps: int
+    engine_tensor_parallel_size: int
+    world_size: int
+    num_nodes: int
+    threads: int
+    deterministic: bool = False
+    hook_args: Any = None
+    """What functions of the user get as `args`: slime's names for the run's configuration, if it has such functions."""
+    upload_timeout_s: float = 3600.0
+    """Deadline of a checkpoint's way to the store, and of one from it."""
+
+    @classmethod
+    def of(cls, config: RunConfig, *, model_dir: str, store_root: str, work_dir: Path) -> TrainerSpec:
+        """What a run's configuration says about its trainer."""
+        return cls(
+            model_dir=model_dir,
+            store_root=store_root,
+            work_dir=str(work_dir),
+            model=config.model,
+            train=config.train,
+            advantage=config.advantage,
+            rollout_temperature=config.rollout.rollout_temperature,
+            total_optimizer_steps=config.total_optimizer_steps,
+            ref_update_interval=config.ref_update_interval,
+            critic=config.critic if config.uses_critic else None,
+            critic_optimizer_steps=config.critic_optimizer_steps,
+            engine_tensor_parallel_size=config.resources.rollout_num_gpus_per_engine,
+            world_size=config.resources.trainer_ranks,
+            num_nodes=config.resources.actor_num_nodes,
+            threads=config.resources.threads_per_process,
+            deterministic=config.deterministic,
+            hook_args=slime_args(config) if _has_functions(config) else None,
+            upload_timeout_s=config.checkpoint.timeout_s,
+        )
+
+
+def _has_functions(config: RunConfig) -> bool:
+    return bool(config.advantage.hooks or config.train.loss.hooks or megatron_hook_paths(config.train))
