@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 
-from rlpipe.actors.trainer import TrainerSpec
+from rlpipe.actors.trainer_spec import TrainerSpec
 from tests.actors.trained import configuration
 
 
