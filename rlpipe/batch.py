@@ -114,12 +114,8 @@ def with_advantages(batch: Batch, columns: BatchColumns, config: AdvantageConfig
     `hook_args`: what functions of the user get as `args`. Raises: ValueError if a column is missing that the estimator reads;
     DataError if a function of the user answers what it must not; ConfigError if there is no such function.
     """
-    rewards = batch.rewards
-    if path := config.custom_reward_post_process_path:
-        rewards = custom.custom_rewards(custom.load("custom_reward_post_process_path", path), hook_args, batch.samples)
-        config = config.model_copy(update={"rewards_normalization": False})
     scored = Scored(
-        rewards=rewards,
+        rewards=batch.rewards,
         group=np.unique(np.asarray(batch.group_ids), return_inverse=True)[1],
         rollout=columns.rollouts,
         lengths=columns.response_lengths,

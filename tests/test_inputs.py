@@ -218,7 +218,6 @@ def test_a_sampling_filter_makes_its_source_and_the_reward_decide_the_rollout(tm
     ("sections", "stage"),
     [
         ({"advantage": {"custom_advantage_function_path": "{}:f"}}, Stage.ADVANTAGE),
-        ({"advantage": {"custom_reward_post_process_path": "{}:f"}}, Stage.ADVANTAGE),
         ({"train": {"loss": {"custom_pg_loss_reducer_function_path": "{}:f"}}}, Stage.TRAIN),
     ],
 )

@@ -2,7 +2,6 @@
 
 Each is found by a path in the configuration and has slime's signature, so slime's own functions work; `args` has slime's names:
 
-    custom_reward_post_process_path       (args, samples) -> (raw rewards, rewards), in place of the group normalisation
     custom_advantage_function_path        (args, rollout_data) -> None; sets rollout_data["advantages"], ["returns"]
     custom_tis_function_path              (args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths,
                                            response_lengths, **others) -> (pg_loss, masks, metrics)
@@ -42,7 +41,6 @@ from rlpipe.errors import ConfigError, DataError
 Function = Callable[..., Any]
 
 CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "custom_reward_post_process_path": (("args", "samples"), ()),
     "custom_advantage_function_path": (("args", "rollout_data"), ()),
     "custom_tis_function_path": (
         ("args",),
@@ -88,20 +86,6 @@ def check(advantage: AdvantageConfig, loss: LossConfig) -> None:
         for key in CALLS:
             if path := getattr(config, key, None):
                 load(key, path)
-
-
-def custom_rewards(function: Function, args: Any, samples: Sequence[Any]) -> np.ndarray:
-    """The rewards [N] float64 that a post-process makes of scored samples. Raises: DataError unless there is one per sample."""
-    _, rewards = function(args, list(samples))
-    found = np.asarray(rewards, np.float64)
-    if found.shape != (len(samples),) or not np.isfinite(found).all():
-        raise DataError(
-            "a reward post-process answers two lists of one number per sample",
-            where="advantage.custom_reward_post_process_path",
-            found=f"rewards of shape {found.shape}, {int((~np.isfinite(found)).sum())} not finite",
-            expected=f"({len(samples)},)",
-        )
-    return found
 
 
 def custom_estimates(function: Function, args: Any, rollout_data: dict[str, Any], lengths: np.ndarray) -> Estimates:

@@ -14,7 +14,8 @@ Both log-probs are recorded before the first optimizer step, so all of this is f
 NumPy in float64. Legend: N samples of one optimizer step, R response tokens of all of them.
 Not here: which tokens are too old to be trained at all (`rlpipe.batch`).
 Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025), as slime's `--use-tis`;
-IcePop: Ring-1T, arXiv 2510.18855; levels, modes, veto: Li et al., "When speed kills stability" (2025), as slime's `mis.py`.
+IcePop: Ring-1T, arXiv 2510.18855; levels, modes, veto: Li et al., "When speed kills stability" (2025), as
+in slime's example train_infer_mismatch_helper.
 """
 
 from __future__ import annotations

@@ -51,8 +51,6 @@ class AdvantageConfig(Config):
     """On-policy distillation: subtract opd_kl_coef × (policy - teacher log-prob) from every token's advantage."""
     opd_kl_coef: float = Field(default=1.0, ge=0)
     """Weight of that term."""
-    custom_reward_post_process_path: str | None = None
-    """Function of yours in place of the group normalisation: `(args, samples) -> (raw rewards, rewards)`."""
     custom_advantage_function_path: str | None = None
     """Function of yours in the estimator's place: `(args, rollout_data) -> None`, sets `rollout_data["advantages"]` and
     `["returns"]`. `path/to/file.py:function` or `module.function`."""
@@ -67,7 +65,7 @@ class AdvantageConfig(Config):
     @property
     def hooks(self) -> tuple[str, ...]:
         """Paths of the user's functions."""
-        return tuple(path for path in (self.custom_reward_post_process_path, self.custom_advantage_function_path) if path)
+        return (self.custom_advantage_function_path,) if self.custom_advantage_function_path else ()
 
     @model_validator(mode="before")
     @classmethod

@@ -107,12 +107,6 @@ def test_an_advantage_function_sets_lists_of_tensors():
         custom.custom_estimates(lambda a, d: d.update(advantages=[torch.zeros(3), torch.zeros(2)]), ARGS, {}, LENGTHS)
 
 
-def test_a_reward_post_process_answers_two_lists():
-    assert custom.custom_rewards(lambda args, samples: (samples, [2 * r for r in samples]), ARGS, [1.0, 2.0]).tolist() == [2, 4]
-    with pytest.raises(DataError, match="one number per sample"):
-        custom.custom_rewards(lambda args, samples: (samples, [1.0]), ARGS, [1.0, 2.0])
-
-
 def tokens() -> Tokens:
     sequences = Sequences(torch.tensor([0, 0, 1]), torch.tensor([2.0, 1.0]))
     columns = {"advantages": torch.tensor([1.0, 2.0, 3.0])}
@@ -142,7 +136,6 @@ BAD = [
     ("custom_tis_function_path", "def mine(args, *, pg_loss): ...", "cannot be called"),
     ("custom_advantage_function_path", "def mine(): ...", "cannot be called"),
     ("custom_pg_loss_reducer_function_path", "def mine(masks): ...", "cannot be called"),
-    ("custom_reward_post_process_path", "def mine(samples): ...", "cannot be called"),
 ]
 
 

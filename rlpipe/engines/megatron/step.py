@@ -122,6 +122,10 @@ def _step(
     def consume(micro: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = _tokens(batch, fixed, micro, log_probs, entropy, sample_of, counts, by_name=of_user is not None)
         found = objective(tokens, loss, of_user)
+        if names and names != list(found.metrics):
+            raise DataError(
+                "a custom loss must name the same metrics every time", where=where, found=[*found.metrics], expected=names
+            )
         names[:] = found.metrics
         return found.loss, torch.stack(list(found.metrics.values()))
 
@@ -162,7 +166,7 @@ def _tokens(
         return None if values is None else micro.column(values)
 
     shared = parallel_state.get_context_parallel_world_size() > 1
-    named = {name: micro.column(values) for key, name in NAMES.items() if (values := getattr(batch, key)) is not None}
+    known = {name: values for key, name in NAMES.items() if by_name and (values := getattr(batch, key)) is not None}
     return Tokens(
         log_probs=log_probs,
         entropy=entropy,
@@ -178,7 +182,7 @@ def _tokens(
         behaviour=column(batch.rollout_log_probs),
         reference=column(batch.reference_log_probs),
         factor=column(fixed.factor),
-        columns=named if by_name else {},
+        columns={name: micro.column(values) for name, values in known.items()},
     )
 
 

@@ -71,3 +71,27 @@ def test_two_ranks_compute_what_one_computes(models, alone, two_ranks, layout):
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
     assert 0 < sum(step["opsm_clipfrac"] for step in alone["steps"]) < 3
+
+
+CUSTOM = """
+def mine(args, batch, log_probs, entropy):
+    ratio = (log_probs - batch["log_probs"]).exp()
+    sequence = batch["sequence_mean"](log_probs - batch["log_probs"]).exp()
+    return -ratio * batch["advantages"], {"mean_ratio": ratio, "sequence_ratio": sequence}
+"""
+
+
+@pytest.mark.integration
+def test_a_custom_loss_is_the_same_on_pipeline_stages_and_over_shared_sequences(models, two_ranks, tmp_path):
+    (tmp_path / "mine.py").write_text(CUSTOM)
+    custom = {**TRAIN, "loss": {"type": "custom", "custom_loss_function_path": f"{tmp_path / 'mine.py'}:mine"}}
+    clip = {**TRAIN, "loss": {"eps_clip": 0.999999, "eps_clip_high": 1e9}}
+    wanted = train_fanned(0, 1, free_port(), models["qwen3"], clip)["steps"]
+    for layout in ("pipeline", "context"):
+        first, second = two_ranks.run(train_fanned, models["qwen3"], custom | {"parallel": LAYOUTS[layout]})
+        assert first["steps"] == second["steps"]
+        for found, expected in zip(first["steps"], wanted, strict=True):
+            assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+            assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+            assert found["mean_ratio"] == pytest.approx(expected["ratio"], rel=1e-5)
+            assert found["sequence_ratio"] == pytest.approx(1, abs=0.2)
