@@ -238,4 +238,6 @@ def _numbers(values: Values) -> Keys:
         keys["model.dtype"] = "bfloat16"
     if values.get("recompute_activations"):
         keys["train.megatron.recompute_granularity"] = "selective"
+    if (values.get("profile") or values.get("use_pytorch_profiler")) and "profile_target" not in values:
+        keys["observe.profile_target"] = ["train_overall"]
     return keys
