@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from rlpipe.config.algorithms import AdvantageConfig, contradiction, set_surrogate
 from rlpipe.config.base import Config, Tuning
 from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig
+from rlpipe.config.debug import DebugConfig
 from rlpipe.config.model import BranchModel, EngineConfig, ModelConfig, ResourcesConfig
 from rlpipe.config.models import CriticConfig, ReferenceConfig, TeacherConfig
 from rlpipe.config.rollout import RolloutConfig
@@ -89,8 +90,6 @@ class RunConfig(Config):
     warm_start: str | None = None
     """Recipe of a run to finish first, as `{run}.warm_start` in the same store with the same seed; its last weights are
     this run's first."""
-    custom_config: dict[str, Any] = Field(default_factory=dict)
-    """Settings of your own functions, by names of your own: attributes of the `args` that they are called with."""
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
@@ -107,6 +106,7 @@ class RunConfig(Config):
     resources: ResourcesConfig = ResourcesConfig()
     store: StoreConfig = StoreConfig()
     observe: ObserveConfig = ObserveConfig()
+    debug: DebugConfig = DebugConfig()
     orchestration: OrchestrationConfig = OrchestrationConfig()
 
     @model_validator(mode="before")
@@ -212,7 +212,7 @@ class RunConfig(Config):
 
     @property
     def needs_engines(self) -> bool:
-        return self.rollout.type == "sample" or bool(self.evaluation.datasets)
+        return not self.debug.debug_train_only and (self.rollout.type == "sample" or bool(self.evaluation.datasets))
 
     @property
     def samples_per_iteration(self) -> int:
