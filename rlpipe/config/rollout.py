@@ -157,5 +157,5 @@ class RolloutConfig(Config):
     @property
     def static(self) -> bool:
         """Is it known before sampling which groups a rollout uses up? Then the next one can be planned at once."""
-        choosing = (self.dynamic_sampling_filter_path, self.rollout_function_path, self.data_source_path, self.buffer_filter_path)
+        choosing = (self.dynamic_sampling_filter_path, self.rollout_function_path)
         return self.groups_per_round == self.rollout_batch_size and not any(choosing)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from rlpipe.errors import DeadlineExceeded, EngineError, RlpipeError
 from rlpipe.rollout.generate import FINISHED, Generate, failed_samples
 from rlpipe.rollout.judge import Judge, Verdict
+from rlpipe.rollout.planner import discarded
 from rlpipe.rollout.rows import Groups, Part, Rows
 from rlpipe.rollout.selection import Selection
 from rlpipe.types import BufferedGroup, DataState, PlannedGroup, Sample, Status
@@ -342,6 +343,7 @@ class _Run:
 
     def result(self) -> RolloutResult:
         accepted, dropped = self.selection.accepted, dict(self.selection.rejected)
+        dropped |= {group_id: "buffer_filter" for part in self.parts for group_id in discarded(part.plan)}
         used = {*accepted, *dropped}
         left = [self._buffered(group_id) for group_id in self.selection.planned if group_id not in used]
         waited = {one.group_id for one in self.parts[0].plan.before.buffer}
