@@ -63,8 +63,11 @@ def rollout_inputs(config: RunConfig, fingerprint: str, plan: str) -> Inputs:
 
 
 def reward_inputs(config: RunConfig, rollout: str) -> Inputs:
-    """Rewards of a rollout's rows."""
-    return Inputs(Stage.REWARD, {"rollout": rollout}, config.reward.identity(), _reward_hooks(config.reward))
+    """Rewards of a rollout's rows. Functions of the user's see the settings that are made for them."""
+    settings, hooks = config.reward.identity(), _reward_hooks(config.reward)
+    if hooks and (own := getattr(config.rollout, "custom_config", None)):
+        settings |= {"custom_config": own}
+    return Inputs(Stage.REWARD, {"rollout": rollout}, settings, hooks)
 
 
 def advantage_inputs(config: RunConfig, rollout: str, reward: str, before: str) -> Inputs:
@@ -142,4 +145,5 @@ def config_digest(config: RunConfig) -> str:
 
 def _reward_hooks(reward: RewardConfig) -> dict[str, str]:
     function = reward.function
-    return {function.path: hook_digest(function.path)} if isinstance(function, PythonReward) else {}
+    paths = [function.path] if isinstance(function, PythonReward) else []
+    return {path: hook_digest(path) for path in (*paths, reward.custom_reward_post_process_path) if path}

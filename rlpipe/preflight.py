@@ -9,13 +9,15 @@ import inspect
 import shutil
 from pathlib import Path
 
-from rlpipe.config.data import FilePrompts, PromptSource, PythonReward, RewardConfig
+from rlpipe.config.data import FilePrompts, NoReward, PromptSource, RewardConfig
 from rlpipe.config.hooks import load_hook
 from rlpipe.config.model import HuggingFaceModel, MadeModel
 from rlpipe.config.run import RunConfig
+from rlpipe.config.slime import slime_args
 from rlpipe.data.prompts import load_prompts
 from rlpipe.errors import ConfigError, ResourceError
 from rlpipe.model_dir import model_directory
+from rlpipe.rewards.python import Scorer
 
 LEAST_FREE_BYTES = 512 * 1024**2
 
@@ -28,7 +30,7 @@ def check(config: RunConfig, home: Path) -> None:
     for source in (config.data.prompts, *(dataset.prompts for dataset in config.evaluation.datasets)):
         _check_prompts(source)
     for reward in (config.reward, *(dataset.reward for dataset in config.evaluation.datasets)):
-        _check_reward(reward)
+        _check_reward(reward, config)
     if isinstance(config.model.source, HuggingFaceModel):
         model_directory(config.model, home, seed=config.seed)
     elif isinstance(config.model.source, MadeModel):
@@ -43,9 +45,13 @@ def _check_prompts(source: PromptSource) -> None:
         load_prompts(source.model_copy(update={"size": 1, "exclude": ()}))
 
 
-def _check_reward(reward: RewardConfig | None) -> None:
-    if reward is not None and isinstance(reward.function, PythonReward):
-        load_hook(reward.function.path)
+def _check_reward(reward: RewardConfig | None, config: RunConfig) -> None:
+    if reward is None:
+        return
+    if not isinstance(reward.function, NoReward):
+        Scorer(reward.function, slime_args(config))
+    if reward.custom_reward_post_process_path is not None:
+        load_hook(reward.custom_reward_post_process_path)
 
 
 def _check_maker(source: MadeModel) -> None:

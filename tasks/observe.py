@@ -74,7 +74,7 @@ class Observer:
     async def evaluation(self, version: int, metrics: dict[str, float], *, seconds: float) -> None:
         """An evaluation is recorded."""
         self._it.stage_seconds.pop("eval", None)
-        self._accuracy = {name.split("/")[1]: value for name, value in metrics.items()}
+        self._accuracy = {name.split("/")[1]: value for name, value in metrics.items() if name.endswith("/accuracy")}
         self._spent(seconds, {"eval": seconds})
         if self._board is not None:
             self._board.write(version, metrics)

@@ -9,8 +9,10 @@ from typing import Any
 from prefect.client.schemas.objects import State
 
 from rlpipe.config.data import NoReward
+from rlpipe.config.slime import slime_args
 from rlpipe.inputs import reward_inputs
 from rlpipe.rewards.base import score
+from rlpipe.rewards.post_process import post_process
 from rlpipe.stage_files import read_samples, write_rewards
 from rlpipe.types import NodeRef, Stage
 from tasks.context import context
@@ -28,8 +30,11 @@ async def reward(run: str, k: int, rollout: NodeRef) -> State:
             return {"outputs": {"scored": 0, "errors": 0}, "files": [write_rewards(it.files, inputs.digest, [])]}
         sampled = it.nodes.get(Stage.ROLLOUT, rollout.digest)
         accepted = set(sampled.outputs["accepted"])
-        rows = await asyncio.to_thread(read_samples, it.files, sampled)
-        rows = await score([row for row in rows if row.group_id in accepted], it.config.reward, progress=_shown(it))
+        samples = [row for row in await asyncio.to_thread(read_samples, it.files, sampled) if row.group_id in accepted]
+        args = slime_args(it.config)
+        rows = await score(samples, it.config.reward, args=args, progress=_shown(it))
+        if path := it.config.reward.custom_reward_post_process_path:
+            rows = await asyncio.to_thread(post_process, path, args, samples, rows)
         scored = [row.reward for row in rows if row.reward is not None]
         outputs = {
             "scored": len(scored),

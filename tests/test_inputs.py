@@ -84,6 +84,7 @@ TUNING = {
     "": "num_rollout",
     "stop_when": "metric at_least",
     "model.source": "hf_checkpoint",
+    "data": "num_data_workers streaming_data",
     "rollout": "flush_interval_s timeout_s max_sampling_rounds",
     "reward": "workers attempts sample_timeout_s timeout_s",
     "advantage": "log_probs_max_tokens_per_gpu",

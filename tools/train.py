@@ -1,7 +1,12 @@
-"""Train a recipe on this machine:  python -m tools.train --recipe spell_backward [--run NAME] [dotted.key=value ...]
+"""Train on this machine, a recipe or a command line in slime's style:
 
-Uses the Prefect server of the current profile if there is one, else one of its own for as long as the run takes. Ctrl-C
-stops it; the same command goes on from the last committed stage.
+    python -m tools.train --recipe spell_backward [--run NAME] [dotted.key=value ...]
+    python -m tools.train ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} ... [--run NAME] [dotted.key=value ...]
+
+slime's own flags, Megatron's bare and SGLang's as `--sglang-*` become keys of the configuration (`python -m tools.flags` lists
+them); without a recipe they start from slime's defaults, with one they change it. Uses the Prefect server of the current profile
+if there is one, else one of its own for as long as the run takes. Ctrl-C stops it; the same command goes on from the last
+committed stage.
 """
 
 from __future__ import annotations
@@ -10,20 +15,91 @@ import argparse
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlpipe.config.flags import Given, read_flags
 from rlpipe.config.load import HOME_VARIABLE, home, load_run, recipes
-from rlpipe.errors import RlpipeError
+from rlpipe.config.slime_build import BASE, overrides_of
+from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.preflight import check
+
+TAKES_A_VALUE = {"--recipe": True, "--run": True, "--home": True, "--seed": True, "--fork": True}
+OPTIONS = {**TAKES_A_VALUE, "--takeover": False, "--dump-config": False, "--help": False, "-h": False}
+"""Options of this command itself, and whether a value follows; every other flag is one of the table."""
 
 
 def main() -> int:
     """Parse, check, run. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted, 143 asked to stop (SIGTERM)."""
-    arguments = parse_arguments()
+    mine, rest = split(sys.argv[1:])
+    arguments = parse_arguments(mine)
     if arguments.home:
         os.environ[HOME_VARIABLE] = str(Path(arguments.home).expanduser().absolute())
-    if arguments.seed is not None:
+    try:
+        given = read_flags(rest, also=OPTIONS)
+        settle(arguments, given)
+        config = load_run(arguments.recipe, arguments.overrides, arguments.run)
+        if not arguments.dump_config:
+            check(config, home())
+    except RlpipeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    for note in notes(given):
+        print(note, file=sys.stderr)
+    if arguments.dump_config:
+        from rlpipe.config.load import dump
+
+        print(dump(config), end="")
+        return 0
+    return drive(arguments)
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line as (this command's own options with their values, everything else), both in order."""
+    mine: list[str] = []
+    rest: list[str] = []
+    left = iter(words)
+    for word in left:
+        option = word.partition("=")[0]
+        (mine if option in OPTIONS else rest).append(word)
+        if OPTIONS.get(option) and option == word and (value := next(left, None)) is not None:
+            mine.append(value)
+    return mine, rest
+
+
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+    """The options of this command itself."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.train",
+        description="Train a recipe, or what flags in slime's style describe, on this machine.",
+        usage="%(prog)s (--recipe RECIPE | --hf-checkpoint ... flags of slime) [options] [dotted.key=value ...]",
+        epilog="Flags of slime, Megatron and SGLang (--sglang-*): python -m tools.flags. Overrides: train.optimizer.lr=1e-5",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--recipe", help=f"a YAML file, or one of: {', '.join(recipes())}")
+    parser.add_argument("--run", help="name of the run (default: the recipe's, or the folder of --save)")
+    parser.add_argument("--home", help=f"where everything is kept (default: ${HOME_VARIABLE} or ./runs)")
+    parser.add_argument("--seed", type=int, help="another seed, as a run of its own: <recipe>-seed<N> unless --run names it")
+    parser.add_argument(
+        "--fork", metavar="RUN[@K]", help="go on from iteration K of that run (default: its newest), as a new run"
+    )
+    parser.add_argument("--takeover", action="store_true", help="replace the process that drives this run now, wherever it is")
+    parser.add_argument("--dump-config", action="store_true", help="print the resolved configuration and stop")
+    return parser.parse_args(words)
+
+
+def settle(arguments: argparse.Namespace, given: Given) -> None:
+    """Set `recipe`, `overrides` and `run` of the arguments, as the flow takes them. Raises: ConfigError."""
+    arguments.overrides = overrides_of(given)
+    if arguments.recipe is None:
+        if not given:
+            raise ConfigError("what shall be trained?", where="tools.train", do="give --recipe, or flags such as --hf-checkpoint")
+        arguments.recipe = str(BASE)
+        arguments.run = arguments.run or given.own.get("wandb_group") or Path(given.own.get("save", "slime")).name
+        if arguments.seed is not None:
+            arguments.overrides.insert(0, f"seed={arguments.seed}")
+    elif arguments.seed is not None:
         arguments.overrides.insert(0, f"seed={arguments.seed}")
         arguments.run = arguments.run or f"{Path(arguments.recipe).stem}-seed{arguments.seed}"
     if arguments.fork:
@@ -34,35 +110,27 @@ def main() -> int:
             "warm_start=null",
             "model.start_from=null",
         ]
-    try:
-        config = load_run(arguments.recipe, arguments.overrides, arguments.run)
-        if not arguments.dump_config:
-            check(config, home())
-    except RlpipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    if arguments.dump_config:
-        from rlpipe.config.load import dump
-
-        print(dump(config), end="")
-        return 0
-    return drive(arguments)
+    if given.own.get("num_epoch") is not None and given.own.get("num_rollout") is None:
+        arguments.overrides.append(f"num_rollout={iterations_of(arguments, given.own['num_epoch'])}")
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.train", description="Train a recipe on this machine.")
-    parser.add_argument("--recipe", required=True, help=f"a YAML file, or one of: {', '.join(recipes())}")
-    parser.add_argument("--run", help="name of the run (default: the recipe's)")
-    parser.add_argument("--home", help=f"where everything is kept (default: ${HOME_VARIABLE} or ./runs)")
-    parser.add_argument("--seed", type=int, help="another seed, as a run of its own: <recipe>-seed<N> unless --run names it")
-    parser.add_argument(
-        "--fork", metavar="RUN[@K]", help="go on from iteration K of that run (default: its newest), as a new run"
-    )
-    parser.add_argument("--takeover", action="store_true", help="replace the process that drives this run now, wherever it is")
-    parser.add_argument("--dump-config", action="store_true", help="print the resolved configuration and stop")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.optimizer.lr=1e-5")
-    return parser.parse_intermixed_args()
+def iterations_of(arguments: argparse.Namespace, epochs: int) -> int:
+    """Iterations that draw every prompt so many times; of an epoch's last prompts those that fill no batch wait for the next."""
+    from rlpipe.data.prompts import load_prompts
+
+    config = load_run(arguments.recipe, [*arguments.overrides, "num_rollout=0"], arguments.run)
+    return epochs * len(load_prompts(config.data.prompts)) // config.rollout.rollout_batch_size
+
+
+def notes(given: Given) -> list[str]:
+    """What is to be said of flags that were taken, but do not do what they do in slime."""
+    said = []
+    if given.neutral:
+        names = " ".join(flag.spelled for flag in given.neutral)
+        said.append(f"note: these change nothing here (python -m tools.flags says why): {names}")
+    if given.own.get("colocate"):
+        said.append("note: --colocate gives the engines as many GPUs as the trainer has; they do not share them")
+    return said
 
 
 def drive(arguments: argparse.Namespace) -> int:

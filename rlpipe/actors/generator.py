@@ -24,10 +24,11 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.config.slime import slime_args
 from rlpipe.data.custom import BufferFilter, CustomSource
-from rlpipe.data.prompts import load_prompts
+from rlpipe.data.prompts import load_prompts, with_metadata
 from rlpipe.data.source import DataSource, evaluation_plan
 from rlpipe.data.tokens import load_tokenizer
 from rlpipe.errors import EngineError
+from rlpipe.observe.evaluation import evaluation_metrics
 from rlpipe.rewards.base import score
 from rlpipe.rollout.client import GenerateClient, HoldMode
 from rlpipe.rollout.filters import load_filter
@@ -159,11 +160,16 @@ class Generator:
         sampling, reward = evaluation_settings(dataset, self._config.rollout, self._config.reward)
         occasion = Occasion(sampling, version, evaluation=True, temperature=dataset.temperature, on_gpus=self._on_gpus)
         samples, outputs = await self._sampled_held_out(name, occasion)
-        rows = await score(samples, reward)
+        rows = await score(samples, reward, args=slime_args(self._config))
         record = write_evaluation(self._files, key, version, samples, rows)
-        rewards = [row.reward for row in rows if row.reward is not None]
-        outputs = {**outputs, "accuracy": sum(rewards) / max(1, len(rewards)), "scored": len(rewards)}
-        return {"files": [record], "outputs": outputs, "seconds": time.perf_counter() - start}
+        rewards, parts = [row.reward for row in rows], [row.parts for row in rows]
+        metrics = evaluation_metrics(name, samples, rewards, parts, pass_threshold=dataset.pass_threshold)
+        measured = {
+            "accuracy": metrics[f"eval/{name}/accuracy"],
+            "scored": len(rewards) - rewards.count(None),
+            "metrics": metrics,
+        }
+        return {"files": [record], "outputs": {**outputs, **measured}, "seconds": time.perf_counter() - start}
 
     async def _sampled_held_out(self, name: str, occasion: Occasion) -> tuple[list[Sample], dict[str, Any]]:
         """The samples of a held-out set, and how the sampling went."""
@@ -205,7 +211,7 @@ class Generator:
         source = config.model.source
         self._model_config = json.loads((Path(spec.model_dir) / "config.json").read_text())
         self._tokenizer = load_tokenizer(spec.model_dir, trust_remote_code=getattr(source, "trust_remote_code", False))
-        rows = load_prompts(config.data.prompts)
+        rows = load_prompts(config.data.prompts, streaming=config.data.streaming_data, workers=config.data.num_data_workers)
         self._source = DataSource(
             rows, self._tokenizer, config.data, config.rollout, config.run, async_buffer_size=config.async_buffer_size
         )
@@ -233,8 +239,10 @@ class Generator:
     def _evaluation_plan(self, dataset: EvalDataset) -> Plan:
         config = self._config
         sampling, _ = evaluation_settings(dataset, config.rollout, config.reward)
-        rows = load_prompts(dataset.prompts)
-        return evaluation_plan(dataset, rows, self._tokenizer, config.data, sampling, branch=config.run, iteration=0)
+        rows = with_metadata(load_prompts(dataset.prompts), dataset.metadata_overrides)
+        return evaluation_plan(
+            dataset, rows, self._tokenizer, dataset.limited(config.data), sampling, branch=config.run, iteration=0
+        )
 
     async def _sample(self, parts: Sequence[Part], rows: StoredRows) -> RolloutResult:
         config, stop, client = self._config.rollout, asyncio.Event(), self._client
@@ -263,13 +271,7 @@ class Generator:
 
 def evaluation_settings(dataset: EvalDataset, rollout: RolloutConfig, reward: RewardConfig) -> tuple[RolloutConfig, RewardConfig]:
     """How a held-out set is sampled and scored: its own settings, else the run's. Temperature goes its own way: it may be 0."""
-    length = dataset.max_response_len or rollout.rollout_max_response_len
-    changes = {
-        "type": "sample",
-        "n_samples_per_prompt": dataset.n_samples_per_eval_prompt,
-        "rollout_max_response_len": length,
-    }
-    return rollout.model_copy(update=changes), dataset.reward or reward
+    return rollout.model_copy(update=dataset.sampling()), dataset.reward or reward
 
 
 def rollout_settings(config: RolloutConfig, *, groups: int | None = None, in_order: bool = False) -> RolloutSettings:

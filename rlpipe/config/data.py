@@ -14,13 +14,16 @@ class FilePrompts(Config):
 
     type: Literal["file"]
     paths: tuple[str, ...] = Field(min_length=1)
-    """Files, read in this order."""
+    """Files, read in this order. `path@[a:b]` takes rows a to b - 1 of a file; either may be left out, or count from the end."""
     input_key: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
     label_key: str | None = None
     """Column with the reference answer; None if there is none."""
     metadata_key: str | None = "metadata"
     """Column with a JSON object handed through to rewards and hooks; ignored where a row has none."""
+    tool_key: str | None = None
+    """Column with the tools of a row, a JSON list: handed to the chat template, and through as `metadata.tools`. None: there is
+    no such column; ignored where a row has none."""
 
 
 class ReasoningGymPrompts(Config):
@@ -62,6 +65,10 @@ class DataConfig(Config):
     """Seed of the order of prompts and of every sample's own seed; the run's `seed` unless given."""
     rollout_max_prompt_len: int | None = None
     """Longest prompt in tokens; a longer one is an error that names its row. None: no limit but the context."""
+    num_data_workers: int = Tuning(default=0, ge=0)
+    """Processes that read prompt files and check their rows; 0 is the generator's own."""
+    streaming_data: bool = Tuning(False)
+    """Read rows from their files when they are drawn, instead of keeping all in memory; order and results are the same."""
 
 
 class ReasoningGymReward(Config):
@@ -78,10 +85,76 @@ class MathReward(Config):
     """1 if the response's answer equals the label by math-verify, else 0."""
 
     type: Literal["math"]
+    boxed: bool = False
+    """Only what the response's last \\boxed{} holds is the answer; none scores 0."""
+
+
+class RuleReward(Config):
+    """A rule that compares the response with the label; each is described in `rlpipe.rewards.rules`.
+
+    `dapo`: `Answer: ...` in the last 300 characters, 1 or -1. `deepscaler`: the \\boxed{} after `</think>`, 1 or 0. `f1`: words
+    in common, 0 to 1. `gpqa`: the letter of a choice, 1 or 0. `random`: 0 or 1 by the sample's seed.
+    """
+
+    type: Literal["dapo", "deepscaler", "f1", "gpqa", "random"]
+    boxed: bool = False
+    """Only what the response's last \\boxed{} holds is compared; none is an empty response."""
+
+
+class RowReward(Config):
+    """Each row says its own: `metadata.rm_type` is a type of the rules, `math` or `reasoning_gym`, after `boxed_` or alone."""
+
+    type: Literal["by_row"]
+    default: str | None = None
+    """For rows that say none; None: such a row is an error."""
+
+
+class RemoteReward(Config):
+    """A server of yours: POST `{"prompt", "response", "label", "metadata"}`, answered by a number or an object of numbers."""
+
+    type: Literal["remote"]
+    url: str = Tuning(...)
+    """Where to post. `http://` or `https://`."""
+    reward_key: str | None = None
+    """Which entry of an object is the reward; the others become reward parts."""
+    tries: int = Tuning(default=10, ge=1)
+    """Posts before the server's error stands, 1, 2, 4 ... 30 s apart, within `reward.sample_timeout_s`."""
+
+
+class JudgeReward(Config):
+    """A model judges: any server with OpenAI's chat completions, such as SGLang's own (`http://host:port/v1`).
+
+    Its key is read from the environment variable RLPIPE_JUDGE_KEY, if it needs one.
+    """
+
+    type: Literal["judge"]
+    url: str = Tuning(...)
+    """Base of its API, without `/chat/completions`."""
+    model: str = "default"
+    """Name of the model there."""
+    prompt: str = (
+        "Question:\n{prompt}\n\nReference answer:\n{label}\n\nAnswer to judge:\n{response}\n\n"
+        "Is it right? End with one line: Score: 0 to 1."
+    )
+    """Python format of the judge's message, filled with `prompt`, `response` and `label`."""
+    score_pattern: str = r"Score:\s*(-?[0-9]+(?:\.[0-9]+)?)"
+    """Regular expression; the first group of its last match in the answer is the reward. No match is an error of the row."""
+    scale: float = Field(default=1.0, gt=0)
+    """The number is divided by it."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Of the judge."""
+    max_tokens: int = Field(default=1024, ge=1)
+    """Longest judgement."""
+    tries: int = Tuning(default=10, ge=1)
+    """As for `remote`."""
 
 
 class PythonReward(Config):
-    """A function of yours: `reward(sample) -> float | dict`, plain or async, or `reward(samples) -> list`."""
+    """A function or class of yours; see `rlpipe.rewards.custom` for the forms.
+
+    `reward(sample) -> float | dict`, plain or async, or `reward(samples) -> list`; slime's `custom_rm(args, sample)`; a class
+    with `compute_reward(prompts, responses) -> list`.
+    """
 
     type: Literal["python"]
     path: str
@@ -90,6 +163,8 @@ class PythonReward(Config):
     """Call it once with all samples of a group."""
     reward_key: str | None = None
     """Which entry of a returned dict is the reward; the others become reward parts."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments that a class is made with."""
 
 
 class NoReward(Config):
@@ -98,7 +173,10 @@ class NoReward(Config):
     type: Literal["none"]
 
 
-RewardFunction = Annotated[ReasoningGymReward | MathReward | PythonReward | NoReward, Field(discriminator="type")]
+RewardFunction = Annotated[
+    ReasoningGymReward | MathReward | RuleReward | RowReward | RemoteReward | JudgeReward | PythonReward | NoReward,
+    Field(discriminator="type"),
+]
 
 
 class RewardConfig(Config):
@@ -109,8 +187,11 @@ class RewardConfig(Config):
     """A verifier's error leaves its group out of the batch with reason `reward_error`, unless a reward is given here."""
     max_error_fraction: float = Field(default=0.5, ge=0, le=1)
     """The stage fails if a larger share of rows could not be scored."""
+    custom_reward_post_process_path: str | None = None
+    """Function of all scored samples of an iteration: `post_process(args, samples) -> (raw_rewards, rewards)`; the second are
+    what advantages are estimated from. See `rlpipe.rewards.post_process`."""
     workers: int = Tuning(default=0, ge=0)
-    """Processes that run the verifier; 0 runs it in the stage's own process (`math` always gets one)."""
+    """Processes that run the verifier; 0 runs it in the stage's own process (what compares as mathematics always gets one)."""
     attempts: int = Tuning(default=1, ge=1)
     """Tries per row before an error stands."""
     sample_timeout_s: float = Tuning(default=30.0, gt=0)
@@ -120,7 +201,7 @@ class RewardConfig(Config):
 
 
 class EvalDataset(Config):
-    """One held-out set."""
+    """One held-out set. What it does not say is the run's."""
 
     name: str
     """Its name in metrics: `eval/<name>/accuracy`."""
@@ -129,10 +210,46 @@ class EvalDataset(Config):
     """None: the run's reward."""
     n_samples_per_eval_prompt: int = Field(default=1, ge=1)
     """Responses per prompt."""
-    temperature: float | None = None
+    temperature: float | None = Field(default=None, ge=0)
     """None: the rollout's. 0 is greedy."""
-    max_response_len: int | None = None
+    top_p: float | None = Field(default=None, gt=0, le=1)
     """None: the rollout's."""
+    top_k: int | None = None
+    """None: the rollout's. -1 is all."""
+    max_response_len: int | None = Field(default=None, ge=1)
+    """None: the rollout's."""
+    max_prompt_len: int | None = Field(default=None, ge=1)
+    """None: data.rollout_max_prompt_len."""
+    max_context_len: int | None = Field(default=None, ge=1)
+    """None: the rollout's."""
+    min_new_tokens: int | None = Field(default=None, ge=0)
+    """None: the rollout's."""
+    stop: tuple[str, ...] | None = None
+    """None: the rollout's."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """None: the rollout's."""
+    metadata_overrides: dict[str, Any] = Field(default_factory=dict)
+    """Entries that every row's metadata gets, in place of its own of the same name."""
+    pass_threshold: float = 1.0
+    """A response with this reward or more counts as right in pass@k."""
+
+    def sampling(self) -> dict[str, Any]:
+        """What it changes of the rollout's settings, by their names there; its temperature, which may be 0, is not among them."""
+        changes = {
+            "rollout_top_p": self.top_p,
+            "rollout_top_k": self.top_k,
+            "rollout_max_response_len": self.max_response_len,
+            "rollout_max_context_len": self.max_context_len,
+            "rollout_min_new_tokens": self.min_new_tokens,
+            "rollout_stop": self.stop,
+            "rollout_stop_token_ids": self.stop_token_ids,
+        }
+        given = {name: value for name, value in changes.items() if value is not None}
+        return {**given, "type": "sample", "n_samples_per_prompt": self.n_samples_per_eval_prompt}
+
+    def limited(self, data: DataConfig) -> DataConfig:
+        """How its prompts become token ids: as the run's, but for their longest length."""
+        return data if self.max_prompt_len is None else data.model_copy(update={"rollout_max_prompt_len": self.max_prompt_len})
 
 
 class EvaluationConfig(Config):

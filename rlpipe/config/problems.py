@@ -138,7 +138,7 @@ def _walk(loc: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel] | None
     models: list[type[BaseModel]] = [RunConfig]
     free = False
     for position, item in enumerate(loc):
-        tagged = [model for model in models if _tag(model) == item]
+        tagged = [model for model in models if item in _tags(model)]
         if tagged and len(models) > 1:
             models = tagged
         elif isinstance(item, int) or free:
@@ -153,6 +153,6 @@ def _walk(loc: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel] | None
     return keys, (models[0] if len(models) == 1 else None), []
 
 
-def _tag(model: type[BaseModel]) -> Any:
+def _tags(model: type[BaseModel]) -> tuple[Any, ...]:
     info = model.model_fields.get("type")
-    return next(iter(get_args(info.annotation)), None) if info else None
+    return get_args(info.annotation) if info else ()

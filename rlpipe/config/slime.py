@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlpipe.config import passthrough
-from rlpipe.config.data import FilePrompts, PythonReward
+from rlpipe.config.data import FilePrompts, PythonReward, RowReward
 from rlpipe.config.flag import Flag
 from rlpipe.config.model import HuggingFaceModel
 from rlpipe.config.problems import all_keys
@@ -25,7 +25,7 @@ from rlpipe.config.slime_megatron import MEGATRON
 from rlpipe.config.slime_table import SLIME
 
 FLAGS: dict[str, Flag] = {flag.name: flag for flag in (*SLIME, *MEGATRON)}
-FREE = ("train.megatron.", "engine.sglang.", "engine.router.", "custom_config")
+FREE = ("train.megatron.", "engine.sglang.", "engine.router.")
 LOSS_TYPES = {"policy_loss": "policy", "sft_loss": "sft", "custom_loss": "custom"}
 """slime's names of the loss → ours."""
 
@@ -44,7 +44,7 @@ def slime_args(config: RunConfig, *, router: str | None = None) -> Namespace:
     """The configuration as slime's `args`: an attribute for every flag of the table, of Megatron's classes and of SGLang's.
 
     A setting that this run has not is slime's default. `router` is the URL of the run's router, for `sglang_router_ip` and
-    `sglang_router_port`; entries of `custom_config` are attributes too, and win.
+    `sglang_router_port`; entries of `rollout.custom_config` are attributes too, and win.
     """
     values = _passed_through(config)
     values |= {flag.attribute: _value(config, flag) for flag in FLAGS.values()}
@@ -52,7 +52,7 @@ def slime_args(config: RunConfig, *, router: str | None = None) -> Namespace:
     if router is not None:
         address = urlsplit(router if "//" in router else f"//{router}")
         values |= {"sglang_router_ip": address.hostname, "sglang_router_port": address.port}
-    return Namespace(**{**values, **config.custom_config})
+    return Namespace(**{**values, **getattr(config.rollout, "custom_config", {})})
 
 
 def _passed_through(config: RunConfig) -> dict[str, Any]:
@@ -106,12 +106,14 @@ def _derived(config: RunConfig) -> dict[str, Any]:
 def _rewarded(config: RunConfig) -> dict[str, Any]:
     function = config.reward.function
     ours = isinstance(function, PythonReward)
+    kind = function.default if isinstance(function, RowReward) else function.type
     return {
-        "rm_type": None if ours or function.type == "none" else function.type,
+        "rm_type": {"remote": "remote_rm", "python": None, "none": None}.get(kind or "", kind),
         "rm_url": getattr(function, "url", None),
         "custom_rm_path": function.path if ours else None,
         "group_rm": ours and function.group,
         "reward_key": getattr(function, "reward_key", None),
+        "custom_reward_post_process_path": config.reward.custom_reward_post_process_path,
     }
 
 

@@ -1,26 +1,30 @@
-"""Where prompts come from: rows of files, or the generator of `reasoning_gym`, as one list of `PromptRow`.
+"""Where prompts come from: rows of files, or the generator of `reasoning_gym`, as one sequence of `PromptRow`.
 
-A row that is wrong is an error that names it (`file:line`, or `task[item]`); no row is ever skipped.
+A row that is wrong is an error that names it (`file:line`, or `task[item]`); no row is ever skipped. A file may be given as
+`path@[a:b]`, Python's slice of its rows. With `streaming` only where each row begins is kept in memory; with `workers` files are
+read and checked by so many processes. The rows are the same either way.
 
-Not here: tokens and templates (`tokens`), order and epochs (`source`).
+Not here: how a row of a file is read (`files`), tokens and templates (`tokens`), order and epochs (`source`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
-
-import fsspec
-import pyarrow as pa
-import pyarrow.parquet as pq
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import get_context
+from typing import Any, TypeVar
 
 from rlpipe.config.data import FilePrompts, PromptSource
+from rlpipe.data.files import FileRows, bytes_of, split_slice
 from rlpipe.data.reasoning_gym import make_questions
+from rlpipe.data.rows import label_of, metadata_of, prompt_of, tools_of, value_of
 from rlpipe.errors import DataError
 from rlpipe.types import Prompt
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,128 +37,79 @@ class PromptRow:
     where: str = ""
 
 
-def load_prompts(source: PromptSource) -> list[PromptRow]:
-    """All rows of the source, in its own order.
+class StreamedPrompts(Sequence[PromptRow]):
+    """Rows that are read from their files when they are asked for; each was read and found right once before."""
+
+    def __init__(self, source: FilePrompts, files: Sequence[FileRows]) -> None:
+        self._source, self._files = source, files
+
+    def __len__(self) -> int:
+        return sum(map(len, self._files))
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        for rows in self._files:
+            if index < len(rows):
+                where, content = rows.read(index)
+                return _row(content, self._source, where)
+            index -= len(rows)
+        raise AssertionError("unreachable")
+
+
+def load_prompts(source: PromptSource, *, streaming: bool = False, workers: int = 0) -> Sequence[PromptRow]:
+    """All rows of the source, in its own order, each of them checked now.
 
     Raises: DataError for a file that is missing, empty or not readable, and for a row that is not what the source's keys
     say; ConfigError for a task, argument or format that does not exist.
     """
-    if isinstance(source, FilePrompts):
-        return [row for path in source.paths for row in _read_file(path, source)]
-    return [PromptRow(made.prompt, made.label, made.metadata, made.where) for made in make_questions(source)]
+    if not isinstance(source, FilePrompts):
+        return [PromptRow(made.prompt, made.label, made.metadata, made.where) for made in make_questions(source)]
+    if streaming:
+        return StreamedPrompts(source, _each(partial(_index, source=source), source.paths, workers))
+    return [row for rows in _each(partial(_read, source=source), source.paths, workers) for row in rows]
 
 
-def _read_file(path: str, source: FilePrompts) -> list[PromptRow]:
-    if path.endswith(".jsonl"):
-        raw = _jsonl_rows(path)
-    elif path.endswith(".parquet"):
-        raw = _parquet_rows(path)
-    else:
-        raise DataError("not a file type that is read", where=path, found=path, expected="a name ending in .jsonl or .parquet")
-    rows = [_row(content, source, where) for where, content in raw]
-    if not rows:
-        raise DataError("the prompt file is empty", where=path, found="0 rows", expected="at least one")
+def with_metadata(rows: Sequence[PromptRow], entries: Mapping[str, Any]) -> Sequence[PromptRow]:
+    """The rows with these entries of metadata in place of their own of the same name."""
+    return [replace(row, metadata={**row.metadata, **entries}) for row in rows] if entries else rows
+
+
+def _each(read: Callable[[str], Part], paths: Sequence[str], workers: int) -> list[Part]:
+    if not workers or len(paths) == 1:
+        return [read(path) for path in paths]
+    with ProcessPoolExecutor(min(workers, len(paths)), mp_context=get_context("spawn")) as pool:
+        return list(pool.map(read, paths))
+
+
+def _read(path: str, source: FilePrompts) -> list[PromptRow]:
+    return [_row(content, source, where) for where, content in FileRows(path)]
+
+
+def _index(path: str, source: FilePrompts) -> FileRows:
+    rows = FileRows(path)
+    for where, content in rows:
+        _row(content, source, where)
+    rows.forget()
     return rows
 
 
 def file_digests(source: PromptSource) -> list[str]:
     """sha256 of each prompt file; none for made prompts, which their arguments decide. Raises: DataError."""
-    return [hashlib.sha256(_bytes_of(path)).hexdigest() for path in source.paths] if isinstance(source, FilePrompts) else []
-
-
-def _bytes_of(path: str) -> bytes:
-    try:
-        with fsspec.open(path, "rb") as stream:
-            return stream.read()  # pyright: ignore[reportAttributeAccessIssue]
-    except (OSError, ValueError, ImportError) as error:
-        raise DataError(
-            "the prompt file cannot be read",
-            where=path,
-            found=f"{type(error).__name__}: {error}",
-            expected="a file, or an fsspec URL",
-            do="a relative path counts from the folder the run is started in",
-        ) from error
-
-
-def _jsonl_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in enumerate(_bytes_of(path).split(b"\n"), start=1):
-        where = f"{path}:{number}"
-        if not line.strip():
-            continue
-        try:
-            content = json.loads(line)
-        except ValueError as error:
-            raise DataError("the line is not JSON", where=where, found=f"{_short(line)} ({error})") from error
-        if not isinstance(content, dict):
-            raise DataError("the line is not a JSON object", where=where, found=_short(content), expected="{...}")
-        yield where, content
-
-
-def _parquet_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        table = pq.read_table(pa.BufferReader(_bytes_of(path)))
-    except pa.ArrowException as error:
-        raise DataError("the file is not Parquet", where=path, found=str(error)) from error
-    for number, content in enumerate(table.to_pylist()):
-        yield f"{path}:row {number}", content
+    paths = source.paths if isinstance(source, FilePrompts) else ()
+    return [hashlib.sha256(bytes_of(split_slice(path)[0])).hexdigest() for path in paths]
 
 
 def _row(content: dict[str, Any], source: FilePrompts, where: str) -> PromptRow:
-    label = None if source.label_key is None else _label(_value(content, source.label_key, "label_key", where), where)
-    prompt = _prompt(_value(content, source.input_key, "input_key", where), where)
-    return PromptRow(prompt, label, _metadata(content, source.metadata_key, where), where)
-
-
-def _value(content: dict[str, Any], key: str, setting: str, where: str) -> Any:
-    if content.get(key) is None:
-        raise DataError(
-            f"the row has no {key!r}",
-            where=where,
-            found=f"keys {', '.join(sorted(content)) or 'none'}",
-            expected=f"a value under {key!r} (prompts.{setting})",
-        )
-    return content[key]
-
-
-def _prompt(value: Any, where: str) -> Prompt:
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, list) and value and all(isinstance(item, dict) and isinstance(item.get("role"), str) for item in value):
-        return value
-    raise DataError(
-        "not a prompt",
-        where=where,
-        found=f"{type(value).__name__} {_short(value)}",
-        expected='a string that is not empty, or a list of messages {"role": ..., "content": ...}',
-    )
-
-
-def _label(value: Any, where: str) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    raise DataError("not a label", where=where, found=f"{type(value).__name__} {_short(value)}", expected="a string or a number")
-
-
-def _metadata(content: dict[str, Any], key: str | None, where: str) -> dict[str, Any]:
-    value = None if key is None else content.get(key)
-    if value is None:
-        return {}
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise DataError("the metadata is not JSON", where=where, found=_short(value)) from error
-    if not isinstance(value, dict):
-        raise DataError("the metadata is not an object", where=where, found=_short(value), expected="{...}")
-    try:
-        json.dumps(value)
-    except TypeError as error:
-        raise DataError("the metadata cannot be written as JSON", where=where, found=str(error)) from error
-    return value
-
-
-def _short(value: object) -> str:
-    text = value.decode(errors="replace") if isinstance(value, bytes) else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    label = None if source.label_key is None else label_of(value_of(content, source.label_key, "label_key", where), where)
+    prompt = prompt_of(value_of(content, source.input_key, "input_key", where), where)
+    metadata = metadata_of(content, source.metadata_key, where)
+    if (tools := tools_of(content, source.tool_key, where)) is not None:
+        if "tools" in metadata:
+            found = f"prompts.tool_key {source.tool_key!r} and metadata.tools"
+            raise DataError("the tools are given twice", where=where, found=found)
+        metadata = {**metadata, "tools": tools}
+    return PromptRow(prompt, label, metadata, where)

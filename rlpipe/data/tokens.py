@@ -53,7 +53,7 @@ def load_tokenizer(directory: str, *, trust_remote_code: bool = False) -> PreTra
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, rollout: RolloutConfig) -> Encoded:
     """The row as it will be sampled from. Raises: DataError naming the row if it is empty, not renderable or too long."""
-    text = render(tokenizer, row.prompt, data, where=row.where)
+    text = render(tokenizer, row.prompt, data, where=row.where, tools=row.metadata.get("tools"))
     encoded = Encoded(text, _ids(tokenizer, text))
     _check_lengths(encoded, row.where, data, rollout)
     return encoded
@@ -74,9 +74,17 @@ def encode_supervised(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: 
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, data: DataConfig, *, where: str, add_generation_prompt: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    data: DataConfig,
+    *,
+    where: str,
+    add_generation_prompt: bool = True,
+    tools: list[Any] | None = None,
 ) -> str:
     """The prompt as text. Without a chat template that is the string itself; with one, a string is a user's message.
+
+    `tools` are what the template may describe; without a template they are only metadata.
 
     Raises: DataError if messages are given without `apply_chat_template` or the template refuses them; ConfigError if the
     tokenizer has no template.
@@ -94,6 +102,8 @@ def render(
         raise ConfigError("the tokenizer has no chat template", where="data.apply_chat_template", found=tokenizer.name_or_path)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     options: dict[str, Any] = {**data.apply_chat_template_kwargs, "add_generation_prompt": add_generation_prompt}
+    if tools:
+        options["tools"] = tools
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except (TemplateError, TypeError, KeyError) as error:
@@ -122,7 +132,8 @@ def _encode_chat(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataC
     if row.label is not None:
         messages.append({"role": "assistant", "content": row.label})
     trained = _trained_messages(messages, rollout.loss_mask_type, row.where)
-    text, spans = _spans([_bare(message) for message in messages[: trained[-1] + 1]], trained, tokenizer, data, row.where)
+    bare = [_bare(message) for message in messages[: trained[-1] + 1]]
+    text, spans = _spans(bare, trained, tokenizer, data, row.where, row.metadata.get("tools"))
     prompt_ids, response_ids, loss_mask = _ids(tokenizer, text[: spans[0][0]]), [], []
     for (start, end), (following, _) in pairwise([*spans, (spans[-1][1], 0)]):
         answer = _ids(tokenizer, text[start:end])
@@ -157,14 +168,19 @@ def _bare(message: Message) -> Message:
 
 
 def _spans(
-    messages: list[Message], trained: list[int], tokenizer: PreTrainedTokenizerBase, data: DataConfig, where: str
+    messages: list[Message],
+    trained: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    where: str,
+    tools: list[Any] | None,
 ) -> tuple[str, list[tuple[int, int]]]:
     """The rendered text and, for each trained message, where in it the answer starts and ends."""
-    text = render(tokenizer, messages, data, where=where, add_generation_prompt=False)
+    text = render(tokenizer, messages, data, where=where, add_generation_prompt=False, tools=tools)
     spans = []
     for position in trained:
-        before = render(tokenizer, messages[:position], data, where=where)
-        through = render(tokenizer, messages[: position + 1], data, where=where, add_generation_prompt=False)
+        before = render(tokenizer, messages[:position], data, where=where, tools=tools)
+        through = render(tokenizer, messages[: position + 1], data, where=where, add_generation_prompt=False, tools=tools)
         if not (text.startswith(through) and through.startswith(before)):
             raise DataError(
                 "the chat template rewrites earlier messages, so the answer has no fixed place in the text",

@@ -8,11 +8,12 @@ Not here: reading or writing rows (`store`), leaving groups out of a batch (the 
 from __future__ import annotations
 
 import asyncio
+from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from rlpipe.config.data import MathReward, NoReward, RewardConfig
+from rlpipe.config.data import MathReward, NoReward, RewardConfig, RewardFunction, RowReward, RuleReward
 from rlpipe.errors import DeadlineExceeded, RewardError
 from rlpipe.rewards.python import Score, Scorer
 from rlpipe.rewards.workers import LoopWorker, ProcessWorker, ThreadWorker, Worker
@@ -36,24 +37,26 @@ class RewardRow:
     error: str | None = None
 
 
-async def score(samples: Sequence[Sample], config: RewardConfig, *, progress: Progress | None = None) -> list[RewardRow]:
-    """One row for each sample, in the order given.
+async def score(
+    samples: Sequence[Sample], config: RewardConfig, *, args: Namespace | None = None, progress: Progress | None = None
+) -> list[RewardRow]:
+    """One row for each sample, in the order given. `args` are for functions in slime's form.
 
     Only samples that are completed or truncated are scored; with `function.group`, a group's call gets those of its
     samples. `workers: 0` runs an async function on this event loop (up to 64 calls at once) and a plain one in a thread of
-    this process; `math` always gets a process, because nothing else can end it when it hangs. `progress(done, total)` is
-    called with numbers of rows.
+    this process; what compares as mathematics always gets a process, because nothing else can end it when it hangs.
+    `progress(done, total)` is called with numbers of rows.
 
     Raises: RewardError if more than `max_error_fraction` of the scored rows have an error; DeadlineExceeded after
     `timeout_s`; ConfigError if the function cannot be loaded.
     """
-    rows = [RewardRow(sample.group_id, sample.index) for sample in samples]
+    rows = [_given(sample) for sample in samples]
     calls = [] if isinstance(config.function, NoReward) else _calls(samples, config)
     if not calls:
         return rows
     run = _Run(rows, config, total=sum(map(len, calls)), progress=progress)
     try:
-        async with asyncio.timeout(config.timeout_s), _workers(config, len(calls)) as workers:
+        async with asyncio.timeout(config.timeout_s), _workers(config, args, len(calls)) as workers:
             await run.all(calls, workers)
     except TimeoutError as error:
         raise DeadlineExceeded(
@@ -66,8 +69,14 @@ async def score(samples: Sequence[Sample], config: RewardConfig, *, progress: Pr
     return rows
 
 
+def _given(sample: Sample) -> RewardRow:
+    """A row with the reward that the sample comes with, if its generate function gave it one: that stands."""
+    return RewardRow(sample.group_id, sample.index, sample.reward, dict(sample.reward_parts))
+
+
 def _calls(samples: Sequence[Sample], config: RewardConfig) -> list[Call]:
-    scored = [(position, sample) for position, sample in enumerate(samples) if sample.status in SCORED]
+    wanted = [(position, sample) for position, sample in enumerate(samples) if sample.reward is None]
+    scored = [(position, sample) for position, sample in wanted if sample.status in SCORED]
     if not getattr(config.function, "group", False):
         return [[item] for item in scored]
     groups: dict[str, Call] = {}
@@ -77,21 +86,26 @@ def _calls(samples: Sequence[Sample], config: RewardConfig) -> list[Call]:
 
 
 @asynccontextmanager
-async def _workers(config: RewardConfig, num_calls: int) -> AsyncIterator[list[Worker]]:
+async def _workers(config: RewardConfig, args: Namespace | None, num_calls: int) -> AsyncIterator[list[Worker]]:
     function = config.function
     assert not isinstance(function, NoReward)
-    num_processes = max(1, config.workers) if isinstance(function, MathReward) else config.workers
+    num_processes = max(1, config.workers) if _may_hang(function) else config.workers
     workers: list[Worker]
     if num_processes:
-        workers = [ProcessWorker(function) for _ in range(min(num_processes, num_calls))]
+        workers = [ProcessWorker(function, args) for _ in range(min(num_processes, num_calls))]
     else:
-        scorer = Scorer(function)
+        scorer = Scorer(function, args)
         workers = [LoopWorker(scorer) for _ in range(min(ASYNC_CALLS, num_calls))] if scorer.is_async else [ThreadWorker(scorer)]
     try:
         yield workers
     finally:
         for worker in workers:
             await worker.stop()
+
+
+def _may_hang(function: RewardFunction) -> bool:
+    """Does it compare as mathematics, which on the wrong numbers takes for ever?"""
+    return isinstance(function, MathReward | RowReward) or (isinstance(function, RuleReward) and function.type == "deepscaler")
 
 
 @dataclass(slots=True)

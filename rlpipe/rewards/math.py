@@ -34,6 +34,12 @@ def reward(sample: Sample) -> dict[str, float]:
     return {"reward": float(equal), "format": float(bool(answer))}
 
 
+def equal(answer: str, label: str) -> bool:
+    """Are two answers, each without a box around it, the same mathematics? Raises: as `reward`."""
+    gold = _expressions(label)
+    return bool(gold) and bool(verify(gold, _expressions(answer), timeout_seconds=None, raise_on_error=True))
+
+
 def _expressions(label: str) -> list:
     text = label if "$" in label or "\\boxed" in label else f"\\boxed{{{label}}}"
     return parse(text, parsing_timeout=None, raise_on_error=True)  # pyright: ignore[reportArgumentType]

@@ -1,8 +1,8 @@
 """Calls a reward function and turns what it returned into scores: yours, or one of ours, by the same rules.
 
-A function takes one sample (with `group: true` all samples of a group) and is plain or async. It returns a number, or a
-dict of numbers of which one is the reward and the others are reward parts; for a group a list of these, one for each
-sample in the order given. What it raises, or returning anything else, is a RewardError that says so.
+A function takes one sample (with `group: true` all samples of a group) and is plain or async; `custom` lists the other forms that
+are known. It returns a number, or a dict of numbers of which one is the reward and the others are reward parts; for a group a
+list of these, one for each sample in the order given. What it raises, or returning anything else, is a RewardError that says so.
 
 Not here: deadlines, retries and processes (`base`, `workers`).
 """
@@ -12,17 +12,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-from rlpipe.config.data import MathReward, PythonReward, ReasoningGymReward
-from rlpipe.config.hooks import load_hook
+from rlpipe.config.data import JudgeReward, MathReward, NoReward, PythonReward, ReasoningGymReward, RemoteReward, RewardFunction
 from rlpipe.errors import ConfigError, RewardError
+from rlpipe.rewards.custom import load_custom
 from rlpipe.types import Sample
-
-ScoredFunction = ReasoningGymReward | MathReward | PythonReward
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +35,10 @@ class Score:
 class Scorer:
     """One loaded reward function. Made once per thread or process of the reward stage; holds no state between calls."""
 
-    def __init__(self, config: ScoredFunction):
-        """Raises: ConfigError if the function cannot be loaded or its settings are wrong."""
+    def __init__(self, config: RewardFunction, args: Namespace | None = None):
+        """`args` is for functions in slime's form. Raises: ConfigError if the function cannot be loaded or set up."""
         self._group = isinstance(config, PythonReward) and config.group
-        self._function, self._key = _load(config)
+        self._function, self._key = _load(config, args)
         self.is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
             getattr(self._function, "__call__", None)  # noqa: B004 - an object with an async __call__, not a test for callable
         )
@@ -74,19 +73,31 @@ class Scorer:
         return [_score(item, self._key) for item in result]
 
 
-def _load(config: ScoredFunction) -> tuple[Callable[..., Any], str | None]:
+def _load(config: RewardFunction, args: Namespace | None) -> tuple[Callable[..., Any], str | None]:
     """The function, and the key of the reward in what it returns."""
     if isinstance(config, PythonReward):
-        return load_hook(config.path), config.reward_key
+        return load_custom(config, args), config.reward_key
+    if isinstance(config, RemoteReward):
+        from rlpipe.rewards.remote import make_remote
+
+        return make_remote(config), config.reward_key
+    if isinstance(config, JudgeReward):
+        from rlpipe.rewards.remote import make_judge
+
+        return make_judge(config), "reward"
     if isinstance(config, ReasoningGymReward):
         from rlpipe.rewards.reasoning_gym import make_reward  # these packages load a second's worth of others
 
         return make_reward(config), "reward"
-    if isinstance(config, MathReward):
+    if isinstance(config, MathReward) and not config.boxed:
         from rlpipe.rewards.math import reward
 
         return reward, "reward"
-    raise ConfigError("not a function that scores", where="reward.function.type", found=getattr(config, "type", config))
+    if isinstance(config, NoReward):
+        raise ConfigError("not a function that scores", where="reward.function.type", found=config.type)
+    from rlpipe.rewards.rules import make_rule
+
+    return make_rule(config), "reward"
 
 
 def _score(result: Any, key: str | None) -> Score:

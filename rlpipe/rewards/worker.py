@@ -1,6 +1,6 @@
 """The process behind `workers.ProcessWorker`: `python -m rlpipe.rewards.worker`, spoken to over stdin and stdout.
 
-Messages are a length and a pickle. First `(sys.path, function config)`, answered by None or the error of loading it; then
+Messages are a length and a pickle. First `(sys.path, function config, args)`, answered by None or the error of loading it; then
 lists of samples, each answered by its scores or a RewardError. Whatever the verifier prints goes to stderr.
 
 It ends when the stage is gone, even in the middle of a call: when stdin closes, and on Linux also when the thread that
@@ -34,10 +34,10 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     messages: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sys.stdin.buffer, messages), daemon=True).start()
-    path, function = messages.get()
+    path, function, args = messages.get()
     sys.path.extend(entry for entry in path if entry not in sys.path)
     try:
-        scorer = Scorer(function)
+        scorer = Scorer(function, args)
     except RlpipeError as error:
         _send(answers, error)
         return

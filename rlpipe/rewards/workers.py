@@ -15,14 +15,16 @@ import queue
 import struct
 import sys
 import threading
+from argparse import Namespace
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
+from rlpipe.config.data import RewardFunction
 from rlpipe.errors import DeadlineExceeded, ResourceError, RewardError
-from rlpipe.rewards.python import Score, ScoredFunction, Scorer
+from rlpipe.rewards.python import Score, Scorer
 from rlpipe.types import Sample
 
 HEADER = struct.Struct("<Q")
@@ -99,8 +101,8 @@ def _serve_thread(scorer: Scorer, calls: queue.SimpleQueue) -> None:
 class ProcessWorker:
     """Runs the function in a process of its own (`rlpipe.rewards.worker`), killed when it is late and started again."""
 
-    def __init__(self, function: ScoredFunction):
-        self._function = function
+    def __init__(self, function: RewardFunction, args: Namespace | None = None):
+        self._function, self._args = function, args
         self._process: Process | None = None
 
     async def call(self, samples: Sequence[Sample], timeout_s: float) -> list[Score]:
@@ -131,7 +133,7 @@ class ProcessWorker:
             sys.executable, "-m", "rlpipe.rewards.worker", stdin=PIPE, stdout=PIPE, env={**os.environ, "PYTHONPATH": path}
         )
         try:
-            ready = await asyncio.wait_for(_exchange(process, (sys.path, self._function)), START_TIMEOUT_S)
+            ready = await asyncio.wait_for(_exchange(process, (sys.path, self._function, self._args)), START_TIMEOUT_S)
         except TimeoutError as error:
             await self.stop()
             late = f"no answer within {START_TIMEOUT_S} s"

@@ -79,11 +79,6 @@ def test_args_has_the_settings_of_megatron_and_sglang():
     assert (args.moe_aux_loss_coeff, args.sglang_mem_fraction_static, args.sglang_tp_size) == (0.5, 0.7, 1)
 
 
-def test_settings_of_ones_own_are_attributes_and_win():
-    args = slime_args(config(custom_config={"search_url": "http://x", "lr": 7}))
-    assert (args.search_url, args.lr) == ("http://x", 7)
-
-
 def test_switches_take_no_value_and_lists_take_several():
     assert FLAGS["colocate"].read([]) is True
     assert FLAGS["disable_grpo_std_normalization"].read([]) is False

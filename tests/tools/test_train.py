@@ -139,14 +139,65 @@ def test_an_argument_that_is_no_override_is_refused(refused: Callable):
     assert refused(["num_rollout"]).startswith("ConfigError: num_rollout: not an override\n")
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["--recipe"], ["--recipe", "spell_backward", "--sed", "x"], ["--recipe", "r", "--seed", "x"]]
-)
+@pytest.mark.parametrize("arguments", [["--recipe"], ["--recipe", "r", "--seed", "x"]])
 def test_a_command_line_that_makes_no_sense_ends_with_2(command: Command, driven: list, arguments: list[str]):
     with pytest.raises(SystemExit) as caught:
         command(*arguments)
     assert caught.value.code == 2
     assert driven == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "ConfigError: tools.train: what shall be trained?"),
+        (["--recipe", "spell_backward", "--takeovr"], "ConfigError: --takeovr: unknown flag\n  expected: --takeover"),
+        (["--recipe", "spell_backward", "--lora-rank", "8"], "ConfigError: --lora-rank: rlpipe does not take this"),
+    ],
+)
+def test_flags_that_make_no_sense_are_named(
+    command: Command, driven: list, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+):
+    assert command(*arguments) == 2
+    assert capsys.readouterr().err.startswith(said)
+    assert driven == []
+
+
+def slime_flags(place: Path) -> list[str]:
+    """A command line in slime's style, for the files of `place`."""
+    return [
+        *("--hf-checkpoint", str(place / "model"), "--prompt-data", str(place / "train.jsonl")),
+        *("--input-key", "prompt", "--label-key", "answer", "--rollout-batch-size", "2", "--rm-type", "math"),
+        *("--colocate", "--use-fault-tolerance", "--sglang-mem-fraction-static", "0.8", "--attention-dropout", "0.0"),
+    ]
+
+
+def test_a_command_line_in_slimes_style_needs_no_recipe(
+    command: Command, driven: list, place: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert command(*slime_flags(place), "--num-rollout", "3", "--save", "ckpt/mine", "train.loss.eps_clip=0.3") == 0
+    (arguments,) = driven
+    config = load_run(arguments.recipe, arguments.overrides, arguments.run)
+    assert (config.run, config.num_rollout, config.train.loss.eps_clip) == ("mine", 3, 0.3)
+    assert (config.resources.trainer_ranks, config.resources.rollout_num_gpus) == (8, 8)
+    assert (config.seed, config.data.rollout_seed, config.data.rollout_shuffle) == (1234, 42, False)
+    assert config.engine.sglang == {"mem_fraction_static": 0.8}
+    said = capsys.readouterr().err
+    assert "these change nothing here (python -m tools.flags says why): --use-fault-tolerance\n" in said
+    assert "they do not share them" in said
+
+
+def test_flags_change_a_recipe_and_overrides_win(command: Command, driven: list, place: Path):
+    recipe = ["--recipe", place / "small.yaml"]
+    assert command(*recipe, "--lr", "1e-5", "--clip-grad", "2", "--run", "x", "train.optimizer.lr=2e-5") == 0
+    config = load_run(driven[0].recipe, driven[0].overrides, driven[0].run)
+    assert (config.run, config.train.optimizer.lr, config.train.optimizer.clip_grad) == ("x", 2e-5, 2.0)
+
+
+def test_epochs_become_iterations(command: Command, driven: list, place: Path):
+    (place / "train.jsonl").write_text(ROW * 5)
+    assert command(*slime_flags(place), "--num-epoch", "3") == 0
+    assert load_run(driven[0].recipe, driven[0].overrides, driven[0].run).num_rollout == 7
 
 
 def test_dump_config_prints_all_of_it_and_runs_nothing(

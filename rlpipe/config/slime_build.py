@@ -1,0 +1,237 @@
+"""From slime's flags to our keys: those that several flags make together, and those whose values have other names.
+
+Each `_part` below takes the flags that were given, by name, and answers dotted keys with their values. A flag that was not given
+changes nothing: what is not said is the recipe's (`slime.yaml` where there is none).
+
+Not here: reading the words (`flags`), held-out sets (`slime_eval`), counting prompts for `--num-epoch` (`tools.train`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlpipe.config.flags import Given
+from rlpipe.config.slime import FLAGS, LOSS_TYPES
+from rlpipe.config.slime_eval import datasets
+from rlpipe.config.slime_megatron import MODEL
+from rlpipe.config.slime_reward import reward_function
+from rlpipe.config.text import parse
+from rlpipe.errors import ConfigError
+
+BASE = Path(__file__).with_name("slime.yaml")
+"""The recipe that a command line without one starts from."""
+Values = Mapping[str, Any]
+Keys = dict[str, Any]
+
+THEIR_FUNCTIONS = {
+    "slime.rollout.sglang_rollout.generate_rollout": None,
+    "slime.rollout.data_source.RolloutDataSourceWithBuffer": None,
+    "slime.rollout.data_source.RolloutDataSource": None,
+    "slime.rollout.sglang_streaming_rollout.generate_streaming": None,
+    "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": "rlpipe.rollout.filters.reward_nonzero_std",
+}
+"""Functions of slime's own that its command lines name → ours; None where it is what rlpipe does without being told."""
+SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
+FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+
+
+def keys_of(given: Given) -> Keys:
+    """Dotted key → value for everything a command line gives. Raises: ConfigError for flags that contradict each other."""
+    values, own = _with_custom_config(given.own)
+    keys: Keys = {FLAGS[name].key: value for name, value in values.items() if FLAGS[name].verdict == "to"}
+    keys = {key: _ours(value) for key, value in keys.items() if not _is_theirs(value)}
+    if values.get("loss_type") == "sft_loss":
+        keys.pop("debug.debug_train_only", None)  # how slime does without engines, which supervised rows never need here
+    for part in (_model, _prompts, _loss, _kl, _batch, _resources, _store, _numbers):
+        keys |= part(values)
+    if "rollout_function_path" in values:
+        keys |= _rollout_function(values)
+    if (function := reward_function(values)) is not None and "reward.function" not in keys:
+        keys["reward.function"] = function
+    if path := values.get("custom_reward_post_process_path"):
+        keys |= {"reward.custom_reward_post_process_path": path, "advantage.rewards_normalization": False}
+    if (held_out := datasets(values)) is not None:
+        keys["evaluation.datasets"] = held_out
+    if own:
+        keys["rollout.custom_config"] = own
+    keys |= {f"train.megatron.{name}": value for name, value in given.megatron.items()}
+    keys |= {f"engine.sglang.{name}": value for name, value in given.sglang.items()}
+    return keys | {f"engine.router.{name}": value for name, value in given.router.items()}
+
+
+def overrides_of(given: Given) -> list[str]:
+    """The same as `dotted.key=value` overrides, with those of the command line after them."""
+    return [*(f"{key}={json.dumps(value)}" for key, value in keys_of(given).items()), *given.overrides]
+
+
+def _with_custom_config(values: Values) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The flags with what `--custom-config-path` says of them, and its entries that are no flags."""
+    if not values.get("custom_config_path"):
+        return dict(values), {}
+    entries = read_yaml(values["custom_config_path"], "--custom-config-path")
+    flags = {name: value for name, value in entries.items() if name in FLAGS and FLAGS[name].verdict in ("to", "built")}
+    return {**values, **flags}, {name: value for name, value in entries.items() if name not in flags}
+
+
+def read_yaml(path: str, flag: str) -> dict[str, Any]:
+    """A YAML file that a flag names. Raises: ConfigError."""
+    try:
+        content, _ = parse(Path(path).read_text(encoding="utf-8"), path)
+    except OSError as error:
+        raise ConfigError("the file cannot be read", where=flag, found=f"{path}: {error.strerror}") from error
+    if not isinstance(content, dict):
+        raise ConfigError("the file is not a mapping of keys", where=flag, found=path)
+    return content
+
+
+def _is_theirs(value: Any) -> bool:
+    return isinstance(value, str) and value in THEIR_FUNCTIONS and THEIR_FUNCTIONS[value] is None
+
+
+def _ours(value: Any) -> Any:
+    return THEIR_FUNCTIONS.get(value, value) if isinstance(value, str) else value
+
+
+def _model(values: Values) -> Keys:
+    directory = values.get("hf_checkpoint")
+    if directory is None:
+        return {}
+    check_model(values, directory)
+    other = values.get("ref_load")
+    if other and (Path(other) / "config.json").is_file() and Path(other).resolve() != Path(directory).resolve():
+        raise ConfigError(
+            "the reference is the model that the run starts with",
+            where="--ref-load",
+            found=other,
+            expected=f"{directory} (--hf-checkpoint), or the checkpoint that slime made of it",
+        )
+    return {"model.source": {"type": "huggingface", "hf_checkpoint": directory}}
+
+
+def check_model(values: Values, directory: str) -> None:
+    """Megatron's flags of the model against config.json, if there is one. Raises: ConfigError for each that contradicts it."""
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        return
+    said = json.loads(path.read_text())
+    said.setdefault("head_dim", said.get("hidden_size", 0) // max(1, said.get("num_attention_heads", 1)))
+    wrong = []
+    for name, names in MODEL.items():
+        known = [value for value in (_at(said, key) for key in names) if value is not None]
+        if name in values and known and float(values[name]) != float(known[0]):
+            wrong.append(f"{FLAGS[name].spelled} {values[name]}, but {names[0]} is {known[0]}")
+    untied, tied = values.get("untie_embeddings_and_output_weights"), said.get("tie_word_embeddings")
+    if untied and tied:
+        wrong.append("--untie-embeddings-and-output-weights, but tie_word_embeddings is true")
+    if wrong:
+        raise ConfigError(
+            "the flags describe another model than --hf-checkpoint",
+            where=str(path),
+            found="\n            ".join(wrong),
+            do="leave the model flags out: config.json decides",
+        )
+
+
+def _at(content: Any, key: str) -> Any:
+    for name in key.split("."):
+        content = content.get(name) if isinstance(content, dict) else None
+    return content
+
+
+def _prompts(values: Values) -> Keys:
+    keys: Keys = {}
+    if "prompt_data" in values:
+        keys |= {"data.prompts.type": "file", "data.prompts.paths": values["prompt_data"]}
+    if (mask := values.get("loss_mask_type")) is not None:
+        theirs = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
+        keys["rollout.loss_mask_type"] = "all_assistant" if mask in theirs else mask
+    return keys
+
+
+def _rollout_function(values: Values) -> Keys:
+    path = values["rollout_function_path"]
+    if path == SFT_ROLLOUT:
+        return {"rollout.type": "dataset"}
+    if path == FULLY_ASYNC:
+        if not values.get("async_buffer_size"):
+            raise ConfigError(
+                "rollouts run ahead of training as far as they are told",
+                where="--rollout-function-path",
+                found=path,
+                do="leave it out and give --async-buffer-size N",
+            )
+        return {}
+    return {} if _is_theirs(path) else {FLAGS["rollout_function_path"].key: path}
+
+
+def _loss(values: Values) -> Keys:
+    given = values.get("loss_type")
+    computed = values.get("disable_compute_advantages_and_returns", True)
+    if given is not None and given not in LOSS_TYPES:
+        raise ConfigError("unknown loss", where="--loss-type", found=given, expected=" or ".join(LOSS_TYPES))
+    if given == "sft_loss":
+        supervised = {"rollout.type": "dataset", "train.loss.type": "sft", "advantage.advantage_estimator": "none"}
+        return {**supervised, "reward.function": {"type": "none"}}
+    if not computed:
+        raise ConfigError(
+            "only supervised rows have no advantages",
+            where="--disable-compute-advantages-and-returns",
+            expected="--loss-type sft_loss",
+        )
+    return {} if given is None else {"train.loss.type": LOSS_TYPES[given]}
+
+
+def _kl(values: Values) -> Keys:
+    keys: Keys = {}
+    if values.get("use_kl_loss"):
+        keys |= {"advantage.reference": True, "train.loss.kl_loss_coef": values.get("kl_loss_coef", 0.0)}
+    elif values.get("kl_loss_coef"):
+        raise ConfigError("without --use-kl-loss it would have no effect", where="--kl-loss-coef", found=values["kl_loss_coef"])
+    if values.get("kl_coef"):
+        keys["advantage.reference"] = True
+    return keys
+
+
+def _batch(values: Values) -> Keys:
+    """slime packs by tokens where it is told to, and then a micro-batch's number of samples means nothing."""
+    size = values.get("micro_batch_size")
+    return {} if size is None or values.get("use_dynamic_batch_size") else {FLAGS["micro_batch_size"].key: size}
+
+
+def _resources(values: Values) -> Keys:
+    engines = values.get("rollout_num_gpus")
+    if values.get("colocate") and engines is None:
+        nodes, each = (values.get(name, FLAGS[name].default) for name in ("actor_num_nodes", "actor_num_gpus_per_node"))
+        engines = nodes * each
+    return {} if engines is None else {"resources.rollout_num_gpus": engines}
+
+
+def _store(values: Values) -> Keys:
+    save, load = values.get("save"), values.get("load")
+    if load and load != save and Path(load).exists() and not _is_model(load, values):
+        raise ConfigError(
+            "weights are not loaded from another framework's checkpoint",
+            where="--load",
+            found=load,
+            expected="the folder of --save (a run goes on by itself), or --hf-checkpoint",
+            do="convert it to a Hugging Face directory first and give that as --hf-checkpoint",
+        )
+    return {"store.root": str(Path(save).absolute()) if "://" not in save else save} if save else {}
+
+
+def _is_model(load: str, values: Values) -> bool:
+    return Path(load).resolve() in [Path(str(values.get(name))).resolve() for name in ("hf_checkpoint", "ref_load")]
+
+
+def _numbers(values: Values) -> Keys:
+    keys: Keys = {}
+    if "seed" in values:
+        keys["seed"] = values["seed"]
+    if values.get("bf16"):
+        keys["model.dtype"] = "bfloat16"
+    if values.get("recompute_activations"):
+        keys["train.megatron.recompute_granularity"] = "selective"
+    return keys

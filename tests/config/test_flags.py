@@ -1,0 +1,258 @@
+"""Reading a command line in slime's three categories, and the keys that follow from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpipe.config.flags import read_flags
+from rlpipe.config.load import load_run
+from rlpipe.config.run import RunConfig
+from rlpipe.config.slime import slime_args
+from rlpipe.config.slime_build import BASE, keys_of, overrides_of
+from rlpipe.errors import ConfigError
+
+LAUNCH = """
+--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate
+--swiglu --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 --use-rotary-position-embeddings
+--disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 1000000 --group-query-attention
+--num-query-groups 8 --vocab-size 151936 --kv-channels 128 --qk-layernorm
+--hf-checkpoint /root/Qwen3-4B --ref-load /root/Qwen3-4B_torch_dist --load /root/Qwen3-4B_slime/ --save /root/Qwen3-4B_slime/
+--save-interval 20 --prompt-data /root/dapo-math-17k/dapo-math-17k.jsonl --input-key prompt --label-key label
+--apply-chat-template --rollout-shuffle --rm-type deepscaler --num-rollout 3000 --rollout-batch-size 32
+--n-samples-per-prompt 8 --rollout-max-response-len 8192 --rollout-temperature 0.8 --global-batch-size 256 --balance-data
+--eval-interval 20 --eval-prompt-data aime /root/aime-2024/aime-2024.jsonl --n-samples-per-eval-prompt 16
+--eval-max-response-len 16384 --eval-top-p 0.7 --tensor-model-parallel-size 2 --sequence-parallel
+--pipeline-model-parallel-size 1 --context-parallel-size 1 --expert-model-parallel-size 1 --expert-tensor-parallel-size 1
+--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --use-dynamic-batch-size
+--max-tokens-per-gpu 9216 --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl
+--entropy-coef 0.00 --eps-clip 0.2 --eps-clip-high 0.28 --optimizer adam --lr 1e-6 --lr-decay-style constant
+--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98 --rollout-num-gpus-per-engine 2 --sglang-mem-fraction-static 0.7
+--attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32
+--attention-backend flash
+"""
+"""The arguments of slime's own launch script for Qwen3-4B."""
+
+
+def keys(words: str) -> dict[str, Any]:
+    return keys_of(read_flags(words.split()))
+
+
+def refused(words: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        keys(words)
+    return caught.value
+
+
+def loaded(words: str, *more: str) -> RunConfig:
+    return load_run(BASE, [*overrides_of(read_flags(words.split())), *more])
+
+
+def test_a_launch_script_of_slime_works_as_it_is():
+    config = loaded(LAUNCH)
+    assert (config.num_rollout, config.rollout.rollout_batch_size, config.train.global_batch_size) == (3000, 32, 256)
+    assert (config.resources.trainer_ranks, config.resources.num_engines) == (8, 4)
+    assert (config.train.parallel.tensor_model_parallel_size, config.train.optimizer.lr_decay_style) == (2, "constant")
+    assert config.train.megatron["recompute_granularity"] == "full"
+    assert config.train.megatron["grad_reduce_in_fp32"] is True
+    assert config.engine.sglang == {"mem_fraction_static": 0.7}
+    assert config.reward.function.model_dump() == {"type": "by_row", "default": "deepscaler"}
+    (aime,) = config.evaluation.datasets
+    assert (aime.name, aime.n_samples_per_eval_prompt, aime.top_p, aime.max_response_len) == ("aime", 16, 0.7, 16384)
+
+
+def test_args_of_a_command_line_are_what_it_said():
+    args = slime_args(loaded(LAUNCH))
+    assert (args.hf_checkpoint, args.rm_type, args.lr, args.use_kl_loss) == ("/root/Qwen3-4B", "deepscaler", 1e-6, False)
+    assert (args.eval_prompt_data, args.eval_top_p) == (["aime", "/root/aime-2024/aime-2024.jsonl"], 0.7)
+    assert (args.attention_dropout, args.sglang_mem_fraction_static, args.num_steps_per_rollout) == (0.0, 0.7, 1)
+
+
+def test_a_flag_is_written_with_dashes_or_underscores_and_with_equals_or_a_space():
+    assert keys("--clip-grad 2") == keys("--clip_grad=2") == {"train.optimizer.clip_grad": 2.0}
+
+
+def test_the_last_of_a_flag_counts_and_repeated_lists_are_put_together():
+    assert keys("--lr 1 --lr 2") == {"train.optimizer.lr": 2.0}
+    assert keys("--rollout-stop-token-ids 1 2 --rollout-stop-token-ids 3") == {"rollout.rollout_stop_token_ids": [1, 2, 3]}
+
+
+def test_overrides_stand_anywhere_between_flags():
+    given = read_flags(["a.b=1", "--colocate", "c=2", "--lr", "1", "d.0.e=x=y", "--rollout-stop-token-ids", "1", "f=3"])
+    assert given.overrides == ["a.b=1", "c=2", "d.0.e=x=y", "f=3"]
+    assert given.own["rollout_stop_token_ids"] == [1]
+
+
+def test_a_value_that_looks_like_an_override_is_a_value():
+    assert read_flags(["--rm-url", "a=b"]).own == {"rm_url": "a=b"}
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "expected"),
+    [
+        ("--rolout-batch-size 2", "--rolout-batch-size", "--rollout-batch-size"),
+        ("--sglang-mem-fraction 1", "--sglang-mem-fraction", "--sglang-mem-fraction-static"),
+        ("--recompute-granularit full", "--recompute-granularit", "--recompute-granularity"),
+    ],
+)
+def test_an_unknown_flag_is_told_the_nearest(words: str, where: str, expected: str):
+    error = refused(words)
+    assert (error.problem, error.where) == ("unknown flag", where)
+    assert str(error.expected).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "do"),
+    [
+        ("--lora-rank 8", "--lora-rank", "LoRA is not supported"),
+        ("--multimodal-keys {}", "--multimodal-keys", "vision"),
+        ("--train-backend fsdp", "--train-backend", "Megatron is the one training engine"),
+        ("--update-weight-mode delta", "--update-weight-mode", "pushed in full"),
+        ("--ckpt-format torch", "--ckpt-format", "torch_dist"),
+        ("--optimizer sgd", "--optimizer", "Adam"),
+        ("--fp16", "--fp16", "bfloat16"),
+        ("--sglang-tp-size 2", "--sglang-tp-size", "resources.rollout_num_gpus_per_engine"),
+        ("--sglang-router-ip 1.2.3.4", "--sglang-router-ip", "starts its own router"),
+        ("--params-dtype x", "--params-dtype", "model.dtype"),
+        ("--rm-type opencua_click", "--rm-type", "vision"),
+    ],
+)
+def test_what_is_not_supported_is_refused_in_words(words: str, where: str, do: str):
+    error = refused(words)
+    assert error.where == where
+    assert do in str(error.do)
+
+
+def test_a_refused_flag_that_says_what_is_the_case_anyway_is_taken():
+    assert keys("--mtp-loss-scaling-factor 0.2 --optimizer adam") == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        ("--moe-aux-loss-coeff 0.01", "train.megatron.moe_aux_loss_coeff", 0.01),
+        ("--no-masked-softmax-fusion", "train.megatron.masked_softmax_fusion", False),
+        ("--recompute-modules core_attn mlp", "train.megatron.recompute_modules", ["core_attn", "mlp"]),
+        ("--recompute-activations", "train.megatron.recompute_granularity", "selective"),
+        ("--sglang-enable-dp-attention", "engine.sglang.enable_dp_attention", True),
+        ("--sglang-context-length 4096", "engine.sglang.context_length", 4096),
+        ("--sglang-log-level INFO", "engine.sglang.log_level", "INFO"),
+        ("--sglang-enable-deepep-moe", "engine.sglang.moe_a2a_backend", "deepep"),
+        ("--router-policy round_robin", "engine.router.policy", "round_robin"),
+        ("--sglang-router-policy cache_aware", "engine.router.policy", "cache_aware"),
+        ("--sglang-server-concurrency 64", "engine.server_concurrency", 64),
+        ("--lr-warmup-iters 5", "train.optimizer.lr_warmup_steps", 5),
+        ("--disable-grpo-std-normalization", "advantage.grpo_std_normalization", False),
+        ("--bf16", "model.dtype", "bfloat16"),
+        ("--loss-mask-type qwen3", "rollout.loss_mask_type", "all_assistant"),
+    ],
+)
+def test_each_category_goes_to_its_keys(words: str, key: str, value: Any):
+    assert keys(words) == {key: value}
+
+
+def test_a_passed_through_value_of_the_wrong_type_names_the_flag():
+    error = refused("--sglang-max-running-requests many")
+    assert (error.where, error.found, error.expected) == ("--sglang-max-running-requests", "many", "int | None")
+    assert refused("--moe-aux-loss-coeff").where == "--moe-aux-loss-coeff"
+
+
+def test_supervised_training_is_one_flag():
+    config = loaded(
+        "--loss-type sft_loss --rollout-function-path slime.rollout.sft_rollout.generate_rollout --hf-checkpoint /m "
+        "--prompt-data a.jsonl --num-rollout 1 --rollout-batch-size 2 --debug-train-only "
+        "--disable-compute-advantages-and-returns --loss-mask-type qwen3"
+    )
+    assert (config.rollout.type, config.train.loss.type, config.advantage.advantage_estimator) == ("dataset", "sft", "none")
+    assert config.reward.function.type == "none"
+
+
+def test_slimes_own_functions_are_ours():
+    path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    assert keys(f"--dynamic-sampling-filter-path {path}") == {
+        "rollout.dynamic_sampling_filter_path": "rlpipe.rollout.filters.reward_nonzero_std"
+    }
+    assert keys("--rollout-function-path slime.rollout.sglang_rollout.generate_rollout") == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "function"),
+    [
+        ("--rm-type remote_rm --rm-url http://h/x", {"type": "remote", "url": "http://h/x", "reward_key": None}),
+        ("--custom-rm-path r.py:f --group-rm", {"type": "python", "path": "r.py:f", "group": True, "reward_key": None}),
+        ("--rm-type boxed_math", {"type": "by_row", "default": "boxed_math"}),
+        ("--prompt-data a.jsonl", {"type": "by_row"}),
+    ],
+)
+def test_the_reward_follows_from_its_flags(words: str, function: dict):
+    assert keys(words)["reward.function"] == function
+
+
+def test_contradictions_are_refused():
+    assert refused("--kl-loss-coef 0.1").where == "--kl-loss-coef"
+    assert refused("--rm-type remote_rm").where == "--rm-url"
+    assert refused("--rm-type deepscale").expected == "deepscaler"
+    assert refused("--eval-prompt-data aime").where == "--eval-prompt-data"
+    assert refused("--disable-compute-advantages-and-returns").expected == "--loss-type sft_loss"
+
+
+def test_a_checkpoint_of_another_framework_is_refused(tmp_path: Path):
+    assert refused(f"--load {tmp_path} --save /elsewhere").where == "--load"
+    assert keys(f"--load {tmp_path} --save {tmp_path}") == {"store.root": str(tmp_path)}
+    assert keys("--save s3://bucket/run") == {"store.root": "s3://bucket/run"}
+
+
+def test_model_flags_are_checked_against_config_json(tmp_path: Path):
+    said = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps({**said, "rope_parameters": {"rope_theta": 1e4}}))
+    model = f"--hf-checkpoint {tmp_path} "
+    assert "model.source" in keys(model + "--num-layers 2 --kv-channels 16 --rotary-base 10000")
+    error = refused(model + "--num-layers 3 --rotary-base 1000000 --untie-embeddings-and-output-weights")
+    assert error.where == f"{tmp_path}/config.json"
+    assert "--num-layers 3, but num_hidden_layers is 2" in str(error.found)
+    assert "--rotary-base" in str(error.found)
+    assert "--untie-embeddings-and-output-weights" in str(error.found)
+
+
+def test_held_out_sets_may_be_named_by_one_flag_or_by_several():
+    one = keys("--eval-prompt-data aime a.jsonl gsm8k g.jsonl --eval-temperature 0 --eval-label-key answer")
+    several = keys(
+        "--eval-prompt-data aime a.jsonl --eval-prompt-data gsm8k g.jsonl --eval-temperature 0 --eval-label-key answer"
+    )
+    assert one == several
+    first, second = one["evaluation.datasets"]
+    assert (first["name"], first["prompts"]["paths"], second["prompts"]["paths"]) == ("aime", ["a.jsonl"], ["g.jsonl"])
+    assert (second["temperature"], second["prompts"]["label_key"], second["prompts"]["input_key"]) == (0.0, "answer", "input")
+
+
+def test_held_out_sets_of_a_file_have_their_own_settings_before_its_defaults_before_the_flags(tmp_path: Path):
+    path = tmp_path / "eval.yaml"
+    path.write_text(
+        "eval:\n  defaults: {temperature: 0.5, top_p: 0.9}\n  datasets:\n"
+        "    - {name: a, path: a.jsonl, temperature: 0.1, rm_type: gpqa}\n"
+        "    - {name: b, path: b.parquet, n_samples_per_eval_prompt: 4}\n"
+    )
+    config = loaded(f"{LAUNCH.replace('--eval-prompt-data aime /root/aime-2024/aime-2024.jsonl', '')} --eval-config {path}")
+    a, b = config.evaluation.datasets
+    assert (a.temperature, a.top_p, a.n_samples_per_eval_prompt, a.max_response_len) == (0.1, 0.9, 16, 16384)
+    assert (b.temperature, b.n_samples_per_eval_prompt, b.reward) == (0.5, 4, None)
+    assert a.reward is not None
+    assert a.reward.function.model_dump() == {"type": "by_row", "default": "gpqa"}
+
+
+def test_an_unknown_key_of_a_held_out_set_is_named(tmp_path: Path):
+    path = tmp_path / "eval.yaml"
+    path.write_text("eval: {datasets: {a: {path: a.jsonl, tempurature: 1}}}")
+    error = refused(f"--eval-config {path}")
+    assert (error.where, error.expected) == (f"{path}: a.tempurature", "temperature")
+
+
+def test_settings_of_ones_own_come_from_a_file_that_may_hold_flags_too(tmp_path: Path):
+    path = tmp_path / "own.yaml"
+    path.write_text("lr: 0.5\nsearch_url: http://x\n")
+    found = keys(f"--lr 1 --custom-config-path {path}")
+    assert found == {"train.optimizer.lr": 0.5, "rollout.custom_config": {"search_url": "http://x"}}
+    assert refused(f"--custom-config-path {tmp_path}/none.yaml").where == "--custom-config-path"
