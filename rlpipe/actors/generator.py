@@ -30,6 +30,7 @@ from rlpipe.data.tokens import load_tokenizer
 from rlpipe.errors import EngineError
 from rlpipe.observe.evaluation import evaluation_metrics
 from rlpipe.rewards.base import score
+from rlpipe.rollout.afterwards import Afterwards
 from rlpipe.rollout.client import GenerateClient, HoldMode
 from rlpipe.rollout.filters import load_filter
 from rlpipe.rollout.judge import Judge
@@ -140,7 +141,9 @@ class Generator:
             if self._running.get(iteration) is task:
                 del self._running[iteration]
                 self._progress.pop(iteration, None)
-        return {"files": rows.files, "outputs": rollout_outputs(result), "seconds": time.perf_counter() - start}
+        removed = await asyncio.to_thread(self._afterwards.removed, result.scored, result.accepted)
+        outputs = {**rollout_outputs(result), **({"removed": removed} if removed else {})}
+        return {"files": rows.files, "outputs": outputs, "seconds": time.perf_counter() - start}
 
     async def abandon(self, driver: Driver, iteration: int | None = None) -> None:
         """End the rollout of an iteration (None: all) if it runs: finished groups are flushed, its call fails."""
@@ -222,8 +225,10 @@ class Generator:
         self._end_ids = end_ids(spec.model_dir, self._tokenizer.eos_token_id)
         self._ground = Ground.of(config, self._tokenizer, self._model_config, spec.model_dir)
         self._slots = asyncio.Semaphore(self._groups_at_once(config.rollout))
-        keep = config.rollout.dynamic_sampling_filter_path
-        self._judge = Judge(load_filter(keep), config.reward) if keep else Judge()
+        keep, args = config.rollout.dynamic_sampling_filter_path, slime_args(config)
+        reward = config.reward if config.rollout.judged_by_reward else None
+        self._judge = Judge(load_filter(keep, args) if keep else None, reward, args)
+        self._afterwards = Afterwards(config.rollout, args)
         self._spec = spec
 
     def _made_planner(self, config: RunConfig) -> Planner:

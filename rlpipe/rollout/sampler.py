@@ -85,6 +85,8 @@ class RolloutResult:
     cut_groups: int
     errors: dict[str, str]
     """Group id → error text, of groups that failed or could not be judged."""
+    scored: Groups = field(default_factory=dict)
+    """Groups with their rewards, where the judge needed them."""
 
 
 async def run_rollout(
@@ -155,6 +157,7 @@ class _Run:
         self.failed: Groups = {}
         self.cut: Groups = {}
         self.cut_before: Groups = {}
+        self.scored: Groups = {}
         self.errors: dict[str, str] = {}
         self.arrived, self.over, self.judged, self.to_judge = asyncio.Event(), asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.start_s = time.monotonic()
@@ -261,6 +264,8 @@ class _Run:
         if self.closed:
             return
         self.selection.decide(verdict.group_id, verdict.reason)
+        if verdict.samples:
+            self.scored[verdict.group_id] = list(verdict.samples)
         if verdict.error is not None:
             self.errors.setdefault(verdict.group_id, verdict.error)
         self.progress.accepted_groups = self.selection.num_fit
@@ -350,7 +355,8 @@ class _Run:
         last = self.parts[-1].plan.after
         again, new = ([one for one in left if (one.group_id in waited) is old] for old in (True, False))
         after = last.model_copy(update={"buffer": (*again, *last.buffer, *new)})
-        return RolloutResult(self.progress, tuple(self.parts), accepted, dropped, after, self.adopted, len(self.cut), self.errors)
+        counts = (self.adopted, len(self.cut), self.errors, self.scored)
+        return RolloutResult(self.progress, tuple(self.parts), accepted, dropped, after, *counts)
 
     def _buffered(self, group_id: str) -> BufferedGroup:
         """What the buffer says of a group that is neither accepted nor dropped."""
