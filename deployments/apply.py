@@ -28,7 +28,11 @@ from flows.environment import CACHES, CLIENT_SETTINGS, keep_caches_in
 from rlpipe.config.load import HOME_VARIABLE, home
 
 ROOT = Path(__file__).resolve().parents[1]
-FLOWS = {"train": "flows/train.py:train", "iteration": "flows/iteration_run.py:iteration_run"}
+FLOWS = {
+    "train": "flows/train.py:train",
+    "iteration": "flows/iteration_run.py:iteration_run",
+    "evaluate": "flows/evaluate.py:evaluate",
+}
 
 
 async def apply(pool: str, folder: Path, *, limit: int) -> list[str]:

@@ -11,6 +11,7 @@ from rlpipe.errors import Superseded
 from rlpipe.types import NodeRef
 from tasks.advantage import advantage
 from tasks.checkpoint import checkpoint
+from tasks.debug import load
 from tasks.reward import reward
 from tasks.rollout import rollout
 from tasks.sync import sync
@@ -22,7 +23,7 @@ from tasks.turn import turn_to_sample, turn_to_train
 async def iteration(run: str, k: int) -> dict[str, NodeRef]:
     """rollout → reward → advantage → train → sync → checkpoint. What the store has already is reused; handles of the stages."""
     await turn_to_sample(run, k)
-    samples = await rollout(run, k)
+    samples = await load(run, k) or await rollout(run, k)
     rewards = await reward(run, k, samples)
     await turn_to_train(run, k)
     weights = None

@@ -22,6 +22,7 @@ from rlpipe.preflight import check
 from tasks.begin import begin
 from tasks.checkpoint import keep_if_held, keep_last
 from tasks.context import close_context, context
+from tasks.debug import sample_only
 from tasks.evaluate import evaluate
 from tasks.observe import Observer
 from tasks.turn import evaluation_due, good_enough
@@ -80,6 +81,10 @@ async def drive(config: RunConfig, home: Path, stopping: Stopping, *, takeover: 
 async def run_iterations(config: RunConfig, first: int, observer: Observer, stopping: Stopping) -> None:
     """Iterations from `first` to the end, evaluated where it is due. Raises: Preempted."""
     done = await stopping.unless_asked(evaluate_if_due(config, first, observer))
+    if config.debug.debug_rollout_only:
+        for k in range(config.num_rollout):
+            await stopping.unless_asked(sample_only(config.run, k))
+        return
     async with open_iterations(config) as iterations:
         for k in range(first, config.num_rollout):
             if done:

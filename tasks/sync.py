@@ -66,8 +66,12 @@ async def publish(it: RunContext, weights: str, *, version: int, everyone: bool)
 
 
 async def serve(it: RunContext, k: int) -> None:
-    """Before rollout k: engines have weights of this run. They do, but after the conductor was lost, or before the first push."""
-    known = sampled_after(k, it.config.async_buffer_size, it.config.sync.update_weights_interval)
+    """Before rollout k: engines have weights of this run. They do, but after the conductor was lost, or before the first push.
+
+    A run that trains nothing (`debug.debug_rollout_only`) samples all its rollouts with the first ones.
+    """
+    trained = 0 if it.config.debug.debug_rollout_only else k
+    known = sampled_after(trained, it.config.async_buffer_size, it.config.sync.update_weights_interval)
     newest = it.branches.newest(it.config.run, after=known if known >= it.first else None)
     version = newest.iteration + 1 if newest else 0
     await publish(it, it.weights_before(version), version=version, everyone=False)

@@ -100,7 +100,7 @@ def good_enough(config: RunConfig, metrics: Mapping[str, float]) -> bool:
 
 def evaluation_due(config: RunConfig, version: int) -> bool:
     """Before the first iteration, after every `eval_interval`, and after the last."""
-    if not config.evaluation.datasets:
+    if not config.evaluation.datasets or config.debug.debug_train_only:
         return False
     if version == 0:
         return not config.evaluation.skip_eval_before_train

@@ -15,7 +15,7 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +55,15 @@ def main() -> int:
     return drive(arguments)
 
 
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command line as (this command's own options with their values, everything else), both in order."""
+def split(words: Sequence[str], options: Mapping[str, bool] = OPTIONS) -> tuple[list[str], list[str]]:
+    """A command line as (a command's own options with their values, everything else), both in order."""
     mine: list[str] = []
     rest: list[str] = []
     left = iter(words)
     for word in left:
         option = word.partition("=")[0]
-        (mine if option in OPTIONS else rest).append(word)
-        if OPTIONS.get(option) and option == word and (value := next(left, None)) is not None:
+        (mine if option in options else rest).append(word)
+        if options.get(option) and option == word and (value := next(left, None)) is not None:
             mine.append(value)
     return mine, rest
 
@@ -135,37 +135,49 @@ def notes(given: Given) -> list[str]:
 
 def drive(arguments: argparse.Namespace) -> int:
     """Run the flow to its end in this process."""
-    from tools.local_prefect import drain, local_prefect
 
-    with local_prefect(home()):
-        from flows.stopping import Preempted
+    def start() -> Awaitable[dict[str, Any]]:
         from flows.train import train
-        from rlpipe.actors.local_ray import disconnect
 
-        async def run() -> dict[str, Any]:
-            try:
-                return await train(arguments.recipe, arguments.overrides, arguments.run, arguments.takeover)
-            finally:
-                await drain()
+        return train(arguments.recipe, arguments.overrides, arguments.run, arguments.takeover)
 
-        try:
-            summary = asyncio.run(run())
-        except KeyboardInterrupt:
-            print("\nstopped; the same command goes on from the last committed stage", file=sys.stderr)
-            return 130
-        except Preempted as error:
-            print(error, file=sys.stderr)
-            return 143
-        except RlpipeError as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            return 1
-        finally:
-            disconnect()
+    code, summary = finish(start)
+    if summary is None:
+        return code
     folder = home() / summary["run"]
     if summary["accuracy_before"] is not None:
         print(f"{summary['run']}: accuracy {summary['accuracy_before']:.3f} → {summary['accuracy_after']:.3f}")
     print(f"{summary['run']}: see {folder}/report.html")
-    return 0
+    return code
+
+
+def finish(start: Callable[[], Awaitable[dict[str, Any]]]) -> tuple[int, dict[str, Any] | None]:
+    """Run a flow in this process, under a Prefect server: (exit code, its answer if it came to its end)."""
+    from tools.local_prefect import drain, local_prefect
+
+    with local_prefect(home()):
+        from flows.stopping import Preempted
+        from rlpipe.actors.local_ray import disconnect
+
+        async def run() -> dict[str, Any]:
+            try:
+                return await start()
+            finally:
+                await drain()
+
+        try:
+            return 0, asyncio.run(run())
+        except KeyboardInterrupt:
+            print("\nstopped; the same command goes on from the last committed stage", file=sys.stderr)
+            return 130, None
+        except Preempted as error:
+            print(error, file=sys.stderr)
+            return 143, None
+        except RlpipeError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            return 1, None
+        finally:
+            disconnect()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rlpipe.config.base import Config, Tuning
 from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig
+from rlpipe.config.debug import DebugConfig
 from rlpipe.config.model import BranchModel, EngineConfig, ModelConfig, ResourcesConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.train import AdvantageConfig, CheckpointConfig, SyncConfig, TrainConfig
@@ -78,8 +79,6 @@ class RunConfig(Config):
     warm_start: str | None = None
     """Recipe of a run to finish first, as `{run}.warm_start` in the same store with the same seed; its last weights are
     this run's first."""
-    custom_config: dict[str, Any] = Field(default_factory=dict)
-    """Settings of your own functions, by names of your own: attributes of the `args` that they are called with."""
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
@@ -93,6 +92,7 @@ class RunConfig(Config):
     resources: ResourcesConfig = ResourcesConfig()
     store: StoreConfig = StoreConfig()
     observe: ObserveConfig = ObserveConfig()
+    debug: DebugConfig = DebugConfig()
     orchestration: OrchestrationConfig = OrchestrationConfig()
 
     @model_validator(mode="before")
@@ -171,7 +171,7 @@ class RunConfig(Config):
 
     @property
     def needs_engines(self) -> bool:
-        return self.rollout.type == "sample" or bool(self.evaluation.datasets)
+        return not self.debug.debug_train_only and (self.rollout.type == "sample" or bool(self.evaluation.datasets))
 
     @property
     def samples_per_iteration(self) -> int:

@@ -192,6 +192,10 @@ def _kl(values: Values) -> Keys:
         raise ConfigError("without --use-kl-loss it would have no effect", where="--kl-loss-coef", found=values["kl_loss_coef"])
     if values.get("kl_coef"):
         keys["advantage.reference"] = True
+        if "kl_loss_type" in values:
+            keys["advantage.kl_type"] = values["kl_loss_type"]
+    if values.get("use_opd") and values.get("opd_type") == "sglang" and "rm_url" in values:
+        keys["teacher.url"] = values["rm_url"]
     return keys
 
 
@@ -234,4 +238,6 @@ def _numbers(values: Values) -> Keys:
         keys["model.dtype"] = "bfloat16"
     if values.get("recompute_activations"):
         keys["train.megatron.recompute_granularity"] = "selective"
+    if (values.get("profile") or values.get("use_pytorch_profiler")) and "profile_target" not in values:
+        keys["observe.profile_target"] = ["train_overall"]
     return keys

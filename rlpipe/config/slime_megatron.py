@@ -52,6 +52,11 @@ MEGATRON: tuple[Flag, ...] = (
     neutral("log_interval", "int", 100, "every iteration is logged"),
     neutral("tokenizer_type", "str", None, "it is the tokenizer of --hf-checkpoint"),
     neutral("tokenizer_model", "str", None, "it is the tokenizer of --hf-checkpoint"),
+    built("profile", "on", False, "observe.profile_target"),
+    built("use_pytorch_profiler", "on", False, "observe.profile_target"),
+    to("profile_step_start", "int", 10, "observe.profile_step_start"),
+    to("profile_step_end", "int", 12, "observe.profile_step_end"),
+    to("profile_ranks", "ints", [0], "observe.profile_ranks"),
     # checkpoints
     only("ckpt_format", "str", "torch_dist", ("torch_dist",), "checkpoints are torch_dist, which loads into any layout"),
     refused("ckpt_step", "int", None, "a run goes on from its last commit; from iteration K with --fork RUN@K"),

@@ -67,7 +67,7 @@ class _Audit:
 
     def __init__(self, files: Files) -> None:
         self.findings: list[Finding] = []
-        self._files, self._nodes, self._plans = files, Nodes(files), Plans(files)
+        self._files, self._nodes, self._plans, self._branches = files, Nodes(files), Plans(files), Branches(files)
         self._data = DataState()
         self._drawn: set[str] = set()
         self._trained: dict[str, str] = {}
@@ -118,11 +118,15 @@ class _Audit:
         for number, plan in enumerate(parts):
             if plan.before != before:
                 self.add("cursor", where, f"part {number} starts at {plan.before}, what is before it ended at {before}")
-            if (plan.branch, plan.iteration, plan.part) != (commit.branch, commit.iteration, number):
+            if (plan.branch, plan.iteration, plan.part) != (self._sampled_by(commit.branch), commit.iteration, number):
                 self.add("cursor", where, f"part {number} is part {plan.part} of {plan.branch}/{plan.iteration}")
             before = plan.after
         if before.model_copy(update={"buffer": ()}) != commit.data.model_copy(update={"buffer": ()}):
             self.add("cursor", where, f"the plan ends at {before}, the commit at {commit.data}")
+
+    def _sampled_by(self, branch: str) -> str:
+        """The branch whose rollouts a branch trains on: its own, unless it says so (`debug.load_debug_rollout_data`)."""
+        return self._branches.config(branch).get("debug", {}).get("load_debug_rollout_data") or branch
 
     def _check_rollout(self, node: Node, commit: Commit, where: str) -> None:
         said = {"after": None, "plans": None, "accepted": [], "dropped": {}, **node.outputs}

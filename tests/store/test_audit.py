@@ -182,3 +182,16 @@ def test_a_damaged_file_is_named_with_its_rule(local_files: Files):
     assert (
         Plans.groups_prefix(commit.plans[0]) in Nodes(local_files).get(Stage.ROLLOUT, commit.nodes[Stage.ROLLOUT]).files[0].path
     )
+
+
+@pytest.mark.parametrize(("source", "problems"), [("run", 0), ("another", 2)])
+def test_a_branch_may_train_on_the_rollouts_of_the_one_that_it_names(files: Files, source: str, problems: int) -> None:
+    run = Run(files).start()
+    commits = [run.iterate(), run.iterate()]
+    branches = Branches(files)
+    branches.create("again", {"debug": {"load_debug_rollout_data": source}}, branches.get("run").init)
+    for commit in commits:
+        assert commit is not None
+        parent = branches.parent_name("again", commit.iteration)
+        branches.commit(commit.model_copy(update={"branch": "again", "parent": parent}))
+    assert [finding.rule for finding in check_branch(files, "again")] == ["cursor"] * problems

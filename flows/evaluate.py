@@ -1,0 +1,65 @@
+"""Evaluate the weights of a run, or of a recipe's model, on held-out sets, and train nothing.
+
+It is a run of its own, without iterations, whose first weights are those: nothing of the run that they come from is touched,
+which may still be training. What is measured is in the store like any evaluation, so that asking again measures nothing twice.
+
+Not here: what such a run is (`evaluation`), evaluations between iterations (`flows.train`),
+or how a set is sampled and scored (`rlpipe.actors.generator`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.runtime import flow_run
+
+from flows.evaluation import configuration
+from flows.stopping import Stopping, hear_sigterm
+from flows.train import drive
+from rlpipe.config.load import home as default_home
+from rlpipe.config.run import RunConfig
+from rlpipe.inputs import eval_inputs
+from rlpipe.preflight import check
+from rlpipe.store.branches import Branches
+from rlpipe.store.files import Files
+from rlpipe.store.nodes import Nodes
+from rlpipe.types import Stage
+
+
+def run_name() -> str:
+    """The flow run's name in Prefect."""
+    parameters = flow_run.parameters
+    return parameters.get("name") or f"evaluate-{parameters.get('run') or Path(parameters['recipe']).stem}"
+
+
+@flow(name="evaluate", flow_run_name=run_name, on_running=[hear_sigterm])
+async def evaluate(
+    run: str | None = None,
+    iteration: int | None = None,
+    recipe: str | None = None,
+    overrides: Sequence[str] = (),
+    name: str | None = None,
+    takeover: bool = False,
+) -> dict[str, Any]:
+    """Measure every held-out set once: the summary, with a value for each metric under `evaluation`.
+
+    `run` (and `iteration`, else its newest that was saved): whose weights, and whose configuration unless a `recipe` is given.
+    Without `run`: the first weights of `recipe`. `overrides` are `dotted.key=value`, such as other `evaluation.datasets`; `name`
+    is the evaluation's own, as a run. Raises: ConfigError, DataError at once for bad input; as the train flow.
+    """
+    home = default_home()
+    config = configuration(home, run=run, iteration=iteration, recipe=recipe, overrides=overrides, name=name)
+    check(config, home)
+    with Stopping(config.resources.stop_grace_s) as stopping:
+        summary = await drive(config, home, stopping, takeover=takeover)
+    return {**summary, "evaluation": measured(Files(config.store.root or home / "store"), config)}
+
+
+def measured(files: Files, config: RunConfig) -> dict[str, float]:
+    """Every metric of an evaluation that is done."""
+    init = Branches(files).get(config.run).init
+    digests = [eval_inputs(config, dataset, init).digest for dataset in config.evaluation.datasets]
+    return {name: value for digest in digests for name, value in Nodes(files).get(Stage.EVAL, digest).outputs["metrics"].items()}

@@ -1,0 +1,132 @@
+"""What an evaluation of a run's weights is, before anything starts: its configuration, and where the weights come from."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.evaluation import configuration, saved
+from rlpipe.config.load import validate
+from rlpipe.config.model import BranchModel
+from rlpipe.errors import ConfigError
+from rlpipe.inputs import checkpoint_inputs
+from rlpipe.store.branches import Branches
+from rlpipe.store.files import Files
+from rlpipe.store.nodes import Nodes
+from rlpipe.types import Commit, DataState, Stage
+from tools import evaluate
+
+HELD = {"name": "held", "prompts": {"type": "reasoning_gym", "task": "chain_sum", "size": 4}}
+RUN: dict[str, Any] = {
+    "run": "old",
+    "num_rollout": 50,
+    "model": {"source": {"type": "huggingface", "hf_checkpoint": "/models/m"}},
+    "data": {"prompts": {"type": "file", "paths": ["a.jsonl"]}},
+    "rollout": {"rollout_batch_size": 4},
+    "reward": {"function": {"type": "math"}},
+    "train": {"optimizer": {"lr_decay_style": "cosine"}},
+    "stop_when": {"metric": "eval/held/accuracy", "at_least": 0.5},
+    "evaluation": {"datasets": [HELD], "skip_eval_before_train": True},
+    "resources": {"cluster": "shared"},
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """With the run `old`: three iterations, of which weights were saved after the first two."""
+    (tmp_path / "old").mkdir()
+    record = {"store": str(tmp_path / "store"), "config": validate(RUN).model_dump(mode="json")}
+    (tmp_path / "old" / "run.json").write_text(json.dumps(record))
+    files = Files(tmp_path / "store")
+    branches, nodes = Branches(files), Nodes(files)
+    branches.create("old", RUN, init="init")
+    for k in range(3):
+        parent = branches.parent_name("old", k)
+        commit = Commit(
+            branch="old", iteration=k, parent=parent, plans=(), nodes={Stage.TRAIN: f"w{k}"}, data=DataState(), config_digest=""
+        )
+        branches.commit(commit)
+        if k < 2:
+            nodes.commit(checkpoint_inputs(f"w{k}").node(files=(), outputs={}))
+    return tmp_path
+
+
+def test_the_newest_weights_that_were_saved_are_evaluated_unless_an_iteration_is_named(home: Path):
+    files = Files(home / "store")
+    assert saved(files, "old", None) == BranchModel(branch="old", iteration=1)
+    assert saved(files, "old", 0) == BranchModel(branch="old", iteration=0)
+    with pytest.raises(ConfigError, match="no weights of that run are saved"):
+        saved(files, "old", 2)
+
+
+def test_an_evaluation_is_a_run_of_its_own_that_trains_nothing(home: Path):
+    config = configuration(home, run="old", overrides=["evaluation.datasets.0.n_samples_per_eval_prompt=16"])
+    assert (config.run, config.num_rollout, config.start_from) == ("old.eval-1", 0, BranchModel(branch="old", iteration=1))
+    assert (config.stop_when, config.warm_start, config.resources.cluster) == (None, None, None)
+    assert config.evaluation.skip_eval_before_train is False
+    assert config.evaluation.datasets[0].n_samples_per_eval_prompt == 16
+    assert config.reward == validate(RUN).reward
+
+
+def test_a_recipes_own_model_is_evaluated_without_a_run(home: Path):
+    recipe = home / "mine.yaml"
+    recipe.write_text(json.dumps({key: value for key, value in RUN.items() if key != "run"}))
+    config = configuration(home, run=None, recipe=str(recipe), name="x")
+    assert (config.run, config.start_from, config.num_rollout) == ("x", None, 0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        ({"run": None}, "what shall be evaluated"),
+        ({"run": "new"}, "there is no such run"),
+        ({"run": "old", "overrides": ["evaluation.datasets=[]"]}, "nothing to evaluate on"),
+        ({"run": "old", "iteration": 2}, "no weights of that run are saved"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_at_once(home: Path, asked: dict[str, Any], problem: str):
+    with pytest.raises(ConfigError, match=problem):
+        configuration(home, **asked)
+
+
+@pytest.fixture
+def command(home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`tools.evaluate` with these arguments, up to where the flow would run: its exit code."""
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["tools.evaluate", "--home", str(home), *arguments])
+        monkeypatch.setattr(
+            evaluate, "finish", lambda _: (0, {"evaluation": {"eval/held/pass@4": 0.5, "eval/held/accuracy": 0.25}})
+        )
+        return evaluate.main()
+
+    return run
+
+
+def test_the_command_prints_every_metric(command: Callable[..., int], capsys: pytest.CaptureFixture[str]):
+    assert command("--of", "old@0", "--eval-prompt-data", "aime", "aime.jsonl") == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["eval/held/accuracy", "0.2500"],
+        ["eval/held/pass@4", "0.5000"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--of", "old@last"], "not the number of an iteration"),
+        (["--of", "nobody"], "there is no such run"),
+        ([], "what shall be evaluated"),
+        (["--of", "old", "--off", "x"], "unknown flag"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_do(
+    command: Callable[..., int], arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+):
+    assert command(*arguments) == 2
+    assert problem in capsys.readouterr().err

@@ -1,0 +1,62 @@
+"""Finding the rollouts of a run again: of one that trained on them, and of one that only sampled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlpipe.config.debug import DebugConfig
+from rlpipe.errors import ConfigError
+from rlpipe.inputs import Inputs
+from rlpipe.store.branches import Branches
+from rlpipe.store.files import Files
+from rlpipe.store.nodes import Nodes
+from rlpipe.types import Commit, DataState, NodeRef, Stage
+from tasks.debug import note, stored_rollout
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path / "store")
+
+
+def rollout(files: Files, plan: str) -> NodeRef:
+    node = Nodes(files).commit(Inputs(Stage.ROLLOUT, {"plan": plan}).node(files=(), outputs={"plan": plan}))
+    return NodeRef(stage=Stage.ROLLOUT, digest=node.digest)
+
+
+def test_a_run_that_only_sampled_is_found_by_what_was_noted_first(files: Files):
+    note(files, "sampled", 3, rollout(files, "a"))
+    note(files, "sampled", 3, rollout(files, "b"))
+    assert stored_rollout(files, "sampled", 3).outputs == {"plan": "a"}
+
+
+def test_a_run_that_trained_is_found_by_its_commit(files: Files):
+    Branches(files).create("trained", {}, init="init")
+    nodes = {Stage.ROLLOUT: rollout(files, "c").digest}
+    Branches(files).commit(Commit(branch="trained", iteration=0, plans=(), nodes=nodes, data=DataState(), config_digest=""))
+    assert stored_rollout(files, "trained", 0).outputs == {"plan": "c"}
+
+
+def test_an_iteration_that_was_not_sampled_is_named(files: Files):
+    with pytest.raises(ConfigError, match="no such rollout") as caught:
+        stored_rollout(files, "nobody", 7)
+    assert caught.value.found == "no iteration 7 of 'nobody'"
+
+
+def test_naming_a_run_is_training_only():
+    assert DebugConfig.model_validate({"load_debug_rollout_data": "a"}).debug_train_only
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"debug_train_only": True},
+        {"debug_rollout_only": True, "load_debug_rollout_data": "a"},
+        {"debug_train_only": False, "load_debug_rollout_data": "a"},
+    ],
+)
+def test_halves_that_make_no_run_are_refused(keys: dict):
+    with pytest.raises(ValueError, match="debug_train_only"):
+        DebugConfig.model_validate(keys)
