@@ -34,8 +34,16 @@ RESPONSE_COLUMNS = tuple(name for name in COLUMNS if name != "loss_mask")
 
 
 def read_samples(files: Files, rollout: Node) -> list[Sample]:
-    """All samples of a rollout or evaluation node. Raises: ObjectMissing, ObjectCorrupt."""
-    return table_to_samples(read_rows(files, rollout.files))
+    """All samples of a rollout or evaluation node. Those that were removed count in no loss; their rewards count in their groups.
+
+    Raises: ObjectMissing, ObjectCorrupt.
+    """
+    removed = {(group_id, index) for group_id, index in rollout.outputs.get("removed", ())}
+    samples = table_to_samples(read_rows(files, rollout.files))
+    for sample in samples:
+        if sample.remove_sample or (sample.group_id, sample.index) in removed:
+            sample.remove_sample, sample.loss_mask = True, [0] * len(sample.response_ids)
+    return samples
 
 
 def write_rewards(files: Files, digest: str, rows: Sequence[RewardRow]) -> FileRecord:

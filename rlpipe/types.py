@@ -140,7 +140,6 @@ class Sample:
 
     @property
     def truncated(self) -> bool:
-        """Did it end because it was as long as it may be?"""
         return self.status is Status.TRUNCATED
 
     @truncated.setter
@@ -149,7 +148,6 @@ class Sample:
 
     @property
     def aborted(self) -> bool:
-        """Was it cut off?"""
         return self.status is Status.ABORTED
 
     @aborted.setter
@@ -170,7 +168,6 @@ class Sample:
 
     @property
     def effective_response_length(self) -> int:
-        """Response tokens that count in the loss."""
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     @property
@@ -242,29 +239,24 @@ class _Tokens(list[int]):
         super().__init__([*sample.prompt_ids, *sample.response_ids])
         self._sample = sample
 
-    def _changed(self) -> Self:
-        self._sample.tokens = self
-        return self
-
     def append(self, token: int, /) -> None:
-        super().append(token)
-        self._changed()
+        self.extend((token,))
 
     def extend(self, tokens: Iterable[int], /) -> None:
         super().extend(tokens)
-        self._changed()
+        self._sample.tokens = self
 
     def __iadd__(self, tokens: Iterable[int], /) -> Self:
-        super().extend(tokens)
-        return self._changed()
+        self.extend(tokens)
+        return self
 
     def __delitem__(self, key: Any, /) -> None:
         super().__delitem__(key)
-        self._changed()
+        self._sample.tokens = self
 
     def __setitem__(self, key: Any, value: Any, /) -> None:
         super().__setitem__(key, value)
-        self._changed()
+        self._sample.tokens = self
 
     def __reduce__(self) -> Any:
         return list, (list(self),)

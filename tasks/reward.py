@@ -26,7 +26,7 @@ async def reward(run: str, k: int, rollout: NodeRef) -> State:
     inputs = reward_inputs(it.config, rollout.digest)
 
     async def judge() -> dict[str, Any]:
-        if isinstance(it.config.reward.function, NoReward):
+        if isinstance(it.config.reward.function, NoReward) and it.config.rollout.type == "dataset":
             return {"outputs": {"scored": 0, "errors": 0}, "files": [write_rewards(it.files, inputs.digest, [])]}
         sampled = it.nodes.get(Stage.ROLLOUT, rollout.digest)
         accepted = set(sampled.outputs["accepted"])

@@ -77,3 +77,52 @@ def test_other_weights_have_another_stamp(branch: str, version: int, digest: str
 def test_what_is_no_stamp_of_ours_is_refused(stamp: str):
     with pytest.raises(ValueError):  # noqa: PT011 - which of the checks says it does not matter
         WeightVersion.version_of(stamp)
+
+
+def test_slime_s_names_say_where_the_response_begins_in_any_order():
+    first, second, third = sample(), sample(), sample()
+    first.tokens = [*first.tokens, 7, 8]
+    assert (first.response_length, first.response_ids) == (0, [7, 8]), "as in slime, the length is what was last said"
+    first.response_length += 2
+    second.response_length = 2
+    second.tokens = [1, 7, 8]
+    third.tokens.extend([7])
+    third.tokens += [8]
+    third.settle_lengths()
+    for one in (first, second, third):
+        assert (one.prompt_ids, one.response_ids, one.tokens, one.response_length) == ([1], [7, 8], [1, 7, 8], 2)
+    other = sample()
+    other.tokens, other.response_length = [4, 5, 7], 1
+    assert (other.prompt_ids, other.response_ids) == ([4, 5], [7]), "a prompt of the function's own"
+
+
+def test_truncated_and_aborted_set_the_status():
+    one = sample()
+    one.truncated, one.aborted = False, False
+    assert one.status is Sample.Status.COMPLETED
+    one.truncated = True
+    assert one.status == Sample.Status.TRUNCATED and not one.aborted
+    one.aborted = True
+    assert one.status == Sample.Status("aborted")
+
+
+def test_what_is_appended_carries_masks_and_log_probs():
+    one = sample()
+    one.append_response_tokens(None, tokens=[7], log_probs=[-1.0], meta_info={"finish_reason": {"type": "length"}}, text="a")
+    one.append_response_tokens(None, tokens=[8, 9], trainable=False, text="b")
+    assert (one.loss_mask, one.rollout_log_probs, one.response) == ([1, 0, 0], [-1.0, 0.0, 0.0], "ab")
+    assert (one.effective_response_length, one.response_length, one.status) == (1, 3, Status.TRUNCATED)
+    with pytest.raises(ValueError, match="1 trainable tokens with 0"):
+        one.append_response_tokens(None, tokens=[7])
+
+
+def test_a_sample_survives_slime_s_dictionaries():
+    one = sample(reward=0.5, metadata={"a": 1})
+    one.tokens += [7, 8]
+    one.settle_lengths()
+    one.mine = 3  # pyright: ignore[reportAttributeAccessIssue] - attributes of a hook's own
+    other = Sample.from_dict(one.to_dict())
+    assert other == one and vars(other)["mine"] == 3
+    theirs = Sample.from_dict({"tokens": [1, 7], "response_length": 1, "status": "truncated", "group_index": 4, "index": 2})
+    assert (theirs.prompt_ids, theirs.response_ids, theirs.status, theirs.index) == ([1], [7], Status.TRUNCATED, 2)
+    assert one.group_index == 0 and Sample(group_id="eval/x").group_index is None

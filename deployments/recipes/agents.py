@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenizers import AddedToken
+from transformers import AddedToken
 
 from deployments.recipes.tiny_models import character_tokenizer, make_tiny_model
 

@@ -23,23 +23,25 @@ from rlpipe.config.data import EvalDataset, RewardConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.config.slime import slime_args
+from rlpipe.data.custom import BufferFilter, CustomSource
 from rlpipe.data.prompts import load_prompts, with_metadata
 from rlpipe.data.source import DataSource, evaluation_plan
 from rlpipe.data.tokens import load_tokenizer
 from rlpipe.errors import EngineError
 from rlpipe.observe.evaluation import evaluation_metrics
 from rlpipe.rewards.base import score
+from rlpipe.rollout.afterwards import Afterwards
 from rlpipe.rollout.client import GenerateClient, HoldMode
 from rlpipe.rollout.filters import load_filter
 from rlpipe.rollout.judge import Judge
+from rlpipe.rollout.planner import Planner
 from rlpipe.rollout.rows import KeptRows, Part, StoredRows
 from rlpipe.rollout.sampler import RolloutProgress, RolloutResult, RolloutSettings, run_rollout
-from rlpipe.rollout.ways import Ground, Occasion
+from rlpipe.rollout.ways import Ground, Occasion, by_function
 from rlpipe.rollout.ways import sampling as sampled
 from rlpipe.stage_files import write_evaluation
 from rlpipe.store.files import Files
-from rlpipe.store.plans import Plans
-from rlpipe.types import DataState, Plan, PlannedGroup
+from rlpipe.types import DataState, Plan, Sample
 
 SAMPLES_PER_REQUEST_ON_CPU = 64
 
@@ -113,7 +115,7 @@ class Generator:
         `after` is the state of the next iteration if the rollout is `static`; else its outputs say.
         """
         self._require(driver)
-        part = await asyncio.to_thread(self._part, iteration, state, 0)
+        part = await asyncio.to_thread(self._planner.part, iteration, state, 0)
         return {"plan": part.digest, "after": part.plan.after, "static": self._config.rollout.static}
 
     async def rollout(self, driver: Driver, plan: str) -> dict[str, Any]:
@@ -125,7 +127,7 @@ class Generator:
         """
         self._require(driver)
         start = time.perf_counter()
-        parts, rows = await asyncio.to_thread(self._parts, plan), StoredRows(self._files)
+        parts, rows = await asyncio.to_thread(self._planner.parts, plan), StoredRows(self._files)
         iteration = parts[0].plan.iteration
         while iteration in self._running:
             await self.abandon(driver, iteration)
@@ -139,7 +141,9 @@ class Generator:
             if self._running.get(iteration) is task:
                 del self._running[iteration]
                 self._progress.pop(iteration, None)
-        return {"files": rows.files, "outputs": rollout_outputs(result), "seconds": time.perf_counter() - start}
+        removed = await asyncio.to_thread(self._afterwards.removed, result.scored, result.accepted)
+        outputs = {**rollout_outputs(result), **({"removed": removed} if removed else {})}
+        return {"files": rows.files, "outputs": outputs, "seconds": time.perf_counter() - start}
 
     async def abandon(self, driver: Driver, iteration: int | None = None) -> None:
         """End the rollout of an iteration (None: all) if it runs: finished groups are flushed, its call fails."""
@@ -157,27 +161,36 @@ class Generator:
         start = time.perf_counter()
         dataset = next(dataset for dataset in self._config.evaluation.datasets if dataset.name == name)
         sampling, reward = evaluation_settings(dataset, self._config.rollout, self._config.reward)
-        plan, kept = self._held_out[name], KeptRows()
         occasion = Occasion(sampling, version, evaluation=True, temperature=dataset.temperature, on_gpus=self._on_gpus)
-        async with sampled(self._ground, occasion, self._client) as generate:
-            result = await run_rollout(
-                [Part("", plan)],
-                rollout_settings(sampling, groups=len(plan.groups)),
-                generate,
-                kept,
-                judge=Judge(),
-                slots=asyncio.Semaphore(self._groups_at_once(sampling)),
-            )
-        rows = await score(kept.samples, reward, args=slime_args(self._config))
-        record = write_evaluation(self._files, key, version, kept.samples, rows)
+        samples, outputs = await self._sampled_held_out(name, occasion)
+        rows = await score(samples, reward, args=slime_args(self._config))
+        record = write_evaluation(self._files, key, version, samples, rows)
         rewards, parts = [row.reward for row in rows], [row.parts for row in rows]
-        metrics = evaluation_metrics(name, kept.samples, rewards, parts, pass_threshold=dataset.pass_threshold)
+        metrics = evaluation_metrics(name, samples, rewards, parts, pass_threshold=dataset.pass_threshold)
         measured = {
             "accuracy": metrics[f"eval/{name}/accuracy"],
             "scored": len(rewards) - rewards.count(None),
             "metrics": metrics,
         }
-        return {"files": [record], "outputs": {**sampling_outputs(result), **measured}, "seconds": time.perf_counter() - start}
+        return {"files": [record], "outputs": {**outputs, **measured}, "seconds": time.perf_counter() - start}
+
+    async def _sampled_held_out(self, name: str, occasion: Occasion) -> tuple[list[Sample], dict[str, Any]]:
+        """The samples of a held-out set, and how the sampling went."""
+        part, kept = Part("", self._held_out[name]), KeptRows()
+        if self._ground.eval_function is not None:
+            async with by_function(self._ground, occasion, self._client) as function:
+                result = await function.evaluate(part, name, kept)
+            return kept.samples, sampling_outputs(result)
+        async with sampled(self._ground, occasion, self._client) as generate:
+            result = await run_rollout(
+                [part],
+                rollout_settings(occasion.rollout, groups=len(part.plan.groups)),
+                generate,
+                kept,
+                judge=Judge(),
+                slots=asyncio.Semaphore(self._groups_at_once(occasion.rollout)),
+            )
+        return kept.samples, sampling_outputs(result)
 
     async def progress(self, iteration: int | None = None) -> dict[str, Any]:
         """How far the rollout of an iteration (None: the oldest that runs) is: `{"done", "total", "tokens"}`.
@@ -208,13 +221,25 @@ class Generator:
         self._source.check()
         self._held_out = {dataset.name: self._evaluation_plan(dataset) for dataset in config.evaluation.datasets}
         self._files = Files(spec.store_root)
-        self._plans = Plans(self._files)
+        self._planner = self._made_planner(config)
         self._end_ids = end_ids(spec.model_dir, self._tokenizer.eos_token_id)
         self._ground = Ground.of(config, self._tokenizer, self._model_config, spec.model_dir)
         self._slots = asyncio.Semaphore(self._groups_at_once(config.rollout))
-        keep = config.rollout.dynamic_sampling_filter_path
-        self._judge = Judge(load_filter(keep), config.reward) if keep else Judge()
+        keep, args = config.rollout.dynamic_sampling_filter_path, slime_args(config)
+        reward = config.reward if config.rollout.judged_by_reward else None
+        self._judge = Judge(load_filter(keep, args) if keep else None, reward, args)
+        self._afterwards = Afterwards(config.rollout, args)
         self._spec = spec
+
+    def _made_planner(self, config: RunConfig) -> Planner:
+        rollout, args = config.rollout, slime_args(config)
+        return Planner(
+            self._source,
+            rollout,
+            self._files,
+            custom=CustomSource(rollout.data_source_path, args) if rollout.data_source_path else None,
+            choose=BufferFilter(rollout.buffer_filter_path, args) if rollout.buffer_filter_path else None,
+        )
 
     def _evaluation_plan(self, dataset: EvalDataset) -> Plan:
         config = self._config
@@ -224,34 +249,13 @@ class Generator:
             dataset, rows, self._tokenizer, dataset.limited(config.data), sampling, branch=config.run, iteration=0
         )
 
-    def _part(self, iteration: int, state: DataState, number: int, *, write: bool = True) -> Part:
-        """A part of a plan. Without `write`, the digest is empty if there is no such plan yet."""
-        buffered = self._planned_before(state)
-        planned = self._source.plan(iteration, state, part=number, buffered=buffered)
-        return Part(self._plans.write(planned) if write else self._plans.find(planned) or "", planned)
-
-    def _planned_before(self, state: DataState) -> list[PlannedGroup]:
-        taken = self._source.takes(state)
-        wanted = {one.group_id for one in taken}
-        plans = [self._plans.read(digest) for digest in dict.fromkeys(one.plan for one in taken)]
-        return [group for plan in plans for group in plan.groups if group.group_id in wanted]
-
-    def _parts(self, first: str) -> list[Part]:
-        """Part 0 and those that an earlier attempt went on to."""
-        parts = [Part(first, self._plans.read(first))]
-        while not self._config.rollout.static:
-            following = self._following(parts[-1], write=False)
-            if not following.digest:
-                break
-            parts.append(following)
-        return parts
-
-    def _following(self, part: Part, *, write: bool = True) -> Part:
-        return self._part(part.plan.iteration, part.plan.after, part.plan.part + 1, write=write)
-
     async def _sample(self, parts: Sequence[Part], rows: StoredRows) -> RolloutResult:
         config, stop, client = self._config.rollout, asyncio.Event(), self._client
         occasion = Occasion(config, parts[0].plan.iteration, stop=stop, on_gpus=self._on_gpus)
+        if self._ground.rollout_function is not None:
+            settings = {"batch_size": config.rollout_batch_size, "partial": config.partial_rollout}
+            async with by_function(self._ground, occasion, client) as function:
+                return await function.train(list(parts), rows, more=self._planner.following, **settings)
         async with sampled(self._ground, occasion, client) as generate:
             return await run_rollout(
                 parts,
@@ -260,7 +264,7 @@ class Generator:
                 rows,
                 judge=self._judge,
                 slots=self._slots,
-                more=None if config.static else self._following,
+                more=None if config.static else self._planner.following,
                 cut_off=partial(client.cut_off, stop) if client else None,
                 progress=partial(self._progress.__setitem__, parts[0].plan.iteration),
             )

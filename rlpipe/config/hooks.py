@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlpipe.config.slime_modules import provide
 from rlpipe.errors import ConfigError
 
 _FORMS = "'path/to/file.py:name', 'path/to/file.py' or 'package.module.name'"
@@ -118,6 +119,8 @@ def _import_file(file: Path, path: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    if b"slime" in source:
+        provide()
     complete = False
     try:
         spec.loader.exec_module(module)

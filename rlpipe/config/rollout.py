@@ -75,14 +75,15 @@ class RolloutConfig(Config):
     """Prompts asked for at a time; the first rollout_batch_size groups that are accepted make the batch, the others wait in the
     buffer. None: rollout_batch_size."""
     dynamic_sampling_filter_path: str | None = None
-    """Function of a finished, scored group: `keep(samples) -> bool` (or `(keep, reason)`); a rejected group is dropped with its
-    reason and another prompt is drawn. `rlpipe.rollout.filters.reward_nonzero_std` is built in. None accepts all."""
+    """Function of a finished, scored group: `keep(samples) -> bool` (or `(keep, reason)`, or slime's form with `args`).
+    A rejected group is dropped with its reason and another prompt is drawn. `rlpipe.rollout.filters.reward_nonzero_std` is
+    built in. None accepts all."""
     rollout_sample_filter_path: str | None = None
     """Function `filter(args, groups) -> None` of the batch's scored groups: a sample whose `remove_sample` it sets gets loss
     mask 0, and its reward still counts in its group."""
     rollout_all_samples_process_path: str | None = None
-    """Function `process(args, all_groups, data_source) -> None`, called once at the end of a rollout with every group it
-    finished, those it dropped included."""
+    """Function `process(args, all_groups, data_source) -> None`, called once at the end of a rollout with every group that was
+    scored, those it dropped included; `data_source` is None."""
     rollout_function_path: str | None = None
     """Your own rollout: `generate_rollout(args, rollout_id, data_source, evaluation=False)`. See `rlpipe.rollout.function`."""
     eval_function_path: str | None = None
@@ -157,5 +158,5 @@ class RolloutConfig(Config):
     @property
     def static(self) -> bool:
         """Is it known before sampling which groups a rollout uses up? Then the next one can be planned at once."""
-        choosing = (self.dynamic_sampling_filter_path, self.rollout_function_path, self.data_source_path, self.buffer_filter_path)
+        choosing = (self.dynamic_sampling_filter_path, self.rollout_function_path)
         return self.groups_per_round == self.rollout_batch_size and not any(choosing)

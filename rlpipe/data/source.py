@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -53,21 +53,39 @@ class DataSource:
         for row in self._rows:
             self._group(row, group_id="")
 
-    def plan(self, iteration: int, state: DataState, *, part: int = 0, buffered: Iterable[PlannedGroup] = ()) -> Plan:
+    @property
+    def branch(self) -> str:
+        """Whose plans it makes."""
+        return self._branch
+
+    def plan(
+        self,
+        iteration: int,
+        state: DataState,
+        *,
+        part: int = 0,
+        buffered: Iterable[PlannedGroup] = (),
+        choice: tuple[list[str], list[str]] | None = None,
+        draw: Callable[[int, int], Sequence[PromptRow]] | None = None,
+    ) -> Plan:
         """One part of an iteration's plan: the oldest of the buffer first, then new draws, `groups_per_round` together.
 
         Part r + 1 starts from the state after part r. `buffered` holds at least the groups that are taken from `state.buffer`,
-        as earlier plans wrote them; which of their rows go on is decided here.
+        as earlier plans wrote them; which of their rows go on is decided here. `choice`: ids of those that are taken
+        instead, and of those that stay. `draw(count, drawn)` gives the rows of new draws instead of the prompts.
 
         Raises: DataError if a buffered group is not given, the state does not fit the rows, or a drawn row is wrong.
         """
         given = {group.group_id: group for group in buffered}
-        taken = self.takes(state)
+        waiting_of = {one.group_id: one for one in state.buffer}
+        taken = self.takes(state) if choice is None else [waiting_of[group_id] for group_id in choice[0]]
+        left = state.buffer[len(taken) :] if choice is None else tuple(waiting_of[group_id] for group_id in choice[1])
         missing = [waiting.group_id for waiting in taken if waiting.group_id not in given]
         if missing:
             raise DataError("groups of the buffer were not given", where=f"{self._branch}/{iteration}", found=f"no {missing}")
-        drawn, after = self._draw(state, self._rollout.groups_per_round - len(taken))
-        after = after.model_copy(update={"buffer": state.buffer[len(taken) :]})
+        count = self._rollout.groups_per_round - len(taken)
+        drawn, after = self._draw(state, count) if draw is None else self._drawn(state, draw(count, state.draws))
+        after = after.model_copy(update={"buffer": left})
         again = (given[one.group_id].model_copy(update={"earlier": self._earlier(one, iteration)}) for one in taken)
         return Plan(branch=self._branch, iteration=iteration, part=part, groups=(*again, *drawn), before=state, after=after)
 
@@ -82,6 +100,11 @@ class DataSource:
             return waiting.rows
         all_stale = waiting.finished is not None and waiting.finished < bound
         return waiting.rows if self._rollout.mask_offpolicy_in_partial_rollout and not all_stale else None
+
+    def _drawn(self, state: DataState, rows: Sequence[PromptRow]) -> tuple[list[PlannedGroup], DataState]:
+        numbered = enumerate(rows, start=state.draws)
+        groups = [self._group(row, f"{self._branch}:{draw:08d}") for draw, row in numbered]
+        return groups, state.model_copy(update={"draws": state.draws + len(groups)})
 
     def _draw(self, state: DataState, count: int) -> tuple[list[PlannedGroup], DataState]:
         epoch, offset, draws = state.epoch, state.offset, state.draws

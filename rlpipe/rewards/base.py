@@ -50,7 +50,7 @@ async def score(
     Raises: RewardError if more than `max_error_fraction` of the scored rows have an error; DeadlineExceeded after
     `timeout_s`; ConfigError if the function cannot be loaded.
     """
-    rows = [RewardRow(sample.group_id, sample.index) for sample in samples]
+    rows = [_given(sample) for sample in samples]
     calls = [] if isinstance(config.function, NoReward) else _calls(samples, config)
     if not calls:
         return rows
@@ -69,8 +69,14 @@ async def score(
     return rows
 
 
+def _given(sample: Sample) -> RewardRow:
+    """A row with the reward that the sample comes with, if its generate function gave it one: that stands."""
+    return RewardRow(sample.group_id, sample.index, sample.reward, dict(sample.reward_parts))
+
+
 def _calls(samples: Sequence[Sample], config: RewardConfig) -> list[Call]:
-    scored = [(position, sample) for position, sample in enumerate(samples) if sample.status in SCORED]
+    wanted = [(position, sample) for position, sample in enumerate(samples) if sample.reward is None]
+    scored = [(position, sample) for position, sample in wanted if sample.status in SCORED]
     if not getattr(config.function, "group", False):
         return [[item] for item in scored]
     groups: dict[str, Call] = {}

@@ -1,7 +1,8 @@
 """Dynamic sampling: which finished, scored groups are worth training on.
 
-A filter is `keep(samples) -> bool`, or `(bool, reason)`; samples carry their reward. What it rejects is dropped with
-the reason (`filtered` if it gives none). A group it fails on is rejected with the reason `filter_error`.
+A filter is `keep(samples) -> bool`, or `(bool, reason)`; samples carry their reward. slime's form is `keep(args, samples)`,
+and it may answer an object with `.keep` and `.reason`. What it rejects is dropped with the reason (`filtered` if it gives
+none). A group it fails on is rejected with the reason `filter_error`.
 
 Not here: what replaces a rejected group (`sampler`), or leaving groups out of a batch for other reasons (`rlpipe.batch`).
 """
@@ -9,7 +10,10 @@ Not here: what replaces a rejected group (`sampler`), or leaving groups out of a
 from __future__ import annotations
 
 import inspect
+from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from rlpipe.config.hooks import load_hook
 from rlpipe.errors import ConfigError, RewardError
@@ -32,9 +36,10 @@ def reward_nonzero_std(samples: Sequence[Sample]) -> tuple[bool, str]:
     return len(set(rewards)) > 1, f"zero_std_{rewards[0]:g}"
 
 
-def load_filter(path: str) -> Filter:
+def load_filter(path: str, args: Namespace | None = None) -> Filter:
     """The filter that a configuration names. Raises: ConfigError if it cannot be loaded or cannot be called with samples."""
-    keep = load_hook(path)
+    function = load_hook(path)
+    keep = partial(function, args) if _is_slimes(function) else function
     try:
         inspect.signature(keep).bind([])
     except (TypeError, ValueError) as error:
@@ -44,7 +49,7 @@ def load_filter(path: str) -> Filter:
             found=f"{path}: {error}",
             expected="keep(samples) -> bool or (bool, reason)",
         ) from error
-    if inspect.iscoroutinefunction(keep):
+    if inspect.iscoroutinefunction(function):
         raise ConfigError("the filter is async", where=_KEY, found=path, expected="a plain function of samples")
 
     def judge(samples: Sequence[Sample]) -> str | None:
@@ -57,10 +62,16 @@ def load_filter(path: str) -> Filter:
     return judge
 
 
-def _reason(answer: object) -> str | None:
+def _is_slimes(function: Callable[..., Any]) -> bool:
+    return next(iter(inspect.signature(function).parameters), "") == "args"
+
+
+def _reason(answer: Any) -> str | None:
+    if hasattr(answer, "keep"):
+        answer = (answer.keep, getattr(answer, "reason", None))
     kept, reason = answer if isinstance(answer, tuple) else (answer, None)
     if getattr(kept, "ndim", None) == 0:
-        kept = kept.item()  # pyright: ignore[reportAttributeAccessIssue] - a NumPy or torch scalar
+        kept = kept.item()  # a NumPy or torch scalar
     if not isinstance(kept, bool):
         raise TypeError(f"it returned {answer!r}, not a bool or (bool, reason)")
     return None if kept else str(reason or "filtered")

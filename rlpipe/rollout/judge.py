@@ -10,6 +10,7 @@ Not here: how many fit groups make a batch (`selection`).
 from __future__ import annotations
 
 import asyncio
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -27,13 +28,15 @@ class Verdict(NamedTuple):
     group_id: str
     reason: str | None
     error: str | None = None
+    samples: tuple[Sample, ...] = ()
+    """The group with its rewards, where it was scored."""
 
 
 class Judge:
-    """`keep` None accepts every group that was generated, without asking for rewards."""
+    """`keep` None accepts every group that was generated; without `reward` nothing is scored. `args` are for slime's rewards."""
 
-    def __init__(self, keep: Filter | None = None, reward: RewardConfig | None = None) -> None:
-        self._keep = keep
+    def __init__(self, keep: Filter | None = None, reward: RewardConfig | None = None, args: Namespace | None = None) -> None:
+        self._keep, self._args = keep, args
         self._reward = reward.model_copy(update={"max_error_fraction": 1.0}) if reward else None
 
     def at_once(self, samples: Sequence[Sample]) -> Verdict | None:
@@ -43,18 +46,18 @@ class Judge:
             return Verdict(group_id, "failed", next((sample.error for sample in samples if sample.error), None))
         if statuses & {Status.ABORTED, Status.PENDING}:
             return Verdict(group_id, "aborted")
-        return Verdict(group_id, None) if self._keep is None else None
+        return Verdict(group_id, None) if self._keep is None and self._reward is None else None
 
     async def verdicts(self, groups: Sequence[list[Sample]]) -> list[Verdict]:
         """Score and filter groups that `at_once` could not decide, all in one go. Raises: DeadlineExceeded of the scoring."""
         samples = [sample for group in groups for sample in group]
-        rows = await score(samples, self._reward) if self._reward else [RewardRow(s.group_id, s.index) for s in samples]
+        reward = self._reward
+        rows = await score(samples, reward, args=self._args) if reward else [RewardRow(s.group_id, s.index) for s in samples]
         row_of = {(row.group_id, row.index): row for row in rows}
         of_group = [[row_of[sample.group_id, sample.index] for sample in group] for group in groups]
         return await asyncio.to_thread(lambda: [self._verdict(group, rows) for group, rows in zip(groups, of_group, strict=True)])
 
     def _verdict(self, group: list[Sample], rows: list[RewardRow]) -> Verdict:
-        assert self._keep is not None
         group_id = group[0].group_id
         unscored = next((row for row in rows if row.error is not None and row.reward is None), None)
         if unscored is not None:
@@ -63,6 +66,8 @@ class Judge:
             replace(sample, reward=row.reward, reward_parts=dict(row.parts)) for sample, row in zip(group, rows, strict=True)
         ]
         try:
-            return Verdict(group_id, self._keep(scored))
+            return Verdict(
+                group_id, self._keep(scored) if self._keep is not None else None, samples=tuple(scored) if self._reward else ()
+            )
         except RewardError as error:
             return Verdict(group_id, "filter_error", str(error))

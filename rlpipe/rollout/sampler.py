@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from rlpipe.errors import DeadlineExceeded, EngineError, RlpipeError
 from rlpipe.rollout.generate import FINISHED, Generate, failed_samples
 from rlpipe.rollout.judge import Judge, Verdict
+from rlpipe.rollout.planner import discarded
 from rlpipe.rollout.rows import Groups, Part, Rows
 from rlpipe.rollout.selection import Selection
 from rlpipe.types import BufferedGroup, DataState, PlannedGroup, Sample, Status
@@ -84,6 +85,8 @@ class RolloutResult:
     cut_groups: int
     errors: dict[str, str]
     """Group id → error text, of groups that failed or could not be judged."""
+    scored: Groups = field(default_factory=dict)
+    """Groups with their rewards, where the judge needed them."""
 
 
 async def run_rollout(
@@ -154,6 +157,7 @@ class _Run:
         self.failed: Groups = {}
         self.cut: Groups = {}
         self.cut_before: Groups = {}
+        self.scored: Groups = {}
         self.errors: dict[str, str] = {}
         self.arrived, self.over, self.judged, self.to_judge = asyncio.Event(), asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.start_s = time.monotonic()
@@ -260,6 +264,8 @@ class _Run:
         if self.closed:
             return
         self.selection.decide(verdict.group_id, verdict.reason)
+        if verdict.samples:
+            self.scored[verdict.group_id] = list(verdict.samples)
         if verdict.error is not None:
             self.errors.setdefault(verdict.group_id, verdict.error)
         self.progress.accepted_groups = self.selection.num_fit
@@ -342,13 +348,15 @@ class _Run:
 
     def result(self) -> RolloutResult:
         accepted, dropped = self.selection.accepted, dict(self.selection.rejected)
+        dropped |= {group_id: "buffer_filter" for part in self.parts for group_id in discarded(part.plan)}
         used = {*accepted, *dropped}
         left = [self._buffered(group_id) for group_id in self.selection.planned if group_id not in used]
         waited = {one.group_id for one in self.parts[0].plan.before.buffer}
         last = self.parts[-1].plan.after
         again, new = ([one for one in left if (one.group_id in waited) is old] for old in (True, False))
         after = last.model_copy(update={"buffer": (*again, *last.buffer, *new)})
-        return RolloutResult(self.progress, tuple(self.parts), accepted, dropped, after, self.adopted, len(self.cut), self.errors)
+        counts = (self.adopted, len(self.cut), self.errors, self.scored)
+        return RolloutResult(self.progress, tuple(self.parts), accepted, dropped, after, *counts)
 
     def _buffered(self, group_id: str) -> BufferedGroup:
         """What the buffer says of a group that is neither accepted nor dropped."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from rlpipe.rollout.checked import Limits
 from rlpipe.rollout.client import GenerateClient
 from rlpipe.rollout.custom import CustomGenerate, GenerateHook, SampleHooks, load_generate
 from rlpipe.rollout.dataset import Given
+from rlpipe.rollout.function import FunctionRollout, load_rollout_function
 from rlpipe.rollout.gateway import Gateway
 from rlpipe.rollout.generate import FINISHED, Generate, GroupFailed, SingleTurn, sampling_params
 from rlpipe.rollout.multi_turn import MultiTurn, TurnLimits
@@ -44,12 +45,15 @@ class Ground:
     """Tokens the model can read at most."""
     tools: dict[str, Tool]
     hook: GenerateHook | None
+    rollout_function: Callable[..., Any] | None
+    eval_function: Callable[..., Any] | None
     sample_hooks: SampleHooks
 
     @classmethod
     def of(cls, config: RunConfig, tokenizer: PreTrainedTokenizerBase, model: dict[str, Any], model_dir: str) -> Ground:
         """`model` is the content of config.json. Raises: ConfigError if a function cannot be loaded or called as it will be."""
-        path = config.rollout.custom_generate_function_path
+        path, whole = config.rollout.custom_generate_function_path, config.rollout.rollout_function_path
+        held = config.rollout.eval_function_path or whole
         return cls(
             config=config,
             tokenizer=tokenizer,
@@ -58,6 +62,8 @@ class Ground:
             longest=model.get("max_position_embeddings") or 2**31,
             tools=load_tools(config.rollout.tools, timeout_s=config.rollout.tool_timeout_s),
             hook=load_generate(path) if path else None,
+            rollout_function=load_rollout_function(whole) if whole else None,
+            eval_function=load_rollout_function(held, "rollout.eval_function_path") if held else None,
             sample_hooks=SampleHooks(config.rollout.rollout_sample_hook_path),
         )
 
@@ -106,7 +112,7 @@ async def sampling(ground: Ground, occasion: Occasion, client: GenerateClient | 
         yield Given(decode=ground.decode)
         return
     if client is None:
-        raise RlpipeError("this run has no engines to sample from", where="generator", do="call connect first")
+        raise _no_engines()
     async with AsyncExitStack() as stack:
         args: Namespace | None = None
         if ground.hook is not None or ground.sample_hooks:
@@ -117,6 +123,25 @@ async def sampling(ground: Ground, occasion: Occasion, client: GenerateClient | 
             assert args is not None
             generate = _custom(ground, ground.hook, occasion, args, doors)
         yield _Hooked(generate, ground, occasion, args) if args is not None and ground.sample_hooks else generate
+
+
+@asynccontextmanager
+async def by_function(ground: Ground, occasion: Occasion, client: GenerateClient | None) -> AsyncIterator[FunctionRollout]:
+    """A rollout (or an evaluation) by the user's function, and what it may ask meanwhile."""
+    rollout = ground.config.rollout
+    function = ground.eval_function if occasion.evaluation else ground.rollout_function
+    path = (rollout.eval_function_path if occasion.evaluation else None) or rollout.rollout_function_path
+    assert function is not None and path is not None
+    if client is None:
+        raise _no_engines()
+    async with Doors.opened(ground, occasion, client) as doors:
+        args, limits = arguments(ground, doors.gateway), ground.limits(occasion.rollout)
+        keep = {"iteration": occasion.iteration, "timeout_s": rollout.timeout_s}
+        yield FunctionRollout(function, path, args, doors.gateway.journal, limits, **keep)
+
+
+def _no_engines() -> RlpipeError:
+    return RlpipeError("this run has no engines to sample from", where="generator", do="call connect first")
 
 
 @dataclass(frozen=True)

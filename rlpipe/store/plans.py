@@ -1,5 +1,8 @@
 """Plans: what an iteration will sample, written before the first request, named by its own content.
 
+    plans/<digest>/plan.json     the plan
+    draws/<state>                which plan was drawn first from a state, where asking again could give another one
+
 Not here: making one (`rlpipe.data`), or its groups' rows (`shards`).
 """
 
@@ -7,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 
+from rlpipe.errors import ObjectConflict
 from rlpipe.store.files import Files
 from rlpipe.store.records import seal, unseal
-from rlpipe.types import Plan
+from rlpipe.types import DataState, Plan
 
 
 def plan_path(digest: str) -> str:
@@ -35,6 +39,20 @@ class Plans:
         digest = hashlib.sha256(_sealed(plan)).hexdigest()
         return digest if self._files.exists(plan_path(digest)) else None
 
+    def drawn(self, branch: str, iteration: int, part: int, before: DataState) -> str | None:
+        """Digest of the plan that was drawn first from this state, where a draw cannot be repeated; None: nothing was."""
+        path = _draw_path(branch, iteration, part, before)
+        return self._files.read(path).decode() if self._files.exists(path) else None
+
+    def draw(self, plan: Plan) -> str:
+        """Store a plan that a user's function drew, unless one was drawn before from the same state: the digest that counts."""
+        digest, path = self.write(plan), _draw_path(plan.branch, plan.iteration, plan.part, plan.before)
+        try:
+            self._files.create(path, digest.encode())
+        except ObjectConflict:
+            return self._files.read(path).decode()
+        return digest
+
     def read(self, digest: str) -> Plan:
         """The plan of this digest. Raises: ObjectMissing, ObjectCorrupt."""
         path = plan_path(digest)
@@ -55,6 +73,11 @@ def plan_of_rows(path: str) -> str | None:
     """Digest of the plan below which this data file lies; None for a file of another stage."""
     folder, digest, *_ = path.split("/")
     return digest if folder == "plans" else None
+
+
+def _draw_path(branch: str, iteration: int, part: int, before: DataState) -> str:
+    state = hashlib.sha256(f"{branch}/{iteration}/{part}/{before.model_dump_json()}".encode()).hexdigest()
+    return f"draws/{state}"
 
 
 def _sealed(plan: Plan) -> bytes:

@@ -176,6 +176,47 @@ async def test_a_dead_generator_s_parts_are_found_by_the_next(live, tmp_path):
     assert (second["adopted_groups"], second["samples"]) == (6, 0)
 
 
+CUSTOM = """
+import httpx
+async def generate(args, sample, sampling_params):
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    for turn in range(2):
+        async with httpx.AsyncClient(timeout=60) as client:
+            answer = await client.post(url, json={"input_ids": sample.tokens, "sampling_params": sampling_params})
+        output = answer.json()["meta_info"]
+        new = [item[1] for item in output["output_token_logprobs"]]
+        sample.loss_mask = (sample.loss_mask or []) + [1] * len(new) + [0]
+        sample.tokens += new + [50 + turn]
+        sample.response_length += len(new) + 1
+    sample.status = sample.Status.COMPLETED
+    return [sample] if sample.index else sample
+"""
+
+
+@pytest.mark.integration
+async def test_a_function_of_slime_on_real_engines_is_killed_and_its_finished_groups_are_taken_in(live, tmp_path):
+    (tmp_path / "mine.py").write_text(CUSTOM)
+    path = str(tmp_path / "mine.py")
+    rollout = {"rollout_batch_size": 12, "custom_generate_function_path": path, "rollout_max_response_len": 40}
+    generator = await _generator(live, tmp_path, rollout, engine={"server_concurrency": 8})
+    planned = await generator.plan(DRIVER, 0, DataState())
+    running = asyncio.create_task(generator.rollout(DRIVER, planned["plan"]))
+    await _until_done(generator, 3)
+    await generator.abandon(DRIVER, 0)
+    with pytest.raises(RolloutAbandoned):
+        await running
+    again = await _generator(live, tmp_path, rollout)
+    answer = await again.rollout(DRIVER, planned["plan"])
+    groups = _samples(tmp_path, answer)
+    assert answer["outputs"]["adopted_groups"] >= 3 and len(groups) == len(answer["outputs"]["accepted"]) == 12
+    for sample in (sample for samples in groups.values() for sample in samples):
+        assert sample.rollout_log_probs is not None and sample.loss_mask is not None
+        expected = log_probs(live.model, sample.prompt_ids, sample.response_ids)
+        for said, known, counts in zip(sample.rollout_log_probs, expected, sample.loss_mask, strict=True):
+            assert said == (pytest.approx(known, abs=1e-4) if counts else 0.0)
+        assert sample.loss_mask.count(0) == 2 and sum(tokens for tokens, _ in sample.weight_versions) == len(sample.response_ids)
+
+
 def test_end_tokens_are_those_of_all_three_places(tmp_path):
     (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')

@@ -108,6 +108,29 @@ async def test_a_function_of_slime_gets_its_weights_and_log_probs_without_asking
     assert engine.asked[0][1]["max_new_tokens"] == 9 and engine.asked[0][1]["no_stop_trim"] is True
 
 
+WRITTEN_FOR_SLIME = """
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.http_utils import post
+from slime.utils.types import Sample
+async def generate(args, sample: Sample, sampling_params) -> Sample:
+    state = GenerateState(args)
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    prompt_ids = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    output = await post(url, {"input_ids": prompt_ids, "sampling_params": state.sampling_params, "return_logprob": True})
+    ids = [item[1] for item in output["meta_info"]["output_token_logprobs"]]
+    made = Sample(prompt=sample.prompt, tokens=prompt_ids + ids, response_length=len(ids), response=output["text"],
+                  loss_mask=[1] * len(ids), status=Sample.Status.COMPLETED, group_index=sample.group_index)
+    return [made]
+"""
+
+
+async def test_a_file_written_for_slime_runs_as_it_stands_without_slime(tmp_path):
+    rows = await _rows(tmp_path, WRITTEN_FOR_SLIME)
+    assert [(row.group_id, row.index, row.rollout_id) for row in rows] == [("b:00000007", 0, 0), ("b:00000007", 1, 1)]
+    for row in rows:
+        assert (row.prompt_ids, len(row.response_ids), row.rollout_log_probs) == (list(GROUP.prompt_ids), 4, [-0.5] * 4)
+
+
 AGENT = """
 import openai
 async def generate(args, sample, sampling_params, evaluation=False):
