@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from rlpipe.actors.local_ray import connect, disconnect
 from rlpipe.actors.replay import replay
 from rlpipe.config.model import ResourcesConfig
+from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError
 from rlpipe.inputs import checkpoint_inputs
 from rlpipe.lineage import lineage_to
@@ -21,8 +23,8 @@ from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.segments import Segments
-from rlpipe.types import Stage
-from tasks.fork import begin_fork, check_fits, fork_point, origin_of
+from rlpipe.types import Commit, DataState, Stage
+from tasks.fork import begin_fork, check_fits, check_reference, fork_point, origin_of
 from tests.actors.trained import Trained, configuration, tiny_model, trained
 
 pytestmark = pytest.mark.integration
@@ -155,3 +157,16 @@ def test_a_fork_of_another_model_is_refused(home: Path):
 def test_a_fork_takes_its_weights_from_its_parent_only(home: Path, other: dict[str, Any]):
     with pytest.raises(ConfigError, match="fork_from and"):
         forked(home, "new", **other)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "version", "fits"),
+    [(3, 3, 4, True), (None, 3, 4, True), (2, 3, 4, True), (8, None, 4, True), (3, None, 4, False), (3, 2, 4, False)],
+)
+def test_a_fork_s_reference_is_one_that_its_parent_kept(ours: int | None, theirs: int | None, version: int, fits: bool):
+    def refreshing(interval: int | None) -> RunConfig:
+        return configuration("/models/m", "run", advantage={"reference": True}, reference={"ref_update_interval": interval})
+
+    commit = Commit(branch="old", iteration=version - 1, plans=(), nodes={}, data=DataState(), config_digest="")
+    with nullcontext() if fits else pytest.raises(ConfigError, match="weights that the parent never kept"):
+        check_reference(refreshing(ours), refreshing(theirs), commit)
