@@ -217,14 +217,14 @@ def _unmasked_old(sample: Sample, oldest: int) -> bool:
 
 def _mask(sample: Sample) -> list[int]:
     """A sample that was removed after the fact keeps its place in its group, but no token of it counts."""
-    if getattr(sample, "remove_sample", False):
+    if sample.remove_sample:
         return [0] * len(sample.response_ids)
     return sample.loss_mask if sample.loss_mask is not None else [1] * len(sample.response_ids)
 
 
 def _rollouts(samples: list[Sample]) -> np.ndarray:
     """[N] int64: a number for each rollout; samples that one rollout fanned out into share it."""
-    given = [getattr(sample, "rollout_id", None) for sample in samples]
+    given = [sample.rollout_id for sample in samples]
     keys = [(s.group_id, s.index if number is None else number) for s, number in zip(samples, given, strict=True)]
     known = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     return np.array([known[key] for key in keys], np.int64)

@@ -23,9 +23,8 @@ from ray.actor import ActorHandle
 from rlpipe.actors.calls import call, end
 from rlpipe.actors.engine import EngineSpec
 from rlpipe.actors.fleet import Fleet, KeptEngine, Weights
-from rlpipe.actors.generator import GeneratorSpec
 from rlpipe.actors.named import NamedActors
-from rlpipe.actors.specs import ClusterSpec, Driver
+from rlpipe.actors.specs import ClusterSpec, Driver, GeneratorSpec
 from rlpipe.actors.trainer_group import TrainerGroup
 from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.config.model import ResourcesConfig

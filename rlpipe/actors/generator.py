@@ -13,12 +13,11 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlpipe.actors.specs import Driver
+from rlpipe.actors.specs import Driver, GeneratorSpec
 from rlpipe.config.data import EvalDataset, RewardConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
@@ -44,15 +43,6 @@ from rlpipe.store.files import Files
 from rlpipe.types import DataState, Plan, Sample
 
 SAMPLES_PER_REQUEST_ON_CPU = 64
-
-
-@dataclass(frozen=True)
-class GeneratorSpec:
-    """What a generator is set up with. An equal spec needs no second set-up."""
-
-    config: RunConfig
-    model_dir: str
-    store_root: str
 
 
 class RolloutAbandoned(EngineError):

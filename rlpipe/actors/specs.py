@@ -38,3 +38,12 @@ class ClusterSpec:
     home: str
     model_dir: str
     store_root: str
+
+
+@dataclass(frozen=True)
+class GeneratorSpec:
+    """What a generator is set up with. An equal spec needs no second set-up."""
+
+    config: RunConfig
+    model_dir: str
+    store_root: str

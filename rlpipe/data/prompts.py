@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 from rlpipe.config.data import FilePrompts, PromptSource
 from rlpipe.data.files import FileRows, bytes_of, split_slice
-from rlpipe.data.reasoning_gym import make_questions
 from rlpipe.data.rows import label_of, metadata_of, prompt_of, tools_of, value_of
 from rlpipe.errors import DataError
 from rlpipe.types import Prompt
@@ -67,6 +66,8 @@ def load_prompts(source: PromptSource, *, streaming: bool = False, workers: int 
     say; ConfigError for a task, argument or format that does not exist.
     """
     if not isinstance(source, FilePrompts):
+        from rlpipe.data.reasoning_gym import make_questions  # the package loads a second's worth of others
+
         return [PromptRow(made.prompt, made.label, made.metadata, made.where) for made in make_questions(source)]
     if streaming:
         return StreamedPrompts(source, _each(partial(_index, source=source), source.paths, workers))

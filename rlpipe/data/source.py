@@ -12,9 +12,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from rlpipe.config.data import DataConfig, EvalDataset
 from rlpipe.config.rollout import RolloutConfig
@@ -22,6 +20,9 @@ from rlpipe.data.prompts import PromptRow
 from rlpipe.data.tokens import encode_prompt, encode_supervised
 from rlpipe.errors import DataError
 from rlpipe.types import BufferedGroup, DataState, Plan, PlannedGroup, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class DataSource:

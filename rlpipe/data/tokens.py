@@ -11,16 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlpipe.config.data import DataConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.prompts import PromptRow
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.types import Message, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ def load_tokenizer(directory: str, *, trust_remote_code: bool = False) -> PreTra
     if not Path(directory).is_dir():
         raise ConfigError("no such model directory", where="model.source.hf_checkpoint", found=directory)
     try:
+        from transformers import AutoTokenizer  # seconds, which who only names these functions need not wait
+
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(

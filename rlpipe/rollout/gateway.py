@@ -18,16 +18,18 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from aiohttp import web
-from transformers import PreTrainedTokenizerBase
 
 from rlpipe.errors import DataError, DeadlineExceeded, EngineRejected, RlpipeError
 from rlpipe.rollout.client import GenerateClient
 from rlpipe.rollout.generate import version_of
 from rlpipe.rollout.generation import Generation
 from rlpipe.rollout.journal import Answer, Journal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _DEFAULT_MAX_NEW_TOKENS = 128
 """SGLang's."""

@@ -10,10 +10,9 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp.web import RouteDef
-from transformers import PreTrainedTokenizerBase
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
@@ -31,6 +30,9 @@ from rlpipe.rollout.openai_api import ChatSessions
 from rlpipe.rollout.tool_calls import Hermes, Tags
 from rlpipe.rollout.tools import Tool, load_tools
 from rlpipe.types import PlannedGroup, Sample, Status
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)

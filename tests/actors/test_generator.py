@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlpipe.actors.generator import Generator, GeneratorSpec, RolloutAbandoned, end_ids
-from rlpipe.actors.specs import Driver
+from rlpipe.actors.generator import Generator, RolloutAbandoned, end_ids
+from rlpipe.actors.specs import Driver, GeneratorSpec
 from rlpipe.config.hooks import load_hook
 from rlpipe.config.load import validate
 from rlpipe.errors import Fenced
