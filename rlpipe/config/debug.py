@@ -20,7 +20,8 @@ class DebugConfig(Config):
     """Train on the rollouts of another run, load_debug_rollout_data: no engines are started, and nothing is evaluated."""
     load_debug_rollout_data: str | None = None
     """Name of that run, in the same store, trained or debug_rollout_only. Iteration k trains on its rollout k, scored by this
-    run's reward. Sets debug_train_only."""
+    run's reward. Sets debug_train_only. All tokens of a run that only sampled are of weight version 0, so async_buffer_size must
+    be num_rollout - 1 or more to train on them; otherwise they are stale, which ends the run with an error."""
 
     @model_validator(mode="before")
     @classmethod
