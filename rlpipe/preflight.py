@@ -14,12 +14,16 @@ from rlpipe.config.data import FilePrompts, NoReward, PromptSource, RewardConfig
 from rlpipe.config.hooks import load_hook
 from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.model import HuggingFaceModel, MadeModel
+from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.config.slime import slime_args
 from rlpipe.data.prompts import load_prompts
 from rlpipe.errors import ConfigError, ResourceError
 from rlpipe.model_dir import model_directory
 from rlpipe.rewards.python import Scorer
+from rlpipe.rollout.custom import SampleHooks, load_generate
+from rlpipe.rollout.function import load_rollout_function
+from rlpipe.rollout.tools import load_tools
 
 LEAST_FREE_BYTES = 512 * 1024**2
 
@@ -39,7 +43,19 @@ def check(config: RunConfig, home: Path) -> None:
         model_directory(config.model, home, seed=config.seed)
     elif isinstance(config.model.source, MadeModel):
         _check_maker(config.model.source)
+    _check_functions(config.rollout)
     _check_room(home)
+
+
+def _check_functions(rollout: RolloutConfig) -> None:
+    """Functions that sample, and tools, as they will be called. Raises: ConfigError with the signature one should have."""
+    if path := rollout.custom_generate_function_path:
+        load_generate(path)
+    for key in ("rollout_function_path", "eval_function_path"):
+        if path := getattr(rollout, key):
+            load_rollout_function(path, f"rollout.{key}")
+    SampleHooks(rollout.rollout_sample_hook_path)
+    load_tools(rollout.tools, timeout_s=rollout.tool_timeout_s)
 
 
 def _check_prompts(source: PromptSource) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rlpipe.config.load import validate
+from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError, DataError, ResourceError
 from rlpipe.preflight import LEAST_FREE_BYTES, check
@@ -113,3 +114,11 @@ def test_too_little_room_on_the_disk_is_an_error(place: Path, monkeypatch: pytes
             check(config(place), home)
         assert caught.value.where == str(place)
     assert asked == [place]
+
+
+def test_a_generate_function_of_another_form_is_found_before_anything_starts(place: Path, tmp_path: Path):
+    (place / "mine.py").write_text("async def generate(args):\n    return None\n")
+    rollout = {"rollout_batch_size": 1, "custom_generate_function_path": str(place / "mine.py")}
+    wrong = config(place).model_copy(update={"rollout": RolloutConfig(**rollout)})
+    with pytest.raises(ConfigError, match=r"(?s)custom_generate_function_path.*generate\(args\).*sampling_params"):
+        check(wrong, tmp_path)
