@@ -17,7 +17,6 @@ import ray
 
 from rlpipe.actors.local_ray import connect
 from rlpipe.actors.placement import Placement
-from rlpipe.actors.trainer import TrainerRank
 from rlpipe.actors.trainer_group import STATUS, TrainerGroup
 from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.config.run import RunConfig
@@ -33,6 +32,8 @@ async def lone_trainer(
 
     Raises: ResourceError if the cluster has no room for them; whatever keeps a rank from coming up.
     """
+    from rlpipe.actors.trainer import TrainerRank  # Megatron takes seconds, which a flow that restores nothing need not wait
+
     connect(config.resources, home, namespace=f"rlpipe-{name}")
     model_dir = await asyncio.to_thread(model_directory, config.model, home, seed=config.seed)
     placement = Placement(name, config.resources)
