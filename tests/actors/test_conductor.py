@@ -38,7 +38,7 @@ class FakeGenerator:
     def become(self, *, wrong: bool) -> None:
         self.wrong = wrong
 
-    def setup(self, spec: Any) -> dict[str, int]:
+    def setup(self, driver: Driver, spec: Any) -> dict[str, int]:
         if self.wrong:
             raise DataError("no prompt", where="a.jsonl:3")
         return {"rows": 1}
