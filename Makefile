@@ -8,6 +8,7 @@
 #   make chaos MINUTES=60 ARGS="--s 0 --s 2"
 #
 # RUN   name of the run (default: the recipe's)        SEED  of data and training (default: the recipe's)
+# JOBS  processes of `make test` (2)
 # ARGS  further dotted.key=value overrides             HOME or RLPIPE_HOME on the command line: where runs are kept (default: ./runs)
 
 PYTHON_BIN := .venv/bin/python
@@ -48,8 +49,8 @@ train: setup ## train RECIPE (a name under deployments/recipes or a YAML file) w
 report: setup ## write the report page of RUN again
 	@$(PYTHON_BIN) -m tools.report --run $(or $(RUN),$(RECIPE))
 
-test: setup ## every test
-	@$(PYTHON_BIN) -m pytest $(ARGS)
+test: setup ## every test, JOBS (2) at a time
+	@$(PYTHON_BIN) -m pytest -n $(or $(JOBS),2) --dist loadgroup --durations 12 $(ARGS)
 
 chaos: setup ## kill processes of a real run for MINUTES (10), and prove that every batch was trained once
 	@$(PYTHON_BIN) -m tools.chaos --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0) --home $(or $(RLPIPE_HOME),runs)/chaos $(ARGS)

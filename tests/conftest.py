@@ -13,6 +13,16 @@ settings.register_profile("rlpipe", deadline=None, max_examples=50)
 settings.load_profile("rlpipe")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of a file stay in one process. Whole runs, with all their servers, come first and all in one: of two at once each
+    would have half a machine."""
+    items.sort(key=lambda item: item.get_closest_marker("whole_run") is None)
+    for item in items:
+        group = "whole runs" if item.get_closest_marker("whole_run") else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture
 def repository() -> Path:
     """The root of the checkout."""
