@@ -15,14 +15,15 @@ from tasks.reward import reward
 from tasks.rollout import rollout
 
 
-async def sample_only(run: str, k: int) -> None:
-    """Rollout and reward of iteration k with the first weights, noted under the run's name."""
+async def sample_only(run: str, k: int) -> dict[str, NodeRef]:
+    """Rollout and reward of iteration k with the first weights, noted under the run's name: their handles."""
     it = await context(run)
     samples = await rollout(run, k)
     rewards = await reward(run, k, samples)
     note(it.files, run, k, {Stage.ROLLOUT: samples.digest, Stage.REWARD: rewards.digest})
     outputs = it.nodes.get(Stage.REWARD, rewards.digest).outputs
     it.progress.say(f"{run}: sampled {k + 1} of {it.config.num_rollout}, mean reward {outputs.get('mean', 0.0):.3f}")
+    return {"rollout": samples, "reward": rewards}
 
 
 async def load(run: str, k: int) -> NodeRef | None:

@@ -40,6 +40,12 @@ class ObserveConfig(Config):
     """First iteration that is not profiled any more."""
     profile_ranks: tuple[int, ...] = Tuning((0,))
     """Trainer ranks that are profiled."""
+    custom_rollout_log_function_path: str | None = Tuning(None)
+    """Function of yours that logs each iteration's rollout: `(rollout_id, args, samples, extra_metrics, rollout_time)`. Where it
+    answers true, TensorBoard and the terminal leave that out. What it raises is reported and stops nothing. See
+    `rlpipe.observe.functions`."""
+    custom_eval_rollout_log_function_path: str | None = Tuning(None)
+    """The same for each evaluation: `(rollout_id, args, data, extra_metrics)`."""
 
 
 class StopCondition(Config):
