@@ -79,7 +79,7 @@ async def drive(config: RunConfig, home: Path, stopping: Stopping, *, takeover: 
 
 
 async def run_iterations(config: RunConfig, first: int, observer: Observer, stopping: Stopping) -> None:
-    """Iterations from `first` to the end, evaluated where it is due. Raises: Preempted."""
+    """Iterations from `first` to the end, evaluated where it is due; those ahead sample meanwhile. Raises: Preempted."""
     done = await stopping.unless_asked(evaluate_if_due(config, first, observer))
     if config.debug.debug_rollout_only:
         for k in range(config.num_rollout):
@@ -91,6 +91,8 @@ async def run_iterations(config: RunConfig, first: int, observer: Observer, stop
                 return
             start = time.perf_counter()
             nodes = await stopping.unless_asked(iterations.finish(k))
+            if config.async_buffer_size:
+                await stopping.unless_asked(iterations.reach(k + 1))
             await observer.iteration(k, nodes, seconds=time.perf_counter() - start)
             done = await stopping.unless_asked(evaluate_if_due(config, k + 1, observer))
 
