@@ -35,7 +35,8 @@ def check(config: RunConfig, home: Path) -> None:
     Raises: DataError naming file and line; ConfigError naming the key; ResourceError.
     """
     for source in (config.data.prompts, *(dataset.prompts for dataset in config.evaluation.datasets)):
-        _check_prompts(source)
+        if source is not None:
+            _check_prompts(source)
     for reward in (config.reward, *(dataset.reward for dataset in config.evaluation.datasets)):
         _check_reward(reward, config)
     check_functions(config.advantage, config.train.loss)

@@ -156,6 +156,8 @@ class RunConfig(Config):
                 f"rollout.over_sampling_batch_size = {over} must be at least rollout.rollout_batch_size = "
                 f"{self.rollout.rollout_batch_size}"
             )
+        if self.data.prompts is None and self.rollout.data_source_path is None:
+            raise ValueError("data.prompts is needed, unless rollout.data_source_path gives prompts")
         ranks, model = self.resources.trainer_ranks, self.train.parallel.model_ranks
         if ranks % model:
             raise ValueError(

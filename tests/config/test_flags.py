@@ -179,6 +179,19 @@ def test_supervised_training_is_one_flag():
     assert config.reward.function.type == "none"
 
 
+def test_a_source_of_ones_own_needs_no_prompt_data():
+    words = "--data-source-path mine.py:Source --input-key question --hf-checkpoint /m --num-rollout 1 --rollout-batch-size 2"
+    config = loaded(words)
+    assert (config.data.prompts, config.rollout.data_source_path) == (None, "mine.py:Source")
+    assert config.reward.function.type == "by_row"
+    args = slime_args(config)
+    assert (args.prompt_data, args.input_key) == (None, None)
+    kept = loaded(f"{words} --prompt-data a.jsonl").data.prompts
+    assert kept is not None and kept.type == "file"
+    with pytest.raises(ConfigError, match=r"data\.prompts is needed, unless rollout\.data_source_path"):
+        loaded(words, "rollout.data_source_path=null")
+
+
 def test_slimes_own_functions_are_ours():
     path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
     assert keys(f"--dynamic-sampling-filter-path {path}") == {
