@@ -2,6 +2,7 @@
 
     async with open_iterations(config) as iterations:
         nodes = await iterations.finish(k)      # k and the ones after it are open; k is committed now
+        await iterations.reach(k + 1)           # what may sample now does, whatever else is done before k + 1 is waited for
 
 Both open in order and are finished in order. Whatever is open when the block ends is cancelled: what its stages have finished
 is in the store, and the next attempt goes on from it.
@@ -35,10 +36,14 @@ class Iterations(ABC):
 
     async def finish(self, k: int) -> dict[str, NodeRef]:
         """Wait until iteration k is committed; its stages' handles. Raises: what its stages raise."""
+        await self.reach(k)
+        return await self.result(k)
+
+    async def reach(self, k: int) -> None:
+        """Open iteration k and those that are in flight with it, as far as they are not."""
         for number in range(max(k, self._next), min(k + self._ahead + 1, self._config.num_rollout)):
             await self.open(number)
             self._next = number + 1
-        return await self.result(k)
 
     @abstractmethod
     async def open(self, k: int) -> None:

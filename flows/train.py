@@ -79,11 +79,11 @@ async def drive(config: RunConfig, home: Path, stopping: Stopping, *, takeover: 
 
 
 async def run_iterations(config: RunConfig, first: int, observer: Observer, stopping: Stopping) -> None:
-    """Iterations from `first` to the end, evaluated where it is due. Raises: Preempted."""
+    """Iterations from `first` to the end, evaluated where it is due; those ahead sample meanwhile. Raises: Preempted."""
     done = await stopping.unless_asked(evaluate_if_due(config, first, observer))
     if config.debug.debug_rollout_only:
         for k in range(config.num_rollout):
-            await stopping.unless_asked(sample_only(config.run, k))
+            await observer.sampled(k, await stopping.unless_asked(sample_only(config.run, k)))
         return
     async with open_iterations(config) as iterations:
         for k in range(first, config.num_rollout):
@@ -91,6 +91,8 @@ async def run_iterations(config: RunConfig, first: int, observer: Observer, stop
                 return
             start = time.perf_counter()
             nodes = await stopping.unless_asked(iterations.finish(k))
+            if config.async_buffer_size:
+                await stopping.unless_asked(iterations.reach(k + 1))
             await observer.iteration(k, nodes, seconds=time.perf_counter() - start)
             done = await stopping.unless_asked(evaluate_if_due(config, k + 1, observer))
 
@@ -99,13 +101,11 @@ async def evaluate_if_due(config: RunConfig, version: int, observer: Observer) -
     """Evaluate all held-out sets if this weight version asks for it; whether the run's stop condition is met."""
     if not evaluation_due(config, version):
         return False
-    metrics: dict[str, float] = {}
     start = time.perf_counter()
-    for dataset in config.evaluation.datasets:
-        node = await evaluate(config.run, version, dataset.name)
-        metrics |= node.outputs["metrics"]
+    nodes = {dataset.name: await evaluate(config.run, version, dataset.name) for dataset in config.evaluation.datasets}
+    metrics = {name: value for node in nodes.values() for name, value in node.outputs["metrics"].items()}
     (await context(config.run)).tell()
-    await observer.evaluation(version, metrics, seconds=time.perf_counter() - start)
+    await observer.evaluation(version, nodes, metrics, seconds=time.perf_counter() - start)
     return good_enough(config, metrics)
 
 

@@ -20,6 +20,7 @@ from rlpipe.config.slime import slime_args
 from rlpipe.data.prompts import load_prompts
 from rlpipe.errors import ConfigError, ResourceError
 from rlpipe.model_dir import model_directory
+from rlpipe.observe.functions import LogFunctions
 from rlpipe.rewards.python import Scorer
 from rlpipe.rollout.custom import SampleHooks, load_generate
 from rlpipe.rollout.function import load_rollout_function
@@ -34,11 +35,13 @@ def check(config: RunConfig, home: Path) -> None:
     Raises: DataError naming file and line; ConfigError naming the key; ResourceError.
     """
     for source in (config.data.prompts, *(dataset.prompts for dataset in config.evaluation.datasets)):
-        _check_prompts(source)
+        if source is not None:
+            _check_prompts(source)
     for reward in (config.reward, *(dataset.reward for dataset in config.evaluation.datasets)):
         _check_reward(reward, config)
     check_functions(config.advantage, config.train.loss)
     MegatronHooks(config.train)
+    LogFunctions(config.observe)
     if isinstance(config.model.source, HuggingFaceModel):
         model_directory(config.model, home, seed=config.seed)
     elif isinstance(config.model.source, MadeModel):

@@ -57,6 +57,15 @@ def read_rewards(files: Files, reward: Node) -> list[RewardRow]:
     return [RewardRow(**row) for row in table_to_rewards(read_rows(files, reward.files))]
 
 
+def read_scored(files: Files, rollout: Node, reward: Node) -> list[Sample]:
+    """The samples of the groups that a rollout accepted, with their rewards, in order. Raises: ObjectMissing, ObjectCorrupt."""
+    accepted, said = set(rollout.outputs["accepted"]), {(row.group_id, row.index): row for row in read_rewards(files, reward)}
+    samples = [sample for sample in read_samples(files, rollout) if sample.group_id in accepted]
+    samples.sort(key=lambda sample: (sample.group_id, sample.index))
+    rows = [said.get((sample.group_id, sample.index)) for sample in samples]
+    return [_with_reward(sample, row) if row else sample for sample, row in zip(samples, rows, strict=True)]
+
+
 def write_batch(files: Files, digest: str, batch: Batch, columns: BatchColumns) -> FileRecord:
     """The batch file of an advantage node. `columns` are the batch's, with log-probs and advantages added."""
     values = {

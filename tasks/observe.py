@@ -9,17 +9,23 @@ import asyncio
 import base64
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from prefect.artifacts import acreate_image_artifact, acreate_table_artifact
 
+from rlpipe.config.slime import slime_args
+from rlpipe.errors import RlpipeError
 from rlpipe.observe.figure import write_figure
+from rlpipe.observe.functions import LogFunctions
 from rlpipe.observe.report import write_report
 from rlpipe.observe.summary import summarise, write_summary
 from rlpipe.observe.tensorboard import TensorBoardSink
 from rlpipe.run_history import HistoryReader, iteration_metrics
+from rlpipe.stage_files import read_samples, read_scored
 from rlpipe.types import NodeRef, Stage
 from tasks.context import RunContext
 
@@ -38,6 +44,8 @@ FIGURES = {
     "sync": {"engine - trainer": "sync/logprob_difference", "bytes": "sync/bytes"},
 }
 """Stage → label → metric, in the table of an iteration."""
+OF_ROLLOUT = ("rollout/", "perf/rollout")
+"""Metrics of an iteration that a function of the user may log in our place."""
 
 
 class Observer:
@@ -47,6 +55,7 @@ class Observer:
         self._it = it
         self._reader = HistoryReader(it.files, it.config, it.directory)
         self._accuracy: dict[str, float] = {}
+        self._functions = LogFunctions(it.config.observe, slime_args(it.config))
         self._board = TensorBoardSink(it.directory / "tensorboard", first) if it.config.observe.tensorboard else None
         self._spent(startup_seconds, {"start": startup_seconds})
 
@@ -63,23 +72,53 @@ class Observer:
         metrics = iteration_metrics(outputs)
         work = dict(self._it.stage_seconds)
         self._it.stage_seconds.clear()
+        figures = {**metrics, **{f"perf/{stage}_time": spent for stage, spent in work.items()}}
+        if await self.sampled(k, nodes, metrics):
+            metrics, figures = (
+                {name: one[name] for name in one if not name.startswith(OF_ROLLOUT)} for one in (metrics, figures)
+            )
         if self._board is not None:
-            self._board.write(k, {**metrics, **{f"perf/{stage}_time": spent for stage, spent in work.items()}})
+            self._board.write(k, figures)
         other = {stage: spent for stage, spent in work.items() if stage == "checkpoint"}
         self._spent(seconds, other, iteration_s=seconds, work_s=sum(work.values()))
         shown = {label: metrics[name] for label, name in SHOWN if name in metrics}
         self._it.progress.iteration({**shown, **self._accuracy})
         await iteration_artifact(self._it.config.run, k, nodes, metrics)
 
-    async def evaluation(self, version: int, metrics: dict[str, float], *, seconds: float) -> None:
-        """An evaluation is recorded."""
+    async def sampled(self, k: int, nodes: dict[str, NodeRef], metrics: dict[str, float] | None = None) -> bool:
+        """The rollout of an iteration is scored: whether a function of the user has logged it."""
+        return self._functions.logs_rollouts and await self._logged(partial(self._log_rollout, k, nodes, metrics or {}))
+
+    def _log_rollout(self, k: int, nodes: dict[str, NodeRef], metrics: dict[str, float]) -> bool:
+        rollout, reward = (self._it.nodes.get(stage, nodes[stage].digest) for stage in (Stage.ROLLOUT, Stage.REWARD))
+        known = metrics or iteration_metrics({Stage.ROLLOUT: rollout.outputs, Stage.REWARD: reward.outputs})
+        extra = {name: value for name, value in known.items() if name.startswith(OF_ROLLOUT)}
+        return self._functions.rollout(k, read_scored(self._it.files, rollout, reward), extra, rollout.outputs["seconds"])
+
+    def _log_evaluation(self, version: int, nodes: dict[str, NodeRef], metrics: dict[str, float]) -> bool:
+        found = {name: self._it.nodes.get(Stage.EVAL, node.digest) for name, node in nodes.items()}
+        samples = {name: read_samples(self._it.files, node) for name, node in found.items()}
+        return self._functions.evaluation(version, samples, metrics)
+
+    async def _logged(self, call: Callable[[], bool]) -> bool:
+        """Its answer; what it raises, or keeps its rows from being read, is said and stops nothing."""
+        try:
+            return await asyncio.to_thread(call)
+        except RlpipeError as error:
+            self._it.progress.say(f"{self._it.config.run}: {type(error).__name__}: {error}")
+            return False
+
+    async def evaluation(self, version: int, nodes: dict[str, NodeRef], metrics: dict[str, float], *, seconds: float) -> None:
+        """An evaluation is recorded: the node of each held-out set by its name."""
         self._it.stage_seconds.pop("eval", None)
         self._accuracy = {name.split("/")[1]: value for name, value in metrics.items() if name.endswith("/accuracy")}
         self._spent(seconds, {"eval": seconds})
-        if self._board is not None:
-            self._board.write(version, metrics)
-        line = ", ".join(f"{name} accuracy {value:.3f}" for name, value in self._accuracy.items())
-        self._it.progress.say(f"{self._it.config.run}: after {version} iterations {line}")
+        logs = self._functions.logs_evaluations
+        if not (logs and await self._logged(partial(self._log_evaluation, version, nodes, metrics))):
+            if self._board is not None:
+                self._board.write(version, metrics)
+            line = ", ".join(f"{name} accuracy {value:.3f}" for name, value in self._accuracy.items())
+            self._it.progress.say(f"{self._it.config.run}: after {version} iterations {line}")
         await self.report()
 
     async def report(self) -> dict[str, Any]:

@@ -122,3 +122,26 @@ def test_a_generate_function_of_another_form_is_found_before_anything_starts(pla
     wrong = config(place).model_copy(update={"rollout": RolloutConfig(**rollout)})
     with pytest.raises(ConfigError, match=r"(?s)custom_generate_function_path.*generate\(args\).*sampling_params"):
         check(wrong, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "source", "expected"),
+    [
+        (
+            "custom_rollout_log_function_path",
+            "def f(rollout_id, args, samples):\n    ...\n",
+            "extra_metrics, rollout_time) -> bool",
+        ),
+        (
+            "custom_eval_rollout_log_function_path",
+            "async def f(*all):\n    ...\n",
+            "(rollout_id, args, data, extra_metrics) -> bool",
+        ),
+    ],
+)
+def test_a_function_that_logs_is_told_what_it_will_get(place: Path, key: str, source: str, expected: str):
+    (place / "log.py").write_text(source)
+    with pytest.raises(ConfigError) as caught:
+        check(config(place, observe={key: f"{place}/log.py"}), place / "home")
+    assert caught.value.where == f"observe.{key}"
+    assert expected in str(caught.value.expected)

@@ -110,7 +110,7 @@ POINTS: dict[str, Point] = {
     "S-121": Point("servers register", "", "engines/sglang/test_router.py", "POST /workers"),
     "S-122": Point("POST /generate at the router", "", "engines/sglang/test_router.py"),
     "S-123": Point("external router", "", FLAGS_TEST, "refused: the run has to take engines off while it pushes weights"),
-    "S-124": Point("OpenAI-compatible API", "", "rollout", "the engines' own, and one for each rollout session"),
+    "S-124": Point("OpenAI-compatible API", "", "rollout/test_custom.py", "the engines' own, and one for each rollout session"),
     # data
     "S-130": Point("--prompt-data", "data.prompts.paths", "data/test_files.py", ".jsonl and .parquet, path@[a:b]"),
     "S-131": Point("--input-key", "data.prompts.input_key", "data/test_prompts.py"),
@@ -129,24 +129,26 @@ POINTS: dict[str, Point] = {
     "S-144": Point("--num-steps-per-rollout", "train.num_steps_per_rollout", "config/test_load.py"),
     "S-145": Point("the batch equation", "train.global_batch_size", "config/test_load.py"),
     # algorithms
-    "S-150": Point("--advantage-estimator", "advantage.advantage_estimator", "algorithms"),
+    "S-150": Point("--advantage-estimator", "advantage.advantage_estimator", "config/test_algorithms.py"),
     "S-151": Point("grpo", "advantage.advantage_estimator", "algorithms/test_advantages.py"),
-    "S-152": Point("gspo", "advantage.advantage_estimator", "algorithms"),
-    "S-153": Point("reinforce_plus_plus", "advantage.advantage_estimator", "algorithms"),
-    "S-154": Point("reinforce_plus_plus_baseline", "advantage.advantage_estimator", "algorithms"),
-    "S-155": Point("ppo", "advantage.advantage_estimator critic.value_clip", "algorithms"),
+    "S-152": Point("gspo", "advantage.advantage_estimator", "algorithms/test_losses.py"),
+    "S-153": Point("reinforce_plus_plus", "advantage.advantage_estimator", "algorithms/test_advantages.py"),
+    "S-154": Point("reinforce_plus_plus_baseline", "advantage.advantage_estimator", "algorithms/test_advantages.py"),
+    "S-155": Point("ppo", "advantage.advantage_estimator critic.value_clip", "actors/test_critic.py"),
     "S-156": Point("--use-kl-loss", "advantage.reference train.loss.kl_loss_coef", "algorithms/test_divergence.py"),
     "S-157": Point("--calculate-per-token-loss", "train.loss.calculate_per_token_loss", "algorithms/test_reduction.py"),
     "S-158": Point("--use-tis", "train.loss.use_tis", "algorithms/test_importance.py"),
-    "S-159": Point("relative advantages and KL", "advantage.rewards_normalization train.loss.kl_loss_coef", "algorithms"),
+    "S-159": Point(
+        "relative advantages and KL", "advantage.rewards_normalization train.loss.kl_loss_coef", "algorithms/test_advantages.py"
+    ),
     "S-160": Point(
         "GPPO variants",
         "train.loss.eps_clip_c",
-        "algorithms",
+        "algorithms/test_losses.py",
         "not a method of that name: dual clip and cispo keep the gradient of clipped tokens",
     ),
     # hooks
-    "S-170": Point("--rollout-function-path", "rollout.rollout_function_path", "rollout"),
+    "S-170": Point("--rollout-function-path", "rollout.rollout_function_path", "rollout/test_function.py"),
     "S-171": Point(
         "dynamic sampling, partial rollout",
         "rollout.dynamic_sampling_filter_path rollout.partial_rollout",
@@ -154,37 +156,41 @@ POINTS: dict[str, Point] = {
     ),
     "S-172": Point("rollout_id", "", "rollout/test_conservation.py", "the iteration; its plan is written first"),
     "S-173": Point("data_buffer", "", "data/test_source.py", "in the commit of each iteration"),
-    "S-174": Point("--eval-function-path", "rollout.eval_function_path", "rollout"),
+    "S-174": Point("--eval-function-path", "rollout.eval_function_path", "rollout/test_function.py"),
     "S-175": Point("Sample", "", "test_types.py", "tokens, response_length, reward, truncated"),
     "S-176": Point("loss_mask", "", "store/test_rows.py"),
     "S-177": Point("response, aborted, prompt", "", "test_types.py"),
-    "S-178": Point("--custom-generate-function-path", "rollout.custom_generate_function_path", "rollout"),
-    "S-179": Point("custom_generate(args, samples)", "rollout.custom_generate_function_path", "rollout"),
-    "S-180": Point("--max-turns", "rollout.max_turns", "rollout"),
+    "S-178": Point("--custom-generate-function-path", "rollout.custom_generate_function_path", "rollout/test_custom.py"),
+    "S-179": Point("custom_generate(args, samples)", "rollout.custom_generate_function_path", "rollout/test_custom.py"),
+    "S-180": Point("--max-turns", "rollout.max_turns", "rollout/test_multi_turn.py"),
     "S-181": Point("--custom-rm-path function", "reward.function.path", "rewards/test_custom.py"),
     "S-182": Point("--custom-rm-path class", "reward.function.path reward.function.arguments", "rewards/test_custom.py"),
     "S-183": Point("POST to the router from a function", "", "config/test_slime.py", "args.sglang_router_ip, _port"),
-    "S-184": Point("--custom-megatron-init-path", "train.custom_megatron_init_path", "engines/megatron"),
+    "S-184": Point("--custom-megatron-init-path", "train.custom_megatron_init_path", "config/test_megatron_hooks.py"),
     "S-185": Point(
-        "--custom-megatron-before-log-prob-hook-path", "train.custom_megatron_before_log_prob_hook_path", "engines/megatron"
+        "--custom-megatron-before-log-prob-hook-path",
+        "train.custom_megatron_before_log_prob_hook_path",
+        "config/test_megatron_hooks.py",
     ),
     "S-186": Point(
-        "--custom-megatron-before-train-step-hook-path", "train.custom_megatron_before_train_step_hook_path", "engines/megatron"
+        "--custom-megatron-before-train-step-hook-path",
+        "train.custom_megatron_before_train_step_hook_path",
+        "config/test_megatron_hooks.py",
     ),
     "S-187": Point("modified Megatrons", "train.megatron", PASSED, "not applicable: there is no megatron.training in between"),
     # data buffer
-    "S-190": Point("get_samples, add_samples", "rollout.data_source_path", "rollout"),
+    "S-190": Point("get_samples, add_samples", "rollout.data_source_path", "rollout/test_function.py"),
     "S-191": Point(
         "RolloutDataSourceWithBuffer", "rollout.partial_rollout", "data/test_source.py", "the buffer is in the commit"
     ),
-    "S-192": Point("buffer_filter", "rollout.buffer_filter_path", "rollout"),
+    "S-192": Point("buffer_filter", "rollout.buffer_filter_path", "rollout/test_function.py"),
     "S-193": Point(
         "replay experiments",
         "rollout.buffer_filter_path fork_from",
-        "rollout",
+        "rollout/test_function.py",
         "and stored rollouts are trained on again by debug.load_debug_rollout_data",
     ),
-    "S-194": Point("custom generation, filtering, storage", "rollout.rollout_function_path", "rollout"),
+    "S-194": Point("custom generation, filtering, storage", "rollout.rollout_function_path", "rollout/test_function.py"),
     # asynchronous
     "S-200": Point("rollout overlaps training", "async_buffer_size", "flows/test_in_flight.py"),
     "S-201": Point("--async-buffer-size", "async_buffer_size", "tasks/test_turn.py"),
@@ -194,9 +200,9 @@ POINTS: dict[str, Point] = {
     ),
     "S-204": Point("staleness against throughput", "async_buffer_size sync.update_weights_interval", "test_batch.py"),
     # agents
-    "S-210": Point("tools in a multi-turn loop", "rollout.tools", "rollout"),
-    "S-211": Point("tool tokens are masked", "rollout.tools", "rollout"),
-    "S-212": Point("search-r1", "rollout.tools", "rollout", "a recipe under deployments/recipes"),
+    "S-210": Point("tools in a multi-turn loop", "rollout.tools", "rollout/test_multi_turn.py"),
+    "S-211": Point("tool tokens are masked", "rollout.tools", "rollout/test_multi_turn.py"),
+    "S-212": Point("search-r1", "rollout.tools", "deployments/test_agents.py", "a recipe under deployments/recipes"),
     # evaluation
     "S-220": Point("--eval-interval", "evaluation.eval_interval", "tasks/test_turn.py"),
     "S-221": Point("--eval-prompt-data repeated", "evaluation.datasets", FLAGS_TEST, "or flat, or --eval-config"),

@@ -119,6 +119,8 @@ def iterations_of(arguments: argparse.Namespace, epochs: int) -> int:
     from rlpipe.data.prompts import load_prompts
 
     config = load_run(arguments.recipe, [*arguments.overrides, "num_rollout=0"], arguments.run)
+    if config.data.prompts is None:
+        raise ConfigError("a data source of your own has no epochs", where="--num-epoch", found=epochs, do="give --num-rollout")
     return epochs * len(load_prompts(config.data.prompts)) // config.rollout.rollout_batch_size
 
 

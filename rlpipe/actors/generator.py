@@ -204,9 +204,10 @@ class Generator:
         source = config.model.source
         self._model_config = json.loads((Path(spec.model_dir) / "config.json").read_text())
         self._tokenizer = load_tokenizer(spec.model_dir, trust_remote_code=getattr(source, "trust_remote_code", False))
-        rows = load_prompts(config.data.prompts, streaming=config.data.streaming_data, workers=config.data.num_data_workers)
+        data = config.data
+        rows = load_prompts(data.prompts, streaming=data.streaming_data, workers=data.num_data_workers) if data.prompts else ()
         self._source = DataSource(
-            rows, self._tokenizer, config.data, config.rollout, config.run, async_buffer_size=config.async_buffer_size
+            rows, self._tokenizer, data, config.rollout, config.run, async_buffer_size=config.async_buffer_size
         )
         self._source.check()
         self._held_out = {dataset.name: self._evaluation_plan(dataset) for dataset in config.evaluation.datasets}
@@ -218,7 +219,7 @@ class Generator:
         keep, args = config.rollout.dynamic_sampling_filter_path, slime_args(config)
         reward = config.reward if config.rollout.judged_by_reward else None
         self._judge = Judge(load_filter(keep, args) if keep else None, reward, args)
-        self._afterwards = Afterwards(config.rollout, args)
+        self._afterwards = Afterwards(config.rollout, args, self._planner.custom)
         self._spec = spec
 
     def _made_planner(self, config: RunConfig) -> Planner:

@@ -54,7 +54,8 @@ PromptSource = Annotated[FilePrompts | ReasoningGymPrompts, Field(discriminator=
 class DataConfig(Config):
     """The data source: which prompts, in which order, how they become token ids."""
 
-    prompts: PromptSource
+    prompts: PromptSource | None = None
+    """None: rollout.data_source_path gives them."""
     apply_chat_template: bool = False
     """Render prompts through the tokenizer's chat template."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -83,7 +83,7 @@ class RolloutConfig(Config):
     mask 0, and its reward still counts in its group."""
     rollout_all_samples_process_path: str | None = None
     """Function `process(args, all_groups, data_source) -> None`, called once at the end of a rollout with every group that was
-    scored, those it dropped included; `data_source` is None."""
+    scored, those it dropped included; `data_source` is the object of your data_source_path, else None."""
     rollout_function_path: str | None = None
     """Your own rollout: `generate_rollout(args, rollout_id, data_source, evaluation=False)`. See `rlpipe.rollout.function`."""
     eval_function_path: str | None = None

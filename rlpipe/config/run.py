@@ -40,6 +40,12 @@ class ObserveConfig(Config):
     """First iteration that is not profiled any more."""
     profile_ranks: tuple[int, ...] = Tuning((0,))
     """Trainer ranks that are profiled."""
+    custom_rollout_log_function_path: str | None = Tuning(None)
+    """Function of yours that logs each iteration's rollout: `(rollout_id, args, samples, extra_metrics, rollout_time)`. Where it
+    answers true, TensorBoard and the terminal leave that out. What it raises is reported and stops nothing. See
+    `rlpipe.observe.functions`."""
+    custom_eval_rollout_log_function_path: str | None = Tuning(None)
+    """The same for each evaluation: `(rollout_id, args, data, extra_metrics)`."""
 
 
 class StopCondition(Config):
@@ -150,6 +156,8 @@ class RunConfig(Config):
                 f"rollout.over_sampling_batch_size = {over} must be at least rollout.rollout_batch_size = "
                 f"{self.rollout.rollout_batch_size}"
             )
+        if self.data.prompts is None and self.rollout.data_source_path is None:
+            raise ValueError("data.prompts is needed, unless rollout.data_source_path gives prompts")
         ranks, model = self.resources.trainer_ranks, self.train.parallel.model_ranks
         if ranks % model:
             raise ValueError(

@@ -43,8 +43,12 @@ def keys_of(given: Given) -> Keys:
     values, own = _with_custom_config(given.own)
     keys: Keys = {FLAGS[name].key: value for name, value in values.items() if FLAGS[name].verdict == "to"}
     keys = {key: _ours(value) for key, value in keys.items() if not _is_theirs(value)}
+    if values.get("get_mismatch_metrics") and not values.get("use_tis"):
+        keys.pop("train.loss.custom_tis_function_path", None)  # there it only measures, which is done in any case
     if values.get("loss_type") == "sft_loss":
         keys.pop("debug.debug_train_only", None)  # how slime does without engines, which supervised rows never need here
+    if values.get("data_source_path") and "rollout.data_source_path" in keys and "prompt_data" not in values:
+        keys = {key: value for key, value in keys.items() if not key.startswith("data.prompts.")} | {"data.prompts": None}
     for part in (_model, _prompts, _loss, _kl, _batch, _resources, _store, _numbers):
         keys |= part(values)
     if "rollout_function_path" in values:

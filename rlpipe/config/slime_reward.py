@@ -32,7 +32,8 @@ def reward_function(values: Mapping[str, Any], *, where: str = "--rm-type") -> d
             raise ConfigError("the server's address is missing", where="--rm-url", do="--rm-url http://host:port/path")
         return {"type": "remote", "url": values["rm_url"], "reward_key": key}
     if kind is None:
-        return {"type": "by_row"} if "prompt_data" in values and values.get("loss_type") != "sft_loss" else None
+        prompts = "prompt_data" in values or "data_source_path" in values
+        return {"type": "by_row"} if prompts and values.get("loss_type") != "sft_loss" else None
     check_rule(kind, where)
     return {"type": "by_row", "default": kind}
 

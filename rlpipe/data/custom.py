@@ -41,6 +41,11 @@ class CustomSource:
         self._source: Any = self._make(args)
         self._position = 0
 
+    @property
+    def user(self) -> Any:
+        """The object of the user's class that is drawn from now."""
+        return self._source
+
     def __len__(self) -> int:
         """Groups it has in all, if it says so; else 1."""
         return len(self._source) if hasattr(self._source, "__len__") else 1

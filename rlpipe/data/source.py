@@ -38,8 +38,11 @@ class DataSource:
         *,
         async_buffer_size: int = 0,
     ):
-        """`async_buffer_size`: how many weight versions old a token may be when it is trained. Raises: DataError without rows."""
-        if not rows:
+        """`async_buffer_size`: how many weight versions old a token may be when it is trained.
+
+        Raises: DataError without rows, unless a source of the user gives them (`plan`'s `draw`).
+        """
+        if not rows and rollout.data_source_path is None:
             raise DataError("the data source has no rows", where="data.prompts", found="0 rows", expected="at least one")
         self._rows, self._tokenizer, self._data, self._rollout, self._branch = rows, tokenizer, data, rollout, branch
         self._async_buffer_size = async_buffer_size

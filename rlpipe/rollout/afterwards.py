@@ -1,7 +1,11 @@
 """What a user's functions say of a rollout that is over: which samples not to train on, and whatever else they do with it.
 
     rollout_sample_filter_path         filter(args, groups) -> None: of the batch; sets `remove_sample`
-    rollout_all_samples_process_path   process(args, all_groups, data_source) -> None: every finished group; `data_source` is None
+    rollout_all_samples_process_path   process(args, all_groups, data_source) -> None: every finished group
+
+`data_source` is the object of `rollout.data_source_path`, for what a curriculum learns from a rollout. It may be drawn from at
+the same time on another thread, and with iterations ahead their groups were drawn before. Without such a source it is None:
+groups cannot be given back any more, as the plan of the next rollout may be written already.
 
 The rows are written by then, so which samples are removed stands in the rollout's node, and whoever reads its rows sees it.
 
@@ -16,6 +20,7 @@ from typing import Any
 
 from rlpipe.config.hooks import check_call, load_hook
 from rlpipe.config.rollout import RolloutConfig
+from rlpipe.data.custom import CustomSource
 from rlpipe.errors import HookError
 from rlpipe.rollout.rows import Groups
 
@@ -23,9 +28,9 @@ from rlpipe.rollout.rows import Groups
 class Afterwards:
     """The two functions, where there are any. Called on a thread."""
 
-    def __init__(self, config: RolloutConfig, args: Namespace) -> None:
-        """Raises: ConfigError showing the signature one should have."""
-        self._args = args
+    def __init__(self, config: RolloutConfig, args: Namespace, source: CustomSource | None = None) -> None:
+        """`source`: the user's, if any. Raises: ConfigError showing the signature one should have."""
+        self._args, self._source = args, source
         self._filter = _load("rollout_sample_filter_path", config.rollout_sample_filter_path, "filter(args, groups)", args, [])
         path, expected = config.rollout_all_samples_process_path, "process(args, all_groups, data_source)"
         self._process = _load("rollout_all_samples_process_path", path, expected, args, [], None)
@@ -39,7 +44,8 @@ class Afterwards:
             _call(self._filter, "the sample filter failed", self._args, groups)
             removed = [(group_id, index) for sample, group_id, index in known if sample.remove_sample]
         if self._process is not None:
-            _call(self._process, "the processing of all samples failed", self._args, list(scored.values()), None)
+            source = None if self._source is None else self._source.user
+            _call(self._process, "the processing of all samples failed", self._args, list(scored.values()), source)
         return removed
 
 

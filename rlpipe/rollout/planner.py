@@ -33,14 +33,14 @@ class Planner:
         choose: BufferFilter | None = None,
     ) -> None:
         self._source, self._rollout, self._files, self._plans = source, rollout, files, Plans(files)
-        self._custom, self._choose = custom, choose
+        self.custom, self._choose = custom, choose
 
     def part(self, iteration: int, state: DataState, number: int, *, write: bool = True) -> Part:
         """A part of a plan. Without `write`, the digest is empty if there is no such plan yet.
 
         Raises: DataError; HookError of a user's source or filter.
         """
-        if self._custom is None and self._choose is None:
+        if self.custom is None and self._choose is None:
             plan = self._made(iteration, state, number, None)
             return Part(self._plans.write(plan) if write else self._plans.find(plan) or "", plan)
         found = self._plans.drawn(self._source.branch, iteration, number, state)
@@ -67,11 +67,11 @@ class Planner:
 
     def _made(self, iteration: int, state: DataState, number: int, choice: Choice | None) -> Plan:
         taken = choice[0] if choice is not None else [one.group_id for one in self._source.takes(state)]
-        draw = self._drawing(iteration) if self._custom is not None else None
+        draw = self._drawing(iteration) if self.custom is not None else None
         return self._source.plan(iteration, state, part=number, buffered=self._planned(state, taken), choice=choice, draw=draw)
 
     def _drawing(self, iteration: int) -> Callable:
-        custom = self._custom
+        custom = self.custom
         assert custom is not None
         return lambda count, drawn: custom.draw(count, drawn=drawn, iteration=iteration)
 

@@ -148,6 +148,15 @@ def test_a_refused_flag_that_says_what_is_the_case_anyway_is_taken():
         ("--disable-grpo-std-normalization", "advantage.grpo_std_normalization", False),
         ("--bf16", "model.dtype", "bfloat16"),
         ("--loss-mask-type qwen3", "rollout.loss_mask_type", "all_assistant"),
+        ("--balance-by-flops", "train.balance_by_flops", True),
+        ("--num-critic-only-steps 3", "critic.num_critic_only_steps", 3),
+        ("--ref-update-interval 5", "reference.ref_update_interval", 5),
+        ("--profile-target train_actor train_log_probs", "observe.profile_target", ["train_actor", "train_log_probs"]),
+        ("--use-pytorch-profiler", "observe.profile_target", ["train_overall"]),
+        ("--profile-ranks 0 1", "observe.profile_ranks", [0, 1]),
+        ("--max-turns 3", "rollout.max_turns", 3),
+        ("--rollout-sample-hook-path a.b --rollout-sample-hook-path c.d", "rollout.rollout_sample_hook_path", ["a.b", "c.d"]),
+        ("--get-mismatch-metrics --custom-tis-function-path a.b --tis-clip 3", "train.loss.tis_clip", 3.0),
     ],
 )
 def test_each_category_goes_to_its_keys(words: str, key: str, value: Any):
@@ -168,6 +177,19 @@ def test_supervised_training_is_one_flag():
     )
     assert (config.rollout.type, config.train.loss.type, config.advantage.advantage_estimator) == ("dataset", "sft", "none")
     assert config.reward.function.type == "none"
+
+
+def test_a_source_of_ones_own_needs_no_prompt_data():
+    words = "--data-source-path mine.py:Source --input-key question --hf-checkpoint /m --num-rollout 1 --rollout-batch-size 2"
+    config = loaded(words)
+    assert (config.data.prompts, config.rollout.data_source_path) == (None, "mine.py:Source")
+    assert config.reward.function.type == "by_row"
+    args = slime_args(config)
+    assert (args.prompt_data, args.input_key) == (None, None)
+    kept = loaded(f"{words} --prompt-data a.jsonl").data.prompts
+    assert kept is not None and kept.type == "file"
+    with pytest.raises(ConfigError, match=r"data\.prompts is needed, unless rollout\.data_source_path"):
+        loaded(words, "rollout.data_source_path=null")
 
 
 def test_slimes_own_functions_are_ours():
@@ -197,6 +219,43 @@ def test_contradictions_are_refused():
     assert refused("--rm-type deepscale").expected == "deepscaler"
     assert refused("--eval-prompt-data aime").where == "--eval-prompt-data"
     assert refused("--disable-compute-advantages-and-returns").expected == "--loss-type sft_loss"
+
+
+def test_a_kl_in_the_reward_and_one_in_the_loss_score_the_reference_with_their_estimator():
+    reward = "--advantage-estimator rloo --kl-coef 0.1 --kl-loss-type k2 "
+    assert keys(reward) == {
+        "advantage.advantage_estimator": "rloo",
+        "advantage.kl_coef": 0.1,
+        "advantage.reference": True,
+        "advantage.kl_type": "k2",
+        "train.loss.kl_loss_type": "k2",
+    }
+    config = loaded(LAUNCH.replace("--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00", reward))
+    assert (config.advantage.reference, config.advantage.kl_coef, config.advantage.kl_type) == (True, 0.1, "low_var_kl")
+    assert keys("--use-kl-loss --kl-loss-coef 0.2") == {"advantage.reference": True, "train.loss.kl_loss_coef": 0.2}
+
+
+def test_a_teacher_is_a_directory_or_the_server_that_rm_url_names():
+    served = loaded(f"{LAUNCH} --rollout-temperature 1 --use-opd --opd-type sglang --opd-kl-coef 0.5 --rm-url http://h:1")
+    assert (served.advantage.use_opd, served.advantage.opd_kl_coef) == (True, 0.5)
+    assert (served.teacher.opd_type, served.teacher.url) == ("sglang", "http://h:1")
+    held = loaded(f"{LAUNCH} --use-opd --opd-type megatron --opd-teacher-load /teacher").teacher
+    assert (held.opd_type, held.opd_teacher_load) == ("megatron", "/teacher")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rollout_function_path", "eval_function_path", "custom_generate_function_path", "data_source_path", "buffer_filter_path",
+        "dynamic_sampling_filter_path", "rollout_sample_filter_path", "rollout_all_samples_process_path",
+        "custom_advantage_function_path", "custom_loss_function_path", "custom_tis_function_path",
+        "custom_pg_loss_reducer_function_path", "custom_megatron_init_path", "custom_megatron_before_log_prob_hook_path",
+        "custom_megatron_before_train_step_hook_path", "custom_reward_post_process_path",
+    ],
+)  # fmt: skip
+def test_a_function_of_ones_own_goes_to_the_key_of_its_name(name: str):
+    found = keys(f"--{name.replace('_', '-')} mine.py:f")
+    assert [key.rpartition(".")[2] for key, value in found.items() if value == "mine.py:f"] == [name]
 
 
 def test_a_checkpoint_of_another_framework_is_refused(tmp_path: Path):

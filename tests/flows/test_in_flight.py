@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from flows import in_flight
+from flows import in_flight, train
 from flows.in_flight import InProcess
+from flows.stopping import Stopping
+from tasks.observe import Observer
 from tests.tasks.test_begin import config
 
 
@@ -17,11 +19,13 @@ class Stages:
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.begun = asyncio.Event()
         self._ends: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     async def __call__(self, run: str, k: int) -> dict[str, Any]:
         self.log.append(f"open {k}")
         self._ends[k] = asyncio.get_running_loop().create_future()
+        self.begun.set()
         try:
             return await self._ends[k]
         except asyncio.CancelledError:
@@ -70,6 +74,32 @@ async def test_with_a_buffer_of_one_two_are_open_and_they_finish_in_order(stages
         await stages.end(2)
         await finishing
     assert stages.log == ["open 0", "open 1", "open 2"]
+
+
+class Watching:
+    """Stands in for what hears of committed iterations."""
+
+    async def iteration(self, k: int, nodes: dict[str, Any], *, seconds: float) -> None: ...
+
+
+@pytest.mark.parametrize(("buffer_size", "opened"), [(0, 1), (1, 3), (2, 4)])
+async def test_an_evaluation_does_not_hold_back_what_may_sample_ahead(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch, buffer_size: int, opened: int
+):
+    async def evaluated(_config: Any, version: int, _observer: Any) -> bool:
+        await asyncio.sleep(0.01)
+        stages.log.append(f"evaluated {version}")
+        return version == 1
+
+    monkeypatch.setattr(train, "evaluate_if_due", evaluated)
+    run, watching = config(num_rollout=5, async_buffer_size=buffer_size), cast("Observer", Watching())
+    with Stopping(0.0) as stopping:
+        running = asyncio.create_task(train.run_iterations(run, 0, watching, stopping))
+        await stages.begun.wait()
+        await stages.end(0)
+        await running
+    before = stages.log[: stages.log.index("evaluated 1")]
+    assert before == ["evaluated 0", *(f"open {k}" for k in range(opened))]
 
 
 async def test_if_one_fails_the_later_ones_are_cancelled_and_their_requests_aborted(stages: Stages):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlpipe.config.rollout import RolloutConfig
+from rlpipe.data.custom import CustomSource
 from rlpipe.errors import ConfigError, HookError
 from rlpipe.rollout.afterwards import Afterwards
 from rlpipe.rollout.filters import load_filter
@@ -20,6 +21,18 @@ def choose(args, groups):
     assert args.answer == 42
     for group in groups:
         group[0].remove_sample = group[0].group_id == "b:2"
+
+
+class Source:
+    def __init__(self, args):
+        self.learned = []
+
+    def get_samples(self, num_samples):
+        return [[Sample(prompt="1", label="2")] for _ in range(num_samples)]
+
+
+def learn(args, all_groups, data_source):
+    data_source.learned.append(len(all_groups))
 
 
 def look(args, all_groups, data_source):
@@ -46,6 +59,14 @@ def test_the_sample_filter_sees_the_batch_and_the_processing_everything():
     assert both.removed(SCORED, ("b:2", "b:3")) == [("b:2", 0)]
     assert seen == [["b:1", "b:2", "b:3"]]
     assert _afterwards().removed(SCORED, ("b:2",)) == []
+
+
+def test_the_processing_gets_the_source_of_the_user():
+    args = Namespace()
+    source = CustomSource(f"{__file__}:Source", args)
+    config = RolloutConfig(rollout_batch_size=2, rollout_all_samples_process_path=f"{__file__}:learn")
+    Afterwards(config, args, source).removed(SCORED, ("b:1",))
+    assert source.user.learned == [3]
 
 
 def test_what_they_raise_and_what_cannot_be_called_is_named():

@@ -12,7 +12,7 @@ from rlpipe.config.data import DataConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.custom import BufferFilter, CustomSource
 from rlpipe.data.source import DataSource
-from rlpipe.errors import ConfigError, HookError
+from rlpipe.errors import ConfigError, DataError, HookError
 from rlpipe.rollout.checked import Limits
 from rlpipe.rollout.function import FunctionRollout, load_rollout_function
 from rlpipe.rollout.journal import Journal
@@ -178,6 +178,17 @@ def test_what_a_source_drew_first_counts_however_often_it_is_asked(tmp_path):
     texts = [group.prompt[0] for part in (first, second, third) for group in part.plan.groups]
     assert texts == list("abcdef"), "made anew, it is brought to where the branch is"
     assert planner.part(2, third.plan.after, 0, write=False).digest == ""
+
+
+def test_a_source_needs_no_prompts_beside_it(tmp_path):
+    planner = _planner(tmp_path, source=SOURCE, data_source_path="mine.py:Source")
+    config = RolloutConfig(rollout_batch_size=2, data_source_path="mine.py:Source")
+    data = DataSource((), LETTERS, DataConfig(), config, "b")
+    data.check()
+    alone = Planner(data, config, Files(tmp_path / "other"), custom=planner.custom)
+    assert len(alone.part(0, DataState(), 0).plan.groups) == 2
+    with pytest.raises(DataError, match="no rows"):
+        DataSource((), LETTERS, DataConfig(), RolloutConfig(rollout_batch_size=2), "b")
 
 
 def test_a_source_that_gives_something_else_is_named(tmp_path):

@@ -9,11 +9,12 @@ import pytest
 from rlpipe.config.debug import DebugConfig
 from rlpipe.errors import ConfigError
 from rlpipe.inputs import Inputs
+from rlpipe.run_rollouts import note
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.types import Commit, DataState, NodeRef, Stage
-from tasks.debug import note, stored_rollout
+from tasks.debug import stored_rollout
 
 
 @pytest.fixture
@@ -27,8 +28,8 @@ def rollout(files: Files, plan: str) -> NodeRef:
 
 
 def test_a_run_that_only_sampled_is_found_by_what_was_noted_first(files: Files):
-    note(files, "sampled", 3, rollout(files, "a"))
-    note(files, "sampled", 3, rollout(files, "b"))
+    note(files, "sampled", 3, {Stage.ROLLOUT: rollout(files, "a").digest})
+    note(files, "sampled", 3, {Stage.ROLLOUT: rollout(files, "b").digest})
     assert stored_rollout(files, "sampled", 3).outputs == {"plan": "a"}
 
 

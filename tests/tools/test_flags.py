@@ -9,7 +9,6 @@ import pytest
 
 from rlpipe.config.problems import all_keys
 from rlpipe.config.slime import FLAGS
-from tests.config.test_slime import PENDING
 from tools import flags
 from tools.points import POINTS
 
@@ -32,14 +31,12 @@ def test_every_point_has_a_key_or_says_how_it_is_kept():
     assert silent <= kept | {"S-111"}
 
 
-def test_every_key_of_a_point_is_in_the_configuration_or_still_to_come():
-    known = set(all_keys())
-    missing = {key for point in POINTS.values() for key in point.keys.split() if key not in known}
-    assert {key.partition(".")[0] for key in missing} <= PENDING
+def test_every_key_of_a_point_is_in_the_configuration():
+    assert {key for point in POINTS.values() for key in point.keys.split()} - set(all_keys()) == set()
 
 
 def test_every_test_of_a_point_is_there():
-    assert {point.test for point in POINTS.values() if not (TESTS / point.test).exists()} == set()
+    assert {point.test for point in POINTS.values() if not (TESTS / point.test).is_file()} == set()
 
 
 def test_every_flag_that_a_point_names_is_taken_or_refused_by_the_table():

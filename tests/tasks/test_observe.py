@@ -1,0 +1,142 @@
+"""What a person watches of a run, and the functions of the user that log in its place (tasks.observe)."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rlpipe.config.hooks import load_hook
+from rlpipe.inputs import Inputs
+from rlpipe.observe.progress import Progress
+from rlpipe.rewards.base import RewardRow
+from rlpipe.stage_files import write_evaluation, write_rewards
+from rlpipe.store.epochs import Epochs
+from rlpipe.store.files import Files
+from rlpipe.store.nodes import Nodes
+from rlpipe.store.rows import samples_to_table
+from rlpipe.store.shards import data_folder, write_table
+from rlpipe.types import FileRecord, NodeRef, Stage
+from tasks import observe
+from tasks.context import RunContext
+from tasks.observe import Observer
+from tests.store.lineage import group
+from tests.tasks.test_begin import config
+
+SOURCE = """
+seen = []
+
+
+def rollout(rollout_id, args, samples, extra_metrics, rollout_time):
+    seen.append((rollout_id, args.n_samples_per_prompt, [s.reward for s in samples], extra_metrics, rollout_time))
+    return rollout_id == 1
+
+
+def evaluation(rollout_id, args, data, extra_metrics):
+    sets = {name: (found["rewards"], found["truncated"], len(found["samples"])) for name, found in data.items()}
+    seen.append((rollout_id, sets))
+    return True
+
+
+def fails(*arguments):
+    raise SystemExit("no server")
+"""
+METRICS = {"rollout/raw_reward": 0.5, "train/loss": 0.25}
+Watching = Callable[..., tuple[RunContext, io.StringIO]]
+
+
+@pytest.fixture
+def watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watching:
+    """Opens a run whose functions are those of SOURCE, without actors and without Prefect's artifacts."""
+    (tmp_path / "mine.py").write_text(SOURCE)
+    (tmp_path / "b.jsonl").write_text('{"prompt": "1", "label": "2"}\n')
+    monkeypatch.chdir(tmp_path)
+
+    async def nothing(*_: Any) -> None: ...
+
+    monkeypatch.setattr(observe, "iteration_artifact", nothing)
+    monkeypatch.setattr(observe, "curve_artifact", nothing)
+
+    def opening(rollout: str, evaluation: str) -> tuple[RunContext, io.StringIO]:
+        paths = {"custom_rollout_log_function_path": rollout, "custom_eval_rollout_log_function_path": evaluation}
+        run = config(observe={key: f"{tmp_path}/mine.py:{name}" for key, name in paths.items()})
+        no_actors: Any = None
+        files, stream = Files(tmp_path / "store"), io.StringIO()
+        it = RunContext(
+            run, tmp_path / "home", "/m", files, no_actors, Progress("run", 3, stream=stream), Epochs(files).acquire("run")
+        )
+        init = it.nodes.commit(Inputs(Stage.INIT, {}, {}).node())
+        it.branches.create("run", run.model_dump(mode="json"), init.digest)
+        it.directory.mkdir(parents=True)
+        return it, stream
+
+    return opening
+
+
+def record(it: RunContext, stage: Stage, file: Callable[[str], FileRecord] | None = None, **outputs: Any) -> NodeRef:
+    inputs = Inputs(stage, {}, {"number": len(it.files.list("nodes"))})
+    node = Nodes(it.files).commit(inputs.node(files=(file(inputs.digest),) if file else (), outputs=outputs))
+    return NodeRef(stage=stage, digest=node.digest, outputs=outputs)
+
+
+def iteration(it: RunContext) -> dict[str, NodeRef]:
+    """The nodes of an iteration of two groups, of which one was accepted and scored 0 and 1."""
+    table = samples_to_table([*group("a"), *group("b")], 0)
+    rows = [RewardRow("b", index, float(index)) for index in range(2)]
+    return {
+        "rollout": record(
+            it, Stage.ROLLOUT, lambda key: write_table(it.files, data_folder(Stage.ROLLOUT, key), "rows", table),
+            accepted=["b"], seconds=2.0, tokens=6,
+        ),
+        "reward": record(it, Stage.REWARD, lambda key: write_rewards(it.files, key, rows), seconds=1.0),
+        "train": record(it, Stage.TRAIN, seconds=1.0, metrics=METRICS),
+    }  # fmt: skip
+
+
+def evaluation(it: RunContext) -> dict[str, NodeRef]:
+    samples = group("q")
+    rows = [RewardRow("q", index, 1.0) for index in range(2)]
+    return {"held": record(it, Stage.EVAL, lambda key: write_evaluation(it.files, key, 0, samples, rows))}
+
+
+def shown(it: RunContext) -> dict[str, list[int]]:
+    board = EventAccumulator(str(it.directory / "tensorboard"))
+    board.Reload()
+    return {name: [event.step for event in board.Scalars(name)] for name in board.Tags()["scalars"]}
+
+
+async def test_functions_of_ones_own_get_slimes_arguments_and_what_they_have_logged_is_not_shown_again(watching: Watching):
+    it, stream = watching("rollout", "evaluation")
+    with Observer(it, 0, startup_seconds=0.0) as observer:
+        for k in range(2):
+            await observer.iteration(k, iteration(it), seconds=1.0)
+        await observer.evaluation(2, evaluation(it), {"eval/held/accuracy": 1.0}, seconds=1.0)
+    seen = vars(sys.modules[load_hook(it.config.observe.custom_rollout_log_function_path or "").__module__])["seen"]
+    assert [(one[0], one[1], one[2], one[4]) for one in seen[:2]] == [(k, 1, [0.0, 1.0], 2.0) for k in range(2)]
+    assert seen[0][3] == {"rollout/raw_reward": 0.5, "perf/rollout_tokens": 6.0, "perf/rollout_tokens_per_s": 3.0}
+    assert seen[2] == (2, {"held": ([1.0, 1.0], [False, False], 2)})
+    assert shown(it) == {"train/loss": [0, 1], **{name: [0] for name in seen[0][3]}}
+    assert [("reward" in line, "loss" in line) for line in stream.getvalue().splitlines()[:2]] == [(True, True), (False, True)]
+    assert "held accuracy" not in stream.getvalue()
+
+
+async def test_what_they_raise_is_said_and_everything_is_shown_as_ever(watching: Watching):
+    it, stream = watching("fails", "fails")
+    with Observer(it, 0, startup_seconds=0.0) as observer:
+        await observer.iteration(0, iteration(it), seconds=1.0)
+        await observer.evaluation(1, evaluation(it), {"eval/held/accuracy": 1.0}, seconds=1.0)
+        assert not await observer.sampled(1, iteration(it))
+    assert stream.getvalue().count("SystemExit: no server") == 3
+    assert "observe.custom_eval_rollout_log_function_path" in stream.getvalue()
+    assert "held accuracy 1.000" in stream.getvalue()
+    assert {"rollout/raw_reward", "train/loss", "eval/held/accuracy"} <= shown(it).keys()
+
+
+def test_they_are_no_part_of_what_a_run_is():
+    observed = config(observe={"custom_rollout_log_function_path": "a.b", "custom_eval_rollout_log_function_path": "c.d"})
+    assert observed.identity() == config().identity()

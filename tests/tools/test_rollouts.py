@@ -1,0 +1,105 @@
+"""A run's stored rollouts, shown and exported (tools.rollouts, rlpipe.run_rollouts)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from rlpipe.inputs import Inputs
+from rlpipe.rewards.base import RewardRow
+from rlpipe.run_rollouts import find, note, sample_rows
+from rlpipe.stage_files import write_rewards
+from rlpipe.store.files import Files
+from rlpipe.store.nodes import Nodes
+from rlpipe.store.rows import samples_to_table
+from rlpipe.store.shards import data_folder, write_table
+from rlpipe.types import Stage
+from tests.store.lineage import Run, group
+from tools import rollouts
+
+Tool = Callable[..., int]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A home with a run that trained three iterations and one that only sampled its iteration 0."""
+    files = Files(tmp_path / "store")
+    trained = Run(files).start()
+    for _ in range(3):
+        trained.iterate()
+    samples = [*group("sampled:0"), *group("sampled:1")]
+    for sample in samples:
+        sample.prompt = [{"role": "user", "content": "1 + 1 ="}]
+    inputs = Inputs(Stage.ROLLOUT, {}, {"run": "sampled"})
+    record = write_table(files, data_folder(Stage.ROLLOUT, inputs.digest), "rows", samples_to_table(samples, 0))
+    outputs = {"accepted": ["sampled:0"], "dropped": {"sampled:1": "all_equal"}}
+    made = Nodes(files).commit(inputs.node(files=(record,), outputs=outputs))
+    judged = Inputs(Stage.REWARD, {"rollout": made.digest}, {})
+    said = [RewardRow("sampled:0", 0, 0.5, {"format": 1.0}), RewardRow("sampled:0", 1, None, {}, "late")]
+    Nodes(files).commit(judged.node(files=(write_rewards(files, judged.digest, said),)))
+    note(files, "sampled", 0, {Stage.ROLLOUT: made.digest, Stage.REWARD: judged.digest})
+    return tmp_path
+
+
+@pytest.fixture
+def tool(home: Path, monkeypatch: pytest.MonkeyPatch) -> Tool:
+    def call(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["tools.rollouts", "--home", str(home), *words])
+        monkeypatch.setenv("RLPIPE_HOME", str(home))
+        return rollouts.main()
+
+    return call
+
+
+def test_rows_have_what_was_said_of_them_and_what_they_were_trained_with(home: Path):
+    files = Files(home / "store")
+    stored = find(files, "run", 1)
+    assert stored is not None
+    rows = sample_rows(files, stored).to_pylist()
+    assert {row["iteration"] for row in rows} == {1}
+    trained = {row["group_id"] for row in rows if row["advantages"] == [0.0, 0.0, 0.0]}
+    assert trained
+    assert all((row["advantages"] is None) == (row["group_id"] not in trained) for row in rows)
+    assert all(row["reward"] == 1.0 for row in rows if row["group_id"] in trained)
+
+
+def test_the_newest_is_shown_a_line_a_sample(tool: Tool, capsys: pytest.CaptureFixture[str]):
+    assert tool("--run", "sampled") == 0
+    header, first, second, dropped, _ = capsys.readouterr().out.splitlines()
+    assert header.split() == list(rollouts.HEADER)
+    assert first.split() == ["0", "sampled:0", "0", "completed", "3", "0.500", "-", "-", "abc"]
+    assert second.split()[5] == "-"
+    assert dropped.split()[-2:] == ["all_equal", "abc"]
+
+
+def test_chosen_iterations_are_exported_whole(tool: Tool, home: Path):
+    assert tool("--run", "run", "--iterations", "1:", "--out", f"{home}/new/rows.parquet") == 0
+    table = pq.read_table(home / "new" / "rows.parquet")
+    assert sorted(set(table["iteration"].to_pylist())) == [1, 2]
+    assert tool("--run", "sampled", "--iterations", ":", "--out", f"{home}/rows.jsonl") == 0
+    rows = [json.loads(line) for line in (home / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 4
+    assert rows[0]["prompt"] == [{"role": "user", "content": "1 + 1 ="}]
+    assert (rows[0]["reward"], rows[0]["reward_parts"], rows[0]["accepted"]) == (0.5, {"format": 1.0}, True)
+    assert (rows[1]["reward"], rows[1]["error"], rows[2]["drop_reason"]) == (None, "late", "all_equal")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--run", "nobody"), "no rollout of this run is stored"),
+        (("--run", "run", "--iterations", "7"), "some of 0:3"),
+        (("--run", "run", "--iterations", "a:b"), "A:B, A:, :B, : or one number"),
+        (("--run", "run", "--out", "rows.csv"), ".jsonl or .parquet"),
+    ],
+)
+def test_what_is_not_there_or_cannot_be_is_said(
+    tool: Tool, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+):
+    assert tool(*words) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,151 @@
+"""Stored rollouts with rewards and advantages, shown or exported:
+
+    python -m tools.rollouts --run NAME                                       the newest, a line a sample
+    python -m tools.rollouts --run NAME --iterations 10:20 --out some.jsonl   iterations 10 to 19 (or .parquet), whole rows
+
+A prompt that is messages, and metadata, are JSON in .parquet and objects in .jsonl. What a column holds: `rlpipe.run_rollouts`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlpipe.config.load import HOME_VARIABLE, home
+from rlpipe.errors import ConfigError, RlpipeError
+from rlpipe.run_rollouts import find, iterations, sample_rows
+from rlpipe.store.files import Files
+
+HEADER = ("iteration", "group", "n", "status", "tokens", "reward", "advantage", "dropped", "response")
+WIDTHS = (9, 24, 3, 9, 6, 8, 9, 14, 60)
+
+
+def main() -> int:
+    """Exit codes: 0 done, 2 there is no such run or rollout."""
+    arguments = parse_arguments()
+    if arguments.home:
+        os.environ[HOME_VARIABLE] = arguments.home
+    try:
+        files = Files(arguments.store or store_of(home(), arguments.run))
+        tables = (
+            sample_rows(files, stored)
+            for k in chosen(files, arguments.run, arguments.iterations)
+            if (stored := find(files, arguments.run, k))
+        )
+        if arguments.out:
+            print(f"written: {export(tables, Path(arguments.out))} samples, {arguments.out}")
+        else:
+            show(tables)
+    except RlpipeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.rollouts", description="Show or export a run's stored rollouts.")
+    parser.add_argument("--run", required=True, help="name of the run, that is of its branch")
+    parser.add_argument("--iterations", metavar="A:B", help="from A up to B, without B (default: the newest); K: one; ':': all")
+    parser.add_argument("--out", metavar="FILE", help="write whole rows to this .jsonl or .parquet file")
+    parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
+    parser.add_argument("--store", help="URL of the store (default: the one the run was started with)")
+    return parser.parse_args()
+
+
+def store_of(folder: Path, run: str) -> str | Path:
+    """The store that a run of this home uses, or the home's own."""
+    record = folder / run / "run.json"
+    return json.loads(record.read_text())["store"] if record.is_file() else folder / "store"
+
+
+def chosen(files: Files, run: str, said: str | None) -> list[int]:
+    """The iterations that `--iterations` names. Raises: ConfigError if there are none of them."""
+    there = iterations(files, run)
+    if not there:
+        raise ConfigError("no rollout of this run is stored", where=f"--run {run}", found=files.root, do="give --home or --store")
+    if said is None:
+        return there[-1:]
+    first, colon, end = said.partition(":")
+    if not all(number.isdigit() or (colon and not number) for number in ((first, end) if colon else (first,))):
+        raise ConfigError("not iterations", where="--iterations", found=said, expected="A:B, A:, :B, : or one number")
+    low = int(first or 0)
+    high = (int(end) if end else there[-1] + 1) if colon else low + 1
+    if found := [k for k in there if low <= k < high]:
+        return found
+    raise ConfigError("no such rollouts", where="--iterations", found=said, expected=f"some of {there[0]}:{there[-1] + 1}")
+
+
+def export(tables: Iterator[pa.Table], path: Path) -> int:
+    """Write all rows; how many. Raises: ConfigError for another kind of file."""
+    writers = {".jsonl": _write_jsonl, ".parquet": _write_parquet}
+    if path.suffix not in writers:
+        raise ConfigError("not a kind of file that is written", where="--out", found=path, expected=" or ".join(writers))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return writers[path.suffix](tables, path)
+
+
+def _write_jsonl(tables: Iterator[pa.Table], path: Path) -> int:
+    count = 0
+    with path.open("w", encoding="utf-8") as file:
+        for table in tables:
+            for row in table.to_pylist():
+                row |= {"prompt": json.loads(row["prompt"]), "metadata": json.loads(row["metadata"])}
+                row["reward_parts"] = dict(row["reward_parts"])
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count += table.num_rows
+    return count
+
+
+def _write_parquet(tables: Iterator[pa.Table], path: Path) -> int:
+    first = next(tables)
+    count = first.num_rows
+    with pq.ParquetWriter(path, first.schema, compression="zstd") as writer:
+        writer.write_table(first)
+        for table in tables:
+            writer.write_table(table)
+            count += table.num_rows
+    return count
+
+
+def show(tables: Iterator[pa.Table]) -> None:
+    """A line a sample, ordered by group."""
+    print(_line(HEADER))
+    for table in tables:
+        for row in sorted(table.to_pylist(), key=lambda row: (row["group_id"], row["index"])):
+            print(_line(_cells(row)))
+
+
+def _cells(row: dict[str, Any]) -> tuple[Any, ...]:
+    reward, advantages = row["reward"], row["advantages"]
+    return (
+        row["iteration"],
+        row["group_id"],
+        row["index"],
+        row["status"],
+        len(row["response_ids"]),
+        "-" if reward is None else f"{reward:.3f}",
+        f"{statistics.fmean(advantages):.3f}" if advantages else "-",
+        row["drop_reason"] or ("-" if row["accepted"] else "not accepted"),
+        json.dumps(row["response"], ensure_ascii=False)[1:-1],
+    )
+
+
+def _line(cells: tuple[Any, ...]) -> str:
+    fitted = (
+        str(cell) if len(str(cell)) <= width else f"{str(cell)[: width - 1]}…" for cell, width in zip(cells, WIDTHS, strict=True)
+    )
+    return "  ".join(text.ljust(width) for text, width in zip(fitted, WIDTHS, strict=True)).rstrip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
