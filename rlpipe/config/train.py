@@ -71,6 +71,9 @@ class TrainConfig(Config):
     """Called before a model scores a batch: `(args, model, store_prefix)`."""
     custom_megatron_before_train_step_hook_path: str | None = None
     """Called in every optimizer step of the policy: `(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)`."""
+    use_routing_replay: bool = False
+    """Optimizer steps route every token to the experts that it went to when the batch was scored, so that other routing does not
+    change the probability ratio. Of a mixture of experts; needs advantage.score_proximal. They are stored with the batch."""
     use_distributed_optimizer: bool = False
     """Shard optimizer state over data parallel ranks."""
     megatron: dict[str, Any] = Field(default_factory=dict)
