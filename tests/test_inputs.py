@@ -94,7 +94,8 @@ TUNING = {
     "advantage": "log_probs_max_tokens_per_gpu",
     "train": "timeout_s",
     "teacher": "timeout_s",
-    "sync": "in_flight transport update_weight_buffer_size probe_samples max_logprob_difference timeout_s",
+    "sync": "check_weight_update_equal in_flight transport update_weight_buffer_size probe_samples max_logprob_difference "
+    "timeout_s",
     "checkpoint": "save_interval keep_local timeout_s",
     "evaluation.datasets.1.reward": "workers attempts sample_timeout_s timeout_s",
     "evaluation": "eval_interval skip_eval_before_train",
