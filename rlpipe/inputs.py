@@ -81,6 +81,8 @@ def advantage_inputs(config: RunConfig, rollout: str, reward: str, before: str) 
         "async_buffer_size": config.async_buffer_size,
         "mask_offpolicy_in_partial_rollout": config.rollout.mask_offpolicy_in_partial_rollout,
     }
+    if config.train.use_routing_replay:
+        settings["use_routing_replay"] = True
     if config.advantage.use_opd:
         settings["teacher"] = config.teacher.identity()
     if interval := config.ref_update_interval:

@@ -65,6 +65,8 @@ class BatchColumns:
     """[R] float32: what the critic is to learn."""
     rollout: np.ndarray | None = None
     """[N] int64: samples with equal numbers are of one rollout that fanned out, and share a denominator. None: each its own."""
+    routed_experts: np.ndarray | None = None
+    """[S, W] uint16: the experts of every token, W = layers with experts × experts a token. None: each pass routes for itself."""
 
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.prompt_lengths) + 1 or self.offsets[0] != 0 or self.offsets[-1] != len(self.tokens):
@@ -82,10 +84,10 @@ class BatchColumns:
                 found=f"prompt {self.prompt_lengths[bad]} of {self.lengths[bad]} tokens",
                 expected="1 <= prompt <= tokens of the sample",
             )
-        for name in (*COLUMNS, "rollout"):
-            column, expected = getattr(self, name), len(self) if name == "rollout" else self.num_response_tokens
+        other = {"rollout": (len(self), "sample"), "routed_experts": (len(self.tokens), "token")}
+        for name in (*COLUMNS, *other):
+            column, (expected, of) = getattr(self, name), other.get(name, (self.num_response_tokens, "response token"))
             if column is not None and len(column) != expected:
-                of = "sample" if name == "rollout" else "response token"
                 raise DataError(
                     f"a column must have one value per {of}",
                     where=f"BatchColumns.{name}",
@@ -159,11 +161,13 @@ class BatchColumns:
         responses = gather_index(self.response_offsets, samples)
         columns = {name: getattr(self, name) for name in COLUMNS}
         picked: dict[str, Any] = {name: None if column is None else column[responses] for name, column in columns.items()}
+        tokens = gather_index(self.offsets, samples)
         return BatchColumns(
-            tokens=self.tokens[gather_index(self.offsets, samples)],
+            tokens=self.tokens[tokens],
             offsets=_offsets(self.lengths[samples]),
             prompt_lengths=self.prompt_lengths[samples],
             rollout=None if self.rollout is None else self.rollout[samples],
+            routed_experts=None if self.routed_experts is None else self.routed_experts[tokens],
             **picked,
         )
 

@@ -79,6 +79,9 @@ def write_batch(files: Files, digest: str, batch: Batch, columns: BatchColumns) 
     for name in RESPONSE_COLUMNS:
         if (column := getattr(columns, name)) is not None:
             values[name] = from_ragged(column, columns.response_offsets, pa.float32())
+    if columns.routed_experts is not None:
+        width = columns.routed_experts.shape[1]
+        values["routed_experts"] = from_ragged(columns.routed_experts.reshape(-1), columns.offsets * width, pa.uint16())
     return write_table(files, data_folder(Stage.ADVANTAGE, digest), "batch", make_table(BATCH, values, "batch"))
 
 
@@ -93,8 +96,14 @@ def read_batch(files: Files, advantage: Node) -> BatchColumns:
         prompt_lengths=table["prompt_len"].to_numpy().astype(np.int64),
         loss_mask=ragged(table["loss_mask"])[0].astype(np.float32),
         rollout=None if table["rollout"].null_count else table["rollout"].to_numpy(),
+        routed_experts=_experts(table, len(tokens)),
         **values,
     )
+
+
+def _experts(table: pa.Table, num_tokens: int) -> np.ndarray | None:
+    column = table["routed_experts"]
+    return ragged(column)[0].reshape(num_tokens, -1) if num_tokens and column.null_count == 0 else None
 
 
 def write_packing(files: Files, digest: str, packing: PackingPlan) -> FileRecord:

@@ -65,6 +65,7 @@ EXPECTED = {
     "train.": {Stage.TRAIN},
     "train.custom_megatron_init_path": {Stage.ADVANTAGE, Stage.TRAIN},
     "train.custom_megatron_before_log_prob_hook_path": {Stage.ADVANTAGE, Stage.TRAIN},
+    "train.use_routing_replay": {Stage.ADVANTAGE, Stage.TRAIN},
     "deterministic": {Stage.TRAIN},
     "train.optimizer.": {Stage.INIT, Stage.TRAIN},
     "train.seed": {Stage.INIT, Stage.TRAIN},
@@ -93,7 +94,8 @@ TUNING = {
     "advantage": "log_probs_max_tokens_per_gpu",
     "train": "timeout_s",
     "teacher": "timeout_s",
-    "sync": "in_flight transport update_weight_buffer_size probe_samples max_logprob_difference timeout_s",
+    "sync": "check_weight_update_equal in_flight transport update_weight_buffer_size probe_samples max_logprob_difference "
+    "timeout_s",
     "checkpoint": "save_interval keep_local timeout_s",
     "evaluation.datasets.1.reward": "workers attempts sample_timeout_s timeout_s",
     "evaluation": "eval_interval skip_eval_before_train",

@@ -155,6 +155,9 @@ def test_select_takes_samples_in_the_order_asked_for():
     assert batch.rollout_log_probs is None
     fanned = three_samples().with_columns(rollout=np.array([4, 4, 9])).select([2, 1])
     assert fanned.rollouts.tolist() == [9, 4]
+    routed = three_samples().with_columns(routed_experts=np.arange(18, dtype=np.uint16).reshape(9, 2)).select([2, 1])
+    assert routed.routed_experts is not None
+    assert routed.routed_experts[:, 0].tolist() == [12, 14, 16, 6, 8, 10]
     assert three_samples().rollouts.tolist() == [0, 1, 2]
 
 

@@ -30,6 +30,7 @@ from rlpipe.stage_files import (
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import input_digest
 from rlpipe.store.rows import samples_to_table
+from rlpipe.store.schema import BATCH, make_table
 from rlpipe.store.shards import write_table
 from rlpipe.types import FileRecord, Node, Sample, Stage, Status
 
@@ -66,6 +67,9 @@ def batches(draw: st.DrawFn) -> tuple[Batch, BatchColumns]:
     names = draw(st.sets(st.sampled_from(RESPONSE_COLUMNS)))
     columns = {"loss_mask": ragged(st.integers(0, 1)), **{name: ragged(FLOAT32) for name in sorted(names)}}
     made = BatchColumns.from_lists(prompts, responses, **columns)
+    if width := draw(st.integers(0, 3)):
+        experts = draw(st.lists(st.integers(0, 2**16 - 1), min_size=width, max_size=width))
+        made = made.with_columns(routed_experts=np.outer(made.tokens % 2, experts).astype(np.uint16))
     ids = tuple(f"run:{number // 2:08d}" for number in range(len(prompts)))
     indices = tuple(number % 2 for number in range(len(prompts)))
     return Batch(made, ids, indices, np.zeros(len(prompts)), {}, None), made
@@ -155,6 +159,13 @@ def test_a_changed_or_lost_file_is_refused(files: Files, write: Any, read: Any):
     path.unlink()
     with pytest.raises(ObjectMissing):
         read(files, node(Stage.REWARD, record))
+
+
+def test_a_batch_whose_tokens_have_unequal_numbers_of_experts_is_not_written():
+    row = {"tokens": [[1, 2], [3, 4]], "prompt_len": [1, 1], "loss_mask": [[1], [1]], "group_id": ["g", "g"], "index": [0, 1]}
+    assert make_table(BATCH, {**row, "routed_experts": [[0, 1, 2, 3], [0, 1, 2, 3]]}, "batch").num_rows == 2
+    with pytest.raises(DataError, match="not equally many for every token"):
+        make_table(BATCH, {**row, "routed_experts": [[0, 1, 2, 3], [0, 1, 2]]}, "batch")
 
 
 def test_a_batch_with_a_number_that_is_none_is_not_written(files: Files):

@@ -3,6 +3,7 @@
 | column              | model                           | asked for by                             |
 |---------------------|---------------------------------|------------------------------------------|
 | proximal_log_probs  | the policy before the iteration | `advantage.score_proximal`               |
+| routed_experts      | the same, in that pass          | `train.use_routing_replay`               |
 | reference_log_probs | the reference                   | `advantage.reference`                    |
 | teacher_log_probs   | the teacher                     | `advantage.use_opd`                      |
 | values              | the critic before the iteration | `advantage.advantage_estimator: ppo`     |
@@ -31,8 +32,14 @@ def scored(engine: MegatronEngine, columns: BatchColumns, spec: TrainerSpec) -> 
     """The batch with the columns of all models in the ranks that the run asks. Collective; the same on every rank."""
     limit = spec.advantage.log_probs_max_tokens_per_gpu
     teacher = spec.teacher is not None and spec.teacher.opd_type == "megatron"
+    proximal = experts = None
+    if spec.train.use_routing_replay:
+        proximal, experts = engine.score_and_route(columns, max_tokens=limit)
+    elif spec.advantage.score_proximal:
+        proximal = engine.score(columns, max_tokens=limit)
     return columns.with_columns(
-        proximal_log_probs=engine.score(columns, max_tokens=limit) if spec.advantage.score_proximal else None,
+        proximal_log_probs=proximal,
+        routed_experts=experts,
         reference_log_probs=engine.score(columns, model="reference", max_tokens=limit) if spec.advantage.reference else None,
         teacher_log_probs=engine.score(columns, model="teacher", max_tokens=limit) if teacher else None,
         values=engine.values(columns, max_tokens=limit) if spec.critic is not None else None,

@@ -255,7 +255,8 @@ class TrainerRank:
         tensors = engine.named_hf_tensors()
         if self.rank == 0:
             pause = "retract" if sync.in_flight == "in_place" else "abort"
-            report = self._transport.push(tensors, engines, stamp, pause=pause)
+            check = sync.check_weight_update_equal
+            report = self._transport.push(tensors, engines, stamp, pause=pause, check=check)
             return {"bytes": report.size_bytes, "seconds": time.perf_counter() - start, "unknown": report.unknown}
         sent = sum(tensor.nbytes for _, tensor in tensors)
         return {"bytes": sent, "seconds": time.perf_counter() - start, "unknown": {}}

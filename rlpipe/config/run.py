@@ -169,6 +169,10 @@ class RunConfig(Config):
             raise ValueError(f"fork_from and {other}: a fork's first weights are its parent's; leave one of them out")
         if problem := contradiction(self.advantage, self.train.loss, self.num_steps_per_rollout):
             raise ValueError(problem)
+        if self.train.use_routing_replay and not (self.advantage.score_proximal and self.train.loss.type != "sft"):
+            raise ValueError(
+                "train.use_routing_replay replays the routing of the scoring pass; it needs advantage.score_proximal"
+            )
         if self.advantage.use_opd and self.teacher.opd_type is None:
             raise ValueError("advantage.use_opd needs a teacher: set teacher.opd_type")
         if self.advantage.use_opd and self.teacher.opd_type == "sglang" and self.rollout.rollout_temperature != 1:

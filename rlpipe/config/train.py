@@ -71,6 +71,9 @@ class TrainConfig(Config):
     """Called before a model scores a batch: `(args, model, store_prefix)`."""
     custom_megatron_before_train_step_hook_path: str | None = None
     """Called in every optimizer step of the policy: `(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)`."""
+    use_routing_replay: bool = False
+    """Optimizer steps route every token to the experts that it went to when the batch was scored, so that other routing does not
+    change the probability ratio. Of a mixture of experts; needs advantage.score_proximal. They are stored with the batch."""
     use_distributed_optimizer: bool = False
     """Shard optimizer state over data parallel ranks."""
     megatron: dict[str, Any] = Field(default_factory=dict)
@@ -91,6 +94,9 @@ class SyncConfig(Config):
     the new weights. `in_place`: the same inside the engine, which keeps them meanwhile (SGLang 0.5.21)."""
     update_weight_buffer_size: int = Tuning(default=512 * 1024**2, ge=1)
     """Bytes sent at once."""
+    check_weight_update_equal: bool = Tuning(False)
+    """In every push, overwrite what the engines hold with random numbers, send all weights again and compare: the stage fails by
+    the names of tensors that did not come back as they were. Doubles the time of a push; the trainer keeps a copy on the CPU."""
     probe_samples: int = Tuning(default=4, ge=0)
     """After a push, so many samples of the batch are scored by engine and trainer and compared; 0 is no check."""
     max_logprob_difference: float | None = Tuning(default=None, gt=0)

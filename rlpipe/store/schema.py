@@ -96,11 +96,12 @@ BATCH = pa.schema(
         pa.field("advantages", _list(pa.float32())),
         pa.field("values", _list(pa.float32())),
         pa.field("returns", _list(pa.float32())),
+        pa.field("routed_experts", _list(pa.uint16())),
     ],
     metadata={KIND: b"batch/2"},
 )
-"""All that `train` needs: prompt + response tokens; a number for the rollout that a sample is of; one value per response token in
-each of the other lists."""
+"""All that `train` needs: prompt + response tokens; a number for the rollout that a sample is of; W experts of every token; one
+value per response token in each of the other lists."""
 
 KINDS = {schema.metadata[KIND]: schema for schema in (SAMPLES, REWARDS, BATCH)}
 PER_TOKEN = (
@@ -118,7 +119,7 @@ SPLIT = {pa.int32(), pa.float32()}
 DICTIONARY = {
     "iteration", "group_id", "prompt", "prompt_len", "label", "metadata", "status", "finish_reason", "engine", "error",
     "drop_reason", "loss_mask.list.element", "weight_versions.list.element.tokens", "weight_versions.list.element.version",
-    "reward_parts.key_value.key", "parts.key_value.key",
+    "reward_parts.key_value.key", "parts.key_value.key", "routed_experts.list.element",
 }  # fmt: skip
 STATISTICS = ("iteration", "group_id", "index", "reward", "status", "drop_reason")
 
@@ -217,6 +218,8 @@ def _broken_rules(table: pa.Table) -> Iterator[tuple[np.ndarray, str]]:
         yield _nulls(table["reward"]) & _nulls(table["error"]), "neither a reward nor an error"
     if names >= {"prompt_len", "tokens"}:
         yield (_numpy(table["prompt_len"]) < 0) | (_response_lengths(table) < 0), "prompt_len is not within tokens"
+    if "routed_experts" in names:
+        yield _broken_experts(table), "routed_experts are not equally many for every token"
     if "status" in names:
         yield np.isin(_numpy(table["status"]), STATUSES, invert=True), "status is not one of ours"
     if "weight_versions" in names:
@@ -230,6 +233,12 @@ def _broken_per_token(table: pa.Table, name: str) -> Iterator[tuple[np.ndarray, 
         yield _any_value(table[name], lambda mask: mask > 1), "loss_mask has a value that is neither 0 nor 1"
     else:
         yield _any_value(table[name], lambda values: ~np.isfinite(values)), f"{name} has a value that is not finite"
+
+
+def _broken_experts(table: pa.Table) -> np.ndarray:
+    experts, tokens = _lengths(table["routed_experts"]), _lengths(table["tokens"])
+    width = experts.sum() // max(int(tokens[~_nulls(table["routed_experts"])].sum()), 1)
+    return (experts != tokens * width) & ~_nulls(table["routed_experts"])
 
 
 def _broken_runs(table: pa.Table) -> np.ndarray:
@@ -250,7 +259,7 @@ def repeated_keys(table: pa.Table) -> np.ndarray:
 
 def _with_companions(kind: pa.Schema, columns: Sequence[str]) -> list[str]:
     """The columns, and those that their rules compare them with."""
-    measured = set(columns) & {*PER_TOKEN, "weight_versions", "prompt_len"}
+    measured = set(columns) & {*PER_TOKEN, "weight_versions", "prompt_len", "routed_experts"}
     lengths = {"response_ids", "tokens", "prompt_len"} if measured else set()
     return [name for name in kind.names if name in {"group_id", "index", *columns} | lengths]
 

@@ -4,6 +4,9 @@ To engines on this machine goes where in shared memory a bucket lies (`shared`),
 
     pause → flush → begin → buckets → end → echo the stamp → continue
 
+With a check, all of it is sent twice: after `end` the engine remembers what it holds and fills it with random numbers; then
+begin → buckets → end again, and it compares. What was not sent, or was not taken, differs.
+
 A tensor is checked against the model directory before it is sent: SGLang ignores a wrong name and dies of a wrong shape.
 Not here: CUDA IPC handles, NCCL groups, or files. Where trainer and engine share no GPU this is right but not fast.
 """
@@ -40,23 +43,30 @@ class TensorTransport:
         self.buffer_size_bytes, self.timeout_s, self.tensor_parallel_size = buffer_size_bytes, timeout_s, tensor_parallel_size
 
     def push(
-        self, named_tensors: Iterable[tuple[str, Tensor]], engines: Sequence[str], stamp: str, *, pause: PauseMode = "abort"
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        engines: Sequence[str],
+        stamp: str,
+        *,
+        pause: PauseMode = "abort",
+        check: bool = False,
     ) -> PushReport:
         """See `base.Transport.push`. Must not be called on a running event loop.
 
         `pause`: what becomes of requests in flight. `retract` keeps them in the engine and computes their cache anew under the
-        new weights; never `in_place`, with which old caches would be used on (see `Engine.pause`).
+        new weights; never `in_place`, with which old caches would be used on (see `Engine.pause`). `check`: see the module; an
+        engine that differs makes the whole push fail.
         """
         assert pause != "in_place"
         tensors = iter(named_tensors)
         try:
-            return asyncio.run(self._push(tensors, engines, stamp, pause))
+            return asyncio.run(self._push(tensors, engines, stamp, pause, check))
         finally:
             for _ in tensors:
                 pass
 
     async def _push(
-        self, tensors: Iterator[tuple[str, Tensor]], engines: Sequence[str], stamp: str, pause: PauseMode
+        self, tensors: Iterator[tuple[str, Tensor]], engines: Sequence[str], stamp: str, pause: PauseMode, check: bool
     ) -> PushReport:
         start_s = time.monotonic()
         async with AsyncExitStack() as stack:
@@ -64,7 +74,7 @@ class TensorTransport:
             push = _Push(admins, stamp, self._shared if all(map(is_here, engines)) else None)
             try:
                 async with asyncio.timeout(self.timeout_s):
-                    await self._send(push, tensors, pause)
+                    await self._send(push, tensors, pause, check)
             except (TimeoutError, SyncError) as error:
                 why = str(error) if isinstance(error, SyncError) else f"not finished within {self.timeout_s:g} s ({push.doing})"
                 push.unknown.update({url: why for url in engines if url not in push.current and url not in push.unknown})
@@ -73,21 +83,34 @@ class TensorTransport:
             stamp, tuple(push.current), push.unknown, push.tensors, push.size_bytes, push.buckets, time.monotonic() - start_s
         )
 
-    async def _send(self, push: _Push, tensors: Iterator[tuple[str, Tensor]], pause: PauseMode) -> None:
+    async def _send(self, push: _Push, tensors: Iterator[tuple[str, Tensor]], pause: PauseMode, check: bool) -> None:
         await push.each("pause", lambda engine: engine.pause(pause))
         await push.each("flush the cache", Engine.flush)
         await push.each("begin", push.begin)
-        missing = set(self.expected)
+        missing, sent = set(self.expected), []
         for bucket, last in _with_last(buckets(checked(tensors, self.expected, missing), self.buffer_size_bytes)):
             if last and missing:
                 raise SyncError(
                     "tensors are missing", where=f"push of {push.stamp}", found=f"no {', '.join(sorted(missing)[:5])}"
                 )
             await push.send(bucket, last, self.tensor_parallel_size)
+            sent += [(bucket, last)] if check else []
         await push.each("end", push.end)
+        if check:
+            await self._again(push, sent)
         await push.each("echo", push.echo)
         await push.each("continue", Engine.continue_)
         push.current = [engine.url for engine in push.active]
+
+    async def _again(self, push: _Push, sent: Sequence[tuple[Bucket, bool]]) -> None:
+        """Send it all over random numbers. Raises: SyncError if an engine then holds anything else than before."""
+        await push.all("remember the weights", lambda engine: engine.check_weights("snapshot"))
+        await push.each("overwrite the weights", lambda engine: engine.check_weights("reset_tensors"))
+        await push.each("begin again", push.begin)
+        for bucket, last in sent:
+            await push.send(bucket, last, self.tensor_parallel_size)
+        await push.each("end again", push.end)
+        await push.all("compare the weights", lambda engine: engine.check_weights("compare"))
 
 
 class _Push:
@@ -111,6 +134,18 @@ class _Push:
         self.active = [engine for engine in self.active if engine.url not in self.unknown]
         if not self.active:
             raise SyncError("no engine is left", where=f"push of {self.stamp}", found=self.unknown)
+
+    async def all(self, doing: str, step) -> None:
+        """Do one step of a check on every engine at once. Raises: SyncError if any of them does not pass it."""
+        self.doing = doing
+        errors = await asyncio.gather(*(_error_of(step(engine)) for engine in self.active))
+        if found := {engine.url: str(error) for engine, error in zip(self.active, errors, strict=True) if error is not None}:
+            raise SyncError(
+                "an engine does not hold the weights that were sent (sync.check_weight_update_equal)",
+                where=f"push of {self.stamp}: {doing}",
+                found=found,
+                do="an engine without /weights_checker (HTTP 404) cannot say: leave the check out",
+            )
 
     async def begin(self, engine: Engine) -> None:
         if await engine.begin_weight_update():

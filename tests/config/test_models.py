@@ -30,6 +30,7 @@ SERVER = {"opd_type": "sglang", "url": "http://t:1"}
             {"advantage": {"use_opd": True}, "teacher": SERVER, "rollout": {"rollout_batch_size": 4, "rollout_temperature": 0.7}},
             "scores at temperature 1",
         ),
+        ({"train": {"use_routing_replay": True}, "advantage": {"score_proximal": False}}, "routing of the scoring pass"),
         ({"reference": {"ref_update_interval": 2}}, "needs advantage.reference"),
         ({"critic": {"value_clip": 0}}, "value_clip"),
     ],

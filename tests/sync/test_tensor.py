@@ -98,6 +98,28 @@ def test_a_push_without_all_tensors_is_refused(live):
     _transport(live.model_dir).push(live.model.state_dict().items(), [live.server.url], "b@0@again")
 
 
+@pytest.mark.integration
+def test_a_push_can_be_checked_against_random_numbers(live, tmp_path):
+    model = make_model(tmp_path / "other", seed=11)
+    report = _transport(live.model_dir).push(model.state_dict().items(), [live.server.url], "b@0@checked", check=True)
+    live.model = model
+    assert report.tensors == 2 * len(expected_shapes(live.model_dir)), "each is sent twice"
+    (scores,) = _scores(live.server.url, [[5, 9, 20, 31]])
+    np.testing.assert_allclose(scores, log_probs(model, [5], [9, 20, 31]), atol=1e-4)
+
+
+@pytest.mark.integration
+def test_a_tensor_that_is_not_sent_is_named_by_a_checked_push(live):
+    transport, left_out = _transport(live.model_dir), "model.layers.1.mlp.down_proj.weight"
+    del transport.expected[left_out]
+    tensors = {name: tensor for name, tensor in live.model.state_dict().items() if name != left_out}
+    with pytest.raises(SyncError, match=r"(?s)does not hold the weights that were sent.*layers\.1\.mlp\.down_proj"):
+        transport.push(tensors.items(), [live.server.url], "b@0@less", check=True)
+    _transport(live.model_dir).push(live.model.state_dict().items(), [live.server.url], "b@0@again")
+    (scores,) = _scores(live.server.url, [[5, 9, 20]])
+    np.testing.assert_allclose(scores, log_probs(live.model, [5], [9, 20]), atol=1e-4)
+
+
 def test_nothing_is_sent_that_the_engines_do_not_hold(tmp_path):
     make_model(tmp_path / "model", seed=0)
     expected = expected_shapes(tmp_path / "model")

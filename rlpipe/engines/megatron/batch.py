@@ -46,6 +46,8 @@ class MicroBatch:
     """[n] int64, the token that follows each row."""
     response_index: np.ndarray
     """[n] int64: each row's response token among all of the batch's [R]."""
+    sources: np.ndarray
+    """[L] int64: each local token among all of the batch's [S]; -1 is padding."""
 
     def column(self, values: np.ndarray) -> torch.Tensor:
         """[n] of a flat [R] column, on the device."""
@@ -66,9 +68,10 @@ def pack(batch: BatchColumns, samples: Sequence[int], part: Slice, *, only_maske
     padded = _padded(lengths, part)
     starts = np.concatenate([[0], np.cumsum(padded)[:-1]])
     tokens, positions = np.zeros(padded.sum(), np.int64), np.arange(padded.sum()) - np.repeat(starts, padded)
-    sources = gather_index(batch.offsets, chosen)
+    sources, source_of = gather_index(batch.offsets, chosen), np.full(len(tokens), -1)
     if len(chosen):
-        tokens[_spread(starts, lengths)] = batch.tokens[sources]
+        source_of[_spread(starts, lengths)] = sources
+        tokens[source_of >= 0] = batch.tokens[sources]
     rows = _spread(starts + batch.prompt_lengths[chosen] - 1, batch.response_lengths[chosen]) if len(chosen) else sources
     responses = gather_index(batch.response_offsets, chosen)
     keep = batch.loss_mask[responses] > 0 if only_masked_in else np.ones(len(rows), bool)
@@ -84,6 +87,7 @@ def pack(batch: BatchColumns, samples: Sequence[int], part: Slice, *, only_maske
         rows=torch.from_numpy(local[rows[here]]).to(device),
         targets=torch.from_numpy(targets[here]).to(device),
         response_index=responses[here],
+        sources=source_of[mine],
     )
 
 

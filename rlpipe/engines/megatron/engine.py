@@ -30,6 +30,7 @@ from rlpipe.engines.megatron.critic import Critic
 from rlpipe.engines.megatron.export import save_hf
 from rlpipe.engines.megatron.groups import close_groups, open_groups
 from rlpipe.engines.megatron.model import Scorer, Trained, build, build_scorer
+from rlpipe.engines.megatron.routing import Recording, check_routing, release_routers
 from rlpipe.engines.megatron.score import score
 from rlpipe.engines.megatron.state import fill_adam, state_digest
 from rlpipe.engines.megatron.step import train_steps
@@ -99,6 +100,8 @@ class MegatronEngine:
         try:
             self._hooks.init()
             self._trained: Trained | None = build(model_dir, model, train, total_optimizer_steps, deterministic=deterministic)
+            if train.use_routing_replay:
+                check_routing(self._trained.bridge.config)
             if critic is not None:
                 steps = critic_optimizer_steps
                 self._critic = Critic(critic, model_dir, model, train, steps, deterministic=deterministic)
@@ -191,6 +194,17 @@ class MegatronEngine:
             self._hooks.before_log_prob(self.trained.ddp, "ref_" if model == "reference" else "")
             return score(self.trained, batch, temperature=temperature, max_tokens=max_tokens or self.max_tokens)
 
+    def score_and_route(self, batch: BatchColumns, *, max_tokens: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """The policy's `score`, and the experts that it routed every token to: [S, layers × k] uint16, on every rank.
+
+        The engine must be made with `train.use_routing_replay`.
+        """
+        recording = Recording(self.trained)
+        self._hooks.before_log_prob(self.trained.ddp, "")
+        limit = max_tokens or self.max_tokens
+        found = score(self.trained, batch, temperature=self._temperature, max_tokens=limit, around=recording.around)
+        return found, recording.column(len(batch.tokens))
+
     def values(self, batch: BatchColumns, *, max_tokens: int | None = None) -> np.ndarray:
         """[R] float32: the critic's value before every response token (masked or not), on every rank. `max_tokens`: as `score`.
 
@@ -232,6 +246,7 @@ class MegatronEngine:
         if self._trained is not None:
             self._trained = self._reference = self._critic = self._teacher = None
             close_groups()
+            release_routers()
             gc.collect()
             if platform.CUDA_FOUND:
                 torch.cuda.empty_cache()

@@ -56,6 +56,7 @@ OWNED = {
     "calculate_per_token_loss": "train.loss.calculate_per_token_loss",
     **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype"), "model.dtype"),
     "deterministic_mode": "deterministic",
+    "moe_enable_routing_replay": "train.use_routing_replay",
     **dict.fromkeys(("variable_seq_lengths", "use_cpu_initialization", "perform_initialization"), "nothing: it is fixed"),
     **dict.fromkeys(("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"), "nothing: they are off"),
     **dict.fromkeys(_INIT_METHODS, "nothing: weights are loaded"),
@@ -131,6 +132,7 @@ def _open(model_dir: str, model: ModelConfig, train: TrainConfig, *, determinist
             "calculate_per_token_loss": True,
             "deallocate_pipeline_outputs": False,
             "deterministic_mode": deterministic,
+            "moe_enable_routing_replay": train.use_routing_replay,
             "use_cpu_initialization": not platform.CUDA_FOUND,
             **dict.fromkeys(_INIT_METHODS, _leave_as_it_is),
             **for_transformer,
@@ -179,6 +181,14 @@ def _check_sizes(bridge: LLMBridge, train: TrainConfig) -> None:
             where=f"{_PARALLEL}.tensor_model_parallel_size",
             found=f"{vocabulary} tokens over {parallel.tensor_model_parallel_size} ranks",
             do="pad the model's embedding and vocab_size to a multiple",
+        )
+    experts = parallel.expert_tensor_parallel_size, parallel.expert_model_parallel_size
+    if bridge.config.num_moe_experts and parallel.tensor_model_parallel_size != experts[0] and experts[1] == 1:
+        raise ConfigError(
+            "Megatron would not sum the experts' gradients over tensor parallel ranks",
+            where=f"{_PARALLEL}.expert_tensor_parallel_size",
+            found=f"{experts[0]}, with tensor_model_parallel_size: {parallel.tensor_model_parallel_size}",
+            do="make them equal, or set expert_model_parallel_size to more than 1",
         )
     if bridge.config.num_layers % parallel.pipeline_model_parallel_size and not _UNEVEN.intersection(train.megatron):
         raise ConfigError(

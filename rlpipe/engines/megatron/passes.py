@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from rlpipe.engines.megatron.batch import MicroBatch, Slice
 from rlpipe.engines.megatron.layers import ValueModel
 from rlpipe.engines.megatron.model import Scorer, Trained
+from rlpipe.engines.megatron.routing import Around
 from rlpipe.engines.megatron.vocab import log_probs_and_entropy
 
 Consumer = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]]
@@ -48,10 +50,12 @@ def run_passes(
     temperature: float,
     forward_only: bool,
     entropy_gradient: bool = False,
+    around: Around | None = None,
 ) -> list[Any]:
     """What `consume` kept of every micro-batch, on the last pipeline stage; elsewhere an empty list. Collective.
 
     With gradients, they are summed over micro-batches and all data and context parallel ranks: losses carry their weights.
+    `around`: each forward pass runs within it.
     """
 
     def of_hidden_states(micro: MicroBatch, hidden_states: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -66,7 +70,14 @@ def run_passes(
         )
         return consume(micro, log_probs, entropy)
 
-    return _run(trained, micro_batches, of_hidden_states, num_micro_batches=num_micro_batches, forward_only=forward_only)
+    return _run(
+        trained,
+        micro_batches,
+        of_hidden_states,
+        num_micro_batches=num_micro_batches,
+        forward_only=forward_only,
+        around=around,
+    )
 
 
 def run_value_passes(
@@ -94,12 +105,14 @@ def _run(
     *,
     num_micro_batches: int,
     forward_only: bool,
+    around: Around | None = None,
 ) -> list[Any]:
     trained.bridge.config.finalize_model_grads_func = _finalize_without_division
 
     def forward_step(iterator, ddp):
         micro = next(iterator)
-        hidden = ddp(micro.tokens, micro.positions, None, packed_seq_params=micro.layout)
+        with around(micro) if around else nullcontext():
+            hidden = ddp(micro.tokens, micro.positions, None, packed_seq_params=micro.layout)
 
         def loss_function(hidden_states):
             loss, kept = of_hidden_states(micro, hidden_states)

@@ -17,13 +17,16 @@ from rlpipe.engines.megatron.batch import pack
 from rlpipe.engines.megatron.groups import speaks_for_its_samples
 from rlpipe.engines.megatron.model import Scorer
 from rlpipe.engines.megatron.passes import run_passes, this_slice
+from rlpipe.engines.megatron.routing import Around
 from rlpipe.packing import BatchColumns, plan
 
 
-def score(trained: Scorer, batch: BatchColumns, *, temperature: float, max_tokens: int) -> np.ndarray:
+def score(
+    trained: Scorer, batch: BatchColumns, *, temperature: float, max_tokens: int, around: Around | None = None
+) -> np.ndarray:
     """[R] float32: log-prob of every response token, at `temperature`. Collective; the same on every rank.
 
-    `max_tokens`: packed tokens of a micro-batch, over all context parallel ranks.
+    `max_tokens`: packed tokens of a micro-batch, over all context parallel ranks. `around`: see `run_passes`.
     """
     mine = spread_micro_batches(batch, max_tokens)
     part = this_slice(trained)
@@ -35,6 +38,7 @@ def score(trained: Scorer, batch: BatchColumns, *, temperature: float, max_token
         num_micro_batches=len(mine),
         temperature=temperature,
         forward_only=True,
+        around=around,
     )
     return whole_column(kept, batch.num_response_tokens)
 

@@ -10,7 +10,8 @@ Not here: estimators and the losses' mathematics (`rlpipe.algorithms`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from megatron.core import parallel_state
 from rlpipe.engines.megatron.batch import MicroBatch, pack
 from rlpipe.engines.megatron.model import Trained
 from rlpipe.engines.megatron.passes import run_passes, this_slice
+from rlpipe.engines.megatron.routing import Around, Replaying
 from rlpipe.engines.megatron.update import summed, update
 from rlpipe.engines.megatron.weights import StepWeights, prepare
 
@@ -68,20 +70,45 @@ def train_steps(
     path = loss.custom_loss_function_path
     function = custom.load("custom_loss_function_path", path) if path else None
     of_user = (lambda tokens: custom.custom_loss(function, hook_args, tokens)) if function else None
-    return [
-        _step(
-            trained,
-            batch,
-            step,
-            loss,
-            temperature,
-            of_user,
-            hook_args,
-            partial(before_step, k),
-            where=f"train/optimizer step {k}",
+    with _routed(trained, batch) as around:
+        return [
+            _step(
+                trained,
+                batch,
+                step,
+                loss,
+                temperature,
+                of_user,
+                hook_args,
+                partial(before_step, k),
+                around,
+                where=f"train/optimizer step {k}",
+            )
+            for k, step in enumerate(packing.steps)
+        ]
+
+
+@contextmanager
+def _routed(trained: Trained, batch: BatchColumns) -> Iterator[Around | None]:
+    """What forward passes run within: as the batch's experts say, if the model was built for that.
+
+    Raises: DataError if the batch does not say them.
+    """
+    if not trained.bridge.config.moe_enable_routing_replay:
+        yield None
+        return
+    if batch.routed_experts is None:
+        raise DataError(
+            "the batch does not say which experts its tokens went to",
+            where="train/batch",
+            found="no routed_experts",
+            do="score the batch with train.use_routing_replay: true",
         )
-        for k, step in enumerate(packing.steps)
-    ]
+    replaying = Replaying(trained, batch.routed_experts)
+    try:
+        yield replaying.around
+    finally:
+        replaying.close()
 
 
 def _check_columns(batch: BatchColumns, packing: PackingPlan, loss: LossConfig) -> None:
@@ -111,6 +138,7 @@ def _step(
     of_user: CustomLoss | None,
     hook_args: Any,
     before: Callable[[], None],
+    around: Around | None,
     where: str,
 ) -> dict[str, float]:
     samples = np.array(sorted(i for rank in step for micro in rank for i in micro), np.int64)
@@ -140,6 +168,7 @@ def _step(
         temperature=temperature,
         forward_only=False,
         entropy_gradient=loss.entropy_coef != 0 or of_user is not None,
+        around=around,
     )
     metrics = summed(kept, _agreed(names)) | fixed.metrics
     if not math.isfinite(metrics["loss"]):

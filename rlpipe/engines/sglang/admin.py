@@ -134,6 +134,13 @@ class Engine:
             body["weight_version"] = weight_version
         await self._call("POST", "/update_weights_from_tensor", body)
 
+    async def check_weights(self, action: Literal["snapshot", "reset_tensors", "compare"]) -> None:
+        """Remember what it holds; fill it with random numbers; compare it with what is remembered, and forget that.
+
+        Raises: EngineRejected naming the tensors that differ, or if this version of SGLang has no such thing.
+        """
+        await self._call("POST", "/weights_checker", {"action": action})
+
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probability of each token but the first, given those before it, at temperature 1. Token ids are not checked here.
 

@@ -1,6 +1,6 @@
 """Run an unmodified SGLang server on a machine without CUDA: `python -m rlpipe.engines.sglang.cpu_launch ARGUMENTS`.
 
-The arguments are SGLang's own. Four gaps are filled, none of them by editing SGLang:
+The arguments are SGLang's own. Five gaps are filled, none of them by editing SGLang:
 
 1. `SGLANG_USE_CPU_ENGINE=1` selects SGLang's own CPU platform, which falls back to pure PyTorch layers without AMX.
 2. `sgl_kernel` exists on PyPI for CUDA only. SGLang's CPU path imports a few names of it; all but one of them serve
@@ -8,6 +8,7 @@ The arguments are SGLang's own. Four gaps are filled, none of them by editing SG
 3. `torchvision` is imported for image processors only, and its PyPI wheel cannot live beside a CPU torch: where it is
    absent, an empty stand-in takes its place, in the server's own processes.
 4. The `torch_native` attention backend runs one request at a time; SGLang's hook registry puts `cpu_attention` in its place.
+5. `/weights_checker` compares weights on a CUDA device; the same registry has it compare them where they are.
 
 All this happens at import, because SGLang spawns its children and each of them imports this main module again.
 Not here: anything for CUDA (see `launch`).
@@ -106,8 +107,13 @@ def install() -> None:
         sys.meta_path.append(_StandIn("torchvision"))
 
 
-def batch_attention() -> None:
-    """Register `cpu_attention` with SGLang's hooks; they take effect when SGLang loads its plugins, in every process."""
+def _weights_where_they_are(_original, weight):
+    """One chunk of a weight that is not quantised, to be compared exactly."""
+    yield weight.tensor.reshape(-1), None
+
+
+def hook() -> None:
+    """Register what replaces SGLang's own; it takes effect when SGLang loads its plugins, in every process."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from rlpipe.engines.sglang import cpu_attention
@@ -115,12 +121,14 @@ def batch_attention() -> None:
     backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
     HookRegistry.register(f"{backend}._run_sdpa_forward_decode", cpu_attention.decode, HookType.AROUND)
     HookRegistry.register(f"{backend}._run_sdpa_forward_extend", cpu_attention.extend, HookType.AROUND)
+    weights = "sglang.srt.utils.weight_checker_comparator.RawComparable"
+    HookRegistry.register(f"{weights}.iter_chunks", _weights_where_they_are, HookType.AROUND)
 
 
 install()
 
 if __name__ in ("__main__", "__mp_main__"):
-    batch_attention()
+    hook()
 
 if __name__ == "__main__":
     from rlpipe.engines.sglang import launch

@@ -1,0 +1,172 @@
+"""Routing replay of a mixture of experts: which experts a scoring pass chose, and an optimizer step that takes the same ones.
+
+An expert that flips between the two passes makes the probability ratio jump. Indices are of every token, prompts included, of
+every layer with experts and in the router's order; the weights of the chosen experts are computed anew and have gradients.
+
+    Recording → [S, layers × k] uint16, the same on every rank → Replaying
+
+A rank sees the layers of its pipeline stage and its context and sequence parallel part of the tokens. A recomputed layer routes
+again during the backward pass: Megatron's `RouterReplay` hands it the indices of its micro-batch, first in, first out.
+
+Not here: the engine's own routing, or a critic's and a teacher's, which are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import numpy as np
+import torch
+
+from rlpipe.engines.megatron import platform
+from rlpipe.errors import ConfigError, DataError
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+from rlpipe.engines.megatron.batch import MicroBatch
+from rlpipe.engines.megatron.model import Scorer
+
+Around = Callable[[MicroBatch], AbstractContextManager[None]]
+"""What a micro-batch's forward pass runs within."""
+REFUSED = ("moe_router_fusion", "moe_expert_capacity_factor")
+"""Settings under which experts are not chosen token by token, or not by the function that can be replayed."""
+
+
+def check_routing(config: TransformerConfig, where: str = "train.use_routing_replay") -> None:
+    """Raises: ConfigError if there is nothing to replay, or it cannot be."""
+    if not config.num_moe_experts:
+        raise ConfigError("the model has no experts to route to", where=where, found=True, do="leave it out")
+    for name in REFUSED:
+        if value := getattr(config, name):
+            raise ConfigError(
+                "routing cannot be replayed with this", where=f"train.megatron.{name}", found=value, expected="unset"
+            )
+
+
+def release_routers() -> None:
+    """Megatron keeps the replays of all routers that were ever made in this process: let go of them."""
+    RouterReplay.clear_global_router_replay_instances()
+
+
+class _Routers:
+    """The routers of this rank's stage, each with its place among all layers that have experts."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        config = scorer.bridge.config
+        layers = _layers_with_experts(config)
+        self.layers, self.top_k = len(layers), config.moe_router_topk
+        self.here: list[tuple[int, RouterReplay]] = []
+        for module in scorer.model.modules():
+            if isinstance(module, TopKRouter):
+                replay, number = module.router_replay, module.layer_number
+                assert replay is not None and number is not None, "built without moe_enable_routing_replay"
+                self.here.append((layers.index(number), replay))
+        self._sequence_parallel = config.sequence_parallel
+
+    def tokens(self, micro: MicroBatch) -> np.ndarray:
+        """Of each token that a router of this rank sees, its place among the batch's [S]; -1 is padding."""
+        if not self._sequence_parallel:
+            return micro.sources
+        parts = parallel_state.get_tensor_model_parallel_world_size()
+        return np.split(micro.sources, parts)[parallel_state.get_tensor_model_parallel_rank()]
+
+    @property
+    def speaks(self) -> bool:
+        """Is this the only rank of those that see the same tokens in the same layers?"""
+        return self._sequence_parallel or parallel_state.get_tensor_model_parallel_rank() == 0
+
+    def act(self, action: RouterReplayAction | None) -> None:
+        for _, replay in self.here:
+            replay.router_replay_action = action
+
+    def forget(self) -> None:
+        self.act(None)
+        for _, replay in self.here:
+            replay.clear_indices()
+
+
+def _layers_with_experts(config: TransformerConfig) -> list[int]:
+    """Their numbers in the whole model, from 1."""
+    every = config.moe_layer_freq
+    pattern = [i % every == 0 for i in range(config.num_layers)] if isinstance(every, int) else every
+    return [i + 1 for i, has_experts in enumerate(pattern) if has_experts]
+
+
+class Recording:
+    """Notes the experts of every micro-batch that is run `around` it."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._routers = _Routers(scorer)
+        self._kept: list[tuple[np.ndarray, list[torch.Tensor]]] = []
+
+    @contextmanager
+    def around(self, micro: MicroBatch) -> Iterator[None]:
+        self._routers.act(RouterReplayAction.RECORD)
+        try:
+            yield
+            self._kept.append((self._routers.tokens(micro), [_recorded(replay) for _, replay in self._routers.here]))
+        finally:
+            self._routers.forget()
+
+    def column(self, num_tokens: int) -> np.ndarray:
+        """[S, layers × k] uint16 on every rank. Collective."""
+        routers = self._routers
+        result = np.zeros((num_tokens, routers.layers, routers.top_k), np.uint16)
+        local = {place: n for n, (place, _) in enumerate(routers.here)}
+        for layer in range(routers.layers):
+            found = torch.zeros(num_tokens, routers.top_k, dtype=torch.int32, device=platform.device())
+            if layer in local and routers.speaks:
+                for tokens, indices in self._kept:
+                    real = np.flatnonzero(tokens >= 0)
+                    found[torch.from_numpy(tokens[real])] = indices[local[layer]][torch.from_numpy(real)].to(found)
+            torch.distributed.all_reduce(found)
+            result[:, layer] = found.cpu().numpy()
+        return result.reshape(num_tokens, -1)
+
+
+def _recorded(replay: RouterReplay) -> torch.Tensor:
+    indices = replay.get_recorded_indices()
+    assert indices is not None, "a layer of this stage did not route"
+    return indices.to("cpu", torch.int32)
+
+
+class Replaying:
+    """Has every micro-batch that is run `around` it routed as `experts` say. `close` it after the pass.
+
+    Padding goes to the first k experts; nothing depends on it. Raises: DataError if `experts` are not this model's.
+    """
+
+    def __init__(self, scorer: Scorer, experts: np.ndarray) -> None:
+        self._routers = _Routers(scorer)
+        layers, top_k, number = self._routers.layers, self._routers.top_k, scorer.bridge.config.num_moe_experts
+        if experts.shape[1] != layers * top_k or experts.max(initial=0) >= number:
+            raise DataError(
+                "the recorded experts are not this model's",
+                where="batch.routed_experts",
+                found=f"{experts.shape[1]} a token, the largest {experts.max(initial=0)}",
+                expected=f"{layers} layers × {top_k} of {number} experts",
+            )
+        self._experts = experts.reshape(-1, layers, top_k)
+        self._padding = np.arange(top_k)
+
+    @contextmanager
+    def around(self, micro: MicroBatch) -> Iterator[None]:
+        tokens = self._routers.tokens(micro)
+        for place, replay in self._routers.here:
+            chosen = np.tile(self._padding, (len(tokens), 1))
+            chosen[tokens >= 0] = self._experts[tokens[tokens >= 0], place]
+            replay.set_target_indices(torch.from_numpy(chosen).to(platform.device()))
+        self._routers.act(RouterReplayAction.REPLAY_FORWARD)
+        try:
+            yield
+        finally:
+            self._routers.act(RouterReplayAction.REPLAY_BACKWARD)
+
+    def close(self) -> None:
+        """Routers choose for themselves again."""
+        self._routers.forget()

@@ -1,0 +1,168 @@
+"""Routing replay: an optimizer step takes the experts that the scoring pass chose."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlpipe.config.train import TrainConfig
+from rlpipe.errors import ConfigError, DataError
+from rlpipe.packing import BatchColumns, plan
+from tests.engines.megatron.ranks import engine, free_port, make_batch, near
+from tests.engines.megatron.routed import disturb, record_and_replay, refusal, routers
+
+LAYERS, TOP_K, EXPERTS = 2, 2, 4
+TRAIN = {"max_tokens_per_gpu": 64, "optimizer": {"lr": 1e-3, "adam_eps": 1e-5}}
+PARTS = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2, "sequence_parallel": True}
+LAYOUTS = {
+    "expert parallel": {"parallel": {"expert_model_parallel_size": 2}},
+    "tensor and sequence parallel": {"parallel": PARTS},
+    "pipeline parallel": {"parallel": {"pipeline_model_parallel_size": 2}},
+    "context parallel": {"parallel": {"context_parallel_size": 2}},
+}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+@pytest.fixture
+def start(models):
+    opened = []
+
+    def make(*, family: str = "qwen3_moe", **train):
+        ours = engine(
+            models[family], TrainConfig.model_validate({**TRAIN, "use_routing_replay": True, **train}), 0, 1, free_port()
+        )
+        opened.append(ours)
+        ours.load_hf()
+        return ours
+
+    yield make
+    for ours in opened:
+        ours.close()
+
+
+def one_plan(ours, batch: BatchColumns):
+    return plan(batch.lengths, global_batch_size=None, max_tokens=ours.max_tokens, data_parallel=1)
+
+
+def watched(ours) -> list[list[np.ndarray]]:
+    """[router][call][token, expert]: where tokens go from now on."""
+    seen: list[list[np.ndarray]] = [[] for _ in routers(ours)]
+    for calls, router in zip(seen, routers(ours), strict=True):
+        router.register_forward_hook(lambda _module, _inputs, output, calls=calls: calls.append(output[1].numpy()))
+    return seen
+
+
+def as_map(experts: np.ndarray) -> np.ndarray:
+    """[tokens, EXPERTS] bool of [tokens, TOP_K]."""
+    found = np.zeros((len(experts), EXPERTS), bool)
+    np.put_along_axis(found, experts.astype(int), True, 1)
+    return found
+
+
+def test_the_experts_that_are_recorded_are_those_of_transformers(models, start):
+    batch = make_batch(num_samples=1)
+    _, experts = start().score_and_route(batch)
+    theirs = AutoModelForCausalLM.from_pretrained(models["qwen3_moe"], dtype=torch.float32)
+    with torch.no_grad():
+        logits = theirs(torch.from_numpy(batch.tokens.astype(np.int64))[None], output_router_logits=True).router_logits
+    wanted = torch.stack([layer.topk(TOP_K, -1).indices for layer in logits], 1).reshape(len(batch.tokens), -1)
+    assert experts.dtype == np.uint16
+    assert experts.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("megatron", [{}, RECOMPUTED])
+def test_steps_take_the_recorded_experts_whatever_the_routers_prefer(start, megatron):
+    ours, batch = start(megatron=megatron), make_batch()
+    scores, experts = ours.score_and_route(batch)
+    disturb(ours)
+    _, others = ours.score_and_route(batch)
+    assert (others != experts).mean() > 0.5
+    batch = batch.with_columns(proximal_log_probs=scores, routed_experts=experts)
+    packing, seen = one_plan(ours, batch), watched(ours)
+    ours.train(batch, packing)
+    micros = [micro for step in packing.steps for micro in step[0]]
+    assert len(micros) > 1
+    for layer, calls in enumerate(seen):
+        of_layer = experts.reshape(-1, LAYERS, TOP_K)[:, layer]
+        wanted = [as_map(np.concatenate([of_layer[batch.offsets[i] : batch.offsets[i + 1]] for i in micro])) for micro in micros]
+        times = 2 if megatron else 1
+        assert len(calls) == times * len(micros), "a recomputed layer routes twice"
+        for n, found in enumerate(calls):
+            assert np.array_equal(found, wanted[n // times])
+
+
+def test_replaying_what_the_routers_would_choose_changes_no_bit(start):
+    digests = set()
+    for replay, megatron in ((False, {}), (True, {}), (True, RECOMPUTED)):
+        ours, batch = start(use_routing_replay=replay, megatron=megatron), make_batch()
+        if replay:
+            scores, experts = ours.score_and_route(batch)
+            batch = batch.with_columns(routed_experts=experts)
+        else:
+            scores = ours.score(batch)
+        batch = batch.with_columns(proximal_log_probs=scores, loss_mask=np.ones_like(batch.loss_mask))
+        result = ours.train(batch, one_plan(ours, batch))
+        assert result.steps[0]["ratio"] == pytest.approx(1, abs=1e-6)
+        assert abs(result.steps[0]["ppo_kl"]) < 1e-6
+        digests.add(result.state_digest)
+        ours.close()
+    assert len(digests) == 1
+
+
+def test_a_second_step_trains_otherwise_than_without_replay(start):
+    digests = set()
+    for replay in (False, True):
+        ours, batch = start(use_routing_replay=replay, optimizer={"lr": 0.1}), make_batch()
+        scores, experts = ours.score_and_route(batch) if replay else (ours.score(batch), None)
+        batch = batch.with_columns(proximal_log_probs=scores, routed_experts=experts)
+        packing = plan(batch.lengths, global_batch_size=12, max_tokens=64, data_parallel=1)
+        digests.add(ours.train(batch, packing).state_digest)
+        ours.close()
+    assert len(digests) == 2
+
+
+def test_a_batch_without_the_model_s_experts_is_refused(start):
+    ours, batch = start(), make_batch()
+    batch = batch.with_columns(proximal_log_probs=near(ours.score(batch), 0.1, 0))
+    with pytest.raises(DataError, match="does not say which experts"):
+        ours.train(batch, one_plan(ours, batch))
+    for experts in (np.zeros((len(batch.tokens), 3), np.uint16), np.full((len(batch.tokens), 4), 4, np.uint16)):
+        with pytest.raises(DataError, match="not this model's"):
+            ours.train(batch.with_columns(routed_experts=experts), one_plan(ours, batch))
+
+
+def test_a_model_or_a_router_that_cannot_replay_is_refused(start):
+    with pytest.raises(ConfigError, match="no experts"):
+        start(family="qwen3")
+    with pytest.raises(ConfigError, match="moe_expert_capacity_factor"):
+        start(megatron={"moe_expert_capacity_factor": 1.0})
+
+
+@pytest.fixture(scope="module")
+def alone(models):
+    return record_and_replay(0, 1, free_port(), models["qwen3_moe"], TRAIN)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_record_and_replay_what_one_does(models, alone, two_ranks, layout):
+    first, second = two_ranks.run(record_and_replay, models["qwen3_moe"], TRAIN | LAYOUTS[layout])
+    assert (alone["others"] != alone["experts"]).mean() > 0.5
+    for found in (first, second):
+        for name in ("experts", "again", "others"):
+            assert np.array_equal(found[name], alone[name]), name
+        assert np.array_equal(found["experts"], found["again"])
+        assert set(found["free"]) == {None}
+    assert first["steps"] == second["steps"]
+    assert first["digest"] == second["digest"]
+    for found, expected in zip(first["steps"], alone["steps"], strict=True):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.integration
+def test_a_layout_whose_experts_would_learn_from_half_of_the_tokens_is_refused(models, two_ranks):
+    parts = {**PARTS, "expert_tensor_parallel_size": 1}
+    for why in two_ranks.run(refusal, models["qwen3_moe"], TRAIN | {"parallel": parts}):
+        assert "would not sum the experts' gradients" in why
