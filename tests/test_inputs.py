@@ -104,7 +104,8 @@ TUNING = {
     "resources": "actor_num_nodes actor_num_gpus_per_node rollout_num_gpus rollout_num_gpus_per_engine "
     "cluster ray_address threads_per_process start_timeout_s stop_grace_s",
     "store": "root",
-    "observe": "tensorboard samples_in_report profile_target profile_step_start profile_step_end profile_ranks",
+    "observe": "tensorboard samples_in_report profile_target profile_step_start profile_step_end profile_ranks "
+    "record_memory_history",
     "orchestration": "iterations deployment retries retry_delay_s timeout_s",
 }
 """Section → the keys that decide nothing. A key that moves in or out of this table changes what is reused of old runs."""

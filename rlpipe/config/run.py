@@ -40,6 +40,9 @@ class ObserveConfig(Config):
     """First iteration that is not profiled any more."""
     profile_ranks: tuple[int, ...] = Tuning((0,))
     """Trainer ranks that are profiled."""
+    record_memory_history: bool = Tuning(False)
+    """Record every allocation of CUDA memory in the same work, iterations and ranks (in all work if profile_target is empty) as
+    `{home}/{run}/profile/memory-*.pickle`, for https://pytorch.org/memory_viz; after running out of memory too. Needs CUDA."""
 
 
 class StopCondition(Config):
