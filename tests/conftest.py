@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,15 @@ settings.register_profile("rlpipe", deadline=None, max_examples=50)
 settings.load_profile("rlpipe")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """The tests of a file stay in one process. Whole runs, with all their servers, come first and all in one: of two at once each
-    would have half a machine."""
+    would have half a machine. (A wrapper, so that pytest-xdist reads the groups afterwards.)"""
     items.sort(key=lambda item: item.get_closest_marker("whole_run") is None)
     for item in items:
         group = "whole runs" if item.get_closest_marker("whole_run") else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
+    return (yield)
 
 
 @pytest.fixture

@@ -105,7 +105,7 @@ TUNING = {
     "cluster ray_address threads_per_process start_timeout_s stop_grace_s",
     "store": "root",
     "observe": "tensorboard samples_in_report profile_target profile_step_start profile_step_end profile_ranks "
-    "custom_rollout_log_function_path custom_eval_rollout_log_function_path",
+    "custom_rollout_log_function_path custom_eval_rollout_log_function_path record_memory_history",
     "orchestration": "iterations deployment retries retry_delay_s timeout_s",
 }
 """Section → the keys that decide nothing. A key that moves in or out of this table changes what is reused of old runs."""

@@ -28,7 +28,7 @@ import ray
 
 from rlpipe.actors.checkpoints import Upload, fetch_checkpoint, upload_share
 from rlpipe.actors.probe import largest_difference
-from rlpipe.actors.profiling import Part, profiled
+from rlpipe.actors.profiling import Part, check, profiled
 from rlpipe.actors.scoring import critic_metrics, scored, with_server_s_scores
 from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.batch import fix_batch, with_advantages
@@ -94,6 +94,7 @@ class TrainerRank:
     @collective
     def setup(self, spec: TrainerSpec, master: tuple[str, int]) -> None:
         """Build the engine of a spec, in place of another. Its weights are not loaded yet. Raises: ConfigError, TrainerError."""
+        check(spec.observe)
         if self._spec == spec:
             self._spec = spec
             return
@@ -255,8 +256,8 @@ class TrainerRank:
         tensors = engine.named_hf_tensors()
         if self.rank == 0:
             pause = "retract" if sync.in_flight == "in_place" else "abort"
-            check = sync.check_weight_update_equal
-            report = self._transport.push(tensors, engines, stamp, pause=pause, check=check)
+            equal = sync.check_weight_update_equal
+            report = self._transport.push(tensors, engines, stamp, pause=pause, check=equal)
             return {"bytes": report.size_bytes, "seconds": time.perf_counter() - start, "unknown": report.unknown}
         sent = sum(tensor.nbytes for _, tensor in tensors)
         return {"bytes": sent, "seconds": time.perf_counter() - start, "unknown": {}}

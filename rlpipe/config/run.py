@@ -46,6 +46,9 @@ class ObserveConfig(Config):
     `rlpipe.observe.functions`."""
     custom_eval_rollout_log_function_path: str | None = Tuning(None)
     """The same for each evaluation: `(rollout_id, args, data, extra_metrics)`."""
+    record_memory_history: bool = Tuning(False)
+    """Record every allocation of CUDA memory in the same work, iterations and ranks (in all work if profile_target is empty) as
+    `{home}/{run}/profile/memory-*.pickle`, for https://pytorch.org/memory_viz; after running out of memory too. Needs CUDA."""
 
 
 class StopCondition(Config):

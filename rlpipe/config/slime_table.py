@@ -225,7 +225,7 @@ SLIME: tuple[Flag, ...] = (
     refused("memory_snapshot_num_steps", "int", None, "profiles hold the memory (--profile-target)"),
     to("profile_target", "strs", ["train_overall"], "observe.profile_target"),
     only("memory_recorder", "str", "torch", ("torch",), "memray is not supported"),
-    refused("record_memory_history", "on", False, "profiles hold the memory (--profile-target)"),
+    to("record_memory_history", "on", False, "observe.record_memory_history"),
     to("check_weight_update_equal", "on", False, "sync.check_weight_update_equal"),
     to("debug_rollout_only", "on", False, "debug.debug_rollout_only"),
     to("debug_train_only", "on", False, "debug.debug_train_only"),

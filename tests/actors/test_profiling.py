@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlpipe.actors.profiling import Part, profiled
+from rlpipe.actors.profiling import Part, check, profiled
 from rlpipe.config.run import ObserveConfig
+from rlpipe.errors import ConfigError
 
 
 def record(place: Path, part: Part, iteration: int, rank: int = 0, **keys: Any) -> list[str]:
@@ -45,6 +46,13 @@ def test_overall_is_both_parts_of_every_named_iteration(tmp_path: Path):
 )
 def test_what_is_not_named_is_not_recorded(tmp_path: Path, iteration: int, rank: int, keys: dict[str, Any]):
     assert record(tmp_path, "train_actor", iteration, rank, **keys) == []
+
+
+def test_the_history_of_cuda_memory_is_refused_where_there_is_none():
+    assert not torch.cuda.is_available(), "elsewhere it is recorded"
+    check(ObserveConfig())
+    with pytest.raises(ConfigError, match="no CUDA memory"):
+        check(ObserveConfig(record_memory_history=True))
 
 
 def test_what_fails_leaves_no_trace_of_itself_and_its_own_error(tmp_path: Path):

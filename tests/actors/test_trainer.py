@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from rlpipe.actors.checkpoints import Upload
 from rlpipe.actors.trainer import TrainerRank
 from rlpipe.actors.trainer_spec import TrainerSpec
+from rlpipe.config.train import SyncConfig
 from rlpipe.errors import DeadlineExceeded, StoreFull
 from rlpipe.inputs import checkpoint_inputs
 from rlpipe.types import FileRecord
 from tests.actors.trained import configuration
+from tests.live_engine import live_engine
 
 RECORD = FileRecord(path="checkpoints/p/.metadata", size_bytes=1, sha256="0" * 64)
 
@@ -66,3 +69,17 @@ def test_a_failed_upload_is_its_own_error_and_not_the_next_one_s(rank: TrainerRa
     with pytest.raises(StoreFull):
         rank.uploaded("p")
     assert rank.uploaded("p") is None
+
+
+@pytest.mark.integration
+def test_the_setting_of_a_checked_push_reaches_the_engines(rank: TrainerRank, request: pytest.FixtureRequest):
+    live, made = live_engine(request.config), cast("Any", rank)
+    made._spec = replace(made._spec, model_dir=str(live.model_dir))
+    made._engine = SimpleNamespace(named_hf_tensors=lambda: iter(live.model.state_dict().items()))
+    rank.held = "state"
+    sent = [
+        rank.push(held="state", engines=[live.server.url], stamp=f"b@0@{on}", sync=SyncConfig(check_weight_update_equal=on))
+        for on in (False, True)
+    ]
+    assert sent[1]["bytes"] == 2 * sent[0]["bytes"], "all of it is sent twice"
+    assert [answer["unknown"] for answer in sent] == [{}, {}]

@@ -50,6 +50,7 @@ MEGATRON = {
         _ARCHITECTURE,
     ),
     "deterministic_mode": "use deterministic",
+    "moe_enable_routing_replay": "use train.use_routing_replay",
     "variable_seq_lengths": "batches are packed; see train.max_tokens_per_gpu",
 }
 

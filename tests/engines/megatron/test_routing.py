@@ -7,9 +7,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlpipe.actors.scoring import scored
+from rlpipe.actors.trainer_spec import TrainerSpec
+from rlpipe.batch import Batch
 from rlpipe.config.train import TrainConfig
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.packing import BatchColumns, plan
+from rlpipe.stage_files import read_batch, write_batch
+from rlpipe.store.files import Files
+from rlpipe.store.nodes import input_digest
+from rlpipe.types import Node, Stage
+from tests.actors.trained import configuration
 from tests.engines.megatron.ranks import engine, free_port, make_batch, near
 from tests.engines.megatron.routed import disturb, record_and_replay, refusal, routers
 
@@ -121,6 +129,23 @@ def test_a_second_step_trains_otherwise_than_without_replay(start):
         digests.add(ours.train(batch, packing).state_digest)
         ours.close()
     assert len(digests) == 2
+
+
+def test_the_stages_hand_the_experts_on_through_the_store(models, start, tmp_path):
+    ours, batch = start(), make_batch()
+    config = configuration(models["qwen3_moe"], "run", train={**TRAIN, "use_routing_replay": True})
+    spec = TrainerSpec.of(config, model_dir=models["qwen3_moe"], store_root=str(tmp_path), work_dir=tmp_path)
+    columns = scored(ours, batch, spec)
+    files, keys = Files(tmp_path), range(len(batch))
+    fixed = Batch(columns, tuple(f"g{i:02d}" for i in keys), tuple(keys), np.zeros(len(batch)), {}, None)
+    record = write_batch(files, "d" * 64, fixed, columns)
+    back = read_batch(files, Node(stage=Stage.ADVANTAGE, digest=input_digest(Stage.ADVANTAGE, {}, {}, {}), files=(record,)))
+    assert np.array_equal(back.routed_experts, ours.score_and_route(batch)[1])
+    disturb(ours)
+    seen = watched(ours)
+    ours.train(back, plan(back.lengths, global_batch_size=None, max_tokens=8192, data_parallel=1))
+    for layer, (found,) in enumerate(seen):
+        assert np.array_equal(found, as_map(back.routed_experts.reshape(-1, LAYERS, TOP_K)[:, layer]))
 
 
 def test_a_batch_without_the_model_s_experts_is_refused(start):
