@@ -91,9 +91,9 @@ async def run_iterations(config: RunConfig, first: int, observer: Observer, stop
                 return
             start = time.perf_counter()
             nodes = await stopping.unless_asked(iterations.finish(k))
+            await observer.iteration(k, nodes, seconds=time.perf_counter() - start)
             if config.async_buffer_size:
                 await stopping.unless_asked(iterations.reach(k + 1))
-            await observer.iteration(k, nodes, seconds=time.perf_counter() - start)
             done = await stopping.unless_asked(evaluate_if_due(config, k + 1, observer))
 
 
