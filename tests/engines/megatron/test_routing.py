@@ -140,6 +140,7 @@ def test_the_stages_hand_the_experts_on_through_the_store(models, start, tmp_pat
     fixed = Batch(columns, tuple(f"g{i:02d}" for i in keys), tuple(keys), np.zeros(len(batch)), {}, None)
     record = write_batch(files, "d" * 64, fixed, columns)
     back = read_batch(files, Node(stage=Stage.ADVANTAGE, digest=input_digest(Stage.ADVANTAGE, {}, {}, {}), files=(record,)))
+    assert back.routed_experts is not None
     assert np.array_equal(back.routed_experts, ours.score_and_route(batch)[1])
     disturb(ours)
     seen = watched(ours)
