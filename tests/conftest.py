@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -14,15 +14,27 @@ settings.register_profile("rlpipe", deadline=None, max_examples=50)
 settings.load_profile("rlpipe")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """The tests of a file stay in one process. Whole runs, with all their servers, come first and all in one: of two at once each
-    would have half a machine. (A wrapper, so that pytest-xdist reads the groups afterwards.)"""
-    items.sort(key=lambda item: item.get_closest_marker("whole_run") is None)
-    for item in items:
-        group = "whole runs" if item.get_closest_marker("whole_run") else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-    return (yield)
+WHOLE_RUNS = ("tests/flows/test_train.py", "tests/deployments/test_apply.py", "tests/tools/test_chaos.py")
+"""Files whose tests start a run with all its servers. They come first and in one process: of two at once each would have half
+a machine."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs first."""
+    items.sort(key=lambda item: not item.nodeid.startswith(WHOLE_RUNS))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several processes: the tests of a file stay in one of them, and so do all whole runs. (pytest-xdist 3.8's own groups
+    do nothing under pytest 9.2.)"""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneRunAtATime(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "whole runs" if nodeid.startswith(WHOLE_RUNS) else super()._split_scope(nodeid)
+
+    return OneRunAtATime(config, log)
 
 
 @pytest.fixture

@@ -124,7 +124,6 @@ def prefect(tmp_path: Path) -> Iterator[Prefect]:
 
 
 @pytest.mark.integration
-@pytest.mark.whole_run
 def test_an_iteration_that_failed_is_retried_from_the_run_and_its_rollout_is_reused(prefect: Prefect, tmp_path: Path):
     (tmp_path / "reward.py").write_text(FAILS_ONCE.format(folder=tmp_path))
     (tmp_path / "small.yaml").write_text(SAMPLING % (tmp_path / "reward.py"))

@@ -54,7 +54,6 @@ def committed(home: Path, run: str) -> int:
 
 
 @pytest.mark.integration
-@pytest.mark.whole_run
 def test_a_run_that_is_interrupted_and_loses_its_processes_goes_on_and_its_records_are_whole(recipes: Path) -> None:
     home = recipes / "home"
     evaluation = f"evaluation={{eval_interval: 3, datasets: [{{name: heldout, prompts: {WORDS % 9000}}}]}}"
@@ -92,7 +91,6 @@ def test_a_run_that_is_interrupted_and_loses_its_processes_goes_on_and_its_recor
 
 
 @pytest.mark.integration
-@pytest.mark.whole_run
 def test_a_run_that_is_asked_to_stop_finishes_its_iteration_and_keeps_its_weights(recipes: Path) -> None:
     home = recipes / "home"
     arguments = ("--recipe", str(recipes / "small.yaml"), "num_rollout=1000", "checkpoint.save_interval=1000")
@@ -112,7 +110,6 @@ def test_a_run_that_is_asked_to_stop_finishes_its_iteration_and_keeps_its_weight
 
 
 @pytest.mark.integration
-@pytest.mark.whole_run
 def test_two_ranks_two_engines_and_s3_survive_a_killed_engine(recipes: Path) -> None:
     home = recipes / "home"
     with seaweed(recipes / "s3") as server:
@@ -144,7 +141,6 @@ def test_two_ranks_two_engines_and_s3_survive_a_killed_engine(recipes: Path) -> 
 
 
 @pytest.mark.integration
-@pytest.mark.whole_run
 def test_rollouts_ahead_of_training_with_a_filter_and_a_buffer_lose_nothing_when_their_generator_is_killed(recipes: Path) -> None:
     home = recipes / "home"
     arguments = (

@@ -212,7 +212,6 @@ def test_starting_and_retrying_a_flow_run_is_what_the_buttons_do():
 
 
 @pytest.mark.integration
-@pytest.mark.whole_run
 def test_a_run_whose_processes_are_killed_in_its_stages_loses_and_doubles_nothing(tmp_path: Path, repository: Path):
     home = tmp_path / "home"
     command = [sys.executable, "-m", "tools.chaos", "--minutes", "6", "--hits", "1", "--home", str(home), "--pairs", *PAIRS]
