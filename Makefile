@@ -50,7 +50,7 @@ report: setup ## write the report page of RUN again
 	@$(PYTHON_BIN) -m tools.report --run $(or $(RUN),$(RECIPE))
 
 test: setup ## every test, JOBS (2) at a time
-	@$(PYTHON_BIN) -m pytest -n $(or $(JOBS),2) --dist loadfile --durations 12 $(ARGS)
+	@$(PYTHON_BIN) -m pytest -n $(or $(JOBS),2) --dist loadfile --no-loadscope-reorder --durations 12 $(ARGS)
 
 chaos: setup ## kill processes of a real run for MINUTES (10), and prove that every batch was trained once
 	@$(PYTHON_BIN) -m tools.chaos --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0) --home $(or $(RLPIPE_HOME),runs)/chaos $(ARGS)
