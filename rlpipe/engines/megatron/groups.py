@@ -15,6 +15,7 @@ from rlpipe.errors import TrainerError
 
 # isort: split
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 
 def open_groups(
@@ -49,6 +50,19 @@ def close_groups() -> None:
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        _forget()
+
+
+def _forget() -> None:
+    """Drop what Megatron-core keeps of closed groups: some in module globals, others through rotary embeddings, which caches of
+    their own methods keep alive. On gloo each is three threads, of which one wakes up a hundred times a second."""
+    for name, value in [*vars(parallel_state).items()]:
+        if isinstance(value, dist.ProcessGroup):
+            setattr(parallel_state, name, None)
+    for kind in (RotaryEmbedding, *RotaryEmbedding.__subclasses__()):
+        for method in vars(kind).values():
+            if hasattr(method, "cache_clear"):
+                method.cache_clear()
 
 
 def speaks_for_its_samples() -> bool:

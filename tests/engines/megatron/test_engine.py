@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -316,3 +318,19 @@ def test_hooks_are_called_where_slime_calls_them_and_what_they_add_to_gradients_
         assert heard[3:] == [("step", 5, 0, True, 0), ("step", 5, 1, True, 1)]
         ours.close()
     assert norms[1] > 2 * norms[0]
+
+
+@pytest.mark.integration
+def test_a_process_that_has_closed_its_engine_is_rid_of_all_groups(models):
+    """Each would keep a thread that wakes up a hundred times a second."""
+    before = gloo_threads()
+    ours = engine(models["qwen3"], PLAIN, 0, 1, free_port())
+    ours.load_hf()
+    ours.score(make_batch())
+    assert gloo_threads() > before
+    ours.close()
+    assert gloo_threads() <= before
+
+
+def gloo_threads() -> int:
+    return sum(name.read_text().startswith("gloo") for name in Path("/proc/self/task").glob("*/comm"))
