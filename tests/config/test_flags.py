@@ -20,11 +20,11 @@ LAUNCH = """
 --swiglu --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 --use-rotary-position-embeddings
 --disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 1000000 --group-query-attention
 --num-query-groups 8 --vocab-size 151936 --kv-channels 128 --qk-layernorm
---hf-checkpoint /root/Qwen3-4B --ref-load /root/Qwen3-4B_torch_dist --load /root/Qwen3-4B_slime/ --save /root/Qwen3-4B_slime/
---save-interval 20 --prompt-data /root/dapo-math-17k/dapo-math-17k.jsonl --input-key prompt --label-key label
+--hf-checkpoint /data/Qwen3-4B --ref-load /data/Qwen3-4B_torch_dist --load /data/Qwen3-4B_slime/ --save /data/Qwen3-4B_slime/
+--save-interval 20 --prompt-data /data/dapo-math-17k/dapo-math-17k.jsonl --input-key prompt --label-key label
 --apply-chat-template --rollout-shuffle --rm-type deepscaler --num-rollout 3000 --rollout-batch-size 32
 --n-samples-per-prompt 8 --rollout-max-response-len 8192 --rollout-temperature 0.8 --global-batch-size 256 --balance-data
---eval-interval 20 --eval-prompt-data aime /root/aime-2024/aime-2024.jsonl --n-samples-per-eval-prompt 16
+--eval-interval 20 --eval-prompt-data aime /data/aime-2024/aime-2024.jsonl --n-samples-per-eval-prompt 16
 --eval-max-response-len 16384 --eval-top-p 0.7 --tensor-model-parallel-size 2 --sequence-parallel
 --pipeline-model-parallel-size 1 --context-parallel-size 1 --expert-model-parallel-size 1 --expert-tensor-parallel-size 1
 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --use-dynamic-batch-size
@@ -66,8 +66,8 @@ def test_a_launch_script_of_slime_works_as_it_is():
 
 def test_args_of_a_command_line_are_what_it_said():
     args = slime_args(loaded(LAUNCH))
-    assert (args.hf_checkpoint, args.rm_type, args.lr, args.use_kl_loss) == ("/root/Qwen3-4B", "deepscaler", 1e-6, False)
-    assert (args.eval_prompt_data, args.eval_top_p) == (["aime", "/root/aime-2024/aime-2024.jsonl"], 0.7)
+    assert (args.hf_checkpoint, args.rm_type, args.lr, args.use_kl_loss) == ("/data/Qwen3-4B", "deepscaler", 1e-6, False)
+    assert (args.eval_prompt_data, args.eval_top_p) == (["aime", "/data/aime-2024/aime-2024.jsonl"], 0.7)
     assert (args.attention_dropout, args.sglang_mem_fraction_static, args.num_steps_per_rollout) == (0.0, 0.7, 1)
 
 
@@ -294,7 +294,7 @@ def test_held_out_sets_of_a_file_have_their_own_settings_before_its_defaults_bef
         "    - {name: a, path: a.jsonl, temperature: 0.1, rm_type: gpqa}\n"
         "    - {name: b, path: b.parquet, n_samples_per_eval_prompt: 4}\n"
     )
-    config = loaded(f"{LAUNCH.replace('--eval-prompt-data aime /root/aime-2024/aime-2024.jsonl', '')} --eval-config {path}")
+    config = loaded(f"{LAUNCH.replace('--eval-prompt-data aime /data/aime-2024/aime-2024.jsonl', '')} --eval-config {path}")
     a, b = config.evaluation.datasets
     assert (a.temperature, a.top_p, a.n_samples_per_eval_prompt, a.max_response_len) == (0.1, 0.9, 16, 16384)
     assert (b.temperature, b.n_samples_per_eval_prompt, b.reward) == (0.5, 4, None)
