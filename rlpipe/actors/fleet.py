@@ -169,14 +169,14 @@ class Fleet:
         EngineUnavailable if none comes up; what the trainer raised.
         """
         current = self.weights
-        if current is not None and not everyone and current.version > weights.version:
-            return _nothing()
-        self.weights = weights
-        self._acceptable = {weights.stamp} if everyone or current is None else self._acceptable | {weights.stamp}
-        if not everyone and current is not None:
+        if current is not None and not everyone:
+            if current.version <= weights.version:
+                self.weights, self._acceptable = weights, self._acceptable | {weights.stamp}
             return _nothing()
         await self._until_one_is_up()
-        return await self._push([engine for engine in self.engines if engine.url and not engine.starting], must=everyone)
+        async with self._pushing:  # no keeper sends them before, so that what is answered is all that was sent
+            self.weights, self._acceptable = weights, {weights.stamp}
+            return await self._push_in_turn([e for e in self.engines if e.url and not e.starting], must=everyone)
 
     def forget(self) -> None:
         """Nothing is published any more: engines keep what they hold, and are given nothing until something is."""
@@ -274,13 +274,16 @@ class Fleet:
     async def _push(self, engines: list[KeptEngine], *, must: bool) -> dict[str, Any]:
         """Give the published weights to those of these engines that are behind, and requests to those that hold them."""
         async with self._pushing:
-            weights = self.weights
-            if weights is None:
-                return _nothing()
-            behind = [engine for engine in engines if engine.url and engine.stamp not in self._acceptable]
-            sent = await self._send_to(behind, weights, must=must) if behind else _nothing()
-            await self._admit([e for e in engines if e.url and e.stamp in self._acceptable and not e.admitted])
-            return sent
+            return await self._push_in_turn(engines, must=must)
+
+    async def _push_in_turn(self, engines: list[KeptEngine], *, must: bool) -> dict[str, Any]:
+        weights = self.weights
+        if weights is None:
+            return _nothing()
+        behind = [engine for engine in engines if engine.url and engine.stamp not in self._acceptable]
+        sent = await self._send_to(behind, weights, must=must) if behind else _nothing()
+        await self._admit([e for e in engines if e.url and e.stamp in self._acceptable and not e.admitted])
+        return sent
 
     async def _send_to(self, engines: list[KeptEngine], weights: Weights, *, must: bool) -> dict[str, Any]:
         idle, begun = not any(engine.admitted for engine in engines), False
