@@ -22,6 +22,8 @@ class FakeEngine:
         self.alive = self.refuses = False
         self.stamp: str | None = None
         self.unknown = True
+        self.stuck = False
+        self.awake = {"weights", "kv_cache", "cuda_graph"}
 
     def start(self, spec: Any) -> str:
         if self.refuses:
@@ -44,6 +46,18 @@ class FakeEngine:
 
     def mark(self, *, unknown: bool) -> None:
         self.unknown = unknown
+
+    def keep(self, tags: Any) -> None:
+        if self.stuck:
+            raise EngineUnavailable("it does not answer", where=f"engine/{self.number}")
+        self.awake &= set(tags)
+        self.unknown = self.unknown or "weights" not in self.awake
+
+    def take(self, tags: Any) -> None:
+        self.awake |= set(tags)
+
+    def in_memory(self) -> list[str]:
+        return sorted(self.awake)
 
     def stop(self) -> None:
         self.alive = False

@@ -16,6 +16,8 @@ import ray
 
 from rlpipe.actors import fleet as module
 from rlpipe.actors.fleet import Fleet, KeptEngine, Weights
+from rlpipe.actors.sharing import OF_ENGINES, Sharing
+from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import DeadlineExceeded, EngineUnavailable, RlpipeError, SyncError
 from rlpipe.lineage import Lineage
 from rlpipe.types import Stage
@@ -282,3 +284,45 @@ async def test_engines_that_cannot_be_brought_back_are_named(fleet: Fleet):
         return fleet.trouble() is None
 
     await until(out_of_trouble)
+
+
+async def test_an_engine_that_died_waits_until_the_trainer_has_given_up_the_gpus(fleet: Fleet):
+    sharing = Sharing(ResourcesConfig(colocate=True))
+    fleet.share(sharing)
+    await sharing.enter("train", None, fleet)
+    await actor(fleet.engines[0].actor).become.remote(alive=False)
+
+    async def seen_dead() -> bool:
+        return fleet.engines[0].url is None
+
+    await until(seen_dead)
+    await asyncio.sleep(0.3)
+    assert fleet.engines[0].url is None
+    await sharing.enter("start", None, fleet)
+
+    async def up_again() -> bool:
+        return fleet.engines[0].url == "http://engine-0/2"
+
+    await until(up_again)
+
+    async def gave_up() -> bool:
+        return await actor(fleet.engines[0].actor).in_memory.remote() == []
+
+    await until(gave_up)
+
+
+async def test_engines_that_gave_up_their_weights_are_sent_them_again_and_one_that_does_not_answer_is_ended(
+    fleet: Fleet, trainer: Trainer
+):
+    trainer.free = False
+    await fleet.publish(weights(1), everyone=True)
+    await actor(fleet.engines[1].actor).become.remote(stuck=True)
+    await fleet.keep(())
+    assert stamps(fleet) == [None, None]
+    assert fleet.engines[1].url is None
+    assert await actor(fleet.engines[0].actor).in_memory.remote() == []
+    await fleet.take(OF_ENGINES)
+    assert await actor(fleet.engines[0].actor).in_memory.remote() == sorted(OF_ENGINES)
+    await fleet.publish(weights(1), everyone=True)
+    assert trainer.sent[-1][1][0] == "http://engine-0/1"
+    assert stamps(fleet)[0] == weights(1).stamp

@@ -48,10 +48,20 @@ def test_both_make_room_for_the_other_unless_they_are_told_not_to():
     [
         ({"resources": {"offload_rollout": True}}, "offload_rollout: trainer and engines have GPUs of their own"),
         (
-            {"resources": {"colocate": True, "actor_num_gpus_per_node": 6, "rollout_num_gpus_per_engine": 4, "rollout_num_gpus": 4}},
+            {
+                "resources": {
+                    "colocate": True,
+                    "actor_num_gpus_per_node": 6,
+                    "rollout_num_gpus_per_engine": 4,
+                    "rollout_num_gpus": 4,
+                }
+            },
             "would lie on two nodes of actor_num_gpus_per_node = 6",
         ),
-        ({"resources": {"colocate": True}, "async_buffer_size": 1}, "so no rollout runs ahead of it; found async_buffer_size = 1"),
+        (
+            {"resources": {"colocate": True}, "async_buffer_size": 1},
+            "so no rollout runs ahead of it; found async_buffer_size = 1",
+        ),
         ({"resources": {"colocate": True}, "sync": {"in_flight": "in_place"}}, "expected sync.in_flight: abort or drain"),
     ],
 )

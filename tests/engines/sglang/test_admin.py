@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from rlpipe.engines.sglang.admin import Engine
+from rlpipe.engines.sglang.admin import MEMORY_TAGS, Engine
 from rlpipe.errors import DeadlineExceeded, EngineRejected, EngineUnavailable
 from rlpipe.rollout.client import GenerateClient
 from tests.live_engine import VOCAB_SIZE, log_probs
@@ -95,3 +95,17 @@ async def test_a_hanging_call_ends_at_its_deadline(live):
         finally:
             await engine.continue_()
         assert time.monotonic() - start_s < 3
+
+
+async def test_memory_is_given_up_and_taken_back_while_it_is_paused(live):
+    """On the CPU nothing moves, but all of the conversation is the same."""
+    async with Engine(live.server.url) as engine:
+        before = await engine.score([[5, 9, 20]])
+        await engine.pause()
+        await engine.flush()
+        await engine.release_memory(MEMORY_TAGS)
+        await engine.resume_memory(("weights",))
+        await engine.flush()
+        await engine.resume_memory(("cuda_graph", "kv_cache"))
+        await engine.continue_()
+        assert await engine.score([[5, 9, 20]]) == before

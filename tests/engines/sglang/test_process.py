@@ -66,6 +66,29 @@ def test_an_argument_given_replaces_the_default(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("resources", "saves"), [({"colocate": True}, True), ({"colocate": True, "offload_rollout": False}, False)]
+)
+def test_an_engine_that_shares_gpus_can_give_up_their_memory_and_sees_those_in_its_order(
+    tmp_path, resources: dict[str, bool], saves: bool
+):
+    server = Server(
+        tmp_path,
+        EngineConfig(),
+        ResourcesConfig.model_validate(resources),
+        dtype="bfloat16",
+        port=None,
+        log_path=tmp_path / "log",
+        seed=1,
+        device="cuda",
+        devices=("3", "2"),
+    )
+    assert ("--enable-memory-saver" in server.arguments()) == saves
+    environment = server.environment()
+    assert environment["CUDA_VISIBLE_DEVICES"] == "3,2"
+    assert environment.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH") == ("true" if saves else None)
+
+
+@pytest.mark.parametrize(
     ("device", "deterministic", "asked"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
 )
 def test_engines_on_gpus_sample_by_seed_in_a_deterministic_run(tmp_path, device: Device, deterministic: bool, asked: bool):
