@@ -56,11 +56,15 @@ class BucketTransport(ABC, Generic[Packed]):
 
         async def send(session: Session) -> None:
             async with Ahead(packed) as ready:
-                await self._send(session, ready, pause, check)
+                try:
+                    await self._send(session, ready, pause, check)
+                finally:
+                    self.finish()
 
         try:
             return asyncio.run(push_session(engines, stamp, send, timeout_s=self.timeout_s))
         finally:
+            self.finish()
             _exhaust(packed)
             _exhaust(tensors)
 
@@ -94,6 +98,9 @@ class BucketTransport(ABC, Generic[Packed]):
     @abstractmethod
     async def load(self, session: Session, packed: Packed, *, last: bool) -> None:
         """Have all engines load a bucket; with the last one they take the session's stamp. Count it."""
+
+    def finish(self) -> None:
+        """Nothing more is loaded in this push. Twice is once."""
 
     async def _send(self, session: Session, ready: Ahead[tuple[Packed, bool]], pause: PauseMode, check: bool) -> None:
         await session.hold(pause)

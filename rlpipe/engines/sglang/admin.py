@@ -120,8 +120,10 @@ class Engine:
     async def end_weight_update(self) -> None:
         await self._call("POST", "/end_weight_update", {})
 
-    async def update_from_tensors(self, serialized: Sequence[bytes], *, weight_version: str | None, flush_cache: bool) -> None:
-        """Load one bucket: one entry per tensor parallel rank, each the pickle of [(name, tensor)].
+    async def update_from_tensors(
+        self, serialized: Sequence[bytes], *, weight_version: str | None, flush_cache: bool, flattened: bool = False
+    ) -> None:
+        """Load one bucket: one entry per tensor parallel rank, each the pickle of [(name, tensor)], or as `handles` makes it.
 
         `weight_version` belongs to the last bucket only. A wrong name is ignored and a wrong shape ends the engine, so both are
         the caller's to check.
@@ -130,6 +132,8 @@ class Engine:
             "serialized_named_tensors": [base64.b64encode(item).decode() for item in serialized],
             "flush_cache": flush_cache,
         }
+        if flattened:
+            body["load_format"] = "flattened_bucket"
         if weight_version is not None:
             body["weight_version"] = weight_version
         await self._call("POST", "/update_weights_from_tensor", body)
