@@ -17,7 +17,7 @@ from tasks.record import once, stage_task
 from tasks.train import hold
 from tasks.turn import sampled_after
 
-LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.3}
+LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.3, "fp8": 1.0}
 CALL_TIMEOUT_S = 60.0
 
 
@@ -90,7 +90,7 @@ async def probe(it: RunContext, weights: str, batch: str, version: int) -> float
     answers = await it.cluster.trainer.call(
         "probe", held=held, engines=urls, batch=batch, sync=config, deadline_s=config.timeout_s + CALL_TIMEOUT_S
     )
-    limit = config.max_logprob_difference or LARGEST_DIFFERENCE[it.config.model.dtype]
+    limit = config.max_logprob_difference or LARGEST_DIFFERENCE[it.config.engine.quantization or it.config.model.dtype]
     if not answers[0] <= limit:
         await it.cluster.stop_engines()
         raise Mismatch(

@@ -18,6 +18,7 @@ from rlpipe.engines.sglang.admin import Engine
 from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Server
 from rlpipe.errors import DeadlineExceeded, EngineError, EngineUnavailable
+from rlpipe.sync.fp8 import fp8_directory
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,12 @@ class EngineSpec:
     logs: str
     deterministic: bool = False
     reads_text: bool = False
+
+    def served_dir(self) -> str:
+        """The directory that the server is started with: the model's, or what is made of it. Raises: ConfigError."""
+        if self.engine.quantization == "fp8":
+            return fp8_directory(self.model_dir, Path(self.logs).parents[1] / "models")
+        return self.model_dir
 
 
 class EngineActor:
@@ -60,7 +67,7 @@ class EngineActor:
         self.stop()
         self._spec, self._unknown = spec, True
         self._server = Server(
-            spec.model_dir,
+            spec.served_dir(),
             spec.engine,
             spec.resources,
             dtype=spec.dtype,
