@@ -31,6 +31,8 @@ async def sync(run: str, k: int, train: NodeRef, advantage: NodeRef) -> State:
         sent = await publish(it, train.digest, version=k + 1, everyone=due)
         apart = await probe(it, train.digest, advantage.digest, k + 1) if due else None
         metrics = {"sync/seconds": sent["seconds"], "sync/bytes": float(sent["bytes"])}
+        if "share" in sent:
+            metrics["sync/share_of_weights"] = sent["share"]
         if apart is not None:
             metrics["sync/logprob_difference"] = apart
         return {"outputs": {**sent, "version": k + 1, "metrics": metrics}}

@@ -19,6 +19,11 @@ from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Server
 from rlpipe.errors import DeadlineExceeded, EngineError, EngineUnavailable
 from rlpipe.sync.fp8 import fp8_directory
+from rlpipe.sync.mirror import Mirror
+from rlpipe.sync.versions import WeightStore
+
+FILES = "files"
+"""Concurrency group of `bring`: the other calls are answered meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,13 @@ class EngineActor:
     def mark(self, *, unknown: bool) -> None:
         """Before the first byte of a push: what it holds is unknown. After the echo: it is what the server says."""
         self._unknown = unknown
+
+    def bring(self, root: str, stamp: str, folder: str, timeout_s: float) -> str:
+        """Have a version of the weights on this machine, in the mirror at `folder`: the directory that the server can load.
+
+        It runs beside the other calls (concurrency group `files`). Raises: as `Mirror.bring`.
+        """
+        return str(Mirror(folder).bring(WeightStore(root), stamp, timeout_s=timeout_s))
 
     def stop(self) -> None:
         """End the server."""

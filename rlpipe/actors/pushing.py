@@ -53,7 +53,7 @@ class Pusher:
             transport = self._transport(kind, sync)
             if isinstance(transport, IpcTransport):
                 transport.places = places
-            tensors = self._tensors()
+            tensors = served_tensors(self.engine, self.spec)
             if self.rank == 0:
                 found = self._send(transport, tensors, urls, stamp, sync)
                 unknown |= found["unknown"]
@@ -86,16 +86,6 @@ class Pusher:
             return {"bytes": 0, "unknown": error.found}
         return {"bytes": report.size_bytes, "unknown": report.unknown}
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        tensors = self.engine.named_hf_tensors()
-        return quantised(tensors) if self.spec.engine_quantization == "fp8" else tensors
-
-    def _served_dir(self) -> str:
-        """The directory that engines are started with, which says what they hold."""
-        if self.spec.engine_quantization == "fp8":
-            return fp8_directory(self.spec.model_dir, Path(self.spec.work_dir).parent / "models")
-        return self.spec.model_dir
-
     def _transport(self, kind: type[Transport], sync: SyncConfig) -> Transport:
         if kind not in self._transports:
             common = {"buffer_size_bytes": sync.update_weight_buffer_size, "timeout_s": sync.timeout_s}
@@ -103,13 +93,26 @@ class Pusher:
         return self._transports[kind]
 
     def _made(self, kind: type[Transport], common: dict[str, Any]) -> Transport:
-        folder, parallel, device = self._served_dir(), self.spec.engine_tensor_parallel_size, platform.device()
+        folder, parallel, device = served_dir(self.spec), self.spec.engine_tensor_parallel_size, platform.device()
         if kind is IpcTransport:
             return IpcTransport(folder, device=device, rank=self.rank, world_size=self.world_size, **common)
         if kind is TensorTransport:
             return TensorTransport(folder, tensor_parallel_size=parallel, **common)
         address = ray.util.get_node_ip_address()
         return DistributedTransport(folder, tensor_parallel_size=parallel, device=device, address=address, **common)
+
+
+def served_dir(spec: TrainerSpec) -> str:
+    """The directory that engines are started with, which says what they hold."""
+    if spec.engine_quantization == "fp8":
+        return fp8_directory(spec.model_dir, Path(spec.work_dir).parent / "models")
+    return spec.model_dir
+
+
+def served_tensors(engine: MegatronEngine, spec: TrainerSpec) -> Iterator[tuple[str, Tensor]]:
+    """The held weights as engines hold them. As `MegatronEngine.named_hf_tensors`."""
+    tensors = engine.named_hf_tensors()
+    return quantised(tensors) if spec.engine_quantization == "fp8" else tensors
 
 
 def _kinds(engines: Sequence[str], sync: SyncConfig, places: Places) -> Iterator[tuple[type[Transport], list[str]]]:

@@ -29,7 +29,7 @@ import ray
 from rlpipe.actors.checkpoints import Upload, fetch_checkpoint, upload_share
 from rlpipe.actors.probe import largest_difference
 from rlpipe.actors.profiling import Part, check, profiled
-from rlpipe.actors.pushing import Pusher
+from rlpipe.actors.pushing import Pusher, served_dir, served_tensors
 from rlpipe.actors.scoring import critic_metrics, scored, with_server_s_scores
 from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.batch import fix_batch, with_advantages
@@ -43,6 +43,8 @@ from rlpipe.packing import PackingPlan, attention_length, plan
 from rlpipe.stage_files import read_batch, read_packing, read_rewards, read_samples, write_batch
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.sync.disk import WeightWriter
+from rlpipe.sync.versions import Share, WeightStore
 from rlpipe.types import FileRecord, Stage
 
 
@@ -74,6 +76,7 @@ class TrainerRank:
         self._engine: MegatronEngine | None = None
         self._spec: TrainerSpec | None = None
         self._pusher: Pusher | None = None
+        self._writer: WeightWriter | None = None
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="upload")
         self._upload: tuple[Upload, Future[list[FileRecord]]] | None = None
 
@@ -251,6 +254,20 @@ class TrainerRank:
             self._pusher = Pusher(engine, spec, rank=self.rank, world_size=self.world_size)
         return {**self._pusher.push(engines, stamp, sync, places or {}), "seconds": time.perf_counter() - start}
 
+    def remembers(self) -> str | None:
+        """Stamp of the weights whose bytes this rank keeps, so that it can write what changes of them."""
+        return self._writer.remembered if self._writer else None
+
+    @collective
+    def write(self, *, held: str, stamp: str, base: str | None, sync: SyncConfig) -> Share:
+        """Write this rank's share of the held weights as files, all of it or changes since `base`. As `WeightWriter.write`."""
+        engine, spec = self._require(held)
+        if self._writer is None or self._writer.sync != sync:
+            Path(spec.work_dir).mkdir(parents=True, exist_ok=True)
+            store = WeightStore(sync.disk_dir(spec.store_root), scratch=Path(spec.work_dir))
+            self._writer = WeightWriter(store, served_dir(spec), sync, rank=self.rank, world_size=self.world_size)
+        return self._writer.write(served_tensors(engine, spec), stamp, base)
+
     @collective
     def probe(self, *, held: str, engines: list[str], batch: str, sync: SyncConfig) -> float | None:
         """Score the first samples of a batch node with the held weights and with the engines.
@@ -312,7 +329,7 @@ class TrainerRank:
             self._pusher.close()
         if self._engine is not None:
             self._engine.close()
-        self._engine = self._spec = self._pusher = self.held = None
+        self._engine = self._spec = self._pusher = self._writer = self.held = None
 
     def _ready(self) -> tuple[MegatronEngine, TrainerSpec]:
         if self._engine is None or self._spec is None:

@@ -121,6 +121,15 @@ class SyncConfig(Config):
     timeout_s: float = Tuning(default=600.0, gt=0)
     """Deadline of the whole stage."""
 
+    @property
+    def through_files(self) -> bool:
+        """Do weights go through files, which the trainer writes and engines read?"""
+        return self.transport in ("disk", "delta")
+
+    def disk_dir(self, store_root: str) -> str:
+        """Where the files go: a directory or a URL."""
+        return self.update_weight_disk_dir or f"{store_root}/weights"
+
 
 class CheckpointConfig(Config):
     """When a torch_dist checkpoint is written, and how long one is kept."""

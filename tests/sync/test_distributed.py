@@ -122,6 +122,6 @@ def test_of_two_engines_one_dies_within_a_push_and_the_other_is_pushed_to_again(
 
 def test_a_group_that_nobody_joins_is_given_up():
     group = BroadcastGroup(1, backend="gloo", timeout_s=0.5)
-    with pytest.raises(RuntimeError, match="(?i)time"):
+    with pytest.raises(RuntimeError, match=r"(?i)time"):
         group.join()
     group.drop()
