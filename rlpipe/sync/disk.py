@@ -78,7 +78,8 @@ class WeightWriter:
     def _mine(self, tensors: Iterator[tuple[str, Tensor]], stamp: str) -> Iterator[Bucket]:
         """This rank's parts, on the CPU. Raises: SyncError if tensors were missing, once the last one is out."""
         missing = set(self.expected)
-        for number, part in enumerate(buckets(checked(tensors, self.expected, missing), self.sync.update_weight_buffer_size)):
+        whole = checked(tensors, self.expected, missing, own=False)
+        for number, part in enumerate(buckets(whole, self.sync.update_weight_buffer_size)):
             if number % self.world_size == self.rank:
                 yield [(name, _owned(tensor)) for name, tensor in part]
         if missing:

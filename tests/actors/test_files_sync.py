@@ -88,8 +88,10 @@ class Push:
         @asynccontextmanager
         async def held() -> AsyncIterator[None]:
             self.log.append("held")
-            yield
-            self.log.append("released")
+            try:
+                yield
+            finally:
+                self.log.append("released")
 
         async def begin() -> None:
             self.log.append("begin")
