@@ -23,16 +23,18 @@ from ray.actor import ActorHandle
 
 from rlpipe.actors.calls import call, end
 from rlpipe.actors.engine import EngineSpec
+from rlpipe.actors.files_sync import FilesSync
 from rlpipe.actors.fleet import Fleet, KeptEngine, Weights
 from rlpipe.actors.named import NamedActors
 from rlpipe.actors.requests import Requests
+from rlpipe.actors.sending import places, restore
 from rlpipe.actors.sharing import PHASE_OF, Phase, Sharing
 from rlpipe.actors.specs import ClusterSpec, Driver, GeneratorSpec
 from rlpipe.actors.trainer_group import TrainerGroup
-from rlpipe.actors.trainer_spec import TrainerSpec
+from rlpipe.actors.trainer_spec import trainer_spec
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.config.run import RunConfig
-from rlpipe.errors import DeadlineExceeded, Fenced, Mismatch, RlpipeError
+from rlpipe.errors import DeadlineExceeded, Fenced, RlpipeError
 from rlpipe.lineage import Lineage
 from rlpipe.store.epochs import SKEW_S, Epochs
 from rlpipe.store.files import Files
@@ -67,7 +69,7 @@ class Conductor:
         async with self._open_lock:
             await self._take_over(driver, spec)
             known = self._spec
-            if self._fleet is not None and (known is None or _branch(known) != _branch(spec)):
+            if self._fleet is not None and (known is None or known.branch != spec.branch):
                 self._fleet.forget()
             if self._actors is None or self._spec is None or self._spec.config.resources != spec.config.resources:
                 self._actors = self._make_actors(self._cluster, spec.config.resources, self._cwd)
@@ -159,7 +161,7 @@ class Conductor:
     async def _take_over(self, driver: Driver, spec: ClusterSpec) -> None:
         """Let this driver have the actors, unless a newer one of its run has them, or another run is still at work."""
         now, known = self._driver, self._spec
-        if now is not None and known is not None and _branch(known) != _branch(spec):
+        if now is not None and known is not None and known.branch != spec.branch:
             held = await asyncio.to_thread(Epochs(Files(known.store_root)).newest, now.run)
             if held is not None and held.epoch == now.epoch and not held.over(SKEW_S):
                 raise Fenced(
@@ -237,7 +239,7 @@ class Conductor:
                 await self._enter("start")
         await self._open_engines(driver, spec)
         async with self._trainer_lock:
-            wanted = _trainer_spec(spec)
+            wanted = trainer_spec(spec)
             if not engines_are_up:
                 await self._enter("start")
             if not await trainer.is_up(wanted):
@@ -246,7 +248,7 @@ class Conductor:
 
     async def _open_trainer(self, spec: ClusterSpec) -> None:
         async with self._trainer_lock:
-            await (await self._ranks(spec)).setup(_trainer_spec(spec))
+            await (await self._ranks(spec)).setup(trainer_spec(spec))
 
     async def _ranks(self, spec: ClusterSpec) -> TrainerGroup:
         """The trainer's ranks, found or started; not set up yet."""
@@ -326,7 +328,12 @@ class Conductor:
         return Requests(self._generator, config)
 
     async def _can_send(self, weights: Weights) -> bool:
-        if self._trainer is None or self._trainer_lock.locked() or not self._sharing.sampling:
+        spec = self._spec
+        if self._trainer is None or spec is None or not self._sharing.sampling:
+            return False
+        if spec.config.sync.through_files and await FilesSync(spec, self._cluster).there(weights):
+            return True
+        if self._trainer_lock.locked():
             return False
         async with self._exclusive("can_send", CALL_TIMEOUT_S) as trainer:
             return await trainer.held() in (weights.digest, None)
@@ -337,32 +344,50 @@ class Conductor:
         """See `fleet.Send`. A trainer that holds nothing is restored first; requests are held while weights are on their way."""
         assert self._spec is not None
         config = self._spec.config
+        if config.sync.through_files:
+            return await FilesSync(self._spec, self._cluster).send(
+                weights,
+                urls,
+                self._kept().engines,
+                trainer=lambda: self._trainer_with(weights, config, must=must),
+                held=lambda: self._loading(config, idle=idle),
+                begin=begin,
+            )
         deadline_s = config.sync.timeout_s + CALL_TIMEOUT_S
-        async with self._exclusive("push", deadline_s + config.train.timeout_s) as trainer:
-            if not must and await trainer.held() not in (weights.digest, None):
+        async with self._trainer_with(weights, config, must=must) as trainer:
+            if trainer is None:
                 return None
-            async with self._phase_kept_after():
-                await self._restored(trainer, weights, config)
-                await self._enter("push")
-                async with nullcontext() if idle or self._sharing.active else self._requests(config).held_for_push():
-                    await begin()
-                    of_push = {"engines": list(urls), "stamp": weights.stamp, "sync": config.sync}
-                    answers = await trainer.call("push", held=weights.digest, deadline_s=deadline_s, **of_push)
+            async with nullcontext() if idle or self._sharing.active else self._requests(config).held_for_push():
+                await begin()
+                of_push = {"engines": list(urls), "stamp": weights.stamp, "sync": config.sync}
+                shared = places(self._kept().engines, urls, config.resources)
+                answers = await trainer.call("push", held=weights.digest, places=shared, deadline_s=deadline_s, **of_push)
         return answers[0]
 
-    async def _restored(self, trainer: TrainerGroup, weights: Weights, config: RunConfig) -> None:
-        """Have the trainer hold these weights. Raises: Mismatch."""
-        if self._sharing.active and not await trainer.holds(weights.lineage.target):
-            await self._enter("train")
-        restore_s = config.checkpoint.timeout_s + len(weights.lineage.replay) * config.train.timeout_s
-        restored = await trainer.ensure(weights.lineage, deadline_s=restore_s)
-        if restored and restored["mismatch"]:
-            raise Mismatch(
-                "the published weights cannot be rebuilt as they were",
-                where=f"nodes/train/{restored['mismatch']}.json",
-                expected="the recorded state_digest",
-                do="the next stage that needs them says how the run goes on",
-            )
+    @asynccontextmanager
+    async def _trainer_with(self, weights: Weights, config: RunConfig, *, must: bool) -> AsyncIterator[TrainerGroup | None]:
+        """The trainer with these weights, restored if it held nothing; None if it holds others, unless it `must` give them up."""
+        async with self._exclusive("push", config.sync.timeout_s + CALL_TIMEOUT_S + config.train.timeout_s) as trainer:
+            if not must and await trainer.held() not in (weights.digest, None):
+                yield None
+                return
+            async with self._phase_kept_after():
+                if self._sharing.active and not await trainer.holds(weights.lineage.target):
+                    await self._enter("train")
+                await restore(trainer, weights, config)
+                await self._enter("push")
+                yield trainer
+
+    @asynccontextmanager
+    async def _loading(self, config: RunConfig, *, idle: bool) -> AsyncIterator[None]:
+        """Engines have room for weights, which come from elsewhere than the trainer, and get no requests."""
+        if self._sharing.active:
+            async with self._exclusive("load weights", self._patience_s()), self._phase_kept_after():
+                await self._enter("push")
+                yield
+            return
+        async with nullcontext() if idle else self._requests(config).held_for_push():
+            yield
 
     @asynccontextmanager
     async def _phase_kept_after(self) -> AsyncIterator[None]:
@@ -373,12 +398,3 @@ class Conductor:
         finally:
             if sampled:
                 await self._enter("sample")
-
-
-def _branch(spec: ClusterSpec) -> tuple[str, str]:
-    return spec.store_root, spec.config.run
-
-
-def _trainer_spec(spec: ClusterSpec) -> TrainerSpec:
-    work_dir = Path(spec.home) / spec.config.run
-    return TrainerSpec.of(spec.config, model_dir=spec.model_dir, store_root=spec.store_root, work_dir=work_dir)

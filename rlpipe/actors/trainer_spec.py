@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlpipe.actors.specs import ClusterSpec
 from rlpipe.config.algorithms import AdvantageConfig
 from rlpipe.config.megatron_hooks import megatron_hook_paths
 from rlpipe.config.model import ModelConfig
@@ -39,6 +40,8 @@ class TrainerSpec:
     teacher: TeacherConfig | None
     """None: nothing is distilled."""
     engine_tensor_parallel_size: int
+    engine_quantization: str | None
+    """How engines hold the weights; None: as they are."""
     world_size: int
     threads: int
     deterministic: bool = False
@@ -66,6 +69,7 @@ class TrainerSpec:
             critic_optimizer_steps=config.critic_optimizer_steps,
             teacher=config.teacher if config.advantage.use_opd else None,
             engine_tensor_parallel_size=config.resources.rollout_num_gpus_per_engine,
+            engine_quantization=config.engine.quantization,
             world_size=config.resources.trainer_ranks,
             threads=config.resources.threads_per_process,
             deterministic=config.deterministic,
@@ -73,6 +77,12 @@ class TrainerSpec:
             hook_args=slime_args(config) if _has_functions(config) else None,
             upload_timeout_s=config.checkpoint.timeout_s,
         )
+
+
+def trainer_spec(spec: ClusterSpec) -> TrainerSpec:
+    """What a cluster's run says about its trainer."""
+    work_dir = Path(spec.home) / spec.config.run
+    return TrainerSpec.of(spec.config, model_dir=spec.model_dir, store_root=spec.store_root, work_dir=work_dir)
 
 
 def _has_functions(config: RunConfig) -> bool:

@@ -26,6 +26,8 @@ from rlpipe.config.slime_table import SLIME
 
 FLAGS: dict[str, Flag] = {flag.name: flag for flag in (*SLIME, *MEGATRON)}
 FREE = ("train.megatron.", "engine.sglang.", "engine.router.")
+TRANSPORTS = {"disk": ("full", "disk"), "delta": ("delta", "disk")}
+"""Ours → slime's mode and transport of weight updates; the others are its default."""
 LOSS_TYPES = {"policy_loss": "policy", "sft_loss": "sft", "custom_loss": "custom"}
 """slime's names of the loss → ours."""
 
@@ -82,7 +84,10 @@ def _derived(config: RunConfig) -> dict[str, Any]:
     model = source.hf_checkpoint if isinstance(source, HuggingFaceModel) else None
     paths = list(prompts.paths) if isinstance(prompts, FilePrompts) else []
     loss, rollout = config.train.loss, config.rollout
+    mode, transport = TRANSPORTS.get(config.sync.transport, ("full", "nccl"))
     return {
+        "update_weight_mode": mode,
+        "update_weight_transport": transport,
         "hf_checkpoint": model,
         "ref_load": model,
         "load": config.store.root,

@@ -49,7 +49,7 @@ def keys_of(given: Given) -> Keys:
         keys.pop("debug.debug_train_only", None)  # how slime does without engines, which supervised rows never need here
     if values.get("data_source_path") and "rollout.data_source_path" in keys and "prompt_data" not in values:
         keys = {key: value for key, value in keys.items() if not key.startswith("data.prompts.")} | {"data.prompts": None}
-    for part in (_model, _prompts, _loss, _kl, _batch, _resources, _store, _numbers):
+    for part in (_model, _prompts, _loss, _kl, _batch, _resources, _sync, _store, _numbers):
         keys |= part(values)
     if "rollout_function_path" in values:
         keys |= _rollout_function(values)
@@ -216,6 +216,23 @@ def _resources(values: Values) -> Keys:
         engines = nodes * each
     keys: Keys = {} if engines is None else {"resources.rollout_num_gpus": engines}
     return keys | ({f"resources.offload_{what}": True for what in ("train", "rollout")} if values.get("offload") else {})
+
+
+def _sync(values: Values) -> Keys:
+    """slime's two flags are one key here. On shared GPUs its NCCL is not used there either."""
+    for name, allowed in (("update_weight_mode", ("full", "delta")), ("update_weight_transport", ("nccl", "disk"))):
+        if values.get(name, allowed[0]) not in allowed:
+            expected = f"{allowed[0]} or {allowed[1]}"
+            raise ConfigError("not a value of this flag", where=FLAGS[name].spelled, found=values[name], expected=expected)
+    transport = values.get("update_weight_transport")
+    if values.get("update_weight_mode") == "delta":
+        if transport != "disk":
+            do = "give --update-weight-transport disk with it"
+            raise ConfigError("changes go through files only", where="--update-weight-mode", found="delta", do=do)
+        return {"sync.transport": "delta"}
+    if transport == "disk":
+        return {"sync.transport": "disk"}
+    return {"sync.transport": "distributed"} if transport == "nccl" and not values.get("colocate") else {}
 
 
 def _store(values: Values) -> Keys:

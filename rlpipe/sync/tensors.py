@@ -36,10 +36,11 @@ def expected_shapes(model_dir: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def checked(
-    tensors: Iterable[tuple[str, Tensor]], expected: Mapping[str, tuple[int, ...]], missing: set[str]
+    tensors: Iterable[tuple[str, Tensor]], expected: Mapping[str, tuple[int, ...]], missing: set[str], *, own: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Pass on each tensor that the engines expect, on the CPU and owning no more than itself; take its name out of `missing`.
+    """Pass on each tensor that the engines expect, and take its name out of `missing`.
 
+    `own`: on the CPU, with a memory that holds nothing else; without, where it lies, maybe a view of a parameter.
     A tied `lm_head.weight` is left out. Raises: SyncError for another name, shape, or a dtype that is not floating point.
     """
     for name, tensor in tensors:
@@ -58,8 +59,12 @@ def checked(
                 "a tensor is not what the engines hold", where=name, found=found, expected=f"floating point {expected[name]}"
             )
         missing.discard(name)
-        own = tensor.detach().to("cpu").contiguous()
-        yield name, own.clone() if own.untyped_storage().nbytes() != own.nbytes else own
+        yield name, _owned(tensor.detach()) if own else tensor.detach()
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    here = tensor.to("cpu").contiguous()
+    return here.clone() if here.untyped_storage().nbytes() != here.nbytes else here
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], size_bytes: int) -> Iterator[Bucket]:

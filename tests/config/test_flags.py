@@ -110,7 +110,8 @@ def test_an_unknown_flag_is_told_the_nearest(words: str, where: str, expected: s
         ("--lora-rank 8", "--lora-rank", "LoRA is not supported"),
         ("--multimodal-keys {}", "--multimodal-keys", "vision"),
         ("--train-backend fsdp", "--train-backend", "Megatron is the one training engine"),
-        ("--update-weight-mode delta", "--update-weight-mode", "pushed in full"),
+        ("--update-weight-mode delta", "--update-weight-mode", "--update-weight-transport disk"),
+        ("--custom-update-weight-post-write-path a.b", "--custom-update-weight-post-write-path", "s3://"),
         ("--ckpt-format torch", "--ckpt-format", "torch_dist"),
         ("--optimizer sgd", "--optimizer", "Adam"),
         ("--fp16", "--fp16", "bfloat16"),
@@ -167,6 +168,25 @@ def test_a_passed_through_value_of_the_wrong_type_names_the_flag():
     error = refused("--sglang-max-running-requests many")
     assert (error.where, error.found, error.expected) == ("--sglang-max-running-requests", "many", "int | None")
     assert refused("--moe-aux-loss-coeff").where == "--moe-aux-loss-coeff"
+
+
+@pytest.mark.parametrize(
+    ("words", "transport"),
+    [
+        ("", "tensor"),
+        ("--update-weight-mode full", "tensor"),
+        ("--update-weight-transport nccl", "distributed"),
+        ("--update-weight-transport nccl --colocate", "tensor"),
+        ("--update-weight-transport disk", "disk"),
+        ("--update-weight-mode delta --update-weight-transport disk", "delta"),
+    ],
+)
+def test_how_weights_are_pushed_follows_from_two_flags(words: str, transport: str):
+    config = loaded(f"{LAUNCH.replace('--colocate', '--rollout-num-gpus 8')} --update-weight-disk-dir /w {words}")
+    assert (config.sync.transport, config.sync.update_weight_disk_dir) == (transport, "/w")
+    args = slime_args(config)
+    told = {"disk": ("full", "disk"), "delta": ("delta", "disk")}.get(transport, ("full", "nccl"))
+    assert (args.update_weight_mode, args.update_weight_transport) == told
 
 
 def test_supervised_training_is_one_flag():

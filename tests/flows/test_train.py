@@ -121,6 +121,7 @@ def test_two_ranks_two_engines_and_s3_survive_a_killed_engine(recipes: Path) -> 
             "num_rollout=3",
             "resources={actor_num_gpus_per_node: 2, rollout_num_gpus: 2}",
             "train.parallel.tensor_model_parallel_size=2",
+            "sync.transport=delta",
             "advantage.reference=true",
             "train.loss.kl_loss_coef=0.01",
         )
@@ -135,8 +136,10 @@ def test_two_ranks_two_engines_and_s3_survive_a_killed_engine(recipes: Path) -> 
             assert check_branch(files, "small") == []
             nodes = Nodes(files)
             trained = [nodes.get(Stage.TRAIN, commit.nodes[Stage.TRAIN]) for commit in Branches(files).walk("small")]
+            synced = [nodes.get(Stage.SYNC, commit.nodes[Stage.SYNC]) for commit in Branches(files).walk("small")]
     assert len(trained) == 3
     assert len({node.outputs["state_digest"] for node in trained}) == 3
+    assert min(node.outputs.get("share", 1) for node in synced) < 0.9, "changes are pushed, not all weights"
     assert not list((home / "store").glob("*"))
 
 
