@@ -59,7 +59,7 @@ def test_twenty_turns_on_one_gpu_leave_no_memory_behind(tmp_path: Path, size: st
 
 
 def assert_steady(found: list[dict[str, Any]]) -> None:
-    """From the third iteration on no phase has more in use than then, within 1 GiB; the trainer has nothing while engines sample."""
+    """From its third time on no phase has more in use than then, within 1 GiB; while engines sample the trainer has nothing."""
     for phase in ("score", "train", "push", "sample"):
         used = [switch["used_bytes"] for switch in found if switch["to"] == phase][2:]
         assert max(used) - used[0] <= GIB, (phase, used)
