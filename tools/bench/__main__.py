@@ -23,13 +23,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlpipe.errors import RlpipeError
-from tools.bench import training
+from tools.bench import sampling, training
 from tools.bench.bench import Bench, about, open_bench
 from tools.bench.measures import Row, table, write
 from tools.bench.shapes import SHAPES
 
 Part = Callable[[Bench, argparse.Namespace], list[Row]]
 PARTS: dict[str, Part] = {
+    "rollout": lambda bench, _: sampling.measure(bench),
     "train": lambda bench, given: training.measure(bench, given.baselines, ragged=given.ragged),
 }
 
