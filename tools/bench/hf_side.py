@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,11 +28,11 @@ from tools.bench.training import BASELINES, Task, Turn
 class Padded:
     """n samples. Positions `first` … T - 2 predict tokens `first` + 1 … T - 1."""
 
+    first: int
     ids: torch.Tensor
     """[n, T] int64."""
     attention: torch.Tensor
     """[n, T] int64."""
-    first: int
     weight: torch.Tensor
     """[n, T - 1 - first] float32: 0 where no response token is predicted, else 1 / its response's length / N samples."""
     advantages: torch.Tensor
@@ -47,7 +48,8 @@ class PlainLoop:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.autocast = settings["master"] and self.device.type == "cuda"
         dtype = torch.float32 if settings["master"] else getattr(torch, config.model.dtype)
-        self.model = AutoModelForCausalLM.from_pretrained(task.model_dir, dtype=dtype, attn_implementation="sdpa").to(self.device)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(task.model_dir, dtype=dtype, attn_implementation="sdpa")
+        self.model.to(self.device)
         if settings["recompute"]:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.model.train()
@@ -116,8 +118,5 @@ def _rectangle(samples: BatchColumns, batch_size: int, device: torch.device) -> 
         predicted = slice(prompt - 1 - first, length - 1 - first)
         weight[row, predicted] = 1 / (length - prompt) / batch_size
         advantages[row, predicted] = of_sample[row]
-    return Padded(*(torch.from_numpy(values).to(device) for values in (ids, attention)), first, *_on(device, weight, advantages))
-
-
-def _on(device: torch.device, *columns: np.ndarray) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.from_numpy(column).to(device) for column in columns)
+    known = (torch.from_numpy(values).to(device) for values in (ids, attention, weight, advantages))
+    return Padded(first, *known)

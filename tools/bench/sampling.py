@@ -1,6 +1,6 @@
 """`rollout`: tokens/s of a rollout stage, against the same requests sent straight to the engines.
 
-Ours is what the stage does: a `Generator` plans an iteration, writes the plan, asks the router, reads the answers, decodes them and
+Ours is what the stage does: a `Generator` plans an iteration, writes the plan, asks the router, reads and decodes the answers and
 writes shards; the clock runs from before the plan until the last shard is safe. The baseline takes the prompts of that very plan
 and posts the same bodies, so many at a time as ours has in flight, to the engines, in turn; it reads the answers and counts their
 tokens. Caches are flushed before each. The model has no end-of-sequence token, so both get responses of full length.
@@ -93,7 +93,7 @@ async def compare(bench: Bench, up: Serving, say) -> tuple[list[Sampled], list[S
 async def _round(
     bench: Bench, up: Serving, parts: tuple[Generator, Files, httpx.AsyncClient], k: int, state: DataState
 ) -> tuple[DataState, Sampled, Sampled]:
-    """Both on the plan of iteration k, the baseline first where k is odd (the plan is then written for it). The state after it."""
+    """Both on the plan of iteration k, the baseline first where k is odd. The state after it comes first."""
     generator, files, http = parts
     peek = await generator.plan(DRIVER, k, state)
     groups = Plans(files).read(peek["plan"]).groups
