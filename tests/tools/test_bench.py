@@ -12,11 +12,14 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from rlpipe.data.tokens import load_tokenizer
+from rlpipe.errors import DataError
+from rlpipe.observe.trace import Event
 from rlpipe.packing import BatchColumns
 from tests.live_engine import Live, live_engine
-from tools.bench import sampling, training
+from tools.bench import sampling, storing, training
 from tools.bench.bench import Bench, open_bench
 from tools.bench.hf_side import padded
+from tools.bench.idle import covered, shares, works
 from tools.bench.measures import Row, alternate, table
 from tools.bench.serving import Serving
 from tools.bench.shapes import SHAPES, hf_config, random_text, tokenizer, trained_batch
@@ -27,7 +30,9 @@ TINY = SHAPES["tiny"]
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """The tiny model."""
-    return open_bench(tmp_path_factory.mktemp("b"), "tiny", ["rollout.rollout_batch_size=2"], seconds=60, repeats=1)
+    opened = open_bench(tmp_path_factory.mktemp("b"), "tiny", ["rollout.rollout_batch_size=2"], seconds=60, repeats=1)
+    opened.have_model()
+    return opened
 
 
 @pytest.mark.parametrize(("name", "millions"), [("tiny", 0.66), ("0.6b", 596), ("4b", 4022)])
@@ -95,11 +100,55 @@ def test_sides_take_turns_and_stop_in_time():
     assert alternate(sides, repeats=3, until_s=0.0, say=said.append) == {"a": [7], "b": [8]}
 
 
+def test_time_is_shared_out_by_what_the_trace_says():
+    def work(stage: str, k: int, begin: float, end: float) -> list[Event]:
+        return [Event(begin, k, stage, "begin", 1), Event(end, k, stage, "end", 1)]
+
+    events = []
+    for k in range(5):
+        events += work("rollout", k, 10 * k + 1, 10 * k + 5) + work("reward", k, 10 * k + 5, 10 * k + 6)
+        events += work("train", k, 10 * k + 6, 10 * k + 9) + work("checkpoint", k, 10 * k + 9.5, 10 * k + 10)
+    events += [*work("eval", 2, 20.1, 20.6), Event(52, 5, "rollout", "begin", 1)]
+    found = shares(works(events))
+    assert found.iterations == (1, 3), "not the first, the last and one with an evaluation"
+    assert found.seconds == (10, 10) and found.by_stage["rollout"] == (4, 4)
+    assert found.in_no_stage == pytest.approx(0.15), "one second before the rollout, half a one before the checkpoint"
+    assert found.off_gpus == pytest.approx(0.3)
+    with pytest.raises(DataError, match="too few iterations"):
+        shares(works(events), skipped=4)
+
+
+def test_iterations_that_overlap_are_one_stretch():
+    events = []
+    for k in range(5):
+        for stage, begin, end in (
+            ("rollout", 5 * k, 5 * k + 9),
+            ("train", 5 * k + 9, 5 * k + 11),
+            ("checkpoint", 5 * k + 11, 5 * k + 12),
+        ):
+            events += [Event(begin, k, stage, "begin", k), Event(end, k, stage, "end", k)]
+    found = shares(works(events))
+    assert found.seconds == () and found.per_iteration_s == 5
+    assert found.in_no_stage == 0
+
+
+def test_a_moment_in_two_intervals_is_covered_once():
+    assert covered([(1, 3), (2, 4), (6, 9), (0, 1.5)], (1, 8)) == 5
+
+
+def test_a_store_is_measured_and_left_as_it_was(bench):
+    rows = {row.what: row for row in storing.measure(bench)}
+    assert len(rows["write"].ratios) == len(rows["read"].ratios) == 1
+    assert 1 < rows["size"].ours[0] < 40
+    assert not [path for path in (bench.home / "store").rglob("*") if path.is_file()]
+
+
 @pytest.mark.integration
 def test_both_sides_of_train_take_the_same_optimizer_steps(bench):
     batch = trained_batch(TINY, ragged=True)
     sides = [
-        training.Side(name, training.Task(str(bench.model_dir), bench.config, batch, name)) for name in (None, "hf-no-recompute")
+        training.Side(str(name), training.Task(str(bench.model_dir), bench.config, batch, name))
+        for name in (None, "hf-no-recompute")
     ]
     for side in sides:
         side.start()

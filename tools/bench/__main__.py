@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlpipe.errors import RlpipeError
-from tools.bench import sampling, training
+from tools.bench import iterations, sampling, storing, training
 from tools.bench.bench import Bench, about, open_bench
 from tools.bench.measures import Row, table, write
 from tools.bench.shapes import SHAPES
@@ -32,6 +32,8 @@ Part = Callable[[Bench, argparse.Namespace], list[Row]]
 PARTS: dict[str, Part] = {
     "rollout": lambda bench, _: sampling.measure(bench),
     "train": lambda bench, given: training.measure(bench, given.baselines, ragged=given.ragged),
+    "iteration": lambda bench, given: iterations.measure(bench, Path(given.run) if given.run else None),
+    "store": lambda bench, _: storing.measure(bench),
 }
 
 
@@ -73,6 +75,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="rounds of a part at most")
     parser.add_argument("--baselines", nargs="+", choices=training.BASELINES, default=["hf"], help="of train")
     parser.add_argument("--ragged", action="store_true", help="train: samples of different lengths")
+    parser.add_argument("--run", metavar="FOLDER", help="iteration: of a run that is there, `{home}/{run}`; else a new one")
     given = parser.parse_intermixed_args()
     for word in given.words:
         if "=" not in word and word not in PARTS:

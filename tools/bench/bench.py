@@ -53,6 +53,12 @@ class Bench:
     def on_gpus(self) -> bool:
         return torch.cuda.is_available()
 
+    def have_model(self) -> None:
+        """Make the model directory unless it is there."""
+        if not self.model_dir.is_dir():
+            self.says("model")(f"{self.shape.parameters / 1e6:.1f}M parameters, to be in {self.model_dir}")
+            apart(make_directory, self.shape, self.model_dir)
+
     def says(self, part: str) -> Callable[[str], None]:
         """Prints a line of progress of a part."""
         begun_s = time.monotonic()
@@ -64,16 +70,13 @@ class Bench:
 
 
 def open_bench(home: Path, name: str, overrides: Sequence[str], *, seconds: float, repeats: int) -> Bench:
-    """Model directory, prompts and configuration of a shape, under `home`. Raises: ConfigError for a bad override."""
+    """Prompts and configuration of a shape, under `home`; the model is made when a part needs it. Raises: ConfigError."""
     shape = SHAPES[name]
     (home / "models").mkdir(parents=True, exist_ok=True)
     recipe = home / f"{name}.yaml"
     prompts = write_prompts(shape, home / f"{name}.jsonl")
     recipe.write_text(dump(settings(shape, home / "models" / name, prompts)))
-    bench = Bench(home, name, shape, load_run(recipe, overrides, f"bench-{name}"), seconds, repeats)
-    bench.says("model")(f"{shape.parameters / 1e6:.1f}M parameters in {bench.model_dir}")
-    apart(make_directory, shape, bench.model_dir)
-    return bench
+    return Bench(home, name, shape, load_run(recipe, overrides, f"bench-{name}"), seconds, repeats)
 
 
 def settings(shape: Shape, model_dir: Path, prompts: Path) -> dict[str, Any]:

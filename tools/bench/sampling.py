@@ -49,6 +49,7 @@ class Sampled:
 
 def measure(bench: Bench) -> list[Row]:
     """The rows of `rollout`."""
+    bench.have_model()
     say = bench.says("rollout")
     with serving(bench, say) as up:
         ours, straight = asyncio.run(compare(bench, up, say))

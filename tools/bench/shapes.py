@@ -80,12 +80,10 @@ FIRST_CHARACTER, LAST_CHARACTER = " ", "~"
 
 
 def make_directory(shape: Shape, directory: Path, seed: int = 0) -> None:
-    """Write the model unless it is there. On the GPU if there is one; call it in a process that may end.
+    """Write the model. On the GPU if there is one; call it in a process that may end.
 
     The random weights are those of transformers (normal, 0.02), so responses are noise.
     """
-    if directory.is_dir():
-        return
     import torch
     from transformers import Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar

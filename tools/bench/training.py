@@ -134,6 +134,7 @@ def serve(pipe: Any, task: Task) -> None:
 
 def measure(bench: Bench, baselines: Sequence[str] = ("hf",), *, ragged: bool = False) -> list[Row]:
     """The rows of `train`."""
+    bench.have_model()
     say, batch = bench.says("train"), trained_batch(bench.shape, ragged=ragged)
     say(f"{len(batch)} samples, {len(batch.tokens)} tokens in micro-batches of {bench.config.train.max_tokens_per_gpu}")
     tasks = {OURS: None, **{name: name for name in baselines}}
