@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlpipe.errors import RlpipeError
-from tools.bench import iterations, sampling, storing, training
+from tools.bench import iterations, sampling, storing, syncing, training
 from tools.bench.bench import Bench, about, open_bench
 from tools.bench.measures import Row, table, write
 from tools.bench.shapes import SHAPES
@@ -32,6 +32,7 @@ Part = Callable[[Bench, argparse.Namespace], list[Row]]
 PARTS: dict[str, Part] = {
     "rollout": lambda bench, _: sampling.measure(bench),
     "train": lambda bench, given: training.measure(bench, given.baselines, ragged=given.ragged),
+    "sync": lambda bench, _: syncing.measure(bench),
     "iteration": lambda bench, given: iterations.measure(bench, Path(given.run) if given.run else None),
     "store": lambda bench, _: storing.measure(bench),
 }

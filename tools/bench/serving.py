@@ -24,13 +24,16 @@ class Serving:
 
 
 @contextmanager
-def serving(bench: Bench, say, *, more: Mapping[str, Any] | None = None) -> Iterator[Serving]:
-    """Start `resources.num_engines` engines behind a router; stopped afterwards. `more`: SGLang arguments, where none are given.
+def serving(
+    bench: Bench, say, *, more: Mapping[str, Any] | None = None, over: Mapping[str, Any] | None = None
+) -> Iterator[Serving]:
+    """Start `resources.num_engines` engines behind a router; stopped afterwards. `more`: SGLang arguments, where none are given;
+    `over`: in the place of those that are.
 
     Raises: EngineUnavailable with the end of a log, DeadlineExceeded.
     """
     config, logs = bench.config, bench.home / "logs"
-    engine = config.engine.model_copy(update={"sglang": {**(more or {}), **config.engine.sglang}})
+    engine = config.engine.model_copy(update={"sglang": {**(more or {}), **config.engine.sglang, **(over or {})}})
     with ExitStack() as stack:
         router = Router(engine, port=None, log_path=logs / "router.log")
         servers = [
