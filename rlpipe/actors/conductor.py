@@ -22,6 +22,7 @@ from ray.actor import ActorHandle
 
 from rlpipe.actors.calls import call, end
 from rlpipe.actors.engine import EngineSpec
+from rlpipe.actors.files_sync import FilesSync
 from rlpipe.actors.fleet import Fleet, KeptEngine, Weights
 from rlpipe.actors.named import NamedActors
 from rlpipe.actors.specs import ClusterSpec, Driver, GeneratorSpec
@@ -232,6 +233,9 @@ class Conductor:
         await call(connect, where="generator.connect", deadline_s=CALL_TIMEOUT_S)
 
     async def _can_send(self, weights: Weights) -> bool:
+        spec = self._spec
+        if spec is not None and spec.config.sync.through_files and await FilesSync(spec, self._cluster).there(weights):
+            return True
         if self._trainer is None or self._trainer_lock.locked():
             return False
         async with self._exclusive("can_send", CALL_TIMEOUT_S) as trainer:
@@ -243,10 +247,34 @@ class Conductor:
         """See `fleet.Send`. A trainer that holds nothing is restored first; requests are held while weights are on their way."""
         assert self._spec is not None
         config = self._spec.config
+        if config.sync.through_files:
+            return await FilesSync(self._spec, self._cluster).send(
+                weights,
+                urls,
+                self._kept().engines,
+                trainer=lambda: self._trainer_with(weights, config, must=must),
+                held=lambda: self._requests_held(config, idle=idle),
+                begin=begin,
+            )
+        deadline_s = config.sync.timeout_s + CALL_TIMEOUT_S
+        async with self._trainer_with(weights, config, must=must) as trainer:
+            if trainer is None:
+                return None
+            async with self._requests_held(config, idle=idle):
+                await begin()
+                answers = await trainer.call(
+                    "push", held=weights.digest, engines=list(urls), stamp=weights.stamp, sync=config.sync, deadline_s=deadline_s
+                )
+        return answers[0]
+
+    @asynccontextmanager
+    async def _trainer_with(self, weights: Weights, config: RunConfig, *, must: bool) -> AsyncIterator[TrainerGroup | None]:
+        """The trainer with these weights, restored if it held nothing; None if it holds others, unless it `must` give them up."""
         deadline_s = config.sync.timeout_s + CALL_TIMEOUT_S
         async with self._exclusive("push", deadline_s + config.train.timeout_s) as trainer:
             if not must and await trainer.held() not in (weights.digest, None):
-                return None
+                yield None
+                return
             restore_s = config.checkpoint.timeout_s + len(weights.lineage.replay) * config.train.timeout_s
             restored = await trainer.ensure(weights.lineage, deadline_s=restore_s)
             if restored and restored["mismatch"]:
@@ -256,12 +284,7 @@ class Conductor:
                     expected="the recorded state_digest",
                     do="the next stage that needs them says how the run goes on",
                 )
-            async with self._requests_held(config, idle=idle):
-                await begin()
-                answers = await trainer.call(
-                    "push", held=weights.digest, engines=list(urls), stamp=weights.stamp, sync=config.sync, deadline_s=deadline_s
-                )
-        return answers[0]
+            yield trainer
 
     @asynccontextmanager
     async def _requests_held(self, config: RunConfig, *, idle: bool) -> AsyncIterator[None]:

@@ -18,6 +18,12 @@ from rlpipe.engines.sglang.admin import Engine
 from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Server
 from rlpipe.errors import DeadlineExceeded, EngineError, EngineUnavailable
+from rlpipe.sync.fp8 import fp8_directory
+from rlpipe.sync.mirror import Mirror
+from rlpipe.sync.versions import WeightStore
+
+FILES = "files"
+"""Concurrency group of `bring`: the other calls are answered meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,12 @@ class EngineSpec:
     logs: str
     deterministic: bool = False
     reads_text: bool = False
+
+    def served_dir(self) -> str:
+        """The directory that the server is started with: the model's, or what is made of it. Raises: ConfigError."""
+        if self.engine.quantization == "fp8":
+            return fp8_directory(self.model_dir, Path(self.logs).parents[1] / "models")
+        return self.model_dir
 
 
 class EngineActor:
@@ -60,7 +72,7 @@ class EngineActor:
         self.stop()
         self._spec, self._unknown = spec, True
         self._server = Server(
-            spec.model_dir,
+            spec.served_dir(),
             spec.engine,
             spec.resources,
             dtype=spec.dtype,
@@ -99,6 +111,13 @@ class EngineActor:
     def mark(self, *, unknown: bool) -> None:
         """Before the first byte of a push: what it holds is unknown. After the echo: it is what the server says."""
         self._unknown = unknown
+
+    def bring(self, root: str, stamp: str, folder: str, timeout_s: float) -> str:
+        """Have a version of the weights on this machine, in the mirror at `folder`: the directory that the server can load.
+
+        It runs beside the other calls (concurrency group `files`). Raises: as `Mirror.bring`.
+        """
+        return str(Mirror(folder).bring(WeightStore(root), stamp, timeout_s=timeout_s))
 
     def stop(self) -> None:
         """End the server."""
