@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -23,6 +22,7 @@ from rlpipe.actors.generator import SAMPLES_PER_REQUEST_ON_CPU, Generator
 from rlpipe.actors.specs import Driver, GeneratorSpec
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.rollout.generate import sampling_params
+from rlpipe.rollout.http import call
 from rlpipe.store.files import Files
 from rlpipe.store.plans import Plans
 from rlpipe.types import DataState, PlannedGroup
@@ -129,10 +129,9 @@ async def straight(bench: Bench, engines: Sequence[str], groups: Sequence[Planne
         ids = [list(group.prompt_ids) for group in some for _ in group.seeds]
         body = {"input_ids": ids, "sampling_params": params, "return_logprob": True, "stream": False}
         async with slots:
-            answer = await http.post(f"{next(turns)}/generate", json=body)
-        answer.raise_for_status()
-        rows: list[dict[str, Any]] = answer.json()
-        return sum(row["meta_info"]["completion_tokens"] for row in rows)
+            url = f"{next(turns)}/generate"
+            answer = await call(http, "POST", url, json=body, deadline_s=bench.config.engine.request_timeout_s, where=url)
+        return sum(row["meta_info"]["completion_tokens"] for row in answer.json())
 
     await _flush(engines)
     begun_s = time.perf_counter()

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from rlpipe.config.model import EngineConfig
 from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Server
 from rlpipe.types import WeightVersion
@@ -25,21 +26,26 @@ class Serving:
 
 @contextmanager
 def serving(
-    bench: Bench, say, *, more: Mapping[str, Any] | None = None, over: Mapping[str, Any] | None = None
+    bench: Bench, say, *, more: Mapping[str, Any] | None = None, over: Mapping[str, Any] | None = None, first_gpu: int = 0
 ) -> Iterator[Serving]:
-    """Start `resources.num_engines` engines behind a router; stopped afterwards. `more`: SGLang arguments, where none are given;
-    `over`: in the place of those that are.
+    """Start `resources.num_engines` engines behind a router; stopped afterwards. On GPUs they take one after another from
+    `first_gpu` on. `more`: SGLang arguments, where none are given; `over`: in the place of those that are.
 
     Raises: EngineUnavailable with the end of a log, DeadlineExceeded.
     """
     config, logs = bench.config, bench.home / "logs"
-    engine = config.engine.model_copy(update={"sglang": {**(more or {}), **config.engine.sglang, **(over or {})}})
+    size = config.resources.rollout_num_gpus_per_engine
+
+    def engine(number: int) -> EngineConfig:
+        gpu = {"base_gpu_id": first_gpu + number * size} if bench.on_gpus else {}
+        return config.engine.model_copy(update={"sglang": {**(more or {}), **config.engine.sglang, **(over or {}), **gpu}})
+
     with ExitStack() as stack:
-        router = Router(engine, port=None, log_path=logs / "router.log")
+        router = Router(config.engine, port=None, log_path=logs / "router.log")
         servers = [
             Server(
                 bench.model_dir,
-                engine,
+                engine(number),
                 config.resources,
                 dtype=config.model.dtype,
                 port=None,

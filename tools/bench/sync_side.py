@@ -83,7 +83,7 @@ class RankProcess:
         try:
             self._pipe.send((method, keywords))
             answer = self._pipe.recv() if self._pipe.poll(TIMEOUT_S) else None
-        except (EOFError, BrokenPipeError):
+        except (EOFError, OSError):
             answer = None
         if answer is None:
             raise ResourceError("the trainer's process ended or hangs", where="bench sync", do="read what it wrote above")
