@@ -43,6 +43,8 @@ from tools.bench.sync_side import Duty, RankProcess
 ENGINE = {"disable_cuda_graph": True}
 SHARED_MEMORY = {"mem_fraction_static": 0.2}
 """Of a GPU that the trainer is on too."""
+TRAINED_SAMPLES = 2
+"""Between two pushes: few, so that the largest model's step has room beside the engines."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ def measure(bench: Bench, *, separate: bool = False) -> list[Row]:
     if gpu and torch.cuda.device_count() <= bench.config.resources.rollout_num_gpus:
         raise ResourceError("too few GPUs for engines of their own", where="bench sync", found=torch.cuda.device_count())
     with serving(bench, say, more=ENGINE, over=SHARED_MEMORY if bench.on_gpus and gpu is None else {}, first_gpu=gpu or 0) as up:
-        trainer = RankProcess(Duty(str(bench.model_dir), str(folder), bench.config, trained_batch(bench.shape)))
+        batch = trained_batch(bench.shape).select(range(TRAINED_SAMPLES))
+        trainer = RankProcess(Duty(str(bench.model_dir), str(folder), bench.config, batch))
         try:
             return _rows(bench, Pushes(bench, up, trainer, folder, gpu), say)
         finally:

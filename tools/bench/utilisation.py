@@ -48,7 +48,7 @@ def watched() -> Iterator[Watch]:
         if program is None:
             yield watch
             return
-        query = [program, "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits", f"-lms={EVERY_MS}"]
+        query = [program, "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits", f"--loop-ms={EVERY_MS}"]
         with watch._path.open("w") as output:
             process = subprocess.Popen(query, stdout=output, stderr=subprocess.DEVNULL)
             try:
