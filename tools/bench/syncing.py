@@ -157,8 +157,9 @@ def measure(bench: Bench, *, separate: bool = False) -> list[Row]:
 
 
 def transports(*, on_gpus: bool, shared: bool) -> list[str]:
-    """Those that can be measured: NCCL joins no two processes on one GPU, and handles lead to no other."""
-    return ["ipc" if on_gpus and shared else "distributed", "tensor", "disk", "delta"]
+    """Those that can be measured: NCCL joins no two processes on one GPU, and handles lead to no other. A CPU takes all."""
+    some = ["ipc", "distributed"] if not on_gpus else ["ipc"] if shared else ["distributed"]
+    return [*some, "tensor", "disk", "delta"]
 
 
 def _rows(bench: Bench, pushes: Pushes, say) -> list[Row]:
