@@ -1,61 +1,17 @@
-"""The benchmark of pushes: what its figures are, and how a pause is seen (tools.bench.syncing, tools.bench.pauses)."""
+"""The benchmark of pushes: what its figures are (tools.bench.syncing)."""
 
 from __future__ import annotations
-
-import threading
-import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from tools.bench.bench import Bench, open_bench
-from tools.bench.pauses import witnessed
 from tools.bench.syncing import Pushed, of_transport, transports
-
-PAUSED = threading.Lock()
-
-
-class Engine(BaseHTTPRequestHandler):
-    """Answers at once, but while PAUSED is held."""
-
-    def do_POST(self) -> None:
-        with PAUSED:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None: ...
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    """Of an engine that can be paused."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Engine)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
 
 
 @pytest.fixture
 def bench(tmp_path) -> Bench:
     """On the tiny model, which nothing here needs."""
     return open_bench(tmp_path, "tiny", [], seconds=1, repeats=1)
-
-
-def test_a_pause_is_as_long_as_the_longest_answer(url):
-    with witnessed(url) as witness, PAUSED:
-        time.sleep(0.5)
-    assert witness.paused_s > 0.4
-    assert len(witness.seconds) > 2
-
-
-def test_an_engine_that_went_away_has_no_pause():
-    with witnessed("http://127.0.0.1:9") as witness:
-        pass
-    assert witness.seconds
 
 
 def test_a_rate_is_of_all_weights_and_a_share_of_what_was_sent(bench):
