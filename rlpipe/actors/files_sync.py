@@ -78,7 +78,8 @@ class FilesSync:
             report = await self._loaded(weights.stamp, folders, end_s)
         share = version.size_bytes / max(version.full_bytes, 1)
         seconds = time.monotonic() - start_s
-        return {"bytes": version.size_bytes, "seconds": seconds, "unknown": unknown | report.unknown, "share": share}
+        outcome = {"share": share, "paused_s": report.paused_s, "unknown": unknown | report.unknown}
+        return {"bytes": version.size_bytes, "seconds": seconds, **outcome}
 
     async def _write(self, trainer: TrainerGroup, weights: Weights) -> Version:
         """Let the trainer write a version. Older ones go once a full one is there."""

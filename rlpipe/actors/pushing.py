@@ -41,14 +41,14 @@ class Pusher:
         self._transports: dict[type[Transport], Transport] = {}
 
     def push(self, engines: Sequence[str], stamp: str, sync: SyncConfig, places: Places) -> dict[str, Any]:
-        """Send the weights: `{"bytes", "unknown": {url: why}}`. Collective; only rank 0 speaks to engines.
+        """Send the weights: `{"bytes", "paused_s", "unknown": {url: why}}`. Collective; only rank 0 speaks to engines.
 
         Raises: SyncError (on rank 0) if they arrived nowhere.
         """
         if self._sync != sync:
             self.close()
             self._sync = sync
-        sent_bytes, unknown, arrived = 0, {}, False
+        sent_bytes, paused_s, unknown, arrived = 0, 0.0, {}, False
         for kind, urls in _kinds(engines, sync, places):
             transport = self._transport(kind, sync)
             if isinstance(transport, IpcTransport):
@@ -59,13 +59,14 @@ class Pusher:
                 unknown |= found["unknown"]
                 arrived |= len(found["unknown"]) < len(urls)
                 sent_bytes += found["bytes"]
+                paused_s = max(paused_s, found["paused_s"])
             elif isinstance(transport, IpcTransport):
                 sent_bytes += transport.assist(tensors, stamp, check=sync.check_weight_update_equal)
             else:
                 sent_bytes += sum(tensor.nbytes for _, tensor in tensors)
         if self.rank == 0 and not arrived:
             raise SyncError("the weights arrived nowhere", where=f"push of {stamp}", found=unknown)
-        return {"bytes": sent_bytes, "unknown": unknown}
+        return {"bytes": sent_bytes, "paused_s": paused_s, "unknown": unknown}
 
     def close(self) -> None:
         """Leave what is open to engines."""
@@ -83,8 +84,8 @@ class Pusher:
         except SyncError as error:
             if not isinstance(error.found, dict):
                 raise
-            return {"bytes": 0, "unknown": error.found}
-        return {"bytes": report.size_bytes, "unknown": report.unknown}
+            return {"bytes": 0, "paused_s": 0.0, "unknown": error.found}
+        return {"bytes": report.size_bytes, "paused_s": report.paused_s, "unknown": report.unknown}
 
     def _transport(self, kind: type[Transport], sync: SyncConfig) -> Transport:
         if kind not in self._transports:

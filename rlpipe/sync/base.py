@@ -23,6 +23,8 @@ class PushReport:
     size_bytes: int
     buckets: int
     seconds: float
+    paused_s: float = 0.0
+    """Of those, how long engines sampled nothing."""
 
 
 class Transport(Protocol):

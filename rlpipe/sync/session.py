@@ -33,7 +33,9 @@ class Session:
         self.current: list[str] = []
         self.tensors = self.size_bytes = self.buckets = 0
         self.doing = "start"
+        self.paused_s = 0.0
         self._updating: set[str] = set()
+        self._held_at_s = time.monotonic()
 
     async def each(self, doing: str, step: Step) -> None:
         """Take one step on every engine at once; one that fails is out. Raises: SyncError when none is left."""
@@ -65,6 +67,7 @@ class Session:
         new weights; never `in_place`, with which old caches would be used on (see `Engine.pause`).
         """
         assert pause != "in_place"
+        self._held_at_s = time.monotonic()
         await self.each("pause", lambda engine: engine.pause(pause))
         await self.each("flush the cache", Engine.flush)
 
@@ -90,6 +93,7 @@ class Session:
         await self.each("echo", self._echo)
         await self.each("continue", Engine.continue_)
         self.current = [engine.url for engine in self.active]
+        self.paused_s = time.monotonic() - self._held_at_s
 
     def count(self, tensors: int, size_bytes: int) -> None:
         """Another bucket was sent."""
@@ -130,7 +134,7 @@ async def push_session(
     if not session.current:
         raise SyncError("the weights arrived nowhere", where=f"push of {stamp}", found=session.unknown)
     sent = session.tensors, session.size_bytes, session.buckets
-    return PushReport(stamp, tuple(session.current), session.unknown, *sent, time.monotonic() - start_s)
+    return PushReport(stamp, tuple(session.current), session.unknown, *sent, time.monotonic() - start_s, session.paused_s)
 
 
 async def _error_of(step: Awaitable[None]) -> Exception | None:
