@@ -299,4 +299,5 @@ def engine_spec(spec: ClusterSpec, cluster: str) -> EngineSpec:
         logs=str(logs),
         deterministic=config.deterministic,
         reads_text=config.rollout.needs_text,
+        names_experts=config.train.use_rollout_routing_replay,
     )

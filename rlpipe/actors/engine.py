@@ -33,6 +33,7 @@ class EngineSpec:
     logs: str
     deterministic: bool = False
     reads_text: bool = False
+    names_experts: bool = False
 
 
 class EngineActor:
@@ -70,6 +71,7 @@ class EngineActor:
             trust_remote_code=spec.trust_remote_code,
             deterministic=spec.deterministic,
             reads_text=spec.reads_text,
+            names_experts=spec.names_experts,
         )
         self._server.start()
         self._server.wait_ready(spec.resources.start_timeout_s)

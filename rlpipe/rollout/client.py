@@ -25,14 +25,15 @@ import httpx
 
 from rlpipe.errors import DataError, DeadlineExceeded, EngineError, EngineRejected, EngineUnavailable
 from rlpipe.rollout.gate import Gate
-from rlpipe.rollout.generation import Generation, joined, no_spans, nothing_yet, read_generations, settled
+from rlpipe.rollout.generation import Generation, RoutingWanted, joined, no_spans, nothing_yet, read_generations, settled
 from rlpipe.rollout.http import Connections, call, deadline_exceeded
+from rlpipe.routed import num_rows
 
 HoldMode = Literal["drain", "abort", "in_place"]
 Answer = TypeVar("Answer")
 
-_Together = tuple[str, str | None]
-"""Sampling parameters as JSON, and the routing key: what is equal in both may share a request."""
+_Together = tuple[str, str | None, int | None]
+"""Sampling parameters as JSON, routing key, first token whose experts are wanted: what is equal in all may share a request."""
 _ROUTING_HEADER = "X-SMG-Routing-Key"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 2.0
 _ABORT_AGAIN_S, _POLL_S = 0.3, 0.02
@@ -42,6 +43,13 @@ _NO_WORKER = ("no_available_workers", "call_upstream_request_error", "HTTP 502",
 class _Key(NamedTuple):
     sampling: dict[str, Any]
     routing: str | None
+    routed_from: int | None
+
+    def after(self, begun: Generation) -> _Key:
+        """What to ask with once there is that much of a response."""
+        rest = {**self.sampling, "max_new_tokens": self.sampling["max_new_tokens"] - len(begun.response_ids)}
+        known = None if self.routed_from is None else self.routed_from + num_rows(begun.routed_experts)
+        return _Key(rest, self.routing, known)
 
 
 @dataclass(slots=True)
@@ -69,15 +77,17 @@ class GenerateClient:
         samples_per_request: int = 1,
         max_connections: int = 512,
         end_ids: Collection[int] = (),
+        routed_width: int = 0,
     ) -> None:
         """`vocab_size`: token ids at or above it are refused here, because one of them ends the whole engine.
 
         `deadline_s` is for one call of `generate`, waiting in the engine included, but not while the gate is held.
         `samples_per_request`: groups are put together up to so many samples; a larger group is still one request. `end_ids`: the
-        model's end-of-sequence tokens, to know whether a response that was aborted had just ended.
+        model's end-of-sequence tokens, to know whether a response that was aborted had just ended. `routed_width`: numbers per
+        token of the engines' routed experts, where any are asked for.
         """
         self.router_url, self.vocab_size, self.deadline_s = router_url.rstrip("/"), vocab_size, deadline_s
-        self.samples_per_request, self.end_ids = samples_per_request, frozenset(end_ids)
+        self.samples_per_request, self.end_ids, self.routed_width = samples_per_request, frozenset(end_ids), routed_width
         self.gate = Gate()
         self._http = httpx.AsyncClient(transport=Connections(max_connections), timeout=None)
         self._asked: dict[_Together, list[_Asked]] = {}
@@ -114,13 +124,14 @@ class GenerateClient:
         stop: asyncio.Event | None = None,
         deadline_s: float | None = None,
         routing_key: str | None = None,
+        routed_from: int | None = None,
         where: str = "generate",
     ) -> list[Generation]:
         """Sample `n` responses, or one per seed if `seeds` are given (engines honour them in deterministic mode only).
 
         `sampling` are SGLang's sampling parameters; `so_far` has what there is of each response, or None; once `stop` is set,
         what is aborted stays so; requests with one `routing_key` go to one engine (if the router's policy is consistent_hashing);
-        `where` names the group in errors.
+        `routed_from`: answer the experts of all tokens from this one on (None: of none); `where` names the group in errors.
         Raises: DataError (a prompt no engine may see), DeadlineExceeded, EngineRejected, EngineUnavailable.
         """
         ids = self._checked(prompt_ids, where)
@@ -129,11 +140,12 @@ class GenerateClient:
         fresh = [number for number, there in enumerate(begun) if there is None]
         together = [fresh] if seeds is None and fresh else [[number] for number in fresh]
         work: list[Awaitable[list[Generation]]] = [
-            self._begin(ids, _Key(of_sample[numbers[0]], routing_key), len(numbers), where, stop) for numbers in together
+            self._begin(ids, _Key(of_sample[numbers[0]], routing_key, routed_from), len(numbers), where, stop)
+            for numbers in together
         ]
         rest = [number for number, there in enumerate(begun) if there is not None]
         work += [
-            self._go_on(ids, _Key(of_sample[number], routing_key), [begun[number] or nothing_yet("")], where, stop)
+            self._go_on(ids, _Key(of_sample[number], routing_key, routed_from), [begun[number] or nothing_yet("")], where, stop)
             for number in rest
         ]
         answers = await self._within(asyncio.gather(*work), self.deadline_s if deadline_s is None else deadline_s, where)
@@ -237,8 +249,7 @@ class GenerateClient:
                 generation = settled(generation, sampling, self.end_ids)
                 if generation.finish_reason != "abort" or (stop is not None and stop.is_set()):
                     return generation
-                rest = {**sampling, "max_new_tokens": sampling["max_new_tokens"] - len(generation.response_ids)}
-                (more,) = await self._ask(ids + generation.response_ids, _Key(rest, key.routing), 1, where, stop)
+                (more,) = await self._ask(ids + generation.response_ids, key.after(generation), 1, where, stop)
                 generation = joined(generation, more)
                 if not more.response_ids and more.finish_reason == "abort":
                     await asyncio.sleep(pause_s)
@@ -265,7 +276,7 @@ class GenerateClient:
     ) -> asyncio.Future[list[Generation]]:
         loop = asyncio.get_running_loop()
         asked = _Asked(ids, n, where, stop, loop.create_future())
-        key = (json.dumps(asked_for.sampling, sort_keys=True), asked_for.routing)
+        key = (json.dumps(asked_for.sampling, sort_keys=True), asked_for.routing, asked_for.routed_from)
         if key not in self._asked:
             self._asked[key] = []
             loop.call_soon(self._send, key)
@@ -311,18 +322,26 @@ class GenerateClient:
 
     async def _post(self, key: _Together, batch: list[_Asked]) -> list[Generation]:
         prompts = json.dumps([asked.prompt_ids for asked in batch for _ in range(asked.n)])
-        body = f'{{"input_ids": {prompts}, "sampling_params": {key[0]}, "return_logprob": true, "stream": false}}'
+        routing = self._routing(key[2], batch)
+        wanted = f', "return_routed_experts": true, "routed_experts_start_len": {routing.routed_from}' if routing else ""
+        body = f'{{"input_ids": {prompts}, "sampling_params": {key[0]}, "return_logprob": true, "stream": false{wanted}}}'
         where = batch[0].where if len(batch) == 1 else f"{batch[0].where} and {len(batch) - 1} more groups"
         start_s, moves = time.time(), self._moves
         samples = sum(asked.n for asked in batch)
         answer = await self._persist(body.encode(), key[1], where, batch)
         if answer is None:
             return [nothing_yet(self.router_url)] * samples
-        generations = read_generations(answer, samples, self.router_url, start_s, where)
+        generations = read_generations(answer, samples, self.router_url, start_s, where, routing)
         self._has_spans = all(generation.has_spans for generation in generations)
         if moves != self._moves and not self._has_spans:
             raise no_spans(where)
         return generations
+
+    def _routing(self, routed_from: int | None, batch: list[_Asked]) -> RoutingWanted | None:
+        if routed_from is None:
+            return None
+        assert self.routed_width, "made without routed_width"
+        return RoutingWanted(self.routed_width, routed_from, [len(asked.prompt_ids) for asked in batch for _ in range(asked.n)])
 
     async def _persist(self, body: bytes, routing: str | None, where: str, batch: list[_Asked]) -> httpx.Response | None:
         """Post, and again after a broken connection or while the router has no engine, until the deadline: a dead engine is being
