@@ -14,7 +14,7 @@ weights or by another turn (slime takes the last answer for all tokens), and no 
 Of a model with 48 layers and 8 of 128 experts a token, a token takes 768 bytes in memory (2 × layers × k), about 340 in a shard
 and 2048 on the wire (base64 of int32, as SGLang sends it).
 
-Not here: asking (`rollout.client`), replaying (`engines.megatron.routing`).
+Not here: asking (`rollout.client`; past the router, see `rollout.direct`), replaying (`engines.megatron.routing`).
 """
 
 from __future__ import annotations

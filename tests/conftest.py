@@ -19,8 +19,14 @@ WHOLE_RUNS = ("tests/flows/test_train.py", "tests/deployments/test_apply.py", "t
 a machine."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole runs first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Whole runs first; without CUDA nothing that needs it."""
+    if needy := [item for item in items if item.get_closest_marker("gpu")]:
+        import torch
+
+        if not torch.cuda.is_available():
+            config.hook.pytest_deselected(items=needy)
+            items[:] = [item for item in items if item not in needy]
     items.sort(key=lambda item: not item.nodeid.startswith(WHOLE_RUNS))
 
 

@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import httpx
 
 from rlpipe.errors import DataError, DeadlineExceeded, EngineError, EngineRejected, EngineUnavailable
+from rlpipe.rollout.direct import Direct
 from rlpipe.rollout.gate import Gate
 from rlpipe.rollout.generation import Generation, RoutingWanted, joined, no_spans, nothing_yet, read_generations, settled
 from rlpipe.rollout.http import Connections, call, deadline_exceeded
@@ -95,6 +96,7 @@ class GenerateClient:
         self._in_flight: dict[int, list[_Asked]] = {}
         self._started = self._moves = 0
         self._has_spans: bool | None = None
+        self._direct = Direct()
 
     def move(self, router_url: str) -> None:
         """Ask another router from now on. What the one before does not answer any more is asked again here."""
@@ -200,14 +202,13 @@ class GenerateClient:
         return any(asked.stop is stop for batch in self._in_flight.values() for asked in batch)
 
     async def _abort_all(self) -> None:
-        where, deadline_s = "cut off", self.deadline_s
-        answer = await call(self._http, "GET", f"{self.router_url}/workers", deadline_s=deadline_s, where=where)
-        engines = [str(worker["url"]).rstrip("/") for worker in answer.json()["workers"]]
-        body = {"rid": "", "abort_all": True}
-        aborts = [
-            call(self._http, "POST", f"{url}/abort_request", json=body, deadline_s=deadline_s, where=where) for url in engines
-        ]
-        await asyncio.gather(*aborts, return_exceptions=True)
+        keep: dict[str, Any] = {"json": {"rid": "", "abort_all": True}, "deadline_s": self.deadline_s, "where": "cut off"}
+        urls = [f"{str(worker['url']).rstrip('/')}/abort_request" for worker in await self._workers("cut off")]
+        await asyncio.gather(*(call(self._http, "POST", url, **keep) for url in urls), return_exceptions=True)
+
+    async def _workers(self, where: str) -> list[dict[str, Any]]:
+        answer = await call(self._http, "GET", f"{self.router_url}/workers", deadline_s=self.deadline_s, where=where)
+        return list(answer.json()["workers"])
 
     def _undrained(self, deadline_s: float) -> DeadlineExceeded:
         waiting = sorted({asked.where for batch in self._in_flight.values() for asked in batch})
@@ -328,7 +329,7 @@ class GenerateClient:
         where = batch[0].where if len(batch) == 1 else f"{batch[0].where} and {len(batch) - 1} more groups"
         start_s, moves = time.time(), self._moves
         samples = sum(asked.n for asked in batch)
-        answer = await self._persist(body.encode(), key[1], where, batch)
+        answer = await self._persist(body.encode(), key, where, batch)
         if answer is None:
             return [nothing_yet(self.router_url)] * samples
         generations = read_generations(answer, samples, self.router_url, start_s, where, routing)
@@ -343,22 +344,20 @@ class GenerateClient:
         assert self.routed_width, "made without routed_width"
         return RoutingWanted(self.routed_width, routed_from, [len(asked.prompt_ids) for asked in batch for _ in range(asked.n)])
 
-    async def _persist(self, body: bytes, routing: str | None, where: str, batch: list[_Asked]) -> httpx.Response | None:
+    async def _persist(self, body: bytes, key: _Together, where: str, batch: list[_Asked]) -> httpx.Response | None:
         """Post, and again after a broken connection or while the router has no engine, until the deadline: a dead engine is being
         replaced meanwhile. None: all were stopped before it was posted.
 
         Raises: EngineRejected, DeadlineExceeded, EngineUnavailable with what kept it from being answered."""
         end_s, pause_s = time.monotonic() + self.deadline_s - self.gate.held_s(), _FIRST_PAUSE_S
+        failed: set[str] = set()
         while True:
             await self.gate.opened()
             if all(asked.stopped for asked in batch):
                 return None
             try:
                 with self._flying(batch):
-                    url, headers = f"{self.router_url}/generate", {_ROUTING_HEADER: routing} if routing else None
-                    return await call(
-                        self._http, "POST", url, content=body, headers=headers, deadline_s=self.deadline_s, where=where
-                    )
+                    return await self._answered(body, key, failed, where)
             except (EngineUnavailable, EngineRejected) as error:
                 passing = isinstance(error, EngineUnavailable) or any(sign in str(error.found) for sign in _NO_WORKER)
                 if not passing:
@@ -367,6 +366,20 @@ class GenerateClient:
                     raise EngineUnavailable("no engine answered", where=where, found=error.found, do=error.do) from error
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _answered(self, body: bytes, key: _Together, failed: set[str], where: str) -> httpx.Response:
+        """By the router's choice, or by an engine that is asked past it. `failed`: engines that were not there, added to."""
+        _, routing, routed_from = key
+        keep: dict[str, Any] = {"content": body, "deadline_s": self.deadline_s, "where": where}
+        if routed_from is None:
+            headers = {_ROUTING_HEADER: routing} if routing else None
+            return await call(self._http, "POST", f"{self.router_url}/generate", headers=headers, **keep)
+        with self._direct.engine(await self._workers(where), routing, failed) as url:
+            try:
+                return await call(self._http, "POST", f"{url}/generate", **keep)
+            except EngineUnavailable:
+                failed.add(url)
+                raise
 
     @contextlib.contextmanager
     def _flying(self, batch: list[_Asked]) -> Iterator[None]:

@@ -42,6 +42,9 @@ class Engine:
         return client
 
     def answer(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/workers":
+            return httpx.Response(200, json={"workers": [{"url": "http://engine:1", "is_healthy": True}]})
+        assert (request.url.host == "engine") == ("return_routed_experts" in request.content.decode())
         body = json.loads(request.content)
         self.asked.append(body)
         return httpx.Response(200, json=[self._row(body, prompt) for prompt in body["input_ids"]])
