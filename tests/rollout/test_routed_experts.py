@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import httpx
 import numpy as np
@@ -15,6 +16,7 @@ from rlpipe.rollout.gateway import Gateway
 from rlpipe.rollout.generate import SingleTurn, planned_sample
 from rlpipe.rollout.generation import Generation
 from rlpipe.rollout.journal import Answer, Journal
+from rlpipe.rollout.openai_api import ChatSessions
 from rlpipe.routed import read_rows, write_rows
 from rlpipe.types import PlannedGroup, Sample, Status
 
@@ -140,15 +142,24 @@ class Told:
         return [Generation(said, [-0.5] * len(said), "stop", [(len(said), "b@1@d")], "e", 0, 1.0, 2.0, routed_experts=named)]
 
 
-class Letters:
-    """A tokenizer that is not needed."""
+class Numbers:
+    """A tokenizer whose texts are numbers, with a template that only appends."""
 
-    def decode(self, ids, skip_special_tokens):
-        return ""
+    chat_template = name_or_path = "numbers"
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(f"{token} " for token in ids)
+
+    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, **_options) -> str:
+        shapes = {"user": "2 {} 3 ", "assistant": "4 {}3 "}
+        return "".join(shapes[m["role"]].format(m["content"]) for m in messages) + ("4 " if add_generation_prompt else "")
 
 
 async def _posted(told: Told, *bodies: dict, routed: bool = True) -> tuple[list[dict], Journal]:
-    gateway = Gateway(told, Letters(), context_len=64, routed=routed)  # pyright: ignore
+    gateway = Gateway(told, Numbers(), context_len=64, routed=routed)  # pyright: ignore
     async with gateway, httpx.AsyncClient() as http:
         return [(await http.post(f"{gateway.url}/generate", json=body)).json() for body in bodies], gateway.journal
 
@@ -161,6 +172,26 @@ async def test_a_function_that_asks_for_experts_is_told_them_as_by_an_engine():
     assert read_rows(second["meta_info"]["routed_experts"], 2, WIDTH).tolist() == rows_of([5, 6, 8, 9, 10])[2:].tolist()
     (refused,), _ = await _posted(Told([8]), bodies[0], routed=False)
     assert "train.use_rollout_routing_replay" in refused["error"]["message"]
+
+
+async def test_an_agent_s_turns_are_asked_for_what_is_missing_and_are_one_sample():
+    told, made = Told([50, 51], [52], [53, 54]), []
+
+    def routes(gateway: Gateway):
+        made.append(ChatSessions(gateway, SAMPLING, {}, model="m", evaluation=False))
+        return made[0].routes()
+
+    sample, messages = Sample(session_id="s"), [{"role": "user", "content": "40"}]
+    gateway = Gateway(told, Numbers(), context_len=64, routed=True, routes=routes)  # pyright: ignore
+    async with gateway, httpx.AsyncClient() as http:
+        made[0].begin(sample)
+        for _ in range(3):
+            answer = await http.post(f"{gateway.url}/sessions/s/v1/chat/completions", json={"messages": messages})
+            messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "41"}]
+        (found,) = made[0].samples(sample)
+    tokens = [*found.prompt_ids, *found.response_ids]
+    assert tokens == [2, 40, 3, 4, 50, 51, 3, 2, 41, 3, 4, 52, 3, 2, 41, 3, 4, 53, 54]
+    assert told.wanted == [0, 5, 11] and found.rollout_routed_experts.tolist() == rows_of(tokens).tolist()
 
 
 LIMITS = Limits(vocab_size=100, context_len=40, routed_width=WIDTH)
