@@ -46,7 +46,7 @@ class Batch:
     staleness: np.ndarray | None = None
     """[R] int64: weight version trained − weight version that sampled the token; None in supervised batches."""
     samples: tuple[Sample, ...] = field(default=(), repr=False)
-    """[N], each with its reward."""
+    """[N], each with its reward, without its experts."""
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -106,7 +106,7 @@ def fix_batch(
         rewards=np.array(values, np.float64),
         dropped=dropped,
         staleness=_staleness(kept, version),
-        samples=tuple(replace(sample, reward=value) for sample, value in zip(kept, values, strict=True)),
+        samples=tuple(replace(s, reward=value, rollout_routed_experts=None) for s, value in zip(kept, values, strict=True)),
     )
 
 
