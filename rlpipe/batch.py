@@ -26,6 +26,7 @@ from rlpipe.config.algorithms import AdvantageConfig
 from rlpipe.errors import DataError
 from rlpipe.packing import BatchColumns
 from rlpipe.rewards.base import RewardRow
+from rlpipe.routed import num_rows, one_per_token
 from rlpipe.types import Sample, Status
 
 
@@ -45,7 +46,7 @@ class Batch:
     staleness: np.ndarray | None = None
     """[R] int64: weight version trained − weight version that sampled the token; None in supervised batches."""
     samples: tuple[Sample, ...] = field(default=(), repr=False)
-    """[N], each with its reward."""
+    """[N], each with its reward, without its experts."""
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -62,14 +63,15 @@ def fix_batch(
     version: int,
     max_staleness: int = 0,
     mask_stale: bool = False,
+    routed: bool = False,
 ) -> Batch:
     """The batch of these rows: of the groups that the rollout `accepted`.
 
     `scored`: a sample without a reward drops its group (supervised rows have none). `version`: the weight version that is
     trained; a token that a version below `version - max_staleness` sampled drops its group. With `mask_stale` it only gets
-    loss mask 0; the group is dropped if no token is left that counts.
+    loss mask 0; the group is dropped if no token is left that counts. `routed`: with the experts of the engines, all layers.
 
-    Raises: DataError if no group is left.
+    Raises: DataError if no group is left; if `routed` and it is not known with which experts a token that counts was sampled.
     """
     reward_of = {(row.group_id, row.index): row for row in rewards}
     wanted = set(accepted)
@@ -98,13 +100,13 @@ def fix_batch(
         )
     values = [reward_of[s.group_id, s.index].reward or 0.0 if scored else 0.0 for s in kept]
     return Batch(
-        columns=_columns(kept),
+        columns=_columns(kept).with_columns(routed_experts=_experts(kept) if routed else None),
         group_ids=tuple(sample.group_id for sample in kept),
         indices=tuple(sample.index for sample in kept),
         rewards=np.array(values, np.float64),
         dropped=dropped,
         staleness=_staleness(kept, version),
-        samples=tuple(replace(sample, reward=value) for sample, value in zip(kept, values, strict=True)),
+        samples=tuple(replace(s, reward=value, rollout_routed_experts=None) for s, value in zip(kept, values, strict=True)),
     )
 
 
@@ -247,6 +249,27 @@ def _columns(samples: list[Sample]) -> BatchColumns:
         rollout_log_probs=[sample.rollout_log_probs or [] for sample in samples] if sampled else None,
     )
     return columns.with_columns(rollout=_rollouts(samples))
+
+
+def _experts(samples: list[Sample]) -> np.ndarray:
+    """[S, W] uint16: the experts of every token, `NOT_ROUTED` of those that no engine read."""
+    known = next((sample.rollout_routed_experts for sample in samples if sample.rollout_routed_experts is not None), None)
+    for sample in samples:
+        counting = np.flatnonzero(_mask(sample))
+        needed = len(sample.prompt_ids) + int(counting[-1]) if len(counting) else 0
+        if known is None or num_rows(sample.rollout_routed_experts) < needed:
+            raise DataError(
+                "it is not known which experts sampled a token that counts",
+                where=f"advantage/{sample.group_id}/{sample.index}",
+                found=f"the routing of {num_rows(sample.rollout_routed_experts)} tokens",
+                expected=f"of the first {needed} at least, for train.use_rollout_routing_replay",
+                do="ask args.sglang_router_ip:port in a function of yours, or set sample.rollout_routed_experts; "
+                "rollouts from before this setting have none: use train.use_routing_replay",
+            )
+    assert known is not None
+    rows = [known[:0] if sample.rollout_routed_experts is None else sample.rollout_routed_experts for sample in samples]
+    lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
+    return np.concatenate([one_per_token(*pair) for pair in zip(rows, lengths, strict=True)])
 
 
 def _count(reasons: dict[str, str]) -> str:

@@ -56,6 +56,8 @@ def init_inputs(config: RunConfig, fingerprint: str, start_from: str | None) -> 
 def rollout_inputs(config: RunConfig, fingerprint: str, plan: str) -> Inputs:
     """Samples of a plan (the digest of its part 0). Where a filter chooses among scored groups, the reward decides too."""
     settings = {**config.rollout.identity(), "model": fingerprint, **_engines(config)}
+    if config.train.use_rollout_routing_replay:
+        settings["use_rollout_routing_replay"] = True
     if not config.rollout.static:
         settings |= {"deterministic": config.deterministic, "async_buffer_size": config.async_buffer_size}
     hooks = {path: hook_digest(path) for path in config.rollout.hook_paths}
@@ -81,8 +83,9 @@ def advantage_inputs(config: RunConfig, rollout: str, reward: str, before: str) 
         "async_buffer_size": config.async_buffer_size,
         "mask_offpolicy_in_partial_rollout": config.rollout.mask_offpolicy_in_partial_rollout,
     }
-    if config.train.use_routing_replay:
-        settings["use_routing_replay"] = True
+    for name in ("use_routing_replay", "use_rollout_routing_replay"):
+        if getattr(config.train, name):
+            settings[name] = True
     if config.advantage.use_opd:
         settings["teacher"] = config.teacher.identity()
     if interval := config.ref_update_interval:

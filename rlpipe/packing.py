@@ -66,7 +66,8 @@ class BatchColumns:
     rollout: np.ndarray | None = None
     """[N] int64: samples with equal numbers are of one rollout that fanned out, and share a denominator. None: each its own."""
     routed_experts: np.ndarray | None = None
-    """[S, W] uint16: the experts of every token, W = layers with experts × experts a token. None: each pass routes for itself."""
+    """[S, W] uint16: the experts of every token, W = layers with experts × experts a token; `routed.NOT_ROUTED` of one that no
+    engine read. None: each pass routes for itself."""
 
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.prompt_lengths) + 1 or self.offsets[0] != 0 or self.offsets[-1] != len(self.tokens):

@@ -6,6 +6,7 @@ Not here: what needs a tokenizer or a server (the generator checks every row onc
 from __future__ import annotations
 
 import inspect
+import json
 import shutil
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from rlpipe.rewards.python import Scorer
 from rlpipe.rollout.custom import SampleHooks, load_generate
 from rlpipe.rollout.function import load_rollout_function
 from rlpipe.rollout.tools import load_tools
+from rlpipe.routed import routed_width
 
 LEAST_FREE_BYTES = 512 * 1024**2
 
@@ -43,7 +45,9 @@ def check(config: RunConfig, home: Path) -> None:
     MegatronHooks(config.train)
     LogFunctions(config.observe)
     if isinstance(config.model.source, HuggingFaceModel):
-        model_directory(config.model, home, seed=config.seed)
+        directory = Path(model_directory(config.model, home, seed=config.seed))
+        if config.train.use_rollout_routing_replay:
+            routed_width(json.loads((directory / "config.json").read_text()))
     elif isinstance(config.model.source, MadeModel):
         _check_maker(config.model.source)
     _check_functions(config.rollout)

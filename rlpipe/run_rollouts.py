@@ -20,6 +20,8 @@ from rlpipe.stage_files import read_rewards
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.rows import EXPERTS
+from rlpipe.store.schema import SAMPLES
 from rlpipe.store.shards import read_rows
 from rlpipe.types import Node, Stage
 
@@ -60,12 +62,12 @@ def iterations(files: Files, run: str) -> list[int]:
 
 
 def sample_rows(files: Files, stored: StoredRollout) -> pa.Table:
-    """All rows of a rollout: the columns of `store.schema.SAMPLES` with their rewards, and
+    """All rows of a rollout: the columns of `store.schema.SAMPLES` (but routed experts) with their rewards, and
 
     `iteration`: that of the run; `accepted`: its group made the batch; `drop_reason`: why it did not, or was not trained;
     `advantages`: of each response token, null where it was not trained. Raises: ObjectMissing, ObjectCorrupt.
     """
-    table = read_rows(files, stored.rollout.files)
+    table = read_rows(files, stored.rollout.files, [name for name in SAMPLES.names if name != EXPERTS])
     keys = list(zip(table["group_id"].to_pylist(), table["index"].to_pylist(), strict=True))
     accepted = set(stored.rollout.outputs.get("accepted", ()))
     dropped = {

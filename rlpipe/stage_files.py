@@ -25,21 +25,23 @@ from rlpipe.batch import Batch
 from rlpipe.packing import COLUMNS, BatchColumns, PackingPlan
 from rlpipe.rewards.base import RewardRow
 from rlpipe.store.files import Files
-from rlpipe.store.rows import rewards_to_table, samples_to_table, table_to_rewards, table_to_samples
-from rlpipe.store.schema import BATCH, from_ragged, make_table, ragged
+from rlpipe.store.rows import EXPERTS, rewards_to_table, samples_to_table, table_to_rewards, table_to_samples
+from rlpipe.store.schema import BATCH, SAMPLES, from_experts, from_ragged, make_table, ragged
 from rlpipe.store.shards import data_folder, read_rows, write_data, write_table
 from rlpipe.types import FileRecord, Node, Sample, Stage
 
 RESPONSE_COLUMNS = tuple(name for name in COLUMNS if name != "loss_mask")
 
 
-def read_samples(files: Files, rollout: Node) -> list[Sample]:
+def read_samples(files: Files, rollout: Node, *, routed: bool = False) -> list[Sample]:
     """All samples of a rollout or evaluation node. Those that were removed count in no loss; their rewards count in their groups.
 
+    `routed`: with the experts that their tokens were routed to, which may be most of the data.
     Raises: ObjectMissing, ObjectCorrupt.
     """
     removed = {(group_id, index) for group_id, index in rollout.outputs.get("removed", ())}
-    samples = table_to_samples(read_rows(files, rollout.files))
+    columns = None if routed else [name for name in SAMPLES.names if name != EXPERTS]
+    samples = table_to_samples(read_rows(files, rollout.files, columns=columns))
     for sample in samples:
         if sample.remove_sample or (sample.group_id, sample.index) in removed:
             sample.remove_sample, sample.loss_mask = True, [0] * len(sample.response_ids)
@@ -80,8 +82,7 @@ def write_batch(files: Files, digest: str, batch: Batch, columns: BatchColumns) 
         if (column := getattr(columns, name)) is not None:
             values[name] = from_ragged(column, columns.response_offsets, pa.float32())
     if columns.routed_experts is not None:
-        width = columns.routed_experts.shape[1]
-        values["routed_experts"] = from_ragged(columns.routed_experts.reshape(-1), columns.offsets * width, pa.uint16())
+        values["routed_experts"] = from_experts(np.split(columns.routed_experts, columns.offsets[1:-1]))
     return write_table(files, data_folder(Stage.ADVANTAGE, digest), "batch", make_table(BATCH, values, "batch"))
 
 

@@ -68,6 +68,8 @@ class Sample:
     response: str = ""
     response_ids: list[int] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
+    rollout_routed_experts: Any = field(default=None, compare=False)
+    """[tokens - 1 or fewer, layers × k] uint16: experts the engine routed each token to (`rlpipe.routed`). None: not known."""
     loss_mask: list[int] | None = None
     weight_versions: list[Any] = field(default_factory=list)
     status: Status = Status.PENDING
@@ -221,9 +223,7 @@ class Sample:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """The inverse of `to_dict`; also of slime's."""
-        sample, later = cls(), dict(values)
-        for name in ("prompt_ids", "response_ids"):
-            later.pop(name, None)
+        sample, later = cls(), {name: value for name, value in values.items() if name not in ("prompt_ids", "response_ids")}
         given = {"status": Status(later.pop("status", Status.PENDING)), "tokens": later.pop("tokens", [])}
         for name, value in {**given, **later}.items():
             if name != "group_index":

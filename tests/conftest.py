@@ -23,7 +23,7 @@ a machine."""
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Whole runs first; not what asks for more GPUs than there are."""
     items.sort(key=lambda item: not item.nodeid.startswith(WHOLE_RUNS))
-    if beyond := [item for item in items if _gpus_of(item) > _gpus()]:
+    if beyond := [item for item in items if (needed := _gpus_of(item)) and needed > _gpus()]:
         config.hook.pytest_deselected(items=beyond)
         items[:] = [item for item in items if item not in beyond]
 

@@ -16,6 +16,7 @@ from rlpipe.batch_metrics import batch_metrics, staleness_metrics
 from rlpipe.config.algorithms import AdvantageConfig
 from rlpipe.errors import DataError
 from rlpipe.rewards.base import RewardRow
+from rlpipe.routed import NOT_ROUTED
 from rlpipe.types import Sample, Status
 
 
@@ -219,6 +220,31 @@ def test_how_far_engine_and_trainer_are_apart_is_told_as_a_divergence():
     assert metrics["rollout/mismatch_k3_kl"] == pytest.approx(expected, rel=1e-4)
     assert metrics["rollout/kl"] == pytest.approx(-0.1, abs=1e-6)
     assert (metrics["rollout/advantages"], metrics["rollout/returns"]) == (1.5, 2.5)
+
+
+def routed(index: int, rows: int, mask: list[int] | None = None) -> Sample:
+    """A sample of two prompt and three response tokens, so many of them with experts."""
+    made = sample(index=index)
+    made.rollout_routed_experts, made.loss_mask = np.full((rows, 4), index, np.uint16), mask
+    return made
+
+
+def test_every_token_that_counts_has_the_experts_it_was_sampled_with():
+    unread = replace(sample(index=2), remove_sample=True)
+    samples = [routed(0, 4), routed(1, 3, [1, 1, 0]), unread]
+    batch = fix_batch(samples, [reward(of) for of in samples], scored=True, version=VERSION, routed=True)
+    found = batch.columns.routed_experts
+    assert found is not None and (found.shape, found.dtype) == ((15, 4), np.uint16)
+    assert [row[0] for row in found.tolist()] == [*[0] * 4, NOT_ROUTED, *[1] * 3, *[NOT_ROUTED] * 7]
+    plain = fix_batch(samples, [reward(of) for of in samples], scored=True, version=VERSION)
+    assert plain.columns.routed_experts is None
+
+
+@pytest.mark.parametrize("bad", [sample(index=1), routed(1, 3), routed(1, 2, [0, 1, 0])])
+def test_a_token_that_counts_without_experts_is_named(bad: Sample):
+    samples = [routed(0, 4), bad]
+    with pytest.raises(DataError, match=r"advantage/run:00000000/1: it is not known which experts"):
+        fix_batch(samples, [reward(of) for of in samples], scored=True, version=VERSION, routed=True)
 
 
 def test_a_reward_of_zero_is_a_reward():

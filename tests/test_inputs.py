@@ -66,6 +66,7 @@ EXPECTED = {
     "train.custom_megatron_init_path": {Stage.ADVANTAGE, Stage.TRAIN},
     "train.custom_megatron_before_log_prob_hook_path": {Stage.ADVANTAGE, Stage.TRAIN},
     "train.use_routing_replay": {Stage.ADVANTAGE, Stage.TRAIN},
+    "train.use_rollout_routing_replay": {Stage.ROLLOUT, Stage.ADVANTAGE, Stage.TRAIN},
     "deterministic": {Stage.TRAIN},
     "engine.quantization": {Stage.ROLLOUT, HELD, SCORED},
     "train.optimizer.": {Stage.INIT, Stage.TRAIN},

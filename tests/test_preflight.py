@@ -51,6 +51,11 @@ def python(place: Path, name: str) -> dict[str, Any]:
     return {"function": {"type": "python", "path": f"{place}/mine.py:{name}"}}
 
 
+def test_a_model_without_experts_has_no_routing_to_replay(place: Path):
+    with pytest.raises(ConfigError, match=r"train\.use_rollout_routing_replay: the model has no experts"):
+        check(config(place, train={"use_rollout_routing_replay": True}), place / "home")
+
+
 def test_a_run_that_has_all_it_needs_passes_and_nothing_is_made(place: Path):
     before = sorted(place.iterdir())
     check(config(place), place / "home")

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +32,7 @@ from rlpipe.stage_files import (
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import input_digest
 from rlpipe.store.rows import samples_to_table
-from rlpipe.store.schema import BATCH, make_table
+from rlpipe.store.schema import BATCH, decode, make_table
 from rlpipe.store.shards import write_table
 from rlpipe.types import FileRecord, Node, Sample, Stage, Status
 
@@ -166,6 +168,15 @@ def test_a_batch_whose_tokens_have_unequal_numbers_of_experts_is_not_written():
     assert make_table(BATCH, {**row, "routed_experts": [[0, 1, 2, 3], [0, 1, 2, 3]]}, "batch").num_rows == 2
     with pytest.raises(DataError, match="not equally many for every token"):
         make_table(BATCH, {**row, "routed_experts": [[0, 1, 2, 3], [0, 1, 2]]}, "batch")
+
+
+def test_a_batch_of_before_experts_could_be_many_is_read():
+    row = {"tokens": [[1, 2], [3, 4]], "prompt_len": [1, 1], "loss_mask": [[1], [1]], "group_id": ["g", "g"], "index": [0, 1]}
+    table = make_table(BATCH, {**row, "routed_experts": [[0, 1, 2, 3], [4, 5, 6, 7]]}, "batch")
+    place, small = table.schema.get_field_index("routed_experts"), pa.list_(pa.field("element", pa.uint16(), nullable=False))
+    sink = pa.BufferOutputStream()
+    pq.write_table(table.set_column(place, pa.field("routed_experts", small), table["routed_experts"].cast(small)), sink)
+    assert decode(sink.getvalue().to_pybytes(), "x").equals(table)
 
 
 def test_a_batch_with_a_number_that_is_none_is_not_written(files: Files):

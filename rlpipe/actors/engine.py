@@ -45,6 +45,7 @@ class EngineSpec:
     logs: str
     deterministic: bool = False
     reads_text: bool = False
+    names_experts: bool = False
     devices: tuple[tuple[str, ...], ...] | None = None
     """Of each engine, its GPUs as CUDA_VISIBLE_DEVICES names them; None: those that its actor sees."""
 
@@ -63,6 +64,7 @@ class EngineSpec:
             logs=str(logs),
             deterministic=config.deterministic,
             reads_text=config.rollout.needs_text,
+            names_experts=config.train.use_rollout_routing_replay,
             devices=devices,
         )
 
@@ -110,6 +112,7 @@ class EngineActor:
             deterministic=spec.deterministic,
             reads_text=spec.reads_text,
             devices=None if spec.devices is None else spec.devices[self.number],
+            names_experts=spec.names_experts,
         )
         self._server.start()
         self._server.wait_ready(spec.resources.start_timeout_s)

@@ -87,6 +87,7 @@ class Generator:
             deadline_s=self._config.engine.request_timeout_s,
             samples_per_request=1 if on_gpus else SAMPLES_PER_REQUEST_ON_CPU,
             end_ids=self._end_ids,
+            routed_width=self._ground.routed_width,
         )
 
     async def hold(self, mode: HoldMode, *, deadline_s: float, expires_s: float) -> None:

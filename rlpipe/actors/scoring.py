@@ -4,9 +4,12 @@
 |---------------------|---------------------------------|------------------------------------------|
 | proximal_log_probs  | the policy before the iteration | `advantage.score_proximal`               |
 | routed_experts      | the same, in that pass          | `train.use_routing_replay`               |
+|                     | the engine that sampled         | `train.use_rollout_routing_replay`       |
 | reference_log_probs | the reference                   | `advantage.reference`                    |
 | teacher_log_probs   | the teacher                     | `advantage.use_opd`                      |
 | values              | the critic before the iteration | `advantage.advantage_estimator: ppo`     |
+
+With the engines' experts the policy's pass replays them too; reference, teacher and critic route for themselves.
 
 Not here: which samples are in the batch and what the estimator makes of it (`rlpipe.batch`).
 """
@@ -33,7 +36,11 @@ def scored(engine: MegatronEngine, columns: BatchColumns, spec: TrainerSpec) -> 
     limit = spec.advantage.log_probs_max_tokens_per_gpu
     teacher = spec.teacher is not None and spec.teacher.opd_type == "megatron"
     proximal = experts = None
-    if spec.train.use_routing_replay:
+    if spec.train.use_rollout_routing_replay:
+        experts = engine.routing_of_engines(columns)
+        routed = columns.with_columns(routed_experts=experts)
+        proximal = engine.score(routed, max_tokens=limit, replay=True) if spec.advantage.score_proximal else None
+    elif spec.train.use_routing_replay:
         proximal, experts = engine.score_and_route(columns, max_tokens=limit)
     elif spec.advantage.score_proximal:
         proximal = engine.score(columns, max_tokens=limit)

@@ -181,13 +181,14 @@ class TrainerRank:
         sampled = self._nodes.get(Stage.ROLLOUT, rollout)
         rewards = read_rewards(self._files, self._nodes.get(Stage.REWARD, reward))
         batch = fix_batch(
-            read_samples(self._files, sampled),
+            read_samples(self._files, sampled, routed=spec.train.use_rollout_routing_replay),
             rewards,
             accepted=sampled.outputs["accepted"],
             scored=not supervised,
             version=version,
             max_staleness=max_staleness,
             mask_stale=mask_stale,
+            routed=spec.train.use_rollout_routing_replay,
         )
         with self._profiled("train_log_probs", version):
             columns = batch.columns if supervised else scored(engine, batch.columns, spec)

@@ -172,10 +172,6 @@ class RunConfig(Config):
             raise ValueError(f"fork_from and {other}: a fork's first weights are its parent's; leave one of them out")
         if problem := contradiction(self.advantage, self.train.loss, self.num_steps_per_rollout):
             raise ValueError(problem)
-        if self.train.use_routing_replay and not (self.advantage.score_proximal and self.train.loss.type != "sft"):
-            raise ValueError(
-                "train.use_routing_replay replays the routing of the scoring pass; it needs advantage.score_proximal"
-            )
         if self.advantage.use_opd and self.teacher.opd_type is None:
             raise ValueError("advantage.use_opd needs a teacher: set teacher.opd_type")
         if self.advantage.use_opd and self.teacher.opd_type == "sglang" and self.rollout.rollout_temperature != 1:
@@ -206,6 +202,20 @@ class RunConfig(Config):
             raise ValueError(
                 "resources.colocate: requests cannot stay inside an engine that gives up its cache; expected sync.in_flight: "
                 "abort or drain, found in_place"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _routing_comes_from_somewhere(self):
+        of_engines = self.train.use_rollout_routing_replay
+        scored = self.advantage.score_proximal and self.train.loss.type != "sft"
+        if self.train.use_routing_replay and not (of_engines or scored):
+            raise ValueError(
+                "train.use_routing_replay replays the routing of the scoring pass; it needs advantage.score_proximal"
+            )
+        if of_engines and self.rollout.type == "dataset":
+            raise ValueError(
+                "train.use_rollout_routing_replay replays the routing of the engines; with rollout.type: dataset none samples"
             )
         return self
 

@@ -186,7 +186,7 @@ SLIME: tuple[Flag, ...] = (
     to("custom_tis_function_path", "str", None, "train.loss.custom_tis_function_path"),
     to("custom_pg_loss_reducer_function_path", "str", None, "train.loss.custom_pg_loss_reducer_function_path"),
     to("use_routing_replay", "on", False, "train.use_routing_replay"),
-    refused("use_rollout_routing_replay", "on", False, "rows hold no routing of engines; --use-routing-replay has the trainer's"),
+    to("use_rollout_routing_replay", "on", False, "train.use_rollout_routing_replay"),
     to("use_opsm", "on", False, "train.loss.use_opsm"),
     to("opsm_delta", "float", 0.0001, "train.loss.opsm_delta"),
     # on policy distillation

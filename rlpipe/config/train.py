@@ -74,12 +74,22 @@ class TrainConfig(Config):
     use_routing_replay: bool = False
     """Optimizer steps route every token to the experts that it went to when the batch was scored, so that other routing does not
     change the probability ratio. Of a mixture of experts; needs advantage.score_proximal. They are stored with the batch."""
+    use_rollout_routing_replay: bool = False
+    """Score the batch and take optimizer steps with the experts that the engines routed every token to when it was sampled, so
+    that trainer and engines differ by rounding only; instead of the scoring pass's own, if use_routing_replay is set too. Engines
+    are started to say them. Samples and batch keep 2 bytes × layers × experts a token for each token (768 for 48 × 8) in memory,
+    about half of that in the store; see `rlpipe.routed`. Reference, critic and teacher route for themselves."""
     use_distributed_optimizer: bool = False
     """Shard optimizer state over data parallel ranks."""
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Megatron-core arguments by their own names (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)."""
     timeout_s: float = Tuning(default=3600.0, gt=0)
     """Deadline of the whole stage."""
+
+    @property
+    def replays_routing(self) -> bool:
+        """Of the scoring pass, or of the engines."""
+        return self.use_routing_replay or self.use_rollout_routing_replay
 
 
 class SyncConfig(Config):

@@ -6,6 +6,8 @@
     status                    pending with a response counts as completed
     weight_versions           from the journal. A tool's tokens have those of the tokens before them; what the journal does not
                               know has the oldest weights that answered during the rollout: never younger than it is
+    rollout_routed_experts    with train.use_rollout_routing_replay: integers, (tokens - 1) × layers × k of them in any shape;
+                              None, or as they were: those of the engine's answers
     reward                    a number, or a dict of numbers of which `reward_key` is the reward; None: the reward stage scores it
     group, index, seed        ours, whatever the function wrote there
 
@@ -21,8 +23,11 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
+
 from rlpipe.errors import EngineError, HookError
 from rlpipe.rollout.journal import Journal
+from rlpipe.routed import NOT_ROUTED, within
 from rlpipe.types import PlannedGroup, Sample, Status, WeightVersion
 
 
@@ -33,6 +38,8 @@ class Limits:
     vocab_size: int
     context_len: int
     reward_key: str | None = None
+    routed_width: int = 0
+    """Numbers per token of the engines' routed experts; 0: they are not kept."""
 
 
 def as_rows(
@@ -66,6 +73,7 @@ def check_row(sample: Sample, limits: Limits, where: str) -> None:
     """The rules for a sample that is a row already, after a hook had it. Raises: HookError."""
     _check_tokens(sample, limits, where)
     _check_columns(sample, where)
+    _take_routing(sample, limits, where)
     _take_reward(sample, limits, where)
     if sum(tokens for tokens, _ in sample.weight_versions) != len(sample.response_ids):
         raise _wrong(
@@ -92,7 +100,11 @@ def _settle(sample: Sample, journal: Journal, limits: Limits, before: Sample | N
     _check_tokens(sample, limits, where)
     _check_columns(sample, where)
     _take_reward(sample, limits, where)
-    _attribute(sample, journal, before)
+    if before is not None and sample.rollout_routed_experts is not None:
+        untouched = np.array_equal(sample.rollout_routed_experts, before.rollout_routed_experts)
+        sample.rollout_routed_experts = None if untouched else sample.rollout_routed_experts
+    _take_routing(sample, limits, where)
+    _attribute(sample, journal, before, routed=bool(limits.routed_width))
     sample.finish_reason = sample.finish_reason or _REASONS[sample.status]
 
 
@@ -133,6 +145,22 @@ def _check_columns(sample: Sample, where: str) -> None:
     sample.response, sample.label = str(sample.response), None if sample.label is None else str(sample.label)
 
 
+def _take_routing(sample: Sample, limits: Limits, where: str) -> None:
+    """The experts as rows, if there are any and the run wants them."""
+    given, rows = sample.rollout_routed_experts, max(len(sample.prompt_ids) + len(sample.response_ids) - 1, 0)
+    if given is None or not limits.routed_width:
+        sample.rollout_routed_experts = None
+        return
+    experts = np.asarray(given)
+    whole = experts.size % limits.routed_width == 0 and experts.size <= rows * limits.routed_width
+    if experts.dtype.kind not in "iu" or not whole or (experts.size and not 0 <= experts.min() <= experts.max() < NOT_ROUTED):
+        expected = f"{rows} tokens × {limits.routed_width} experts, numbers from 0"
+        raise _wrong(
+            "rollout_routed_experts do not fit its tokens", where, found=f"{experts.dtype} {experts.shape}", expected=expected
+        )
+    sample.rollout_routed_experts = experts.reshape(-1, limits.routed_width).astype(np.uint16)
+
+
 def _take_reward(sample: Sample, limits: Limits, where: str) -> None:
     if isinstance(sample.reward, dict):
         parts, key = dict(sample.reward), limits.reward_key or "reward"
@@ -151,11 +179,15 @@ def _number(value: Any, what: str, where: str) -> float:
     return float(value)
 
 
-def _attribute(sample: Sample, journal: Journal, before: Sample | None) -> None:
-    """Weight versions of all tokens, and log-probs where the function gave none."""
+def _attribute(sample: Sample, journal: Journal, before: Sample | None, *, routed: bool) -> None:
+    """Weight versions of all tokens; log-probs, and experts if they are wanted, where the function gave none."""
     goes_on = before is not None and sample.response_ids[: len(before.response_ids)] == before.response_ids
     begin = len(before.response_ids) if before is not None and goes_on else 0
-    known = journal.known(sample.prompt_ids, sample.response_ids, sample.loss_mask, begin=begin)
+    held = before.rollout_routed_experts if before is not None and goes_on else None
+    known = journal.known(sample.prompt_ids, sample.response_ids, sample.loss_mask, begin=begin, routed=held)
+    if routed and sample.rollout_routed_experts is None:
+        tokens = len(sample.prompt_ids) + len(sample.response_ids)
+        sample.rollout_routed_experts = within(known.routed_experts, tokens)
     if before is not None and goes_on:
         known.versions[:begin] = [version for tokens, version in before.weight_versions for _ in range(tokens)]
         known.log_probs[:begin] = before.rollout_log_probs or [None] * begin

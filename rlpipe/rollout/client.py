@@ -24,15 +24,17 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import httpx
 
 from rlpipe.errors import DataError, DeadlineExceeded, EngineError, EngineRejected, EngineUnavailable
+from rlpipe.rollout.direct import Direct
 from rlpipe.rollout.gate import Gate
-from rlpipe.rollout.generation import Generation, joined, no_spans, nothing_yet, read_generations, settled
+from rlpipe.rollout.generation import Generation, RoutingWanted, joined, no_spans, nothing_yet, read_generations, settled
 from rlpipe.rollout.http import Connections, call, deadline_exceeded
+from rlpipe.routed import num_rows
 
 HoldMode = Literal["drain", "abort", "in_place"]
 Answer = TypeVar("Answer")
 
-_Together = tuple[str, str | None]
-"""Sampling parameters as JSON, and the routing key: what is equal in both may share a request."""
+_Together = tuple[str, str | None, int | None]
+"""Sampling parameters as JSON, routing key, first token whose experts are wanted: what is equal in all may share a request."""
 _ROUTING_HEADER = "X-SMG-Routing-Key"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 2.0
 _ABORT_AGAIN_S, _POLL_S = 0.3, 0.02
@@ -42,6 +44,13 @@ _NO_WORKER = ("no_available_workers", "call_upstream_request_error", "HTTP 502",
 class _Key(NamedTuple):
     sampling: dict[str, Any]
     routing: str | None
+    routed_from: int | None
+
+    def after(self, begun: Generation) -> _Key:
+        """What to ask with once there is that much of a response."""
+        rest = {**self.sampling, "max_new_tokens": self.sampling["max_new_tokens"] - len(begun.response_ids)}
+        known = None if self.routed_from is None else self.routed_from + num_rows(begun.routed_experts)
+        return _Key(rest, self.routing, known)
 
 
 @dataclass(slots=True)
@@ -69,15 +78,17 @@ class GenerateClient:
         samples_per_request: int = 1,
         max_connections: int = 512,
         end_ids: Collection[int] = (),
+        routed_width: int = 0,
     ) -> None:
         """`vocab_size`: token ids at or above it are refused here, because one of them ends the whole engine.
 
         `deadline_s` is for one call of `generate`, waiting in the engine included, but not while the gate is held.
         `samples_per_request`: groups are put together up to so many samples; a larger group is still one request. `end_ids`: the
-        model's end-of-sequence tokens, to know whether a response that was aborted had just ended.
+        model's end-of-sequence tokens, to know whether a response that was aborted had just ended. `routed_width`: numbers per
+        token of the engines' routed experts, where any are asked for.
         """
         self.router_url, self.vocab_size, self.deadline_s = router_url.rstrip("/"), vocab_size, deadline_s
-        self.samples_per_request, self.end_ids = samples_per_request, frozenset(end_ids)
+        self.samples_per_request, self.end_ids, self.routed_width = samples_per_request, frozenset(end_ids), routed_width
         self.gate = Gate()
         self._http = httpx.AsyncClient(transport=Connections(max_connections), timeout=None)
         self._asked: dict[_Together, list[_Asked]] = {}
@@ -85,6 +96,7 @@ class GenerateClient:
         self._in_flight: dict[int, list[_Asked]] = {}
         self._started = self._moves = 0
         self._has_spans: bool | None = None
+        self._direct = Direct()
 
     def move(self, router_url: str) -> None:
         """Ask another router from now on. What the one before does not answer any more is asked again here."""
@@ -114,13 +126,14 @@ class GenerateClient:
         stop: asyncio.Event | None = None,
         deadline_s: float | None = None,
         routing_key: str | None = None,
+        routed_from: int | None = None,
         where: str = "generate",
     ) -> list[Generation]:
         """Sample `n` responses, or one per seed if `seeds` are given (engines honour them in deterministic mode only).
 
         `sampling` are SGLang's sampling parameters; `so_far` has what there is of each response, or None; once `stop` is set,
         what is aborted stays so; requests with one `routing_key` go to one engine (if the router's policy is consistent_hashing);
-        `where` names the group in errors.
+        `routed_from`: answer the experts of all tokens from this one on (None: of none); `where` names the group in errors.
         Raises: DataError (a prompt no engine may see), DeadlineExceeded, EngineRejected, EngineUnavailable.
         """
         ids = self._checked(prompt_ids, where)
@@ -129,11 +142,12 @@ class GenerateClient:
         fresh = [number for number, there in enumerate(begun) if there is None]
         together = [fresh] if seeds is None and fresh else [[number] for number in fresh]
         work: list[Awaitable[list[Generation]]] = [
-            self._begin(ids, _Key(of_sample[numbers[0]], routing_key), len(numbers), where, stop) for numbers in together
+            self._begin(ids, _Key(of_sample[numbers[0]], routing_key, routed_from), len(numbers), where, stop)
+            for numbers in together
         ]
         rest = [number for number, there in enumerate(begun) if there is not None]
         work += [
-            self._go_on(ids, _Key(of_sample[number], routing_key), [begun[number] or nothing_yet("")], where, stop)
+            self._go_on(ids, _Key(of_sample[number], routing_key, routed_from), [begun[number] or nothing_yet("")], where, stop)
             for number in rest
         ]
         answers = await self._within(asyncio.gather(*work), self.deadline_s if deadline_s is None else deadline_s, where)
@@ -188,14 +202,13 @@ class GenerateClient:
         return any(asked.stop is stop for batch in self._in_flight.values() for asked in batch)
 
     async def _abort_all(self) -> None:
-        where, deadline_s = "cut off", self.deadline_s
-        answer = await call(self._http, "GET", f"{self.router_url}/workers", deadline_s=deadline_s, where=where)
-        engines = [str(worker["url"]).rstrip("/") for worker in answer.json()["workers"]]
-        body = {"rid": "", "abort_all": True}
-        aborts = [
-            call(self._http, "POST", f"{url}/abort_request", json=body, deadline_s=deadline_s, where=where) for url in engines
-        ]
-        await asyncio.gather(*aborts, return_exceptions=True)
+        keep: dict[str, Any] = {"json": {"rid": "", "abort_all": True}, "deadline_s": self.deadline_s, "where": "cut off"}
+        urls = [f"{str(worker['url']).rstrip('/')}/abort_request" for worker in await self._workers("cut off")]
+        await asyncio.gather(*(call(self._http, "POST", url, **keep) for url in urls), return_exceptions=True)
+
+    async def _workers(self, where: str) -> list[dict[str, Any]]:
+        answer = await call(self._http, "GET", f"{self.router_url}/workers", deadline_s=self.deadline_s, where=where)
+        return list(answer.json()["workers"])
 
     def _undrained(self, deadline_s: float) -> DeadlineExceeded:
         waiting = sorted({asked.where for batch in self._in_flight.values() for asked in batch})
@@ -237,8 +250,7 @@ class GenerateClient:
                 generation = settled(generation, sampling, self.end_ids)
                 if generation.finish_reason != "abort" or (stop is not None and stop.is_set()):
                     return generation
-                rest = {**sampling, "max_new_tokens": sampling["max_new_tokens"] - len(generation.response_ids)}
-                (more,) = await self._ask(ids + generation.response_ids, _Key(rest, key.routing), 1, where, stop)
+                (more,) = await self._ask(ids + generation.response_ids, key.after(generation), 1, where, stop)
                 generation = joined(generation, more)
                 if not more.response_ids and more.finish_reason == "abort":
                     await asyncio.sleep(pause_s)
@@ -265,7 +277,7 @@ class GenerateClient:
     ) -> asyncio.Future[list[Generation]]:
         loop = asyncio.get_running_loop()
         asked = _Asked(ids, n, where, stop, loop.create_future())
-        key = (json.dumps(asked_for.sampling, sort_keys=True), asked_for.routing)
+        key = (json.dumps(asked_for.sampling, sort_keys=True), asked_for.routing, asked_for.routed_from)
         if key not in self._asked:
             self._asked[key] = []
             loop.call_soon(self._send, key)
@@ -311,35 +323,41 @@ class GenerateClient:
 
     async def _post(self, key: _Together, batch: list[_Asked]) -> list[Generation]:
         prompts = json.dumps([asked.prompt_ids for asked in batch for _ in range(asked.n)])
-        body = f'{{"input_ids": {prompts}, "sampling_params": {key[0]}, "return_logprob": true, "stream": false}}'
+        routing = self._routing(key[2], batch)
+        wanted = f', "return_routed_experts": true, "routed_experts_start_len": {routing.routed_from}' if routing else ""
+        body = f'{{"input_ids": {prompts}, "sampling_params": {key[0]}, "return_logprob": true, "stream": false{wanted}}}'
         where = batch[0].where if len(batch) == 1 else f"{batch[0].where} and {len(batch) - 1} more groups"
         start_s, moves = time.time(), self._moves
         samples = sum(asked.n for asked in batch)
-        answer = await self._persist(body.encode(), key[1], where, batch)
+        answer = await self._persist(body.encode(), key, where, batch)
         if answer is None:
             return [nothing_yet(self.router_url)] * samples
-        generations = read_generations(answer, samples, self.router_url, start_s, where)
+        generations = read_generations(answer, samples, self.router_url, start_s, where, routing)
         self._has_spans = all(generation.has_spans for generation in generations)
         if moves != self._moves and not self._has_spans:
             raise no_spans(where)
         return generations
 
-    async def _persist(self, body: bytes, routing: str | None, where: str, batch: list[_Asked]) -> httpx.Response | None:
+    def _routing(self, routed_from: int | None, batch: list[_Asked]) -> RoutingWanted | None:
+        if routed_from is None:
+            return None
+        assert self.routed_width, "made without routed_width"
+        return RoutingWanted(self.routed_width, routed_from, [len(asked.prompt_ids) for asked in batch for _ in range(asked.n)])
+
+    async def _persist(self, body: bytes, key: _Together, where: str, batch: list[_Asked]) -> httpx.Response | None:
         """Post, and again after a broken connection or while the router has no engine, until the deadline: a dead engine is being
         replaced meanwhile. None: all were stopped before it was posted.
 
         Raises: EngineRejected, DeadlineExceeded, EngineUnavailable with what kept it from being answered."""
         end_s, pause_s = time.monotonic() + self.deadline_s - self.gate.held_s(), _FIRST_PAUSE_S
+        failed: set[str] = set()
         while True:
             await self.gate.opened()
             if all(asked.stopped for asked in batch):
                 return None
             try:
                 with self._flying(batch):
-                    url, headers = f"{self.router_url}/generate", {_ROUTING_HEADER: routing} if routing else None
-                    return await call(
-                        self._http, "POST", url, content=body, headers=headers, deadline_s=self.deadline_s, where=where
-                    )
+                    return await self._answered(body, key, failed, where)
             except (EngineUnavailable, EngineRejected) as error:
                 passing = isinstance(error, EngineUnavailable) or any(sign in str(error.found) for sign in _NO_WORKER)
                 if not passing:
@@ -348,6 +366,20 @@ class GenerateClient:
                     raise EngineUnavailable("no engine answered", where=where, found=error.found, do=error.do) from error
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _answered(self, body: bytes, key: _Together, failed: set[str], where: str) -> httpx.Response:
+        """By the router's choice, or by an engine that is asked past it. `failed`: engines that were not there, added to."""
+        _, routing, routed_from = key
+        keep: dict[str, Any] = {"content": body, "deadline_s": self.deadline_s, "where": where}
+        if routed_from is None:
+            headers = {_ROUTING_HEADER: routing} if routing else None
+            return await call(self._http, "POST", f"{self.router_url}/generate", headers=headers, **keep)
+        with self._direct.engine(await self._workers(where), routing, failed) as url:
+            try:
+                return await call(self._http, "POST", f"{url}/generate", **keep)
+            except EngineUnavailable:
+                failed.add(url)
+                raise
 
     @contextlib.contextmanager
     def _flying(self, batch: list[_Asked]) -> Iterator[None]:

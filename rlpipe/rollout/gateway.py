@@ -27,6 +27,7 @@ from rlpipe.rollout.client import GenerateClient
 from rlpipe.rollout.generate import version_of
 from rlpipe.rollout.generation import Generation
 from rlpipe.rollout.journal import Answer, Journal
+from rlpipe.routed import within, write_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,11 +49,13 @@ class Gateway:
         context_len: int,
         stop: asyncio.Event | None = None,
         affinity: bool = False,
+        routed: bool = False,
         routes: Callable[[Gateway], Sequence[web.RouteDef]] = lambda _: (),
     ) -> None:
-        """`affinity`: hand the callers' routing keys on to the router. `routes`: further ones, beside those of SGLang."""
+        """`affinity`: hand the callers' routing keys on to the router. `routed`: have the engines say which experts they routed
+        tokens to. `routes`: further ones, beside those of SGLang."""
         self.client, self.tokenizer, self.context_len = client, tokenizer, context_len
-        self.stop, self.affinity, self._routes = stop, affinity, routes
+        self.stop, self.affinity, self.routed, self._routes = stop, affinity, routed, routes
         self.journal = Journal()
         self.address = ("127.0.0.1", 0)
         self._open = AsyncExitStack()
@@ -78,18 +81,30 @@ class Gateway:
         await self._open.aclose()
 
     async def sample(
-        self, ids: Sequence[int], sampling: dict[str, Any], *, routing_key: str | None = None, where: str = "generate"
+        self,
+        ids: Sequence[int],
+        sampling: dict[str, Any],
+        *,
+        routing_key: str | None = None,
+        routed_from: int = 0,
+        where: str = "generate",
     ) -> Generation:
-        """One response, which is in the journal then. Raises: as `GenerateClient.generate`; DataError without room for one."""
+        """One response, which is in the journal then. `routed_from`: first token whose experts are wanted, where any are.
+
+        Raises: as `GenerateClient.generate`; DataError without room for a response.
+        """
         room = self.context_len - len(ids)
         if room < 1:
             raise DataError("no room for a response", where=where, found=f"{len(ids)} tokens", expected=f"< {self.context_len}")
         wanted = sampling.get("max_new_tokens")
         params = {**sampling, "max_new_tokens": min(_DEFAULT_MAX_NEW_TOKENS if wanted is None else wanted, room)}
-        key = routing_key if self.affinity else None
-        (generation,) = await self.client.generate(ids, params, stop=self.stop, routing_key=key, where=where)
+        keep = {"stop": self.stop, "routing_key": routing_key if self.affinity else None}
+        if self.routed:
+            keep["routed_from"] = routed_from
+        (generation,) = await self.client.generate(ids, params, **keep, where=where)
         runs = tuple((tokens, version_of(stamp, where)) for tokens, stamp in generation.weight_versions)
-        self.journal.add(ids, Answer(tuple(generation.response_ids), tuple(generation.log_probs), runs))
+        sampled, routed = (tuple(generation.response_ids), tuple(generation.log_probs), runs), generation.routed_experts
+        self.journal.add(ids, Answer(*sampled, routed, routed_from))
         return generation
 
     def encode(self, text: str) -> list[int]:
@@ -119,6 +134,9 @@ class Gateway:
         body = await request.json()
         if body.get("stream"):
             raise DataError("answers come whole", where="POST /generate", found="stream: true", expected="stream: false")
+        if (named := bool(body.get("return_routed_experts"))) and not self.routed:
+            do = "set train.use_rollout_routing_replay; an evaluation has none"
+            raise DataError("engines do not say their routing here", where="POST /generate", found="return_routed_experts", do=do)
         given = body.get("input_ids") if body.get("input_ids") is not None else body.get("text")
         several = bool(given) and isinstance(given, list) and isinstance(given[0], list | str)
         prompts = given if several else [given]
@@ -130,10 +148,13 @@ class Gateway:
         answers = await asyncio.gather(
             *(self.sample(one, sampling, routing_key=key, where=f"POST /generate with {len(one)} tokens") for one in ids)
         )
-        rows = [self._row(one, answer, sampling, start_s) for one, answer in zip(ids, answers, strict=True)]
+        first = int(body.get("routed_experts_start_len") or 0) if named else None
+        rows = [self._row(one, answer, sampling, start_s, first) for one, answer in zip(ids, answers, strict=True)]
         return web.json_response(rows if several or copies > 1 else rows[0])
 
-    def _row(self, ids: list[int], answer: Generation, sampling: dict[str, Any], start_s: float) -> dict[str, Any]:
+    def _row(
+        self, ids: list[int], answer: Generation, sampling: dict[str, Any], start_s: float, routed_from: int | None
+    ) -> dict[str, Any]:
         pairs = zip(answer.log_probs, answer.response_ids, strict=True)
         meta = {
             "finish_reason": {"type": answer.finish_reason},
@@ -145,6 +166,9 @@ class Gateway:
         }
         if answer.weight_versions:
             meta["weight_version"] = answer.weight_versions[-1][1]
+        routed = within(answer.routed_experts, len(ids) + len(answer.response_ids))
+        if routed is not None and routed_from is not None:
+            meta["routed_experts"] = write_rows(routed[routed_from:])
         return {"text": self.text_of(answer, sampling), "output_ids": list(answer.response_ids), "meta_info": meta}
 
     async def _workers(self, request: web.Request) -> web.Response:

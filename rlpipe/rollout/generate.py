@@ -17,6 +17,7 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.errors import DataError, EngineError
 from rlpipe.rollout.client import GenerateClient
 from rlpipe.rollout.generation import Generation
+from rlpipe.routed import within
 from rlpipe.types import PlannedGroup, Sample, Status, WeightVersion
 
 
@@ -56,7 +57,8 @@ class SingleTurn:
 
     `decode` turns response ids into text (a tokenizer's, special tokens skipped). `context_len` is the longest prompt +
     response; a response is cut short to fit. `seeded`: send each sample's own seed, one request each; only engines started
-    with `enable_deterministic_inference` honour it. Once `stop` is set, what is aborted is returned as it is.
+    with `enable_deterministic_inference` honour it. Once `stop` is set, what is aborted is returned as it is. `routed`: samples
+    say which experts the engine routed their tokens to.
     """
 
     def __init__(
@@ -67,10 +69,11 @@ class SingleTurn:
         decode: Decode,
         context_len: int,
         seeded: bool = False,
+        routed: bool = False,
         stop: asyncio.Event | None = None,
     ) -> None:
         self.client, self.sampling, self.decode, self.context_len, self.seeded = client, sampling, decode, context_len, seeded
-        self.stop = stop
+        self.routed, self.stop = routed, stop
 
     async def __call__(self, group: PlannedGroup, so_far: Sequence[Sample] = ()) -> list[Sample]:
         """Raises: DataError if the prompt leaves no room for a response, and what `GenerateClient.generate` raises."""
@@ -91,6 +94,7 @@ class SingleTurn:
             seeds=group.seeds if self.seeded else None,
             so_far=[_generation(sample) for sample in sorted(so_far, key=lambda sample: sample.index)] or None,
             stop=self.stop,
+            routed_from=0 if self.routed else None,
             where=f"group {group.group_id}",
         )
         kept = {sample.index: sample for sample in so_far if sample.status in FINISHED}
@@ -99,6 +103,8 @@ class SingleTurn:
     def _sample(self, group: PlannedGroup, index: int, generation: Generation) -> Sample:
         sample = planned_sample(group, index)
         sample.response_ids, sample.rollout_log_probs = generation.response_ids, generation.log_probs
+        tokens = len(group.prompt_ids) + len(generation.response_ids)
+        sample.rollout_routed_experts = within(generation.routed_experts, tokens)
         sample.response = self.decode(generation.response_ids)
         runs = [(tokens, version_of(stamp, f"group {group.group_id}")) for tokens, stamp in generation.weight_versions]
         sample.weight_versions = _merged(runs)
@@ -149,7 +155,8 @@ def _generation(sample: Sample) -> Generation | None:
         return None
     stamps = [(tokens, f"{_EARLIER}{version}") for tokens, version in sample.weight_versions]
     ids, log_probs, reason = sample.response_ids, sample.rollout_log_probs or [], _REASON[sample.status]
-    return Generation(ids, log_probs, reason, stamps, sample.engine, 0, sample.t_start_s, sample.t_end_s)
+    times, routed = (sample.t_start_s, sample.t_end_s), sample.rollout_routed_experts
+    return Generation(ids, log_probs, reason, stamps, sample.engine, 0, *times, routed_experts=routed)
 
 
 def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:

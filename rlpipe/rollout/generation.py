@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
+import numpy as np
 import orjson
 
 from rlpipe.errors import EngineError, EngineRejected
+from rlpipe.routed import appended, read_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,25 @@ class Generation:
     t_end_s: float
     has_spans: bool = True
     """Does the engine say which weights sampled which token? Else it names one version for the whole answer."""
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
+    """[tokens, layers × k] uint16 of prompt and response, from the first token that they were asked for on, as far as an engine
+    read them (see `rlpipe.routed`); of a response that was cut shorter there may be too many. None: not asked for."""
+
+
+@dataclass(frozen=True)
+class RoutingWanted:
+    """Which experts a request asks for."""
+
+    width: int
+    """Numbers per token."""
+    routed_from: int
+    """First token whose experts are wanted."""
+    prompt_lengths: list[int]
+    """Of each row of the answer."""
+
+    def rows(self, row: int, sampled: int) -> int:
+        """Tokens whose experts a whole answer names."""
+        return self.prompt_lengths[row] + sampled - 1 - self.routed_from
 
 
 def nothing_yet(engine: str) -> Generation:
@@ -44,7 +65,7 @@ def nothing_yet(engine: str) -> Generation:
 
 
 def joined(first: Generation, more: Generation) -> Generation:
-    """`more` went on where `first` was cut off."""
+    """`more` went on where `first` was cut off, and was asked for the experts that `first` does not name."""
     runs = list(first.weight_versions)
     for tokens, stamp in more.weight_versions:
         if runs and runs[-1][1] == stamp:
@@ -55,6 +76,7 @@ def joined(first: Generation, more: Generation) -> Generation:
         more,
         response_ids=first.response_ids + more.response_ids,
         log_probs=first.log_probs + more.log_probs,
+        routed_experts=appended(first.routed_experts, more.routed_experts),
         weight_versions=runs,
         cached_tokens=first.cached_tokens,
         t_start_s=first.t_start_s,
@@ -91,11 +113,17 @@ def _shortened(generation: Generation, tokens: int, reason: str) -> Generation:
     )
 
 
-def read_generations(answer: httpx.Response, expected: int, engine: str, start_s: float, where: str) -> list[Generation]:
-    """Read one answer of `/generate`. Raises: EngineRejected if it is not what was asked for."""
+def read_generations(
+    answer: httpx.Response, expected: int, engine: str, start_s: float, where: str, routing: RoutingWanted | None = None
+) -> list[Generation]:
+    """Read one answer of `/generate`. Raises: EngineRejected if it is not what was asked for; EngineError if the engine names
+    no experts although it is asked for them."""
     end_s = time.time()
     try:
-        rows = [_read(row["meta_info"], engine, start_s, end_s) for row in orjson.loads(answer.content)]
+        metas = [row["meta_info"] for row in orjson.loads(answer.content)]
+        rows = [_read(meta, engine, start_s, end_s) for meta in metas]
+        if routing is not None and len(rows) == expected:
+            rows = [_routed(row, meta.get("routed_experts"), routing, n, where) for n, (row, meta) in enumerate(zip(rows, metas))]  # noqa: B905
     except (KeyError, TypeError, ValueError) as error:
         raise EngineRejected("the answer cannot be read", where=where, found=f"{error!r} in {answer.text[:300]}") from error
     if len(rows) != expected:
@@ -122,6 +150,22 @@ def _read(meta: dict[str, Any], engine: str, start_s: float, end_s: float) -> Ge
         t_end_s=end_s,
         has_spans=bool(said) or not pairs,
     )
+
+
+def _routed(generation: Generation, encoded: str | None, routing: RoutingWanted, row: int, where: str) -> Generation:
+    """With the experts of its tokens. What was aborted while it waited may have none; of what is asked next, they are."""
+    sampled = len(generation.response_ids)
+    if not sampled or (encoded is None and generation.finish_reason == "abort"):
+        return generation
+    if encoded is None:
+        raise EngineError(
+            "the engine does not say which experts it routed tokens to",
+            where=where,
+            found="an answer without routed_experts",
+            expected="them, which train.use_rollout_routing_replay needs",
+            do="start the engine with --enable-return-routed-experts, or use train.use_routing_replay",
+        )
+    return replace(generation, routed_experts=read_rows(encoded, routing.rows(row, sampled), routing.width))
 
 
 def no_spans(where: str) -> EngineError:

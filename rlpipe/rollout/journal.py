@@ -12,16 +12,23 @@ Not here: the requests (`gateway`), what a sample must be like (`checked`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rlpipe.routed import appended, num_rows
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Sampled tokens, their log-probs, and the weight versions as run lengths over them."""
+    """Sampled tokens, their log-probs, the weight versions as run lengths over them, and the experts of all tokens from
+    `routed_from` on, those it was asked with included."""
 
     response_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     weight_versions: tuple[tuple[int, int], ...]
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
+    routed_from: int = 0
 
     @property
     def versions(self) -> list[int]:
@@ -35,6 +42,8 @@ class Known:
 
     log_probs: list[float | None]
     versions: list[int | None]
+    routed_experts: np.ndarray | None = None
+    """Of prompt and response from their first token on, as far as they are known."""
 
 
 class Journal:
@@ -53,14 +62,20 @@ class Journal:
             self._answers.setdefault(_key(asked_with), []).append(answer)
 
     def known(
-        self, prompt_ids: Sequence[int], response_ids: Sequence[int], loss_mask: Sequence[int] | None, *, begin: int = 0
+        self,
+        prompt_ids: Sequence[int],
+        response_ids: Sequence[int],
+        loss_mask: Sequence[int] | None,
+        *,
+        begin: int = 0,
+        routed: np.ndarray | None = None,
     ) -> Known:
-        """What is known of a response from its token `begin` on.
+        """What is known of a response from its token `begin` on, and of the experts after those that are `routed`.
 
         Of equal answers to an equal question the one with the oldest weights is taken.
         """
         size = len(response_ids)
-        found = Known([None] * size, [None] * size)
+        found = Known([None] * size, [None] * size, routed)
         ids, place, start = [*prompt_ids, *response_ids], begin, len(prompt_ids)
         while place < size:
             if loss_mask is not None and not loss_mask[place]:
@@ -72,6 +87,7 @@ class Journal:
                 continue
             found.log_probs[place : place + length] = answer.log_probs[:length]
             found.versions[place : place + length] = answer.versions[:length]
+            found.routed_experts = _appended(found.routed_experts, answer, start + place + length - 1)
             place += length
         return found
 
@@ -82,6 +98,14 @@ class Journal:
             if length > best or (length == best and chosen and length and min(answer.versions) < min(chosen.versions)):
                 best, chosen = length, answer
         return best, chosen
+
+
+def _appended(held: np.ndarray | None, answer: Answer, end: int) -> np.ndarray | None:
+    """What is held, and what an answer adds to it of the tokens before `end`."""
+    begin = num_rows(held)
+    if answer.routed_experts is None or not answer.routed_from <= begin < end:
+        return held
+    return appended(held, answer.routed_experts[begin - answer.routed_from : end - answer.routed_from])
 
 
 def _key(ids: Sequence[int]) -> int:

@@ -26,6 +26,7 @@ from rlpipe.rollout.generate import FINISHED, planned_sample, version_of
 from rlpipe.rollout.generation import Generation
 from rlpipe.rollout.tool_calls import Call, CallFormat
 from rlpipe.rollout.tools import Tool
+from rlpipe.routed import appended, num_rows, within
 from rlpipe.types import PlannedGroup, Sample, Status
 
 
@@ -59,11 +60,13 @@ class MultiTurn:
         decode: Callable[[Sequence[int]], str],
         seeded: bool = False,
         affinity: bool = False,
+        routed: bool = False,
         stop: asyncio.Event | None = None,
     ) -> None:
         self.client, self.tools, self.calls, self.limits = client, tools, calls, limits
         self.sampling = {**sampling, "stop": [*sampling.get("stop", ()), *calls.stops], "no_stop_trim": True}
         self.encode, self.decode, self.seeded, self.affinity, self.stop = encode, decode, seeded, affinity, stop
+        self.routed = routed
 
     async def __call__(self, group: PlannedGroup, so_far: Sequence[Sample] = ()) -> list[Sample]:
         """Raises: DataError if the prompt leaves no room for a response, and what `GenerateClient.generate` raises."""
@@ -116,7 +119,9 @@ class MultiTurn:
         where = f"group {sample.group_id}/{sample.index} turn {sample.num_turns}"
         key = f"{sample.group_id}.{sample.index}" if self.affinity else None
         ids = [*sample.prompt_ids, *sample.response_ids]
-        (generation,) = await self.client.generate(ids, params, stop=self.stop, routing_key=key, where=where)
+        known = num_rows(sample.rollout_routed_experts) if self.routed else None
+        keep = {"stop": self.stop, "routing_key": key, "routed_from": known}
+        (generation,) = await self.client.generate(ids, params, **keep, where=where)
         return generation
 
     def _append(self, sample: Sample, generation: Generation) -> None:
@@ -125,6 +130,8 @@ class MultiTurn:
         runs = [(tokens, version_of(stamp, where)) for tokens, stamp in generation.weight_versions]
         self._extend(sample, generation.response_ids, generation.log_probs, 1)
         sample.weight_versions = _joined([*sample.weight_versions, *runs])
+        tokens = len(sample.prompt_ids) + len(sample.response_ids)
+        sample.rollout_routed_experts = within(appended(sample.rollout_routed_experts, generation.routed_experts), tokens)
         sample.engine, sample.t_end_s = generation.engine, generation.t_end_s
 
     def _extend(self, sample: Sample, ids: Sequence[int], log_probs: Sequence[float], counts: int) -> None:

@@ -105,7 +105,8 @@ class ChatSessions:
         sampling = self._parameters(body)
         turn = conversation.ask(body["messages"], body.get("tools") or None)
         where = f"session {session or 'of none'}, turn {len(conversation)}"
-        generation = await self._gateway.sample(turn.prompt_ids, sampling, routing_key=session, where=where)
+        known = turn.routed_from if self._gateway.routed else 0
+        generation = await self._gateway.sample(turn.prompt_ids, sampling, routing_key=session, routed_from=known, where=where)
         answer = self._answered(conversation, turn, generation, sampling, body)
         if not body.get("stream"):
             return web.json_response(answer)
@@ -131,7 +132,8 @@ class ChatSessions:
         text = self._gateway.text_of(generation, {**sampling, "skip_special_tokens": True})
         message, reason = _message(text, generation.finish_reason, with_tools=bool(body.get("tools")))
         versions = [version_of(stamp, "session") for tokens, stamp in generation.weight_versions for _ in range(tokens)]
-        reply = Reply(tuple(generation.response_ids), tuple(generation.log_probs), tuple(versions), generation.finish_reason)
+        ids, log_probs, reason_of_engine = tuple(generation.response_ids), tuple(generation.log_probs), generation.finish_reason
+        reply = Reply(ids, log_probs, tuple(versions), reason_of_engine, generation.routed_experts)
         conversation.answer(turn, reply, message)
         choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
         if body.get("logprobs"):

@@ -18,8 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from rlpipe.errors import DataError
 from rlpipe.rollout.checked import runs_of
+from rlpipe.routed import num_rows
 from rlpipe.types import Message, Sample, Status
 
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
@@ -46,6 +49,8 @@ class Reply:
     versions: tuple[int, ...]
     """One a token."""
     finish_reason: str
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
+    """Of the tokens from its turn's `routed_from` on."""
 
 
 @dataclass
@@ -63,12 +68,30 @@ class Turn:
     number: int = 0
     continued: bool = field(default=False)
     """Is there a later turn in the same sample?"""
+    num_routed: int = 0
+    """Tokens, from the first on, whose experts are known after its reply."""
 
     @property
     def ids(self) -> tuple[int, ...]:
         """All tokens up to the end of the reply."""
         assert self.reply is not None
         return (*self.prompt_ids, *self.reply.ids)
+
+    @property
+    def routed_from(self) -> int:
+        """The first token whose experts no turn before has named."""
+        return 0 if self.before is None else self.before.num_routed
+
+    @property
+    def routed_experts(self) -> np.ndarray | None:
+        """Of all its tokens, as far as an engine read them."""
+        pieces: list[np.ndarray] = []
+        turn: Turn | None = self
+        while turn is not None:
+            if turn.reply is not None and turn.reply.routed_experts is not None:
+                pieces.insert(0, turn.reply.routed_experts[: turn.num_routed - turn.routed_from])
+            turn = turn.before
+        return np.concatenate(pieces) if pieces else None
 
 
 class Conversation:
@@ -96,6 +119,7 @@ class Conversation:
     def answer(self, turn: Turn, reply: Reply, said: Message) -> None:
         """Keep what was sampled for a turn, and the message it was given out as."""
         turn.reply, turn.said, turn.number = reply, _plain(said), len(self._turns)
+        turn.num_routed = min(turn.routed_from + num_rows(reply.routed_experts), len(turn.ids) - 1)
         self._turns.append(turn)
 
     def samples(self, template: Callable[[], Sample]) -> list[Sample]:
@@ -164,6 +188,7 @@ class Conversation:
         assert last.reply is not None
         sample.response_ids = list(last.ids[begin:])
         sample.rollout_log_probs, sample.loss_mask, sample.weight_versions = log_probs, mask, runs_of(versions)
+        sample.rollout_routed_experts = last.routed_experts
         sample.prompt = [dict(message) for message in chain[0].messages]
         sample.response = self._text.decode(sample.response_ids, skip_special_tokens=True)
         sample.finish_reason, sample.num_turns = last.reply.finish_reason, len(chain)

@@ -29,6 +29,7 @@ from rlpipe.rollout.multi_turn import MultiTurn, TurnLimits
 from rlpipe.rollout.openai_api import ChatSessions
 from rlpipe.rollout.tool_calls import Hermes, Tags
 from rlpipe.rollout.tools import Tool, load_tools
+from rlpipe.routed import routed_width
 from rlpipe.types import PlannedGroup, Sample, Status
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Ground:
     vocab_size: int
     longest: int
     """Tokens the model can read at most."""
+    routed_width: int
+    """Numbers per token of the experts that engines route to, where the trainer replays that; 0: it does not."""
     tools: dict[str, Tool]
     hook: GenerateHook | None
     rollout_function: Callable[..., Any] | None
@@ -62,6 +65,7 @@ class Ground:
             model_dir=model_dir,
             vocab_size=model["vocab_size"],
             longest=model.get("max_position_embeddings") or 2**31,
+            routed_width=routed_width(model) if config.train.use_rollout_routing_replay else 0,
             tools=load_tools(config.rollout.tools, timeout_s=config.rollout.tool_timeout_s),
             hook=load_generate(path) if path else None,
             rollout_function=load_rollout_function(whole) if whole else None,
@@ -80,7 +84,12 @@ class Ground:
     def limits(self, rollout: RolloutConfig) -> Limits:
         """What a row may hold."""
         key = getattr(self.config.reward.function, "reward_key", None)
-        return Limits(self.vocab_size, min(self.longest, rollout.rollout_max_context_len or self.longest), key)
+        longest = min(self.longest, rollout.rollout_max_context_len or self.longest)
+        return Limits(self.vocab_size, longest, key, self.routed_width)
+
+    def routed(self, occasion: Occasion) -> bool:
+        """Are engines asked for the experts that they route to? Nothing of an evaluation is trained."""
+        return bool(self.routed_width) and not occasion.evaluation
 
     def seeded(self, *, on_gpus: bool) -> bool:
         """Do the engines sample by each request's seed?"""
@@ -166,7 +175,7 @@ class Doors:
             return made[0].routes()
 
         context_len = ground.limits(occasion.rollout).context_len
-        keep = {"stop": occasion.stop, "affinity": ground.affinity}
+        keep = {"stop": occasion.stop, "affinity": ground.affinity, "routed": ground.routed(occasion)}
         async with Gateway(client, ground.tokenizer, context_len=context_len, routes=routes, **keep) as gateway:
             yield cls(gateway, made[0])
 
@@ -189,6 +198,7 @@ def _single(ground: Ground, occasion: Occasion, client: GenerateClient) -> Singl
         decode=ground.decode,
         context_len=ground.limits(rollout).context_len,
         seeded=ground.seeded(on_gpus=occasion.on_gpus),
+        routed=ground.routed(occasion),
         stop=occasion.stop,
     )
 
@@ -211,6 +221,7 @@ def _turns(ground: Ground, occasion: Occasion, client: GenerateClient) -> MultiT
         decode=ground.decode,
         seeded=ground.seeded(on_gpus=occasion.on_gpus),
         affinity=ground.affinity,
+        routed=ground.routed(occasion),
         stop=occasion.stop,
     )
 

@@ -16,12 +16,15 @@ import numpy as np
 import pyarrow as pa
 
 from rlpipe.errors import DataError
-from rlpipe.store.schema import REWARDS, SAMPLES, make_table, ragged
+from rlpipe.routed import one_per_token, rows_of
+from rlpipe.store.schema import REWARDS, SAMPLES, from_experts, make_table, ragged
 from rlpipe.types import Sample, Status
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Sample) if field.name in SAMPLES.names)
 DEFAULTS = {"remove_sample": False, "non_generation_time": 0.0, "num_turns": 1}
 """Values of columns that older files have not."""
+EXPERTS = "rollout_routed_experts"
+"""The column that may be left behind: it is large, and few read it."""
 
 
 class RewardLike(Protocol):
@@ -55,17 +58,27 @@ def samples_to_table(
     ]
     columns["reward_parts"] = [list(parts.items()) for parts in columns["reward_parts"]]
     columns["status"] = [str(status) for status in columns["status"]]
+    columns[EXPERTS] = from_experts([_experts_per_token(sample) for sample in samples])
     columns["drop_reason"] = [dropped.get(sample.group_id) for sample in samples]
     columns["iteration"] = [iteration] * len(samples)
     return make_table(SAMPLES, columns, where)
 
 
 def table_to_samples(table: pa.Table) -> list[Sample]:
-    """The samples of a table; `iteration` and `drop_reason` stay behind. Raises: ValueError if a column is missing."""
-    if missing := set(FIELDS) - set(table.column_names):
+    """The samples of a table; `iteration` and `drop_reason` stay behind, and routed experts if they are not there.
+
+    Raises: ValueError if another column is missing.
+    """
+    if missing := set(FIELDS) - {EXPERTS} - set(table.column_names):
         raise ValueError(f"samples need all of their columns, missing {sorted(missing)}")
-    columns = (READERS.get(name, _to_plain)(table[name]) for name in FIELDS)
-    return [Sample(**dict(zip(FIELDS, row, strict=True))) for row in zip(*columns, strict=True)]
+    names = [name for name in FIELDS if name in table.column_names]
+    columns = (READERS.get(name, _to_plain)(table[name]) for name in names)
+    samples = [Sample(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
+    for sample in samples:
+        if sample.rollout_routed_experts is not None:
+            tokens = len(sample.prompt_ids) + len(sample.response_ids)
+            sample.rollout_routed_experts = rows_of(sample.rollout_routed_experts.reshape(max(tokens, 1), -1)[:tokens])
+    return samples
 
 
 def rewards_to_table(rewards: Sequence[RewardLike], where: str = "rewards") -> pa.Table:
@@ -108,12 +121,24 @@ def _to_lists(column: pa.ChunkedArray) -> list[list[Any] | None]:
     return [flat[bounds[row] : bounds[row + 1]] if there else None for row, there in enumerate(valid)]
 
 
+def _experts_per_token(sample: Sample) -> np.ndarray | None:
+    rows = sample.rollout_routed_experts
+    return None if rows is None else one_per_token(rows, len(sample.prompt_ids) + len(sample.response_ids))
+
+
+def _to_arrays(column: pa.ChunkedArray) -> list[np.ndarray | None]:
+    values, offsets = ragged(column)
+    parts, there = np.split(values, offsets[1:-1]), column.is_valid().to_pylist()
+    return [part if known else None for part, known in zip(parts, there, strict=True)] if there else []
+
+
 READERS: dict[str, Callable[[pa.ChunkedArray], list[Any]]] = {
     "prompt": lambda column: [json.loads(text) for text in column.to_pylist()],
     "metadata": lambda column: [json.loads(text) for text in column.to_pylist()],
     "prompt_ids": _to_lists,
     "response_ids": _to_lists,
     "rollout_log_probs": _to_lists,
+    EXPERTS: _to_arrays,
     "loss_mask": _to_lists,
     "weight_versions": _to_runs,
     "status": lambda column: [Status(text) for text in column.to_pylist()],

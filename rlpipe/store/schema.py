@@ -34,6 +34,11 @@ def _list(kind: pa.DataType) -> pa.DataType:
     return pa.list_(_required("element", kind))
 
 
+def _large_list(kind: pa.DataType) -> pa.DataType:
+    """For what may be more than 2^31 values in a table."""
+    return pa.large_list(_required("element", kind))
+
+
 VERSION_RUN = pa.struct([_required("tokens", pa.int32()), _required("version", pa.int32())])
 
 SAMPLES = pa.schema(
@@ -64,10 +69,12 @@ SAMPLES = pa.schema(
         pa.field("remove_sample", pa.bool_()),
         pa.field("non_generation_time", pa.float64()),
         pa.field("num_turns", pa.int32()),
+        pa.field("rollout_routed_experts", _large_list(pa.uint16())),
     ],
     metadata={KIND: b"samples/1"},
 )
-"""`types.Sample`, the iteration that sampled it, and why its group will not be trained (null: it may be)."""
+"""`types.Sample`, the iteration that sampled it, and why its group will not be trained (null: it may be). Experts: W of every
+token of prompt and response (see `rlpipe.routed`), the largest column by far where a run keeps it."""
 
 REWARDS = pa.schema(
     [
@@ -96,7 +103,7 @@ BATCH = pa.schema(
         pa.field("advantages", _list(pa.float32())),
         pa.field("values", _list(pa.float32())),
         pa.field("returns", _list(pa.float32())),
-        pa.field("routed_experts", _list(pa.uint16())),
+        pa.field("routed_experts", _large_list(pa.uint16())),
     ],
     metadata={KIND: b"batch/2"},
 )
@@ -120,6 +127,7 @@ DICTIONARY = {
     "iteration", "group_id", "prompt", "prompt_len", "label", "metadata", "status", "finish_reason", "engine", "error",
     "drop_reason", "loss_mask.list.element", "weight_versions.list.element.tokens", "weight_versions.list.element.version",
     "reward_parts.key_value.key", "parts.key_value.key", "routed_experts.list.element",
+    "rollout_routed_experts.list.element",
 }  # fmt: skip
 STATISTICS = ("iteration", "group_id", "index", "reward", "status", "drop_reason")
 
@@ -133,6 +141,16 @@ def ragged(column: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
 def from_ragged(values: np.ndarray, offsets: np.ndarray, kind: pa.DataType) -> pa.Array:
     """The list column of flat values and offsets; the inverse of `ragged`. `kind` is the element's type."""
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, kind), type=_list(kind))
+
+
+def from_experts(rows: Sequence[np.ndarray | None]) -> pa.Array:
+    """The column of routed experts, from [tokens, W] of each row; None where they are not known."""
+    there = [np.zeros(0, np.uint16) if row is None else row.reshape(-1) for row in rows]
+    offsets = np.concatenate([[0], np.cumsum([len(row) for row in there], dtype=np.int64)])
+    values = pa.array(np.concatenate([np.zeros(0, np.uint16), *there]), pa.uint16())
+    absent = pa.array([row is None for row in rows], pa.bool_())
+    kind = _large_list(pa.uint16())
+    return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), values, type=kind, mask=absent)
 
 
 def make_table(schema: pa.Schema, columns: Mapping[str, Any], where: str) -> pa.Table:
@@ -178,15 +196,25 @@ def decode(data: bytes, where: str, columns: Sequence[str] | None = None) -> pa.
 
 
 def _readable(found: pa.Schema, kind: pa.Schema) -> bool:
-    """Is it the kind, but for columns that may be null and were not there yet when the file was written?"""
+    """Is it the kind, but for columns that may be null and were not there yet when the file was written?
+
+    Lists that are large now may have been none yet.
+    """
     late = {field.name for field in kind if field.nullable} - set(found.names)
-    return found.equals(pa.schema([field for field in kind if field.name not in late]))
+    then = [pa.field(f.name, _list(f.type.value_type), f.nullable) if _was_small(f, found) else f for f in kind]
+    return found.equals(pa.schema([field for field in then if field.name not in late]))
+
+
+def _was_small(field: pa.Field, found: pa.Schema) -> bool:
+    return pa.types.is_large_list(field.type) and field.name in found.names and pa.types.is_list(found.field(field.name).type)
 
 
 def _completed(table: pa.Table, kind: pa.Schema, names: Sequence[str]) -> pa.Table:
     """With the columns that were not there yet when the file was written: they are null, and may be."""
-    columns = [table[name] if name in table.column_names else pa.nulls(table.num_rows, kind.field(name).type) for name in names]
-    return pa.table(columns, schema=pa.schema([kind.field(name) for name in names], metadata=kind.metadata)).combine_chunks()
+    schema = pa.schema([kind.field(name) for name in names], metadata=kind.metadata)
+    there = set(table.column_names)
+    columns = [table[f.name].cast(f.type) if f.name in there else pa.nulls(table.num_rows, f.type) for f in schema]
+    return pa.table(columns, schema=schema).combine_chunks()
 
 
 def check(table: pa.Table, where: str, error: type[RlpipeError]) -> None:
@@ -218,8 +246,8 @@ def _broken_rules(table: pa.Table) -> Iterator[tuple[np.ndarray, str]]:
         yield _nulls(table["reward"]) & _nulls(table["error"]), "neither a reward nor an error"
     if names >= {"prompt_len", "tokens"}:
         yield (_numpy(table["prompt_len"]) < 0) | (_response_lengths(table) < 0), "prompt_len is not within tokens"
-    if "routed_experts" in names:
-        yield _broken_experts(table), "routed_experts are not equally many for every token"
+    for name in names & {"routed_experts", "rollout_routed_experts"}:
+        yield _broken_experts(table, name), f"{name} are not equally many for every token"
     if "status" in names:
         yield np.isin(_numpy(table["status"]), STATUSES, invert=True), "status is not one of ours"
     if "weight_versions" in names:
@@ -235,10 +263,11 @@ def _broken_per_token(table: pa.Table, name: str) -> Iterator[tuple[np.ndarray, 
         yield _any_value(table[name], lambda values: ~np.isfinite(values)), f"{name} has a value that is not finite"
 
 
-def _broken_experts(table: pa.Table) -> np.ndarray:
-    experts, tokens = _lengths(table["routed_experts"]), _lengths(table["tokens"])
-    width = experts.sum() // max(int(tokens[~_nulls(table["routed_experts"])].sum()), 1)
-    return (experts != tokens * width) & ~_nulls(table["routed_experts"])
+def _broken_experts(table: pa.Table, name: str) -> np.ndarray:
+    experts, there = _lengths(table[name]), ~_nulls(table[name])
+    tokens = _lengths(table["tokens"]) if name == "routed_experts" else _lengths(table["prompt_ids"]) + _response_lengths(table)
+    width = experts.sum() // max(int(tokens[there].sum()), 1)
+    return (experts != tokens * width) & there
 
 
 def _broken_runs(table: pa.Table) -> np.ndarray:
@@ -259,8 +288,10 @@ def repeated_keys(table: pa.Table) -> np.ndarray:
 
 def _with_companions(kind: pa.Schema, columns: Sequence[str]) -> list[str]:
     """The columns, and those that their rules compare them with."""
-    measured = set(columns) & {*PER_TOKEN, "weight_versions", "prompt_len", "routed_experts"}
+    experts = set(columns) & {"routed_experts", "rollout_routed_experts"}
+    measured = experts | set(columns) & {*PER_TOKEN, "weight_versions", "prompt_len"}
     lengths = {"response_ids", "tokens", "prompt_len"} if measured else set()
+    lengths |= {"prompt_ids"} if experts else set()
     return [name for name in kind.names if name in {"group_id", "index", *columns} | lengths]
 
 

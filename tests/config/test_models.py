@@ -31,6 +31,14 @@ SERVER = {"opd_type": "sglang", "url": "http://t:1"}
             "scores at temperature 1",
         ),
         ({"train": {"use_routing_replay": True}, "advantage": {"score_proximal": False}}, "routing of the scoring pass"),
+        (
+            {
+                "train": {"use_rollout_routing_replay": True, "loss": {"type": "sft"}},
+                "rollout": {"type": "dataset", "rollout_batch_size": 4},
+                "advantage": {"advantage_estimator": "none"},
+            },
+            "none samples",
+        ),
         ({"reference": {"ref_update_interval": 2}}, "needs advantage.reference"),
         ({"critic": {"value_clip": 0}}, "value_clip"),
     ],
@@ -38,6 +46,11 @@ SERVER = {"opd_type": "sglang", "url": "http://t:1"}
 def test_it_is_refused_with_the_key_that_is_wrong(keys: dict[str, Any], words: str):
     with pytest.raises(ConfigError, match=words):
         validate({**BASE, **keys})
+
+
+def test_the_engines_routing_needs_no_scoring_pass():
+    train = {"use_rollout_routing_replay": True, "use_routing_replay": True}
+    assert validate({**BASE, "train": train, "advantage": {"score_proximal": False}}).train.replays_routing
 
 
 def test_a_teacher_is_taken():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from rlpipe.config.rollout import ToolConfig
@@ -35,9 +36,11 @@ class _Engine:
 
     def __init__(self, *texts: str, cut_after: int | None = None) -> None:
         self.texts, self.asked, self.cut_after = list(texts), [], cut_after
+        self.routed_from: list[int | None] = []
 
-    async def generate(self, ids, sampling, *, stop, routing_key, where):
+    async def generate(self, ids, sampling, *, stop, routing_key, routed_from, where):
         self.asked.append((_decode(ids), sampling))
+        self.routed_from.append(routed_from)
         said = [END if letter == "|" else ord(letter) for letter in self.texts.pop(0)]
         reason = "stop" if said[-1:] == [END] or any(_decode(said).endswith(text) for text in sampling["stop"]) else "length"
         if len(said) > sampling["max_new_tokens"]:
@@ -45,7 +48,15 @@ class _Engine:
         if self.cut_after is not None and len(self.asked) == 1:
             said, reason = said[: self.cut_after], "abort"
         version = len(self.asked)
-        return [Generation(said, [-float(version)] * len(said), reason, [(len(said), f"b@{version}@d")], "e", 0, 1.0, 2.0)]
+        named = None if routed_from is None else _experts(ids, said)[routed_from:]
+        runs, times = [(len(said), f"b@{version}@d")], (1.0, 2.0)
+        return [Generation(said, [-float(version)] * len(said), reason, runs, "e", 0, *times, routed_experts=named)]
+
+
+def _experts(before: Sequence[int], said: Sequence[int]) -> np.ndarray:
+    """A row of its own for every token that is read to say this."""
+    ids = np.asarray([*before, *said[:-1]])
+    return np.stack([ids, np.arange(len(ids))], 1).astype(np.uint16)
 
 
 def _double(text: str) -> str:
@@ -61,11 +72,11 @@ def _tool(function: str, name: str, timeout_s: float = 5.0) -> Tool:
     return Tool(ToolConfig(path=f"{__file__}:{function}", name=name), timeout_s=timeout_s)
 
 
-def _turns(engine: _Engine, tools: dict[str, Tool] | None = None, calls=None, **limits) -> MultiTurn:
+def _turns(engine: _Engine, tools: dict[str, Tool] | None = None, calls=None, *, routed=False, **limits) -> MultiTurn:
     tools = {"twice": _tool("_double", "twice")} if tools is None else tools
     limits = TurnLimits(**{**vars(LIMITS), **limits})
     calls = calls or Tags(tools)
-    return MultiTurn(engine, {"stop": ["!"]}, tools, calls, limits, encode=_encode, decode=_decode)  # pyright: ignore
+    return MultiTurn(engine, {"stop": ["!"]}, tools, calls, limits, encode=_encode, decode=_decode, routed=routed)  # pyright: ignore
 
 
 def _by_mask(sample: Sample) -> tuple[str, str]:
@@ -115,6 +126,18 @@ async def test_what_is_cut_off_in_a_turn_goes_on_in_that_turn():
     assert engine.asked[0][0] == "Qa<tw" and engine.asked[0][1]["max_new_tokens"] == 14
     assert _by_mask(sample)[1].strip(".") == "<result>xyxy</result>" and sample.num_turns == 2
     assert (await _turns(_Engine())(GROUP, [sample])) == [sample], "a finished one stays as it is"
+
+
+async def test_every_token_that_was_read_has_its_experts_once_over_turns_answers_and_iterations():
+    first = _Engine("a<twice>xy</twice>", cut_after=4)
+    (cut,) = await _turns(first, routed=True)(GROUP)
+    engine = _Engine("ice>xy</twice>", "done|")
+    (sample,) = await _turns(engine, routed=True)(GROUP, [cut])
+    assert (first.routed_from, engine.routed_from) == ([0], [4, 1 + 18 - 1])
+    wanted = _experts([*sample.prompt_ids], sample.response_ids)
+    assert sample.rollout_routed_experts.tolist() == wanted.tolist()
+    (free,) = await _turns(_Engine("done|"))(GROUP)
+    assert free.rollout_routed_experts is None
 
 
 async def test_what_a_tool_raises_or_misses_is_what_the_policy_is_told():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlpipe.rollout.sessions import Conversation, Reply
@@ -53,7 +54,8 @@ class _Agent:
         turn = self.conversation.ask(messages)
         ids = tuple(map(ord, sampled))
         self.version += 1
-        reply = Reply(ids, (-float(self.version),) * len(ids), (self.version,) * len(ids), reason)
+        experts = np.stack([np.arange(len(turn.prompt_ids) + len(ids) - 1)] * 2, 1).astype(np.uint16) + 1000 * self.version
+        reply = Reply(ids, (-float(self.version),) * len(ids), (self.version,) * len(ids), reason, experts[turn.routed_from :])
         self.conversation.answer(turn, reply, _said(sampled.replace(END, "") if given_out is None else given_out))
         return "".join(map(chr, turn.prompt_ids))
 
@@ -111,6 +113,20 @@ def test_two_requests_that_continue_one_reply_begin_a_sample_each_with_the_very_
         ("u:hi#\na: yes#\nu:b#\na:", "2#"),
         ("u:hi#\na:", " yes#" + "." * 8 + "1#" + "." * 8 + "3#"),
     ]
+
+
+def test_each_sample_has_the_experts_of_all_its_tokens_those_before_it_branched_included():
+    agent = _Agent(_Letters())
+    hello = [_user("one")]
+    agent.say(hello, "two#")
+    agent.say([*hello, _said("two"), _user("three")], "four#")
+    agent.say([*hello, _said("two"), _user("other")], "five#")
+    first, second = agent.samples()
+    held = len("u:one#\na:two#") - 1
+    for sample, version in ((first, 2), (second, 3)):
+        tokens = len(sample.prompt_ids) + len(sample.response_ids)
+        wanted = [place + 1000 * (1 if place < held else version) for place in range(tokens - 1)]
+        assert sample.rollout_routed_experts[:, 1].tolist() == wanted
 
 
 def test_other_messages_begin_another_sample():

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpipe.errors import DataError, ObjectCorrupt
-from rlpipe.store.rows import rewards_to_table, samples_to_table, table_to_rewards, table_to_samples
+from rlpipe.routed import NOT_ROUTED
+from rlpipe.store.rows import EXPERTS, rewards_to_table, samples_to_table, table_to_rewards, table_to_samples
 from rlpipe.store.schema import BATCH, SAMPLES, decode, encode, from_ragged, make_table, ragged
 from rlpipe.types import Sample, Status
 from tests.store.lineage import Reward
@@ -36,17 +37,20 @@ def a_sample(draw: st.DrawFn, group_id: str = "run:00000000", index: int = 0) ->
     size = len(response)
     cut = draw(st.integers(0, len(response)))
     runs = [(cut, draw(INT32)), (len(response) - cut, draw(INT32))]
+    prompt = draw(st.lists(INT32, max_size=8))
+    experts = np.arange(draw(st.integers(0, max(len(prompt) + size - 1, 0))) * 3).reshape(-1, 3).astype(np.uint16)
     return Sample(
         group_id=group_id,
         index=index,
         prompt=draw(st.text(max_size=12) | MESSAGES),
-        prompt_ids=draw(st.lists(INT32, max_size=8)),
+        prompt_ids=prompt,
         label=draw(st.none() | st.text(max_size=8)),
         metadata=draw(st.dictionaries(st.text(max_size=5), JSON, max_size=3)),
         seed=draw(st.integers(-(2**63), 2**63 - 1)),
         response=draw(st.text(max_size=12)),
         response_ids=response,
         rollout_log_probs=draw(st.none() | st.lists(FLOAT32, min_size=size, max_size=size)),
+        rollout_routed_experts=draw(st.sampled_from([None, experts])),
         loss_mask=draw(st.none() | st.lists(st.integers(0, 1), min_size=size, max_size=size)),
         weight_versions=draw(st.sampled_from([[], runs])),
         status=draw(st.sampled_from(Status)),
@@ -72,9 +76,24 @@ def test_samples_come_back_from_parquet_as_they_were(samples: list[Sample], iter
     table = samples_to_table(samples, iteration, {"": "filtered"})
     read = decode(encode(table), "memory")
     assert read.equals(table)
-    assert table_to_samples(read) == samples
+    back = table_to_samples(read)
+    assert back == samples
+    for sample, was in zip(back, samples, strict=True):
+        experts, wrote = sample.rollout_routed_experts, was.rollout_routed_experts
+        assert (experts is None) == (wrote is None) and (wrote is None or experts.tolist() == wrote.tolist())
     assert read["iteration"].to_pylist() == [iteration] * len(samples)
     assert read["drop_reason"].to_pylist() == ["filtered" if sample.group_id == "" else None for sample in samples]
+
+
+def test_samples_are_read_without_their_experts_and_those_of_older_files_have_none():
+    table = samples_to_table([replace(good(), rollout_routed_experts=np.ones((4, 6), np.uint16))], 0)
+    names = [name for name in SAMPLES.names if name != EXPERTS]
+    assert decode(encode(table), "x", [EXPERTS])[EXPERTS].to_pylist() == [[1] * 24 + [NOT_ROUTED] * 6]
+    for some in (table.select(names), decode(encode(table), "x", names)):
+        assert table_to_samples(some)[0].rollout_routed_experts is None
+    sink = pa.BufferOutputStream()
+    pq.write_table(table.select(names), sink)
+    assert table_to_samples(decode(sink.getvalue().to_pybytes(), "x"))[0].rollout_routed_experts is None
 
 
 def test_equal_rows_give_equal_bytes():
@@ -117,6 +136,7 @@ BROKEN = [
     ({"reward_parts": {"format": math.nan}}, "reward_parts has a value that is not finite"),
     ({"response_ids": [7, -8, 9]}, "response_ids has a negative token id"),
     ({"prompt_ids": [-1]}, "prompt_ids has a negative token id"),
+    ({"rollout_routed_experts": np.zeros((6, 2), np.uint16)}, "rollout_routed_experts are not equally many"),
     ({"index": -1}, "index is negative"),
     ({"index": 0}, "two rows have the same group_id and index"),
     ({"status": "sleeping"}, "status is not one of ours"),

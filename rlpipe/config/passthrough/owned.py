@@ -50,7 +50,7 @@ MEGATRON = {
         _ARCHITECTURE,
     ),
     "deterministic_mode": "use deterministic",
-    "moe_enable_routing_replay": "use train.use_routing_replay",
+    "moe_enable_routing_replay": "use train.use_routing_replay or train.use_rollout_routing_replay",
     "variable_seq_lengths": "batches are packed; see train.max_tokens_per_gpu",
 }
 
@@ -66,6 +66,7 @@ SGLANG = {
     "weight_version": "it counts the trained iterations",
     "enable_deterministic_inference": "use deterministic",
     "enable_memory_saver": "use resources.colocate and resources.offload_rollout",
+    "enable_return_routed_experts": "use train.use_rollout_routing_replay",
     "api_key": "it would be stored with the run; keep the servers on engine.host",
     "config": "write its keys here",
     **dict.fromkeys(("base_gpu_id", "gpu_id_step", "nnodes", "node_rank", "dist_init_addr", "nccl_port"), _PLACED),

@@ -31,7 +31,7 @@ from rlpipe.engines.megatron.export import save_hf
 from rlpipe.engines.megatron.groups import close_groups, open_groups
 from rlpipe.engines.megatron.memory import PARTS, DeviceMemory, Part, Resident
 from rlpipe.engines.megatron.model import Scorer, Trained, build, build_scorer
-from rlpipe.engines.megatron.routing import Recording, check_routing, release_routers
+from rlpipe.engines.megatron.routing import Recording, Replaying, check_routing, layers_with_experts_only, release_routers
 from rlpipe.engines.megatron.score import score
 from rlpipe.engines.megatron.state import fill_adam, state_digest
 from rlpipe.engines.megatron.step import train_steps
@@ -101,8 +101,9 @@ class MegatronEngine:
         try:
             self._hooks.init()
             self._trained: Trained | None = build(model_dir, model, train, total_optimizer_steps, deterministic=deterministic)
-            if train.use_routing_replay:
-                check_routing(self._trained.bridge.config)
+            if train.replays_routing:
+                which = "use_rollout_routing_replay" if train.use_rollout_routing_replay else "use_routing_replay"
+                check_routing(self._trained.bridge.config, where=f"train.{which}")
             if critic is not None:
                 steps = critic_optimizer_steps
                 self._critic = Critic(critic, model_dir, model, train, steps, deterministic=deterministic)
@@ -197,19 +198,37 @@ class MegatronEngine:
         model: Literal["policy", "reference", "teacher"] = "policy",
         max_tokens: int | None = None,
         temperature: float | None = None,
+        replay: bool = False,
     ) -> np.ndarray:
         """[R] float32 log-prob of every response token (masked or not) at the rollout's temperature, on every rank.
 
         `max_tokens`: packed tokens of a micro-batch; None: `self.max_tokens`. `temperature`: another one than the rollout's.
+        `replay`: the policy routes as the batch's experts say; the engine must be made with one of the two settings for that.
         Raises: TrainerError for `reference` before `keep_reference` and for `teacher` without one; DataError for a token that the
-        teacher does not have.
+        teacher does not have, or experts that are not this model's.
         """
+        limit = max_tokens or self.max_tokens
         temperature = self._temperature if temperature is None else temperature
         if model == "teacher":
-            return self._score_by_teacher(batch, temperature, max_tokens or self.max_tokens)
+            return self._score_by_teacher(batch, temperature, limit)
         with self._reference_weights() if model == "reference" else contextlib.nullcontext():
             self._hooks.before_log_prob(self.trained.ddp, "ref_" if model == "reference" else "")
-            return score(self.trained, batch, temperature=temperature, max_tokens=max_tokens or self.max_tokens)
+            if not replay:
+                return score(self.trained, batch, temperature=temperature, max_tokens=limit)
+        assert model == "policy" and batch.routed_experts is not None
+        replaying = Replaying(self.trained, batch.routed_experts)
+        try:
+            return score(self.trained, batch, temperature=temperature, max_tokens=limit, around=replaying.around)
+        finally:
+            replaying.close()
+
+    def routing_of_engines(self, batch: BatchColumns) -> np.ndarray:
+        """[S, layers with experts × k] uint16: the batch's experts as the engines named them, for all layers. Not collective.
+
+        Raises: DataError if they are not this model's, or an engine did not notice where it routed.
+        """
+        assert batch.routed_experts is not None
+        return layers_with_experts_only(self.trained.bridge.config, batch.routed_experts)
 
     def score_and_route(self, batch: BatchColumns, *, max_tokens: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """The policy's `score`, and the experts that it routed every token to: [S, layers × k] uint16, on every rank.

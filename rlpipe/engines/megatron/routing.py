@@ -1,14 +1,15 @@
-"""Routing replay of a mixture of experts: which experts a scoring pass chose, and an optimizer step that takes the same ones.
+"""Routing replay of a mixture of experts: which experts a scoring pass or an engine chose, and passes that take the same ones.
 
 An expert that flips between the two passes makes the probability ratio jump. Indices are of every token, prompts included, of
 every layer with experts and in the router's order; the weights of the chosen experts are computed anew and have gradients.
 
-    Recording → [S, layers × k] uint16, the same on every rank → Replaying
+    Recording                      ┐
+    engines → layers_with_experts  ┴→ [S, layers × k] uint16, the same on every rank → Replaying
 
 A rank sees the layers of its pipeline stage and its context and sequence parallel part of the tokens. A recomputed layer routes
 again during the backward pass: Megatron's `RouterReplay` hands it the indices of its micro-batch, first in, first out.
 
-Not here: the engine's own routing, or a critic's and a teacher's, which are free.
+Not here: what engines answer (`rlpipe.routed`); a critic's and a teacher's routing, which is free.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 from rlpipe.engines.megatron import platform
 from rlpipe.errors import ConfigError, DataError
+from rlpipe.routed import NOT_ROUTED
 
 # isort: split
 from megatron.core import parallel_state
@@ -86,6 +88,10 @@ class _Routers:
 
     def forget(self) -> None:
         self.act(None)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Of the indices of all micro-batches."""
         for _, replay in self.here:
             replay.clear_indices()
 
@@ -95,6 +101,31 @@ def _layers_with_experts(config: TransformerConfig) -> list[int]:
     every = config.moe_layer_freq
     pattern = [i % every == 0 for i in range(config.num_layers)] if isinstance(every, int) else every
     return [i + 1 for i, has_experts in enumerate(pattern) if has_experts]
+
+
+def layers_with_experts_only(config: TransformerConfig, experts: np.ndarray) -> np.ndarray:
+    """[S, layers with experts × k], from an engine's [S, all layers × k].
+
+    Raises: DataError if they are of another model; if an engine left a layer out, as one does whose kernel routes by itself: all
+    experts of a token are the first one then.
+    """
+    k, layers, where = config.moe_router_topk, _layers_with_experts(config), "batch.rollout_routed_experts"
+    if experts.shape[1] != config.num_layers * k:
+        expected = f"{config.num_layers} layers × {k}"
+        raise DataError("the engines' experts are not this model's", where=where, found=experts.shape[1], expected=expected)
+    found = experts.reshape(-1, config.num_layers, k)
+    if len(layers) < config.num_layers:
+        found = found[:, [number - 1 for number in layers]]
+    silent = ~found.any(-1)
+    if (silent if k > 1 else silent.all(0)).any():
+        raise DataError(
+            "the engines did not notice to which experts a layer routed",
+            where=where,
+            found=f"only the first expert, {k} times, for {int(silent.sum())} of {silent.size} tokens × layers",
+            expected=f"{k} different experts",
+            do="start them with another engine.sglang.moe_runner_backend (triton), or set train.use_routing_replay instead",
+        )
+    return found.reshape(len(experts), -1)
 
 
 class Recording:
@@ -135,37 +166,51 @@ def _recorded(replay: RouterReplay) -> torch.Tensor:
     return indices.to("cpu", torch.int32)
 
 
+def _routes_again(config: TransformerConfig) -> bool:
+    """Does a backward pass route once more, to compute a layer again?"""
+    whole = config.recompute_granularity == "full"
+    return whole or (config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ()))
+
+
 class Replaying:
     """Has every micro-batch that is run `around` it routed as `experts` say. `close` it after the pass.
 
-    Padding goes to the first k experts; nothing depends on it. Raises: DataError if `experts` are not this model's.
+    Padding, and what no engine read (`NOT_ROUTED`), goes to the first k experts; no log-prob that is trained depends on it.
+    Raises: DataError if `experts` are not this model's.
     """
 
     def __init__(self, scorer: Scorer, experts: np.ndarray) -> None:
         self._routers = _Routers(scorer)
         layers, top_k, number = self._routers.layers, self._routers.top_k, scorer.bridge.config.num_moe_experts
-        if experts.shape[1] != layers * top_k or experts.max(initial=0) >= number:
+        self._free = experts[:, 0] == NOT_ROUTED
+        largest = int(experts.max(axis=1)[~self._free].max(initial=0))
+        if experts.shape[1] != layers * top_k or largest >= number:
             raise DataError(
                 "the recorded experts are not this model's",
                 where="batch.routed_experts",
-                found=f"{experts.shape[1]} a token, the largest {experts.max(initial=0)}",
+                found=f"{experts.shape[1]} a token, the largest {largest}",
                 expected=f"{layers} layers × {top_k} of {number} experts",
             )
         self._experts = experts.reshape(-1, layers, top_k)
-        self._padding = np.arange(top_k)
+        self._here = [place for place, _ in self._routers.here]
+        self._padding = np.arange(top_k, dtype=np.uint16)
+        self._routes_again = _routes_again(scorer.bridge.config)
 
     @contextmanager
     def around(self, micro: MicroBatch) -> Iterator[None]:
         tokens = self._routers.tokens(micro)
-        for place, replay in self._routers.here:
-            chosen = np.tile(self._padding, (len(tokens), 1))
-            chosen[tokens >= 0] = self._experts[tokens[tokens >= 0], place]
-            replay.set_target_indices(torch.from_numpy(chosen).to(platform.device()))
+        chosen = self._experts[np.maximum(tokens, 0)][:, self._here]
+        chosen[(tokens < 0) | self._free[tokens]] = self._padding
+        layers = torch.from_numpy(chosen.transpose(1, 0, 2).astype(np.int32)).to(platform.device()).long()
+        for (_, replay), indices in zip(self._routers.here, layers, strict=True):
+            replay.set_target_indices(indices)
         self._routers.act(RouterReplayAction.REPLAY_FORWARD)
         try:
             yield
         finally:
             self._routers.act(RouterReplayAction.REPLAY_BACKWARD)
+            if not (self._routes_again and torch.is_grad_enabled()):
+                self._routers.let_go()
 
     def close(self) -> None:
         """Routers choose for themselves again."""

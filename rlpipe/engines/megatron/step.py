@@ -102,7 +102,7 @@ def _routed(trained: Trained, batch: BatchColumns) -> Iterator[Around | None]:
             "the batch does not say which experts its tokens went to",
             where="train/batch",
             found="no routed_experts",
-            do="score the batch with train.use_routing_replay: true",
+            do="score the batch with train.use_routing_replay: true, or sample it with train.use_rollout_routing_replay: true",
         )
     replaying = Replaying(trained, batch.routed_experts)
     try:

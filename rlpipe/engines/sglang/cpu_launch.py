@@ -1,6 +1,6 @@
 """Run an unmodified SGLang server on a machine without CUDA: `python -m rlpipe.engines.sglang.cpu_launch ARGUMENTS`.
 
-The arguments are SGLang's own. Five gaps are filled, none of them by editing SGLang:
+The arguments are SGLang's own. Six gaps are filled, none of them by editing SGLang:
 
 1. `SGLANG_USE_CPU_ENGINE=1` selects SGLang's own CPU platform, which falls back to pure PyTorch layers without AMX.
 2. `sgl_kernel` exists on PyPI for CUDA only. SGLang's CPU path imports a few names of it; all but one of them serve
@@ -9,6 +9,7 @@ The arguments are SGLang's own. Five gaps are filled, none of them by editing SG
    absent, an empty stand-in takes its place, in the server's own processes.
 4. The `torch_native` attention backend runs one request at a time; SGLang's hook registry puts `cpu_attention` in its place.
 5. `/weights_checker` compares weights on a CUDA device; the same registry has it compare them where they are.
+6. `--enable-return-routed-experts` keeps them in memory that it registers with CUDA; the same registry leaves that out.
 
 All this happens at import, because SGLang spawns its children and each of them imports this main module again.
 Not here: anything for CUDA (see `launch`).
@@ -112,6 +113,10 @@ def _weights_where_they_are(_original, weight):
     yield weight.tensor.reshape(-1), None
 
 
+def _memory_as_it_is(_original, _buffer, _granularity=None) -> None:
+    """Memory that no device copies from needs no page-lock."""
+
+
 def hook() -> None:
     """Register what replaces SGLang's own; it takes effect when SGLang loads its plugins, in every process."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -123,6 +128,8 @@ def hook() -> None:
     HookRegistry.register(f"{backend}._run_sdpa_forward_extend", cpu_attention.extend, HookType.AROUND)
     weights = "sglang.srt.utils.weight_checker_comparator.RawComparable"
     HookRegistry.register(f"{weights}.iter_chunks", _weights_where_they_are, HookType.AROUND)
+    host_memory = "sglang.srt.mem_cache.pool_host.common"
+    HookRegistry.register(f"{host_memory}._cuda_host_register", _memory_as_it_is, HookType.AROUND)
 
 
 install()

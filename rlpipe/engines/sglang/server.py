@@ -29,6 +29,7 @@ OWNED = {
     "device": "nothing: CUDA is used where there is any",
     "random_seed": "data.rollout_seed",
     "enable_deterministic_inference": "deterministic",
+    "enable_return_routed_experts": "train.use_rollout_routing_replay",
     "weight_version": "nothing: every push of weights sets it",
     "enable_memory_saver": "resources.offload_rollout",
     "skip_tokenizer_init": "nothing: only token ids are sent; stop texts bring the tokenizer",
@@ -66,6 +67,7 @@ class Server(ServerProcess):
         trust_remote_code: bool = False,
         deterministic: bool = False,
         reads_text: bool = False,
+        names_experts: bool = False,
         device: Device | None = None,
         devices: Sequence[str] | None = None,
     ) -> None:
@@ -73,6 +75,8 @@ class Server(ServerProcess):
 
         `deterministic`: on CUDA, sample by each request's seed whatever else is in its batch. The CPU engine cannot.
         `reads_text`: it has the tokenizer, for what needs one: stop texts, least lengths.
+        `names_experts`: it can say which experts it routed tokens to (a mixture of experts; it keeps them for all cached tokens,
+        4 bytes × layers × experts a token in CPU memory).
         `device` None is CUDA if torch sees any. `devices`: its GPUs as CUDA_VISIBLE_DEVICES names them, None those we see.
         Raises: ConfigError for an argument in `engine.sglang` that is not yours to set.
         """
@@ -93,6 +97,8 @@ class Server(ServerProcess):
             "weight_version": weight_version,
             "skip_tokenizer_init": not reads_text,
         }
+        if names_experts:
+            self._arguments["enable_return_routed_experts"] = True
         flags("engine.sglang", config.sglang, OWNED)
         defaults = _cpu_defaults(Path(model_path)) if self.device == "cpu" else {}
         if deterministic and self.device == "cuda":

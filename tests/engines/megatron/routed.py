@@ -25,7 +25,7 @@ def disturb(ours) -> None:
 
 
 def record_and_replay(rank: int, world_size: int, port: int, model_dir: str, train: dict) -> dict:
-    """Experts of a batch as it is scored, after the routers were disturbed too; then two optimizer steps with the first ones."""
+    """Experts of a batch as it is scored, after the routers were disturbed too; a pass and two optimizer steps with the first."""
     config = TrainConfig.model_validate({**train, "use_routing_replay": True})
     ours = engine(model_dir, config, rank, world_size, port)
     try:
@@ -36,6 +36,7 @@ def record_and_replay(rank: int, world_size: int, port: int, model_dir: str, tra
         disturb(ours)
         others = ours.score_and_route(batch)[1]
         batch = batch.with_columns(proximal_log_probs=near(scores, 0.2, 0), routed_experts=experts)
+        replayed = ours.score(batch, replay=True)
         packing = plan(batch.lengths, global_batch_size=12, max_tokens=ours.max_tokens, data_parallel=ours.data_parallel)
         result = ours.train(batch, packing)
         free = [router.router_replay.router_replay_action for router in routers(ours)]
@@ -44,6 +45,7 @@ def record_and_replay(rank: int, world_size: int, port: int, model_dir: str, tra
             "experts": experts,
             "again": again[1],
             "others": others,
+            "replayed": replayed,
             "steps": result.steps,
             "digest": result.state_digest,
             "free": free,

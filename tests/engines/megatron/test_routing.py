@@ -1,6 +1,8 @@
-"""Routing replay: an optimizer step takes the experts that the scoring pass chose."""
+"""Routing replay: passes take the experts that the scoring pass, or an engine, chose."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +13,10 @@ from rlpipe.actors.scoring import scored
 from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.batch import Batch
 from rlpipe.config.train import TrainConfig
+from rlpipe.engines.megatron.routing import layers_with_experts_only
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.packing import BatchColumns, plan
+from rlpipe.routed import NOT_ROUTED
 from rlpipe.stage_files import read_batch, write_batch
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import input_digest
@@ -149,6 +153,64 @@ def test_the_stages_hand_the_experts_on_through_the_store(models, start, tmp_pat
         assert np.array_equal(found, as_map(back.routed_experts.reshape(-1, LAYERS, TOP_K)[:, layer]))
 
 
+def of_engines(batch: BatchColumns, seed: int = 5) -> np.ndarray:
+    """Experts that an engine might have named, for all tokens but the last of each sample."""
+    draws = np.random.default_rng(seed).random((len(batch.tokens), LAYERS, EXPERTS))
+    experts = np.argsort(draws, axis=-1)[..., :TOP_K].astype(np.uint16).reshape(len(batch.tokens), -1)
+    experts[batch.offsets[1:] - 1] = NOT_ROUTED
+    return experts
+
+
+def test_the_batch_is_scored_and_trained_with_the_experts_of_the_engines(models, start, tmp_path):
+    replay = {"use_rollout_routing_replay": True, "use_routing_replay": False}
+    ours, batch = start(**replay), make_batch()
+    named = of_engines(batch)
+    config = configuration(models["qwen3_moe"], "run", train={**TRAIN, **replay}, advantage={"reference": True})
+    spec = TrainerSpec.of(config, model_dir=models["qwen3_moe"], store_root=str(tmp_path), work_dir=tmp_path)
+    ours.keep_reference()
+    seen = watched(ours)
+    columns = scored(ours, batch.with_columns(routed_experts=named), spec)
+    assert columns.routed_experts is not None and np.array_equal(columns.routed_experts, named)
+    ours.train(columns, plan(batch.lengths, global_batch_size=None, max_tokens=8192, data_parallel=1))
+    read = named[:, 0] != NOT_ROUTED
+    wanted = np.where(read[:, None], named, np.tile(np.arange(TOP_K), LAYERS)).reshape(-1, LAYERS, TOP_K)
+    half = len(seen[0]) - 1
+    for layer, calls in enumerate(seen):
+        by_pass = [calls[: half // 2], calls[half // 2 : half], calls[half:]]
+        proximal, reference, trained = (np.concatenate(part) for part in by_pass)
+        samples = [i for micro in one_plan(ours, batch).steps[0][0] for i in micro]
+        order = np.concatenate([np.arange(batch.offsets[i], batch.offsets[i + 1]) for i in samples])
+        assert np.array_equal(proximal, as_map(wanted[order, layer]))
+        assert np.array_equal(trained, as_map(wanted[:, layer]))
+        assert not np.array_equal(reference, proximal), "the reference routes for itself"
+
+
+def test_scoring_with_the_experts_a_pass_chose_is_that_pass_and_the_last_token_s_do_not_matter(start):
+    ours, batch = start(use_rollout_routing_replay=True), make_batch()
+    scores, experts = ours.score_and_route(batch)
+    experts[batch.offsets[1:] - 1] = NOT_ROUTED
+    again = ours.score(batch.with_columns(routed_experts=experts), replay=True)
+    assert np.array_equal(again, scores)
+    other = ours.score(batch.with_columns(routed_experts=of_engines(batch)), replay=True)
+    assert np.abs(other - scores).max() > 0.01
+    assert np.array_equal(ours.score(batch), scores), "no pass after it is bound by them"
+    held = [router.router_replay.replay_backward_list for router in routers(ours)]
+    assert held == [[]] * LAYERS, "nothing is kept of a pass"
+
+
+def test_of_an_engine_s_layers_those_with_experts_count_and_one_it_did_not_notice_is_refused(start):
+    ours, batch = start(use_rollout_routing_replay=True), make_batch()
+    named = of_engines(batch)
+    assert np.array_equal(ours.routing_of_engines(batch.with_columns(routed_experts=named)), named)
+    config = replace(ours.trained.bridge.config, num_layers=3, moe_layer_freq=[0, 1, 1])
+    with_dense = np.concatenate([np.zeros((len(named), TOP_K), np.uint16), named], axis=1)
+    assert np.array_equal(layers_with_experts_only(config, with_dense), named)
+    with pytest.raises(DataError, match="not this model's"):
+        layers_with_experts_only(config, named)
+    with pytest.raises(DataError, match=r"(?s)did not notice.*moe_runner_backend"):
+        layers_with_experts_only(config, np.roll(with_dense, TOP_K, axis=1))
+
+
 def test_a_batch_without_the_model_s_experts_is_refused(start):
     ours, batch = start(), make_batch()
     batch = batch.with_columns(proximal_log_probs=near(ours.score(batch), 0.1, 0))
@@ -160,8 +222,10 @@ def test_a_batch_without_the_model_s_experts_is_refused(start):
 
 
 def test_a_model_or_a_router_that_cannot_replay_is_refused(start):
-    with pytest.raises(ConfigError, match="no experts"):
+    with pytest.raises(ConfigError, match=r"train\.use_routing_replay: the model has no experts"):
         start(family="qwen3")
+    with pytest.raises(ConfigError, match=r"train\.use_rollout_routing_replay: the model has no experts"):
+        start(family="qwen3", use_rollout_routing_replay=True)
     with pytest.raises(ConfigError, match="moe_expert_capacity_factor"):
         start(megatron={"moe_expert_capacity_factor": 1.0})
 
@@ -183,6 +247,7 @@ def test_two_ranks_record_and_replay_what_one_does(models, alone, two_ranks, lay
         assert set(found["free"]) == {None}
     assert first["steps"] == second["steps"]
     assert first["digest"] == second["digest"]
+    np.testing.assert_allclose(first["replayed"], alone["replayed"], atol=1e-4)
     for found, expected in zip(first["steps"], alone["steps"], strict=True):
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
