@@ -112,6 +112,10 @@ def iteration_metrics(outputs: Mapping[Stage, dict[str, Any]]) -> dict[str, floa
         if tokens := outputs.get(stage, {}).get("tokens"):
             metrics[f"perf/{stage}_tokens"] = float(tokens)
             metrics[f"perf/{stage}_tokens_per_s"] = tokens / outputs[stage]["seconds"]
+    if switches := [switch for said in outputs.values() for switch in said.get("switches", ())]:
+        metrics["perf/switch_time"] = sum(switch["seconds"] for switch in switches)
+        metrics["perf/trainer_peak_bytes"] = max(switch["trainer_peak_bytes"] for switch in switches)
+        metrics["perf/gpu_used_bytes"] = max(switch["used_bytes"] for switch in switches)
     apart = [metrics[name] for name in ("rollout/logprob_abs_diff/max", "sync/logprob_difference") if name in metrics]
     if apart:
         metrics[APART] = max(apart)

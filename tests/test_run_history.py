@@ -245,3 +245,12 @@ def test_what_a_supervised_iteration_does_not_measure_it_does_not_say():
         Stage.TRAIN: {"metrics": {"train/loss": 1.0}},
     }
     assert iteration_metrics(outputs) == {"train/loss": 1.0, "rollout/truncated_ratio": 0.0}
+
+
+def test_turns_on_shared_gpus_are_metrics_of_their_iteration():
+    def switch(seconds: float, peak: float, used: float) -> dict[str, float]:
+        return {"seconds": seconds, "trainer_peak_bytes": peak, "used_bytes": used}
+
+    outputs = {Stage.ADVANTAGE: {"switches": [switch(0.5, 1.0, 9.0)]}, Stage.SYNC: {"switches": [switch(0.25, 7.0, 8.0)]}}
+    expected = {"perf/switch_time": 0.75, "perf/trainer_peak_bytes": 7.0, "perf/gpu_used_bytes": 9.0}
+    assert iteration_metrics(outputs) == expected
