@@ -11,6 +11,7 @@ from rlpipe.actors.pushing import _kinds
 from rlpipe.actors.sending import places
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.config.train import SyncConfig
+from rlpipe.engines.megatron import platform
 from rlpipe.errors import ConfigError
 from rlpipe.sync.distributed import DistributedTransport
 from rlpipe.sync.ipc import IpcTransport
@@ -36,6 +37,7 @@ def test_shared_memory_serves_the_engines_on_our_gpus_and_another_transport_the_
     tensor, distributed = SyncConfig(), SyncConfig(transport="distributed")
     assert list(_kinds(["a", "b"], tensor, {})) == [(TensorTransport, ["a", "b"])]
     assert list(_kinds(["a", "b"], distributed, {})) == [(DistributedTransport, ["a", "b"])]
-    assert list(_kinds(["a", "b"], tensor, {"b": [0]})) == [(IpcTransport, ["b"]), (TensorTransport, ["a"])]
+    other = DistributedTransport if platform.CUDA_FOUND else TensorTransport
+    assert list(_kinds(["a", "b"], tensor, {"b": [0]})) == [(IpcTransport, ["b"]), (other, ["a"])]
     with pytest.raises(ConfigError, match="on the trainer's"):
         list(_kinds(["a", "b"], distributed, {"b": [0]}))
