@@ -95,7 +95,8 @@ TUNING = {
     "train": "timeout_s",
     "teacher": "timeout_s",
     "sync": "check_weight_update_equal in_flight transport update_weight_buffer_size probe_samples max_logprob_difference "
-    "timeout_s",
+    "update_weight_disk_dir update_weight_disk_keep_files update_weight_local_checkpoint_dir update_weight_delta_encoding "
+    "update_weight_delta_checksum update_weight_full_interval timeout_s",
     "checkpoint": "save_interval keep_local timeout_s",
     "evaluation.datasets.1.reward": "workers attempts sample_timeout_s timeout_s",
     "evaluation": "eval_interval skip_eval_before_train",

@@ -85,8 +85,10 @@ class TrainConfig(Config):
 class SyncConfig(Config):
     """Moving weights into the engines."""
 
-    transport: Literal["tensor"] = Tuning("tensor")
-    """`tensor`: over HTTP from the trainer to each engine (CUDA IPC where they share a GPU)."""
+    transport: Literal["tensor", "disk", "delta"] = Tuning("tensor")
+    """`tensor`: over HTTP from the trainer to each engine (CUDA IPC where they share a GPU). `disk`: all weights as files, which
+    engines load. `delta`: what changed of them, put on top of what an engine's machine has; the trainer keeps a copy on the CPU.
+    Through files a restarted engine gets its weights without the trainer."""
     update_weights_interval: int = Field(default=1, ge=1)
     """Push after every this many iterations; between two pushes engines sample with older weights (see async_buffer_size)."""
     in_flight: Literal["drain", "abort", "in_place"] = Tuning("abort")
@@ -94,6 +96,20 @@ class SyncConfig(Config):
     the new weights. `in_place`: the same inside the engine, which keeps them meanwhile (SGLang 0.5.21)."""
     update_weight_buffer_size: int = Tuning(default=512 * 1024**2, ge=1)
     """Bytes sent at once."""
+    update_weight_disk_dir: str | None = Tuning(None)
+    """Where the files go with `disk` and `delta`: a directory that trainer and engines share, or `s3://bucket/prefix`; None is
+    `weights` in the store. A folder for each branch in it, and one for each version in that."""
+    update_weight_disk_keep_files: bool = Tuning(False)
+    """Keep all versions, as whole Hugging Face directories where they are full; without, those that lead to the newest one."""
+    update_weight_local_checkpoint_dir: str | None = Tuning(None)
+    """Folder on each engine's machine that files are copied to, before its engines are paused; one copy serves all of them. None:
+    `disk` loads from a shared directory in place; `delta`, and `disk` from an object store, use `{home}/{cluster}/weights`."""
+    update_weight_delta_encoding: Literal["xor", "overwrite"] = Tuning("xor")
+    """How a change is written. `xor`: as difference to the old bytes, which is smaller. `overwrite`: as the new bytes."""
+    update_weight_delta_checksum: Literal["xxh3-128", "adler32"] = Tuning("xxh3-128")
+    """What engines' machines check each changed tensor with, before an engine loads it."""
+    update_weight_full_interval: int = Tuning(default=50, ge=1)
+    """`delta`: every so many pushes all weights are written, so that no chain of changes is longer; 1 is always."""
     check_weight_update_equal: bool = Tuning(False)
     """In every push, overwrite what the engines hold with random numbers, send all weights again and compare: the stage fails by
     the names of tensors that did not come back as they were. Doubles the time of a push; the trainer keeps a copy on the CPU."""

@@ -43,16 +43,25 @@ class SharedBuffer:
         return placed
 
     def _grow(self, size_bytes: int) -> bool:
-        """Shared memory that is promised but not there ends the process when it is touched, so ask first."""
         self._block = torch.empty(0, dtype=torch.uint8)
-        if not MEMORY.is_dir() or shutil.disk_usage(MEMORY).free < size_bytes * SPARE:
-            return False
-        try:
-            with by_name():
-                self._block = torch.empty(size_bytes, dtype=torch.uint8).share_memory_()
-        except RuntimeError:  # torch's manager of shared memory did not start: no socket can be made in TMPDIR
-            return False
-        return True
+        block = shared_block(size_bytes)
+        if block is not None:
+            self._block = block
+        return block is not None
+
+
+def shared_block(size_bytes: int) -> Tensor | None:
+    """Shared memory, uint8 [size_bytes]; None if there is no room for it, or no way to share it.
+
+    Memory that is promised but not there ends the process when it is touched, so ask first.
+    """
+    if not MEMORY.is_dir() or shutil.disk_usage(MEMORY).free < size_bytes * SPARE:
+        return None
+    try:
+        with by_name():
+            return torch.empty(size_bytes, dtype=torch.uint8).share_memory_()
+    except RuntimeError:  # torch's manager of shared memory did not start: no socket can be made in TMPDIR
+        return None
 
 
 def references(placed: Sequence[tuple[str, Tensor]]) -> bytes:

@@ -120,8 +120,10 @@ class Engine:
     async def end_weight_update(self) -> None:
         await self._call("POST", "/end_weight_update", {})
 
-    async def update_from_tensors(self, serialized: Sequence[bytes], *, weight_version: str | None, flush_cache: bool) -> None:
-        """Load one bucket: one entry per tensor parallel rank, each the pickle of [(name, tensor)].
+    async def update_from_tensors(
+        self, serialized: Sequence[bytes], *, weight_version: str | None, flush_cache: bool, flattened: bool = False
+    ) -> None:
+        """Load one bucket: one entry per tensor parallel rank, each the pickle of [(name, tensor)], or as `handles` makes it.
 
         `weight_version` belongs to the last bucket only. A wrong name is ignored and a wrong shape ends the engine, so both are
         the caller's to check.
@@ -130,9 +132,54 @@ class Engine:
             "serialized_named_tensors": [base64.b64encode(item).decode() for item in serialized],
             "flush_cache": flush_cache,
         }
+        if flattened:
+            body["load_format"] = "flattened_bucket"
         if weight_version is not None:
             body["weight_version"] = weight_version
         await self._call("POST", "/update_weights_from_tensor", body)
+
+    async def join_group(self, name: str, *, address: str, port: int, first_rank: int, world_size: int, backend: str) -> None:
+        """Have its ranks join a process group, as `first_rank` and following, with one that waits at `address`.
+
+        One of that name which another process has left behind in it ends first.
+        """
+        await self.leave_group(name)
+        body = {"master_address": address, "master_port": port, "rank_offset": first_rank, "world_size": world_size}
+        await self._call("POST", "/init_weights_update_group", {**body, "group_name": name, "backend": backend})
+
+    async def leave_group(self, name: str) -> None:
+        """Have its ranks leave a process group, if they are in it."""
+        try:
+            await self._call("POST", "/destroy_weights_update_group", {"group_name": name})
+        except EngineRejected as error:
+            if "does not exist" not in str(error.found):
+                raise
+
+    async def update_from_group(
+        self,
+        name: str,
+        tensors: Sequence[tuple[str, str, Sequence[int]]],
+        *,
+        weight_version: str | None,
+        flush_cache: bool,
+    ) -> None:
+        """Load one bucket that is broadcast to the group as one tensor of bytes: name, dtype (torch's word) and shape of each.
+
+        It answers once it has received and loaded it, and waits for the broadcast for as long as that takes. For
+        `weight_version`, names and shapes see `update_from_tensors`.
+        """
+        names, dtypes, shapes = zip(*tensors, strict=True)
+        body: dict[str, Any] = {
+            "names": names,
+            "dtypes": dtypes,
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": name,
+            "load_format": "flattened_bucket",
+            "flush_cache": flush_cache,
+        }
+        if weight_version is not None:
+            body["weight_version"] = weight_version
+        await self._call("POST", "/update_weights_from_distributed", body)
 
     async def check_weights(self, action: Literal["snapshot", "reset_tensors", "compare"]) -> None:
         """Remember what it holds; fill it with random numbers; compare it with what is remembered, and forget that.

@@ -1,0 +1,125 @@
+"""A push in buckets: what the transports have in common that load weights into an engine piece by piece.
+
+The trainer's tensors are read in a thread of their own, one bucket ahead, so that the next one is gathered, and packed for its
+way, while engines load the last; the first already while they are paused. Each tensor is checked against the model directory
+before it is sent: SGLang ignores a wrong name and dies of a wrong shape.
+
+With a check, all of it is sent twice: after `end` the engine remembers what it holds and fills it with random numbers; then
+begin → buckets → end again, and it compares. What was not sent, or was not taken, differs.
+
+Not here: how a bucket gets there (`tensor`, `distributed`, `ipc`), what else is said to the engines (`session`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from rlpipe.engines.sglang.admin import PauseMode
+from rlpipe.errors import SyncError
+from rlpipe.sync.base import PushReport
+from rlpipe.sync.session import Session, push_session
+from rlpipe.sync.tensors import Bucket, buckets, checked, expected_shapes, with_last
+from rlpipe.sync.threads import Ahead
+
+Packed = TypeVar("Packed")
+
+
+class BucketTransport(ABC, Generic[Packed]):
+    """See `base.Transport`. `Packed` is a bucket made ready for its way."""
+
+    def __init__(self, model_dir: str | Path, *, buffer_size_bytes: int, timeout_s: float, tensor_parallel_size: int = 1) -> None:
+        """`model_dir` says which names and shapes the engines hold. `timeout_s` is for a whole push; one call gets a quarter."""
+        self.expected = expected_shapes(model_dir)
+        self.buffer_size_bytes, self.timeout_s, self.tensor_parallel_size = buffer_size_bytes, timeout_s, tensor_parallel_size
+
+    def push(
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        engines: Sequence[str],
+        stamp: str,
+        *,
+        pause: PauseMode = "abort",
+        check: bool = False,
+    ) -> PushReport:
+        """See `base.Transport.push`. Must not be called on a running event loop.
+
+        `pause`: see `Session.hold`. `check`: see the module; an engine that differs makes the whole push fail.
+        """
+        tensors = iter(named_tensors)
+        packed = self.packed(tensors, engines, stamp, check)
+
+        async def send(session: Session) -> None:
+            async with Ahead(packed) as ready:
+                try:
+                    await self._send(session, ready, pause, check)
+                finally:
+                    self.finish()
+
+        try:
+            return asyncio.run(push_session(engines, stamp, send, timeout_s=self.timeout_s))
+        finally:
+            self.finish()
+            _exhaust(packed)
+            _exhaust(tensors)
+
+    def packed(
+        self, tensors: Iterator[tuple[str, Tensor]], engines: Sequence[str], stamp: str, check: bool
+    ) -> Iterator[tuple[Packed, bool]]:
+        """What is sent, bucket by bucket, and whether it is the last; with a check, all of it twice.
+
+        Raises: SyncError for a tensor that the engines do not hold, or if some that they hold are missing.
+        """
+        missing, kept = set(self.expected), []
+        for bucket, last in with_last(buckets(self._checked(tensors, missing), self.buffer_size_bytes)):
+            if last and missing:
+                raise SyncError("tensors are missing", where=f"push of {stamp}", found=f"no {', '.join(sorted(missing)[:5])}")
+            if check:
+                kept.append(([(name, tensor.cpu()) for name, tensor in bucket], last))
+            yield self.pack(bucket, engines), last
+        for bucket, last in kept:
+            yield self.pack(bucket, engines), last
+
+    def _checked(self, tensors: Iterator[tuple[str, Tensor]], missing: set[str]) -> Iterator[tuple[str, Tensor]]:
+        return checked(tensors, self.expected, missing, own=False)
+
+    @abstractmethod
+    def pack(self, bucket: Bucket, engines: Sequence[str]) -> Packed:
+        """Make a bucket ready, in the reading thread."""
+
+    async def connect(self, session: Session) -> None:
+        """Before the first bucket, to engines that are paused."""
+
+    @abstractmethod
+    async def load(self, session: Session, packed: Packed, *, last: bool) -> None:
+        """Have all engines load a bucket; with the last one they take the session's stamp. Count it."""
+
+    def finish(self) -> None:
+        """Nothing more is loaded in this push. Twice is once."""
+
+    async def _send(self, session: Session, ready: Ahead[tuple[Packed, bool]], pause: PauseMode, check: bool) -> None:
+        await session.hold(pause)
+        await self.connect(session)
+        await session.begin()
+        again = False
+        async for packed, last in ready:
+            await self.load(session, packed, last=last)
+            if last:
+                await session.end()
+            if last and again:
+                await session.compare()
+            elif last and check:
+                again = True
+                await session.overwrite()
+                await session.begin()
+        await session.resume()
+
+
+def _exhaust(items: Iterator[object]) -> None:
+    for _ in items:
+        pass

@@ -1,0 +1,138 @@
+"""Weights by broadcast, from trainer rank 0 to all ranks of all engines at once: NCCL between GPUs, gloo without.
+
+The group is made for the engines of a push, and made anew when they are others than last time: one was killed and came back, or
+only one of them is behind. For every bucket each engine is told what comes (`/update_weights_from_distributed`) and answers when
+it has loaded it; meanwhile the bucket is broadcast as one tensor of bytes, and the next one is gathered and packed.
+
+An engine that is told and does not take part leaves all others, and us, waiting inside the broadcast. So the first failure ends
+the push for all of its engines: none of them knows what it holds. We leave the group, and the next push makes another.
+
+Not here: the group itself (`group`), what else is said to the engines (`session`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from rlpipe.engines.sglang.admin import Engine
+from rlpipe.errors import EngineError, RlpipeError, SyncError
+from rlpipe.sync.bucketed import BucketTransport
+from rlpipe.sync.flat import Flat, flatten
+from rlpipe.sync.group import NAME, BroadcastGroup, backend_of
+from rlpipe.sync.session import CALLS_PER_PUSH, Session
+from rlpipe.sync.tensor import is_here
+from rlpipe.sync.tensors import Bucket
+from rlpipe.sync.threads import aside
+
+_POLL_S = 0.001
+
+
+class DistributedTransport(BucketTransport[Flat]):
+    """See `base.Transport`. It keeps its group from one push to the next; `close` ends it."""
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        buffer_size_bytes: int,
+        timeout_s: float,
+        tensor_parallel_size: int = 1,
+        device: torch.device,
+        address: str = "127.0.0.1",
+    ) -> None:
+        """`device`: where tensors are sent from. `address`: of this node, for engines that are not on it."""
+        super().__init__(
+            model_dir, buffer_size_bytes=buffer_size_bytes, timeout_s=timeout_s, tensor_parallel_size=tensor_parallel_size
+        )
+        self.device, self.address = device, address
+        self.members: tuple[str, ...] = ()
+        """Engines of the group, by URL, in order of rank."""
+        self._group: BroadcastGroup | None = None
+
+    def pack(self, bucket: Bucket, engines: Sequence[str]) -> Flat:
+        return flatten(bucket, self.device)
+
+    def close(self) -> None:
+        """Leave the group. Engines notice when they are asked to join the next."""
+        if self._group is not None:
+            self._group.drop()
+        self._group, self.members = None, ()
+
+    async def connect(self, session: Session) -> None:
+        """Have a group of exactly the engines of this session."""
+        members = tuple(engine.url for engine in session.active)
+        if self._group is not None and self.members == members:
+            return
+        self.close()
+        ranks = self.tensor_parallel_size
+        group = BroadcastGroup(ranks * len(members), backend=backend_of(self.device), timeout_s=self.timeout_s)
+        address = "127.0.0.1" if all(map(is_here, members)) else self.address
+        first = {url: 1 + ranks * number for number, url in enumerate(members)}
+        session.doing = "make a group of trainer and engines"
+        joining = [
+            engine.join_group(
+                NAME,
+                address=address,
+                port=group.port,
+                first_rank=first[engine.url],
+                world_size=group.world_size,
+                backend=backend_of(self.device),
+            )
+            for engine in session.active
+        ]
+        try:
+            await self._together([*joining, aside(group.join)], session)
+        except BaseException:
+            group.drop()
+            raise
+        self._group, self.members = group, members
+
+    async def load(self, session: Session, packed: Flat, *, last: bool) -> None:
+        group = self._group
+        if group is None or tuple(engine.url for engine in session.active) != self.members:
+            raise SyncError("an engine left the group", where=f"push of {session.stamp}", found=session.unknown)
+        session.doing = f"bucket {session.buckets}"
+        tensors = [(part.name, part.dtype_name, part.shape) for part in packed.parts]
+        stamp = session.stamp if last else None
+
+        def told(engine: Engine):
+            return engine.update_from_group(NAME, tensors, weight_version=stamp, flush_cache=last)
+
+        try:
+            await self._together([*map(told, session.active), self._broadcast(group, packed)], session)
+        except BaseException:
+            self.close()
+            raise
+        session.count(len(packed.parts), packed.memory.nbytes)
+
+    async def _broadcast(self, group: BroadcastGroup, packed: Flat) -> None:
+        work = await aside(lambda: group.broadcast(packed.memory))
+        while not work.is_completed():
+            await asyncio.sleep(_POLL_S)
+        work.wait()
+
+    async def _together(self, steps: Iterable, session: Session) -> None:
+        """Take steps that wait for each other. Raises: SyncError at the first that fails, naming the engine that did."""
+        tasks = [asyncio.ensure_future(step) for step in steps]
+        try:
+            async with asyncio.timeout(self.timeout_s / CALLS_PER_PUSH):
+                await asyncio.gather(*tasks)
+        except (RlpipeError, RuntimeError, TimeoutError) as error:
+            raise _broken(error, session) from error
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+def _broken(error: Exception, session: Session) -> SyncError:
+    found = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+    return SyncError(
+        "the broadcast broke, and with it the push for every engine of the group",
+        where=f"push of {session.stamp}: {session.doing}",
+        found=found,
+        do="engines whose weights are unknown are replaced, and the next push makes another group",
+    )

@@ -1,0 +1,97 @@
+"""The process group in which one trainer rank (rank 0) broadcasts weights to the ranks of engines.
+
+An engine joins through `/init_weights_update_group`, where SGLang meets the others at a TCP store and then calls the same
+function of torch as here; so both sides agree on the names under which they find each other. It is a group beside the trainer's
+own: it is not in the way of Megatron's, which do not know of it.
+
+A broadcast that an engine does not take part in stays open, and a group in that state cannot be left in good order: the engines
+that wait in it are replaced, and `drop` leaves it to a thread.
+
+Not here: what is said to the engines (`distributed`).
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from rlpipe.sync.threads import start
+
+NAME = "rlpipe"
+"""Of the group, in the engines too. One name for all: who comes after a trainer that died can end what that one left."""
+MEET_S = 60.0
+
+
+class BroadcastGroup:
+    """One group. Make it, have every engine join at `port` meanwhile, and `join`."""
+
+    def __init__(self, engine_ranks: int, *, backend: str, timeout_s: float) -> None:
+        """Opens the store on a free port of all interfaces. `timeout_s`: after it, a broadcast gives itself up on gloo."""
+        self.world_size, self._backend, self._timeout = 1 + engine_ranks, backend, timedelta(seconds=timeout_s)
+        self._meet = timedelta(seconds=min(MEET_S, timeout_s))
+        self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=self._meet)
+        self._group: dist.ProcessGroup | None = None
+
+    @property
+    def port(self) -> int:
+        """Where the engines meet us."""
+        return self._server.port
+
+    def join(self) -> None:
+        """Wait for all engines and open the group. Blocks. Raises: RuntimeError if not all of them come."""
+        store = dist.TCPStore("127.0.0.1", self.port, self.world_size, is_master=False, timeout=self._meet)
+        store.set_timeout(self._timeout)
+        self._group, _ = c10d._new_process_group_helper(
+            self.world_size,
+            0,
+            [],
+            dist.Backend(self._backend),
+            dist.PrefixStore(NAME, store),
+            group_name=c10d.GroupName(NAME),
+            timeout=self._timeout,
+        )
+        _forget(self._group)
+
+    def broadcast(self, tensor: Tensor) -> dist.Work:
+        """Begin to send a tensor to all engines. The first time, NCCL blocks until every engine is there too."""
+        assert self._group is not None, "join first"
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
+        return self._group.broadcast([tensor], options)
+
+    def drop(self) -> None:
+        """Leave the group at once, whatever is still under way in it. Twice is once."""
+        group, self._group = self._group, None
+        if group is not None:
+            start(_Leave(group))
+
+
+class _Leave:
+    """Holds the last reference to a group: on gloo, to let it go is to wait for what is under way."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group: dist.ProcessGroup | None = group
+
+    def __call__(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+
+
+def _forget(group: dist.ProcessGroup) -> None:
+    """Take a group out of torch's list: the end of the trainer's own groups must not wait for engines."""
+    world = c10d._world
+    for known in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+        known.pop(group, None)
+    if (tag := world.pg_to_tag.pop(group, None)) is not None:
+        world.tags_to_pg[tag].remove(group)
+    c10d._unregister_process_group(group.group_name)
+
+
+def backend_of(device: torch.device) -> str:
+    """What moves tensors of this device."""
+    return "nccl" if device.type == "cuda" else "gloo"

@@ -1,0 +1,41 @@
+"""What is checked of tensors before they are sent, and how they are cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlpipe.errors import ConfigError, SyncError
+from rlpipe.sync.tensors import buckets, checked, expected_shapes
+from tests.live_engine import VOCAB_SIZE, make_model
+
+
+def test_nothing_is_sent_that_the_engines_do_not_hold(tmp_path):
+    make_model(tmp_path / "model", seed=0)
+    expected = expected_shapes(tmp_path / "model")
+    assert "lm_head.weight" not in expected and expected["model.embed_tokens.weight"] == (VOCAB_SIZE, 64)
+    good = torch.zeros(64)
+    for name, tensor, message in [
+        ("model.norm.wait", good, "no such tensor"),
+        ("model.norm.weight", torch.zeros(63), "not what the engines hold"),
+        ("model.norm.weight", good.int(), "not what the engines hold"),
+    ]:
+        with pytest.raises(SyncError, match=message):
+            list(checked([(name, tensor)], expected, set()))
+    assert list(checked([("lm_head.weight", good)], expected, set())) == []
+
+
+def test_a_view_is_sent_without_the_storage_behind_it(tmp_path):
+    ((_, tensor),) = checked([("a", torch.zeros(1000)[:3])], {"a": (3,)}, set())
+    assert tensor.untyped_storage().nbytes() == 12
+
+
+def test_buckets_hold_at_most_their_size_but_lose_nothing():
+    tensors = [(str(size), torch.zeros(size)) for size in (1, 2, 30, 1, 1, 1)]
+    cut = list(buckets(tensors, 16))
+    assert [[name for name, _ in bucket] for bucket in cut] == [["1", "2"], ["30"], ["1", "1", "1"]]
+
+
+def test_a_directory_without_weights_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no weights"):
+        expected_shapes(tmp_path)
