@@ -40,7 +40,6 @@ class TrainerSpec:
     """None: nothing is distilled."""
     engine_tensor_parallel_size: int
     world_size: int
-    num_nodes: int
     threads: int
     deterministic: bool = False
     observe: ObserveConfig = field(default=ObserveConfig(), compare=False)
@@ -68,7 +67,6 @@ class TrainerSpec:
             teacher=config.teacher if config.advantage.use_opd else None,
             engine_tensor_parallel_size=config.resources.rollout_num_gpus_per_engine,
             world_size=config.resources.trainer_ranks,
-            num_nodes=config.resources.actor_num_nodes,
             threads=config.resources.threads_per_process,
             deterministic=config.deterministic,
             observe=config.observe,
