@@ -58,6 +58,7 @@ def rollout_inputs(config: RunConfig, fingerprint: str, plan: str) -> Inputs:
     settings = {**config.rollout.identity(), "model": fingerprint}
     if not config.rollout.static:
         settings |= {"deterministic": config.deterministic, "async_buffer_size": config.async_buffer_size}
+        settings |= _engines(config)
     hooks = {path: hook_digest(path) for path in config.rollout.hook_paths}
     if config.rollout.judged_by_reward:
         settings["reward"] = config.reward.identity()
@@ -138,6 +139,7 @@ def eval_inputs(config: RunConfig, dataset: EvalDataset, weights: str) -> Inputs
         "reward": reward.identity(),
         "data": config.data.model_copy(update={"prompts": dataset.prompts}).identity(),
     }
+    settings |= _engines(config)
     hooks = {path: hook_digest(path) for path in config.rollout.evaluation_hook_paths}
     return Inputs(Stage.EVAL, {"weights": weights}, settings, {**hooks, **_reward_hooks(reward)})
 
@@ -170,6 +172,11 @@ def _critic_optimizer(config: RunConfig) -> OptimizerConfig:
 def config_digest(config: RunConfig) -> str:
     """sha256 of the whole configuration."""
     return hashlib.sha256(json.dumps(config.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+
+
+def _engines(config: RunConfig) -> dict[str, Any]:
+    """What engines sample with, if it is not the weights as they are."""
+    return {"quantization": config.engine.quantization} if config.engine.quantization else {}
 
 
 def _reward_hooks(reward: RewardConfig) -> dict[str, str]:

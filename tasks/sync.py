@@ -17,7 +17,7 @@ from tasks.record import once, stage_task
 from tasks.train import hold
 from tasks.turn import sampled_after
 
-LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.3}
+LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.3, "fp8": 1.0}
 CALL_TIMEOUT_S = 60.0
 
 
@@ -31,6 +31,8 @@ async def sync(run: str, k: int, train: NodeRef, advantage: NodeRef) -> State:
         sent = await publish(it, train.digest, version=k + 1, everyone=due)
         apart = await probe(it, train.digest, advantage.digest, k + 1) if due else None
         metrics = {"sync/seconds": sent["seconds"], "sync/bytes": float(sent["bytes"])}
+        if "share" in sent:
+            metrics["sync/share_of_weights"] = sent["share"]
         if apart is not None:
             metrics["sync/logprob_difference"] = apart
         return {"outputs": {**sent, "version": k + 1, "metrics": metrics}}
@@ -102,7 +104,7 @@ async def probe(it: RunContext, weights: str, batch: str, version: int) -> float
     trainer, deadline_s = it.cluster.trainer, config.timeout_s + CALL_TIMEOUT_S
     await trainer.call("probe", held=held, batch=batch, samples=config.probe_samples, deadline_s=deadline_s)
     answers = await trainer.call("compare", engines=urls, timeout_s=config.timeout_s, deadline_s=deadline_s)
-    limit = config.max_logprob_difference or LARGEST_DIFFERENCE[it.config.model.dtype]
+    limit = config.max_logprob_difference or LARGEST_DIFFERENCE[it.config.engine.quantization or it.config.model.dtype]
     if not answers[0] <= limit:
         await it.cluster.stop_engines()
         raise Mismatch(

@@ -67,6 +67,7 @@ EXPECTED = {
     "train.custom_megatron_before_log_prob_hook_path": {Stage.ADVANTAGE, Stage.TRAIN},
     "train.use_routing_replay": {Stage.ADVANTAGE, Stage.TRAIN},
     "deterministic": {Stage.TRAIN},
+    "engine.quantization": {HELD, SCORED},
     "train.optimizer.": {Stage.INIT, Stage.TRAIN},
     "train.seed": {Stage.INIT, Stage.TRAIN},
     "model.dtype": {Stage.INIT},

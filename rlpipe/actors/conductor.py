@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ray.actor import ActorHandle
 
 from rlpipe.actors.calls import call, end
 from rlpipe.actors.engine import EngineSpec
+from rlpipe.actors.files_sync import FilesSync
 from rlpipe.actors.fleet import Fleet, KeptEngine, Weights
 from rlpipe.actors.named import NamedActors
 from rlpipe.actors.requests import Requests
@@ -326,6 +327,9 @@ class Conductor:
         return Requests(self._generator, config)
 
     async def _can_send(self, weights: Weights) -> bool:
+        spec = self._spec
+        if spec is not None and spec.config.sync.through_files and await FilesSync(spec, self._cluster).there(weights):
+            return True
         if self._trainer is None or self._trainer_lock.locked() or not self._sharing.sampling:
             return False
         async with self._exclusive("can_send", CALL_TIMEOUT_S) as trainer:
@@ -337,18 +341,42 @@ class Conductor:
         """See `fleet.Send`. A trainer that holds nothing is restored first; requests are held while weights are on their way."""
         assert self._spec is not None
         config = self._spec.config
+        free = idle or self._sharing.active
+
+        def held() -> AbstractAsyncContextManager[None]:
+            return nullcontext() if free else self._requests(config).held_for_push()
+
+        if config.sync.through_files:
+            return await FilesSync(self._spec, self._cluster).send(
+                weights,
+                urls,
+                self._kept().engines,
+                trainer=lambda: self._trainer_with(weights, config, must=must),
+                held=held,
+                begin=begin,
+            )
+        deadline_s = config.sync.timeout_s + CALL_TIMEOUT_S
+        async with self._trainer_with(weights, config, must=must) as trainer:
+            if trainer is None:
+                return None
+            async with held():
+                await begin()
+                of_push = {"engines": list(urls), "stamp": weights.stamp, "sync": config.sync}
+                answers = await trainer.call("push", held=weights.digest, deadline_s=deadline_s, **of_push)
+        return answers[0]
+
+    @asynccontextmanager
+    async def _trainer_with(self, weights: Weights, config: RunConfig, *, must: bool) -> AsyncIterator[TrainerGroup | None]:
+        """The trainer with these weights, restored if it held nothing; None if it holds others, unless it `must` give them up."""
         deadline_s = config.sync.timeout_s + CALL_TIMEOUT_S
         async with self._exclusive("push", deadline_s + config.train.timeout_s) as trainer:
             if not must and await trainer.held() not in (weights.digest, None):
-                return None
+                yield None
+                return
             async with self._phase_kept_after():
                 await self._restored(trainer, weights, config)
                 await self._enter("push")
-                async with nullcontext() if idle or self._sharing.active else self._requests(config).held_for_push():
-                    await begin()
-                    of_push = {"engines": list(urls), "stamp": weights.stamp, "sync": config.sync}
-                    answers = await trainer.call("push", held=weights.digest, deadline_s=deadline_s, **of_push)
-        return answers[0]
+                yield trainer
 
     async def _restored(self, trainer: TrainerGroup, weights: Weights, config: RunConfig) -> None:
         """Have the trainer hold these weights. Raises: Mismatch."""

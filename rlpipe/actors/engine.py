@@ -21,6 +21,12 @@ from rlpipe.engines.sglang.admin import MEMORY_TAGS, Engine, MemoryTag
 from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Server
 from rlpipe.errors import DeadlineExceeded, EngineError, EngineUnavailable
+from rlpipe.sync.fp8 import fp8_directory
+from rlpipe.sync.mirror import Mirror
+from rlpipe.sync.versions import WeightStore
+
+FILES = "files"
+"""Concurrency group of `bring`: the other calls are answered meanwhile."""
 
 MEMORY_TIMEOUT_S = 50.0
 """For each call about GPU memory; less than what the fleet waits for all of them."""
@@ -60,6 +66,12 @@ class EngineSpec:
             devices=devices,
         )
 
+    def served_dir(self) -> str:
+        """The directory that the server is started with: the model's, or what is made of it. Raises: ConfigError."""
+        if self.engine.quantization == "fp8":
+            return fp8_directory(self.model_dir, Path(self.logs).parents[1] / "models")
+        return self.model_dir
+
 
 class EngineActor:
     """One SGLang server."""
@@ -87,7 +99,7 @@ class EngineActor:
         self.stop()
         self._spec, self._unknown, self._awake = spec, True, set(MEMORY_TAGS)
         self._server = Server(
-            spec.model_dir,
+            spec.served_dir(),
             _at_home(spec.engine),
             spec.resources,
             dtype=spec.dtype,
@@ -145,6 +157,13 @@ class EngineActor:
         if missing and self._server is not None and self._server.alive:
             asyncio.run(_take_back(self._server.url, sorted(missing), goes_on=self._awake | missing == set(MEMORY_TAGS)))
             self._awake |= missing
+
+    def bring(self, root: str, stamp: str, folder: str, timeout_s: float) -> str:
+        """Have a version of the weights on this machine, in the mirror at `folder`: the directory that the server can load.
+
+        It runs beside the other calls (concurrency group `files`). Raises: as `Mirror.bring`.
+        """
+        return str(Mirror(folder).bring(WeightStore(root), stamp, timeout_s=timeout_s))
 
     def stop(self) -> None:
         """End the server."""

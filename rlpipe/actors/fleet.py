@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 from ray.actor import ActorHandle
 
 from rlpipe.actors.calls import call, gather
-from rlpipe.actors.engine import EngineSpec
+from rlpipe.actors.engine import FILES, EngineSpec
 from rlpipe.actors.sharing import OF_ENGINES, Sharing
 from rlpipe.config.model import EngineConfig
 from rlpipe.errors import ActorLost, DeadlineExceeded, EngineUnavailable, RlpipeError, SyncError
@@ -51,7 +51,7 @@ class Send(Protocol):
     async def __call__(
         self, weights: Weights, urls: Sequence[str], *, begin: Callable[[], Awaitable[None]], idle: bool, must: bool
     ) -> dict[str, Any] | None:
-        """To engines by URL: `{"bytes", "seconds", "unknown": {url: why}}`.
+        """To engines by URL: `{"bytes", "seconds", "unknown": {url: why}}`, and through files their `share` of all weights.
 
         `begin` is awaited right before the first byte. `idle`: the engines have no requests. Unless it `must`, nothing is sent,
         and the answer is None, if the trainer would have to give up other weights for these.
@@ -99,6 +99,11 @@ class KeptEngine:
 
     async def mark(self, *, unknown: bool) -> None:
         await call(self.actor.mark.remote(unknown=unknown), where=f"engine/{self.number}.mark", deadline_s=CALL_TIMEOUT_S)
+
+    async def bring(self, root: str, stamp: str, folder: str, deadline_s: float) -> str:
+        """Have a version of the weights on its machine. As `EngineActor.bring`."""
+        ref = self.actor.bring.options(concurrency_group=FILES).remote(root, stamp, folder, deadline_s)
+        return await call(ref, where=f"engine/{self.number}.bring", deadline_s=deadline_s)
 
     async def stop(self) -> None:
         """End its server; its keeper starts another."""
@@ -357,7 +362,7 @@ class Fleet:
         await asyncio.gather(*(engine.mark(unknown=False) for engine in arrived))
         for engine in arrived:
             engine.stamp = weights.stamp
-        return {"engines": len(arrived), "bytes": sent["bytes"], "seconds": sent["seconds"]}
+        return {"engines": len(arrived), **{key: value for key, value in sent.items() if key != "unknown"}}
 
     async def _admit(self, engines: list[KeptEngine]) -> None:
         if engines:

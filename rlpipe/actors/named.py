@@ -54,9 +54,9 @@ class NamedActors:
         return named(lambda: TrainerRank, f"trainer-{rank}", self._namespace, arguments, options)
 
     def engine(self, number: int) -> ActorHandle:
-        from rlpipe.actors.engine import EngineActor
+        from rlpipe.actors.engine import FILES, EngineActor
 
-        options = lambda: self.placement.engine(number)  # noqa: E731 - a thunk: places are taken only for a new actor
+        options = lambda: {**self.placement.engine(number), "concurrency_groups": {FILES: 1}}  # noqa: E731 - a thunk: places are taken only for a new actor
         return named(lambda: EngineActor, f"engine-{number}", self._namespace, (number, self._cwd), options)
 
     def router(self) -> ActorHandle:

@@ -30,6 +30,7 @@ from rlpipe.actors.placement import own_address
 from rlpipe.actors.probe import largest_difference
 from rlpipe.actors.profiling import Part as Work
 from rlpipe.actors.profiling import check, profiled
+from rlpipe.actors.pushing import Pusher, served_dir, served_tensors
 from rlpipe.actors.scoring import critic_metrics, scored, with_server_s_scores
 from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.batch import fix_batch, with_advantages
@@ -44,7 +45,8 @@ from rlpipe.packing import BatchColumns, PackingPlan, attention_length, plan
 from rlpipe.stage_files import read_batch, read_packing, read_rewards, read_samples, write_batch
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
-from rlpipe.sync.tensor import TensorTransport
+from rlpipe.sync.disk import WeightWriter
+from rlpipe.sync.versions import Share, WeightStore
 from rlpipe.types import FileRecord, Stage
 
 
@@ -75,7 +77,8 @@ class TrainerRank:
         self._result: dict[str, Any] = {}
         self._engine: MegatronEngine | None = None
         self._spec: TrainerSpec | None = None
-        self._transport: TensorTransport | None = None
+        self._pusher: Pusher | None = None
+        self._writer: WeightWriter | None = None
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="upload")
         self._upload: tuple[Upload, Future[list[FileRecord]]] | None = None
         self._probe: tuple[BatchColumns, np.ndarray] | None = None
@@ -101,9 +104,7 @@ class TrainerRank:
         if self._spec == spec:
             self._spec = spec
             return
-        if self._engine is not None:
-            self._engine.close()
-        self._engine = self._spec = self._transport = self.held = None
+        self.close()
         self._engine = MegatronEngine(
             spec.model_dir,
             spec.model,
@@ -242,28 +243,33 @@ class TrainerRank:
         )
 
     @collective
-    def push(self, *, held: str, engines: list[str], stamp: str, sync: SyncConfig) -> dict[str, Any]:
+    def push(
+        self, *, held: str, engines: list[str], stamp: str, sync: SyncConfig, places: dict[str, list[int]] | None = None
+    ) -> dict[str, Any]:
         """Send the held weights to the engines under a stamp: `{"bytes", "seconds", "unknown"}`. Rank 0 sends, all ranks gather.
 
-        `unknown` names the engines (by URL, with the reason) that did not get them. Raises: SyncError (on rank 0) if none did.
+        `places`: of the engines on our GPUs, by URL, the trainer ranks there in the order of the engine's own. `unknown` names
+        the engines (by URL, with the reason) that did not get them. Raises: SyncError (on rank 0) if none did.
         """
         start = time.perf_counter()
         engine, spec = self._require(held)
-        if self._transport is None:
-            self._transport = TensorTransport(
-                spec.model_dir,
-                buffer_size_bytes=sync.update_weight_buffer_size,
-                timeout_s=sync.timeout_s,
-                tensor_parallel_size=spec.engine_tensor_parallel_size,
-            )
-        tensors = engine.named_hf_tensors()
-        if self.rank == 0:
-            pause = "retract" if sync.in_flight == "in_place" else "abort"
-            equal = sync.check_weight_update_equal
-            report = self._transport.push(tensors, engines, stamp, pause=pause, check=equal)
-            return {"bytes": report.size_bytes, "seconds": time.perf_counter() - start, "unknown": report.unknown}
-        sent = sum(tensor.nbytes for _, tensor in tensors)
-        return {"bytes": sent, "seconds": time.perf_counter() - start, "unknown": {}}
+        if self._pusher is None:
+            self._pusher = Pusher(engine, spec, rank=self.rank, world_size=self.world_size)
+        return {**self._pusher.push(engines, stamp, sync, places or {}), "seconds": time.perf_counter() - start}
+
+    def remembers(self) -> str | None:
+        """Stamp of the weights whose bytes this rank keeps, so that it can write what changes of them."""
+        return self._writer.remembered if self._writer else None
+
+    @collective
+    def write(self, *, held: str, stamp: str, base: str | None, sync: SyncConfig) -> Share:
+        """Write this rank's share of the held weights as files, all of it or changes since `base`. As `WeightWriter.write`."""
+        engine, spec = self._require(held)
+        if self._writer is None or self._writer.sync != sync:
+            Path(spec.work_dir).mkdir(parents=True, exist_ok=True)
+            store = WeightStore(sync.disk_dir(spec.store_root), scratch=Path(spec.work_dir))
+            self._writer = WeightWriter(store, served_dir(spec), sync, rank=self.rank, world_size=self.world_size)
+        return self._writer.write(served_tensors(engine, spec), stamp, base)
 
     @collective
     def probe(self, *, held: str, batch: str, samples: int) -> None:
@@ -332,9 +338,11 @@ class TrainerRank:
 
     def close(self) -> None:
         """Leave the process groups; the actor can be set up again."""
+        if self._pusher is not None:
+            self._pusher.close()
         if self._engine is not None:
             self._engine.close()
-        self._engine = self._spec = self.held = None
+        self._engine = self._spec = self._pusher = self._writer = self.held = None
 
     def _ready(self) -> tuple[MegatronEngine, TrainerSpec]:
         if self._engine is None or self._spec is None:

@@ -39,6 +39,8 @@ class TrainerSpec:
     teacher: TeacherConfig | None
     """None: nothing is distilled."""
     engine_tensor_parallel_size: int
+    engine_quantization: str | None
+    """How engines hold the weights; None: as they are."""
     world_size: int
     threads: int
     deterministic: bool = False
@@ -66,6 +68,7 @@ class TrainerSpec:
             critic_optimizer_steps=config.critic_optimizer_steps,
             teacher=config.teacher if config.advantage.use_opd else None,
             engine_tensor_parallel_size=config.resources.rollout_num_gpus_per_engine,
+            engine_quantization=config.engine.quantization,
             world_size=config.resources.trainer_ranks,
             threads=config.resources.threads_per_process,
             deterministic=config.deterministic,

@@ -148,3 +148,6 @@ class EngineConfig(Config):
     host: str | None = Tuning(None)
     """Address that every server and the router bind to, and are reached at. None: 127.0.0.1 while the Ray cluster is one machine;
     else the address of the machine each of them runs on."""
+    quantization: Literal["fp8"] | None = Field(default=None)
+    """`fp8`: engines sample with weights in FP8 (blocks of 128 × 128), made of the trained ones in every push; None: with the
+    trained ones. CUDA only. The trainer and its log-probs stay in model.dtype: TIS and MIS correct for the difference."""

@@ -85,10 +85,11 @@ class TrainConfig(Config):
 class SyncConfig(Config):
     """Moving weights into the engines."""
 
-    transport: Literal["tensor", "disk", "delta"] = Tuning("tensor")
-    """`tensor`: over HTTP from the trainer to each engine (CUDA IPC where they share a GPU). `disk`: all weights as files, which
-    engines load. `delta`: what changed of them, put on top of what an engine's machine has; the trainer keeps a copy on the CPU.
-    Through files a restarted engine gets its weights without the trainer."""
+    transport: Literal["tensor", "distributed", "disk", "delta"] = Tuning("tensor")
+    """`tensor`: over HTTP from the trainer to each engine; through the GPU's memory (CUDA IPC) where they share one.
+    `distributed`: by broadcast from the trainer's first rank to all engines (NCCL; gloo without CUDA), none of them on its GPUs.
+    `disk`: all weights as files, which engines load. `delta`: what changed of them, put on top of what an engine's machine has;
+    the trainer keeps a copy on the CPU. Through files a restarted engine gets its weights without the trainer."""
     update_weights_interval: int = Field(default=1, ge=1)
     """Push after every this many iterations; between two pushes engines sample with older weights (see async_buffer_size)."""
     in_flight: Literal["drain", "abort", "in_place"] = Tuning("abort")
@@ -116,9 +117,18 @@ class SyncConfig(Config):
     probe_samples: int = Tuning(default=4, ge=0)
     """After a push, so many samples of the batch are scored by engine and trainer and compared; 0 is no check."""
     max_logprob_difference: float | None = Tuning(default=None, gt=0)
-    """The stage fails if they differ by more; None: 1e-3 in float32, 0.3 in bfloat16."""
+    """The stage fails if they differ by more; None: 1e-3 in float32, 0.3 in bfloat16, 1 with FP8 engines."""
     timeout_s: float = Tuning(default=600.0, gt=0)
     """Deadline of the whole stage."""
+
+    @property
+    def through_files(self) -> bool:
+        """Do weights go through files, which the trainer writes and engines read?"""
+        return self.transport in ("disk", "delta")
+
+    def disk_dir(self, store_root: str) -> str:
+        """Where the files go: a directory or a URL."""
+        return self.update_weight_disk_dir or f"{store_root}/weights"
 
 
 class CheckpointConfig(Config):

@@ -111,7 +111,7 @@ class DistributedTransport(BucketTransport[Flat]):
 
     async def _broadcast(self, group: BroadcastGroup, packed: Flat) -> None:
         work = await aside(lambda: group.broadcast(packed.memory))
-        while not work.is_completed():
+        while not work.is_completed():  # noqa: ASYNC110 - torch calls nobody
             await asyncio.sleep(_POLL_S)
         work.wait()
 

@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore, _unregister_process_group
 from torch.distributed import distributed_c10d as c10d
 
 from rlpipe.sync.threads import start
@@ -33,7 +34,7 @@ class BroadcastGroup:
         """Opens the store on a free port of all interfaces. `timeout_s`: after it, a broadcast gives itself up on gloo."""
         self.world_size, self._backend, self._timeout = 1 + engine_ranks, backend, timedelta(seconds=timeout_s)
         self._meet = timedelta(seconds=min(MEET_S, timeout_s))
-        self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=self._meet)
+        self._server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=self._meet)
         self._group: dist.ProcessGroup | None = None
 
     @property
@@ -43,14 +44,14 @@ class BroadcastGroup:
 
     def join(self) -> None:
         """Wait for all engines and open the group. Blocks. Raises: RuntimeError if not all of them come."""
-        store = dist.TCPStore("127.0.0.1", self.port, self.world_size, is_master=False, timeout=self._meet)
+        store = TCPStore("127.0.0.1", self.port, self.world_size, is_master=False, timeout=self._meet)
         store.set_timeout(self._timeout)
         self._group, _ = c10d._new_process_group_helper(
             self.world_size,
             0,
             [],
             dist.Backend(self._backend),
-            dist.PrefixStore(NAME, store),
+            PrefixStore(NAME, store),
             group_name=c10d.GroupName(NAME),
             timeout=self._timeout,
         )
@@ -89,7 +90,7 @@ def _forget(group: dist.ProcessGroup) -> None:
         known.pop(group, None)
     if (tag := world.pg_to_tag.pop(group, None)) is not None:
         world.tags_to_pg[tag].remove(group)
-    c10d._unregister_process_group(group.group_name)
+    _unregister_process_group(group.group_name)
 
 
 def backend_of(device: torch.device) -> str:

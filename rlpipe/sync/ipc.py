@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,7 @@ class IpcTransport(BucketTransport[Handles]):
         self.device, self.rank, self.world_size = device, rank, world_size
         self.places: Mapping[str, Sequence[int]] = {}
         """Engine by URL → the trainer ranks on its GPUs, in the order of its own ranks."""
-        self._ranks = dist.new_group(backend="gloo") if world_size > 1 else None
+        self._ranks: Any = dist.new_group(backend="gloo") if world_size > 1 else None
         self._slots: list[Tensor] = []
         self._packed = self._loaded = 0
         self._over = False
@@ -159,7 +160,9 @@ class IpcTransport(BucketTransport[Handles]):
             return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
         block = shared_block(size_bytes)
         if block is None:
-            raise ResourceError("no shared memory for a bucket", where="sync.update_weight_buffer_size", found=f"{size_bytes} bytes")
+            raise ResourceError(
+                "no shared memory for a bucket", where="sync.update_weight_buffer_size", found=f"{size_bytes} bytes"
+            )
         return block
 
     def _gathered(self, handle: bytes) -> tuple[bytes, ...]:

@@ -68,17 +68,15 @@ class Mirror:
         with self._alone(timeout_s):
             if self.held() == stamp:
                 return self.weights
-            chain = store.chain(stamp)
-            at = next((i for i, version in enumerate(chain) if version.stamp == self.held()), None)
-            if at is not None:
+            chain = store.chain(stamp, after=self.held())
+            if chain[0].base is not None:
                 try:
-                    self._apply(store, chain[at + 1 :])
-                    return self.weights
+                    return self._apply(store, chain)
                 except SyncError:  # what lies here is not what it should be
                     self._record.unlink(missing_ok=True)
+                chain = store.chain(stamp)
             self._start_over(store, chain[0])
-            self._apply(store, chain[1:])
-        return self.weights
+            return self._apply(store, chain[1:])
 
     def apply(self, store: WeightStore, version: Version) -> None:
         """Put one version's changes on top of what is held. Raises: SyncError if that is not their base; as `bring`."""
@@ -97,9 +95,10 @@ class Mirror:
         self._hold(version.stamp)
         shutil.rmtree(incoming, ignore_errors=True)
 
-    def _apply(self, store: WeightStore, versions: Sequence[Version]) -> None:
+    def _apply(self, store: WeightStore, versions: Sequence[Version]) -> Path:
         for version in versions:
             self.apply(store, version)
+        return self.weights
 
     def _start_over(self, store: WeightStore, version: Version) -> None:
         self._record.unlink(missing_ok=True)

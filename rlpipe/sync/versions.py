@@ -61,6 +61,8 @@ class Version(BaseModel):
     stamp: str
     base: str | None
     """Stamp of the weights that these are changes of; None: this is all of them."""
+    links: int
+    """Versions in its chain, from the full one to this."""
     encoding: str | None
     """How a change is written; None of a full version. See `delta.ENCODINGS`."""
     checksum: str
@@ -116,12 +118,13 @@ class WeightStore:
                 written.unlink(missing_ok=True)
             return WeightFile(name=name, size_bytes=target.stat().st_size, sha256=None, tensors=tuple(tensors))
 
-    def join(self, stamp: str, base: str | None, sync: SyncConfig, shares: Sequence[Share]) -> Version:
-        """The version that the shares of all ranks make."""
+    def join(self, stamp: str, base: Version | None, sync: SyncConfig, shares: Sequence[Share]) -> Version:
+        """The version that the shares of all ranks make, on top of another or by itself."""
         delta = sync.transport == "delta"
         return Version(
             stamp=stamp,
-            base=base,
+            base=base.stamp if base else None,
+            links=base.links + 1 if base else 1,
             encoding=sync.update_weight_delta_encoding if base is not None else None,
             checksum=sync.update_weight_delta_checksum if delta else "",
             files=tuple(sorted((file for share in shares for file in share.files), key=lambda file: file.name)),
@@ -148,11 +151,15 @@ class WeightStore:
             return None
         return version if sizes == [file.size_bytes for file in version.files] else None
 
-    def chain(self, stamp: str) -> list[Version]:
-        """What leads to these weights: a full version, then changes in order. Raises: SyncError if a link is missing."""
+    def chain(self, stamp: str, *, after: str | None = None) -> list[Version]:
+        """What leads to these weights, in order: from a full version on, or the changes that follow the version `after`.
+
+        Raises: SyncError if a link is missing.
+        """
         links: list[Version] = []
         wanted: str | None = stamp
-        while wanted is not None:
+        while wanted not in (None, after):
+            assert wanted is not None
             found = self.find(wanted)
             if found is None or found.stamp in {link.stamp for link in links}:
                 raise SyncError(
@@ -180,20 +187,21 @@ class WeightStore:
         with named_failures(f"{self.root}/{path}"):
             shutil.copyfile(self.directory / path, local)
 
-    def remove_others(self, kept: Sequence[Version]) -> None:
-        """Remove all versions of the branch but these, and what killed writers left. Their records go first."""
-        folders = {self.folder(version.stamp) for version in kept}
-        branch = self.folder(kept[-1].stamp).split("/")[0]
-        names = [name for name in self._files.list(branch) if name.rpartition("/")[0] not in folders]
-        for name in sorted(names, key=lambda name: (not name.endswith(f"/{RECORD}"), name)):
-            self._files.delete(name)
-        if self.directory is not None:
-            for folder in (self.directory / branch).iterdir():
-                if f"{branch}/{folder.name}" not in folders:
-                    shutil.rmtree(folder, ignore_errors=True)
+    def remove_others(self, version: Version) -> None:
+        """Remove all versions of the branch but this full one, and what killed writers left."""
+        assert version.base is None, "changes are nothing without the versions before"
+        kept = self.folder(version.stamp)
+        branch = kept.split("/")[0]
+        for folder in sorted({name.rpartition("/")[0] for name in self._files.list(branch)} - {kept}):
+            self._remove(folder)
 
     def remove(self, stamp: str) -> None:
         """Remove one version, published or not."""
-        folder = self.folder(stamp)
+        self._remove(self.folder(stamp))
+
+    def _remove(self, folder: str) -> None:
+        """The record goes first: from then on the rest does not count."""
         for name in sorted(self._files.list(folder), key=lambda name: not name.endswith(f"/{RECORD}")):
             self._files.delete(name)
+        if self.directory is not None:
+            shutil.rmtree(self.directory / folder, ignore_errors=True)

@@ -14,7 +14,7 @@ from rlpipe.actors.checkpoints import Upload
 from rlpipe.actors.trainer import TrainerRank
 from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.config.train import SyncConfig
-from rlpipe.errors import DeadlineExceeded, StoreFull
+from rlpipe.errors import ConfigError, DeadlineExceeded, StoreFull
 from rlpipe.inputs import checkpoint_inputs
 from rlpipe.types import FileRecord
 from tests.actors.trained import configuration
@@ -72,14 +72,31 @@ def test_a_failed_upload_is_its_own_error_and_not_the_next_one_s(rank: TrainerRa
 
 
 @pytest.mark.integration
-def test_the_setting_of_a_checked_push_reaches_the_engines(rank: TrainerRank, request: pytest.FixtureRequest):
+@pytest.mark.parametrize("way", ["tensor", "distributed", "shared"])
+def test_a_checked_push_reaches_the_engines_each_way(rank: TrainerRank, request: pytest.FixtureRequest, way: Any):
     live, made = live_engine(request.config), cast("Any", rank)
     made._spec = replace(made._spec, model_dir=str(live.model_dir))
-    made._engine = SimpleNamespace(named_hf_tensors=lambda: iter(live.model.state_dict().items()))
+    made._engine = SimpleNamespace(named_hf_tensors=lambda: iter(live.model.state_dict().items()), close=lambda: None)
     rank.held = "state"
+    url, transport = live.server.url, "distributed" if way == "distributed" else "tensor"
+    places = {url: [0]} if way == "shared" else {}
     sent = [
-        rank.push(held="state", engines=[live.server.url], stamp=f"b@0@{on}", sync=SyncConfig(check_weight_update_equal=on))
+        rank.push(
+            held="state",
+            engines=[url],
+            stamp=f"b@{way}@{on}",
+            sync=SyncConfig(transport=transport, check_weight_update_equal=on),
+            places=places,
+        )
         for on in (False, True)
     ]
     assert sent[1]["bytes"] == 2 * sent[0]["bytes"], "all of it is sent twice"
     assert [answer["unknown"] for answer in sent] == [{}, {}]
+    rank.close()
+
+
+def test_a_broadcast_to_engines_on_the_trainer_s_gpus_is_refused(rank: TrainerRank):
+    cast("Any", rank)._engine = SimpleNamespace(named_hf_tensors=dict, close=lambda: None)
+    rank.held = "state"
+    with pytest.raises(ConfigError, match="on the trainer's"):
+        rank.push(held="state", engines=["u"], stamp="b", sync=SyncConfig(transport="distributed"), places={"u": [0]})

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
 
 from rlpipe.engines.sglang.admin import Engine
-from rlpipe.engines.sglang.server import Server
 from rlpipe.errors import SyncError
 from rlpipe.sync.distributed import DistributedTransport
+from rlpipe.sync.group import NAME, BroadcastGroup
 from tests.live_engine import START_S, log_probs, make_model, make_server
 
 CPU = torch.device("cpu")
@@ -42,15 +43,15 @@ def _require_equal(url: str, model) -> None:
 
 @pytest.mark.integration
 def test_after_a_broadcast_the_engine_is_the_new_model_and_the_group_is_kept(live, transport, tmp_path):
+    groups = set()
     for seed in (21, 22):
         live.model = make_model(tmp_path / str(seed), seed=seed)
         report = transport.push(live.model.state_dict().items(), [live.server.url], f"b@{seed}@x")
         assert report.engines == (live.server.url,) and report.buckets > 1
         assert report.tensors == len(transport.expected)
         _require_equal(live.server.url, live.model)
-        assert transport._group is not None
-        port = transport._group.port if seed == 21 else port  # noqa: F821 - set in the first round
-        assert transport._group.port == port
+        groups.add(transport._group)
+    assert len(groups) == 1
 
 
 @pytest.mark.integration
@@ -70,3 +71,57 @@ def test_a_trainer_that_comes_after_one_that_died_ends_the_group_it_left(live, t
     _require_equal(live.server.url, live.model)
     first.close()
     second.close()
+
+
+@pytest.mark.integration
+def test_an_engine_that_refuses_a_bucket_ends_the_push_at_once_and_the_next_one_makes_another_group(live, transport):
+    weights = live.model.state_dict()
+    transport.push(weights.items(), [live.server.url], "b@0@first")
+    httpx.post(f"{live.server.url}/destroy_weights_update_group", json={"group_name": NAME}, timeout=30).raise_for_status()
+    read, start_s = [], time.monotonic()
+
+    def tensors():
+        for name, tensor in weights.items():
+            read.append(name)
+            yield name, tensor
+
+    with pytest.raises(SyncError, match=r"(?s)the broadcast broke.*HTTP 400.*Group rlpipe not in"):
+        transport.push(tensors(), [live.server.url], "b@0@refused")
+    assert time.monotonic() - start_s < transport.timeout_s / 4, "nobody waits for the broadcast that hangs"
+    assert read == list(weights) and transport.members == ()
+    transport.push(weights.items(), [live.server.url], "b@0@again")
+    _require_equal(live.server.url, live.model)
+
+
+@pytest.mark.integration
+def test_of_two_engines_one_dies_within_a_push_and_the_other_is_pushed_to_again(live, transport, tmp_path):
+    other = make_server(live.model_dir, tmp_path / "other.log")
+    other.start()
+    other.wait_ready(START_S)
+    model, both = make_model(tmp_path / "model", seed=25), [live.server.url, other.url]
+    try:
+        assert transport.push(model.state_dict().items(), both, "b@0@both").engines == tuple(both)
+        live.model = model
+        for url in both:
+            _require_equal(url, model)
+
+        def tensors():
+            for number, item in enumerate(model.state_dict().items()):
+                if number == 8:
+                    other.stop()
+                yield item
+
+        with pytest.raises(SyncError, match="the broadcast broke") as caught:
+            transport.push(tensors(), both, "b@0@broken")
+        assert isinstance(caught.value.found, dict) and set(caught.value.found) == set(both), "nobody knows what they hold"
+    finally:
+        other.stop()
+    assert transport.push(model.state_dict().items(), [live.server.url], "b@0@one").engines == (live.server.url,)
+    _require_equal(live.server.url, model)
+
+
+def test_a_group_that_nobody_joins_is_given_up():
+    group = BroadcastGroup(1, backend="gloo", timeout_s=0.5)
+    with pytest.raises(RuntimeError, match=r"(?i)time"):
+        group.join()
+    group.drop()

@@ -18,6 +18,7 @@ from rlpipe.sync.mirror import Mirror
 from rlpipe.sync.versions import HF_INDEX, RECORD, Version, WeightStore
 from rlpipe.types import WeightVersion
 from tests.live_engine import make_model
+from tests.servers import seaweed
 
 RANKS = 2
 
@@ -46,7 +47,7 @@ class Trainer:
     def write(self, version: int, base: int | None = None) -> Version:
         based = None if base is None else stamp(base)
         shares = [writer.write(self.tensors(), stamp(version), based) for writer in self.writers]
-        made = self.store.join(stamp(version), based, self.sync, shares)
+        made = self.store.join(stamp(version), self.store.find(based) if based else None, self.sync, shares)
         self.store.publish(made)
         return made
 
@@ -102,6 +103,27 @@ def test_a_mirror_follows_the_chain_whatever_it_holds(tmp_path, encoding):
     for mirror in (near, far, far):
         assert trainer.are(mirror.bring(trainer.store, stamp(4), timeout_s=5))
         assert mirror.held() == stamp(4)
+
+
+@pytest.mark.integration
+def test_an_object_store_will_do(tmp_path, monkeypatch):
+    with seaweed(tmp_path / "s3") as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        trainer, mirror = Trainer(tmp_path, f"s3://{server.bucket}/weights", transport="delta"), Mirror(tmp_path / "m")
+        assert trainer.store.directory is None
+        trainer.writers[0].write(trainer.tensors(), stamp(1), None)
+        trainer.step()
+        made = trainer.write(1)
+        assert {len(file.sha256 or "") for file in made.files} == {64}
+        assert trainer.are(mirror.bring(trainer.store, stamp(1), timeout_s=5))
+        trainer.step()
+        trainer.write(2, base=1)
+        assert trainer.are(mirror.bring(trainer.store, stamp(2), timeout_s=5))
+        trainer.store.remove_others(trainer.write(3))
+        assert trainer.store.find(stamp(2)) is None
+        assert trainer.are(mirror.bring(trainer.store, stamp(3), timeout_s=5))
+        assert list(tmp_path.glob("tmp*")) == [], "nothing is left on the way"
 
 
 def test_nothing_changed_is_a_version_without_files(tmp_path):
@@ -180,15 +202,16 @@ def test_an_unfinished_version_is_none_and_breaks_the_chain(tmp_path):
     assert trainer.store.find(stamp(2)) is None
 
 
-def test_only_what_leads_to_the_newest_weights_is_kept(tmp_path):
+def test_a_full_version_makes_room(tmp_path):
     trainer = Trainer(tmp_path, transport="delta")
-    for version, base in [(1, None), (2, 1), (3, None), (4, 3)]:
-        trainer.step()
-        trainer.write(version, base=base)
-    (trainer.store.path(stamp(9))).mkdir()
-    trainer.store.remove_others(trainer.store.chain(stamp(4)))
-    folders = {folder.name for folder in trainer.store.path(stamp(1)).parent.iterdir()}
-    assert folders == {trainer.store.path(stamp(version)).name for version in (3, 4)}
+    trainer.write(1)
+    trainer.step()
+    assert trainer.write(2, base=1).links == 2
+    trainer.writers[0].write(trainer.tensors(), stamp(9), None)
+    newest = trainer.write(3)
+    trainer.store.remove_others(newest)
+    assert [folder.name for folder in trainer.store.path(stamp(1)).parent.iterdir()] == [trainer.store.path(stamp(3)).name]
+    assert trainer.store.chain(stamp(3)) == [newest]
 
 
 def test_ranks_that_remember_something_else_write_no_changes(tmp_path):

@@ -15,7 +15,7 @@ import io
 from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -41,6 +41,6 @@ class _Pickler(ForkingPickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor) or not obj.is_cuda:
             return NotImplemented
-        rebuild, arguments = reductions.reduce_tensor(obj)
+        rebuild, arguments = cast("tuple[Any, tuple[Any, ...]]", reductions.reduce_tensor(obj))
         uuid = str(torch.cuda.get_device_properties(arguments[_DEVICE]).uuid)
         return rebuild, (*arguments[:_DEVICE], uuid, *arguments[_DEVICE + 1 :])
