@@ -16,7 +16,7 @@ from tasks.reward import reward
 from tasks.rollout import rollout
 from tasks.sync import sync
 from tasks.train import train
-from tasks.turn import turn_to_sample, turn_to_train
+from tasks.turn import turn_to_push, turn_to_sample, turn_to_train
 
 
 @flow(name="iteration", flow_run_name="{run}-{k}", on_running=[hear_sigterm])
@@ -31,6 +31,7 @@ async def iteration(run: str, k: int) -> dict[str, NodeRef]:
         batch = await advantage(run, k, samples, rewards)
         with suppress(Superseded):  # the weights before had to be rebuilt, and came out different: score again
             weights = await train(run, k, batch)
+    await turn_to_push(run, k)
     engines = await sync(run, k, weights, batch)
     nodes = {"rollout": samples, "reward": rewards, "advantage": batch, "train": weights, "sync": engines}
     await checkpoint(run, k, nodes)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from prefect import flow
 from prefect.runtime import flow_run
@@ -25,7 +26,9 @@ from tasks.context import close_context, context
 from tasks.debug import sample_only
 from tasks.evaluate import evaluate
 from tasks.observe import Observer
-from tasks.turn import evaluation_due, good_enough
+from tasks.turn import evaluated_beside, evaluation_due, good_enough
+
+Result = TypeVar("Result")
 
 
 def run_name() -> str:
@@ -90,22 +93,38 @@ async def run_iterations(config: RunConfig, first: int, observer: Observer, stop
             if done:
                 return
             start = time.perf_counter()
-            nodes = await stopping.unless_asked(iterations.finish(k))
+            work = iterations.finish(k)
+            if k > first and evaluated_beside(config, k):
+                work = together(work, evaluate_if_due(config, k, observer, beside=True))
+            nodes = await stopping.unless_asked(work)
             await observer.iteration(k, nodes, seconds=time.perf_counter() - start)
             if config.async_buffer_size:
                 await stopping.unless_asked(iterations.reach(k + 1))
-            done = await stopping.unless_asked(evaluate_if_due(config, k + 1, observer))
+            if not evaluated_beside(config, k + 1):
+                done = await stopping.unless_asked(evaluate_if_due(config, k + 1, observer))
 
 
-async def evaluate_if_due(config: RunConfig, version: int, observer: Observer) -> bool:
-    """Evaluate all held-out sets if this weight version asks for it; whether the run's stop condition is met."""
+async def together(work: Coroutine[Any, Any, Result], other: Coroutine[Any, Any, Any]) -> Result:
+    """The result of `work` once both are done. Raises: what either raises, at once; the other is cancelled then."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(other)
+            working = tasks.create_task(work)
+    except BaseExceptionGroup as several:
+        raise several.exceptions[0] from several
+    return working.result()
+
+
+async def evaluate_if_due(config: RunConfig, version: int, observer: Observer, *, beside: bool = False) -> bool:
+    """Evaluate all held-out sets if this weight version asks for it, `beside` an iteration or before; whether the run's stop
+    condition is met."""
     if not evaluation_due(config, version):
         return False
     start = time.perf_counter()
     nodes = {dataset.name: await evaluate(config.run, version, dataset.name) for dataset in config.evaluation.datasets}
     metrics = {name: value for node in nodes.values() for name, value in node.outputs["metrics"].items()}
     (await context(config.run)).tell()
-    await observer.evaluation(version, nodes, metrics, seconds=time.perf_counter() - start)
+    await observer.evaluation(version, nodes, metrics, seconds=time.perf_counter() - start, beside=beside)
     return good_enough(config, metrics)
 
 

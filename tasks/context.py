@@ -100,9 +100,12 @@ class RunContext:
 
     def weights_before(self, iteration: int) -> str:
         """Digest of the node that made the weights an iteration starts with: train, init, or a segment in their place."""
+        return current_state(Segments(self.files), self.config.run, iteration, self.recorded_before(iteration))
+
+    def recorded_before(self, iteration: int) -> str:
+        """The same as it was recorded first, whatever has taken its place since."""
         commit = self.before(iteration)
-        recorded = commit.nodes[Stage.TRAIN] if commit else self.init
-        return current_state(Segments(self.files), self.config.run, iteration, recorded)
+        return commit.nodes[Stage.TRAIN] if commit else self.init
 
 
 _OPEN: dict[str, RunContext] = {}

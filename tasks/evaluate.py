@@ -1,34 +1,85 @@
-"""Beside the stages: how good one weight version is on a held-out set."""
+"""Beside the stages: how good one weight version is on a held-out set.
+
+It needs engines that hold these weights, not the trainer: the next iteration may train meanwhile, up to its push
+(`turn.turn_to_push`).
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from prefect.client.schemas.objects import State
 
+from rlpipe.config.data import EvalDataset
+from rlpipe.errors import Superseded
 from rlpipe.inputs import eval_inputs
-from tasks.context import context
+from tasks.context import RunContext, context
 from tasks.record import once, stage_task
-from tasks.sync import publish
+from tasks.sync import are_served, publish
 from tasks.train import hold
+
+LOOK_INTERVAL_S = 5.0
 
 
 @stage_task("evaluate", "evaluate-{dataset}-{version}")
 async def evaluate(run: str, version: int, dataset: str) -> State:
     """Sample and score a held-out set with the weights after `version` iterations: the eval node's handle."""
     it = await context(run)
-    weights = it.weights_before(version)
     chosen = next(item for item in it.config.evaluation.datasets if item.name == dataset)
-    inputs = eval_inputs(it.config, chosen, weights)
-    if it.nodes.find(inputs.stage, inputs.digest) is None and it.cluster.has_engines:
-        weights = await hold(it, weights, version)
-        inputs = eval_inputs(it.config, chosen, weights)
+    while True:
+        try:
+            return await _measured(it, chosen, version)
+        except Superseded as error:
+            it.progress.say(f"{run}: evaluating {dataset} anew: {error}")
+
+
+async def _measured(it: RunContext, dataset: EvalDataset, version: int) -> State:
+    """Raises: Superseded if the weights had to be rebuilt, and came out different."""
+    weights = it.weights_before(version)
+    inputs = eval_inputs(it.config, dataset, weights)
 
     async def measure() -> dict[str, Any]:
-        await publish(it, weights, version=version, everyone=True)
-        await it.cluster.sample()
+        if not await are_served(it, weights, version):
+            await _take_back(it, weights, version)
+        await _give(it, weights, version)
         deadline_s = it.config.rollout.timeout_s + 60
-        result = await it.cluster.generator.evaluate(dataset, inputs.digest, version, deadline_s=deadline_s)
+        async with _served(it, weights, version):
+            result = await it.cluster.generator.evaluate(dataset.name, inputs.digest, version, deadline_s=deadline_s)
         return {"files": result["files"], "outputs": {**result["outputs"], "version": version}}
 
     return await once(it, inputs, measure)
+
+
+@asynccontextmanager
+async def _served(it: RunContext, weights: str, version: int) -> AsyncIterator[None]:
+    """Meanwhile, when no engine holds the weights any more they are given them again, whatever the trainer has moved on to: it
+    comes back to that from the store. Raises: what keeps them from being given; Superseded."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(_serve(it, weights, version))
+            yield
+            serving.cancel()
+    except BaseExceptionGroup as several:
+        raise several.exceptions[0] from several
+
+
+async def _serve(it: RunContext, weights: str, version: int) -> None:
+    while True:
+        await asyncio.sleep(LOOK_INTERVAL_S)
+        if not await are_served(it, weights, version):
+            await _take_back(it, weights, version)
+            await _give(it, weights, version)
+
+
+async def _take_back(it: RunContext, weights: str, version: int) -> None:
+    if (held := await hold(it, weights, version)) != weights:
+        raise Superseded("these weights came out different", where=f"weights {version} of {it.config.run}", found=held)
+
+
+async def _give(it: RunContext, weights: str, version: int) -> None:
+    await publish(it, weights, version=version, everyone=True)
+    await it.cluster.sample()
+    it.progress.stage("eval")

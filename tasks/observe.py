@@ -108,11 +108,13 @@ class Observer:
             self._it.progress.say(f"{self._it.config.run}: {type(error).__name__}: {error}")
             return False
 
-    async def evaluation(self, version: int, nodes: dict[str, NodeRef], metrics: dict[str, float], *, seconds: float) -> None:
-        """An evaluation is recorded: the node of each held-out set by its name."""
+    async def evaluation(
+        self, version: int, nodes: dict[str, NodeRef], metrics: dict[str, float], *, seconds: float, beside: bool
+    ) -> None:
+        """An evaluation is recorded: the node of each held-out set by its name. `beside`: the run did not wait for it."""
         self._it.stage_seconds.pop("eval", None)
         self._accuracy = {name.split("/")[1]: value for name, value in metrics.items() if name.endswith("/accuracy")}
-        self._spent(seconds, {"eval": seconds})
+        self._spent(0.0 if beside else seconds, {"eval": seconds})
         logs = self._functions.logs_evaluations
         if not (logs and await self._logged(partial(self._log_evaluation, version, nodes, metrics))):
             if self._board is not None:

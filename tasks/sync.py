@@ -56,15 +56,26 @@ async def publish(it: RunContext, weights: str, *, version: int, everyone: bool)
     lineage = lineage_to(it.nodes, weights, it.init, ref_update_interval=it.config.ref_update_interval)
     restore_s = it.config.checkpoint.timeout_s + len(lineage.replay) * it.config.train.timeout_s
     deadline_s = it.config.resources.start_timeout_s + it.config.sync.timeout_s + restore_s
-    digest = state_node(it.nodes, weights).outputs["state_digest"]
-    stamp = WeightVersion(branch=it.config.run, version=version, digest=digest).stamp()
+    published = Weights(weights, version, stamp(it, weights, version), lineage)
     try:
-        return await it.cluster.publish(Weights(weights, version, stamp, lineage), everyone=everyone, deadline_s=deadline_s)
+        return await it.cluster.publish(published, everyone=everyone, deadline_s=deadline_s)
     except Mismatch:
         held = await hold(it, weights, version)
         if held == weights:
             raise
     return await publish(it, held, version=version, everyone=everyone)
+
+
+def stamp(it: RunContext, weights: str, version: int) -> str:
+    """How engines name the weights of a node."""
+    digest = state_node(it.nodes, weights).outputs["state_digest"]
+    return WeightVersion(branch=it.config.run, version=version, digest=digest).stamp()
+
+
+async def are_served(it: RunContext, weights: str, version: int) -> bool:
+    """Does an engine hold the weights of a node, as far as was last seen? Without engines nobody asks for them."""
+    sought = stamp(it, weights, version)
+    return not it.cluster.has_engines or any(engine["stamp"] == sought for engine in await it.cluster.engines())
 
 
 async def serve(it: RunContext, k: int) -> None:

@@ -1,8 +1,9 @@
-"""Whose turn it is: the two gates of an iteration, and the driver's look at what is committed.
+"""Whose turn it is: the three gates of an iteration, and the driver's look at what is committed.
 
 With S = async_buffer_size, S + 1 iterations are in flight. Iteration k may sample once a weight version of at least k - S has
-been pushed, which is when the iteration that pushed it is committed, and use the trainer once k - 1 is committed. Both are
-conditions on the store: they hold across processes and survive any of them. There are no locks.
+been pushed, which is when the iteration that pushed it is committed, use the trainer once k - 1 is committed, and give engines
+its weights once those before are evaluated, if they are to be. All are conditions on the store: they hold across processes and
+survive any of them. There are no locks.
 
 Not here: in what order iterations are opened (`flows.train`).
 """
@@ -11,14 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
+from rlpipe.config.data import EvalDataset
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import DeadlineExceeded, RlpipeError
 from rlpipe.inputs import eval_inputs
 from rlpipe.store.branches import commit_name
-from rlpipe.types import Stage
+from rlpipe.types import Node, Stage
 from tasks.context import RunContext, context
 
 FIRST_LOOK_S, LAST_LOOK_S = 0.05, 1.0
@@ -33,7 +35,7 @@ async def turn_to_sample(run: str, k: int) -> None:
 
 
 async def turn_to_train(run: str, k: int) -> None:
-    """Wait until iteration k - 1 is committed, and what is measured of its weights is recorded and not yet good enough.
+    """Wait until iteration k - 1 is committed, and what must be known of its weights first is measured, and not yet good enough.
 
     A run that is good enough (`stop_when`) ends its open iterations here.
 
@@ -41,7 +43,22 @@ async def turn_to_train(run: str, k: int) -> None:
     """
     it = await context(run)
     await until(it, lambda: is_committed(it, k - 1), k, f"the commit of iteration {k - 1}")
-    if it.driven and evaluation_due(it.config, k):
+    if not evaluated_beside(it.config, k):
+        await until_measured(it, k)
+
+
+async def turn_to_push(run: str, k: int) -> None:
+    """Wait until the weights that iteration k began with are evaluated, if they are to be: engines hold them until then.
+
+    Raises: as `turn_to_train`.
+    """
+    await until_measured(await context(run), k)
+
+
+async def until_measured(it: RunContext, k: int) -> None:
+    """Wait for a due evaluation of the weights after k iterations, while there is a process that does it."""
+    if it.driven and evaluation_due(it.config, k) and not await asyncio.to_thread(is_measured, it, k):
+        it.progress.stage("eval", note=f"weights {k} are being evaluated")
         await until(it, lambda: is_measured(it, k), k, f"an evaluation after {k} iterations that asks for more")
 
 
@@ -84,12 +101,19 @@ def is_committed(it: RunContext, k: int) -> bool:
 
 
 def is_measured(it: RunContext, version: int) -> bool:
-    """Is every held-out set scored with the weights after `version` iterations, and shall the run go on?"""
-    weights = it.weights_before(version)
-    inputs = [eval_inputs(it.config, dataset, weights) for dataset in it.config.evaluation.datasets]
-    found = [it.nodes.find(Stage.EVAL, one.digest) for one in inputs]
+    """Is every held-out set scored with the weights after `version` iterations, and shall the run go on?
+
+    Weights that had to be rebuilt since, and came out different, need not be scored again.
+    """
+    of_version = {it.recorded_before(version), it.weights_before(version)}
+    found = [_measurement(it, dataset, of_version) for dataset in it.config.evaluation.datasets]
     metrics = {name: value for node in found if node for name, value in node.outputs["metrics"].items()}
     return all(found) and not good_enough(it.config, metrics)
+
+
+def _measurement(it: RunContext, dataset: EvalDataset, any_of: Iterable[str]) -> Node | None:
+    digests = [eval_inputs(it.config, dataset, weights).digest for weights in any_of]
+    return next((node for digest in digests if (node := it.nodes.find(Stage.EVAL, digest))), None)
 
 
 def good_enough(config: RunConfig, metrics: Mapping[str, float]) -> bool:
@@ -106,6 +130,16 @@ def evaluation_due(config: RunConfig, version: int) -> bool:
         return not config.evaluation.skip_eval_before_train
     interval = config.evaluation.eval_interval
     return version == config.num_rollout or (interval is not None and version % interval == 0)
+
+
+def evaluated_beside(config: RunConfig, version: int) -> bool:
+    """Are these weights evaluated while the next iteration samples and trains, up to its push?
+
+    Not if the engines have not been given them, share the trainer's GPUs, or if nothing is trained before the result is known
+    (`stop_when`).
+    """
+    free = version % config.sync.update_weights_interval == 0 and not config.resources.colocate
+    return evaluation_due(config, version) and 0 < version < config.num_rollout and free and config.stop_when is None
 
 
 async def abandon(run: str, k: int | None = None) -> None:

@@ -26,7 +26,7 @@ import httpx
 from rlpipe.errors import DataError, DeadlineExceeded, EngineError, EngineRejected, EngineUnavailable
 from rlpipe.rollout.gate import Gate
 from rlpipe.rollout.generation import Generation, joined, no_spans, nothing_yet, read_generations, settled
-from rlpipe.rollout.http import call, deadline_exceeded
+from rlpipe.rollout.http import Connections, call, deadline_exceeded
 
 HoldMode = Literal["drain", "abort", "in_place"]
 Answer = TypeVar("Answer")
@@ -79,8 +79,7 @@ class GenerateClient:
         self.router_url, self.vocab_size, self.deadline_s = router_url.rstrip("/"), vocab_size, deadline_s
         self.samples_per_request, self.end_ids = samples_per_request, frozenset(end_ids)
         self.gate = Gate()
-        limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
-        self._http = httpx.AsyncClient(limits=limits, timeout=None)
+        self._http = httpx.AsyncClient(transport=Connections(max_connections), timeout=None)
         self._asked: dict[_Together, list[_Asked]] = {}
         self._posts: set[asyncio.Task[None]] = set()
         self._in_flight: dict[int, list[_Asked]] = {}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
+import orjson
 
 from rlpipe.errors import EngineError, EngineRejected
 
@@ -94,7 +95,7 @@ def read_generations(answer: httpx.Response, expected: int, engine: str, start_s
     """Read one answer of `/generate`. Raises: EngineRejected if it is not what was asked for."""
     end_s = time.time()
     try:
-        rows = [_read(row["meta_info"], engine, start_s, end_s) for row in answer.json()]
+        rows = [_read(row["meta_info"], engine, start_s, end_s) for row in orjson.loads(answer.content)]
     except (KeyError, TypeError, ValueError) as error:
         raise EngineRejected("the answer cannot be read", where=where, found=f"{error!r} in {answer.text[:300]}") from error
     if len(rows) != expected:

@@ -86,7 +86,7 @@ class Watching:
 async def test_an_evaluation_does_not_hold_back_what_may_sample_ahead(
     stages: Stages, monkeypatch: pytest.MonkeyPatch, buffer_size: int, opened: int
 ):
-    async def evaluated(_config: Any, version: int, _observer: Any) -> bool:
+    async def evaluated(_config: Any, version: int, _observer: Any, **_: Any) -> bool:
         await asyncio.sleep(0.01)
         stages.log.append(f"evaluated {version}")
         return version == 1
@@ -100,6 +100,35 @@ async def test_an_evaluation_does_not_hold_back_what_may_sample_ahead(
         await running
     before = stages.log[: stages.log.index("evaluated 1")]
     assert before == ["evaluated 0", *(f"open {k}" for k in range(opened))]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_an_iteration_goes_on_while_the_weights_before_it_are_evaluated_and_ends_with_it(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch, fails: bool
+):
+    async def evaluated(_config: Any, version: int, _observer: Any, *, beside: bool = False) -> bool:
+        if beside:
+            await stages.end(version)
+            await asyncio.sleep(0.01)
+            if fails:
+                raise ZeroDivisionError
+        stages.log.append(f"evaluated {version}{' beside' * beside}")
+        return False
+
+    monkeypatch.setattr(train, "evaluate_if_due", evaluated)
+    held = {
+        "eval_interval": 1,
+        "datasets": [{"name": "held", "prompts": {"type": "reasoning_gym", "task": "chain_sum", "size": 4}}],
+    }
+    run, watching = config(num_rollout=2, evaluation=held), cast("Observer", Watching())
+    with Stopping(0.0) as stopping:
+        running = asyncio.create_task(train.run_iterations(run, 0, watching, stopping))
+        await stages.begun.wait()
+        await stages.end(0)
+        await asyncio.gather(running, return_exceptions=True)
+    after = ["evaluated 1 beside", "evaluated 2"] if not fails else []
+    assert stages.log == ["evaluated 0", "open 0", "open 1", *after]
+    assert (type(running.exception()) is ZeroDivisionError) == fails
 
 
 async def test_if_one_fails_the_later_ones_are_cancelled_and_their_requests_aborted(stages: Stages):

@@ -115,7 +115,7 @@ async def test_functions_of_ones_own_get_slimes_arguments_and_what_they_have_log
     with Observer(it, 0, startup_seconds=0.0) as observer:
         for k in range(2):
             await observer.iteration(k, iteration(it), seconds=1.0)
-        await observer.evaluation(2, evaluation(it), {"eval/held/accuracy": 1.0}, seconds=1.0)
+        await observer.evaluation(2, evaluation(it), {"eval/held/accuracy": 1.0}, seconds=1.0, beside=False)
     seen = vars(sys.modules[load_hook(it.config.observe.custom_rollout_log_function_path or "").__module__])["seen"]
     assert [(one[0], one[1], one[2], one[4]) for one in seen[:2]] == [(k, 1, [0.0, 1.0], 2.0) for k in range(2)]
     assert seen[0][3] == {"rollout/raw_reward": 0.5, "perf/rollout_tokens": 6.0, "perf/rollout_tokens_per_s": 3.0}
@@ -129,7 +129,7 @@ async def test_what_they_raise_is_said_and_everything_is_shown_as_ever(watching:
     it, stream = watching("fails", "fails")
     with Observer(it, 0, startup_seconds=0.0) as observer:
         await observer.iteration(0, iteration(it), seconds=1.0)
-        await observer.evaluation(1, evaluation(it), {"eval/held/accuracy": 1.0}, seconds=1.0)
+        await observer.evaluation(1, evaluation(it), {"eval/held/accuracy": 1.0}, seconds=1.0, beside=False)
         assert not await observer.sampled(1, iteration(it))
     assert stream.getvalue().count("SystemExit: no server") == 3
     assert "observe.custom_eval_rollout_log_function_path" in stream.getvalue()

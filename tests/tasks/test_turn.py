@@ -16,11 +16,12 @@ from rlpipe.inputs import eval_inputs
 from rlpipe.observe.progress import Progress
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.files import Files
+from rlpipe.store.segments import Segments
 from rlpipe.types import Commit, DataState, Stage
 from tasks import context as contexts
 from tasks import turn
 from tasks.context import RunContext
-from tasks.turn import sampled_after, turn_to_sample, turn_to_train
+from tasks.turn import sampled_after, turn_to_push, turn_to_sample, turn_to_train
 from tests.tasks.test_begin import config
 
 Opened = Any
@@ -97,13 +98,39 @@ async def test_an_iteration_trains_once_the_one_before_is_committed_and_hears_of
     await asyncio.wait_for(waiting, 30)
 
 
-async def test_what_is_measured_of_weights_comes_before_they_are_trained_on(opened: Opened):
+def measure(it: RunContext, weights: str, **metrics: float) -> None:
+    inputs = eval_inputs(it.config, it.config.evaluation.datasets[0], weights)
+    it.nodes.commit(inputs.node(files=(), outputs={"metrics": metrics}))
+
+
+async def test_weights_are_trained_on_while_they_are_measured_and_engines_keep_them_until_then(opened: Opened):
     it = opened(async_buffer_size=3, measured=True)
+    commit(it, 0)
+    await turn_to_train("run", 1)
+    waiting = asyncio.create_task(turn_to_push("run", 1))
+    assert await waits(waiting)
+    measure(it, "t0")
+    await waiting
+
+
+async def test_weights_that_were_not_pushed_are_measured_before_they_are_trained_on(opened: Opened):
+    it = opened(async_buffer_size=3, measured=True, sync={"update_weights_interval": 2})
     commit(it, 0)
     waiting = asyncio.create_task(turn_to_train("run", 1))
     assert await waits(waiting)
-    it.nodes.commit(eval_inputs(it.config, it.config.evaluation.datasets[0], "t0").node(files=(), outputs={"metrics": {}}))
+    measure(it, "t0")
     await waiting
+    commit(it, 1)
+    await turn_to_train("run", 2)
+
+
+async def test_what_was_measured_counts_for_weights_that_have_been_rebuilt_since(opened: Opened):
+    it = opened(measured=True)
+    commit(it, 0)
+    measure(it, "t0")
+    Segments(it.files).record("run", 1, it.epoch.number, weights="t0", segment="s0")
+    assert it.weights_before(1) == "s0"
+    await turn_to_push("run", 1)
 
 
 async def test_an_iteration_that_nobody_drives_does_not_wait_for_measurements(opened: Opened):
@@ -111,6 +138,7 @@ async def test_an_iteration_that_nobody_drives_does_not_wait_for_measurements(op
     it.driven = False
     commit(it, 0)
     await turn_to_train("run", 1)
+    await turn_to_push("run", 1)
 
 
 async def test_a_turn_that_does_not_come_in_time_says_who_waited_for_what(opened: Opened):
@@ -145,8 +173,7 @@ def test_what_is_sampled_from_is_pushed_by_then_and_no_older_than_the_buffer(k: 
 async def test_a_run_that_is_good_enough_trains_no_further(opened: Opened):
     it = opened(measured=True, stop_when={"metric": "eval/held/accuracy", "at_least": 0.5})
     commit(it, 0)
-    inputs = eval_inputs(it.config, it.config.evaluation.datasets[0], "t0")
-    it.nodes.commit(inputs.node(files=(), outputs={"metrics": {"eval/held/accuracy": 0.5}}))
+    measure(it, "t0", **{"eval/held/accuracy": 0.5})
     waiting = asyncio.create_task(turn_to_train("run", 1))
     assert await waits(waiting)
     waiting.cancel()

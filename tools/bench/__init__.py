@@ -1,1 +1,1 @@
-"""Speed, as ratios measured in one run: a command each, that prints a table and writes JSON beside it."""
+"""Speed, as ratios measured in one run: `python -m tools.bench`, and `python -m tools.bench.ahead`."""

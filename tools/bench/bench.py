@@ -1,0 +1,140 @@
+"""What all parts of the benchmark share: the model, the configuration, the time they may take, and who hears of it.
+
+The configuration is a run's (`RunConfig`), made from the shape and changed by overrides, so every part measures what a run with
+these settings does.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import rlpipe
+from rlpipe.config.load import load_run
+from rlpipe.config.run import RunConfig
+from rlpipe.config.text import dump
+from rlpipe.errors import ResourceError
+from tools.bench.shapes import SHAPES, Shape, make_directory, random_text
+
+ITERATIONS = 8
+PROMPTS_FOR = 64
+"""Batches of prompts in the prompt file."""
+PACKAGES = ("torch", "sglang", "megatron-core", "transformers", "triton", "flash-attn", "transformer-engine")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One call of the benchmark."""
+
+    home: Path
+    name: str
+    """Of the shape."""
+    shape: Shape
+    config: RunConfig
+    seconds: float
+    """Wall time that a part may take, starting its processes not counted."""
+    repeats: int
+
+    @property
+    def model_dir(self) -> Path:
+        return self.home / "models" / self.name
+
+    @property
+    def on_gpus(self) -> bool:
+        return torch.cuda.is_available()
+
+    def have_model(self) -> None:
+        """Make the model directory unless it is there."""
+        if not self.model_dir.is_dir():
+            self.says("model")(f"{self.shape.parameters / 1e6:.1f}M parameters, to be in {self.model_dir}")
+            apart(make_directory, self.shape, self.model_dir)
+
+    def says(self, part: str) -> Callable[[str], None]:
+        """Prints a line of progress of a part."""
+        begun_s = time.monotonic()
+        return lambda text: print(f"bench {part} {time.monotonic() - begun_s:6.1f} s: {text}", file=sys.stderr, flush=True)
+
+    def until_s(self) -> float:
+        """When a part that begins to measure now ends, in time.monotonic."""
+        return time.monotonic() + self.seconds
+
+
+def open_bench(home: Path, name: str, overrides: Sequence[str], *, seconds: float, repeats: int) -> Bench:
+    """Prompts and configuration of a shape, under `home`; the model is made when a part needs it. Raises: ConfigError."""
+    shape = SHAPES[name]
+    (home / "models").mkdir(parents=True, exist_ok=True)
+    recipe = home / f"{name}.yaml"
+    prompts = write_prompts(shape, home / f"{name}.jsonl")
+    recipe.write_text(dump(settings(shape, home / "models" / name, prompts)))
+    return Bench(home, name, shape, load_run(recipe, overrides, f"bench-{name}"), seconds, repeats)
+
+
+def settings(shape: Shape, model_dir: Path, prompts: Path) -> dict[str, Any]:
+    """A run on a shape, one optimizer step an iteration, as plain data."""
+    cuda = torch.cuda.is_available()
+    return {
+        "num_rollout": ITERATIONS,
+        "model": {
+            "source": {"type": "huggingface", "hf_checkpoint": str(model_dir)},
+            "dtype": "bfloat16" if cuda else "float32",
+        },
+        "data": {"prompts": {"type": "file", "paths": [str(prompts)]}},
+        "rollout": {
+            "rollout_batch_size": shape.prompts,
+            "n_samples_per_prompt": shape.samples_per_prompt,
+            "rollout_max_response_len": shape.response_tokens,
+        },
+        "reward": {"function": {"type": "random"}},
+        "train": {"max_tokens_per_gpu": shape.micro_batch_tokens, "optimizer": {"lr": 1e-6}},
+        "engine": {"sglang": {"mem_fraction_static": 0.5} if cuda else {}},
+        "checkpoint": {"save_interval": 1_000_000},
+        "observe": {"tensorboard": False},
+    }
+
+
+def write_prompts(shape: Shape, path: Path) -> Path:
+    """Different prompts of `prompt_tokens` letters each, the same every time."""
+    random = np.random.default_rng(0)
+    rows = [{"prompt": random_text(random, shape.prompt_tokens), "label": "0"} for _ in range(PROMPTS_FOR * shape.prompts)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def apart(function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function in a process of its own, whose memory (on the GPU too) is free afterwards. Raises: ResourceError."""
+    process = multiprocessing.get_context("spawn").Process(target=function, args=arguments, daemon=True)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise ResourceError("a process failed", where=f"bench: {function.__name__}", found=f"exit status {process.exitcode}")
+
+
+def about(bench: Bench) -> dict[str, Any]:
+    """What was measured on what."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    packages = {}
+    for package in PACKAGES:
+        try:
+            packages[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    source = Path(rlpipe.__file__).parents[1]
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=source, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "device": torch.cuda.get_device_name(0) if bench.on_gpus else "CPU",
+        "packages": packages,
+        "commit": commit,
+        "shape": bench.name,
+        "config": bench.config.model_dump(mode="json"),
+    }

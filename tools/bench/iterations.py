@@ -1,0 +1,119 @@
+"""`iteration`: where the time of a run's iterations goes, as its own trace says. Without a baseline: these are shares.
+
+A new run of the shape (one optimizer step an iteration, random rewards), started as `python -m tools.train` starts it, or the one
+that is in a given folder. The first iterations are left out (kernels load, caches fill), and the last, which saves the run.
+
+    in no stage     time that no stage was at work, between stages and iterations: orchestration
+    off the GPUs    time that no stage was at work that uses them: orchestration, rewards, commits
+    GPU idle        share of moments in which no kernel ran, by nvidia-smi, stages' own pauses included
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rlpipe.config.text import dump
+from rlpipe.errors import DeadlineExceeded, ResourceError
+from rlpipe.observe.trace import FILE, read_trace
+from tools.bench.bench import Bench
+from tools.bench.idle import shares, works
+from tools.bench.measures import Row
+from tools.bench.utilisation import Watch, watched
+
+SKIPPED = 2
+RUN = "iteration"
+GRACE_S = 90.0
+POLL_S = 0.2
+
+
+def measure(bench: Bench, folder: Path | None = None) -> list[Row]:
+    """The rows of `iteration`. `folder`: `{home}/{run}` of a run that is there; None: make one.
+
+    Raises: DataError if it has too few iterations; ResourceError if the new run fails; DeadlineExceeded if it does not start.
+    """
+    if folder is not None:
+        return rows(folder, "")
+    bench.have_model()
+    rollout = bench.config.rollout
+    lengths = f"{bench.shape.prompt_tokens} + {rollout.rollout_max_response_len} tokens"
+    folder = bench.home / RUN / bench.config.run
+    watch = run(bench, folder)
+    found = rows(folder, f"{bench.name}, {rollout.rollout_batch_size} × {rollout.n_samples_per_prompt} samples of {lengths}")
+    if watch.idle is not None:
+        found.append(Row(RUN, "GPU idle", "%", (100 * watch.idle,), note=f"{len(watch.percents)} samples"))
+        found.append(Row(RUN, "GPU memory", "GiB", (watch.peak_gib,), note="largest of a GPU, all processes"))
+    return found
+
+
+def rows(folder: Path, note: str) -> list[Row]:
+    """What the trace of a run says."""
+    found = shares(works(read_trace(folder / FILE)[0]), skipped=SKIPPED)
+    note = f"{note}{', ' if note else ''}iterations {found.iterations[0]} to {found.iterations[-1]}"
+    stages = [Row(RUN, stage, "s", seconds) for stage, seconds in found.by_stage.items()]
+    return [
+        Row(RUN, "iteration", "s", found.seconds or (found.per_iteration_s,), note=note),
+        *stages,
+        Row(RUN, "in no stage", "%", (100 * found.in_no_stage,)),
+        Row(RUN, "off the GPUs", "%", (100 * found.off_gpus,)),
+    ]
+
+
+def run(bench: Bench, folder: Path) -> Watch:
+    """Run to the end, or until its iterations have taken `bench.seconds`: it is then asked to stop. Watches the GPUs meanwhile.
+
+    Raises: ResourceError, DeadlineExceeded.
+    """
+    say, home = bench.says(RUN), folder.parent
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir(parents=True)
+    recipe, log = home / "recipe.yaml", home / "train.log"
+    recipe.write_text(dump(bench.config.model_dump(mode="json")))
+    command = [sys.executable, "-m", "tools.train", "--recipe", str(recipe), "--home", str(home), "--run", bench.config.run]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        try:
+            _until_started(process, folder / FILE, log, time.monotonic() + 2 * bench.config.resources.start_timeout_s)
+            say("the first stage begins")
+            with watched() as watch:
+                _until_over(process, bench.until_s(), say)
+        finally:
+            _stop(process)
+    if process.returncode not in (0, 143):
+        raise ResourceError("the run failed", where=str(log), found=f"exit status {process.returncode}; {_tail(log)}")
+    say(f"the run ended, exit status {process.returncode}, see {folder}")
+    return watch
+
+
+def _until_started(process: subprocess.Popen[bytes], trace: Path, log: Path, deadline_s: float) -> None:
+    while not read_trace(trace)[0]:
+        if process.poll() is not None:
+            raise ResourceError("the run ended before its first stage", where=str(log), found=_tail(log))
+        if time.monotonic() > deadline_s:
+            raise DeadlineExceeded("the run does not begin", where=str(log), found=_tail(log))
+        time.sleep(POLL_S)
+
+
+def _until_over(process: subprocess.Popen[bytes], until_s: float, say) -> None:
+    while process.poll() is None:
+        if time.monotonic() > until_s:
+            say("its time is over")
+            return
+        time.sleep(POLL_S)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _tail(log: Path) -> str:
+    return f"it ends:\n{log.read_text(errors='replace')[-2000:]}"

@@ -1,0 +1,57 @@
+"""Engines and a router for the parts that need them, started once and together, as the run's configuration has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rlpipe.engines.sglang.router import Router
+from rlpipe.engines.sglang.server import Server
+from rlpipe.types import WeightVersion
+from tools.bench.bench import Bench
+
+FIRST = WeightVersion(branch="bench", version=0, digest="made").stamp()
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Addresses. The engines hold the weights of the model directory."""
+
+    router: str
+    engines: tuple[str, ...]
+
+
+@contextmanager
+def serving(bench: Bench, say, *, more: Mapping[str, Any] | None = None) -> Iterator[Serving]:
+    """Start `resources.num_engines` engines behind a router; stopped afterwards. `more`: SGLang arguments, where none are given.
+
+    Raises: EngineUnavailable with the end of a log, DeadlineExceeded.
+    """
+    config, logs = bench.config, bench.home / "logs"
+    engine = config.engine.model_copy(update={"sglang": {**(more or {}), **config.engine.sglang}})
+    with ExitStack() as stack:
+        router = Router(engine, port=None, log_path=logs / "router.log")
+        servers = [
+            Server(
+                bench.model_dir,
+                engine,
+                config.resources,
+                dtype=config.model.dtype,
+                port=None,
+                log_path=logs / f"engine-{number}.log",
+                seed=number,
+                weight_version=FIRST,
+            )
+            for number in range(config.resources.num_engines)
+        ]
+        for process in (router, *servers):
+            stack.callback(process.stop)
+            process.start()
+        for process in (router, *servers):
+            process.wait_ready(config.resources.start_timeout_s)
+        for server in servers:
+            router.add(server.url)
+        say(f"{len(servers)} engines are up, logs in {logs}")
+        yield Serving(router.url, tuple(server.url for server in servers))
