@@ -44,9 +44,7 @@ async def _measured(it: RunContext, dataset: EvalDataset, version: int) -> State
     async def measure() -> dict[str, Any]:
         if not await are_served(it, weights, version):
             await _take_back(it, weights, version)
-        await publish(it, weights, version=version, everyone=True)
-        await it.cluster.sample()
-        it.progress.stage("eval")
+        await _give(it, weights, version)
         deadline_s = it.config.rollout.timeout_s + 60
         async with _served(it, weights, version):
             result = await it.cluster.generator.evaluate(dataset.name, inputs.digest, version, deadline_s=deadline_s)
@@ -73,11 +71,15 @@ async def _serve(it: RunContext, weights: str, version: int) -> None:
         await asyncio.sleep(LOOK_INTERVAL_S)
         if not await are_served(it, weights, version):
             await _take_back(it, weights, version)
-            await publish(it, weights, version=version, everyone=True)
-            await it.cluster.sample()
-            it.progress.stage("eval")
+            await _give(it, weights, version)
 
 
 async def _take_back(it: RunContext, weights: str, version: int) -> None:
     if (held := await hold(it, weights, version)) != weights:
         raise Superseded("these weights came out different", where=f"weights {version} of {it.config.run}", found=held)
+
+
+async def _give(it: RunContext, weights: str, version: int) -> None:
+    await publish(it, weights, version=version, everyone=True)
+    await it.cluster.sample()
+    it.progress.stage("eval")

@@ -135,11 +135,11 @@ def evaluation_due(config: RunConfig, version: int) -> bool:
 def evaluated_beside(config: RunConfig, version: int) -> bool:
     """Are these weights evaluated while the next iteration samples and trains, up to its push?
 
-    Not if the engines have not been given them, if nothing is trained before the result is known (`stop_when`), or if engines
-    and trainer share GPUs.
+    Not if the engines have not been given them, share the trainer's GPUs, or if nothing is trained before the result is known
+    (`stop_when`).
     """
-    given = version % config.sync.update_weights_interval == 0 and not config.resources.colocate
-    return evaluation_due(config, version) and 0 < version < config.num_rollout and given and config.stop_when is None
+    free = version % config.sync.update_weights_interval == 0 and not config.resources.colocate
+    return evaluation_due(config, version) and 0 < version < config.num_rollout and free and config.stop_when is None
 
 
 async def abandon(run: str, k: int | None = None) -> None:

@@ -329,11 +329,11 @@ class Conductor:
 
     async def _can_send(self, weights: Weights) -> bool:
         spec = self._spec
-        if self._trainer is None or spec is None or not self._sharing.sampling:
+        if spec is None or not self._sharing.sampling:
             return False
         if spec.config.sync.through_files and await FilesSync(spec, self._cluster).there(weights):
             return True
-        if self._trainer_lock.locked():
+        if self._trainer is None or self._trainer_lock.locked():
             return False
         async with self._exclusive("can_send", CALL_TIMEOUT_S) as trainer:
             return await trainer.held() in (weights.digest, None)

@@ -143,13 +143,6 @@ class EngineActor:
         """Before the first byte of a push: what it holds is unknown. After the echo: it is what the server says."""
         self._unknown = unknown
 
-    def bring(self, root: str, stamp: str, folder: str, timeout_s: float) -> str:
-        """Have a version of the weights on this machine, in the mirror at `folder`: the directory that the server can load.
-
-        It runs beside the other calls (concurrency group `files`). Raises: as `Mirror.bring`.
-        """
-        return str(Mirror(folder).bring(WeightStore(root), stamp, timeout_s=timeout_s))
-
     def keep(self, tags: Collection[MemoryTag]) -> None:
         """Give up all GPU memory but this (`MEMORY_TAGS`). It samples nothing from then on, until it takes all of it back.
 
@@ -167,6 +160,13 @@ class EngineActor:
         if missing and self._server is not None and self._server.alive:
             asyncio.run(_take_back(self._server.url, sorted(missing), goes_on=self._awake | missing == set(MEMORY_TAGS)))
             self._awake |= missing
+
+    def bring(self, root: str, stamp: str, folder: str, timeout_s: float) -> str:
+        """Have a version of the weights on this machine, in the mirror at `folder`: the directory that the server can load.
+
+        It runs beside the other calls (concurrency group `files`). Raises: as `Mirror.bring`.
+        """
+        return str(Mirror(folder).bring(WeightStore(root), stamp, timeout_s=timeout_s))
 
     def stop(self) -> None:
         """End the server."""

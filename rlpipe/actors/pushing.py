@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlpipe.actors.placement import own_address
@@ -129,5 +128,5 @@ def _kinds(engines: Sequence[str], sync: SyncConfig, places: Places) -> Iterator
     if shared:
         yield IpcTransport, shared
     if others:
-        by_broadcast = sync.transport == "distributed" or (places and torch.cuda.is_available())
+        by_broadcast = sync.transport == "distributed" or (places and platform.CUDA_FOUND)
         yield (DistributedTransport if by_broadcast else TensorTransport), others

@@ -46,6 +46,7 @@ from rlpipe.stage_files import read_batch, read_packing, read_rewards, read_samp
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.sync.disk import WeightWriter
+from rlpipe.sync.group import use_nccl_as_engines_do
 from rlpipe.sync.versions import Share, WeightStore
 from rlpipe.types import FileRecord, Stage
 
@@ -69,6 +70,7 @@ class TrainerRank:
 
     def __init__(self, rank: int, world_size: int, cwd: str) -> None:
         os.chdir(cwd)
+        use_nccl_as_engines_do()
         self.rank, self.world_size = rank, world_size
         self.held: str | None = None
         self.dirty = False

@@ -145,9 +145,9 @@ class EngineConfig(Config):
     """Seconds between two tests, during a rollout, whether each engine still generates. A dead process is seen at once."""
     rollout_health_check_timeout: float = Tuning(default=60.0, gt=0)
     """An engine that has not generated one token in so many seconds is replaced."""
-    quantization: Literal["fp8"] | None = Field(default=None)
-    """`fp8`: engines sample with weights in FP8 (blocks of 128 × 128), made of the trained ones in every push; None: with the
-    trained ones. CUDA only. The trainer and its log-probs stay in model.dtype: TIS and MIS correct for the difference."""
     host: str | None = Tuning(None)
     """Address that every server and the router bind to, and are reached at. None: 127.0.0.1 while the Ray cluster is one machine;
     else the address of the machine each of them runs on."""
+    quantization: Literal["fp8"] | None = Field(default=None)
+    """`fp8`: engines sample with weights in FP8 (blocks of 128 × 128), made of the trained ones in every push; None: with the
+    trained ones. CUDA only. The trainer and its log-probs stay in model.dtype: TIS and MIS correct for the difference."""

@@ -203,6 +203,11 @@ class RunConfig(Config):
                 "resources.colocate: requests cannot stay inside an engine that gives up its cache; expected sync.in_flight: "
                 "abort or drain, found in_place"
             )
+        if self.resources.colocate and self.sync.transport == "distributed":
+            raise ValueError(
+                "resources.colocate: NCCL joins no two processes on one GPU; expected sync.transport: tensor, disk or delta, "
+                "found distributed"
+            )
         return self
 
     @model_validator(mode="after")

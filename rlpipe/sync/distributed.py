@@ -28,6 +28,7 @@ from rlpipe.sync.tensor import is_here
 from rlpipe.sync.tensors import Bucket
 from rlpipe.sync.threads import aside
 
+EXPLAIN_S = 2.0
 _POLL_S = 0.001
 
 
@@ -122,10 +123,19 @@ class DistributedTransport(BucketTransport[Flat]):
             async with asyncio.timeout(self.timeout_s / CALLS_PER_PUSH):
                 await asyncio.gather(*tasks)
         except (RlpipeError, RuntimeError, TimeoutError) as error:
-            raise _broken(error, session) from error
+            raise _broken(await _cause(error, tasks), session) from error
         finally:
             for task in tasks:
                 task.cancel()
+
+
+async def _cause(error: Exception, tasks: Sequence[asyncio.Future]) -> Exception:
+    """What an engine says of it in a moment, if all that is known is that the broadcast failed."""
+    if not isinstance(error, EngineError):
+        await asyncio.wait(tasks, timeout=EXPLAIN_S)
+        failed = [task.exception() for task in tasks if task.done() and not task.cancelled()]
+        return next((found for found in failed if isinstance(found, EngineError)), error)
+    return error
 
 
 def _broken(error: Exception, session: Session) -> SyncError:

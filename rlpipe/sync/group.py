@@ -12,7 +12,9 @@ Not here: what is said to the engines (`distributed`).
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,14 @@ from rlpipe.sync.threads import start
 NAME = "rlpipe"
 """Of the group, in the engines too. One name for all: who comes after a trainer that died can end what that one left."""
 MEET_S = 60.0
+NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""What SGLang starts its processes with: both ends of a connection have to reach each other's memory in the same way."""
+
+
+def use_nccl_as_engines_do() -> None:
+    """Before this process's first NCCL communicator. What the environment says otherwise stays: engines inherit it too."""
+    for name, value in NCCL.items():
+        os.environ.setdefault(name, value)
 
 
 class BroadcastGroup:
@@ -52,7 +62,7 @@ class BroadcastGroup:
             [],
             dist.Backend(self._backend),
             PrefixStore(NAME, store),
-            group_name=c10d.GroupName(NAME),
+            group_name=cast("Any", NAME),
             timeout=self._timeout,
         )
         _forget(self._group)

@@ -63,6 +63,10 @@ def test_both_make_room_for_the_other_unless_they_are_told_not_to():
             "so no rollout runs ahead of it; found async_buffer_size = 1",
         ),
         ({"resources": {"colocate": True}, "sync": {"in_flight": "in_place"}}, "expected sync.in_flight: abort or drain"),
+        (
+            {"resources": {"colocate": True}, "sync": {"transport": "distributed"}},
+            "expected sync.transport: tensor, disk or delta",
+        ),
     ],
 )
 def test_what_cannot_be_colocated_is_refused_in_words(sections: dict[str, Any], said: str):

@@ -28,6 +28,7 @@ from rlpipe.engines.sglang.server import Server
 from rlpipe.sync.bucketed import BucketTransport
 from rlpipe.sync.distributed import DistributedTransport
 from rlpipe.sync.fp8 import fp8_directory, from_blocks, quantised
+from rlpipe.sync.group import use_nccl_as_engines_do
 from rlpipe.sync.ipc import IpcTransport
 from rlpipe.sync.tensor import TensorTransport
 
@@ -73,6 +74,7 @@ class Bench:
     model_dir: Path = field(init=False)
 
     def __post_init__(self) -> None:
+        use_nccl_as_engines_do()
         self.model_dir = self.folder / "model"
         make_model(self.layers, seed=0).save_pretrained(self.model_dir)
         torch.cuda.empty_cache()

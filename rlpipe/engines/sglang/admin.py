@@ -184,14 +184,6 @@ class Engine:
             body["weight_version"] = weight_version
         await self._call("POST", "/update_weights_from_distributed", body)
 
-    async def update_from_disk(self, directory: str, *, weight_version: str) -> None:
-        """Load all weights from the safetensors files of a directory on its machine; needs no begin and no end.
-
-        A tensor that is not there keeps its old weights. Files that cannot be read end the engine: SGLang 0.5.21 means to go back
-        to the old weights, but reads the same files again.
-        """
-        await self._call("POST", "/update_weights_from_disk", {"model_path": directory, "weight_version": weight_version})
-
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Give up this GPU memory. It must be paused and flushed: with a request at work the server ends.
 
@@ -203,6 +195,14 @@ class Engine:
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Take it back. Weights are not what they were: push some."""
         await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)})
+
+    async def update_from_disk(self, directory: str, *, weight_version: str) -> None:
+        """Load all weights from the safetensors files of a directory on its machine; needs no begin and no end.
+
+        A tensor that is not there keeps its old weights. Files that cannot be read end the engine: SGLang 0.5.21 means to go back
+        to the old weights, but reads the same files again.
+        """
+        await self._call("POST", "/update_weights_from_disk", {"model_path": directory, "weight_version": weight_version})
 
     async def check_weights(self, action: Literal["snapshot", "reset_tensors", "compare"]) -> None:
         """Remember what it holds; fill it with random numbers; compare it with what is remembered, and forget that.
