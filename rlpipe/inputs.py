@@ -55,10 +55,9 @@ def init_inputs(config: RunConfig, fingerprint: str, start_from: str | None) -> 
 
 def rollout_inputs(config: RunConfig, fingerprint: str, plan: str) -> Inputs:
     """Samples of a plan (the digest of its part 0). Where a filter chooses among scored groups, the reward decides too."""
-    settings = {**config.rollout.identity(), "model": fingerprint}
+    settings = {**config.rollout.identity(), "model": fingerprint, **_engines(config)}
     if not config.rollout.static:
         settings |= {"deterministic": config.deterministic, "async_buffer_size": config.async_buffer_size}
-        settings |= _engines(config)
     hooks = {path: hook_digest(path) for path in config.rollout.hook_paths}
     if config.rollout.judged_by_reward:
         settings["reward"] = config.reward.identity()

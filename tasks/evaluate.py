@@ -26,6 +26,7 @@ async def evaluate(run: str, version: int, dataset: str) -> State:
 
     async def measure() -> dict[str, Any]:
         await publish(it, weights, version=version, everyone=True)
+        await it.cluster.sample()
         deadline_s = it.config.rollout.timeout_s + 60
         result = await it.cluster.generator.evaluate(dataset, inputs.digest, version, deadline_s=deadline_s)
         return {"files": result["files"], "outputs": {**result["outputs"], "version": version}}

@@ -121,6 +121,8 @@ async def once(run: RunContext, inputs: Inputs, work: Work) -> State:
     ):
         result = await work()
     outputs = {**result["outputs"], "seconds": watch.seconds}
+    if switches := await run.cluster.switches():
+        outputs["switches"] = switches
     node = run.nodes.commit(inputs.node(files=tuple(result.get("files", ())), outputs=outputs))
     return Completed(message=f"node {node.digest[:12]} in {watch.seconds:.2f} s", data=handle(node, reused=False))
 

@@ -77,6 +77,7 @@ async def serve(it: RunContext, k: int) -> None:
     newest = it.branches.newest(it.config.run, after=known if known >= it.first else None)
     version = newest.iteration + 1 if newest else 0
     await publish(it, it.weights_before(version), version=version, everyone=False)
+    await it.cluster.sample()
 
 
 async def probe(it: RunContext, weights: str, batch: str, version: int) -> float | None:
@@ -89,9 +90,9 @@ async def probe(it: RunContext, weights: str, batch: str, version: int) -> float
     if not urls or not config.probe_samples:
         return None
     held = await hold(it, weights, version)
-    answers = await it.cluster.trainer.call(
-        "probe", held=held, engines=urls, batch=batch, sync=config, deadline_s=config.timeout_s + CALL_TIMEOUT_S
-    )
+    trainer, deadline_s = it.cluster.trainer, config.timeout_s + CALL_TIMEOUT_S
+    await trainer.call("probe", held=held, batch=batch, samples=config.probe_samples, deadline_s=deadline_s)
+    answers = await trainer.call("compare", engines=urls, timeout_s=config.timeout_s, deadline_s=deadline_s)
     limit = config.max_logprob_difference or LARGEST_DIFFERENCE[it.config.engine.quantization or it.config.model.dtype]
     if not answers[0] <= limit:
         await it.cluster.stop_engines()

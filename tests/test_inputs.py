@@ -67,7 +67,7 @@ EXPECTED = {
     "train.custom_megatron_before_log_prob_hook_path": {Stage.ADVANTAGE, Stage.TRAIN},
     "train.use_routing_replay": {Stage.ADVANTAGE, Stage.TRAIN},
     "deterministic": {Stage.TRAIN},
-    "engine.quantization": {HELD, SCORED},
+    "engine.quantization": {Stage.ROLLOUT, HELD, SCORED},
     "train.optimizer.": {Stage.INIT, Stage.TRAIN},
     "train.seed": {Stage.INIT, Stage.TRAIN},
     "model.dtype": {Stage.INIT},
@@ -104,7 +104,7 @@ TUNING = {
     "engine": "sglang router server_concurrency request_timeout_s host "
     "rollout_health_check_interval rollout_health_check_timeout",
     "resources": "actor_num_nodes actor_num_gpus_per_node rollout_num_gpus rollout_num_gpus_per_engine "
-    "cluster ray_address threads_per_process start_timeout_s stop_grace_s",
+    "colocate offload_train offload_rollout cluster ray_address threads_per_process start_timeout_s stop_grace_s",
     "store": "root",
     "observe": "tensorboard samples_in_report profile_target profile_step_start profile_step_end profile_ranks "
     "custom_rollout_log_function_path custom_eval_rollout_log_function_path record_memory_history",

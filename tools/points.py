@@ -49,9 +49,11 @@ POINTS: dict[str, Point] = {
     "S-054": Point("--sglang-tp-size is refused", "engine.sglang", FLAGS_TEST, "dp_size, enable_dp_attention pass through"),
     "S-055": Point("training and inference GPUs apart", "resources.rollout_num_gpus", "actors/test_conductor.py"),
     "S-056": Point(
-        "--colocate", "resources.rollout_num_gpus", FLAGS_TEST, "sets equal counts; GPUs are not shared as yet, and it says so"
+        "--colocate", "resources.colocate", "flows/test_train.py", "equal counts unless --rollout-num-gpus says another, with a note"
     ),
-    "S-057": Point("--sglang-mem-fraction-static", "engine.sglang", FLAGS_TEST),
+    "S-057": Point(
+        "--sglang-mem-fraction-static", "engine.sglang resources.offload_train resources.offload_rollout", "actors/test_sharing.py"
+    ),
     "S-058": Point("--colocate against slow sync", "sync.transport", "sync/test_tensor.py", "CUDA IPC where a GPU is shared"),
     "S-059": Point("8 + 8, 4 + 4 GPUs", "resources.actor_num_gpus_per_node resources.rollout_num_gpus", FLAGS_TEST),
     # model parameters

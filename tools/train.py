@@ -130,8 +130,8 @@ def notes(given: Given) -> list[str]:
     if given.neutral:
         names = " ".join(flag.spelled for flag in given.neutral)
         said.append(f"note: these change nothing here (python -m tools.flags says why): {names}")
-    if given.own.get("colocate"):
-        said.append("note: --colocate gives the engines as many GPUs as the trainer has; they do not share them")
+    if given.own.get("colocate") and (engines := given.own.get("rollout_num_gpus")) is not None:
+        said.append(f"note: --colocate with --rollout-num-gpus {engines}: so many for the engines, the trainer's first")
     return said
 
 

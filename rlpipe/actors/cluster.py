@@ -83,15 +83,25 @@ class Cluster(_Asked):
     """A run's actors, for one driver of it. All methods raise Fenced once another driver has the actors; ActorLost and
     DeadlineExceeded; and what an actor raised."""
 
-    def __init__(self, driver: Driver, conductor: ActorHandle, generator: ActorHandle, *, has_engines: bool) -> None:
+    def __init__(self, driver: Driver, conductor: ActorHandle, generator: ActorHandle, config: RunConfig) -> None:
         super().__init__(driver, conductor)
+        self.has_engines, self.shares_gpus = config.needs_engines, config.resources.colocate
+        self._switch_s = config.train.timeout_s + 2 * config.resources.start_timeout_s
         self.trainer = RemoteTrainer(driver, conductor)
         self.generator = RemoteGenerator(driver, generator, "generator")
-        self.has_engines = has_engines
 
     async def publish(self, weights: Weights, *, everyone: bool, deadline_s: float) -> dict[str, Any]:
         """Engines are given these weights from now on, all of them now if `everyone`. As `Fleet.publish`."""
         return await self._ask("publish", deadline_s, weights, everyone=everyone)
+
+    async def sample(self) -> None:
+        """Requests will come: where trainer and engines share GPUs, engines have them until the trainer is called next."""
+        if self.shares_gpus and self.has_engines:
+            await self._ask("sample", self._switch_s)
+
+    async def switches(self) -> list[dict[str, Any]]:
+        """The switches of shared GPUs since this was last asked (`Sharing.take_log`)."""
+        return await self._ask("switches", CALL_TIMEOUT_S) if self.shares_gpus else []
 
     async def engines(self) -> list[dict[str, Any]]:
         """`{"number", "url", "alive", "stamp", "pid"}` of each engine as last seen."""
@@ -125,4 +135,4 @@ async def open_cluster(config: RunConfig, *, epoch: int, home: Path, model_dir: 
     deadline_s = 3 * config.resources.start_timeout_s
     await call(conductor.open.remote(driver, spec), where="conductor.open", deadline_s=deadline_s)
     generator = ray.get_actor("generator", namespace=space)
-    return Cluster(driver, conductor, generator, has_engines=config.needs_engines)
+    return Cluster(driver, conductor, generator, config)

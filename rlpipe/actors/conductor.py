@@ -2,7 +2,8 @@
 
 Several processes may drive a run at once: an iteration that is opened ahead, one that outlived its worker, one that a person
 retried. Calls to trainer ranks are collective, so all ranks must get them in one order: here they wait for each other. What
-comes from a process of an older epoch, or of a run that has left the cluster, is refused. Engines are kept by the `Fleet`.
+comes from a process of an older epoch, or of a run that has left the cluster, is refused. Engines are kept by the `Fleet`. Where
+trainer and engines share GPUs, each call to either has them first do with memory what its phase asks for (`Sharing`).
 
 It remembers nothing that matters: killed, it is started again and finds ranks, engines and router by name.
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,15 @@ from rlpipe.actors.engine import EngineSpec
 from rlpipe.actors.files_sync import FilesSync
 from rlpipe.actors.fleet import Fleet, KeptEngine, Weights
 from rlpipe.actors.named import NamedActors
+from rlpipe.actors.requests import Requests
+from rlpipe.actors.sending import places, restore
+from rlpipe.actors.sharing import PHASE_OF, Phase, Sharing
 from rlpipe.actors.specs import ClusterSpec, Driver, GeneratorSpec
 from rlpipe.actors.trainer_group import TrainerGroup
-from rlpipe.actors.trainer_spec import TrainerSpec
+from rlpipe.actors.trainer_spec import trainer_spec
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.config.run import RunConfig
-from rlpipe.errors import ActorLost, DeadlineExceeded, Fenced, Mismatch, RlpipeError
+from rlpipe.errors import DeadlineExceeded, Fenced, RlpipeError
 from rlpipe.lineage import Lineage
 from rlpipe.store.epochs import SKEW_S, Epochs
 from rlpipe.store.files import Files
@@ -51,6 +55,7 @@ class Conductor:
         self._trainer: TrainerGroup | None = None
         self._generator: ActorHandle | None = None
         self._fleet: Fleet | None = None
+        self._sharing = Sharing()
         self._router_url: str | None = None
         self._trainer_lock, self._open_lock = asyncio.Lock(), asyncio.Lock()
         self._trainer_user = ""
@@ -64,12 +69,16 @@ class Conductor:
         async with self._open_lock:
             await self._take_over(driver, spec)
             known = self._spec
-            if self._fleet is not None and (known is None or _branch(known) != _branch(spec)):
+            if self._fleet is not None and (known is None or known.branch != spec.branch):
                 self._fleet.forget()
             if self._actors is None or self._spec is None or self._spec.config.resources != spec.config.resources:
                 self._actors = self._make_actors(self._cluster, spec.config.resources, self._cwd)
+            self._share_gpus_of(spec)
             self._spec = spec
             self._generator = await asyncio.to_thread(self._actors.generator)
+            if self._sharing.active:
+                await self._open_in_turn(driver, spec)
+                return
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._open_trainer(spec))
@@ -80,6 +89,8 @@ class Conductor:
     async def collective(self, driver: Driver, method: str, deadline_s: float, arguments: dict[str, Any]) -> list[Any]:
         """Call a method of `TrainerRank` on all ranks, when no other call runs; their answers in order of rank."""
         async with self._trainer_for(driver, method, deadline_s) as trainer:
+            if method in PHASE_OF:
+                await self._enter(PHASE_OF[method])
             return await trainer.call(method, deadline_s=deadline_s, **arguments)
 
     async def holds(self, driver: Driver, state: str) -> bool:
@@ -90,17 +101,32 @@ class Conductor:
     async def initialise(self, driver: Driver, key: str, start_from: str | None, deadline_s: float) -> str:
         """As `TrainerGroup.initialise`."""
         async with self._trainer_for(driver, "initialise", deadline_s) as trainer:
+            await self._enter("train")
             return await trainer.initialise(key, start_from, deadline_s=deadline_s)
 
     async def ensure(self, driver: Driver, lineage: Lineage, deadline_s: float) -> dict[str, Any] | None:
         """As `TrainerGroup.ensure`."""
         async with self._trainer_for(driver, "ensure", deadline_s) as trainer:
+            if self._sharing.active and not await trainer.holds(lineage.target):
+                await self._enter("train")
             return await trainer.ensure(lineage, deadline_s=deadline_s)
 
     async def publish(self, driver: Driver, weights: Weights, *, everyone: bool) -> dict[str, Any]:
-        """As `Fleet.publish`."""
+        """As `Fleet.publish`. Engines that share GPUs are always all given them now: later there is no room."""
         self._refuse(driver)
-        return await self._kept().publish(weights, everyone=everyone)
+        return await self._kept().publish(weights, everyone=everyone or self._sharing.active)
+
+    async def sample(self, driver: Driver) -> None:
+        """Requests will come: where GPUs are shared, engines have them from now on."""
+        self._refuse(driver)
+        if self._sharing.active and self._fleet is not None:
+            async with self._trainer_for(driver, "sample", self._patience_s()):
+                await self._enter("sample")
+
+    async def switches(self, driver: Driver) -> list[dict[str, Any]]:
+        """As `Sharing.take_log`."""
+        self._refuse(driver)
+        return self._sharing.take_log()
 
     async def engines(self, driver: Driver) -> list[dict[str, Any]]:
         """As `Fleet.status`."""
@@ -130,11 +156,12 @@ class Conductor:
         if self._actors is not None:
             await asyncio.to_thread(self._actors.placement.remove)
         self._trainer = self._generator = self._fleet = self._spec = self._driver = None
+        self._sharing = Sharing()
 
     async def _take_over(self, driver: Driver, spec: ClusterSpec) -> None:
         """Let this driver have the actors, unless a newer one of its run has them, or another run is still at work."""
         now, known = self._driver, self._spec
-        if now is not None and known is not None and _branch(known) != _branch(spec):
+        if now is not None and known is not None and known.branch != spec.branch:
             held = await asyncio.to_thread(Epochs(Files(known.store_root)).newest, now.run)
             if held is not None and held.epoch == now.epoch and not held.over(SKEW_S):
                 raise Fenced(
@@ -180,16 +207,57 @@ class Conductor:
         assert self._fleet is not None, "this run has no engines"
         return self._fleet
 
-    async def _open_trainer(self, spec: ClusterSpec) -> None:
-        resources = spec.config.resources
-        work_dir = Path(spec.home) / spec.config.run
-        trainer = TrainerSpec.of(spec.config, model_dir=spec.model_dir, store_root=spec.store_root, work_dir=work_dir)
+    def _share_gpus_of(self, spec: ClusterSpec) -> None:
+        """Begin with sharing GPUs, or end it, if this spec says other things of it than the one before."""
+        config, known = spec.config, self._spec
+        shared = config.resources.colocate and (config.needs_engines or self._fleet is not None)
+        if not shared:
+            self._sharing = Sharing()
+        elif not self._sharing.active or known is None or known != spec:
+            before, trace = self._sharing.now, Path(spec.home) / config.run
+            trace.mkdir(parents=True, exist_ok=True)
+            self._sharing = Sharing(
+                config.resources,
+                hold=lambda: self._requests(config).hold(),
+                release=lambda: self._requests(config).release(),
+                trace=trace,
+            )
+            self._sharing.now = before
+            if self._fleet is not None:
+                self._fleet.share(self._sharing)
+
+    async def _enter(self, phase: Phase) -> None:
+        """The trainer must be ours alone meanwhile."""
+        await self._sharing.enter(phase, self._trainer, self._fleet)
+
+    async def _open_in_turn(self, driver: Driver, spec: ClusterSpec) -> None:
+        """Engines come up while the trainer has given up its memory, and it is set up while they have given up theirs."""
+        trainer = await self._ranks(spec)
+        engines_are_up = self._has_engines_of(spec)
+        if not engines_are_up:
+            async with self._trainer_lock:
+                await self._enter("start")
+        await self._open_engines(driver, spec)
         async with self._trainer_lock:
-            if self._trainer is None or self._trainer.world_size != resources.trainer_ranks:
-                assert self._actors is not None
-                make, ranks, timeout_s = self._actors.trainer, resources.trainer_ranks, resources.start_timeout_s
-                self._trainer = await asyncio.to_thread(TrainerGroup, make, ranks, start_timeout_s=timeout_s)
-            await self._trainer.setup(trainer)
+            wanted = trainer_spec(spec)
+            if not engines_are_up:
+                await self._enter("start")
+            if not await trainer.is_up(wanted):
+                await self._enter("train")
+            await trainer.setup(wanted)
+
+    async def _open_trainer(self, spec: ClusterSpec) -> None:
+        async with self._trainer_lock:
+            await (await self._ranks(spec)).setup(trainer_spec(spec))
+
+    async def _ranks(self, spec: ClusterSpec) -> TrainerGroup:
+        """The trainer's ranks, found or started; not set up yet."""
+        resources = spec.config.resources
+        if self._trainer is None or self._trainer.world_size != resources.trainer_ranks:
+            assert self._actors is not None
+            make, ranks, timeout_s = self._actors.trainer, resources.trainer_ranks, resources.start_timeout_s
+            self._trainer = await asyncio.to_thread(TrainerGroup, make, ranks, start_timeout_s=timeout_s)
+        return self._trainer
 
     async def _open_engines(self, driver: Driver, spec: ClusterSpec) -> None:
         setup = GeneratorSpec(spec.config, spec.model_dir, spec.store_root)
@@ -204,16 +272,25 @@ class Conductor:
 
     async def _open_fleet(self, spec: ClusterSpec) -> None:
         """Engines of this spec, up and kept. One that did not come up as a whole is opened anew the next time."""
-        wanted, num_engines = engine_spec(spec, self._cluster), spec.config.resources.num_engines
-        if self._fleet is not None and self._fleet.spec == wanted and len(self._fleet.engines) == num_engines:
+        if self._has_engines_of(spec):
             return
         assert self._actors is not None
         if self._fleet is not None:
             await self._fleet.close()
             self._fleet = None
-        make = self._actors.engine
-        engines = await asyncio.to_thread(lambda: [KeptEngine(number, make) for number in range(num_engines)])
-        fleet = Fleet(engines, self._actors.router, wanted, self._send, can_send=self._can_send, on_router=self._routed)
+        actors, num_engines = self._actors, spec.config.resources.num_engines
+        engines = await asyncio.to_thread(lambda: [KeptEngine(number, actors.engine) for number in range(num_engines)])
+        devices = await asyncio.to_thread(actors.placement.engine_devices)
+        fleet = Fleet(
+            engines,
+            actors.router,
+            EngineSpec.of(spec, self._cluster, devices),
+            self._send,
+            can_send=self._can_send,
+            on_router=self._routed,
+            sharing=self._sharing,
+            make_room=self._make_room if self._sharing.active else None,
+        )
         try:
             await fleet.open()
             if spec.config.sync.in_flight == "in_place":
@@ -223,20 +300,40 @@ class Conductor:
             raise
         self._fleet = fleet
 
+    def _has_engines_of(self, spec: ClusterSpec) -> bool:
+        fleet = self._fleet
+        if fleet is None or len(fleet.engines) != spec.config.resources.num_engines:
+            return False
+        return fleet.spec == EngineSpec.of(spec, self._cluster, fleet.spec.devices)
+
+    async def _make_room(self) -> None:
+        async with self._exclusive("make room for engines", self._patience_s()):
+            await self._enter("start")
+
+    def _patience_s(self) -> float:
+        """How long whoever has the trainer may take."""
+        assert self._spec is not None
+        return self._spec.config.train.timeout_s + CALL_TIMEOUT_S
+
     async def _routed(self, url: str) -> None:
         self._router_url = url
         await self._connect(url)
 
     async def _connect(self, url: str) -> None:
-        assert self._actors is not None and self._generator is not None
-        connect = self._generator.connect.remote(url, on_gpus=self._actors.placement.on_gpus)
-        await call(connect, where="generator.connect", deadline_s=CALL_TIMEOUT_S)
+        assert self._actors is not None and self._spec is not None
+        await self._requests(self._spec.config).connect(url, on_gpus=self._actors.placement.on_gpus)
+
+    def _requests(self, config: RunConfig) -> Requests:
+        assert self._generator is not None
+        return Requests(self._generator, config)
 
     async def _can_send(self, weights: Weights) -> bool:
         spec = self._spec
-        if spec is not None and spec.config.sync.through_files and await FilesSync(spec, self._cluster).there(weights):
+        if self._trainer is None or spec is None or not self._sharing.sampling:
+            return False
+        if spec.config.sync.through_files and await FilesSync(spec, self._cluster).there(weights):
             return True
-        if self._trainer is None or self._trainer_lock.locked():
+        if self._trainer_lock.locked():
             return False
         async with self._exclusive("can_send", CALL_TIMEOUT_S) as trainer:
             return await trainer.held() in (weights.digest, None)
@@ -253,73 +350,51 @@ class Conductor:
                 urls,
                 self._kept().engines,
                 trainer=lambda: self._trainer_with(weights, config, must=must),
-                held=lambda: self._requests_held(config, idle=idle),
+                held=lambda: self._loading(config, idle=idle),
                 begin=begin,
             )
         deadline_s = config.sync.timeout_s + CALL_TIMEOUT_S
         async with self._trainer_with(weights, config, must=must) as trainer:
             if trainer is None:
                 return None
-            async with self._requests_held(config, idle=idle):
+            async with nullcontext() if idle or self._sharing.active else self._requests(config).held_for_push():
                 await begin()
-                answers = await trainer.call(
-                    "push", held=weights.digest, engines=list(urls), stamp=weights.stamp, sync=config.sync, deadline_s=deadline_s
-                )
+                of_push = {"engines": list(urls), "stamp": weights.stamp, "sync": config.sync}
+                shared = places(self._kept().engines, urls, config.resources)
+                answers = await trainer.call("push", held=weights.digest, places=shared, deadline_s=deadline_s, **of_push)
         return answers[0]
 
     @asynccontextmanager
     async def _trainer_with(self, weights: Weights, config: RunConfig, *, must: bool) -> AsyncIterator[TrainerGroup | None]:
         """The trainer with these weights, restored if it held nothing; None if it holds others, unless it `must` give them up."""
-        deadline_s = config.sync.timeout_s + CALL_TIMEOUT_S
-        async with self._exclusive("push", deadline_s + config.train.timeout_s) as trainer:
+        async with self._exclusive("push", config.sync.timeout_s + CALL_TIMEOUT_S + config.train.timeout_s) as trainer:
             if not must and await trainer.held() not in (weights.digest, None):
                 yield None
                 return
-            restore_s = config.checkpoint.timeout_s + len(weights.lineage.replay) * config.train.timeout_s
-            restored = await trainer.ensure(weights.lineage, deadline_s=restore_s)
-            if restored and restored["mismatch"]:
-                raise Mismatch(
-                    "the published weights cannot be rebuilt as they were",
-                    where=f"nodes/train/{restored['mismatch']}.json",
-                    expected="the recorded state_digest",
-                    do="the next stage that needs them says how the run goes on",
-                )
-            yield trainer
+            async with self._phase_kept_after():
+                if self._sharing.active and not await trainer.holds(weights.lineage.target):
+                    await self._enter("train")
+                await restore(trainer, weights, config)
+                await self._enter("push")
+                yield trainer
 
     @asynccontextmanager
-    async def _requests_held(self, config: RunConfig, *, idle: bool) -> AsyncIterator[None]:
-        if idle:
-            yield
+    async def _loading(self, config: RunConfig, *, idle: bool) -> AsyncIterator[None]:
+        """Engines have room for weights, which come from elsewhere than the trainer, and get no requests."""
+        if self._sharing.active:
+            async with self._exclusive("load weights", self._patience_s()), self._phase_kept_after():
+                await self._enter("push")
+                yield
             return
-        assert self._generator is not None
-        drain_s = config.engine.request_timeout_s
-        expires_s = config.sync.timeout_s + CALL_TIMEOUT_S
-        hold = self._generator.hold.remote(config.sync.in_flight, deadline_s=drain_s, expires_s=expires_s)
-        with suppress(ActorLost):  # a generator that is gone asks for nothing
-            await call(hold, where="generator.hold", deadline_s=drain_s + CALL_TIMEOUT_S)
+        async with nullcontext() if idle else self._requests(config).held_for_push():
+            yield
+
+    @asynccontextmanager
+    async def _phase_kept_after(self) -> AsyncIterator[None]:
+        """In the middle of a rollout, of which one engine is given weights, it goes on afterwards."""
+        sampled = self._sharing.active and self._sharing.sampling
         try:
             yield
         finally:
-            with suppress(RlpipeError):  # a hold ends by itself
-                await call(self._generator.release.remote(), where="generator.release", deadline_s=CALL_TIMEOUT_S)
-
-
-def _branch(spec: ClusterSpec) -> tuple[str, str]:
-    return spec.store_root, spec.config.run
-
-
-def engine_spec(spec: ClusterSpec, cluster: str) -> EngineSpec:
-    """What the engines of a run are started with."""
-    config, logs = spec.config, Path(spec.home) / cluster / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    return EngineSpec(
-        model_dir=spec.model_dir,
-        engine=config.engine,
-        resources=config.resources,
-        dtype=config.model.dtype,
-        seed=config.train.seed,
-        trust_remote_code=getattr(config.model.source, "trust_remote_code", False),
-        logs=str(logs),
-        deterministic=config.deterministic,
-        reads_text=config.rollout.needs_text,
-    )
+            if sampled:
+                await self._enter("sample")

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlpipe.actors.placement import own_address
+from rlpipe.actors.specs import ClusterSpec
 from rlpipe.config.model import EngineConfig, ResourcesConfig
-from rlpipe.engines.sglang.admin import Engine
+from rlpipe.engines.sglang.admin import MEMORY_TAGS, Engine, MemoryTag
 from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Server
 from rlpipe.errors import DeadlineExceeded, EngineError, EngineUnavailable
@@ -24,6 +27,9 @@ from rlpipe.sync.versions import WeightStore
 
 FILES = "files"
 """Concurrency group of `bring`: the other calls are answered meanwhile."""
+
+MEMORY_TIMEOUT_S = 50.0
+"""For each call about GPU memory; less than what the fleet waits for all of them."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,26 @@ class EngineSpec:
     logs: str
     deterministic: bool = False
     reads_text: bool = False
+    devices: tuple[tuple[str, ...], ...] | None = None
+    """Of each engine, its GPUs as CUDA_VISIBLE_DEVICES names them; None: those that its actor sees."""
+
+    @classmethod
+    def of(cls, spec: ClusterSpec, cluster: str, devices: tuple[tuple[str, ...], ...] | None) -> EngineSpec:
+        """What the engines of a run are started with; the folder of their logs is made."""
+        config, logs = spec.config, Path(spec.home) / cluster / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        return cls(
+            model_dir=spec.model_dir,
+            engine=config.engine,
+            resources=config.resources,
+            dtype=config.model.dtype,
+            seed=config.train.seed,
+            trust_remote_code=getattr(config.model.source, "trust_remote_code", False),
+            logs=str(logs),
+            deterministic=config.deterministic,
+            reads_text=config.rollout.needs_text,
+            devices=devices,
+        )
 
     def served_dir(self) -> str:
         """The directory that the server is started with: the model's, or what is made of it. Raises: ConfigError."""
@@ -56,6 +82,7 @@ class EngineActor:
         self._spec: EngineSpec | None = None
         self._server: Server | None = None
         self._unknown = True
+        self._awake: set[MemoryTag] = set(MEMORY_TAGS)
 
     def start(self, spec: EngineSpec) -> str:
         """Bring the server of a spec up, unless it is up and answers; its URL.
@@ -70,10 +97,10 @@ class EngineActor:
         ):
             return self._server.url
         self.stop()
-        self._spec, self._unknown = spec, True
+        self._spec, self._unknown, self._awake = spec, True, set(MEMORY_TAGS)
         self._server = Server(
             spec.served_dir(),
-            spec.engine,
+            _at_home(spec.engine),
             spec.resources,
             dtype=spec.dtype,
             port=None,
@@ -82,6 +109,7 @@ class EngineActor:
             trust_remote_code=spec.trust_remote_code,
             deterministic=spec.deterministic,
             reads_text=spec.reads_text,
+            devices=None if spec.devices is None else spec.devices[self.number],
         )
         self._server.start()
         self._server.wait_ready(spec.resources.start_timeout_s)
@@ -119,6 +147,24 @@ class EngineActor:
         """
         return str(Mirror(folder).bring(WeightStore(root), stamp, timeout_s=timeout_s))
 
+    def keep(self, tags: Collection[MemoryTag]) -> None:
+        """Give up all GPU memory but this (`MEMORY_TAGS`). It samples nothing from then on, until it takes all of it back.
+
+        What it was sampling ends with what it has. Without its weights, what it holds is unknown.
+        Raises: EngineError, DeadlineExceeded: then what it has is not known, and it should be stopped.
+        """
+        if (gone := self._awake - set(tags)) and self._server is not None and self._server.alive:
+            self._unknown = self._unknown or "weights" in gone
+            asyncio.run(_give_up(self._server.url, sorted(gone)))
+            self._awake -= gone
+
+    def take(self, tags: Collection[MemoryTag]) -> None:
+        """Take this GPU memory back; with all of it, it samples again. Raises: as `keep`."""
+        missing = set(tags) - self._awake
+        if missing and self._server is not None and self._server.alive:
+            asyncio.run(_take_back(self._server.url, sorted(missing), goes_on=self._awake | missing == set(MEMORY_TAGS)))
+            self._awake |= missing
+
     def stop(self) -> None:
         """End the server."""
         if self._server is not None:
@@ -142,7 +188,7 @@ class RouterActor:
             self.stop()
             port = self._router.port if self._router is not None else None
             self._config = engine
-            self._router = Router(engine, port=port, log_path=Path(logs) / "router.log")
+            self._router = Router(_at_home(engine), port=port, log_path=Path(logs) / "router.log")
             self._router.start()
             self._router.wait_ready(resources.start_timeout_s)
         for known in {worker["url"] for worker in self._router.workers()} - set(engines):
@@ -172,6 +218,25 @@ class RouterActor:
         """End the router."""
         if self._router is not None:
             self._router.stop()
+
+
+def _at_home(engine: EngineConfig) -> EngineConfig:
+    """Bound to this machine's address, if nothing else is said."""
+    return engine if engine.host is not None else engine.model_copy(update={"host": own_address()})
+
+
+async def _give_up(url: str, tags: Collection[MemoryTag]) -> None:
+    async with Engine(url, deadline_s=MEMORY_TIMEOUT_S) as engine:
+        await engine.pause("abort")
+        await engine.flush()
+        await engine.release_memory(tuple(tags))
+
+
+async def _take_back(url: str, tags: Collection[MemoryTag], *, goes_on: bool) -> None:
+    async with Engine(url, deadline_s=MEMORY_TIMEOUT_S) as engine:
+        await engine.resume_memory(tuple(tags))
+        if goes_on:
+            await engine.continue_()
 
 
 async def _generates(url: str, timeout_s: float) -> bool:

@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from ray.actor import ActorHandle
 
 from rlpipe.actors.calls import call, gather
 from rlpipe.actors.engine import FILES, EngineSpec
+from rlpipe.actors.sharing import OF_ENGINES, Sharing
 from rlpipe.config.model import EngineConfig
 from rlpipe.errors import ActorLost, DeadlineExceeded, EngineUnavailable, RlpipeError, SyncError
 from rlpipe.lineage import Lineage
 
 CALL_TIMEOUT_S = 60.0
+MEMORY_TIMEOUT_S = 200.0
 LOOK_INTERVAL_S = 2.0
 ATTEMPTS = 3
 """An engine that could not be brought back so many times in a row is in trouble; its keeper goes on trying."""
@@ -108,6 +110,18 @@ class KeptEngine:
         self.url, self.stamp, self.admitted = None, None, False
         await self._call("stop", CALL_TIMEOUT_S)
 
+    async def move(self, method: Literal["keep", "take"], tags: Collection[str]) -> None:
+        """Give up GPU memory, or take it back (`EngineActor.keep` and `take`). One that cannot is ended."""
+        if self.url is None:
+            return
+        try:
+            await self._call(method, MEMORY_TIMEOUT_S, tuple(tags))
+        except RlpipeError:
+            with suppress(RlpipeError):
+                await self.stop()
+        if method == "keep" and "weights" not in tags:
+            self.stamp = None
+
     async def generates(self, timeout_s: float) -> bool:
         """Did it generate a token within that time?"""
         self.tested_s = time.monotonic()
@@ -130,15 +144,22 @@ class Fleet:
         *,
         can_send: Callable[[Weights], Awaitable[bool]],
         on_router: Callable[[str], Awaitable[None]],
+        sharing: Sharing | None = None,
+        make_room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`can_send`: would `send` wait for nobody and disturb nothing? `on_router` hears of the router's URL."""
+        """`can_send`: would `send` wait for nobody and disturb nothing? `on_router` hears of the router's URL.
+
+        `sharing`: whose turn the GPUs are, if they are shared; `make_room` is awaited before engines are waited for of which none
+        is up.
+        """
+        self._sharing, self._make_room = sharing or Sharing(), make_room
         self.engines, self.spec = engines, spec
         self._make_router, self.router = make_router, make_router()
         self._send, self._can_send, self._on_router = send, can_send, on_router
         self.weights: Weights | None = None
         self._acceptable: set[str] = set()
         self._pushing = asyncio.Lock()
-        self._pushes = 0
+        self._pushes = 0  # and whatever else may keep an engine from generating
         self._keepers: list[asyncio.Task[None]] = []
 
     @property
@@ -183,6 +204,20 @@ class Fleet:
             self.weights, self._acceptable = weights, {weights.stamp}
             return await self._push_in_turn([e for e in self.engines if e.url and not e.starting], must=everyone)
 
+    async def keep(self, tags: Collection[str]) -> None:
+        """All engines give up their GPU memory but this. One that does not is ended."""
+        if set(tags) != set(OF_ENGINES):
+            self._pushes += 1
+        await asyncio.gather(*(engine.move("keep", tags) for engine in self.engines))
+
+    async def take(self, tags: Collection[str]) -> None:
+        """All engines take this GPU memory back. One that does not is ended."""
+        await asyncio.gather(*(engine.move("take", tags) for engine in self.engines))
+
+    def share(self, sharing: Sharing) -> None:
+        """Engines go by these turns from now on."""
+        self._sharing = sharing
+
     def forget(self) -> None:
         """Nothing is published any more: engines keep what they hold, and are given nothing until something is."""
         self.weights, self._acceptable = None, set()
@@ -223,9 +258,13 @@ class Fleet:
     async def _care(self, engine: KeptEngine) -> None:
         """One look at an engine, and what it needs."""
         if not await engine.look():
-            await engine.start(self.spec, self.start_timeout_s)
-            await engine.look()
-        elif time.monotonic() - engine.tested_s > self.config.rollout_health_check_interval and engine.admitted:
+            async with self._sharing.room_to_start() as awake:
+                if awake is None:
+                    return
+                await engine.start(self.spec, self.start_timeout_s)
+                await engine.look()
+                await engine.move("keep", awake.engines)
+        elif self._is_test_due(engine):
             pushes = self._pushes
             hung = not await engine.generates(self.config.rollout_health_check_timeout)
             if hung and pushes == self._pushes and not self._pushing.locked():
@@ -236,6 +275,10 @@ class Fleet:
             return
         if engine.stamp in self._acceptable or await self._can_send(weights):
             await self._push([engine], must=False)
+
+    def _is_test_due(self, engine: KeptEngine) -> bool:
+        old = time.monotonic() - engine.tested_s > self.config.rollout_health_check_interval
+        return old and engine.admitted and self._sharing.sampling
 
     async def _keep_router(self) -> None:
         while True:
@@ -264,6 +307,8 @@ class Fleet:
                 while not any([await self._is_up(engine) for engine in self.engines]):
                     if error := self.trouble():
                         raise error
+                    if self._make_room is not None and not self._sharing.startable:
+                        await self._make_room()
                     await asyncio.sleep(0.1)
         except TimeoutError as error:
             raise EngineUnavailable(

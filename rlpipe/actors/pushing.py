@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 from torch import Tensor
 
+from rlpipe.actors.placement import own_address
 from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron import platform
@@ -98,8 +98,7 @@ class Pusher:
             return IpcTransport(folder, device=device, rank=self.rank, world_size=self.world_size, **common)
         if kind is TensorTransport:
             return TensorTransport(folder, tensor_parallel_size=parallel, **common)
-        address = ray.util.get_node_ip_address()
-        return DistributedTransport(folder, tensor_parallel_size=parallel, device=device, address=address, **common)
+        return DistributedTransport(folder, tensor_parallel_size=parallel, device=device, address=own_address, **common)
 
 
 def served_dir(spec: TrainerSpec) -> str:

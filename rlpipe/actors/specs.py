@@ -39,6 +39,11 @@ class ClusterSpec:
     model_dir: str
     store_root: str
 
+    @property
+    def branch(self) -> tuple[str, str]:
+        """The store and the run in it: what two specs of one run have in common."""
+        return self.store_root, self.config.run
+
 
 @dataclass(frozen=True)
 class GeneratorSpec:

@@ -15,7 +15,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager
@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 
 from rlpipe.actors.checkpoints import Upload, fetch_checkpoint, upload_share
+from rlpipe.actors.placement import own_address
 from rlpipe.actors.probe import largest_difference
-from rlpipe.actors.profiling import Part, check, profiled
+from rlpipe.actors.profiling import Part as Work
+from rlpipe.actors.profiling import check, profiled
 from rlpipe.actors.pushing import Pusher, served_dir, served_tensors
 from rlpipe.actors.scoring import critic_metrics, scored, with_server_s_scores
 from rlpipe.actors.trainer_spec import TrainerSpec
@@ -37,9 +38,10 @@ from rlpipe.batch_metrics import batch_metrics
 from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron.engine import MegatronEngine
+from rlpipe.engines.megatron.memory import Part
 from rlpipe.errors import DeadlineExceeded, TrainerError
 from rlpipe.lineage import Lineage, weight_version
-from rlpipe.packing import PackingPlan, attention_length, plan
+from rlpipe.packing import BatchColumns, PackingPlan, attention_length, plan
 from rlpipe.stage_files import read_batch, read_packing, read_rewards, read_samples, write_batch
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
@@ -79,12 +81,13 @@ class TrainerRank:
         self._writer: WeightWriter | None = None
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="upload")
         self._upload: tuple[Upload, Future[list[FileRecord]]] | None = None
+        self._probe: tuple[BatchColumns, np.ndarray] | None = None
 
-    def address(self, num_nodes: int) -> tuple[str, int]:
+    def address(self) -> tuple[str, int]:
         """A host and a free port for the ranks to meet at (asked of rank 0)."""
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return ray.util.get_node_ip_address() if num_nodes > 1 else "127.0.0.1", probe.getsockname()[1]
+            return own_address(), probe.getsockname()[1]
 
     def status(self) -> dict[str, Any]:
         """What this rank holds and does: `{"rank", "held", "dirty", "ready", "busy", …}`. It answers while a call runs, from
@@ -269,16 +272,26 @@ class TrainerRank:
         return self._writer.write(served_tensors(engine, spec), stamp, base)
 
     @collective
-    def probe(self, *, held: str, engines: list[str], batch: str, sync: SyncConfig) -> float | None:
-        """Score the first samples of a batch node with the held weights and with the engines.
+    def probe(self, *, held: str, batch: str, samples: int) -> None:
+        """Score the first samples of a batch node with the held weights, for `compare`."""
+        engine, _ = self._require(held)
+        columns = read_batch(self._files, self._nodes.get(Stage.ADVANTAGE, batch))
+        chosen = columns.select(np.arange(min(samples, len(columns))))
+        self._probe = chosen, engine.score(chosen, temperature=1.0)
+
+    @collective
+    def compare(self, *, engines: list[str], timeout_s: float) -> float | None:
+        """Have engines score what `probe` did; the model is not needed.
 
         Rank 0 answers the largest difference of a log-prob, the others None. Raises: EngineError, DeadlineExceeded.
         """
-        engine, _ = self._require(held)
-        columns = read_batch(self._files, self._nodes.get(Stage.ADVANTAGE, batch))
-        chosen = columns.select(np.arange(min(sync.probe_samples, len(columns))))
-        ours = engine.score(chosen, temperature=1.0)
-        return largest_difference(chosen, ours, engines, sync.timeout_s) if self.rank == 0 else None
+        assert self._probe is not None, "probe first"
+        return largest_difference(*self._probe, engines, timeout_s) if self.rank == 0 else None
+
+    @collective
+    def occupy(self, parts: Sequence[Part]) -> dict[str, float]:
+        """As `MegatronEngine.occupy`; {} of a rank that has not been set up, which has nothing."""
+        return {} if self._engine is None else self._engine.occupy(parts)
 
     @collective
     def save(self, *, held: str, version: int, upload: Upload) -> dict[str, Any]:
@@ -351,7 +364,7 @@ class TrainerRank:
         self.held, self.dirty, self._result = key, False, result
         return result
 
-    def _profiled(self, part: Part, iteration: int) -> AbstractContextManager[None]:
+    def _profiled(self, part: Work, iteration: int) -> AbstractContextManager[None]:
         _, spec = self._ready()
         return profiled(spec.observe, part, iteration=iteration, rank=self.rank, work_dir=spec.work_dir)
 

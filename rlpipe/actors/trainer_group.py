@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from ray.actor import ActorHandle
@@ -57,9 +57,23 @@ class TrainerGroup:
         self._spec = spec
         if self._broken or not await self._whole() or await self._switched(spec):
             await self.restart()
-        address = self.ranks[0].address.remote(spec.num_nodes)
+        address = self.ranks[0].address.remote()
         master = await call(address, where="trainer.address", deadline_s=self._start_timeout_s)
         await self.call("setup", spec=spec, master=master, deadline_s=self._start_timeout_s)
+
+    async def is_up(self, spec: TrainerSpec) -> bool:
+        """Would `setup` for this spec find nothing to do?"""
+        statuses = None if self._broken or self._spec != spec else await self._settled()
+        return statuses is not None and all(status["ready"] for status in statuses) and not await self._switched(spec)
+
+    async def occupy(self, parts: Collection[str], *, deadline_s: float) -> list[dict[str, float]]:
+        """Have all ranks keep these parts of the state in device memory, and no others (`DeviceMemory.occupy`).
+
+        Ranks of which some are dead or hang are all started anew: blank ones have nothing there.
+        """
+        if self._broken or await self._settled() is None:
+            await self.restart()
+        return await self.call("occupy", parts=tuple(parts), deadline_s=deadline_s)
 
     async def initialise(self, key: str, start_from: str | None, *, deadline_s: float) -> str:
         """Load the first weights into a trainer that has trained nothing (started anew if need be); the state's digest."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlpipe.actors.specs import ClusterSpec
 from rlpipe.config.algorithms import AdvantageConfig
 from rlpipe.config.megatron_hooks import megatron_hook_paths
 from rlpipe.config.model import ModelConfig
@@ -42,7 +43,6 @@ class TrainerSpec:
     engine_quantization: str | None
     """How engines hold the weights; None: as they are."""
     world_size: int
-    num_nodes: int
     threads: int
     deterministic: bool = False
     observe: ObserveConfig = field(default=ObserveConfig(), compare=False)
@@ -71,13 +71,18 @@ class TrainerSpec:
             engine_tensor_parallel_size=config.resources.rollout_num_gpus_per_engine,
             engine_quantization=config.engine.quantization,
             world_size=config.resources.trainer_ranks,
-            num_nodes=config.resources.actor_num_nodes,
             threads=config.resources.threads_per_process,
             deterministic=config.deterministic,
             observe=config.observe,
             hook_args=slime_args(config) if _has_functions(config) else None,
             upload_timeout_s=config.checkpoint.timeout_s,
         )
+
+
+def trainer_spec(spec: ClusterSpec) -> TrainerSpec:
+    """What a cluster's run says about its trainer."""
+    work_dir = Path(spec.home) / spec.config.run
+    return TrainerSpec.of(spec.config, model_dir=spec.model_dir, store_root=spec.store_root, work_dir=work_dir)
 
 
 def _has_functions(config: RunConfig) -> bool:

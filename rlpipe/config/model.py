@@ -61,9 +61,19 @@ class ResourcesConfig(Config):
     actor_num_gpus_per_node: int = Tuning(default=1, ge=1)
     """Trainer ranks on each of those nodes."""
     rollout_num_gpus: int = Tuning(default=1, ge=1)
-    """GPUs of all inference engines together."""
+    """GPUs of all inference engines together. With `colocate`, if it is not given, as many as the trainer has."""
     rollout_num_gpus_per_engine: int = Tuning(default=1, ge=1)
     """GPUs of one engine (its tensor parallel size)."""
+    colocate: bool = Tuning(False)
+    """Trainer and engines lie on the same GPUs and use them in turns: engine j on those of the ranks from j ×
+    rollout_num_gpus_per_engine on; GPUs beyond the trainer's are the engines' alone. What one of them holds is out of the way
+    while the other works. Not with async_buffer_size, nor with sync.in_flight: in_place. Leave some of a GPU to what stays in
+    any case (CUDA, NCCL) with engine.sglang.mem_fraction_static."""
+    offload_train: bool | None = Tuning(None)
+    """With `colocate`: while engines sample, the trainer's weights and optimizer state lie in pinned CPU memory. None: yes."""
+    offload_rollout: bool | None = Tuning(None)
+    """With `colocate`: while the trainer works, engines keep neither weights nor cache nor CUDA graphs. None: yes. With neither
+    of the two, all of it has to fit on the GPU at once."""
     cluster: str | None = Tuning(None)
     """Name under which the actors live; runs of the same name share them one after another. None is the run's own name."""
     ray_address: str | None = Tuning(None)
@@ -83,6 +93,25 @@ class ResourcesConfig(Config):
     def num_engines(self) -> int:
         return self.rollout_num_gpus // self.rollout_num_gpus_per_engine
 
+    @property
+    def trainer_sleeps(self) -> bool:
+        """Does the trainer give up GPU memory to engines?"""
+        return self.colocate and self.offload_train is not False
+
+    @property
+    def engines_sleep(self) -> bool:
+        """Do engines give up GPU memory to the trainer?"""
+        return self.colocate and self.offload_rollout is not False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_many_engines_as_ranks(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("colocate") is not True or "rollout_num_gpus" in values:
+            return values
+        nodes, each = (values.get(name, 1) for name in ("actor_num_nodes", "actor_num_gpus_per_node"))
+        known = isinstance(nodes, int) and isinstance(each, int)
+        return {**values, "rollout_num_gpus": nodes * each} if known else values
+
     @model_validator(mode="after")
     def _engines_fill_their_gpus(self):
         if self.rollout_num_gpus % self.rollout_num_gpus_per_engine:
@@ -90,6 +119,14 @@ class ResourcesConfig(Config):
                 f"rollout_num_gpus ({self.rollout_num_gpus}) must be a multiple of "
                 f"rollout_num_gpus_per_engine ({self.rollout_num_gpus_per_engine})"
             )
+        if self.colocate and self.actor_num_gpus_per_node % self.rollout_num_gpus_per_engine:
+            raise ValueError(
+                f"colocate: an engine of rollout_num_gpus_per_engine = {self.rollout_num_gpus_per_engine} GPUs would lie on two "
+                f"nodes of actor_num_gpus_per_node = {self.actor_num_gpus_per_node}; take a divisor of it"
+            )
+        moved = [name for name in ("offload_train", "offload_rollout") if getattr(self, name)]
+        if moved and not self.colocate:
+            raise ValueError(f"{' and '.join(moved)}: trainer and engines have GPUs of their own; leave it out, or set colocate")
         return self
 
 
@@ -111,5 +148,6 @@ class EngineConfig(Config):
     quantization: Literal["fp8"] | None = Field(default=None)
     """`fp8`: engines sample with weights in FP8 (blocks of 128 × 128), made of the trained ones in every push; None: with the
     trained ones. CUDA only. The trainer and its log-probs stay in model.dtype: TIS and MIS correct for the difference."""
-    host: str = Tuning("127.0.0.1")
-    """Address the servers and the router bind to."""
+    host: str | None = Tuning(None)
+    """Address that every server and the router bind to, and are reached at. None: 127.0.0.1 while the Ray cluster is one machine;
+    else the address of the machine each of them runs on."""

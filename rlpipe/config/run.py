@@ -195,6 +195,25 @@ class RunConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _shared_gpus_are_used_in_turns(self):
+        if self.resources.colocate and self.async_buffer_size:
+            raise ValueError(
+                f"resources.colocate: engines sleep while the trainer works, so no rollout runs ahead of it; found "
+                f"async_buffer_size = {self.async_buffer_size}, expected 0 (or GPUs of their own for the engines)"
+            )
+        if self.resources.engines_sleep and self.sync.in_flight == "in_place":
+            raise ValueError(
+                "resources.colocate: requests cannot stay inside an engine that gives up its cache; expected sync.in_flight: "
+                "abort or drain, found in_place"
+            )
+        if self.resources.colocate and self.sync.transport == "distributed":
+            raise ValueError(
+                "resources.colocate: NCCL joins no two processes on one GPU; expected sync.transport: tensor, disk or delta, "
+                "found distributed"
+            )
+        return self
+
     @property
     def start_from(self) -> BranchModel | None:
         """The branch whose last weights are this run's first, if any."""

@@ -214,7 +214,8 @@ def _resources(values: Values) -> Keys:
     if values.get("colocate") and engines is None:
         nodes, each = (values.get(name, FLAGS[name].default) for name in ("actor_num_nodes", "actor_num_gpus_per_node"))
         engines = nodes * each
-    return {} if engines is None else {"resources.rollout_num_gpus": engines}
+    keys: Keys = {} if engines is None else {"resources.rollout_num_gpus": engines}
+    return keys | ({f"resources.offload_{what}": True for what in ("train", "rollout")} if values.get("offload") else {})
 
 
 def _sync(values: Values) -> Keys:

@@ -13,7 +13,7 @@ Not here: the group itself (`group`), what else is said to the engines (`session
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -42,9 +42,9 @@ class DistributedTransport(BucketTransport[Flat]):
         timeout_s: float,
         tensor_parallel_size: int = 1,
         device: torch.device,
-        address: str = "127.0.0.1",
+        address: Callable[[], str] = lambda: "127.0.0.1",
     ) -> None:
-        """`device`: where tensors are sent from. `address`: of this node, for engines that are not on it."""
+        """`device`: where tensors are sent from. `address`: says where engines that are not on this machine reach it."""
         super().__init__(
             model_dir, buffer_size_bytes=buffer_size_bytes, timeout_s=timeout_s, tensor_parallel_size=tensor_parallel_size
         )
@@ -70,7 +70,7 @@ class DistributedTransport(BucketTransport[Flat]):
         self.close()
         ranks = self.tensor_parallel_size
         group = BroadcastGroup(ranks * len(members), backend=backend_of(self.device), timeout_s=self.timeout_s)
-        address = "127.0.0.1" if all(map(is_here, members)) else self.address
+        address = "127.0.0.1" if all(map(is_here, members)) else self.address()
         first = {url: 1 + ranks * number for number, url in enumerate(members)}
         session.doing = "make a group of trainer and engines"
         joining = [

@@ -41,8 +41,8 @@ class Rank:
         self.deterministic: bool | None = None
         self.heard: list[str] = []
 
-    def address(self, num_nodes: int) -> tuple[str, int]:
-        return "127.0.0.1" if num_nodes == 1 else "10.0.0.1", 29500 + self.rank
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", 29500 + self.rank
 
     def status(self) -> dict[str, Any]:
         state = {"held": self.held, "dirty": self.dirty, "ready": self.ready, "busy": self.busy}

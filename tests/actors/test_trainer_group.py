@@ -24,7 +24,7 @@ from tests.actors.ranks import start
 pytestmark = pytest.mark.integration
 
 RANKS = 2
-SPEC: Any = SimpleNamespace(model_dir="m", num_nodes=1, deterministic=False)
+SPEC: Any = SimpleNamespace(model_dir="m", deterministic=False)
 """Equal specs are the same engine; what is in one is the ranks' business."""
 
 

@@ -144,6 +144,38 @@ def test_two_ranks_two_engines_and_s3_survive_a_killed_engine(recipes: Path) -> 
 
 
 @pytest.mark.integration
+def test_trainer_and_engine_that_share_a_gpu_take_turns_and_come_back_into_them_when_they_are_killed(recipes: Path) -> None:
+    home = recipes / "home"
+    arguments = (
+        "--recipe",
+        str(recipes / "small.yaml"),
+        "num_rollout=4",
+        "resources.colocate=true",
+        "checkpoint.save_interval=3",
+    )
+    with LiveRun(home, *arguments) as run:
+        run.wait_until(lambda: committed(home, "small") >= 1)
+        run.parts(lambda line: "sglang::scheduler" in line)[0].kill()
+        run.wait_until(lambda: committed(home, "small") >= 2)
+        run.kill_part("ray::TrainerRank")
+        assert run.finish(400) == 0, run.said
+    files = Files(home / "store")
+    assert check_branch(files, "small") == []
+    nodes, commits = Nodes(files), list(Branches(files).walk("small"))
+    assert len(commits) == 4
+    outputs = [{stage: nodes.get(stage, commit.nodes[stage]).outputs for stage in commit.nodes} for commit in commits]
+    entered = {stage: [s["to"] for one in outputs for s in one[stage].get("switches", [])] for stage in outputs[0]}
+    assert set(entered[Stage.ADVANTAGE]) >= {"score"}
+    assert {"push", "sample"} <= set(entered[Stage.SYNC])
+    assert entered[Stage.REWARD] == []
+    switches = [switch for one in outputs for said in one.values() for switch in said.get("switches", [])]
+    kept = {to: [switch["trainer_bytes"] for switch in switches if switch["to"] == to] for to in ("sample", "score", "train")}
+    assert set(kept["sample"]) == {0}
+    assert 0 < max(kept["score"]) < min(kept["train"])
+    assert max(one[Stage.SYNC]["metrics"]["sync/logprob_difference"] for one in outputs) <= 1e-4
+
+
+@pytest.mark.integration
 def test_rollouts_ahead_of_training_with_a_filter_and_a_buffer_lose_nothing_when_their_generator_is_killed(recipes: Path) -> None:
     home = recipes / "home"
     arguments = (

@@ -8,18 +8,59 @@ import pickle
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from transformers import Qwen3ForCausalLM
 
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.engines.sglang.handles import flattened_bucket
 from rlpipe.errors import SyncError
 from rlpipe.sync.flat import flatten
 from rlpipe.sync.ipc import IpcTransport
+from rlpipe.sync.session import Session
 from rlpipe.sync.shared import by_name, shared_block
+from rlpipe.sync.tensors import expected_shapes
+from tests.engines.megatron.ranks import Ranks
 from tests.live_engine import log_probs, make_model
 
 CPU = torch.device("cpu")
 TOKENS = [5, 9, 20, 31]
 NOWHERE = "http://127.0.0.1:9"
+
+
+def both_ranks(rank: int, world_size: int, port: int, model_dir: str) -> list:
+    """Rank 0 packs two passes and reads every handle; rank 1 assists, then both give the push up after its first bucket."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    transport = _transport(model_dir, rank=rank, world_size=world_size)
+    model = Qwen3ForCausalLM.from_pretrained(model_dir)
+    tensors = {name: tensor + rank for name, tensor in model.state_dict().items()}
+    if rank:
+        found = [transport.assist(tensors.items(), "b@0@x", check=True), transport.assist(tensors.items(), "b@0@y")]
+    else:
+        found = [_read(transport, tensors, 2), _given_up(transport, tensors)]
+    dist.destroy_process_group()
+    return found
+
+
+def _read(transport: IpcTransport, tensors: dict, passes: int) -> list[bool]:
+    right, seen = [], 0
+    for handles, _ in transport.packed(iter(tensors.items()), (), "b@0@x", True):
+        for number, handle in enumerate(handles.by_rank):
+            sent = pickle.loads(handle)
+            for meta in sent["metadata"]:
+                got = sent["flattened_tensor"][meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
+                right.append(torch.equal(got, tensors[meta.name] + number))
+        seen += handles.tensors
+        transport._loaded += 1
+    assert seen == passes * len(transport.expected)
+    return right
+
+
+def _given_up(transport: IpcTransport, tensors: dict) -> list[int]:
+    lengths = []
+    for handles, _ in transport.packed(iter(tensors.items()), (), "b@0@y", False):
+        lengths.append(len(handles.by_rank))
+        transport.finish()
+    return lengths
 
 
 def _transport(model_dir, **keywords) -> IpcTransport:
@@ -66,8 +107,13 @@ def test_a_push_of_handles_that_fails_reads_all_tensors_and_the_next_one_succeed
 
 def test_an_engine_without_a_place_is_refused_before_anything_is_sent(tmp_path):
     make_model(tmp_path, seed=0)
-    with pytest.raises(SyncError, match="arrived nowhere"):
-        _transport(tmp_path).push([], [NOWHERE], "b@0@x")
+
+    async def connect() -> None:
+        async with Engine(NOWHERE) as engine:
+            await _transport(tmp_path).connect(Session([engine], "b@0@x"))
+
+    with pytest.raises(SyncError, match="shares no GPU with the trainer"):
+        asyncio.run(connect())
 
 
 def test_a_flat_bucket_of_mixed_dtypes_is_cut_up_again_as_sglang_does():
@@ -88,3 +134,16 @@ def test_a_flat_bucket_of_mixed_dtypes_is_cut_up_again_as_sglang_does():
         expected = dict(bucket)[meta.name]
         assert tensor.dtype == expected.dtype and torch.equal(tensor.float(), expected.float())
     assert [(name, tensor.dtype) for name, tensor in flat.tensors()] == [(part.name, part.dtype) for part in flat.parts]
+
+
+@pytest.mark.integration
+def test_of_two_ranks_each_packs_its_own_memory_and_both_stop_when_the_push_is_over(tmp_path):
+    make_model(tmp_path, seed=0)
+    ranks = Ranks(2)
+    try:
+        (read, lengths), assisted = ranks.run(both_ranks, str(tmp_path))
+    finally:
+        ranks.stop()
+    assert all(read) and len(read) == 2 * 2 * len(expected_shapes(tmp_path))
+    assert lengths[0] == 2 and set(lengths[1:]) == {0}, "nobody packs for a push that is over"
+    assert assisted[0] == 2 * assisted[1]

@@ -184,7 +184,7 @@ def test_a_command_line_in_slimes_style_needs_no_recipe(
     assert config.engine.sglang == {"mem_fraction_static": 0.8}
     said = capsys.readouterr().err
     assert "these change nothing here (python -m tools.flags says why): --use-fault-tolerance\n" in said
-    assert "they do not share them" in said
+    assert config.resources.colocate
 
 
 def test_flags_change_a_recipe_and_overrides_win(command: Command, driven: list, place: Path):

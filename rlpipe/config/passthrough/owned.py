@@ -65,6 +65,7 @@ SGLANG = {
     "random_seed": "use data.rollout_seed",
     "weight_version": "it counts the trained iterations",
     "enable_deterministic_inference": "use deterministic",
+    "enable_memory_saver": "use resources.colocate and resources.offload_rollout",
     "api_key": "it would be stored with the run; keep the servers on engine.host",
     "config": "write its keys here",
     **dict.fromkeys(("base_gpu_id", "gpu_id_step", "nnodes", "node_rank", "dist_init_addr", "nccl_port"), _PLACED),

@@ -2,7 +2,7 @@
 
 Made by every rank with the same configuration; all methods are collective: every rank makes the same calls in the same
 order. Made → `load_hf` or `load_checkpoint` → any of score, train, save, export → `close`. After an error in `train` the
-state is neither the old nor the new one: restore it.
+state is neither the old nor the new one: restore it. Between any two calls parts of it may be put to sleep (`occupy`).
 
 Not here: which batch is trained when (the train stage), records, retries.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from rlpipe.engines.megatron.bridge import export_weights, load_weights
 from rlpipe.engines.megatron.critic import Critic
 from rlpipe.engines.megatron.export import save_hf
 from rlpipe.engines.megatron.groups import close_groups, open_groups
+from rlpipe.engines.megatron.memory import PARTS, DeviceMemory, Part, Resident
 from rlpipe.engines.megatron.model import Scorer, Trained, build, build_scorer
 from rlpipe.engines.megatron.routing import Recording, check_routing, release_routers
 from rlpipe.engines.megatron.score import score
@@ -112,6 +113,7 @@ class MegatronEngine:
             close_groups()
             raise
         fill_adam(self._trained.optimizer)
+        self._memory = DeviceMemory()
 
     @property
     def data_parallel(self) -> int:
@@ -125,21 +127,33 @@ class MegatronEngine:
 
     @property
     def trained(self) -> Trained:
-        """Raises: TrainerError after `close`."""
+        """Raises: TrainerError after `close`, and while the weights sleep."""
         if self._trained is None:
             raise TrainerError("this engine is closed", where="trainer", do="make a new one")
+        self._memory.require("weights")
         return self._trained
 
     @property
     def critic(self) -> Critic:
-        """Raises: TrainerError if this engine has none."""
+        """Raises: TrainerError if this engine has none, and while the weights sleep."""
         if self._critic is None:
             raise TrainerError("this engine has no critic", where="trainer", do="advantage.advantage_estimator: ppo")
+        self._memory.require("weights")
         return self._critic
+
+    def occupy(self, parts: Collection[Part] = PARTS) -> dict[str, float]:
+        """Keep these parts of the state in device memory and no others, until the next time: `DeviceMemory.occupy`.
+
+        What sleeps cannot be used: a call that needs it raises TrainerError. Not collective, but call it on all ranks.
+        """
+        assert self._trained is not None, "this engine is closed"
+        models = (self._trained,) if self._critic is None else (self._trained, self._critic.trained)
+        return self._memory.occupy(Resident(models, self._teacher).tensors(), parts)
 
     def load_hf(self, model_dir: str | Path | None = None) -> None:
         """Take the weights of a Hugging Face directory (default: the model's own), and of a critic its first ones; optimizer
         state stays."""
+        self._memory.require("optimizer")
         load_weights(self.trained.bridge, [self.trained.ddp], str(model_dir or self._model_dir))
         self.trained.optimizer.reload_model_params()
         if self._critic is not None:
@@ -150,6 +164,7 @@ class MegatronEngine:
 
         A critic that is not in it takes its first weights. Raises: TrainerError if there is no checkpoint.
         """
+        self._memory.require("optimizer")
         critic = self._critic.trained if self._critic else None
         loaded = checkpoint.load(self.trained, directory, iteration=iteration, weights_only=weights_only, critic=critic)
         if self._critic is not None and not loaded.critic:
@@ -158,11 +173,13 @@ class MegatronEngine:
 
     def load_reference(self, directory: str | Path) -> None:
         """Take the reference policy from a checkpoint. The weights are the reference's afterwards: load them anew."""
+        self._memory.require("optimizer")
         checkpoint.load(self.trained, directory, weights_only=True)
         self.keep_reference()
 
     def save_checkpoint(self, directory: str | Path, iteration: int) -> Path:
         """Write `directory`/iter_%07d and the marker file beside it; returns the folder. Every rank writes its part."""
+        self._memory.require("optimizer")
         return checkpoint.save(self.trained, directory, iteration, self._critic.trained if self._critic else None)
 
     def save_hf(self, directory: str | Path) -> None:
@@ -223,6 +240,7 @@ class MegatronEngine:
         gradient is not finite.
         """
         plan.check(len(batch), self._data_parallel)
+        self._memory.require("optimizer", "gradients")
         steps: list[dict[str, float]] = [{} for _ in plan.steps]
         if self._critic is not None or critic_only:
             steps = self.critic.train(batch, plan)
@@ -235,6 +253,7 @@ class MegatronEngine:
 
     def state_digest(self) -> str:
         """128 bits in hex over weights, main weights, moments and schedule, a critic's too, of all ranks; on all the same."""
+        self._memory.require("optimizer")
         return state_digest(self.trained, *([self._critic.trained] if self._critic else []))
 
     def named_hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -255,6 +274,7 @@ class MegatronEngine:
         teacher = self._teacher
         if teacher is None:
             raise TrainerError("there is no teacher", where="trainer/score", do="set teacher.opd_type and advantage.use_opd")
+        self._memory.require("teacher")
         hf_config: Any = teacher.bridge.hf_config
         if (largest := int(batch.tokens.max(initial=0))) >= hf_config.vocab_size:
             raise DataError(

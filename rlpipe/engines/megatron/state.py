@@ -6,6 +6,7 @@ if there is one. Random numbers are not part of it: they are derived from the se
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,9 +64,16 @@ def state_digest(*models: Trained) -> str:
 
 
 def _content(tensor: torch.Tensor) -> bytes | memoryview:
-    """The tensor's bytes; of one on CUDA its hash, made there."""
+    """The tensor's bytes; of one on CUDA its hash, made there.
+
+    (Not by way of NumPy: a storage that was ever shown to it cannot be emptied any more, see `memory`.)
+    """
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    return on_device_hash(flat) if flat.is_cuda else flat.numpy().data
+    if flat.is_cuda:
+        return on_device_hash(flat)
+    if not len(flat) or not tensor.is_contiguous():
+        return flat.numpy().data  # of nothing, or of a copy, which it keeps
+    return memoryview((ctypes.c_uint8 * len(flat)).from_address(flat.data_ptr()))
 
 
 def on_device_hash(flat: torch.Tensor, chunk: int = 2**26) -> bytes:

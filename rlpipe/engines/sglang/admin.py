@@ -10,7 +10,7 @@ import asyncio
 import base64
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import httpx
 
@@ -20,6 +20,9 @@ from rlpipe.rollout.http import call
 
 _POLL_S = 0.05
 PauseMode = Literal["abort", "retract", "in_place"]
+MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
+MEMORY_TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
+"""What an engine has on its GPU, by SGLang's names."""
 
 
 class Engine:
@@ -188,6 +191,18 @@ class Engine:
         to the old weights, but reads the same files again.
         """
         await self._call("POST", "/update_weights_from_disk", {"model_path": directory, "weight_version": weight_version})
+
+    async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Give up this GPU memory. It must be paused and flushed: with a request at work the server ends.
+
+        What is given up twice, or taken back without, ends it too: the caller remembers. Without `enable_memory_saver` (or CUDA)
+        it answers and keeps everything.
+        """
+        await self._call("POST", "/release_memory_occupation", {"tags": list(tags)})
+
+    async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Take it back. Weights are not what they were: push some."""
+        await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)})
 
     async def check_weights(self, action: Literal["snapshot", "reset_tensors", "compare"]) -> None:
         """Remember what it holds; fill it with random numbers; compare it with what is remembered, and forget that.

@@ -21,6 +21,7 @@ import rlpipe
 from rlpipe import orphan
 from rlpipe.errors import ConfigError, DeadlineExceeded, EngineUnavailable, ResourceError
 
+LOOPBACK = "127.0.0.1"
 PORTS = range(15000, 30000)
 _POLL_S = 0.1
 _TAIL_CHARACTERS = 3000

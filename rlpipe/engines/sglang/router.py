@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from rlpipe.config.model import EngineConfig
-from rlpipe.engines.sglang.process import ServerProcess, flags, free_port
+from rlpipe.engines.sglang.process import LOOPBACK, ServerProcess, flags, free_port
 from rlpipe.errors import DeadlineExceeded, EngineRejected, EngineUnavailable
 
 OWNED = {
@@ -40,15 +40,15 @@ class Router(ServerProcess):
 
     def __init__(self, config: EngineConfig, *, port: int | None, log_path: str | Path) -> None:
         """`port` None picks a free one. Raises: ConfigError for an argument in `engine.router` that is not yours to set."""
-        super().__init__("sglang-router", "rlpipe.engines.sglang.router_launch", config.host, port, log_path)
+        super().__init__("sglang-router", "rlpipe.engines.sglang.router_launch", config.host or LOOPBACK, port, log_path)
         self.name = f"sglang-router {self.url}"
         flags("engine.router", config.router, OWNED)
         self._arguments = {
-            "host": config.host,
+            "host": self.host,
             "port": self.port,
             "request_timeout_secs": math.ceil(config.request_timeout_s),
-            "prometheus_host": config.host,
-            "prometheus_port": free_port(config.host),
+            "prometheus_host": self.host,
+            "prometheus_port": free_port(self.host),
             **_DEFAULTS,
             **config.router,
         }

@@ -6,13 +6,14 @@ Without CUDA it is SGLang's CPU engine behind `cpu_launch`. Not here: talking to
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import httpx
 
 from rlpipe.config.model import EngineConfig, ResourcesConfig
-from rlpipe.engines.sglang.process import ServerProcess, flags
+from rlpipe.engines.sglang.process import LOOPBACK, ServerProcess, flags
 from rlpipe.errors import ConfigError
 
 OWNED = {
@@ -29,6 +30,7 @@ OWNED = {
     "random_seed": "data.rollout_seed",
     "enable_deterministic_inference": "deterministic",
     "weight_version": "nothing: every push of weights sets it",
+    "enable_memory_saver": "resources.offload_rollout",
     "skip_tokenizer_init": "nothing: only token ids are sent; stop texts bring the tokenizer",
 }
 """SGLang arguments refused in `engine.sglang`, and the key to use instead."""
@@ -41,6 +43,10 @@ Device = Literal["cpu", "cuda"]
 
 DIE_AT_ONCE = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false"}
 """A server that lost a process of its own would else stand still for 65 s, collecting stacks, before it ends and is replaced."""
+
+
+PAUSABLE_GRAPHS = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"}
+"""CUDA graphs are captured in memory that can be given up, too."""
 
 
 class Server(ServerProcess):
@@ -61,21 +67,24 @@ class Server(ServerProcess):
         deterministic: bool = False,
         reads_text: bool = False,
         device: Device | None = None,
+        devices: Sequence[str] | None = None,
     ) -> None:
         """`port` None picks a free one. `weight_version` is the stamp of the directory's weights, until the first push.
 
         `deterministic`: on CUDA, sample by each request's seed whatever else is in its batch. The CPU engine cannot.
         `reads_text`: it has the tokenizer, for what needs one: stop texts, least lengths.
-        `device` None is CUDA if torch sees any. Raises: ConfigError for an argument in `engine.sglang` that is not yours to set.
+        `device` None is CUDA if torch sees any. `devices`: its GPUs as CUDA_VISIBLE_DEVICES names them, None those we see.
+        Raises: ConfigError for an argument in `engine.sglang` that is not yours to set.
         """
         self.device: Device = device or _device()
         module = f"rlpipe.engines.sglang.{'cpu_launch' if self.device == 'cpu' else 'launch'}"
-        super().__init__("SGLang server", module, config.host, port, log_path)
+        super().__init__("SGLang server", module, config.host or LOOPBACK, port, log_path)
         self.name = f"SGLang server {self.url}"
-        self.threads = resources.threads_per_process
+        self.threads, self._devices = resources.threads_per_process, devices
+        self._saves_memory = resources.engines_sleep and self.device == "cuda"
         self._arguments = {
             "model_path": model_path,
-            "host": config.host,
+            "host": self.host,
             "port": self.port,
             "dtype": dtype,
             "tp_size": resources.rollout_num_gpus_per_engine,
@@ -88,13 +97,17 @@ class Server(ServerProcess):
         defaults = _cpu_defaults(Path(model_path)) if self.device == "cpu" else {}
         if deterministic and self.device == "cuda":
             defaults["enable_deterministic_inference"] = True
+        if self._saves_memory:
+            defaults["enable_memory_saver"] = True
         self._arguments |= {"skip_server_warmup": True, "log_level_http": "warning", **defaults, **config.sglang}
 
     def arguments(self) -> list[str]:
         return flags("engine.sglang", self._arguments, {})
 
     def environment(self) -> dict[str, str]:
-        return {**DIE_AT_ONCE, **({"OMP_NUM_THREADS": str(self.threads)} if self.device == "cpu" else {})}
+        threads = {"OMP_NUM_THREADS": str(self.threads)} if self.device == "cpu" else {}
+        devices = {"CUDA_VISIBLE_DEVICES": ",".join(self._devices)} if self._devices else {}
+        return {**DIE_AT_ONCE, **threads, **devices, **(PAUSABLE_GRAPHS if self._saves_memory else {})}
 
     def wait_ready(self, deadline_s: float) -> None:
         """As the base, then freezes the server's long-lived objects: a cache flush takes 1 ms then, 0.3 s else."""

@@ -1,0 +1,190 @@
+"""Real engines on GPUs and weights pushed into them: what the GPU tests share, and a table. Not a test.
+
+    python -m tests.sync.gpu [ipc] [tensor] [fp8] [distributed] [--layers 28] [--repeats 3]
+
+For each way: bytes, seconds and GB/s of a push (best of the repeats; the first is another column, it makes what is kept between
+pushes), the same bytes copied on the device, and the largest difference between the engine's log-probs and the model's.
+`distributed` needs two GPUs: the engine is on the second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rlpipe.config.model import EngineConfig, ResourcesConfig
+from rlpipe.engines.sglang.admin import Engine
+from rlpipe.engines.sglang.server import Server
+from rlpipe.sync.bucketed import BucketTransport
+from rlpipe.sync.distributed import DistributedTransport
+from rlpipe.sync.fp8 import fp8_directory, from_blocks, quantised
+from rlpipe.sync.ipc import IpcTransport
+from rlpipe.sync.tensor import TensorTransport
+
+WAYS = ("ipc", "tensor", "fp8", "distributed")
+BUFFER_BYTES = 512 * 1024**2
+START_S = 400.0
+SGLANG = {
+    "mem_fraction_static": 0.3,
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_cuda_graph": True,
+}
+"""What needs the fewest kernels."""
+SEQUENCES = [[(17 * i + 131 * j) % 50_000 + 10 for j in range(96)] for i in range(4)]
+
+
+def make_model(layers: int, seed: int) -> Qwen3ForCausalLM:
+    """A model of Qwen3-0.6B's shape (28 layers of it are) with random weights, in bf16 on the first GPU."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+        initializer_range=0.05,
+    )
+    with torch.device("cuda:0"):
+        return Qwen3ForCausalLM(config).bfloat16().eval()
+
+
+@dataclass
+class Bench:
+    """A model directory and what was started for it."""
+
+    layers: int
+    folder: Path
+    model_dir: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.model_dir = self.folder / "model"
+        make_model(self.layers, seed=0).save_pretrained(self.model_dir)
+        torch.cuda.empty_cache()
+
+    def served_dir(self, way: str) -> str:
+        return fp8_directory(str(self.model_dir), self.folder) if way == "fp8" else str(self.model_dir)
+
+    @contextmanager
+    def engine(self, way: str) -> Iterator[Server]:
+        """A server with the first weights; on the second GPU for `distributed`."""
+        server = Server(
+            self.served_dir(way),
+            EngineConfig(sglang=SGLANG),
+            ResourcesConfig(),
+            dtype="bfloat16",
+            port=None,
+            log_path=self.folder / f"{way}.log",
+            seed=1,
+            devices=["1" if way == "distributed" else "0"],
+        )
+        server.start()
+        try:
+            server.wait_ready(START_S)
+            yield server
+        finally:
+            server.stop()
+
+    def transport(self, way: str, url: str, timeout_s: float = 120.0) -> BucketTransport:
+        """The way's transport to one engine."""
+        common = {"buffer_size_bytes": BUFFER_BYTES, "timeout_s": timeout_s}
+        if way == "tensor":
+            return TensorTransport(self.served_dir(way), **common)
+        if way == "distributed":
+            return DistributedTransport(self.served_dir(way), device=torch.device("cuda:0"), **common)
+        transport = IpcTransport(self.served_dir(way), device=torch.device("cuda:0"), **common)
+        transport.places = {url: [0]}
+        return transport
+
+
+def served(way: str, model: Qwen3ForCausalLM) -> Iterable[tuple[str, Tensor]]:
+    """The model's tensors as the way's engine holds them."""
+    tensors = model.state_dict().items()
+    return quantised(tensors) if way == "fp8" else tensors
+
+
+@torch.no_grad()
+def round_trip(model: Qwen3ForCausalLM) -> None:
+    """Make the weights what an FP8 engine holds."""
+    found = dict(quantised(model.state_dict().items()))
+    for name, parameter in model.named_parameters():
+        if f"{name}_scale_inv" in found:
+            parameter.copy_(from_blocks(found[name], found[f"{name}_scale_inv"]))
+
+
+@torch.no_grad()
+def difference(url: str, model: Qwen3ForCausalLM) -> float:
+    """The largest difference of a log-prob between an engine and a model."""
+
+    async def score() -> list[list[float]]:
+        async with Engine(url) as engine:
+            return await engine.score(SEQUENCES)
+
+    found, largest = asyncio.run(score()), 0.0
+    for ids, scores in zip(SEQUENCES, found, strict=True):
+        tokens = torch.tensor([ids], device="cuda:0")
+        log_probs = torch.log_softmax(model(tokens).logits[0, :-1].float(), -1).gather(-1, tokens[0, 1:, None])[:, 0]
+        largest = max(largest, (log_probs.cpu() - torch.tensor(scores)).abs().max().item())
+    return largest
+
+
+def copy_seconds(size_bytes: int) -> float:
+    """So many bytes copied on the device."""
+    source = torch.empty(size_bytes, dtype=torch.uint8, device="cuda:0")
+    target = torch.empty_like(source)
+    target.copy_(source)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    target.copy_(source)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measured(bench: Bench, way: str, repeats: int) -> str:
+    """One line of the table."""
+    with bench.engine(way) as server:
+        transport, seconds, report = bench.transport(way, server.url), [], None
+        model = make_model(bench.layers, seed=1)
+        for number in range(1 + repeats):
+            report = transport.push(served(way, model), [server.url], f"b@{number}@x")
+            seconds.append(report.seconds)
+        assert report is not None
+        if way == "fp8":
+            round_trip(model)
+        apart = difference(server.url, model)
+        if isinstance(transport, DistributedTransport):
+            transport.close()
+    gigabytes, best, copied = report.size_bytes / 1e9, min(seconds[1:]), copy_seconds(report.size_bytes)
+    return f"{way:12}{gigabytes:8.2f}{seconds[0]:10.3f}{best:10.3f}{gigabytes / best:10.1f}{copied:10.4f}{apart:10.4f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ways", nargs="*", default=["ipc", "tensor", "fp8"], metavar=" | ".join(WAYS))
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="wires-") as folder:
+        bench = Bench(arguments.layers, Path(folder))
+        print(f"{'way':12}{'GB':>8}{'first s':>10}{'push s':>10}{'GB/s':>10}{'copy s':>10}{'Δlogp':>10}", flush=True)
+        for way in arguments.ways:
+            print(measured(bench, way, arguments.repeats), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Weights pushed into engines on GPUs (`pytest -m gpu`): their log-probs are the model's, in bf16 and in FP8."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlpipe.errors import SyncError
+from rlpipe.sync.distributed import DistributedTransport
+from tests.sync.gpu import Bench, difference, make_model, round_trip, served
+
+LAYERS = 4
+LARGEST = {"ipc": 0.1, "tensor": 0.1, "fp8": 0.5, "distributed": 0.1}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(LAYERS, tmp_path_factory.mktemp("gpu"))
+
+
+def _pushed_and_compared(bench: Bench, way: str) -> None:
+    with bench.engine(way) as server:
+        transport = bench.transport(way, server.url)
+        for seed, check in ((1, False), (2, way != "fp8"), (3, False)):
+            model = make_model(LAYERS, seed)
+            assert transport.push(served(way, model), [server.url], f"b@{seed}@x", check=check).engines == (server.url,)
+            if way == "fp8":
+                round_trip(model)
+            assert difference(server.url, model) < LARGEST[way]
+            assert difference(server.url, make_model(LAYERS, seed + 10)) > 10 * LARGEST[way] / 5, "another model is another"
+        if isinstance(transport, DistributedTransport):
+            transport.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["ipc", "tensor", "fp8"])
+def test_an_engine_on_the_trainer_s_gpu_is_the_model_that_was_pushed(bench, way):
+    _pushed_and_compared(bench, way)
+
+
+@pytest.mark.gpu
+def test_pushes_of_handles_leave_no_memory_behind(bench):
+    model = make_model(LAYERS, seed=1)
+    with bench.engine("ipc") as server:
+        transport, used = bench.transport("ipc", server.url), []
+        for number in range(20):
+            transport.push(served("ipc", model), [server.url], f"b@{number}@x")
+            free, total = torch.cuda.mem_get_info(0)
+            used.append(total - free)
+    assert used[-1] - used[2] < 64 * 1024**2
+
+
+@pytest.mark.gpu(2)
+def test_an_engine_on_another_gpu_is_the_model_that_was_broadcast(bench):
+    _pushed_and_compared(bench, "distributed")
+
+
+@pytest.mark.gpu(2)
+def test_an_engine_that_dies_in_a_broadcast_is_noticed_and_the_one_that_replaces_it_joins(bench, tmp_path: Path):
+    model, way = make_model(LAYERS, seed=4), "distributed"
+    transport = bench.transport(way, "", timeout_s=60.0)
+    assert isinstance(transport, DistributedTransport)
+    with bench.engine(way) as first:
+        transport.push(served(way, model), [first.url], "b@0@first")
+
+        def tensors():
+            for number, item in enumerate(served(way, model)):
+                if number == 20:
+                    first.stop()
+                yield item
+
+        start_s = time.monotonic()
+        with pytest.raises(SyncError):
+            transport.push(tensors(), [first.url], "b@0@broken")
+        assert time.monotonic() - start_s < 30
+    with bench.engine(way) as second:
+        transport.push(served(way, model), [second.url], "b@0@second")
+        assert difference(second.url, model) < LARGEST[way]
+    transport.close()
