@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import safetensors
 import safetensors.numpy
 
 from rlpipe.errors import DeadlineExceeded, SyncError
@@ -124,7 +125,7 @@ class Mirror:
         assert version.encoding is not None
         encoding = version.encoding
         for file in files:
-            changes = safetensors.numpy.load_file(file)
+            changes = _changes(file)
 
             def patch(name: str, changes: dict[str, Bytes] = changes) -> None:
                 apply(changes[name], memory.of(name), memory.places[name].element_size, encoding)
@@ -181,15 +182,28 @@ class _Memory:
 
 
 def places(file: Path) -> Iterator[tuple[str, Place]]:
-    """Where each tensor of a safetensors file lies: 8 bytes size of a JSON header, the header, the bytes. Not of empty ones."""
+    """Where each tensor of a safetensors file lies: 8 bytes size of a JSON header, the header, the bytes. Not of empty ones.
+
+    Raises: SyncError if the header is none.
+    """
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
-        header: dict[str, Any] = json.loads(stream.read(size))
+        try:
+            header: dict[str, Any] = json.loads(stream.read(min(size, file.stat().st_size)))
+        except ValueError as error:
+            raise SyncError("a file of weights cannot be read", where=str(file), found=error) from error
     header.pop("__metadata__", None)
     for name, entry in header.items():
         start, end = entry["data_offsets"]
         if end > start:
             yield name, Place(file, 8 + size + start, end - start, (end - start) // math.prod(entry["shape"]))
+
+
+def _changes(file: Path) -> dict[str, Bytes]:
+    try:
+        return safetensors.numpy.load_file(file)
+    except safetensors.SafetensorError as error:
+        raise SyncError("a file of changes cannot be read", where=str(file), found=error) from error
 
 
 def _check(version: Version, name: str, data: Bytes) -> None:

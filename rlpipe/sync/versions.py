@@ -20,9 +20,10 @@ from pathlib import Path
 from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict
+from safetensors import SafetensorError
 
 from rlpipe.config.train import SyncConfig
-from rlpipe.errors import ObjectMissing, SyncError
+from rlpipe.errors import ObjectMissing, StoreError, StoreFull, SyncError
 from rlpipe.store.files import Files
 from rlpipe.store.local import named_failures, temporary_name
 
@@ -79,6 +80,16 @@ class Version(BaseModel):
         return sum(file.size_bytes for file in self.files)
 
 
+def _saved(save: Callable[[Path], None], path: Path) -> None:
+    """Let it write. safetensors has an error of its own for what the operating system says."""
+    try:
+        save(path)
+    except SafetensorError as error:
+        full = "No space left" in str(error)
+        problem = "no space left" if full else "a file of weights could not be written"
+        raise (StoreFull if full else StoreError)(problem, where=str(path), found=error) from error
+
+
 class WeightStore:
     """Versions under a root: a directory, or `s3://bucket/prefix`. Any process may make one.
 
@@ -103,7 +114,7 @@ class WeightStore:
         path = f"{self.folder(stamp)}/{name}"
         if self.directory is None:
             with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
-                save(Path(folder, name))
+                _saved(save, Path(folder, name))
                 self._files.delete(path)
                 record = self._files.put_file(Path(folder, name), path)
             return WeightFile(name=name, size_bytes=record.size_bytes, sha256=record.sha256, tensors=tuple(tensors))
@@ -112,7 +123,7 @@ class WeightStore:
             target.parent.mkdir(parents=True, exist_ok=True)
             written = Path(temporary_name(str(target)))
             try:
-                save(written)
+                _saved(save, written)
                 written.replace(target)
             finally:
                 written.unlink(missing_ok=True)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlpipe.config.train import SyncConfig
-from rlpipe.errors import SyncError
+from rlpipe.errors import StoreError, StoreFull, SyncError
 from rlpipe.sync.disk import WeightWriter
 from rlpipe.sync.mirror import Mirror
 from rlpipe.sync.versions import HF_INDEX, RECORD, Version, WeightStore
@@ -187,6 +188,44 @@ def test_files_that_are_not_what_was_written_are_never_held(tmp_path):
     with pytest.raises(SyncError, match="a tensor is not what the trainer has"):
         mirror.bring(trainer.store, stamp(1), timeout_s=5)
     assert mirror.held() is None
+
+
+def test_a_mirror_whose_files_are_torn_is_made_anew(tmp_path):
+    trainer, mirror = Trainer(tmp_path, transport="delta"), Mirror(tmp_path / "m")
+    trainer.write(1)
+    mirror.bring(trainer.store, stamp(1), timeout_s=5)
+    trainer.step()
+    trainer.write(2, base=1)
+    for file in mirror.weights.iterdir():
+        file.write_bytes(b"\xff" * 100)
+    assert trainer.are(mirror.bring(trainer.store, stamp(2), timeout_s=5))
+    trainer.step()
+    made = trainer.write(3, base=2)
+    changes = trainer.store.path(stamp(3)) / made.files[0].name
+    changes.write_bytes(b"\xff" * changes.stat().st_size)
+    with pytest.raises(SyncError, match="a file of changes cannot be read"):
+        mirror.bring(trainer.store, stamp(3), timeout_s=5)
+    assert mirror.held() is None
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), StoreFull),
+        (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), StoreFull),
+        (SafetensorError("Error while serializing: I/O error: Input/output error (os error 5)"), StoreError),
+    ],
+)
+def test_a_full_disk_is_said_and_leaves_nothing_behind(tmp_path, error, expected):
+    store = WeightStore(str(tmp_path))
+
+    def save(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise error
+
+    with pytest.raises(expected):
+        store.write(stamp(1), "part-00000.safetensors", save)
+    assert list(store.path(stamp(1)).iterdir()) == []
 
 
 def test_an_unfinished_version_is_none_and_breaks_the_chain(tmp_path):
