@@ -32,13 +32,16 @@ class Engine:
         rows = [{"meta_info": {"completion_tokens": 3}} for _ in body["input_ids"]]
         return web.json_response(rows, status=self.status)
 
+    async def flush(self, _request: web.Request) -> web.Response:
+        return web.Response()
+
 
 @pytest.fixture
 async def engine() -> AsyncIterator[Engine]:
     """A server on a free port."""
     made, app = Engine(), web.Application()
     app.router.add_post("/generate", made.generate)
-    app.router.add_post("/flush_cache", lambda _: web.Response())
+    app.router.add_post("/flush_cache", made.flush)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
