@@ -32,7 +32,7 @@ Part = Callable[[Bench, argparse.Namespace], list[Row]]
 PARTS: dict[str, Part] = {
     "rollout": lambda bench, _: sampling.measure(bench),
     "train": lambda bench, given: training.measure(bench, given.baselines, ragged=given.ragged),
-    "sync": lambda bench, given: syncing.measure(bench, separate=given.separate),
+    "sync": lambda bench, given: syncing.measure(bench, separate=given.separate, only=given.transports),
     "iteration": lambda bench, given: iterations.measure(bench, Path(given.run) if given.run else None),
     "store": lambda bench, _: storing.measure(bench),
 }
@@ -77,6 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--baselines", nargs="+", choices=training.BASELINES, default=["hf"], help="of train")
     parser.add_argument("--ragged", action="store_true", help="train: samples of different lengths")
     parser.add_argument("--separate", action="store_true", help="sync: the engines on GPUs of their own, from the second on")
+    parser.add_argument("--transports", nargs="+", choices=syncing.TRANSPORTS, default=(), help="of sync (default: all that fit)")
     parser.add_argument("--run", metavar="FOLDER", help="iteration: of a run that is there, `{home}/{run}`; else a new one")
     given = parser.parse_intermixed_args()
     for word in given.words:

@@ -2,8 +2,9 @@
 
 Ours is what the stage does: a `Generator` plans an iteration, writes the plan, asks the router, reads and decodes the answers and
 writes shards; the clock runs from before the plan until the last shard is safe. The baseline takes the prompts of that very plan
-and posts the same bodies, so many at a time as ours has in flight, to the engines, in turn; it reads the answers and counts their
-tokens. Caches are flushed before each. The model has no end-of-sequence token, so both get responses of full length.
+and posts the same bodies, so many at a time as ours has in flight, to the engines, in turn; it reads the answers (aiohttp and
+orjson, nothing else) and counts their tokens. Caches are flushed before each. The model has no end-of-sequence token, so both get
+responses of full length.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
+import aiohttp
+import orjson
 
 from rlpipe.actors.generator import SAMPLES_PER_REQUEST_ON_CPU, Generator
 from rlpipe.actors.specs import Driver, GeneratorSpec
 from rlpipe.engines.sglang.admin import Engine
+from rlpipe.errors import EngineUnavailable
 from rlpipe.rollout.generate import sampling_params
-from rlpipe.rollout.http import call
+from rlpipe.rollout.http import rejected
 from rlpipe.store.files import Files
 from rlpipe.store.plans import Plans
 from rlpipe.types import DataState, PlannedGroup
@@ -31,6 +34,7 @@ from tools.bench.measures import Row
 from tools.bench.serving import Serving, serving
 
 DRIVER = Driver("bench", 0)
+NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ async def compare(bench: Bench, up: Serving, say) -> tuple[list[Sampled], list[S
     files, state = Files(store), DataState()
     found: tuple[list[Sampled], list[Sampled]] = [], []
     until_s, longest_s = bench.until_s(), 0.0
-    async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None)) as http:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=NO_TIMEOUT) as http:
         for k in range(bench.repeats + 1):
             begun_s = time.monotonic()
             if k > 1 and begun_s + longest_s > until_s:
@@ -92,7 +96,7 @@ async def compare(bench: Bench, up: Serving, say) -> tuple[list[Sampled], list[S
 
 
 async def _round(
-    bench: Bench, up: Serving, parts: tuple[Generator, Files, httpx.AsyncClient], k: int, state: DataState
+    bench: Bench, up: Serving, parts: tuple[Generator, Files, aiohttp.ClientSession], k: int, state: DataState
 ) -> tuple[DataState, Sampled, Sampled]:
     """Both on the plan of iteration k, the baseline first where k is odd. The state after it comes first."""
     generator, files, http = parts
@@ -117,7 +121,7 @@ async def through(generator: Generator, k: int, state: DataState) -> Sampled:
     return Sampled(answer["outputs"]["tokens"], time.perf_counter() - begun_s, planning_s)
 
 
-async def straight(bench: Bench, engines: Sequence[str], groups: Sequence[PlannedGroup], http: httpx.AsyncClient) -> Sampled:
+async def straight(bench: Bench, engines: Sequence[str], groups: Sequence[PlannedGroup], http: aiohttp.ClientSession) -> Sampled:
     """The same requests, without us."""
     rollout, turns = bench.config.rollout, itertools.cycle(engines)
     together = max(1, 1 if bench.on_gpus else SAMPLES_PER_REQUEST_ON_CPU // rollout.n_samples_per_prompt)
@@ -130,13 +134,23 @@ async def straight(bench: Bench, engines: Sequence[str], groups: Sequence[Planne
         body = {"input_ids": ids, "sampling_params": params, "return_logprob": True, "stream": False}
         async with slots:
             url = f"{next(turns)}/generate"
-            answer = await call(http, "POST", url, json=body, deadline_s=bench.config.engine.request_timeout_s, where=url)
-        return sum(row["meta_info"]["completion_tokens"] for row in answer.json())
+            status, text = await _answer(http, url, orjson.dumps(body))
+        if status >= 400:
+            raise rejected("bench rollout", url, status, text.decode(errors="replace"))
+        return sum(row["meta_info"]["completion_tokens"] for row in orjson.loads(text))
 
     await _flush(engines)
     begun_s = time.perf_counter()
     tokens = await asyncio.gather(*(post(groups[start : start + together]) for start in range(0, len(groups), together)))
     return Sampled(sum(tokens), time.perf_counter() - begun_s)
+
+
+async def _answer(http: aiohttp.ClientSession, url: str, body: bytes) -> tuple[int, bytes]:
+    try:
+        async with http.post(url, data=body, headers={"Content-Type": "application/json"}) as answer:
+            return answer.status, await answer.read()
+    except aiohttp.ClientError as error:
+        raise EngineUnavailable("no answer", where="bench rollout", found=f"{error!r} from {url}") from error
 
 
 async def _flush(engines: Sequence[str]) -> None:

@@ -40,6 +40,7 @@ from tools.bench.serving import Serving, serving
 from tools.bench.shapes import trained_batch
 from tools.bench.sync_side import Duty, RankProcess
 
+TRANSPORTS = ("ipc", "distributed", "tensor", "disk", "delta")
 ENGINE = {"disable_cuda_graph": True}
 SHARED_MEMORY = {"mem_fraction_static": 0.2}
 """Of a GPU that the trainer is on too."""
@@ -137,8 +138,9 @@ class _Group:
         return [await asyncio.to_thread(self._rank.ask, method, **keywords)]
 
 
-def measure(bench: Bench, *, separate: bool = False) -> list[Row]:
-    """The rows of `sync`. `separate`: the engines on GPUs of their own. Raises: ResourceError if there are too few."""
+def measure(bench: Bench, *, separate: bool = False, only: Sequence[str] = ()) -> list[Row]:
+    """The rows of `sync`. `separate`: the engines on GPUs of their own. `only`: these transports. Raises: ResourceError if there
+    are too few GPUs."""
     bench.have_model()
     say = bench.says("sync")
     folder = bench.home / "sync"
@@ -150,7 +152,7 @@ def measure(bench: Bench, *, separate: bool = False) -> list[Row]:
         batch = trained_batch(bench.shape).select(range(TRAINED_SAMPLES))
         trainer = RankProcess(Duty(str(bench.model_dir), str(folder), bench.config, batch))
         try:
-            return _rows(bench, Pushes(bench, up, trainer, folder, gpu), say)
+            return _rows(bench, Pushes(bench, up, trainer, folder, gpu), only, say)
         finally:
             trainer.stop()
 
@@ -161,9 +163,11 @@ def transports(*, on_gpus: bool, shared: bool) -> list[str]:
     return [*some, "tensor", "disk", "delta"]
 
 
-def _rows(bench: Bench, pushes: Pushes, say) -> list[Row]:
+def _rows(bench: Bench, pushes: Pushes, only: Sequence[str], say) -> list[Row]:
     rows: list[Row] = []
     for name in transports(on_gpus=bench.on_gpus, shared=pushes.gpu is None):
+        if only and name not in only:
+            continue
         first = pushes.push(name)
         say(f"{name}, the first push, not counted: {first.seconds:.2f} s, {first.sent_bytes / 1e9:.3g} GB")
         sides = {name: partial(pushes.push, name), "copy": partial(pushes.copy, first.sent_bytes)}
