@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,24 @@ WHOLE_RUNS = ("tests/flows/test_train.py", "tests/deployments/test_apply.py", "t
 a machine."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole runs first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Whole runs first; not what asks for more GPUs than there are."""
     items.sort(key=lambda item: not item.nodeid.startswith(WHOLE_RUNS))
+    if beyond := [item for item in items if _gpus_of(item) > _gpus()]:
+        config.hook.pytest_deselected(items=beyond)
+        items[:] = [item for item in items if item not in beyond]
+
+
+def _gpus_of(item: pytest.Item) -> int:
+    marker = item.get_closest_marker("gpu")
+    return 0 if marker is None else marker.args[0] if marker.args else 1
+
+
+@cache
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 @pytest.hookimpl(optionalhook=True)
