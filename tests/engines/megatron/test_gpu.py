@@ -1,12 +1,13 @@
 """On CUDA: what the kernels answer, in bfloat16 and at sizes of real models, and that a run can be repeated bit for bit.
 
-    python -m pytest -m gpu tests/engines/megatron/test_gpu.py -s
+python -m pytest -m gpu tests/engines/megatron/test_gpu.py -s
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -84,7 +85,7 @@ def test_packed_attention_is_that_of_each_segment_alone(cp_size):
     lengths = np.array([4, 260, 1024, 96])
     query, key, value = (leaf(int(lengths.sum()), heads, 128).detach() for heads in (16, 8, 8))
     bounds = np.concatenate([[0], np.cumsum(lengths)])
-    wanted = torch.cat([_alone(query[a:b], key[a:b], value[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True)])
+    wanted = torch.cat([_alone(query[a:b], key[a:b], value[a:b]) for a, b in pairwise(bounds)])
     held = [_held(lengths, bounds, cp_size, rank) for rank in range(cp_size)]
     gathered = torch.cat(held)
     for rank, mine in enumerate(held):
