@@ -51,7 +51,7 @@ class MicroBatch:
 
     def column(self, values: np.ndarray) -> torch.Tensor:
         """[n] of a flat [R] column, on the device."""
-        return torch.from_numpy(values[self.response_index]).to(self.tokens.device)
+        return platform.to_device(torch.from_numpy(values[self.response_index]), self.tokens.device)
 
     @property
     def length(self) -> int:
@@ -80,12 +80,14 @@ def pack(batch: BatchColumns, samples: Sequence[int], part: Slice, *, only_maske
     mine, local = _zigzag(padded, part)
     here = np.isin(rows, mine) if part.cp_size > 1 else np.ones(len(rows), bool)
     device = platform.device()
+    moved = (tokens[mine], positions[mine], local[rows[here]], targets[here])
+    mine_on_device, places, my_rows, my_targets = (platform.to_device(torch.from_numpy(array), device) for array in moved)
     return MicroBatch(
-        tokens=torch.from_numpy(tokens[mine])[None].to(device),
-        positions=torch.from_numpy(positions[mine])[None].to(device),
-        layout=packed_layout(padded, part.cp_size, part.cp_rank, device),
-        rows=torch.from_numpy(local[rows[here]]).to(device),
-        targets=torch.from_numpy(targets[here]).to(device),
+        tokens=mine_on_device[None],
+        positions=places[None],
+        layout=packed_layout(padded, part.cp_size, part.cp_rank, device, places),
+        rows=my_rows,
+        targets=my_targets,
         response_index=responses[here],
         sources=source_of[mine],
     )

@@ -213,8 +213,8 @@ def _restore_optimizer(trained: Trained, state: dict[str, Any]) -> None:
         for group, own in zip(part.optimizer.param_groups, kept, strict=True):
             group.update(own)
         if isinstance(part.optimizer, torch.optim.Adam):
-            for values in part.optimizer.state.values():
-                values["step"] = values["step"].detach().clone()
+            for parameter, values in part.optimizer.state.items():
+                values["step"] = values["step"].detach().to(parameter.device, copy=True)
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

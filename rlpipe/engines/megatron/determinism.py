@@ -49,6 +49,7 @@ def switch(deterministic: bool) -> None:
     elif platform.CUDA_FOUND:
         _had_another_engine = True
     torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over memory that nothing reads before it is written
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = False
 

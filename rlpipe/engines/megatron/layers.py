@@ -1,4 +1,4 @@
-"""The decoder in Megatron's local (not Transformer Engine) layers, with our attention and a norm that knows its parallelism.
+"""The decoder in Megatron's local (not Transformer Engine) layers, with attention, norms and SwiGLU of our own (`fused`).
 
 `PolicyModel` ends before the logits: its last pipeline stage returns the final hidden states, and `vocab` turns only those
 rows that a loss or a score asks for into log-probs, a chunk at a time. `ValueModel`, a critic, has one output in their place.
@@ -8,6 +8,7 @@ Not here: sizes and names (`bridge`), wrapping and optimizers (`model`).
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,34 +16,129 @@ import torch
 import rlpipe.engines.megatron.platform  # noqa: F401
 
 # isort: split
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from rlpipe.engines.megatron.attention import CoreAttention
+from rlpipe.engines.megatron.attention import CoreAttention, PackedLayout
+from rlpipe.engines.megatron.fused import query_key_value, remade, rms_norm, swiglu
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's, in one operation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.eps is not None
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Norm:
-    """torch's RMSNorm or LayerNorm, marked so that its gradients are summed over sequence parallel ranks."""
+    """RMSNorm or LayerNorm, marked so that its gradients are summed over sequence parallel ranks."""
 
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **_unused) -> torch.nn.Module:
         assert not config.layernorm_zero_centered_gamma
-        kind = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
+        kind = {"RMSNorm": RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
         norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
 
 
+class FeedForward(MLP):
+    """Megatron's MLP, whose SwiGLU is one operation and whose matrix products do not keep what can be made again."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        """With what Megatron's own specification of a local layer says."""
+        group: Any = parallel_state.get_tensor_model_parallel_group()
+        super().__init__(
+            config,
+            MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            ffn_hidden_size=config.ffn_hidden_size,
+            tp_group=group,
+        )
+
+    def forward(self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **keywords: Any) -> Any:
+        if per_token_scale is not None or not _is_swiglu(self.config):
+            return super().forward(hidden_states, per_token_scale, **keywords)
+        with remade(hidden_states):
+            both, bias = self.linear_fc1(hidden_states)
+        gated = swiglu(both if bias is None else both + bias)
+        with remade(gated):
+            return self.linear_fc2(gated)
+
+
+def _is_swiglu(config: TransformerConfig) -> bool:
+    plain = config.activation_func_clamp_value is None and not config.glu_linear_offset
+    own = not config.gradient_accumulation_fusion and not config.bias_activation_fusion and not config.use_te_activation_func
+    return plain and own and config.gated_linear_unit and config.activation_func is torch.nn.functional.silu
+
+
+class Attention(SelfAttention):
+    """Megatron's self-attention, whose queries and keys are split off, normalised and turned in one operation each.
+
+    Where a model wants anything else of them (latent attention, partial or interleaved rotation, an output gate, key heads that
+    tensor parallel ranks share), Megatron's own way is taken.
+    """
+
+    _angles: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any, *args: Any, **keywords: Any) -> Any:
+        rotation, layout = keywords.get("rotary_pos_emb"), keywords.get("packed_seq_params")
+        self._angles = None
+        if isinstance(layout, PackedLayout) and isinstance(rotation, torch.Tensor) and self._can_fuse(rotation):
+            self._angles, keywords["rotary_pos_emb"] = layout.angles(rotation), None
+        return super().forward(hidden_states, attention_mask, *args, **keywords)
+
+    def _can_fuse(self, rotation: torch.Tensor) -> bool:
+        config, size = self.config, self.hidden_size_per_attention_head
+        plain = not (config.rotary_interleaved or config.attention_output_gate or config.no_rope_freq or config.test_mode)
+        norms = all(norm is None or isinstance(norm, RMSNorm | IdentityOp) for norm in (self.q_layernorm, self.k_layernorm))
+        return (
+            plain
+            and norms
+            and rotation.shape[1:] == (1, 1, size)
+            and size & (size - 1) == 0
+            and (config.num_query_groups or 0) >= self.world_size
+            and _yarn_get_concentration_factor_from_config(config) == 1.0
+        )
+
+    def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *args: Any, **keywords: Any) -> Any:
+        if self._angles is None:
+            return super().get_query_key_value_tensors(hidden_states, *args, **keywords)
+        with remade(hidden_states) if not self.config.gradient_accumulation_fusion else nullcontext():
+            product: Any = self.linear_qkv
+            mixed, _ = product(hidden_states)
+        query, key = (norm.weight if isinstance(norm, RMSNorm) else None for norm in (self.q_layernorm, self.k_layernorm))
+        (cosine, sine), self._angles = self._angles, None
+        grouped = mixed[:, 0].unflatten(-1, (self.num_query_groups_per_partition, -1))
+        parts = query_key_value(grouped, query, key, cosine, sine, self.config.layernorm_epsilon)
+        return tuple(part[:, None] for part in parts)
+
+
 def block_spec(config: TransformerConfig) -> Any:
     """This pipeline stage's layers (a TransformerBlockSubmodules, whose own annotations are narrower than its use)."""
     block: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     for layer in block.layer_specs:
-        layer.submodules.self_attention.submodules.core_attention = CoreAttention
+        attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
+        attention.submodules.core_attention = CoreAttention
+        if attention.module is SelfAttention:
+            attention.module = Attention
+        if getattr(mlp, "module", None) is MLP:
+            layer.submodules.mlp = FeedForward
         _use_our_norm(layer.submodules)
-        _use_our_norm(layer.submodules.self_attention.submodules)
+        _use_our_norm(attention.submodules)
     block.layer_norm = Norm
     return block
 

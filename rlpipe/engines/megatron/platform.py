@@ -20,6 +20,7 @@ import types
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -43,6 +44,12 @@ def claim(rank: int, threads: int) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     else:
         torch.set_num_threads(threads)
+
+
+def to_device(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
+    """A copy of a host tensor there, or itself if that is the host. The host does not wait for CUDA, which is busy with what was
+    asked of it before: the copy goes through pinned memory."""
+    return tensor.pin_memory().to(target, non_blocking=True) if target.type == "cuda" else tensor.to(target)
 
 
 class _Stream:
@@ -220,6 +227,45 @@ def _distributed_optimizer_with_torch_adam(module) -> None:
     module.DistributedOptimizer._set_main_param_and_optimizer_states = set_states
 
 
+def _gradient_norm_without_waiting(module) -> None:
+    """Without Transformer Engine and apex it asks the device for the norm of one parameter after another."""
+    if not hasattr(module, "local_multi_tensor_l2_norm"):
+        return
+
+    every: Any = torch
+
+    def norm(_size, _flag, lists, _per_tensor) -> tuple[torch.Tensor, None]:
+        return torch.linalg.vector_norm(torch.stack(every._foreach_norm(lists[0]))).reshape(1), None
+
+    def scale(_size, _flag, lists, factor: float) -> None:
+        assert lists[0] is lists[1]
+        every._foreach_mul_(lists[1], factor)
+
+    module.l2_norm_impl, module.multi_tensor_scale_impl = norm, scale
+
+
+def _packed_rotation_without_waiting(module) -> None:
+    """Megatron asks the device how long each segment is, in every layer, and slices the angles of one after another."""
+
+    def rotate(t, cu_seqlens, freqs, rotary_interleaved=False, multi_latent_attention=False, mscale=1.0, *, cp_group):
+        size, rank = cp_group.size(), cp_group.rank()
+        starts, index = cu_seqlens // size, torch.arange(len(t), device=t.device)
+        segment = torch.searchsorted(starts, index, right=True) - 1
+        within, half = index - starts[segment], (starts[segment + 1] - starts[segment]) // 2
+        if size > 1:
+            within = torch.where(within < half, rank * half + within, (2 * size - 2 - rank) * half + within)
+        turned = module._apply_rotary_pos_emb_bshd(
+            t.unsqueeze(1),
+            freqs.index_select(0, within),
+            rotary_interleaved=rotary_interleaved,
+            multi_latent_attention=multi_latent_attention,
+            mscale=mscale,
+        )
+        return turned.squeeze(1)
+
+    module._apply_rotary_pos_emb_thd = rotate
+
+
 def _checkpoints_without_more_processes(module) -> None:
     """Megatron writes from forked processes (of a process full of threads) and collects results through a spawned manager,
     which imports the main module again and outlives a rank that is killed. Threads and plain queues do the same."""
@@ -246,6 +292,8 @@ _REPAIRS: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.transformer.moe.moe_utils": _moe_without_transformer_engine,
     "megatron.core.transformer.multi_latent_attention": _latent_attention_without_transformer_engine,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoints_without_more_processes,
+    "megatron.core.models.common.embeddings.rope_utils": _packed_rotation_without_waiting,
+    "megatron.core.optimizer.clip_grads": _gradient_norm_without_waiting,
     "megatron.core.optimizer.distrib_optimizer": _distributed_optimizer_with_torch_adam,
 }
 

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 import xxhash
 
+from rlpipe.engines.megatron import platform
 from rlpipe.engines.megatron.model import Trained
+
+if platform.CUDA_FOUND:
+    from rlpipe.engines.megatron import kernels
+else:
+    kernels: Any = None
+
+_ODD = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64)
 
 
 def inner_optimizers(optimizer: Any) -> Iterator[Any]:
@@ -24,15 +32,17 @@ def inner_optimizers(optimizer: Any) -> Iterator[Any]:
 
 
 def fill_adam(optimizer: Any) -> None:
-    """Give every parameter its zero moments and step 0 now, so that a state before and after a restore looks the same."""
+    """Give every parameter its zero moments and step 0 now, so that a state before and after a restore looks the same. torch's
+    Adam takes its step in one kernel (`fused`), which wants the step counts beside the parameters."""
     for part in inner_optimizers(optimizer):
         if not isinstance(part.optimizer, torch.optim.Adam):
             continue
         for group in part.optimizer.param_groups:
+            group["fused"], group["foreach"] = True, False
             for parameter in group["params"]:
                 state = part.optimizer.state[parameter]
                 if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                     state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                     state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
@@ -52,19 +62,21 @@ def tensors(trained: Trained) -> Iterator[tuple[str, torch.Tensor]]:
 
 def state_digest(*models: Trained) -> str:
     """Digest over all ranks' state of the policy (and then of the critic), the same on every rank. Collective."""
+    found = [[(name, tensor, _content(tensor)) for name, tensor in tensors(trained)] for trained in models]
+    hashes = iter(_on_host([content for part in found for *_, content in part if isinstance(content, torch.Tensor)]))
     digest = xxhash.xxh3_128()
-    for trained in models:
+    for trained, part in zip(models, found, strict=True):
         digest.update(f"schedule {trained.scheduler.num_steps}".encode())
-        for name, tensor in tensors(trained):
+        for name, tensor, content in part:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(_content(tensor))
+            digest.update(next(hashes) if isinstance(content, torch.Tensor) else content)
     everyone: list[str] = [""] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, digest.hexdigest())
     return xxhash.xxh3_128_hexdigest("".join(everyone).encode())
 
 
-def _content(tensor: torch.Tensor) -> bytes | memoryview:
-    """The tensor's bytes; of one on CUDA its hash, made there.
+def _content(tensor: torch.Tensor) -> torch.Tensor | memoryview:
+    """The bytes of a tensor in CPU memory; of one on CUDA its hash, made and left there.
 
     (Not by way of NumPy: a storage that was ever shown to it cannot be emptied any more, see `memory`.)
     """
@@ -76,21 +88,30 @@ def _content(tensor: torch.Tensor) -> bytes | memoryview:
     return memoryview((ctypes.c_uint8 * len(flat)).from_address(flat.data_ptr()))
 
 
-def on_device_hash(flat: torch.Tensor, chunk: int = 2**26) -> bytes:
-    """128 bits of a [n] uint8 tensor: two sums over mixed 64-bit words and their positions, modulo 2^64.
+def _on_host(hashes: list[torch.Tensor]) -> list[bytes]:
+    return [row.tobytes() for row in torch.stack(hashes).cpu().numpy()] if hashes else []
+
+
+def on_device_hash(flat: torch.Tensor, chunk: int = 2**26) -> torch.Tensor:
+    """[2] int64, 128 bits of a [n] uint8 tensor: two sums over mixed 64-bit words and their positions, modulo 2^64.
 
     Integer sums do not depend on their order, so neither does the hash on kernels or `chunk` (in words).
     """
-    words = flat.new_zeros(-(-len(flat) // 8) * 8)
-    words[: len(flat)] = flat
+    words = flat
+    if len(flat) % 8 or flat.data_ptr() % 8:
+        words = flat.new_zeros(-(-len(flat) // 8) * 8)
+        words[: len(flat)] = flat
     words = words.view(torch.int64)
     sums = words.new_zeros(2)
+    if flat.is_cuda:
+        kernels.hash_(words, sums, *_ODD)
+        return sums
     for start in range(0, len(words), chunk):
         part = words[start : start + chunk]
         position = torch.arange(start, start + len(part), device=part.device)
-        sums[0] += _mixed(part, position, 0x9E3779B97F4A7C15 - 2**64).sum()
-        sums[1] += _mixed(part, position, 0xBF58476D1CE4E5B9 - 2**64).sum()
-    return sums.cpu().numpy().tobytes()
+        for i, odd in enumerate(_ODD):
+            sums[i] += _mixed(part, position, odd).sum()
+    return sums
 
 
 def _mixed(words: torch.Tensor, position: torch.Tensor, odd: int) -> torch.Tensor:

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-import rlpipe.engines.megatron.platform  # noqa: F401
 from rlpipe.algorithms import custom
 from rlpipe.algorithms.objective import CustomLoss, Tokens, objective
 from rlpipe.algorithms.sequences import Sequences, alone
 from rlpipe.config.algorithms import LossConfig
+from rlpipe.engines.megatron import platform
 from rlpipe.errors import DataError, TrainerError
 from rlpipe.packing import BatchColumns, PackingPlan, gather_index
 
@@ -202,7 +202,7 @@ def _tokens(
         weight=micro.column(fixed.weight),
         sequences=Sequences(
             sample=micro.column(sample_of),
-            counts=torch.from_numpy(counts).to(log_probs.device),
+            counts=platform.to_device(torch.from_numpy(counts), log_probs.device),
             total=_total_over_context if shared else alone,
         ),
         policy_weight=column(fixed.policy_weight),

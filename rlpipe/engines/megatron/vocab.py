@@ -4,20 +4,32 @@ For one row with logits z over the vocabulary V, at sampling temperature τ:
 
     p_v = exp(z_v / τ) / Σ_u exp(z_u / τ),   ℓ = log p_target,   H = - Σ_v p_v log p_v
 
-in float32, each tensor parallel rank holding V / TP columns. Rows are taken `CHUNK_ELEMENTS / V` at a time and, when there
-is more than one chunk, recomputed in the backward pass, so [rows, V] is never alive as a whole.
+in float32 from logits in the weights' dtype, each tensor parallel rank holding V / TP columns. Rows are taken
+`CHUNK_ELEMENTS / V` at a time. A chunk's logits are read once (their largest, Σ exp, Σ exp · z and the target's
+come out) and dropped; the backward pass makes them again and overwrites them with their own gradient. So [rows, V]
+is never alive as a whole, nor a float32 copy of a chunk. The weight's gradient is summed over chunks in float32.
 
-Legend: n rows, H hidden size, V vocabulary.
+Legend: n rows, H hidden size, V vocabulary columns of this rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch.distributed import ReduceOp, all_reduce
-from torch.utils.checkpoint import checkpoint
+from torch.nn.functional import linear
 
-CHUNK_ELEMENTS = 2**28
-"""Logits alive at once on one rank: 1 GiB in float32."""
+from rlpipe.engines.megatron import platform
+
+if platform.CUDA_FOUND:
+    from rlpipe.engines.megatron import kernels
+else:
+    kernels: Any = None
+
+CHUNK_ELEMENTS = 2**29
+"""Logits alive at once on one rank: 1 GiB in bfloat16."""
 
 
 def log_probs_and_entropy(
@@ -31,73 +43,127 @@ def log_probs_and_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each row's target, and the entropy of each row's distribution.
 
-    Shapes: hidden [n, H]; weight [V / TP, H]; targets [n] int64; returns [n] and [n], float32. The gradient goes to hidden
-    and weight; through the entropy only if asked for.
+    Shapes: hidden [n, H]; weight [V, H]; targets [n] int64; returns [n] and [n], float32. The gradient goes to hidden and weight;
+    through the entropy only if asked for.
     """
-    rows = max(1, CHUNK_ELEMENTS // weight.shape[0])
-    if hidden.shape[0] <= rows:
-        return _chunk(hidden, weight, targets, temperature, group, entropy_gradient)
-    chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
-    parts = [
-        checkpoint(_chunk, part, weight, ids, temperature, group, entropy_gradient, use_reentrant=False, preserve_rng_state=False)
-        if torch.is_grad_enabled()
-        else _chunk(part, weight, ids, temperature, group, entropy_gradient)
-        for part, ids in chunks
-    ]
-    log_probs, entropy = zip(*parts, strict=True)
-    return torch.cat(log_probs), torch.cat(entropy)
+    found: Any = _LogProbs.apply(hidden, weight, targets, temperature, group, entropy_gradient)
+    return found
 
 
-def _chunk(hidden, weight, targets, temperature: float, group, entropy_gradient: bool):
-    logits = torch.nn.functional.linear(hidden, weight).float()
-    log_probs, entropy = _FromLogits.apply(logits, targets, temperature, group)
-    return log_probs, entropy if entropy_gradient else entropy.detach()
-
-
-class _FromLogits(torch.autograd.Function):
-    """ℓ and H of this rank's logits columns. Backward, with G the incoming gradients:
+class _LogProbs(torch.autograd.Function):
+    """ℓ and H of each row. Backward, with G the incoming gradients:
 
     ∂/∂z_v = (G_ℓ (1[v = target] - p_v) - G_H p_v (log p_v + H)) / τ
     """
 
     @staticmethod
-    def forward(ctx, logits, targets, temperature, group):
-        scaled = logits / temperature if temperature != 1.0 else logits.clone()
-        top = _reduced(scaled.amax(-1) if len(scaled) else scaled.new_zeros(0), group, ReduceOp.MAX)
-        scaled -= top[:, None]
-        local, here = _local(targets, scaled.shape[1], group)
-        target = torch.where(here, scaled.gather(1, local[:, None])[:, 0], 0.0)
-        probs = scaled.exp()
-        total, target = _reduced(torch.stack([probs.sum(-1), target]), group, ReduceOp.SUM)
-        probs /= total[:, None]
-        entropy = total.log() - _reduced((probs * scaled).sum(-1), group, ReduceOp.SUM)
-        ctx.save_for_backward(probs, local, here, entropy)
-        ctx.temperature = temperature
+    def forward(ctx, hidden, weight, targets, temperature, group, entropy_gradient):
+        local = _local(targets, weight.shape[0], group)
+        found = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
+        for rows in _chunks(hidden, weight):
+            found[:, rows] = _statistics(linear(hidden[rows], weight), local[rows], temperature)
+        top, total, weighted, target = found
+        highest = _reduced(top.clone(), group, ReduceOp.MAX)
+        shrink, apart = (top - highest).exp(), top - highest
+        here = torch.where(local >= 0, target - highest, 0.0)
+        sums = torch.stack([shrink * total, shrink * (weighted + total * apart), here])
+        total, weighted, target = _reduced(sums, group, ReduceOp.SUM)
+        entropy = total.log() - weighted / total
+        ctx.save_for_backward(hidden, weight, local, highest + total.log(), entropy)
+        ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
         ctx.set_materialize_grads(False)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         return target - total.log(), entropy
 
     @staticmethod
-    def backward(ctx, grad_log_probs, grad_entropy):
-        probs, local, here, entropy = ctx.saved_tensors
-        grad = torch.zeros_like(probs)
-        if grad_log_probs is not None:
-            torch.mul(probs, -grad_log_probs[:, None], out=grad)
-            grad.scatter_add_(1, local[:, None], torch.where(here, grad_log_probs, 0.0)[:, None])
-        if grad_entropy is not None:
-            log_probs = probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
-            grad -= grad_entropy[:, None] * probs * (log_probs + entropy[:, None])
-        return grad / ctx.temperature if ctx.temperature != 1.0 else grad, None, None, None
+    def backward(ctx, *grads):
+        hidden, weight, local, log_totals, entropy = ctx.saved_tensors
+        of_log_probs = torch.zeros_like(entropy) if grads[0] is None else grads[0]
+        of_entropy = grads[1] if ctx.entropy_gradient else None
+        of_hidden, of_weight = torch.empty_like(hidden), _Sum(weight)
+        for rows in _chunks(hidden, weight):
+            grad = _gradient_(
+                linear(hidden[rows], weight),
+                local[rows],
+                log_totals[rows],
+                entropy[rows],
+                of_log_probs[rows],
+                None if of_entropy is None else of_entropy[rows],
+                ctx.temperature,
+            )
+            torch.mm(grad, weight, out=of_hidden[rows])
+            of_weight.add(grad, hidden[rows])
+        return of_hidden, of_weight.value(), None, None, None, None
 
 
-def _local(targets: torch.Tensor, columns: int, group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each target's column on this rank (0 where it is another's), and whether it is here."""
+def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:
+    """Equal parts of the rows, each of at most CHUNK_ELEMENTS logits."""
+    rows, most = len(hidden), max(1, CHUNK_ELEMENTS // weight.shape[0])
+    size = -(-rows // -(-rows // most)) if rows else 1
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+class _Sum:
+    """Σ gradᵀ hidden over chunks, in float32: [V, H]."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+        self._total: torch.Tensor | None = None
+
+    def add(self, grad: torch.Tensor, hidden: torch.Tensor) -> None:
+        if grad.is_cuda and grad.dtype != torch.float32:
+            self._add_wide(grad.t(), hidden)
+        elif self._total is None:
+            self._total = grad.t().float() @ hidden.float()
+        else:
+            self._total.addmm_(grad.t().float(), hidden.float())
+
+    def _add_wide(self, grad: torch.Tensor, hidden: torch.Tensor) -> None:
+        """16-bit factors, products summed in float32 by the matrix unit and stored as they are."""
+        if self._total is None:
+            self._total = torch.ops.aten.mm.dtype(grad, hidden, torch.float32)
+        else:
+            torch.ops.aten.addmm.dtype_out(self._total, grad, hidden, torch.float32, out=self._total)
+
+    def value(self) -> torch.Tensor:
+        """In the weight's dtype."""
+        return torch.zeros_like(self._weight) if self._total is None else self._total.to(self._weight.dtype)
+
+
+def _statistics(logits: torch.Tensor, local: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[4, n] float32 of z = logits / temperature, over this rank's columns: the largest, Σ exp(z - largest),
+    Σ exp(z - largest) (z - largest), and the target's (0 where it is another rank's)."""
+    if kernels is not None:
+        return kernels.statistics(logits, local, temperature)
+    scaled = logits.float() / temperature
+    top = scaled.amax(-1)
+    target = torch.where(local >= 0, scaled.gather(1, local.clamp_min(0)[:, None])[:, 0], 0.0)
+    below = scaled - top[:, None]
+    mass = below.exp()
+    return torch.stack([top, mass.sum(-1), (mass * below).sum(-1), target])
+
+
+def _gradient_(logits, local, log_totals, entropies, of_log_probs, of_entropies, temperature: float) -> torch.Tensor:
+    """The gradient at logits [n, V], which it may overwrite; everything else is [n]."""
+    if kernels is not None:
+        return kernels.gradient_(logits, local, log_totals, entropies, of_log_probs, of_entropies, temperature)
+    log_probs = logits.float() / temperature - log_totals[:, None]
+    probs = log_probs.exp()
+    grad = -of_log_probs[:, None] * probs
+    if of_entropies is not None:
+        grad -= of_entropies[:, None] * probs * (log_probs + entropies[:, None])
+    grad.scatter_add_(1, local.clamp_min(0)[:, None], torch.where(local >= 0, of_log_probs, 0.0)[:, None])
+    return (grad / temperature).to(logits.dtype)
+
+
+def _local(targets: torch.Tensor, columns: int, group: Any) -> torch.Tensor:
+    """Each target's column on this rank; -1 where it is another's."""
     local = targets - group.rank() * columns
-    here = (local >= 0) & (local < columns)
-    return torch.where(here, local, 0), here
+    return torch.where((local >= 0) & (local < columns), local, -1)
 
 
-def _reduced(value: torch.Tensor, group, operation) -> torch.Tensor:
+def _reduced(value: torch.Tensor, group: Any, operation: Any) -> torch.Tensor:
     if group.size() > 1:
-        value = value.contiguous()
         all_reduce(value, op=operation, group=group)
     return value

@@ -196,6 +196,23 @@ def test_a_token_mean_weighs_long_responses_more(start):
     assert losses[0] != pytest.approx(losses[1], rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp", "core_attn"]},
+    ],
+)
+def test_layers_that_are_made_again_train_like_layers_that_are_kept(start, recompute):
+    digests, batch = [], make_batch()
+    for megatron in ({}, recompute):
+        train = TrainConfig.model_validate({"max_tokens_per_gpu": 64, "loss": {"type": "sft"}, "megatron": megatron})
+        ours = start(train=train)
+        digests.append(ours.train(batch, one_plan(ours, batch)).state_digest)
+        ours.close()
+    assert digests[0] == digests[1]
+
+
 def test_the_learning_rate_follows_the_schedule(start):
     schedule = {"lr": 1e-3, "lr_decay_style": "linear", "lr_warmup_steps": 2, "lr_decay_steps": 4}
     ours, batch = start(train=TrainConfig.model_validate({"optimizer": schedule})), make_batch(num_samples=4)

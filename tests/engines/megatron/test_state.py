@@ -6,11 +6,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.engines.megatron.state import on_device_hash
+from rlpipe.engines.megatron import state
 
 
 def as_tensor(content: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def on_device_hash(flat: torch.Tensor, *chunk: int) -> list[int]:
+    return state.on_device_hash(flat, *chunk).tolist()
 
 
 @given(st.binary(min_size=1, max_size=80), st.data())
