@@ -150,4 +150,5 @@ class EngineConfig(Config):
     else the address of the machine each of them runs on."""
     quantization: Literal["fp8"] | None = Field(default=None)
     """`fp8`: engines sample with weights in FP8 (blocks of 128 × 128), made of the trained ones in every push; None: with the
-    trained ones. CUDA only. The trainer and its log-probs stay in model.dtype: TIS and MIS correct for the difference."""
+    trained ones. CUDA only. The trainer and its log-probs stay in model.dtype: corrections by importance (`train.loss.use_tis`)
+    are for the difference."""

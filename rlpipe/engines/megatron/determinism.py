@@ -19,6 +19,7 @@ about training and replay only.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
@@ -49,7 +50,8 @@ def switch(deterministic: bool) -> None:
     elif platform.CUDA_FOUND:
         _had_another_engine = True
     torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over memory that nothing reads before it is written
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False  # a pass over memory that nothing reads before it is written
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = False
 

@@ -31,7 +31,8 @@ def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """‖found - wanted‖ / ‖wanted‖; NaN is far away."""
-    far = (found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30)
+    found, wanted = found.detach().double(), wanted.detach().double()
+    far = (found - wanted).norm() / wanted.norm().clamp_min(1e-30)
     return float(torch.nan_to_num(far, nan=float("inf")))
 
 
