@@ -17,10 +17,10 @@ from uuid import UUID
 
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterIdempotencyKey
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.deployments import arun_deployment
 from prefect.exceptions import ObjectNotFound
-from prefect.states import AwaitingRetry, Cancelling
+from prefect.states import AwaitingRetry, Cancelled, Cancelling
 
 from flows.in_flight import InProcess, Iterations
 from rlpipe.config.load import HOME_VARIABLE
@@ -37,6 +37,8 @@ CRASH_REPORTS_S = 15.0
 """A worker reports a crash twice, up to 11 s apart; a state set in between would be overwritten."""
 END_TIMEOUT_S = 20.0
 """A worker gives a cancelled process 30 s, of which this one needs some for a checkpoint."""
+CANCELLED_WITHIN_S = 45.0
+"""A flow run that is being cancelled for longer has no worker any more that would end it (Prefect itself takes minutes)."""
 
 
 class IterationFailed(RlpipeError):
@@ -56,6 +58,7 @@ class Deployed(Iterations):
         self._policy = config.orchestration
         self._open: dict[int, UUID] = {}
         self._allowed: dict[int, int] = {}
+        self._being_cancelled: set[int] = set()
         self._resources = AsyncExitStack()
 
     async def __aenter__(self) -> Deployed:
@@ -73,7 +76,9 @@ class Deployed(Iterations):
             self._open[k] = (await self._create(k, key)).id
             return
         self._open[k] = found[0].id
-        if _ended(found[0]) and not _just_crashed(found[0]) and not is_committed(self._it, k):
+        if _is(found[0], StateType.CANCELLING):
+            self._being_cancelled.add(k)
+        elif _ended(found[0]) and not _just_crashed(found[0]) and not is_committed(self._it, k):
             await self._put_back(k, after_s=0.0)
         else:
             self._allowed[k] += 1  # one that runs under the driver before this one is refused when it commits
@@ -129,7 +134,9 @@ class Deployed(Iterations):
             run = await self._client.read_flow_run(self._open[k])
             if await asyncio.to_thread(is_committed, self._it, k):
                 return None
-            if _ended(run) and not _just_crashed(run):
+            if k in self._being_cancelled:
+                await self._put_back_once_cancelled(k, run)
+            elif _ended(run) and not _just_crashed(run):
                 return run
             if self._it.epoch.lost:
                 raise self._it.epoch.lost
@@ -150,6 +157,17 @@ class Deployed(Iterations):
         run = await self._client.read_flow_run(self._open[k])
         if _ended(run) and not is_committed(self._it, k):
             await self._client.set_flow_run_state(run.id, AwaitingRetry(), force=True)
+
+    async def _put_back_once_cancelled(self, k: int, run: FlowRun) -> None:
+        """The run before this one cancelled it when that ended. A worker that died meanwhile ends nothing: then we do."""
+        if _is(run, StateType.CANCELLING) and _age_s(run) > CANCELLED_WITHIN_S:
+            given_up = Cancelled(message=f"no worker ended it within {CANCELLED_WITHIN_S:g} s")
+            await self._client.set_flow_run_state(run.id, given_up, force=True)
+            run = await self._client.read_flow_run(run.id)
+        if not _is(run, StateType.CANCELLING):
+            self._being_cancelled.discard(k)
+            if _ended(run) and not _just_crashed(run):
+                await self._put_back(k, after_s=0.0)
 
     def _handles(self, k: int) -> dict[str, NodeRef]:
         commit = self._it.branches.read(self._config.run, k)
@@ -181,5 +199,14 @@ def _ended(run: FlowRun) -> bool:
 
 def _just_crashed(run: FlowRun) -> bool:
     """May the worker still report it again?"""
-    state = run.state
-    return state is not None and state.is_crashed() and (datetime.now(UTC) - state.timestamp).total_seconds() < CRASH_REPORTS_S
+    return _is(run, StateType.CRASHED) and _age_s(run) < CRASH_REPORTS_S
+
+
+def _is(run: FlowRun, kind: StateType) -> bool:
+    return run.state is not None and run.state.type == kind
+
+
+def _age_s(run: FlowRun) -> float:
+    """Seconds since it came into its state."""
+    assert run.state is not None
+    return (datetime.now(UTC) - run.state.timestamp).total_seconds()

@@ -10,7 +10,7 @@ from uuid import UUID, uuid4
 import pytest
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound
-from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Failed, Pending, Running
+from prefect.states import AwaitingRetry, Cancelled, Cancelling, Completed, Crashed, Failed, Pending, Running
 
 from flows import deployed
 from flows.deployed import Deployed, IterationFailed
@@ -178,6 +178,23 @@ async def test_a_run_that_is_started_again_finds_its_flow_runs_and_puts_back_wha
         await iterations.finish(1)
     assert [line for line in server.log if line.startswith("open")] == ["open 2"]
     assert "AwaitingRetry 0" in server.log
+
+
+async def test_one_that_the_run_before_cancelled_is_put_back_once_it_has_ended(server: Server):
+    server.add(0, f"{server.it.files.root}#run#init#0", Cancelling())
+    server.scripts = {0: [Cancelling(), Cancelling(), Cancelled(), Cancelled(), Running(), "commit"]}
+    async with Deployed(server.it.config) as iterations:
+        await iterations.finish(0)
+    assert server.log[:2] == ["open 1", "AwaitingRetry 0"]
+
+
+async def test_one_whose_cancellation_no_worker_carries_out_is_ended_and_put_back(server: Server):
+    long_ago = datetime.now(UTC) - timedelta(hours=2)
+    server.add(0, f"{server.it.files.root}#run#init#0", Cancelling(timestamp=long_ago))
+    server.scripts = {0: [Cancelling(timestamp=long_ago), Cancelled(), Cancelled(), Running(), "commit"]}
+    async with Deployed(server.it.config) as iterations:
+        await iterations.finish(0)
+    assert server.log[:3] == ["open 1", "Cancelled 0", "AwaitingRetry 0"]
 
 
 async def test_one_that_is_completed_without_a_commit_is_not_believed(server: Server):
