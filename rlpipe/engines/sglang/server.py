@@ -48,6 +48,8 @@ DIE_AT_ONCE = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false", "SGLANG_CUDA_COREDUMP_
 
 PAUSABLE_GRAPHS = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"}
 """CUDA graphs are captured in memory that can be given up, too."""
+WITH_MEMORY_SAVER = {"enable_memory_saver": True, "cuda_graph_backend_prefill": "disabled"}
+"""Only graphs of decoding can be: with those of prefill, of which there are any by default, the server does not start."""
 
 
 class Server(ServerProcess):
@@ -104,7 +106,7 @@ class Server(ServerProcess):
         if deterministic and self.device == "cuda":
             defaults["enable_deterministic_inference"] = True
         if self._saves_memory:
-            defaults["enable_memory_saver"] = True
+            defaults |= WITH_MEMORY_SAVER
         self._arguments |= {"skip_server_warmup": True, "log_level_http": "warning", **defaults, **config.sglang}
 
     def arguments(self) -> list[str]:
