@@ -24,6 +24,8 @@ import os
 import sys
 import types
 
+from rlpipe.engines.sglang import launch
+
 _SPECULATIVE_ONLY = (
     "assign_draft_cache_locs_contiguous_cpu",
     "assign_extend_cache_locs_cpu",
@@ -135,9 +137,8 @@ def hook() -> None:
 install()
 
 if __name__ in ("__main__", "__mp_main__"):
+    launch.hide_megatron()
     hook()
 
 if __name__ == "__main__":
-    from rlpipe.engines.sglang import launch
-
     launch.main(sys.argv[1:])

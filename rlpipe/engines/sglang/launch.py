@@ -1,15 +1,27 @@
 """Run an SGLang server that ends with its parent: `python -m rlpipe.engines.sglang.launch ARGUMENTS`.
 
-The arguments are SGLang's own, and optionally `--rlpipe-parent PID`. Not here: choosing the arguments (see `server`) or making
-SGLang run without CUDA (see `cpu_launch`, which ends up in `main` too).
+The arguments are SGLang's own, and optionally `--rlpipe-parent PID`.
+
+Megatron-core is hidden from the server and its children, which import this main module again. A debugging tool of SGLang imports
+it where it is installed, for nothing that is used here; that takes seconds in each process, and switches torch_memory_saver to a
+mode in which CUDA graphs cannot be given up.
+
+Not here: choosing the arguments (see `server`) or making SGLang run without CUDA (see `cpu_launch`, which ends up in `main` too).
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 from rlpipe import orphan
+
+
+def hide_megatron() -> None:
+    """Whoever imports it in this process gets an ImportError."""
+    hidden: dict[str, Any] = {"megatron": None}
+    sys.modules.update(hidden)
 
 
 def main(argv: list[str]) -> None:
@@ -28,6 +40,9 @@ def main(argv: list[str]) -> None:
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
+
+if __name__ in ("__main__", "__mp_main__"):
+    hide_megatron()
 
 if __name__ == "__main__":
     main(sys.argv[1:])

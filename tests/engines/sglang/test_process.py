@@ -188,3 +188,12 @@ def _running(processes: list[psutil.Process]) -> list[psutil.Process]:
 def _listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_server_does_not_import_megatron():
+    script = (
+        "import sys; from rlpipe.engines.sglang import cpu_launch, launch; launch.hide_megatron();"
+        "from sglang.srt.debug_utils.dumper import dumper; print([name for name in sys.modules if name.startswith('megatron.')])"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr[-2000:]
