@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 async def test_it_says_what_it_serves(live):
     async with Engine(live.server.url) as engine:
         await engine.health()
-        assert (await engine.info())["model_path"] == str(live.model_dir)
+        assert (await engine.info())["tokenizer_path"] == str(live.model_dir)
         assert await engine.weight_version()
 
 
