@@ -17,6 +17,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from flows.evaluation import configuration
+from flows.output import outlive_the_worker
 from flows.stopping import Stopping, hear_sigterm
 from flows.train import drive
 from rlpipe.config.load import home as default_home
@@ -35,7 +36,7 @@ def run_name() -> str:
     return parameters.get("name") or f"evaluate-{parameters.get('run') or Path(parameters['recipe']).stem}"
 
 
-@flow(name="evaluate", flow_run_name=run_name, on_running=[hear_sigterm])
+@flow(name="evaluate", flow_run_name=run_name, on_running=[hear_sigterm, outlive_the_worker])
 async def evaluate(
     run: str | None = None,
     iteration: int | None = None,

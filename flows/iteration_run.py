@@ -12,13 +12,14 @@ from prefect import flow
 from prefect.states import Cancelled
 
 from flows.iteration import iteration
+from flows.output import outlive_the_worker
 from flows.stopping import Preempted, Stopping, being_cancelled, hear_sigterm
 from rlpipe.actors.local_ray import disconnect
 from tasks.context import close_context, context
 from tasks.turn import abandon
 
 
-@flow(name="iteration", flow_run_name="{run}-{k}", on_running=[hear_sigterm])
+@flow(name="iteration", flow_run_name="{run}-{k}", on_running=[hear_sigterm, outlive_the_worker])
 async def iteration_run(run: str, k: int) -> Any:
     """Iteration k of a run that was begun. What the store has already is reused; `Cancelled` if it was cancelled.
 

@@ -14,6 +14,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
 from flows.deployed import open_iterations
+from flows.output import outlive_the_worker
 from flows.stopping import Preempted, Stopping, being_cancelled, hear_sigterm
 from rlpipe.config.load import home as default_home
 from rlpipe.config.load import load_run
@@ -37,7 +38,7 @@ def run_name() -> str:
     return parameters.get("run") or Path(parameters["recipe"]).stem
 
 
-@flow(name="train", flow_run_name=run_name, on_running=[hear_sigterm])
+@flow(name="train", flow_run_name=run_name, on_running=[hear_sigterm, outlive_the_worker])
 async def train(recipe: str, overrides: Sequence[str] = (), run: str | None = None, takeover: bool = False) -> dict[str, Any]:
     """Train a recipe to its end, going on from what the store has of it. Answers the summary; `Cancelled` if it was cancelled.
 
