@@ -178,7 +178,9 @@ class Deployed(Iterations):
         """Cancel what is not committed, and wait for the processes to end: they use this process's Ray and actors."""
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
-                await asyncio.gather(*(self._end(k) for k in self._open))
+                ends = await asyncio.gather(*(self._end(k) for k in self._open), return_exceptions=True)
+            for error in (end for end in ends if isinstance(end, Exception)):
+                self._it.progress.say(f"{self._config.run}: a flow run was not cancelled: {type(error).__name__}: {error}")
         except TimeoutError:
             self._it.progress.say(f"{self._config.run}: a flow run of an iteration did not end in {END_TIMEOUT_S:g} s")
         finally:

@@ -43,11 +43,13 @@ async def _measured(it: RunContext, dataset: EvalDataset, version: int) -> State
 
     async def measure() -> dict[str, Any]:
         if not await are_served(it, weights, version):
-            await _take_back(it, weights, version)
-        await _give(it, weights, version)
+            await _give(it, weights, version)
+        await it.cluster.sample()
+        it.progress.stage("eval")
         deadline_s = it.config.rollout.timeout_s + 60
         async with _served(it, weights, version):
             result = await it.cluster.generator.evaluate(dataset.name, inputs.digest, version, deadline_s=deadline_s)
+        _require(it, weights, it.weights_before(version))
         return {"files": result["files"], "outputs": {**result["outputs"], "version": version}}
 
     return await once(it, inputs, measure)
@@ -70,16 +72,19 @@ async def _serve(it: RunContext, weights: str, version: int) -> None:
     while True:
         await asyncio.sleep(LOOK_INTERVAL_S)
         if not await are_served(it, weights, version):
-            await _take_back(it, weights, version)
             await _give(it, weights, version)
-
-
-async def _take_back(it: RunContext, weights: str, version: int) -> None:
-    if (held := await hold(it, weights, version)) != weights:
-        raise Superseded("these weights came out different", where=f"weights {version} of {it.config.run}", found=held)
+            await it.cluster.sample()
+            it.progress.stage("eval")
 
 
 async def _give(it: RunContext, weights: str, version: int) -> None:
+    """All engines are given these weights, of which the trainer takes hold first."""
+    _require(it, weights, await hold(it, weights, version))
     await publish(it, weights, version=version, everyone=True)
-    await it.cluster.sample()
-    it.progress.stage("eval")
+    _require(it, weights, it.weights_before(version))
+
+
+def _require(it: RunContext, weights: str, found: str) -> None:
+    """Raises: Superseded if what was found are other weights: they had to be rebuilt, and came out different."""
+    if found != weights:
+        raise Superseded("these weights came out different", where=f"{weights[:12]} of {it.config.run}", found=found)

@@ -113,8 +113,8 @@ class Conductor:
 
     async def publish(self, driver: Driver, weights: Weights, *, everyone: bool) -> dict[str, Any]:
         """As `Fleet.publish`. Engines that share GPUs are always all given them now: later there is no room."""
-        self._refuse(driver)
-        return await self._kept().publish(weights, everyone=everyone or self._sharing.active)
+        all_now = everyone or self._sharing.active
+        return await self._kept().publish(weights, everyone=all_now, check=lambda: self._refuse(driver))
 
     async def sample(self, driver: Driver) -> None:
         """Requests will come: where GPUs are shared, engines have them from now on."""

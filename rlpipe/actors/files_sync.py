@@ -37,10 +37,12 @@ class FilesSync:
 
     def __init__(self, spec: ClusterSpec, cluster: str) -> None:
         self.sync = spec.config.sync
-        self.store = WeightStore(self.sync.disk_dir(spec.store_root))
+        quantization = spec.config.engine.quantization
+        self.store = WeightStore(self.sync.disk_dir(spec.store_root, quantization))
         local = self.sync.update_weight_local_checkpoint_dir
         in_place = self.sync.transport == "disk" and self.store.directory is not None and local is None
-        self.mirror = None if in_place else Path(local, cluster) if local else Path(spec.home, cluster, "weights")
+        copies = Path(local, cluster) if local else Path(spec.home, cluster, "weights")
+        self.mirror = None if in_place else copies.with_name(f"{copies.name}-{quantization}") if quantization else copies
         """Where an engine's machine keeps its copy; None: engines load from the shared directory."""
 
     async def there(self, weights: Weights) -> bool:

@@ -188,21 +188,32 @@ class Fleet:
         await asyncio.gather(*self._keepers, return_exceptions=True)
         self._keepers.clear()
 
-    async def publish(self, weights: Weights, *, everyone: bool) -> dict[str, Any]:
+    async def publish(self, weights: Weights, *, everyone: bool, check: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """From now on engines are given these weights: with `everyone` all of them, now; else those that come back.
 
-        Answers `{"engines", "bytes", "seconds"}` of the push. Raises: SyncError if no engine holds them after it;
-        EngineUnavailable if none comes up; what the trainer raised.
+        `check` raises if whoever asks has no right to any more, also after it waited. Answers `{"engines", "bytes", "seconds"}`
+        of the push. Raises: SyncError if no engine holds them after it; EngineUnavailable if none comes up; what the trainer
+        raised.
         """
-        current = self.weights
-        if current is not None and not everyone:
-            if current.version <= weights.version:
-                self.weights, self._acceptable = weights, self._acceptable | {weights.stamp}
+        check()
+        if self._only_joins(weights, everyone=everyone):
             return _nothing()
         await self._until_one_is_up()
         async with self._pushing:  # no keeper sends them before, so that what is answered is all that was sent
+            check()
+            if self._only_joins(weights, everyone=everyone):
+                return _nothing()
             self.weights, self._acceptable = weights, {weights.stamp}
             return await self._push_in_turn([e for e in self.engines if e.url and not e.starting], must=everyone)
+
+    def _only_joins(self, weights: Weights, *, everyone: bool) -> bool:
+        """Unless they are for everyone, weights join what is published, if they are not older: then nothing is sent."""
+        current = self.weights
+        if everyone or current is None:
+            return False
+        if current.version <= weights.version:
+            self.weights, self._acceptable = weights, self._acceptable | {weights.stamp}
+        return True
 
     async def keep(self, tags: Collection[str]) -> None:
         """All engines give up their GPU memory but this. One that does not is ended."""

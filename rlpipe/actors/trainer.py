@@ -270,7 +270,7 @@ class TrainerRank:
         engine, spec = self._require(held)
         if self._writer is None or self._writer.sync != sync:
             Path(spec.work_dir).mkdir(parents=True, exist_ok=True)
-            store = WeightStore(sync.disk_dir(spec.store_root), scratch=Path(spec.work_dir))
+            store = WeightStore(sync.disk_dir(spec.store_root, spec.engine_quantization), scratch=Path(spec.work_dir))
             self._writer = WeightWriter(store, served_dir(spec), sync, rank=self.rank, world_size=self.world_size)
         return self._writer.write(served_tensors(engine, spec), stamp, base)
 

@@ -136,9 +136,10 @@ class SyncConfig(Config):
         """Do weights go through files, which the trainer writes and engines read?"""
         return self.transport in ("disk", "delta")
 
-    def disk_dir(self, store_root: str) -> str:
-        """Where the files go: a directory or a URL."""
-        return self.update_weight_disk_dir or f"{store_root}/weights"
+    def disk_dir(self, store_root: str, quantization: str | None) -> str:
+        """Where the files go: a directory or a URL; another one for what engines of this quantization are given."""
+        root = self.update_weight_disk_dir or f"{store_root}/weights"
+        return f"{root}/.{quantization}" if quantization else root
 
 
 class CheckpointConfig(Config):

@@ -18,7 +18,7 @@ from rlpipe.actors import fleet as module
 from rlpipe.actors.fleet import Fleet, KeptEngine, Weights
 from rlpipe.actors.sharing import OF_ENGINES, Sharing
 from rlpipe.config.model import ResourcesConfig
-from rlpipe.errors import DeadlineExceeded, EngineUnavailable, RlpipeError, SyncError
+from rlpipe.errors import DeadlineExceeded, EngineUnavailable, Fenced, RlpipeError, SyncError
 from rlpipe.lineage import Lineage
 from rlpipe.types import Stage
 from tests.actors.engines import FakeEngine, FakeRouter, find_or_start
@@ -326,3 +326,31 @@ async def test_engines_that_gave_up_their_weights_are_sent_them_again_and_one_th
     await fleet.publish(weights(1), everyone=True)
     assert trainer.sent[-1][1][0] == "http://engine-0/1"
     assert stamps(fleet)[0] == weights(1).stamp
+
+
+async def test_weights_that_waited_behind_newer_ones_do_not_take_their_place(fleet: Fleet, trainer: Trainer):
+    async with fleet._pushing:
+        newer = asyncio.create_task(fleet.publish(weights(2), everyone=True))
+        await asyncio.sleep(0.2)
+        older = asyncio.create_task(fleet.publish(weights(1), everyone=False))
+        await asyncio.sleep(0.2)
+    await asyncio.gather(newer, older)
+    assert fleet.weights == weights(2)
+    assert stamps(fleet) == [weights(2).stamp] * 2
+
+
+async def test_who_lost_the_engines_while_it_waited_publishes_nothing(fleet: Fleet, trainer: Trainer):
+    refused: list[Exception] = []
+
+    def check() -> None:
+        if refused:
+            raise refused[0]
+
+    async with fleet._pushing:
+        waiting = asyncio.create_task(fleet.publish(weights(1), everyone=True, check=check))
+        await asyncio.sleep(0.2)
+        refused.append(Fenced("another driver has them"))
+    with pytest.raises(Fenced):
+        await waiting
+    assert fleet.weights is None
+    assert trainer.sent == []

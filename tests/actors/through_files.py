@@ -16,6 +16,7 @@ import torch
 
 from rlpipe.actors.files_sync import FilesSync
 from rlpipe.actors.fleet import Weights
+from rlpipe.config.model import EngineConfig
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import RlpipeError
@@ -40,7 +41,7 @@ class Group:
     """As a trainer group: ranks that hold one model."""
 
     def __init__(self, store_root: str, model_dir: Path, model: Any, sync: SyncConfig) -> None:
-        store = WeightStore(sync.disk_dir(store_root))
+        store = WeightStore(sync.disk_dir(store_root, None))
         self.model, self.had = model, 0
         self.ranks = [WeightWriter(store, model_dir, sync, rank=rank, world_size=RANKS) for rank in range(RANKS)]
 
@@ -73,7 +74,9 @@ class Push:
             sync["update_weight_local_checkpoint_dir"] = str(folder / local)
         config = SyncConfig.model_validate({"update_weight_buffer_size": 20_000, "timeout_s": 60.0, **sync})
         spec: Any = SimpleNamespace(
-            config=SimpleNamespace(sync=config), store_root=str(folder / "store"), home=str(folder / "home")
+            config=SimpleNamespace(sync=config, engine=EngineConfig()),
+            store_root=str(folder / "store"),
+            home=str(folder / "home"),
         )
         self.files = FilesSync(spec, "cluster")
         self.group = Group(spec.store_root, live.model_dir, live.model, config)

@@ -35,7 +35,7 @@ from rlpipe.engines.megatron.layers import ValueHead, ValueModel
 from rlpipe.engines.megatron.model import Trained, build
 from rlpipe.engines.megatron.passes import run_value_passes, this_slice
 from rlpipe.engines.megatron.score import spread_micro_batches, whole_column
-from rlpipe.engines.megatron.state import fill_adam
+from rlpipe.engines.megatron.state import fill_adam, weights
 from rlpipe.engines.megatron.update import summed, update
 
 METRICS = ("value_loss", "value_clipfrac")
@@ -70,12 +70,12 @@ class Critic:
             load_weights(self.trained.bridge, [self.trained.ddp], directory)
             self._load_head(directory)
         else:
-            theirs = dict(policy.model.named_parameters())
-            for name, parameter in self.trained.model.named_parameters():
+            theirs = dict(weights(policy.model))
+            for name, tensor in weights(self.trained.model):
                 if name.startswith("output_layer."):
-                    parameter.zero_()
+                    tensor.zero_()
                 else:
-                    parameter.copy_(theirs[name])
+                    tensor.copy_(theirs[name])
         self.trained.optimizer.reload_model_params()
 
     def values(self, batch: BatchColumns, *, max_tokens: int) -> np.ndarray:

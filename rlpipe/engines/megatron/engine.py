@@ -33,7 +33,7 @@ from rlpipe.engines.megatron.memory import PARTS, DeviceMemory, Part, Resident
 from rlpipe.engines.megatron.model import Scorer, Trained, build, build_scorer
 from rlpipe.engines.megatron.routing import Recording, Replaying, check_routing, layers_with_experts_only, release_routers
 from rlpipe.engines.megatron.score import score
-from rlpipe.engines.megatron.state import fill_adam, state_digest
+from rlpipe.engines.megatron.state import fill_adam, state_digest, weights
 from rlpipe.engines.megatron.step import train_steps
 from rlpipe.errors import ConfigError, DataError, TrainerError
 from rlpipe.packing import BatchColumns, PackingPlan
@@ -189,7 +189,7 @@ class MegatronEngine:
 
     def keep_reference(self) -> None:
         """Take the current weights as the reference policy (a copy in CPU memory). Not collective, but call it on all ranks."""
-        self._reference = [parameter.detach().to("cpu", copy=True) for parameter in self.trained.model.parameters()]
+        self._reference = [tensor.to("cpu", copy=True) for _, tensor in weights(self.trained.model)]
 
     def score(
         self,
@@ -321,7 +321,7 @@ class MegatronEngine:
 
     @torch.no_grad()
     def _swap(self, kept: list[torch.Tensor]) -> None:
-        for parameter, other in zip(self.trained.model.parameters(), kept, strict=True):
-            current = parameter.detach().to("cpu", copy=True)
-            parameter.copy_(other)
+        for (_, tensor), other in zip(weights(self.trained.model), kept, strict=True):
+            current = tensor.to("cpu", copy=True)
+            tensor.copy_(other)
             other.copy_(current)

@@ -65,7 +65,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if kernels is None:
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
-    return kernels.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
+    return kernels.rms_norm(_rows(x), weight, eps).view(x.shape)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """As the kernels read it: one row after another. (A part of a larger tensor's last dimension is not.)"""
+    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -78,7 +83,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         (grad,), (x, weight), eps = grads, ctx.saved_tensors, ctx.eps
-        flat, incoming = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
+        flat, incoming = _rows(x), _rows(grad)
         function = _norm_backward if kernels is None else kernels.rms_norm_backward
         of_x, of_weight = function(incoming, flat, weight, eps)
         return of_x.view(x.shape), of_weight, None
@@ -104,7 +109,7 @@ def _gated(both: torch.Tensor) -> torch.Tensor:
     if kernels is None:
         gate, linear = both.chunk(2, -1)
         return torch.nn.functional.silu(gate) * linear
-    return kernels.swiglu(both.reshape(-1, both.shape[-1])).view(*both.shape[:-1], -1)
+    return kernels.swiglu(_rows(both)).view(*both.shape[:-1], -1)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -116,7 +121,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         (grad,), (both,) = grads, ctx.saved_tensors
-        flat, incoming = both.reshape(-1, both.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        flat, incoming = _rows(both), _rows(grad)
         function = _gated_backward if kernels is None else kernels.swiglu_backward
         return function(incoming, flat).view(both.shape)
 

@@ -47,10 +47,21 @@ def fill_adam(optimizer: Any) -> None:
                     state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
+def weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What this rank's model computes with, by name: parameters, and buffers that are saved, such as the bias by which a router
+    of DeepSeek's kind balances its experts, which no optimizer holds."""
+    for name, parameter in model.named_parameters():
+        yield name, parameter.detach()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", buffer
+
+
 def tensors(trained: Trained) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of this rank's state by a stable name."""
-    for name, parameter in trained.model.named_parameters():
-        yield f"model.{name}", parameter.detach()
+    for name, tensor in weights(trained.model):
+        yield f"model.{name}", tensor
     for i, part in enumerate(inner_optimizers(trained.optimizer)):
         for g, group in enumerate(part.optimizer.param_groups):
             for p, parameter in enumerate(group["params"]):

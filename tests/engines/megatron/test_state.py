@@ -34,3 +34,18 @@ def test_the_place_of_a_word_matters(content):
 @given(st.binary(min_size=1, max_size=200), st.integers(1, 9))
 def test_it_does_not_depend_on_chunks(content, chunk):
     assert on_device_hash(as_tensor(content), chunk) == on_device_hash(as_tensor(content))
+
+
+class Balanced(torch.nn.Module):
+    """With a bias that no optimizer holds but a checkpoint does, and a count that neither does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.register_buffer("bias", torch.zeros(2))
+        self.register_buffer("count", torch.zeros(2), persistent=False)
+
+
+def test_weights_are_parameters_and_the_buffers_that_are_saved():
+    model = torch.nn.Sequential(Balanced(), torch.nn.Linear(2, 2))
+    assert sorted(name for name, _ in state.weights(model)) == sorted(model.state_dict())
