@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,6 +41,7 @@ from rlpipe.engines.megatron.memory import Part
 from rlpipe.errors import DeadlineExceeded, TrainerError
 from rlpipe.lineage import Lineage, weight_version
 from rlpipe.packing import BatchColumns, PackingPlan, attention_length, plan
+from rlpipe.ports import free_port
 from rlpipe.stage_files import read_batch, read_packing, read_rewards, read_samples, write_batch
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
@@ -87,9 +87,8 @@ class TrainerRank:
 
     def address(self) -> tuple[str, int]:
         """A host and a free port for the ranks to meet at (asked of rank 0)."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return own_address(), probe.getsockname()[1]
+        address = own_address()
+        return address, free_port(address)
 
     def status(self) -> dict[str, Any]:
         """What this rank holds and does: `{"rank", "held", "dirty", "ready", "busy", …}`. It answers while a call runs, from

@@ -19,13 +19,14 @@ from rlpipe.config.train import TrainConfig
 from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Server
 from rlpipe.packing import BatchColumns
+from rlpipe.ports import free_port
 from rlpipe.rollout.client import GenerateClient
 from rlpipe.rollout.gateway import Gateway
 from rlpipe.rollout.generate import SingleTurn
 from rlpipe.rollout.openai_api import ChatSessions
 from rlpipe.routed import NOT_ROUTED, one_per_token, routed_width
 from rlpipe.types import PlannedGroup, Sample, Status
-from tests.engines.megatron.ranks import engine, free_port
+from tests.engines.megatron.ranks import engine
 from tests.live_engine import FIRST_STAMP, START_S
 
 pytestmark = pytest.mark.integration

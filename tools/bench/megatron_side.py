@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from rlpipe.engines.megatron.engine import MegatronEngine
-from rlpipe.engines.sglang.process import free_port
 from rlpipe.packing import attention_length, plan
+from rlpipe.ports import free_port
 from tools.bench.stopwatch import timed
 from tools.bench.training import Task, Turn
 

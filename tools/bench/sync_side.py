@@ -12,9 +12,9 @@ import torch
 from rlpipe.actors.trainer import TrainerRank
 from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.config.run import RunConfig
-from rlpipe.engines.sglang.process import free_port
 from rlpipe.errors import ResourceError, RlpipeError
 from rlpipe.packing import BatchColumns, plan
+from rlpipe.ports import free_port
 from tools.bench.stopwatch import timed
 
 HOST, TIMEOUT_S, ENDING_S = "127.0.0.1", 900.0, 20.0

@@ -6,7 +6,6 @@ The process gets our PID and ends its whole group when we are gone (`orphan`). N
 from __future__ import annotations
 
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -20,9 +19,9 @@ import httpx
 import rlpipe
 from rlpipe import orphan
 from rlpipe.errors import ConfigError, DeadlineExceeded, EngineUnavailable, ResourceError
+from rlpipe.ports import free_port
 
 LOOPBACK = "127.0.0.1"
-PORTS = range(15000, 30000)
 _POLL_S = 0.1
 _TAIL_CHARACTERS = 3000
 
@@ -112,22 +111,6 @@ class ServerProcess:
             return "no log"
         text = self.log_path.read_text(errors="replace")[-_TAIL_CHARACTERS:]
         return f"the log {self.log_path} ends:\n{text}"
-
-
-def free_port(host: str) -> int:
-    """A port that nobody listens on now, below those that the system gives to outgoing connections.
-
-    A server loads for half a minute before it binds; one of the system's own choice is often gone by then.
-    Raises: ResourceError if none of a hundred is free.
-    """
-    for port in random.SystemRandom().sample(PORTS, 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-            return port
-    raise ResourceError("no port is free", where=host, expected=f"one of {PORTS.start} to {PORTS.stop - 1}")
 
 
 def require_free_port(host: str, port: int, name: str) -> None:

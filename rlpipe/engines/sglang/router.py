@@ -14,8 +14,9 @@ from typing import Any
 import httpx
 
 from rlpipe.config.model import EngineConfig
-from rlpipe.engines.sglang.process import LOOPBACK, ServerProcess, flags, free_port
+from rlpipe.engines.sglang.process import LOOPBACK, ServerProcess, flags
 from rlpipe.errors import DeadlineExceeded, EngineRejected, EngineUnavailable
+from rlpipe.ports import free_port
 
 OWNED = {
     "host": "engine.host",

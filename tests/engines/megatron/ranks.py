@@ -6,7 +6,6 @@ A rank takes (function, arguments), calls function(rank, world_size, port, *argu
 from __future__ import annotations
 
 import multiprocessing
-import socket
 import traceback
 
 import numpy as np
@@ -15,15 +14,23 @@ from rlpipe.config.model import HuggingFaceModel, ModelConfig
 from rlpipe.config.models import CriticConfig
 from rlpipe.config.train import TrainConfig
 from rlpipe.packing import BatchColumns, plan
+from rlpipe.ports import free_port
 
 
 class Ranks:
-    """So many processes; `run` calls a job on all of them and returns their results by rank."""
+    """So many processes; `run` calls a job on all of them and returns their results by rank.
+
+    After a job that failed the next one gets fresh processes: a rank may still wait for one that gave up.
+    """
 
     def __init__(self, number: int) -> None:
+        self._number = number
+        self._start()
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes, self._processes = [], []
-        for _ in range(number):
+        for _ in range(self._number):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
@@ -33,21 +40,31 @@ class Ranks:
     def run(self, job, *arguments, timeout_s: float = 120.0) -> list:
         port = free_port()
         for rank, pipe in enumerate(self._pipes):
-            pipe.send((job, (rank, len(self._pipes), port, *arguments)))
-        results = []
-        for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(timeout_s), f"rank {rank} did not answer"
-            result, error = pipe.recv()
-            assert error is None, f"rank {rank}: {error}"
-            results.append(result)
-        return results
+            pipe.send((job, (rank, self._number, port, *arguments)))
+        try:
+            return [self._answer(rank, timeout_s) for rank in range(self._number)]
+        except BaseException:
+            self._kill()
+            self._start()
+            raise
+
+    def _answer(self, rank: int, timeout_s: float):
+        assert self._pipes[rank].poll(timeout_s), f"rank {rank} did not answer"
+        result, error = self._pipes[rank].recv()
+        assert error is None, f"rank {rank}: {error}"
+        return result
 
     def stop(self) -> None:
         for pipe in self._pipes:
             pipe.send(None)
         for process in self._processes:
             process.join(10)
+        self._kill()
+
+    def _kill(self) -> None:
+        for process in self._processes:
             process.kill()
+            process.join()
 
 
 def _serve(pipe) -> None:
@@ -57,12 +74,6 @@ def _serve(pipe) -> None:
             pipe.send((job(*arguments), None))
         except Exception:  # noqa: BLE001 - the test that asked for the job shows it
             pipe.send((None, traceback.format_exc()))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def make_batch(num_samples: int = 24, vocabulary: int = 96, seed: int = 0) -> BatchColumns:

@@ -13,7 +13,8 @@ from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron.state import inner_optimizers
 from rlpipe.errors import StoreFull, TrainerError
 from rlpipe.packing import plan
-from tests.engines.megatron.ranks import engine, free_port, make_batch, save_and_resume, weights_of_checkpoint
+from rlpipe.ports import free_port
+from tests.engines.megatron.ranks import engine, make_batch, save_and_resume, weights_of_checkpoint
 
 TRAIN = {"max_tokens_per_gpu": 64, "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "lr_decay_style": "linear"}}
 TWO_RANKS = {

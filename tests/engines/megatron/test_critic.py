@@ -14,8 +14,9 @@ from rlpipe.config.models import CriticConfig
 from rlpipe.config.train import TrainConfig
 from rlpipe.errors import ConfigError, DataError, TrainerError
 from rlpipe.packing import BatchColumns, plan
+from rlpipe.ports import free_port
 from tests.engines.megatron import reference
-from tests.engines.megatron.ranks import engine, free_port, make_batch, save_and_resume_with_critic, value_and_train, with_returns
+from tests.engines.megatron.ranks import engine, make_batch, save_and_resume_with_critic, value_and_train, with_returns
 
 TRAIN = {
     "max_tokens_per_gpu": 64,

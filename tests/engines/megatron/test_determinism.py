@@ -11,7 +11,8 @@ from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron import determinism
 from rlpipe.errors import ConfigError, TrainerError
 from rlpipe.packing import plan
-from tests.engines.megatron.ranks import engine, free_port, make_batch
+from rlpipe.ports import free_port
+from tests.engines.megatron.ranks import engine, make_batch
 
 TRAIN = {
     "max_tokens_per_gpu": 64,
@@ -21,11 +22,11 @@ TRAIN = {
 ITERATIONS = 6
 
 
-def replay(rank: int, world_size: int, port: int, model_dir: str, train: dict, times: int) -> list[list[str]]:
-    """State digests of 12 packed optimizer steps, so many times in fresh engines."""
+def replay(rank: int, world_size: int, port: int, model_dir: str, train: dict, later_ports: list[int]) -> list[list[str]]:
+    """State digests of 12 packed optimizer steps, in fresh engines, one for each port."""
     found = []
-    for number in range(times):
-        ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port + number, deterministic=True)
+    for meeting in (port, *later_ports):
+        ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, meeting, deterministic=True)
         ours.load_hf()
         digests = []
         for seed in range(ITERATIONS):
@@ -48,7 +49,7 @@ def switched_back():
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_three_replays_of_twelve_packed_steps_give_the_same_bits(models, switched_back, family):
-    first, second, third = replay(0, 1, free_port(), models[family], TRAIN, 3)
+    first, second, third = replay(0, 1, free_port(), models[family], TRAIN, [free_port(), free_port()])
     assert first == second == third
     assert len(set(first)) == ITERATIONS
 
@@ -56,7 +57,7 @@ def test_three_replays_of_twelve_packed_steps_give_the_same_bits(models, switche
 @pytest.mark.integration
 @pytest.mark.parametrize("layout", [{}, {"use_distributed_optimizer": True}])
 def test_replays_on_two_data_parallel_ranks_give_the_same_bits(models, two_ranks, layout):
-    ranks = two_ranks.run(replay, models["qwen3"], TRAIN | layout, 3)
+    ranks = two_ranks.run(replay, models["qwen3"], TRAIN | layout, [free_port(), free_port()])
     first, second, third = ranks[0]
     assert first == second == third
     assert ranks[0] == ranks[1]

@@ -15,8 +15,9 @@ from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron.step import train_steps
 from rlpipe.errors import ConfigError, DataError, TrainerError
 from rlpipe.packing import BatchColumns, plan
+from rlpipe.ports import free_port
 from tests.engines.megatron import reference
-from tests.engines.megatron.ranks import engine, free_port, make_batch, near
+from tests.engines.megatron.ranks import engine, make_batch, near
 
 TEMPERATURE = 0.8
 POLICY = TrainConfig.model_validate(

@@ -17,7 +17,8 @@ from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron import fused, state, varlen, vocab
 from rlpipe.engines.megatron.attention import packed_layout
 from rlpipe.packing import plan
-from tests.engines.megatron.ranks import engine, free_port, make_batch
+from rlpipe.ports import free_port
+from tests.engines.megatron.ranks import engine, make_batch
 from tests.engines.megatron.test_vocab import ALONE
 
 pytestmark = pytest.mark.gpu

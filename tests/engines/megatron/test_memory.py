@@ -15,7 +15,8 @@ from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.engines.megatron.memory import CHUNK_BYTES, PARTS, DeviceMemory, Part, Resident, _Copy
 from rlpipe.errors import TrainerError
 from rlpipe.packing import plan
-from tests.engines.megatron.ranks import engine, free_port, make_batch, with_returns
+from rlpipe.ports import free_port
+from tests.engines.megatron.ranks import engine, make_batch, with_returns
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "float32": {"train": TrainConfig()},

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.engines.megatron.ranks import free_port, score_and_train
+from rlpipe.ports import free_port
+from tests.engines.megatron.ranks import score_and_train
 
 TRAIN = {
     "max_tokens_per_gpu": 64,

@@ -16,13 +16,14 @@ from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron.routing import layers_with_experts_only
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.packing import BatchColumns, plan
+from rlpipe.ports import free_port
 from rlpipe.routed import NOT_ROUTED
 from rlpipe.stage_files import read_batch, write_batch
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import input_digest
 from rlpipe.types import Node, Stage
 from tests.actors.trained import configuration
-from tests.engines.megatron.ranks import engine, free_port, make_batch, near
+from tests.engines.megatron.ranks import engine, make_batch, near
 from tests.engines.megatron.routed import disturb, record_and_replay, refusal, routers
 
 LAYERS, TOP_K, EXPERTS = 2, 2, 4

@@ -7,9 +7,10 @@ import pytest
 from rlpipe.config.algorithms import LossConfig
 from rlpipe.config.train import TrainConfig
 from rlpipe.packing import plan
+from rlpipe.ports import free_port
 from tests.algorithms import loops
 from tests.engines.megatron.fanned import fanned_batch, train_fanned
-from tests.engines.megatron.ranks import engine, free_port
+from tests.engines.megatron.ranks import engine
 
 GSPO = {
     "surrogate": "gspo",

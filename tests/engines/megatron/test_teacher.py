@@ -8,8 +8,9 @@ import pytest
 from rlpipe.config.train import TrainConfig
 from rlpipe.errors import DataError, TrainerError
 from rlpipe.packing import plan
+from rlpipe.ports import free_port
 from tests.engines.megatron import reference
-from tests.engines.megatron.ranks import engine, free_port, make_batch
+from tests.engines.megatron.ranks import engine, make_batch
 
 TRAIN = TrainConfig.model_validate({"max_tokens_per_gpu": 64, "optimizer": {"lr": 1e-3}})
 
