@@ -38,7 +38,7 @@ CRASH_REPORTS_S = 15.0
 END_TIMEOUT_S = 20.0
 """A worker gives a cancelled process 30 s, of which this one needs some for a checkpoint."""
 CANCELLED_WITHIN_S = 45.0
-"""A flow run that is being cancelled for longer has no worker any more that would end it (Prefect itself takes minutes)."""
+"""A flow run that we see being cancelled for longer has no worker any more that would end it (Prefect itself takes minutes)."""
 
 
 class IterationFailed(RlpipeError):
@@ -58,7 +58,8 @@ class Deployed(Iterations):
         self._policy = config.orchestration
         self._open: dict[int, UUID] = {}
         self._allowed: dict[int, int] = {}
-        self._being_cancelled: set[int] = set()
+        self._being_cancelled: dict[int, float] = {}
+        """Iteration → until when (monotonic) a worker may take to end it."""
         self._resources = AsyncExitStack()
 
     async def __aenter__(self) -> Deployed:
@@ -77,7 +78,7 @@ class Deployed(Iterations):
             return
         self._open[k] = found[0].id
         if _is(found[0], StateType.CANCELLING):
-            self._being_cancelled.add(k)
+            self._being_cancelled[k] = time.monotonic() + CANCELLED_WITHIN_S
         elif _ended(found[0]) and not _just_crashed(found[0]) and not is_committed(self._it, k):
             await self._put_back(k, after_s=0.0)
         else:
@@ -160,12 +161,12 @@ class Deployed(Iterations):
 
     async def _put_back_once_cancelled(self, k: int, run: FlowRun) -> None:
         """The run before this one cancelled it when that ended. A worker that died meanwhile ends nothing: then we do."""
-        if _is(run, StateType.CANCELLING) and _age_s(run) > CANCELLED_WITHIN_S:
+        if _is(run, StateType.CANCELLING) and time.monotonic() > self._being_cancelled[k]:
             given_up = Cancelled(message=f"no worker ended it within {CANCELLED_WITHIN_S:g} s")
             await self._client.set_flow_run_state(run.id, given_up, force=True)
             run = await self._client.read_flow_run(run.id)
         if not _is(run, StateType.CANCELLING):
-            self._being_cancelled.discard(k)
+            del self._being_cancelled[k]
             if _ended(run) and not _just_crashed(run):
                 await self._put_back(k, after_s=0.0)
 
@@ -201,14 +202,10 @@ def _ended(run: FlowRun) -> bool:
 
 def _just_crashed(run: FlowRun) -> bool:
     """May the worker still report it again?"""
-    return _is(run, StateType.CRASHED) and _age_s(run) < CRASH_REPORTS_S
+    if run.state is None or not _is(run, StateType.CRASHED):
+        return False
+    return (datetime.now(UTC) - run.state.timestamp).total_seconds() < CRASH_REPORTS_S
 
 
 def _is(run: FlowRun, kind: StateType) -> bool:
     return run.state is not None and run.state.type == kind
-
-
-def _age_s(run: FlowRun) -> float:
-    """Seconds since it came into its state."""
-    assert run.state is not None
-    return (datetime.now(UTC) - run.state.timestamp).total_seconds()

@@ -2,7 +2,8 @@
 
 Only groups that the rollout accepted are looked at; what became of the others, it says itself. A group is left out whole.
 Reasons: `reward_error` (a sample has no reward), `failed` (a sample's generation failed), `aborted` (a sample was cut off by us),
-`empty` (no response), `stale` (weights too old sampled a token that counts). What is left out is named in the commit.
+`empty` (no response), `stale` (weights too old sampled a token that counts), `unrouted` (with train.use_rollout_routing_replay:
+it is not known which experts sampled a token that counts). What is left out is named in the commit.
 
 Then, once the models' log-probs are there, its advantages.
 
@@ -28,6 +29,11 @@ from rlpipe.packing import BatchColumns
 from rlpipe.rewards.base import RewardRow
 from rlpipe.routed import num_rows, one_per_token
 from rlpipe.types import Sample, Status
+
+UNROUTED = (
+    "unrouted ones: ask args.sglang_router_ip:port in a function of yours, or set sample.rollout_routed_experts; rollouts from "
+    "before train.use_rollout_routing_replay have none: use train.use_routing_replay"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +77,7 @@ def fix_batch(
     trained; a token that a version below `version - max_staleness` sampled drops its group. With `mask_stale` it only gets
     loss mask 0; the group is dropped if no token is left that counts. `routed`: with the experts of the engines, all layers.
 
-    Raises: DataError if no group is left; if `routed` and it is not known with which experts a token that counts was sampled.
+    Raises: DataError if no group is left.
     """
     reward_of = {(row.group_id, row.index): row for row in rewards}
     wanted = set(accepted)
@@ -83,7 +89,7 @@ def fix_batch(
     dropped: dict[str, str] = {}
     for sample in ordered:
         row = reward_of.get((sample.group_id, sample.index))
-        reason = _reason(sample, row, scored=scored, oldest=oldest)
+        reason = _reason(sample, row, scored=scored, oldest=oldest) or ("unrouted" if routed and _is_unrouted(sample) else None)
         if reason:
             dropped.setdefault(sample.group_id, reason)
     if mask_stale:
@@ -97,6 +103,7 @@ def fix_batch(
             where="advantage",
             found=f"{len(dropped)} groups left out: {_count(dropped)}",
             expected="at least one accepted group whose samples were all generated and scored",
+            do=UNROUTED if "unrouted" in dropped.values() else None,
         )
     values = [reward_of[s.group_id, s.index].reward or 0.0 if scored else 0.0 for s in kept]
     return Batch(
@@ -252,24 +259,23 @@ def _columns(samples: list[Sample]) -> BatchColumns:
 
 
 def _experts(samples: list[Sample]) -> np.ndarray:
-    """[S, W] uint16: the experts of every token, `NOT_ROUTED` of those that no engine read."""
+    """[S, W] uint16: the experts of every token, `NOT_ROUTED` of those that no engine read.
+
+    Raises: DataError if nothing is known of any of them (none has a token that counts).
+    """
     known = next((sample.rollout_routed_experts for sample in samples if sample.rollout_routed_experts is not None), None)
-    for sample in samples:
-        counting = np.flatnonzero(_mask(sample))
-        needed = len(sample.prompt_ids) + int(counting[-1]) if len(counting) else 0
-        if known is None or num_rows(sample.rollout_routed_experts) < needed:
-            raise DataError(
-                "it is not known which experts sampled a token that counts",
-                where=f"advantage/{sample.group_id}/{sample.index}",
-                found=f"the routing of {num_rows(sample.rollout_routed_experts)} tokens",
-                expected=f"of the first {needed} at least, for train.use_rollout_routing_replay",
-                do="ask args.sglang_router_ip:port in a function of yours, or set sample.rollout_routed_experts; "
-                "rollouts from before this setting have none: use train.use_routing_replay",
-            )
-    assert known is not None
+    if known is None:
+        raise DataError(
+            "no sample says which experts sampled it", where="advantage", found=f"{len(samples)} samples", do=UNROUTED
+        )
     rows = [known[:0] if sample.rollout_routed_experts is None else sample.rollout_routed_experts for sample in samples]
     lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
     return np.concatenate([one_per_token(*pair) for pair in zip(rows, lengths, strict=True)])
+
+
+def _is_unrouted(sample: Sample) -> bool:
+    counting = np.flatnonzero(_mask(sample))
+    return len(counting) > 0 and num_rows(sample.rollout_routed_experts) < len(sample.prompt_ids) + int(counting[-1])
 
 
 def _count(reasons: dict[str, str]) -> str:

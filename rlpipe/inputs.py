@@ -99,8 +99,11 @@ def advantage_inputs(config: RunConfig, rollout: str, reward: str, before: str) 
 
 def train_inputs(config: RunConfig, advantage: str, before: str) -> Inputs:
     """The weights after."""
+    own = config.train.identity()
+    if not own["use_rollout_routing_replay"]:
+        del own["use_rollout_routing_replay"]  # as it was before there was such a key
     settings = {
-        **config.train.identity(),
+        **own,
         "temperature": config.rollout.rollout_temperature,
         "layout": layout(config),
         "total_optimizer_steps": schedule_length(config),
@@ -108,8 +111,8 @@ def train_inputs(config: RunConfig, advantage: str, before: str) -> Inputs:
     }
     if config.uses_critic:
         settings |= {"critic": config.critic.identity(), "critic_optimizer_steps": critic_schedule_length(config)}
-    own = [config.train.custom_megatron_init_path, config.train.custom_megatron_before_train_step_hook_path]
-    hooks = {path: hook_digest(path) for path in (*config.train.loss.hooks, *own) if path}
+    paths = [config.train.custom_megatron_init_path, config.train.custom_megatron_before_train_step_hook_path]
+    hooks = {path: hook_digest(path) for path in (*config.train.loss.hooks, *paths) if path}
     return Inputs(Stage.TRAIN, {"advantage": advantage, "before": before}, settings, hooks)
 
 

@@ -241,10 +241,23 @@ def test_every_token_that_counts_has_the_experts_it_was_sampled_with():
 
 
 @pytest.mark.parametrize("bad", [sample(index=1), routed(1, 3), routed(1, 2, [0, 1, 0])])
-def test_a_token_that_counts_without_experts_is_named(bad: Sample):
-    samples = [routed(0, 4), bad]
-    with pytest.raises(DataError, match=r"advantage/run:00000000/1: it is not known which experts"):
-        fix_batch(samples, [reward(of) for of in samples], scored=True, version=VERSION, routed=True)
+def test_a_group_with_a_token_that_counts_and_has_no_experts_is_left_out(bad: Sample):
+    other = replace(routed(0, 4), group_id="run:00000001")
+    samples = [routed(0, 4), bad, other]
+    batch = fix_batch(
+        samples,
+        [reward(of) for of in samples],
+        accepted={of.group_id for of in samples},
+        scored=True,
+        version=VERSION,
+        routed=True,
+    )
+    assert (batch.groups, batch.dropped) == ((other.group_id,), {bad.group_id: "unrouted"})
+
+
+def test_a_batch_without_any_experts_says_what_to_do():
+    with pytest.raises(DataError, match=r"1 unrouted(.|\n)*use train.use_routing_replay"):
+        fix_batch([sample()], [reward(sample())], scored=True, version=VERSION, routed=True)
 
 
 def test_a_reward_of_zero_is_a_reward():

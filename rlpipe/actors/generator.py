@@ -12,7 +12,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ class Generator:
         self._on_gpus = False
         self._progress: dict[int, RolloutProgress] = {}
         self._running: dict[int, asyncio.Task[RolloutResult]] = {}
+        self._evaluating: dict[str, asyncio.Task[dict[str, Any]]] = {}
 
     async def setup(self, driver: Driver, spec: GeneratorSpec) -> dict[str, Any]:
         """Work for this driver. Read and check all prompts. Answers `{"rows", "eval_rows"}`.
@@ -86,6 +87,7 @@ class Generator:
             vocab_size=self._model_config["vocab_size"],
             deadline_s=self._config.engine.request_timeout_s,
             samples_per_request=1 if on_gpus else SAMPLES_PER_REQUEST_ON_CPU,
+            max_connections=self._config.engine.server_concurrency * self._config.resources.num_engines,
             end_ids=self._end_ids,
             routed_width=self._ground.routed_width,
         )
@@ -137,18 +139,30 @@ class Generator:
         return {"files": rows.files, "outputs": outputs, "seconds": time.perf_counter() - start}
 
     async def abandon(self, driver: Driver, iteration: int | None = None) -> None:
-        """End the rollout of an iteration (None: all) if it runs: finished groups are flushed, its call fails."""
+        """End the rollout of an iteration (None: all, and evaluations): finished groups are flushed, its caller hears of it."""
         self._require(driver)
-        tasks = [task for number, task in self._running.items() if iteration in (None, number)]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-            await asyncio.sleep(0)
+        await _ended([task for number, task in self._running.items() if iteration in (None, number)])
+        await _ended(self._evaluating.values() if iteration is None else ())
 
     async def evaluate(self, driver: Driver, name: str, key: str, version: int) -> dict[str, Any]:
-        """Sample and score every prompt of a held-out set once, into files of node `key`. `{"files", "outputs", "seconds"}`."""
+        """Sample and score every prompt of a held-out set once, into files of node `key`. `{"files", "outputs", "seconds"}`.
+
+        An earlier attempt at this node is ended. Raises: as `rollout`.
+        """
         self._require(driver)
+        while key in self._evaluating:
+            await _ended([self._evaluating[key]])
+        self._require(driver)
+        task = self._evaluating[key] = asyncio.create_task(self._evaluated(name, key, version))
+        try:
+            return await task
+        except asyncio.CancelledError as error:
+            raise RolloutAbandoned("the evaluation was abandoned", where=f"generator.evaluate {name}") from error
+        finally:
+            if self._evaluating.get(key) is task:
+                del self._evaluating[key]
+
+    async def _evaluated(self, name: str, key: str, version: int) -> dict[str, Any]:
         start = time.perf_counter()
         dataset = next(dataset for dataset in self._config.evaluation.datasets if dataset.name == name)
         sampling, reward = evaluation_settings(dataset, self._config.rollout, self._config.reward)
@@ -264,6 +278,15 @@ class Generator:
     def _groups_at_once(self, sampling: RolloutConfig) -> int:
         requests = self._config.engine.server_concurrency * self._config.resources.num_engines
         return max(1, requests // sampling.n_samples_per_prompt)
+
+
+async def _ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel these, and let who waits for them hear of it."""
+    if ending := list(tasks):
+        for task in ending:
+            task.cancel()
+        await asyncio.wait(ending)
+        await asyncio.sleep(0)
 
 
 def evaluation_settings(dataset: EvalDataset, rollout: RolloutConfig, reward: RewardConfig) -> tuple[RolloutConfig, RewardConfig]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Any, Literal
 
 from pydantic import Field
@@ -109,7 +110,7 @@ class SyncConfig(Config):
     """Bytes sent at once."""
     update_weight_disk_dir: str | None = Tuning(None)
     """Where the files go with `disk` and `delta`: a directory that trainer and engines share, or `s3://bucket/prefix`; None is
-    `weights` in the store. A folder for each branch in it, and one for each version in that."""
+    `weights` in the store. A folder for each store in it, in that one for each branch, then one for each version."""
     update_weight_disk_keep_files: bool = Tuning(False)
     """Keep all versions, as whole Hugging Face directories where they are full; without, those that lead to the newest one."""
     update_weight_local_checkpoint_dir: str | None = Tuning(None)
@@ -137,8 +138,9 @@ class SyncConfig(Config):
         return self.transport in ("disk", "delta")
 
     def disk_dir(self, store_root: str, quantization: str | None) -> str:
-        """Where the files go: a directory or a URL; another one for what engines of this quantization are given."""
-        root = self.update_weight_disk_dir or f"{store_root}/weights"
+        """Where the files go: a directory or a URL, of this store alone; another one for engines of this quantization."""
+        shared = self.update_weight_disk_dir
+        root = f"{shared}/{sha256(store_root.encode()).hexdigest()[:12]}" if shared else f"{store_root}/weights"
         return f"{root}/.{quantization}" if quantization else root
 
 

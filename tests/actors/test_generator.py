@@ -142,6 +142,25 @@ async def test_another_attempt_at_an_iteration_ends_the_one_before_and_takes_its
 
 
 @pytest.mark.integration
+async def test_an_evaluation_ends_when_all_is_abandoned_and_when_it_is_tried_again(live, tmp_path):
+    held = {"name": "held", "prompts": {"type": "file", "paths": [str(tmp_path / "a.jsonl@[0:4]")]}}
+    generator = await _generator(live, tmp_path, {"rollout_batch_size": 1}, evaluation={"datasets": [held]})
+    await generator.hold("abort", deadline_s=1, expires_s=60)
+    first, second = [asyncio.create_task(generator.evaluate(DRIVER, "held", "key", 0)) for _ in range(2)]
+    with pytest.raises(RolloutAbandoned, match=r"generator\.evaluate held"):
+        await first
+    await asyncio.sleep(0.1)
+    await generator.abandon(DRIVER, 0)
+    assert not second.done()
+    await generator.abandon(DRIVER)
+    with pytest.raises(RolloutAbandoned, match=r"generator\.evaluate held"):
+        await second
+    await generator.release()
+    answer = await generator.evaluate(DRIVER, "held", "key", 0)
+    assert answer["outputs"]["scored"] == 4
+
+
+@pytest.mark.integration
 async def test_a_driver_that_was_replaced_neither_samples_nor_ends_what_the_next_one_samples(live, tmp_path):
     generator = await _generator(live, tmp_path, {"rollout_batch_size": 12}, engine={"server_concurrency": 8})
     planned = await generator.plan(DRIVER, 0, DataState())

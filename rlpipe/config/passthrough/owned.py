@@ -51,6 +51,9 @@ MEGATRON = {
     ),
     "deterministic_mode": "use deterministic",
     "moe_enable_routing_replay": "use train.use_routing_replay or train.use_rollout_routing_replay",
+    **dict.fromkeys(
+        ("overlap_param_gather", "overlap_param_gather_with_optimizer_step"), "weights are read outside their modules"
+    ),
     "variable_seq_lengths": "batches are packed; see train.max_tokens_per_gpu",
 }
 

@@ -106,8 +106,14 @@ class DeviceMemory:
 
     def _wake(self, part: Part) -> None:
         sizes = self._asleep[part]
-        for storage, size_bytes in sizes:
-            storage.resize_(size_bytes)
+        try:
+            for storage, size_bytes in sizes:
+                storage.resize_(size_bytes)
+        except RuntimeError:  # there is no room: leave none of it behind, so that others find theirs
+            for storage, _ in sizes:
+                storage.resize_(0)
+            _give_back()
+            raise
         if part == "gradients":
             for storage, _ in sizes:
                 _bytes_of(storage).zero_()

@@ -61,6 +61,9 @@ OWNED = {
     **dict.fromkeys(("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"), "nothing: they are off"),
     **dict.fromkeys(_INIT_METHODS, "nothing: weights are loaded"),
     **dict.fromkeys(("virtual_pipeline_model_parallel_size", "overlap_p2p_comm", "batch_p2p_comm"), "nothing: it is fixed"),
+    **dict.fromkeys(
+        ("overlap_param_gather", "overlap_param_gather_with_optimizer_step"), "nothing: weights are read by themselves"
+    ),
     **dict.fromkeys(("deallocate_pipeline_outputs", "optimizer", "mtp_num_layers"), "nothing: it is fixed"),
 }
 """Megatron's names that are not free, and the key of ours that decides each."""
