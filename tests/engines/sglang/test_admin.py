@@ -73,7 +73,7 @@ async def test_an_answer_that_is_something_else_names_engine_and_endpoint(live, 
         ):
             with pytest.raises(EngineRejected, match="cannot be read") as caught:
                 await ask
-            assert caught.value.where.startswith(f"engine {live.server.url} /")
+            assert str(caught.value.where).startswith(f"engine {live.server.url} /")
 
 
 async def test_an_update_left_open_is_ended_by_the_next(live):
