@@ -124,7 +124,7 @@ def _sampled(
 async def _asked(
     router: str, server: str, model: dict, prompts: list[list[int]], tokens: int
 ) -> tuple[list[Generation], tuple[float, float]]:
-    """The generations, and tokens/s without and with experts named: both past the router, as a client that wants them named asks."""
+    """The generations, and tokens/s without and with experts named: both past the router, as who wants them named asks."""
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": tokens, "ignore_eos": True}
     width = routed_width(model)
     of_model = {"vocab_size": model["vocab_size"], "deadline_s": START_S}
