@@ -11,6 +11,7 @@ from rlpipe.config.algorithms import AdvantageConfig, contradiction, set_surroga
 from rlpipe.config.base import Config, Tuning
 from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig
 from rlpipe.config.debug import DebugConfig
+from rlpipe.config.gates import GatesConfig
 from rlpipe.config.model import BranchModel, EngineConfig, ModelConfig, ResourcesConfig
 from rlpipe.config.models import CriticConfig, ReferenceConfig, TeacherConfig
 from rlpipe.config.rollout import RolloutConfig
@@ -115,6 +116,7 @@ class RunConfig(Config):
     resources: ResourcesConfig = ResourcesConfig()
     store: StoreConfig = StoreConfig()
     observe: ObserveConfig = ObserveConfig()
+    gates: GatesConfig = GatesConfig()
     debug: DebugConfig = DebugConfig()
     orchestration: OrchestrationConfig = OrchestrationConfig()
 
@@ -148,6 +150,15 @@ class RunConfig(Config):
         measured = [f"eval/{dataset.name}/accuracy" for dataset in self.evaluation.datasets]
         if self.stop_when is not None and self.stop_when.metric not in measured:
             raise ValueError(f"stop_when.metric: nothing measures {self.stop_when.metric!r}, only {measured or 'nothing'}")
+        names = [dataset.name for dataset in self.evaluation.datasets]
+        for gate in self.gates.bounds:
+            if gate.metric.startswith("eval/") and gate.metric.split("/")[1] not in names:
+                raise ValueError(f"gates.bounds: nothing measures {gate.metric!r}; held-out sets are {names or 'none'}")
+        if self.gates.bounds and self.gates.timeout_s >= self.orchestration.timeout_s:
+            raise ValueError(
+                f"gates.timeout_s = {self.gates.timeout_s:g} must be less than orchestration.timeout_s = "
+                f"{self.orchestration.timeout_s:g}, in which later iterations wait for the one that is paused"
+            )
         if self.async_buffer_size < self.sync.update_weights_interval - 1:
             raise ValueError(
                 f"async_buffer_size = {self.async_buffer_size} must be at least sync.update_weights_interval - 1 = "
