@@ -150,15 +150,6 @@ class RunConfig(Config):
         measured = [f"eval/{dataset.name}/accuracy" for dataset in self.evaluation.datasets]
         if self.stop_when is not None and self.stop_when.metric not in measured:
             raise ValueError(f"stop_when.metric: nothing measures {self.stop_when.metric!r}, only {measured or 'nothing'}")
-        names = [dataset.name for dataset in self.evaluation.datasets]
-        for gate in self.gates.bounds:
-            if gate.metric.startswith("eval/") and gate.metric.split("/")[1] not in names:
-                raise ValueError(f"gates.bounds: nothing measures {gate.metric!r}; held-out sets are {names or 'none'}")
-        if self.gates.bounds and self.gates.timeout_s >= self.orchestration.timeout_s:
-            raise ValueError(
-                f"gates.timeout_s = {self.gates.timeout_s:g} must be less than orchestration.timeout_s = "
-                f"{self.orchestration.timeout_s:g}, in which later iterations wait for the one that is paused"
-            )
         if self.async_buffer_size < self.sync.update_weights_interval - 1:
             raise ValueError(
                 f"async_buffer_size = {self.async_buffer_size} must be at least sync.update_weights_interval - 1 = "
@@ -199,6 +190,19 @@ class RunConfig(Config):
                 "supervised runs set all of rollout.type: dataset, train.loss.type: sft (or custom) and "
                 "advantage.advantage_estimator: none; found "
                 f"{self.rollout.type}, {self.train.loss.type}, {self.advantage.advantage_estimator}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gates_can_open(self):
+        names = [dataset.name for dataset in self.evaluation.datasets]
+        for gate in self.gates.bounds:
+            if gate.metric.startswith("eval/") and gate.metric.split("/")[1] not in names:
+                raise ValueError(f"gates.bounds: nothing measures {gate.metric!r}; held-out sets are {names or 'none'}")
+        if self.gates.bounds and self.gates.timeout_s >= self.orchestration.timeout_s:
+            raise ValueError(
+                f"gates.timeout_s = {self.gates.timeout_s:g} must be less than orchestration.timeout_s = "
+                f"{self.orchestration.timeout_s:g}, in which later iterations wait for the one that is paused"
             )
         return self
 
