@@ -22,8 +22,8 @@ from rlpipe.errors import RlpipeError
 from rlpipe.observe.figure import write_figure
 from rlpipe.observe.functions import LogFunctions
 from rlpipe.observe.report import write_report
+from rlpipe.observe.sinks import Sinks
 from rlpipe.observe.summary import summarise, write_summary
-from rlpipe.observe.tensorboard import TensorBoardSink
 from rlpipe.run_history import HistoryReader, iteration_metrics
 from rlpipe.stage_files import read_samples, read_scored
 from rlpipe.types import NodeRef, Stage
@@ -56,15 +56,14 @@ class Observer:
         self._reader = HistoryReader(it.files, it.config, it.directory)
         self._accuracy: dict[str, float] = {}
         self._functions = LogFunctions(it.config.observe, slime_args(it.config))
-        self._board = TensorBoardSink(it.directory / "tensorboard", first) if it.config.observe.tensorboard else None
+        self._sinks = Sinks(it.config.observe, it.config.run, it.directory, first, it.config.model_dump(mode="json"))
         self._spent(startup_seconds, {"start": startup_seconds})
 
     def __enter__(self) -> Observer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._board is not None:
-            self._board.close()
+        self._sinks.close()
 
     async def iteration(self, k: int, nodes: dict[str, NodeRef], *, seconds: float) -> None:
         """An iteration is committed."""
@@ -77,8 +76,7 @@ class Observer:
             metrics, figures = (
                 {name: one[name] for name in one if not name.startswith(OF_ROLLOUT)} for one in (metrics, figures)
             )
-        if self._board is not None:
-            self._board.write(k, figures)
+        self._sinks.write(k, figures)
         other = {stage: spent for stage, spent in work.items() if stage == "checkpoint"}
         self._spent(seconds, other, iteration_s=seconds, work_s=sum(work.values()))
         shown = {label: metrics[name] for label, name in SHOWN if name in metrics}
@@ -117,8 +115,7 @@ class Observer:
         self._spent(0.0 if beside else seconds, {"eval": seconds})
         logs = self._functions.logs_evaluations
         if not (logs and await self._logged(partial(self._log_evaluation, version, nodes, metrics))):
-            if self._board is not None:
-                self._board.write(version, metrics)
+            self._sinks.write(version, metrics)
             line = ", ".join(f"{name} accuracy {value:.3f}" for name, value in self._accuracy.items())
             self._it.progress.say(f"{self._it.config.run}: after {version} iterations {line}")
         await self.report()
