@@ -15,12 +15,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from prefect.artifacts import acreate_image_artifact, acreate_table_artifact
+from prefect.artifacts import acreate_image_artifact, acreate_markdown_artifact, acreate_table_artifact
 
 from rlpipe.config.slime import slime_args
 from rlpipe.errors import RlpipeError
 from rlpipe.observe.figure import write_figure
 from rlpipe.observe.functions import LogFunctions
+from rlpipe.observe.overview import overview
 from rlpipe.observe.report import write_report
 from rlpipe.observe.sinks import Sinks
 from rlpipe.observe.summary import summarise, write_summary
@@ -82,6 +83,8 @@ class Observer:
         shown = {label: metrics[name] for label, name in SHOWN if name in metrics}
         self._it.progress.iteration({**shown, **self._accuracy})
         await iteration_artifact(self._it.config.run, k, nodes, metrics)
+        if (k + 1) % self._it.config.observe.report_interval == 0:
+            await self.report()
 
     async def sampled(self, k: int, nodes: dict[str, NodeRef], metrics: dict[str, float] | None = None) -> bool:
         """The rollout of an iteration is scored: whether a function of the user has logged it."""
@@ -122,16 +125,17 @@ class Observer:
 
     async def report(self) -> dict[str, Any]:
         """Write summary.json, report.html and report.png as far as the run has come; answers the summary."""
-        summary = await asyncio.to_thread(self._write)
+        summary, page = await asyncio.to_thread(self._write)
         await curve_artifact(self._it.config.run, self._it.directory / "report.png")
+        await overview_artifact(self._it.config.run, page)
         return summary
 
-    def _write(self) -> dict[str, Any]:
+    def _write(self) -> tuple[dict[str, Any], str]:
         history, directory = self._reader.read(), self._it.directory
         write_summary(history, directory / "summary.json")
         write_report(history, directory / "report.html")
         write_figure(history, directory / "report.png")
-        return summarise(history)
+        return summarise(history), overview(history)
 
     def _spent(self, seconds: float, other: dict[str, float], **entry: float) -> None:
         with (self._it.directory / "timing.jsonl").open("a") as log:
@@ -171,3 +175,8 @@ async def curve_artifact(run: str, picture: Path) -> None:
     data = base64.b64encode(await asyncio.to_thread(picture.read_bytes)).decode()
     key = artifact_key(run, "curve")
     await acreate_image_artifact(image_url=f"data:image/png;base64,{data}", key=key, description=f"reward and accuracy of {run}")
+
+
+async def overview_artifact(run: str, page: str) -> None:
+    """Whether it learns, whether it is healthy and where the time went, in Prefect's UI."""
+    await acreate_markdown_artifact(page, key=artifact_key(run, "overview"), description=f"{run} at a glance")

@@ -12,6 +12,9 @@ class ObserveConfig(Config):
 
     tensorboard: bool = Tuning(True)
     """Write TensorBoard event files under `{home}/{run}/tensorboard`."""
+    report_interval: int = Tuning(default=20, ge=1)
+    """The report page, its curves and the overview in Prefect are written after every so many iterations, each evaluation, and at
+    the end."""
     prometheus_port: int | None = Tuning(default=None, ge=1, le=65535)
     """Serve the newest figures at `http://host:port/metrics` while the run is driven. None: do not."""
     prometheus_host: str = Tuning("127.0.0.1")
