@@ -30,8 +30,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from rlpipe.engines.megatron.bridge import open_bridge
-from rlpipe.engines.megatron.layers import PolicyModel, block_spec
+from rlpipe.engines.megatron.bridge import layers_of, open_bridge
+from rlpipe.engines.megatron.layers import PolicyModel
 
 _PARALLEL = "train.parallel"
 _INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
@@ -206,7 +206,7 @@ def _bare_model(bridge: LLMBridge, dtype: torch.dtype, kind: type[PolicyModel]) 
     config = bridge.config
     model = kind(
         config=config,
-        transformer_layer_spec=block_spec(config),
+        transformer_layer_spec=layers_of(bridge),
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=getattr(bridge.hf_config, "tie_word_embeddings", False),
