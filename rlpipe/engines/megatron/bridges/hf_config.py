@@ -41,7 +41,7 @@ def read_config(model_dir: str, *, trust_remote_code: bool) -> PretrainedConfig:
         raise ConfigError("not a model's configuration", where=str(path), found=f"{type(error).__name__}: {error}") from error
     _check_rope(config, model_dir)
     _check_quantisation(config, model_dir)
-    return _flat_rope(config)
+    return flat_rope(config)
 
 
 def rope_of(config: Any) -> dict[str, Any]:
@@ -73,8 +73,8 @@ def _check_quantisation(config: Any, model_dir: str) -> None:
         )
 
 
-def _flat_rope(config: PretrainedConfig) -> PretrainedConfig:
-    """transformers 5 keeps rope under `rope_parameters`; mbridge reads the flat names of version 4."""
+def flat_rope(config: PretrainedConfig) -> PretrainedConfig:
+    """With rope where mbridge looks for it: transformers 5 keeps it under `rope_parameters`, version 4 had flat names."""
     for name, default in (("rope_theta", 10_000.0), ("partial_rotary_factor", None)):
         value = rope_of(config).get(name, default)
         if value is not None and not hasattr(config, name):
