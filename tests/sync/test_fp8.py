@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,8 +102,11 @@ def test_a_model_that_has_no_whole_blocks_where_they_are_merged_is_refused(tmp_p
     assert not [path for path in (tmp_path / "made").iterdir() if path.is_dir() and not path.name.endswith(".partial")]
 
 
-def test_a_model_that_is_quantised_already_is_refused(tmp_path):
+def test_a_model_that_is_quantised_already_is_served_as_it_is_and_otherwise_refused(tmp_path):
     make_wide_model(tmp_path / "model")
     first = fp8_directory(str(tmp_path / "model"), tmp_path / "made")
-    with pytest.raises(ConfigError, match="quantised already"):
+    assert fp8_directory(first, tmp_path / "again") == first
+    config = Path(first) / "config.json"
+    config.write_text(config.read_text().replace('"fp8"', '"awq"'))
+    with pytest.raises(ConfigError, match="quantised otherwise"):
         fp8_directory(first, tmp_path / "again")
