@@ -23,7 +23,8 @@ from mbridge.core import LLMBridge
 from mbridge.core.bridge import _MODEL_REGISTRY as BRIDGES
 from mbridge.core.util import unwrap_model
 
-from rlpipe.engines.megatron.bridges import deepseek, experts, llama  # noqa: F401
+from rlpipe.engines.megatron.bridges import experts, llama  # noqa: F401
+from rlpipe.engines.megatron.bridges.deepseek import DeepseekV3
 from rlpipe.engines.megatron.bridges.files import WeightFiles
 from rlpipe.engines.megatron.bridges.glm4 import Glm4
 from rlpipe.engines.megatron.bridges.hf_config import read_config
@@ -70,7 +71,7 @@ def open_bridge(model_dir: str, dtype: torch.dtype, *, trust_remote_code: bool, 
 def layers_of(bridge: LLMBridge) -> Any:
     """The layers of this pipeline stage, as GPTModel takes them."""
     block = block_spec(bridge.config)
-    return bridge.with_norms(block) if isinstance(bridge, Glm4) else block
+    return bridge.adapted(block) if isinstance(bridge, Glm4 | DeepseekV3) else block
 
 
 @torch.no_grad()
@@ -81,6 +82,7 @@ def load_weights(bridge: LLMBridge, models: Sequence[torch.nn.Module], model_dir
     """
     shown: Any = [_Renamed(model, bridge) for model in models]
     bridge.load_weights(shown, model_dir, memory_efficient=True)
+    bridge.safetensor_io = None
 
 
 @torch.no_grad()

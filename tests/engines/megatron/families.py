@@ -33,6 +33,9 @@ _LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
     "norm_topk_prob": True,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
 }
 _YARN = {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16}
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -20,6 +20,7 @@ from megatron.core.transformer import MLATransformerConfig
 
 from rlpipe.engines.megatron.bridges.experts import groups
 from rlpipe.engines.megatron.bridges.hf_config import rope_of
+from rlpipe.engines.megatron.bridges.latent import LatentAttention
 
 
 def _latent_attention_config(**fields: Any) -> MLATransformerConfig:
@@ -52,6 +53,13 @@ class DeepseekV3(DeepseekV3Bridge):
     def _build_base_config(self, *args: Any, **fields: Any) -> Any:
         fields |= {**groups(self.hf_config), **_rotation(rope_of(self.hf_config)), "mtp_num_layers": None}
         return super()._build_base_config(*args, **fields)
+
+    @staticmethod
+    def adapted(block: Any) -> Any:
+        """A stage's layers as `layers.block_spec` makes them, with attention that tensor parallel ranks can share."""
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.module = LatentAttention
+        return block
 
 
 @register_model("glm4_moe_lite")

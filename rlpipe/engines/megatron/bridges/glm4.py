@@ -19,6 +19,7 @@ import rlpipe.engines.megatron.platform  # noqa: F401
 # isort: split
 from mbridge.core import LLMBridge, register_model
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import sharded_state_dict_default
 
 from rlpipe.engines.megatron.layers import Attention, FeedForward, Norm
 
@@ -49,6 +50,16 @@ class FeedForwardThenNorm(FeedForward):
         output, bias = super().forward(hidden_states, per_token_scale, **keywords)
         assert bias is None
         return self.post_layernorm(output), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> Any:
+        """Megatron's MLP asks each of its parts for one, and torch's norms have none."""
+        norm = self._modules.pop("post_layernorm")
+        assert norm is not None
+        try:
+            found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        finally:
+            self._modules["post_layernorm"] = norm
+        return found | sharded_state_dict_default(norm, f"{prefix}post_layernorm.", sharded_offsets, metadata)
 
 
 @register_model("glm4")
@@ -82,7 +93,7 @@ class Glm4(LLMBridge):
             self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
 
     @staticmethod
-    def with_norms(block: Any) -> Any:
+    def adapted(block: Any) -> Any:
         """A stage's layers as `layers.block_spec` makes them, with the norms of outputs."""
         for layer in block.layer_specs:
             layer.submodules.self_attention.module = AttentionThenNorm
