@@ -79,7 +79,7 @@ def fp8_directory(model_dir: str, folder: Path) -> str:
     """A copy of a model directory with quantised weights, under `folder`; made once on a machine, in a neighbour, then renamed.
 
     A directory that is in FP8 like this already (DeepSeek-V3, Kimi K2) is taken as it is.
-    Raises: ConfigError if a matrix has no whole blocks where SGLang needs them, or is quantised otherwise.
+    Raises: ConfigError if a matrix has no whole blocks where SGLang needs them, holds two in one, or is quantised otherwise.
     """
     source = Path(model_dir)
     if _is_quantised(source / "config.json"):
@@ -132,6 +132,12 @@ def _is_quantised(path: Path) -> bool:
 
 def _allowed(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors.items():
+        if name.endswith(".gate_up_proj.weight"):
+            raise ConfigError(
+                "a matrix that holds gate and up projection is not quantised",
+                where=f"engine.quantization=fp8: {name}",
+                do="leave engine.quantization out for a dense GLM-4",
+            )
         if _MERGED.search(name) and _MATRICES.search(name) and tensor.shape[0] % BLOCK:
             raise ConfigError(
                 "a matrix cannot be quantised in blocks",
