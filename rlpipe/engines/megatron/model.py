@@ -185,6 +185,13 @@ def _check_sizes(bridge: LLMBridge, train: TrainConfig) -> None:
             found=f"{vocabulary} tokens over {parallel.tensor_model_parallel_size} ranks",
             do="pad the model's embedding and vocab_size to a multiple",
         )
+    if bridge.config.num_moe_experts and parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            "Megatron trains experts on tensor parallel ranks only with sequence parallelism",
+            where=f"{_PARALLEL}.sequence_parallel",
+            found=f"false, with tensor_model_parallel_size: {parallel.tensor_model_parallel_size}",
+            do="set it to true",
+        )
     experts = parallel.expert_tensor_parallel_size, parallel.expert_model_parallel_size
     if bridge.config.num_moe_experts and parallel.tensor_model_parallel_size != experts[0] and experts[1] == 1:
         raise ConfigError(

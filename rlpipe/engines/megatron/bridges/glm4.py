@@ -59,7 +59,8 @@ class FeedForwardThenNorm(FeedForward):
             found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         finally:
             self._modules["post_layernorm"] = norm
-        return found | sharded_state_dict_default(norm, f"{prefix}post_layernorm.", sharded_offsets, metadata)
+        group: Any = self.tp_group
+        return found | sharded_state_dict_default(norm, f"{prefix}post_layernorm.", sharded_offsets, metadata, tp_group=group)
 
 
 @register_model("glm4")
