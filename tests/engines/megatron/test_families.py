@@ -73,7 +73,7 @@ def test_two_ranks_compute_what_one_computes(family, two_ranks, tmp_path):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("family", ["deepseek_v3"])
+@pytest.mark.parametrize("family", ["glm4", "deepseek_v3"])
 def test_layers_of_our_own_are_saved_in_one_layout_and_loaded_in_another(family, two_ranks, tmp_path):
     directory = make(family, tmp_path / "model")
     train = {"max_tokens_per_gpu": 64, "parallel": LAYOUTS[family]}
