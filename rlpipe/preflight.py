@@ -45,13 +45,24 @@ def check(config: RunConfig, home: Path) -> None:
     MegatronHooks(config.train)
     LogFunctions(config.observe)
     if isinstance(config.model.source, HuggingFaceModel):
-        directory = Path(model_directory(config.model, home, seed=config.seed))
-        if config.train.use_rollout_routing_replay:
-            routed_width(json.loads((directory / "config.json").read_text()))
+        _check_model(config, Path(model_directory(config.model, home, seed=config.seed)))
     elif isinstance(config.model.source, MadeModel):
         _check_maker(config.model.source)
     _check_functions(config.rollout)
     _check_room(home)
+
+
+def _check_model(config: RunConfig, directory: Path) -> None:
+    model = json.loads((directory / "config.json").read_text())
+    if config.train.use_rollout_routing_replay:
+        routed_width(model)
+    if config.needs_engines and (found := model.get("quantization_config")) and not config.engine.quantization:
+        raise ConfigError(
+            "engines would sample with quantised weights, and get whole ones from the trainer",
+            where="engine.quantization",
+            found=f"none, and {found.get('quant_method')} in the model's config.json",
+            do="set engine.quantization=fp8, or take the model's bf16 directory",
+        )
 
 
 def _check_functions(rollout: RolloutConfig) -> None:

@@ -56,6 +56,13 @@ def test_a_model_without_experts_has_no_routing_to_replay(place: Path):
         check(config(place, train={"use_rollout_routing_replay": True}), place / "home")
 
 
+def test_quantised_weights_are_for_engines_that_get_quantised_ones(place: Path):
+    (place / "model" / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    with pytest.raises(ConfigError, match=r"(?s)engine\.quantization.*fp8 in the model's config\.json"):
+        check(config(place), place / "home")
+    check(config(place, engine={"quantization": "fp8"}), place / "home")
+
+
 def test_a_run_that_has_all_it_needs_passes_and_nothing_is_made(place: Path):
     before = sorted(place.iterdir())
     check(config(place), place / "home")

@@ -21,6 +21,7 @@ from typing import Any
 
 from rlpipe.config.flags import Given, read_flags
 from rlpipe.config.load import HOME_VARIABLE, home, load_run, recipes
+from rlpipe.config.presets import presets
 from rlpipe.config.slime_build import BASE, overrides_of
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.preflight import check
@@ -74,7 +75,8 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         prog="python -m tools.train",
         description="Train a recipe, or what flags in slime's style describe, on this machine.",
         usage="%(prog)s (--recipe RECIPE | --hf-checkpoint ... flags of slime) [options] [dotted.key=value ...]",
-        epilog="Flags of slime, Megatron and SGLang (--sglang-*): python -m tools.flags. Overrides: train.optimizer.lr=1e-5",
+        epilog="Flags of slime, Megatron and SGLang (--sglang-*): python -m tools.flags. Overrides: train.optimizer.lr=1e-5. "
+        f"A model's preset under the recipe: preset=NAME, a YAML file or one of: {', '.join(presets())}",
         allow_abbrev=False,
     )
     parser.add_argument("--recipe", help=f"a YAML file, or one of: {', '.join(recipes())}")

@@ -1,6 +1,7 @@
 """From a recipe to a `RunConfig`: YAML, then `dotted.key=value` overrides, then validation with errors people can act on.
 
-A recipe is a YAML file, given by path or by its name under `deployments/recipes`. Later overrides win. Every problem names
+A recipe is a YAML file, given by path or by its name under `deployments/recipes`; with `preset`, over a model's preset
+(`presets`). Later overrides win. Every problem names
 its dotted key, the line or the override that it comes from, and the nearest keys there are.
 
 Not here: flags in slime's style, and anything that needs torch, ray or prefect.
@@ -16,6 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlpipe.config.passthrough import check_megatron, check_router, check_sglang
+from rlpipe.config.presets import with_preset
 from rlpipe.config.problems import Origin, explain, nearest
 from rlpipe.config.run import RunConfig
 from rlpipe.config.text import dump as dump_yaml
@@ -49,7 +51,7 @@ def load_run(recipe: str | Path, overrides: Sequence[str] = (), run: str | None 
     if run is not None:
         values["run"] = run
         origin.overrides["run"] = f"run={run}"
-    return validate(values, origin)
+    return validate(with_preset(values, origin), origin)
 
 
 def validate(values: dict[str, Any], origin: Origin | None = None) -> RunConfig:

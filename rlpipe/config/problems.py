@@ -24,6 +24,8 @@ class Origin:
     file: str
     lines: dict[str, int]
     overrides: dict[str, str] = field(default_factory=dict)
+    elsewhere: dict[str, str] = field(default_factory=dict)
+    """`file:line` of keys that come from another file."""
 
     def of(self, key: str) -> str:
         """`override a.b=c`, or `file:line` of the key or of the nearest one around it; the file for the whole ("")."""
@@ -32,6 +34,8 @@ class Origin:
                 return f"override {self.overrides[key]}"
             if key in self.lines:
                 return f"{self.file}:{self.lines[key]}"
+            if key in self.elsewhere:
+                return self.elsewhere[key]
             made = next((text for name, text in self.overrides.items() if name.startswith(f"{key}.")), None)
             if made:
                 return f"override {made}"

@@ -121,7 +121,10 @@ def check_model(values: Values, directory: str) -> None:
     if not path.is_file():
         return
     said = json.loads(path.read_text())
-    said.setdefault("head_dim", said.get("hidden_size", 0) // max(1, said.get("num_attention_heads", 1)))
+    if "kv_lora_rank" in said:
+        said.pop("head_dim", None)
+    else:
+        said.setdefault("head_dim", said.get("hidden_size", 0) // max(1, said.get("num_attention_heads", 1)))
     wrong = []
     for name, names in MODEL.items():
         known = [value for value in (_at(said, key) for key in names) if value is not None]

@@ -96,6 +96,24 @@ MEGATRON: tuple[Flag, ...] = (
     neutral("qk_head_dim", "int", 128, "config.json says it"),
     neutral("qk_pos_emb_head_dim", "int", 64, "config.json says it"),
     neutral("v_head_dim", "int", 128, "config.json says it"),
+    neutral("spec", "strs", None, "config.json says it (model_type)"),
+    neutral("post_self_attn_layernorm", "on", False, "config.json says it (model_type)"),
+    neutral("post_mlp_layernorm", "on", False, "config.json says it (model_type)"),
+    neutral("rotary_interleaved", "on", False, "config.json says it (model_type)"),
+    neutral("use_rope_scaling", "on", False, "config.json says it (rope_scaling)"),
+    neutral("rotary_scaling_factor", "float", 1.0, "config.json says it (rope_scaling)"),
+    neutral("mscale", "float", 1.0, "config.json says it (rope_scaling)"),
+    neutral("mscale_all_dim", "float", 0.0, "config.json says it (rope_scaling)"),
+    neutral("moe_router_score_function", "str", "softmax", "config.json says it (model_type)"),
+    neutral("moe_router_pre_softmax", "on", False, "config.json says it (norm_topk_prob)"),
+    neutral("moe_router_enable_expert_bias", "on", False, "config.json says it (model_type)"),
+    neutral("moe_router_topk_scaling_factor", "float", None, "config.json says it (routed_scaling_factor)"),
+    neutral("moe_router_num_groups", "int", None, "config.json says it (n_group)"),
+    neutral("moe_router_group_topk", "int", None, "config.json says it (topk_group)"),
+    neutral("moe_router_load_balancing_type", "str", "aux_loss", "there is no auxiliary loss"),
+    only("moe_aux_loss_coeff", "float", 0.0, (0.0,), "there is no auxiliary loss"),
+    neutral("moe_grouped_gemm", "on", False, "what is installed decides how experts are multiplied"),
+    neutral("moe_permute_fusion", "on", False, "it needs Transformer Engine's layers"),
 )
 
 MODEL: dict[str, tuple[str, ...]] = {
@@ -116,5 +134,9 @@ MODEL: dict[str, tuple[str, ...]] = {
     "qk_head_dim": ("qk_nope_head_dim",),
     "qk_pos_emb_head_dim": ("qk_rope_head_dim",),
     "v_head_dim": ("v_head_dim",),
+    "rotary_scaling_factor": ("rope_scaling.factor", "rope_parameters.factor"),
+    "moe_router_topk_scaling_factor": ("routed_scaling_factor",),
+    "moe_router_num_groups": ("n_group",),
+    "moe_router_group_topk": ("topk_group",),
 }
-"""Flag → keys of config.json, of which the first that is there must be equal to it."""
+"""Flag → keys of config.json, of which the first that is there must be equal to it. (Latent attention has no one head size.)"""

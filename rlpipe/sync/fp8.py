@@ -78,9 +78,12 @@ def from_blocks(weight: Tensor, scale_inv: Tensor) -> Tensor:
 def fp8_directory(model_dir: str, folder: Path) -> str:
     """A copy of a model directory with quantised weights, under `folder`; made once on a machine, in a neighbour, then renamed.
 
-    Raises: ConfigError if a matrix has no whole blocks where SGLang needs them, or is quantised already.
+    A directory that is in FP8 like this already (DeepSeek-V3, Kimi K2) is taken as it is.
+    Raises: ConfigError if a matrix has no whole blocks where SGLang needs them, holds two in one, or is quantised otherwise.
     """
     source = Path(model_dir)
+    if _is_quantised(source / "config.json"):
+        return model_dir
     files = sorted(path for path in source.iterdir() if path.is_file())
     seen = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     digest = hashlib.sha256(json.dumps([str(source.resolve()), seen, _LAYOUT]).encode()).hexdigest()[:16]
@@ -106,26 +109,35 @@ def _write(files: list[Path], target: Path) -> None:
             found |= dict.fromkeys(tensors, path.name)
             size_bytes += sum(tensor.nbytes for tensor in tensors.values())
         elif path.name == "config.json":
-            (target / path.name).write_text(json.dumps(_config(json.loads(path.read_text()), path), indent=2))
+            (target / path.name).write_text(
+                json.dumps({**json.loads(path.read_text()), "quantization_config": QUANTIZATION_CONFIG}, indent=2)
+            )
         elif not path.name.endswith((".index.json", ".bin", ".pt", ".gguf")):
             shutil.copyfile(path, target / path.name)
     index = {"metadata": {"total_size": size_bytes}, "weight_map": found}
     (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
-def _config(config: dict, path: Path) -> dict:
-    if "quantization_config" in config:
+def _is_quantised(path: Path) -> bool:
+    found = json.loads(path.read_text()).get("quantization_config")
+    if found and any(found.get(name) != QUANTIZATION_CONFIG[name] for name in ("quant_method", "weight_block_size")):
         raise ConfigError(
-            "the model is quantised already, and could not be trained",
+            "the model is quantised otherwise, and could not be trained",
             where=str(path),
-            found=config["quantization_config"],
-            expected="a bf16 model beside engine.quantization: fp8",
+            found=found,
+            expected=f"a bf16 model, or fp8 in blocks of {BLOCK} × {BLOCK}, beside engine.quantization: fp8",
         )
-    return {**config, "quantization_config": QUANTIZATION_CONFIG}
+    return bool(found)
 
 
 def _allowed(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors.items():
+        if name.endswith(".gate_up_proj.weight"):
+            raise ConfigError(
+                "a matrix that holds gate and up projection is not quantised",
+                where=f"engine.quantization=fp8: {name}",
+                do="leave engine.quantization out for a dense GLM-4",
+            )
         if _MERGED.search(name) and _MATRICES.search(name) and tensor.shape[0] % BLOCK:
             raise ConfigError(
                 "a matrix cannot be quantised in blocks",

@@ -6,6 +6,7 @@ Not here: how they get there (the transports).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -15,10 +16,12 @@ from torch import Tensor
 from rlpipe.errors import ConfigError, SyncError
 
 Bucket = list[tuple[str, Tensor]]
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def expected_shapes(model_dir: str | Path) -> dict[str, tuple[int, ...]]:
-    """Name → shape of every tensor in the directory's safetensors files, read from their headers.
+    """Name → shape of every tensor in the directory's safetensors files, read from their headers; without layers beyond the
+    model's own, which predict further tokens (MTP): they are not trained, and engines that draft with them have them.
 
     Raises: ConfigError if there are none.
     """
@@ -32,7 +35,8 @@ def expected_shapes(model_dir: str | Path) -> dict[str, tuple[int, ...]]:
     config = json.loads((Path(model_dir) / "config.json").read_text())
     if config.get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)
-    return shapes
+    layers = config.get("num_hidden_layers")
+    return {name: shape for name, shape in shapes.items() if not (found := _LAYER.match(name)) or int(found[1]) < layers}
 
 
 def checked(

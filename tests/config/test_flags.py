@@ -134,7 +134,7 @@ def test_a_refused_flag_that_says_what_is_the_case_anyway_is_taken():
 @pytest.mark.parametrize(
     ("words", "key", "value"),
     [
-        ("--moe-aux-loss-coeff 0.01", "train.megatron.moe_aux_loss_coeff", 0.01),
+        ("--moe-input-jitter-eps 0.01", "train.megatron.moe_input_jitter_eps", 0.01),
         ("--no-masked-softmax-fusion", "train.megatron.masked_softmax_fusion", False),
         ("--recompute-modules core_attn mlp", "train.megatron.recompute_modules", ["core_attn", "mlp"]),
         ("--recompute-activations", "train.megatron.recompute_granularity", "selective"),

@@ -60,8 +60,8 @@ def test_args_has_the_attribute_and_not_the_negation_of_a_disabling_flag():
 
 
 def test_args_has_the_settings_of_megatron_and_sglang():
-    args = slime_args(config(train={"megatron": {"moe_aux_loss_coeff": 0.5}}, engine={"sglang": {"mem_fraction_static": 0.7}}))
-    assert (args.moe_aux_loss_coeff, args.sglang_mem_fraction_static, args.sglang_tp_size) == (0.5, 0.7, 1)
+    args = slime_args(config(train={"megatron": {"moe_input_jitter_eps": 0.5}}, engine={"sglang": {"mem_fraction_static": 0.7}}))
+    assert (args.moe_input_jitter_eps, args.sglang_mem_fraction_static, args.sglang_tp_size) == (0.5, 0.7, 1)
 
 
 def test_switches_take_no_value_and_lists_take_several():

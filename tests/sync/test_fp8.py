@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlpipe.errors import ConfigError
@@ -101,8 +103,18 @@ def test_a_model_that_has_no_whole_blocks_where_they_are_merged_is_refused(tmp_p
     assert not [path for path in (tmp_path / "made").iterdir() if path.is_dir() and not path.name.endswith(".partial")]
 
 
-def test_a_model_that_is_quantised_already_is_refused(tmp_path):
+def test_a_matrix_that_is_two_is_not_quantised_in_silence(tmp_path):
+    make_wide_model(tmp_path / "model")
+    save_file({"model.layers.0.mlp.gate_up_proj.weight": torch.zeros(512, 128)}, tmp_path / "model" / "more.safetensors")
+    with pytest.raises(ConfigError, match="gate and up projection"):
+        fp8_directory(str(tmp_path / "model"), tmp_path / "made")
+
+
+def test_a_model_that_is_quantised_already_is_served_as_it_is_and_otherwise_refused(tmp_path):
     make_wide_model(tmp_path / "model")
     first = fp8_directory(str(tmp_path / "model"), tmp_path / "made")
-    with pytest.raises(ConfigError, match="quantised already"):
+    assert fp8_directory(first, tmp_path / "again") == first
+    config = Path(first) / "config.json"
+    config.write_text(config.read_text().replace('"fp8"', '"awq"'))
+    with pytest.raises(ConfigError, match="quantised otherwise"):
         fp8_directory(first, tmp_path / "again")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rlpipe.errors import ConfigError, SyncError
 from rlpipe.sync.tensors import buckets, checked, expected_shapes
@@ -23,6 +24,13 @@ def test_nothing_is_sent_that_the_engines_do_not_hold(tmp_path):
         with pytest.raises(SyncError, match=message):
             list(checked([(name, tensor)], expected, set()))
     assert list(checked([("lm_head.weight", good)], expected, set())) == []
+
+
+def test_layers_that_predict_further_tokens_are_not_waited_for(tmp_path):
+    make_model(tmp_path / "model", seed=0)
+    before = expected_shapes(tmp_path / "model")
+    save_file({"model.layers.2.eh_proj.weight": torch.zeros(3, 2)}, tmp_path / "model" / "draft.safetensors")
+    assert expected_shapes(tmp_path / "model") == before
 
 
 def test_a_view_is_sent_without_the_storage_behind_it(tmp_path):

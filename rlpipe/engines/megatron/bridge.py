@@ -1,8 +1,8 @@
 """From a Hugging Face directory to Megatron's configuration and weights and back, by mbridge.
 
 mbridge's tables are written in the names of Transformer Engine layers; ours are the local ones, so models are shown to it
-through `_Renamed`. What else differs from what it expects is mended here: rope fields that transformers 5 moved, and a
-class-wide table that a tied model edits.
+through `_Renamed`. What else differs from what it expects is mended here (a class-wide table that a tied model edits) and in
+`bridges`, a file for each family and for what is read of a directory.
 
 Not here: building the model (`model`), serving weights to engines (`rlpipe.sync`).
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +22,13 @@ import mbridge
 from mbridge.core import LLMBridge
 from mbridge.core.bridge import _MODEL_REGISTRY as BRIDGES
 from mbridge.core.util import unwrap_model
-from megatron.core.transformer import MLATransformerConfig
-from transformers import AutoConfig, PretrainedConfig
 
-from rlpipe.engines.megatron.layers import ValueModel
+from rlpipe.engines.megatron.bridges import experts, llama  # noqa: F401
+from rlpipe.engines.megatron.bridges.deepseek import DeepseekV3
+from rlpipe.engines.megatron.bridges.files import WeightFiles
+from rlpipe.engines.megatron.bridges.glm4 import Glm4
+from rlpipe.engines.megatron.bridges.hf_config import read_config
+from rlpipe.engines.megatron.layers import ValueModel, block_spec
 from rlpipe.errors import ConfigError
 
 LOCAL = {
@@ -51,7 +53,7 @@ def open_bridge(model_dir: str, dtype: torch.dtype, *, trust_remote_code: bool, 
 
     Raises: ConfigError if mbridge knows no such model type.
     """
-    hf_config = _flat_rope(AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code))
+    hf_config = read_config(model_dir, trust_remote_code=trust_remote_code)
     kind = BRIDGES.get(hf_config.model_type)
     if kind is None:
         raise ConfigError(
@@ -60,24 +62,27 @@ def open_bridge(model_dir: str, dtype: torch.dtype, *, trust_remote_code: bool, 
             found=hf_config.model_type,
             expected=f"one of {', '.join(sorted(BRIDGES))}",
         )
-    if hf_config.model_type == "deepseek_v3":
-        kind.TransformerConfigClass = staticmethod(_latent_attention_config)
     bridge = _with_own_table(kind, hf_config, dtype)
     known = {f.name for f in dataclasses.fields(bridge.config)}
-    fields = {**LOCAL, **transformer}
-    if getattr(bridge.config, "mtp_num_layers", None) == 0:
-        fields["mtp_num_layers"] = None
-    bridge.set_extra_args(**{name: value for name, value in fields.items() if name in known})
+    bridge.set_extra_args(**{name: value for name, value in {**LOCAL, **transformer}.items() if name in known})
     return bridge
+
+
+def layers_of(bridge: LLMBridge) -> Any:
+    """The layers of this pipeline stage, as GPTModel takes them."""
+    block = block_spec(bridge.config)
+    return bridge.adapted(block) if isinstance(bridge, Glm4 | DeepseekV3) else block
 
 
 @torch.no_grad()
 def load_weights(bridge: LLMBridge, models: Sequence[torch.nn.Module], model_dir: str) -> None:
-    """Fill the models from the directory's safetensors. Collective."""
-    if not list(Path(model_dir).glob("*.safetensors")):
-        raise ConfigError("no weights in this directory", where=model_dir, expected="*.safetensors files")
+    """Fill the models from the directory's safetensors, a parameter at a time. Collective.
+
+    Raises: ConfigError if weights are missing.
+    """
     shown: Any = [_Renamed(model, bridge) for model in models]
-    bridge.load_weights(shown, model_dir)
+    bridge.load_weights(shown, model_dir, memory_efficient=True)
+    bridge.safetensor_io = None
 
 
 @torch.no_grad()
@@ -99,26 +104,10 @@ def _with_own_table(kind: type[LLMBridge], hf_config: Any, dtype: torch.dtype) -
     try:
         bridge: Any = mbridge.AutoBridge.from_config(hf_config, dtype=dtype)
         bridge._DIRECT_MAPPING = owner._DIRECT_MAPPING
+        bridge._get_safetensor_io = WeightFiles
     finally:
         owner._DIRECT_MAPPING = table
     return bridge
-
-
-def _flat_rope(config: PretrainedConfig) -> PretrainedConfig:
-    """transformers 5 keeps rope under `rope_parameters`; mbridge reads the flat names of version 4."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    for name, default in (("rope_theta", 10_000.0), ("partial_rotary_factor", None)):
-        value = rope.get(name, default)
-        if value is not None and not hasattr(config, name):
-            setattr(config, name, value)
-    return config
-
-
-def _latent_attention_config(**fields: Any) -> MLATransformerConfig:
-    """mbridge 0.15 calls it `max_position_embeddings`, Megatron-core since 0.15 `original_max_position_embeddings`."""
-    if "max_position_embeddings" in fields:
-        fields["original_max_position_embeddings"] = fields.pop("max_position_embeddings")
-    return MLATransformerConfig(**fields)
 
 
 class _Renamed:

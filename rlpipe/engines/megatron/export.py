@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from rlpipe.engines.megatron.bridge import export_weights
+from rlpipe.engines.megatron.bridges.kept import with_kept
 from rlpipe.engines.megatron.model import Trained
 
 MAX_FILE_BYTES = 5 * 1024**3
@@ -31,8 +32,16 @@ def save_hf(trained: Trained, source: str | Path, directory: str | Path) -> None
         for file in Path(source).iterdir():
             if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".pt", ".gguf")):
                 shutil.copyfile(file, target / file.name)
-        _write(weights, target)
+        _unquantised(target / "config.json")
+        _write(with_kept(weights, source, trained.bridge.hf_config), target)
     torch.distributed.barrier()
+
+
+def _unquantised(config: Path) -> None:
+    """The weights are written whole, whatever they were in the source."""
+    values = json.loads(config.read_text(encoding="utf-8"))
+    if values.pop("quantization_config", None) is not None:
+        config.write_text(json.dumps(values, indent=2), encoding="utf-8")
 
 
 def _write(weights: Iterator[tuple[str, torch.Tensor]], target: Path) -> None:

@@ -30,8 +30,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from rlpipe.engines.megatron.bridge import open_bridge
-from rlpipe.engines.megatron.layers import PolicyModel, block_spec
+from rlpipe.engines.megatron.bridge import layers_of, open_bridge
+from rlpipe.engines.megatron.layers import PolicyModel
 
 _PARALLEL = "train.parallel"
 _INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
@@ -185,6 +185,13 @@ def _check_sizes(bridge: LLMBridge, train: TrainConfig) -> None:
             found=f"{vocabulary} tokens over {parallel.tensor_model_parallel_size} ranks",
             do="pad the model's embedding and vocab_size to a multiple",
         )
+    if bridge.config.num_moe_experts and parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            "Megatron trains experts on tensor parallel ranks only with sequence parallelism",
+            where=f"{_PARALLEL}.sequence_parallel",
+            found=f"false, with tensor_model_parallel_size: {parallel.tensor_model_parallel_size}",
+            do="set it to true",
+        )
     experts = parallel.expert_tensor_parallel_size, parallel.expert_model_parallel_size
     if bridge.config.num_moe_experts and parallel.tensor_model_parallel_size != experts[0] and experts[1] == 1:
         raise ConfigError(
@@ -206,7 +213,7 @@ def _bare_model(bridge: LLMBridge, dtype: torch.dtype, kind: type[PolicyModel]) 
     config = bridge.config
     model = kind(
         config=config,
-        transformer_layer_spec=block_spec(config),
+        transformer_layer_spec=layers_of(bridge),
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=getattr(bridge.hf_config, "tie_word_embeddings", False),

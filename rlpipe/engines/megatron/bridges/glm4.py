@@ -1,0 +1,102 @@
+"""Dense GLM-4: GLM-4-9B-0414, GLM-4-32B-0414, GLM-Z1. mbridge has none.
+
+Against Qwen2: the outputs of attention and MLP are normalised before they are added, half of a head's features turn with the
+position (in pairs of neighbours), and gate and up projection are one matrix in the checkpoint.
+
+    h = h + norm(attention(norm(h)));  h = h + norm(mlp(norm(h)))
+
+Not here: the older GLM-4-9B (`chatglm`), and GLM-4.5's experts (`experts`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+import rlpipe.engines.megatron.platform  # noqa: F401
+
+# isort: split
+from mbridge.core import LLMBridge, register_model
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import sharded_state_dict_default
+
+from rlpipe.engines.megatron.layers import Attention, FeedForward, Norm
+
+_LAYER = "model.layers.{layer_number}"
+
+
+class AttentionThenNorm(Attention):
+    """Self-attention with a norm of what it adds."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **keywords: Any) -> None:
+        super().__init__(config, *args, **keywords)
+        self.post_layernorm = Norm(config, config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any, *args: Any, **keywords: Any) -> Any:
+        output, bias = super().forward(hidden_states, attention_mask, *args, **keywords)
+        assert bias is None
+        return self.post_layernorm(output), None
+
+
+class FeedForwardThenNorm(FeedForward):
+    """An MLP with a norm of what it adds."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.post_layernorm = Norm(config, config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **keywords: Any) -> Any:
+        output, bias = super().forward(hidden_states, per_token_scale, **keywords)
+        assert bias is None
+        return self.post_layernorm(output), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> Any:
+        """Megatron's MLP asks each of its parts for one, and torch's norms have none."""
+        norm = self._modules.pop("post_layernorm")
+        assert norm is not None
+        try:
+            found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        finally:
+            self._modules["post_layernorm"] = norm
+        group: Any = self.tp_group
+        return found | sharded_state_dict_default(norm, f"{prefix}post_layernorm.", sharded_offsets, metadata, tp_group=group)
+
+
+@register_model("glm4")
+class Glm4(LLMBridge):
+    """The names and settings of a dense GLM-4."""
+
+    _ATTENTION_MAPPING: ClassVar[dict[str, list[str]]] = {
+        "self_attention.linear_proj.weight": [f"{_LAYER}.self_attn.o_proj.weight"],
+        "self_attention.linear_qkv.layer_norm_weight": [f"{_LAYER}.input_layernorm.weight"],
+        "self_attention.post_layernorm.weight": [f"{_LAYER}.post_self_attn_layernorm.weight"],
+        "self_attention.linear_qkv.weight": [f"{_LAYER}.self_attn.{part}_proj.weight" for part in "qkv"],
+        "self_attention.linear_qkv.bias": [f"{_LAYER}.self_attn.{part}_proj.bias" for part in "qkv"],
+    }
+    _MLP_MAPPING: ClassVar[dict[str, list[str]]] = {
+        "mlp.linear_fc1.weight": [f"{_LAYER}.mlp.gate_up_proj.weight"],
+        "mlp.linear_fc1.layer_norm_weight": [f"{_LAYER}.post_attention_layernorm.weight"],
+        "mlp.linear_fc2.weight": [f"{_LAYER}.mlp.down_proj.weight"],
+        "mlp.post_layernorm.weight": [f"{_LAYER}.post_mlp_layernorm.weight"],
+    }
+
+    def _build_config(self) -> Any:
+        hf_config: Any = self.hf_config
+        return self._build_base_config(add_qkv_bias=hf_config.attention_bias, rotary_interleaved=True)
+
+    def _get_gptmodel_args(self) -> dict[str, Any]:
+        hf_config: Any = self.hf_config
+        return {**super()._get_gptmodel_args(), "rotary_percent": hf_config.partial_rotary_factor}
+
+    def _adjust_mapping_for_shared_weights(self) -> None:
+        if getattr(self.hf_config, "tie_word_embeddings", False):
+            self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
+
+    @staticmethod
+    def adapted(block: Any) -> Any:
+        """A stage's layers as `layers.block_spec` makes them, with the norms of outputs."""
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.module = AttentionThenNorm
+            layer.submodules.mlp = FeedForwardThenNorm
+        return block

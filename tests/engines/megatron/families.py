@@ -1,0 +1,108 @@
+"""Tiny models of every family: the layers, routers and rotations of the real ones, random weights. Not a test.
+
+Weights are wide enough that logits differ, and so are what transformers leaves at 0 (biases of attention and of routers).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING as CONFIGS
+from transformers import AutoModelForCausalLM
+
+_BASE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+_EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
+_SIGMOID = {**_EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
+_LATENT = {
+    **_SIGMOID,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "norm_topk_prob": True,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+_YARN = {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16}
+_LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2_tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4, **_EXPERTS, "norm_topk_prob": True},
+    "qwen3_moe_unnormalised": {"model_type": "qwen3_moe", "num_experts": 4, **_EXPERTS, "norm_topk_prob": False},
+    "llama3": {"model_type": "llama", "rope_theta": 500_000.0},
+    "llama3.2": {
+        "model_type": "llama",
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {**_LLAMA3, "factor": 32.0},
+    },
+    "glm4": {"model_type": "glm4", "head_dim": 16, "attention_bias": True, "rms_norm_eps": 1.5625e-07, "pad_token_id": None},
+    "glm4.5": {"model_type": "glm4_moe", "head_dim": 16, **_SIGMOID, "attention_bias": True, "use_qk_norm": True},
+    "glm4.5_air": {"model_type": "glm4_moe", "head_dim": 16, **_SIGMOID, "attention_bias": True, "use_qk_norm": False},
+    "glm4.7_flash": {"model_type": "glm4_moe_lite", **_LATENT, "rms_norm_eps": 1e-6},
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **_LATENT,
+        "num_hidden_layers": 3,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_scaling": {**_YARN, "factor": 40.0, "beta_fast": 32, "beta_slow": 1},
+    },
+    "moonlight": {
+        "model_type": "deepseek_v3",
+        **_LATENT,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_theta": 50_000.0,
+    },
+    "kimi_k2": {
+        "model_type": "deepseek_v3",
+        **_LATENT,
+        "n_routed_experts": 12,
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_theta": 50_000.0,
+        "rope_scaling": {**_YARN, "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
+    },
+}
+"""What differs from `_BASE`, by the name of the model that it is like."""
+
+
+def make(family: str, directory: Path, seed: int = 0) -> str:
+    """Write a random float32 model of this family; returns its directory."""
+    values = {**_BASE, **FAMILIES[family]}
+    config = CONFIGS[values.pop("model_type")](**values)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.12, generator=generator)
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.normal_(0.0, 0.3, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2, generator=generator)
+    model.save_pretrained(directory)
+    return str(directory)
