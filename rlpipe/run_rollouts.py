@@ -37,10 +37,13 @@ class StoredRollout(NamedTuple):
     advantage: Node | None
 
 
-def note(files: Files, run: str, k: int, nodes: Mapping[Stage, str]) -> None:
-    """Write down which rollout is iteration k of a run that trains nothing. The first that is noted stays."""
-    with suppress(ObjectConflict):
+def note(files: Files, run: str, k: int, nodes: Mapping[Stage, str]) -> Mapping[Stage, str]:
+    """Write down which rollout is iteration k of a run that trains nothing. The first that is noted stays; answers what is."""
+    try:
         files.create(_path(run, k), json.dumps({str(stage): digest for stage, digest in nodes.items()}).encode())
+    except ObjectConflict:
+        return _noted(files, run, k)
+    return nodes
 
 
 def find(files: Files, run: str, k: int) -> StoredRollout | None:
@@ -112,8 +115,12 @@ def _named(files: Files, run: str, k: int) -> Mapping[Stage, str] | None:
     with suppress(ObjectMissing):
         return Branches(files).read(run, k).nodes
     with suppress(ObjectMissing):
-        return {Stage(stage): digest for stage, digest in json.loads(files.read(_path(run, k))).items()}
+        return _noted(files, run, k)
     return None
+
+
+def _noted(files: Files, run: str, k: int) -> Mapping[Stage, str]:
+    return {Stage(stage): digest for stage, digest in json.loads(files.read(_path(run, k))).items()}
 
 
 def _path(run: str, k: int) -> str:
