@@ -36,10 +36,11 @@ from rlpipe.rewards.post_process import post_process
 from rlpipe.rewards.workers import Worker
 from rlpipe.rollout.afterwards import Afterwards
 from rlpipe.rollout.filters import load_filter
-from rlpipe.run_rollouts import StoredRollout, note
+from rlpipe.run_rollouts import StoredRollout
 from rlpipe.stage_files import read_rewards, read_samples, write_batch, write_rewards
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.notes import note
 from rlpipe.store.records import canonical
 from rlpipe.types import Node, Sample, Stage
 
@@ -93,19 +94,16 @@ class Reprocessor:
         Several may be under way at once; they are scored one after another. Raises: RewardError, DeadlineExceeded; ConfigError if
         this iteration of the branch is known with another result; ObjectMissing, ObjectCorrupt.
         """
-        work = _Work(self._files, self._nodes)
-        judged = None
-        rollout = stored.rollout
+        work, rollout = _Work(self._files, self._nodes), stored.rollout
         if not self._chooses_alike(rollout):
-            judged = await self._judged(work, rollout, progress)
-            rollout = await asyncio.to_thread(self._chosen, work, rollout, judged)
-        reward = await self._rewarded(work, rollout, judged, progress)
+            rollout = await self._chosen(work, rollout, progress)
+        reward = await self._rewarded(work, rollout, progress)
         advantage, without = await asyncio.to_thread(self._estimated, work, stored, rollout, reward)
         nodes = {Stage.ROLLOUT: rollout.digest, Stage.REWARD: reward.digest}
         if advantage is not None:
             nodes[Stage.ADVANTAGE] = advantage.digest
         noted = await asyncio.to_thread(note, self._files, self._config.run, stored.iteration, nodes)
-        if dict(noted) != nodes:
+        if noted != nodes:
             raise ConfigError(
                 "this iteration was reprocessed under this name with another result",
                 where=f"run={self._config.run}, iteration {stored.iteration}",
@@ -132,45 +130,51 @@ class Reprocessor:
         scored = reward_inputs(self._config, "")
         return {"paths": paths, "reward": self._config.reward.identity(), "hooks": {**hooks, **scored.hooks}}
 
-    async def _judged(self, work: _Work, rollout: Node, progress: Progress | None) -> Node:
-        """Rewards of every finished group of a rollout, for the filter to see: before `custom_reward_post_process_path`."""
-        plain = self._config.reward.model_copy(update={"custom_reward_post_process_path": None})
-        inputs = reward_inputs(self._config.model_copy(update={"reward": plain}), rollout.digest)
-        inputs = replace(inputs, config={**inputs.config, "of": "finished groups"})
+    async def _chosen(self, work: _Work, rollout: Node, progress: Progress | None) -> Node:
+        """The rollout with the groups and samples that the filters choose by the rewards; its rows are the old one's."""
+        judging, choice = self._judging(rollout.digest), self._choice()
+        settings = dict(zip(FILTERS, choice["paths"], strict=True))
+        settings |= {"rollout_batch_size": self._config.rollout.rollout_batch_size}
+        if choice["reward"] is not None:
+            settings["reward"] = choice["reward"]
+        settings |= {"of": rollout.digest, "judged_by": judging.digest}
+        plan = {role: digest for role, digest in rollout.parents.items() if role == "plan"}
 
+        async def choose() -> dict[str, Any]:
+            judged = await self._judged(work, judging, rollout, progress)
+            return await asyncio.to_thread(self._choose, rollout, judged)
+
+        return await work.once(Inputs(Stage.ROLLOUT, plan, settings, choice["hooks"]), choose)
+
+    def _judging(self, rollout: str) -> Inputs:
+        """Inputs of the rewards that a filter sees: of every finished group, before `custom_reward_post_process_path`."""
+        plain = self._config.reward.model_copy(update={"custom_reward_post_process_path": None})
+        inputs = reward_inputs(self._config.model_copy(update={"reward": plain}), rollout)
+        return replace(inputs, config={**inputs.config, "of": "finished groups"})
+
+    async def _judged(self, work: _Work, judging: Inputs, rollout: Node, progress: Progress | None) -> Node:
         async def judge() -> dict[str, Any]:
             groups = await asyncio.to_thread(finished_groups, self._files, rollout)
             rows = await self._score([sample for group in groups.values() for sample in group], progress)
-            return {"outputs": reward_outputs(rows), "files": [write_rewards(self._files, inputs.digest, rows)]}
+            return {"outputs": reward_outputs(rows), "files": [write_rewards(self._files, judging.digest, rows)]}
 
-        return await work.once(inputs, judge)
+        return await work.once(judging, judge)
 
-    def _chosen(self, work: _Work, rollout: Node, judged: Node) -> Node:
-        """The rollout with the groups and samples that the filters choose by these rewards; its rows are the old one's."""
-        choice, batch_size = self._choice(), self._config.rollout.rollout_batch_size
-        settings = {**dict(zip(FILTERS, choice["paths"], strict=True)), "rollout_batch_size": batch_size}
-        if choice["reward"] is not None:
-            settings["reward"] = choice["reward"]
-        parents = {**rollout.parents, "rollout": rollout.digest, "reward": judged.digest}
-        inputs = Inputs(Stage.ROLLOUT, parents, settings, choice["hooks"])
-
-        def choose() -> dict[str, Any]:
-            groups = with_rewards(finished_groups(self._files, rollout), read_rewards(self._files, judged))
-            dropped = dict.fromkeys(rollout.outputs["accepted"], "failed") | rollout.outputs["dropped"]
-            dropped = {group_id: reason for group_id, reason in dropped.items() if group_id not in groups}
-            accepted: list[str] = []
-            for group_id, samples in groups.items():
-                reason = self._reason(samples) or (SURPLUS if len(accepted) >= batch_size else None)
-                if reason:
-                    dropped[group_id] = reason
-                else:
-                    accepted.append(group_id)
-            removed = self._afterwards.removed(groups, accepted)
-            said = {name: value for name, value in rollout.outputs.items() if name != "removed"}
-            outputs = {**said, "accepted": accepted, "dropped": dropped, **({"removed": removed} if removed else {})}
-            return {"outputs": outputs, "files": rollout.files}
-
-        return work.once_now(inputs, choose)
+    def _choose(self, rollout: Node, judged: Node) -> dict[str, Any]:
+        groups = with_rewards(finished_groups(self._files, rollout), read_rewards(self._files, judged))
+        dropped = dict.fromkeys(rollout.outputs["accepted"], "failed") | rollout.outputs["dropped"]
+        dropped = {group_id: reason for group_id, reason in dropped.items() if group_id not in groups}
+        accepted: list[str] = []
+        for group_id, samples in groups.items():
+            full = len(accepted) >= self._config.rollout.rollout_batch_size
+            if reason := self._reason(samples) or (SURPLUS if full else None):
+                dropped[group_id] = reason
+            else:
+                accepted.append(group_id)
+        removed = self._afterwards.removed(groups, accepted)
+        said = {name: value for name, value in rollout.outputs.items() if name != "removed"}
+        outputs = {**said, "accepted": accepted, "dropped": dropped, **({"removed": removed} if removed else {})}
+        return {"outputs": outputs, "files": rollout.files}
 
     def _reason(self, samples: Sequence[Sample]) -> str | None:
         if any(sample.reward is None for sample in samples):
@@ -182,23 +186,28 @@ class Reprocessor:
         except RewardError:
             return "filter_error"
 
-    async def _rewarded(self, work: _Work, rollout: Node, judged: Node | None, progress: Progress | None) -> Node:
-        """What the reward stage says of a rollout; by the scores that are there, if it was judged."""
+    async def _rewarded(self, work: _Work, rollout: Node, progress: Progress | None) -> Node:
+        """What the reward stage says of a rollout; by the scores that its groups were chosen by, if they are there."""
         inputs = reward_inputs(self._config, rollout.digest)
 
         async def judge() -> dict[str, Any]:
             accepted = set(rollout.outputs["accepted"])
             samples = [row for row in await asyncio.to_thread(read_samples, self._files, rollout) if row.group_id in accepted]
-            if judged is None:
-                rows = await self._score(samples, progress)
-            else:
-                known = {(row.group_id, row.index): row for row in await asyncio.to_thread(read_rewards, self._files, judged)}
-                rows = [known[sample.group_id, sample.index] for sample in samples]
+            known = await asyncio.to_thread(self._known, rollout)
+            rows = [known[s.group_id, s.index] for s in samples] if known else await self._score(samples, progress)
             if path := self._config.reward.custom_reward_post_process_path:
                 rows = await asyncio.to_thread(post_process, path, self._args, samples, rows)
             return {"outputs": reward_outputs(rows), "files": [write_rewards(self._files, inputs.digest, rows)]}
 
         return await work.once(inputs, judge)
+
+    def _known(self, rollout: Node) -> dict[tuple[str, int], RewardRow]:
+        """The scores that a rollout's groups were chosen by here; empty if none were, or they are not there any more."""
+        judging = rollout.config.get("judged_by")
+        if judging is None or self._judging(rollout.config["of"]).digest != judging:
+            return {}
+        judged = self._nodes.find(Stage.REWARD, judging)
+        return {(row.group_id, row.index): row for row in read_rewards(self._files, judged)} if judged else {}
 
     async def _score(self, samples: Sequence[Sample], progress: Progress | None) -> list[RewardRow]:
         """One iteration at a time: workers are shared."""
@@ -220,6 +229,7 @@ class Reprocessor:
         inputs = replace(inputs, parents={**inputs.parents, "scored": scored.digest})
         if (found := self._nodes.find(inputs.stage, inputs.digest)) is not None:
             return found, ""
+        started_s = time.perf_counter()
         own_version = {"rollout": rollout, "reward": reward, "version": stored.iteration}
         made = reestimated(self._files, self._config, scored=scored, **own_version)
         if isinstance(made, str):
@@ -227,8 +237,8 @@ class Reprocessor:
         batch, columns = made
         outputs = {"groups": list(batch.groups), "dropped": batch.dropped, "samples": len(columns)}
         outputs["metrics"] = batch_metrics(batch, columns)
-        written = {"outputs": outputs, "files": [write_batch(self._files, inputs.digest, batch, columns)]}
-        return work.once_now(inputs, lambda: written), ""
+        record = write_batch(self._files, inputs.digest, batch, columns)
+        return work.commit(inputs, {"outputs": outputs, "files": [record]}, time.perf_counter() - started_s), ""
 
 
 class _Work:
@@ -246,18 +256,10 @@ class _Work:
             return found
         started_s = time.perf_counter()
         made = await make()
-        return await asyncio.to_thread(self._commit, inputs, made, time.perf_counter() - started_s)
+        return await asyncio.to_thread(self.commit, inputs, made, time.perf_counter() - started_s)
 
-    def once_now(self, inputs: Inputs, make: Callable[[], dict[str, Any]]) -> Node:
-        """The same with a plain function."""
-        found = self._nodes.find(inputs.stage, inputs.digest)
-        if found is not None:
-            return found
-        started_s = time.perf_counter()
-        made = make()
-        return self._commit(inputs, made, time.perf_counter() - started_s)
-
-    def _commit(self, inputs: Inputs, made: dict[str, Any], seconds: float) -> Node:
+    def commit(self, inputs: Inputs, made: dict[str, Any], seconds: float) -> Node:
+        """Record what was made in so many seconds; a rollout keeps those of its sampling."""
         self.done = True
         outputs = {"seconds": seconds, **made["outputs"]}
         return self._nodes.commit(inputs.node(files=tuple(made["files"]), outputs=outputs))

@@ -137,7 +137,7 @@ def test_a_filter_of_another_reward_drops_with_reasons_and_keeps_at_most_a_batch
     (made,) = reprocessed(files, new, 0)
     outputs = made.rollout.outputs
     sums = {}
-    for row in read_rewards(files, Nodes(files).get(Stage.REWARD, made.rollout.parents["reward"])):
+    for row in read_rewards(files, Nodes(files).get(Stage.REWARD, made.rollout.config["judged_by"])):
         sums[row.group_id] = sums.get(row.group_id, 0.0) + (row.reward or 0.0)
     good = [group for group in sorted(sums) if sums[group] > 5]
     assert outputs["accepted"] == good[:2]

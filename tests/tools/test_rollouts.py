@@ -12,10 +12,11 @@ import pytest
 
 from rlpipe.inputs import Inputs
 from rlpipe.rewards.base import RewardRow
-from rlpipe.run_rollouts import find, note, sample_rows
+from rlpipe.run_rollouts import find, sample_rows
 from rlpipe.stage_files import write_rewards
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.notes import note
 from rlpipe.store.rows import samples_to_table
 from rlpipe.store.shards import data_folder, write_table
 from rlpipe.types import Stage
