@@ -9,6 +9,7 @@ Not here: configurations (`reprocessing`), what is done to an iteration (`rlpipe
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,11 +45,18 @@ async def reprocess(
 ) -> dict[str, Any]:
     """Old and new figures; with `train` also that run's summary, under `trained`.
 
-    `of`: the run whose rollouts; `iterations`: `A:B` (default: all); `run`: the new branch (default: `OF.reprocessed`);
-    `overrides`: what shall be different, `dotted.key=value`, such as `reward.function={type: math}`,
-    `rollout.dynamic_sampling_filter_path=…`, `advantage.advantage_estimator=rloo`. `train`: name of a run that trains from the
-    result, with `train_overrides`. `store`: URL (default: that of `of`). `jobs`: iterations under way at once.
     Raises: ConfigError at once for bad input; RewardError, DeadlineExceeded; ObjectMissing, ObjectCorrupt; as the train flow.
+
+    Args:
+        of: The run whose stored rollouts are reprocessed.
+        iterations: `A:B`, from A up to B without B; without: all that are stored.
+        run: Name of the new branch; without `OF.reprocessed`.
+        overrides: What shall be different, `dotted.key=value`, such as `reward.function={type: math}`,
+            `rollout.dynamic_sampling_filter_path=mine.py:keep`, `advantage.advantage_estimator=rloo`.
+        train: Name of a run that is trained from the result without sampling; without: none is.
+        train_overrides: Settings of that run alone.
+        store: URL of the store; without that of the run.
+        jobs: Iterations under way at once.
     """
     home = default_home()
     asked = reprocessing(home, of=of, iterations=iterations, run=run, overrides=overrides, store=store)
@@ -58,10 +66,12 @@ async def reprocess(
         async with opened(of, config, files, home / config.run, progress):
             branches = Branches(files)
             await asyncio.to_thread(branches.create, config.run, config.model_dump(mode="json"), asked.init, asked.parent)
+            started_s = time.perf_counter()
             made = await all_of(config.run, asked.iterations, jobs)
+            seconds = time.perf_counter() - started_s
             notes = {one["iteration"]: one["without"] for one in made if one["without"]}
             said = await put_side_by_side(config.run, asked.iterations, notes)
-    said = {**said, "reused": sum(one["reused"] for one in made)}
+    said = {**said, "reused": sum(one["reused"] for one in made), "seconds": seconds}
     return {**said, "trained": await train_flow(str(recipe), (), train)} if recipe else said
 
 

@@ -20,6 +20,7 @@ from typing import Any, cast
 from flows.reprocessing import reprocessing, training
 from rlpipe.config.load import HOME_VARIABLE, home
 from rlpipe.errors import RlpipeError
+from rlpipe.observe.progress import duration
 from rlpipe.reprocess import Reprocessor
 from tools.train import finish
 
@@ -84,7 +85,9 @@ def show(said: dict[str, Any], folder: Path) -> None:
         print(f"{name.replace('_', ' '):42} {'':>12} {_figure(value):>12}")
     for k, why in said["without_advantages"].items():
         print(f"iteration {k} has no advantages: {why}")
-    print(f"{said['iterations']} iterations, {said['reused']} reused; see {folder}/reprocessed.html")
+    print(
+        f"{said['iterations']} iterations in {duration(said['seconds'])}, {said['reused']} reused; see {folder}/reprocessed.html"
+    )
 
 
 def _figure(value: float | int | None) -> str:
