@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from rlpipe.batch_metrics import batch_metrics
 from rlpipe.config.data import NoReward
-from rlpipe.config.hooks import hook_digest
+from rlpipe.config.hooks import hook_digest, load_hook
 from rlpipe.config.run import RunConfig
 from rlpipe.config.slime import slime_args
 from rlpipe.errors import ConfigError, RewardError
@@ -33,6 +33,7 @@ from rlpipe.inputs import Inputs, advantage_inputs, reward_inputs
 from rlpipe.reprocess_batch import reestimated
 from rlpipe.rewards.base import SCORED, RewardRow, open_workers, reward_outputs, score
 from rlpipe.rewards.post_process import post_process
+from rlpipe.rewards.python import Scorer
 from rlpipe.rewards.workers import Worker
 from rlpipe.rollout.afterwards import Afterwards
 from rlpipe.rollout.filters import load_filter
@@ -75,12 +76,16 @@ class Reprocessor:
             raise ConfigError("there is nothing to score", where="reprocess", found=found, expected="a run that samples")
         self._files, self._config, self._nodes = files, config, Nodes(files)
         self._args = slime_args(config)
+        Scorer(config.reward.function, self._args)
+        if config.reward.custom_reward_post_process_path is not None:
+            load_hook(config.reward.custom_reward_post_process_path)
         path = config.rollout.dynamic_sampling_filter_path
         self._keep = load_filter(path, self._args) if path else None
         alone = config.rollout.model_copy(update={"rollout_all_samples_process_path": None})
         self._afterwards = Afterwards(alone, self._args)
         self._open, self._turn = AsyncExitStack(), asyncio.Lock()
         self._workers: list[Worker] | None = None
+        self._choice()
 
     async def __aenter__(self) -> Reprocessor:
         return self

@@ -62,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--takeover", action="store_true", help="replace the process that drives the fork now, wherever it is")
     parser.add_argument("--dump-config", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="what shall be different")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 if __name__ == "__main__":

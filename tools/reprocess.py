@@ -74,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
     parser.add_argument("--store", help="URL of the store (default: that of the run)")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="what shall be different")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def show(said: dict[str, Any], folder: Path) -> None:

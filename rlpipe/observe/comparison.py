@@ -14,6 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from rlpipe.observe.charts import line_chart, number
 from rlpipe.observe.figure import COLOURS, INK, RULE, SOFT
@@ -134,7 +135,8 @@ def write_picture(comparison: Comparison, path: Path) -> Path:
     for side, name in enumerate(SIDES):
         points = [(row.iteration, value) for row in comparison.iterations if (value := row.reward[side]) is not None]
         if points:
-            third.plot(*zip(*points, strict=True), color=COLOURS[1 - side], linewidth=1.8, label=name, marker="o", markersize=2.5)
+            third.plot(*zip(*points, strict=True), color=COLOURS[side], linewidth=1.8, label=name, marker="o", markersize=2.5)
+    third.xaxis.set_major_locator(MaxNLocator(integer=True))
     third.set_xlabel("iteration", fontsize=9, color=SOFT)
     first.legend(frameon=False, fontsize=9, labelcolor=INK)
     title = f"{comparison.of} → {comparison.run}"
@@ -191,9 +193,8 @@ def _charts(comparison: Comparison) -> str:
         for side, name in enumerate(SIDES)
     }
     chart = line_chart(series, width=970, height=220)
-    curve = (
-        f'<figure class="card"><h3>Mean reward by iteration</h3>{chart}<figcaption>{keys}</figcaption></figure>' if chart else ""
-    )
+    inside = f"<h3>Mean reward by iteration</h3>{chart}<figcaption>{keys}</figcaption>"
+    curve = f'<figure class="card" style="margin-top: 14px">{inside}</figure>' if chart else ""
     return f'<h2>Distributions</h2><div class="grid2">{"".join(cards)}</div>{curve}'
 
 
@@ -256,7 +257,7 @@ def _histogram(axes: Axes, title: str, sides: tuple[np.ndarray, np.ndarray]) -> 
     shares, edges = _shares(sides)
     for side, share in enumerate(shares):
         axes.stairs(
-            share, edges, color=COLOURS[1 - side], linewidth=1.8, fill=side == 1, alpha=0.55 if side else 1, label=SIDES[side]
+            share, edges, color=COLOURS[side], linewidth=1.8, fill=side == 1, alpha=0.55 if side else 1, label=SIDES[side]
         )
 
 
