@@ -17,7 +17,7 @@ from rlpipe.config.run import RunConfig
 from rlpipe.config.slime import slime_args
 from rlpipe.errors import DataError
 from rlpipe.packing import BatchColumns
-from rlpipe.stage_files import read_batch, read_rewards, read_samples
+from rlpipe.stage_files import batch_columns, read_rewards, read_samples
 from rlpipe.store.files import Files
 from rlpipe.store.shards import read_rows
 from rlpipe.types import Node
@@ -35,9 +35,11 @@ def reestimated(
     `scored`: the advantage node whose columns of models are taken; `version`: the weight version that was trained.
     Raises: DataError if a function of the user answers what it must not; ObjectMissing, ObjectCorrupt.
     """
-    stored, keys = read_batch(files, scored), batch_keys(files, scored)
+    table = read_rows(files, scored.files)
+    stored = batch_columns(table)
     if names := lacking(config, stored):
         return f"the stored batch has no {', '.join(names)}: training from the result scores it"
+    keys = list(zip(table["group_id"].to_pylist(), table["index"].to_pylist(), strict=True))
     known = {group_id for group_id, _ in keys}
     try:
         batch = fix_batch(
@@ -66,12 +68,6 @@ def lacking(config: RunConfig, stored: BatchColumns) -> list[str]:
     if config.advantage.use_opd:
         needed |= {"proximal_log_probs", "teacher_log_probs"}
     return [name for name in STORED if name in needed and getattr(stored, name) is None]
-
-
-def batch_keys(files: Files, advantage: Node) -> list[tuple[str, int]]:
-    """(group id, index) of each row of a batch, in order. Raises: ObjectMissing, ObjectCorrupt."""
-    table = read_rows(files, advantage.files, ["group_id", "index"])
-    return list(zip(table["group_id"].to_pylist(), table["index"].to_pylist(), strict=True))
 
 
 def _with_stored(batch: Batch, stored: BatchColumns, keys: list[tuple[str, int]]) -> BatchColumns:

@@ -79,7 +79,7 @@ def test_another_reward_makes_new_columns_beside_the_old_and_once(files: Files, 
     after = contents(files)
     assert {name: after[name] for name in before} == before, "nothing that was there is another now"
     rows = read_rewards(files, made[1].reward)
-    assert all(1.0 < (row.reward or 0.0) < 3.0 for row in rows), "the length of the response and a hundredth of it"
+    assert all(1.0 <= (row.reward or 0.0) < 3.0 for row in rows), "the length of the response and a hundredth of it"
     assert rows[0].parts == {"right": 1.0}
     assert made[1].advantage is not None
     old, fresh = read_batch(files, stored(files, "run", 1).advantage or made[1].advantage), read_batch(files, made[1].advantage)
@@ -189,3 +189,26 @@ def test_a_function_that_was_changed_since_needs_another_name(files: Files, tmp_
 def test_what_scores_nothing_is_refused_before_anything_is_read(files: Files, tmp_path: Path):
     with pytest.raises(ConfigError, match="nothing to score"):
         Reprocessor(files, configuration(tmp_path, reward={"function": {"type": "none"}}))
+
+
+def test_a_filter_that_is_the_same_under_the_same_reward_chooses_nothing_anew(files: Files, tmp_path: Path):
+    config = configuration(tmp_path, groups=6, rollout={"dynamic_sampling_filter_path": FILTER})
+    History(files, config).iterate()
+    (made,) = reprocessed(files, changed(config, advantage={"advantage_estimator": "rloo"}), 0)
+    old = stored(files, "run", 0)
+    assert (made.rollout, made.reward) == (old.rollout, old.reward)
+    assert made.advantage != old.advantage
+
+
+def test_what_was_reprocessed_can_be_reprocessed_again(files: Files, tmp_path: Path):
+    config = configuration(tmp_path, groups=6, rollout={"dynamic_sampling_filter_path": FILTER})
+    History(files, config).iterate()
+    unfiltered = changed(config, rollout={"dynamic_sampling_filter_path": None})
+    (first,) = reprocessed(files, unfiltered, 0)
+    (second,) = reprocessed(files, changed(unfiltered, "newer", reward=other_reward(tmp_path)), 0, of="new")
+    assert second.rollout == first.rollout
+    assert {row.group_id for row in read_rewards(files, second.reward)} == set(first.rollout.outputs["accepted"])
+    assert all((row.reward or 0.0) >= 1.0 for row in read_rewards(files, second.reward)), (
+        "by the newer function, not by scores of before"
+    )
+    assert stored(files, "newer", 0).reward == second.reward
