@@ -33,6 +33,7 @@ def home(tmp_path: Path) -> Path:
     trained = Run(files).start()
     for _ in range(3):
         trained.iterate()
+    files.create("branches/run/epochs/00000001/00000014.json", b"{}")
     samples = [*group("sampled:0"), *group("sampled:1")]
     for sample in samples:
         sample.prompt = [{"role": "user", "content": "1 + 1 ="}]
