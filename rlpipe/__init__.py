@@ -18,7 +18,8 @@ The library behind the flows; it knows nothing of Prefect. Layers, top to bottom
     types       samples, groups, plans, nodes, commits
     errors      one exception tree
 
-Beside them: `preflight` (what can be known to be wrong before anything starts), `model_dir` (where the model is, which it is).
+Beside them: `preflight` (what can be known to be wrong before anything starts), `model_dir` (where the model is, which it is),
+`reprocess` (stored rollouts under other rewards, filters and estimators).
 
 Start reading at `flows/iteration.py`: it is the picture in the README, and each of its lines leads to one folder here.
 """

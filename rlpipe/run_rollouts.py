@@ -1,25 +1,25 @@
 """The stored rollouts of a run as rows: samples with what the verifier said of them and what they were trained with.
 
 A rollout that was trained on is named by the commit of its iteration. One that was only sampled has no commit, so
-`rollouts/<run>/<k>.json` names it (`note`).
+`rollouts/<run>/<k>.json` names it (`store.notes`).
 
 Not here: where rows lie (`stage_files`, `store.shards`), or showing them (`tools.rollouts`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from rlpipe.errors import ObjectConflict, ObjectMissing
+from rlpipe.errors import ObjectMissing
 from rlpipe.stage_files import read_rewards
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.notes import noted, noted_iterations
 from rlpipe.store.rows import EXPERTS
 from rlpipe.store.schema import SAMPLES
 from rlpipe.store.shards import read_rows
@@ -37,12 +37,6 @@ class StoredRollout(NamedTuple):
     advantage: Node | None
 
 
-def note(files: Files, run: str, k: int, nodes: Mapping[Stage, str]) -> None:
-    """Write down which rollout is iteration k of a run that trains nothing. The first that is noted stays."""
-    with suppress(ObjectConflict):
-        files.create(_path(run, k), json.dumps({str(stage): digest for stage, digest in nodes.items()}).encode())
-
-
 def find(files: Files, run: str, k: int) -> StoredRollout | None:
     """The rollout of iteration k of a run, trained or only sampled. Raises: ObjectMissing for a node, ObjectCorrupt."""
     named = _named(files, run, k)
@@ -56,9 +50,9 @@ def find(files: Files, run: str, k: int) -> StoredRollout | None:
 
 def iterations(files: Files, run: str) -> list[int]:
     """The iterations of a run that have a rollout, in order; of a fork those of its own."""
-    paths = [*files.list(f"branches/{run}"), *files.list(f"rollouts/{run}")]
-    names = {path.rpartition("/")[2].removesuffix(".json") for path in paths}
-    return sorted(int(name) for name in names if name.isdigit())
+    folder = f"branches/{run}/"
+    names = {path.removeprefix(folder).removesuffix(".json") for path in files.list(folder)}
+    return sorted({int(name) for name in names if name.isdigit()} | set(noted_iterations(files, run)))
 
 
 def sample_rows(files: Files, stored: StoredRollout) -> pa.Table:
@@ -112,9 +106,5 @@ def _named(files: Files, run: str, k: int) -> Mapping[Stage, str] | None:
     with suppress(ObjectMissing):
         return Branches(files).read(run, k).nodes
     with suppress(ObjectMissing):
-        return {Stage(stage): digest for stage, digest in json.loads(files.read(_path(run, k))).items()}
+        return noted(files, run, k)
     return None
-
-
-def _path(run: str, k: int) -> str:
-    return f"rollouts/{run}/{k:08d}.json"

@@ -88,7 +88,11 @@ def write_batch(files: Files, digest: str, batch: Batch, columns: BatchColumns) 
 
 def read_batch(files: Files, advantage: Node) -> BatchColumns:
     """The batch of an advantage node. Raises: ObjectMissing, ObjectCorrupt."""
-    table = read_rows(files, advantage.files)
+    return batch_columns(read_rows(files, advantage.files))
+
+
+def batch_columns(table: pa.Table) -> BatchColumns:
+    """The batch in the rows of an advantage node."""
     tokens, offsets = ragged(table["tokens"])
     values = {name: ragged(table[name])[0] for name in RESPONSE_COLUMNS if table[name].null_count == 0}
     return BatchColumns(

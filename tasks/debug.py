@@ -6,8 +6,9 @@ Not here: sampling, scoring and training themselves, the stages as ever; where a
 from __future__ import annotations
 
 from rlpipe.errors import ConfigError
-from rlpipe.run_rollouts import find, note
+from rlpipe.run_rollouts import find
 from rlpipe.store.files import Files
+from rlpipe.store.notes import note
 from rlpipe.types import Node, NodeRef, Stage
 from tasks.context import context
 from tasks.record import handle

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 from typing import Any
 
 from prefect.client.schemas.objects import State
@@ -11,7 +10,7 @@ from prefect.client.schemas.objects import State
 from rlpipe.config.data import NoReward
 from rlpipe.config.slime import slime_args
 from rlpipe.inputs import reward_inputs
-from rlpipe.rewards.base import score
+from rlpipe.rewards.base import reward_outputs, score
 from rlpipe.rewards.post_process import post_process
 from rlpipe.stage_files import read_samples, write_rewards
 from rlpipe.types import NodeRef, Stage
@@ -35,15 +34,7 @@ async def reward(run: str, k: int, rollout: NodeRef) -> State:
         rows = await score(samples, it.config.reward, args=args, progress=_shown(it))
         if path := it.config.reward.custom_reward_post_process_path:
             rows = await asyncio.to_thread(post_process, path, args, samples, rows)
-        scored = [row.reward for row in rows if row.reward is not None]
-        outputs = {
-            "scored": len(scored),
-            "errors": sum(row.error is not None for row in rows),
-            "metrics": {"rollout/reward_error_ratio": sum(row.error is not None for row in rows) / max(1, len(rows))},
-        }
-        if scored:
-            outputs["mean"] = statistics.fmean(scored)
-        return {"outputs": outputs, "files": [write_rewards(it.files, inputs.digest, rows)]}
+        return {"outputs": reward_outputs(rows), "files": [write_rewards(it.files, inputs.digest, rows)]}
 
     return await once(it, inputs, judge)
 

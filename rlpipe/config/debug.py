@@ -15,7 +15,7 @@ class DebugConfig(Config):
 
     debug_rollout_only: bool = False
     """Sample and score num_rollout batches with the first weights, and train nothing. (The trainer only gives engines their
-    weights.) Nothing is committed: once the grace period of `store.gc` is over, it may collect these rollouts."""
+    weights.) Nothing is committed; the rollouts stay as long as the run's branch."""
     debug_train_only: bool = False
     """Train on the rollouts of another run, load_debug_rollout_data: no engines are started, and nothing is evaluated."""
     load_debug_rollout_data: str | None = None

@@ -8,10 +8,12 @@ Not here: reading or writing rows (`store`), leaving groups out of a batch (the 
 from __future__ import annotations
 
 import asyncio
+import statistics
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlpipe.config.data import MathReward, NoReward, RewardConfig, RewardFunction, RowReward, RuleReward
 from rlpipe.errors import DeadlineExceeded, RewardError
@@ -38,9 +40,15 @@ class RewardRow:
 
 
 async def score(
-    samples: Sequence[Sample], config: RewardConfig, *, args: Namespace | None = None, progress: Progress | None = None
+    samples: Sequence[Sample],
+    config: RewardConfig,
+    *,
+    args: Namespace | None = None,
+    progress: Progress | None = None,
+    workers: list[Worker] | None = None,
 ) -> list[RewardRow]:
-    """One row for each sample, in the order given. `args` are for functions in slime's form.
+    """One row for each sample, in the order given. `args` are for functions in slime's form. `workers`: those of `open_workers`
+    that are used, by one call of `score` at a time; None: own ones.
 
     Only samples that are completed or truncated are scored; with `function.group`, a group's call gets those of its
     samples. `workers: 0` runs an async function on this event loop (up to 64 calls at once) and a plain one in a thread of
@@ -56,8 +64,12 @@ async def score(
         return rows
     run = _Run(rows, config, total=sum(map(len, calls)), progress=progress)
     try:
-        async with asyncio.timeout(config.timeout_s), _workers(config, args, len(calls)) as workers:
-            await run.all(calls, workers)
+        async with asyncio.timeout(config.timeout_s):
+            if workers is not None:
+                await run.all(calls, workers)
+            else:
+                async with open_workers(config, args, len(calls)) as own:
+                    await run.all(calls, own)
     except TimeoutError as error:
         raise DeadlineExceeded(
             "the reward stage took too long",
@@ -67,6 +79,15 @@ async def score(
         ) from error
     _check_errors([rows[position] for call in calls for position, _ in call], config)
     return rows
+
+
+def reward_outputs(rows: Sequence[RewardRow]) -> dict[str, Any]:
+    """What a reward node says about its rows: how many were scored, errors, the mean reward (absent if nothing was scored)."""
+    scored = [row.reward for row in rows if row.reward is not None]
+    errors = sum(row.error is not None for row in rows)
+    outputs: dict[str, Any] = {"scored": len(scored), "errors": errors}
+    outputs["metrics"] = {"rollout/reward_error_ratio": errors / max(1, len(rows))}
+    return {**outputs, "mean": statistics.fmean(scored)} if scored else outputs
 
 
 def _given(sample: Sample) -> RewardRow:
@@ -86,16 +107,19 @@ def _calls(samples: Sequence[Sample], config: RewardConfig) -> list[Call]:
 
 
 @asynccontextmanager
-async def _workers(config: RewardConfig, args: Namespace | None, num_calls: int) -> AsyncIterator[list[Worker]]:
+async def open_workers(
+    config: RewardConfig, args: Namespace | None = None, most: int = ASYNC_CALLS
+) -> AsyncIterator[list[Worker]]:
+    """At most so many workers of a reward function, for one stage or for one after another. Raises: ConfigError."""
     function = config.function
     assert not isinstance(function, NoReward)
     num_processes = max(1, config.workers) if _may_hang(function) else config.workers
     workers: list[Worker]
     if num_processes:
-        workers = [ProcessWorker(function, args) for _ in range(min(num_processes, num_calls))]
+        workers = [ProcessWorker(function, args) for _ in range(min(num_processes, most))]
     else:
         scorer = Scorer(function, args)
-        workers = [LoopWorker(scorer) for _ in range(min(ASYNC_CALLS, num_calls))] if scorer.is_async else [ThreadWorker(scorer)]
+        workers = [LoopWorker(scorer) for _ in range(min(ASYNC_CALLS, most))] if scorer.is_async else [ThreadWorker(scorer)]
     try:
         yield workers
     finally:

@@ -125,8 +125,8 @@ class _Audit:
             self.add("cursor", where, f"the plan ends at {before}, the commit at {commit.data}")
 
     def _sampled_by(self, branch: str) -> str:
-        """The branch whose rollouts a branch trains on: its own, unless it says so (`debug.load_debug_rollout_data`)."""
-        return self._branches.config(branch).get("debug", {}).get("load_debug_rollout_data") or branch
+        """The branch that planned what a branch trains on: itself, or the one whose rollouts it loads."""
+        return self._branches.sampled_by(branch)
 
     def _check_rollout(self, node: Node, commit: Commit, where: str) -> None:
         said = {"after": None, "plans": None, "accepted": [], "dropped": {}, **node.outputs}

@@ -168,6 +168,16 @@ class Branches:
             ) from error
         return commit
 
+    def sampled_by(self, branch: str) -> str:
+        """The branch that planned and sampled what a branch's iterations are made of: itself, unless it loads another's rollouts
+        (`debug.load_debug_rollout_data`), which may load others in turn. Raises: ObjectMissing, ObjectCorrupt."""
+        seen = [branch]
+        while (found := self.find(seen[-1])) and (loads := (found.config.get("debug") or {}).get("load_debug_rollout_data")):
+            if loads in seen:
+                break
+            seen.append(loads)
+        return seen[-1]
+
     def walk(self, branch: str) -> Iterator[Commit]:
         """The commits of a branch and of what it was forked from, newest first. Raises: ObjectMissing, ObjectCorrupt."""
         commit = self.newest(branch)

@@ -21,6 +21,7 @@ from rlpipe.store.epochs import superseded
 from rlpipe.store.files import Files
 from rlpipe.store.local import Entry
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.notes import noted, noted_iterations
 from rlpipe.store.plans import Plans, plan_path
 from rlpipe.store.segments import Segments
 from rlpipe.types import Node, Stage
@@ -81,6 +82,16 @@ class _Reached:
             self.paths.update(map(plan_path, commit.plans))
             self._add(*commit.nodes.values())
         self._add(*(segment.segment for segment in Segments(self._files).of(branch)))
+        for k in noted_iterations(self._files, branch):
+            for stage, digest in noted(self._files, branch, k).items():
+                self._add_noted(stage, digest)
+
+    def _add_noted(self, stage: Stage, digest: str) -> None:
+        """A node of an iteration that was sampled or reprocessed, but not trained; with the scores that a filter chose by."""
+        self._add(digest)
+        if stage is Stage.ROLLOUT and digest in self._homes:
+            config = self._read(self._homes[digest]).config
+            self._add(*(config[key] for key in ("of", "judged_by") if key in config))
 
     def _add(self, *digests: str) -> None:
         """Nodes (or plans) of these digests, with all they were made of."""

@@ -9,10 +9,10 @@ import pytest
 from rlpipe.config.debug import DebugConfig
 from rlpipe.errors import ConfigError
 from rlpipe.inputs import Inputs
-from rlpipe.run_rollouts import note
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.notes import note
 from rlpipe.types import Commit, DataState, NodeRef, Stage
 from tasks.debug import stored_rollout
 

@@ -12,10 +12,11 @@ import pytest
 
 from rlpipe.inputs import Inputs
 from rlpipe.rewards.base import RewardRow
-from rlpipe.run_rollouts import find, note, sample_rows
+from rlpipe.run_rollouts import find, sample_rows
 from rlpipe.stage_files import write_rewards
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.notes import note
 from rlpipe.store.rows import samples_to_table
 from rlpipe.store.shards import data_folder, write_table
 from rlpipe.types import Stage
@@ -32,6 +33,7 @@ def home(tmp_path: Path) -> Path:
     trained = Run(files).start()
     for _ in range(3):
         trained.iterate()
+    files.create("branches/run/epochs/00000001/00000014.json", b"{}")
     samples = [*group("sampled:0"), *group("sampled:1")]
     for sample in samples:
         sample.prompt = [{"role": "user", "content": "1 + 1 ="}]

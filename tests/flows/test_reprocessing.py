@@ -1,0 +1,110 @@
+"""What a reprocessed branch is, and the run that is trained from it, before anything starts (flows.reprocessing)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flows.reprocessing import Reprocessing, reprocessing, training
+from rlpipe.config.load import load_run
+from rlpipe.config.model import BranchModel
+from rlpipe.errors import ConfigError
+from rlpipe.inputs import reward_inputs
+from rlpipe.run_rollouts import find
+from rlpipe.store.branches import Branches
+from rlpipe.store.files import Files
+from rlpipe.store.notes import note
+from rlpipe.types import Stage
+from tests.reprocessed import History, configuration
+
+RLOO = "advantage.advantage_estimator=rloo"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """With a run of four iterations."""
+    History(Files(tmp_path / "store"), configuration(tmp_path)).iterate(4)
+    return tmp_path
+
+
+def begun(home: Path, asked: Reprocessing) -> None:
+    """What the flow does of it, with the old nodes."""
+    files = asked.source.files
+    Branches(files).create(asked.config.run, asked.config.model_dump(mode="json"), asked.init, asked.parent)
+    for k in asked.iterations:
+        stored = find(files, asked.source.run, k)
+        assert stored is not None
+        note(files, asked.config.run, k, {Stage.ROLLOUT: stored.rollout.digest})
+
+
+def test_all_of_a_run_is_reprocessed_under_its_configuration_with_what_is_different(home: Path):
+    asked = reprocessing(home, of="run", overrides=[RLOO])
+    assert (asked.iterations, asked.parent) == ([0, 1, 2, 3], None)
+    config = asked.config
+    assert (config.run, config.num_rollout, config.fork_from) == ("run.reprocessed", 4, None)
+    assert config.debug.load_debug_rollout_data == "run"
+    assert config.advantage.advantage_estimator == "rloo"
+    stored = find(asked.source.files, "run", 2)
+    assert stored is not None
+    assert stored.reward is not None
+    assert reward_inputs(config, stored.rollout.digest).digest == stored.reward.digest, "what is not different is known"
+
+
+def test_a_range_begins_after_the_commit_before_it(home: Path):
+    asked = reprocessing(home, of="run", iterations="2:", run="late")
+    assert (asked.iterations, asked.parent) == ([2, 3], "run/00000001")
+    assert asked.config.fork_from == BranchModel(branch="run", iteration=1)
+    recipe = training(home, asked, "trained", ["train.optimizer.lr=3e-4"])
+    config = load_run(recipe, (), "trained")
+    assert config.debug.load_debug_rollout_data == "late"
+    assert config.fork_from == BranchModel(branch="run", iteration=1)
+    assert (config.num_rollout, config.train.optimizer.lr, config.needs_engines) == (4, 3e-4, False)
+
+
+def test_what_was_reprocessed_is_reprocessed_again_along_the_same_trunk(home: Path):
+    begun(home, reprocessing(home, of="run", iterations="1:3", run="once", overrides=[RLOO]))
+    asked = reprocessing(home, of="once", run="twice", overrides=["advantage.advantage_estimator=grpo"])
+    assert (asked.iterations, asked.parent) == ([1, 2], "run/00000000")
+    assert asked.config.debug.load_debug_rollout_data == "once"
+    begun(home, asked)
+    assert Branches(asked.source.files).sampled_by("twice") == "run"
+
+
+def test_first_weights_are_those_of_the_run_s_warm_start(home: Path):
+    warm = configuration(home, "warmed", warm_start="spell_backward_sft")
+    History(Files(home / "store"), warm).iterate()
+    config = reprocessing(home, of="warmed").config
+    assert config.start_from == BranchModel(branch="warmed.warm_start")
+    assert config.warm_start is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"of": "nobody"}, "there is no such run"),
+        ({"of": "run", "run": "run"}, "another branch"),
+        ({"of": "run", "iterations": "7:"}, "some of 0:4"),
+        ({"of": "run", "iterations": "a:b"}, "A:B, A:, :B, : or one number"),
+        ({"of": "run", "overrides": ["num_rollout=3"]}, "sets this itself"),
+        ({"of": "run", "overrides": ["debug.debug_rollout_only=true"]}, "sets this itself"),
+        ({"of": "run", "overrides": ["advantage.estimator=rloo"]}, "advantage_estimator"),
+    ],
+)
+def test_what_cannot_be_reprocessed_is_said(home: Path, asked: dict, said: str):
+    with pytest.raises(ConfigError, match=said):
+        reprocessing(home, **asked)
+
+
+def test_the_middle_of_a_run_that_committed_nothing_cannot_be_trained(home: Path):
+    files, config = Files(home / "store"), configuration(home, "sampled", debug={"debug_rollout_only": True})
+    Branches(files).create("sampled", config.model_dump(mode="json"), Branches(files).get("run").init)
+    for k in range(3):
+        stored = find(files, "run", k)
+        assert stored is not None
+        note(files, "sampled", k, {Stage.ROLLOUT: stored.rollout.digest})
+    asked = reprocessing(home, of="sampled", iterations="1:3", overrides=[RLOO])
+    assert asked.parent is None
+    with pytest.raises(ConfigError, match="begins with the first iteration"):
+        training(home, asked, "trained")
+    assert training(home, reprocessing(home, of="sampled", overrides=[RLOO]), "trained").is_file()

@@ -1,0 +1,59 @@
+"""Notes of iterations without a commit (rlpipe.store.notes), and that the collector keeps what they name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from rlpipe.config.run import RunConfig
+from rlpipe.errors import ObjectCorrupt, ObjectMissing
+from rlpipe.reprocess import Reprocessor
+from rlpipe.run_rollouts import find
+from rlpipe.store.branches import Branches
+from rlpipe.store.files import Files
+from rlpipe.store.gc import unreachable
+from rlpipe.store.nodes import node_path
+from rlpipe.store.notes import note, note_path, noted, noted_iterations
+from rlpipe.types import Stage
+from tests.reprocessed import FILTER, History, configuration
+
+
+def test_the_first_note_stays_and_is_the_answer(local_files: Files):
+    assert note(local_files, "run", 3, {Stage.ROLLOUT: "a"}) == {Stage.ROLLOUT: "a"}
+    assert note(local_files, "run", 3, {Stage.ROLLOUT: "b"}) == {Stage.ROLLOUT: "a"}
+    assert noted(local_files, "run", 3) == {Stage.ROLLOUT: "a"}
+    assert noted_iterations(local_files, "run") == [3]
+    with pytest.raises(ObjectMissing):
+        noted(local_files, "run", 4)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"rollout": 1}', '{"sleep": "a"}', "\xff"])
+def test_a_note_that_is_none_is_named(local_files: Files, text: str):
+    local_files.create(note_path("run", 0), text.encode("latin-1"))
+    with pytest.raises(ObjectCorrupt, match="not a note of an iteration"):
+        noted(local_files, "run", 0)
+
+
+def test_what_a_branch_s_notes_name_is_not_collected(local_files: Files, tmp_path: Path):
+    config = configuration(tmp_path, groups=6)
+    History(local_files, config).iterate()
+    values = config.model_dump(mode="json")
+    values["rollout"]["dynamic_sampling_filter_path"] = FILTER
+    new = RunConfig.model_validate({**values, "run": "new"})
+    stored = find(local_files, "run", 0)
+    assert stored is not None
+
+    async def reprocess() -> None:
+        async with Reprocessor(local_files, new) as reprocessor:
+            await reprocessor.iteration(stored)
+
+    asyncio.run(reprocess())
+    nodes = noted(local_files, "new", 0)
+    judged = json.loads(local_files.read(node_path(Stage.ROLLOUT, nodes[Stage.ROLLOUT])))["config"]["judged_by"]
+    new_ones = {node_path(stage, digest) for stage, digest in nodes.items()} | {node_path(Stage.REWARD, judged)}
+    assert new_ones <= set(unreachable(local_files, -60)), "nobody knows the branch yet"
+    Branches(local_files).create("new", values, Branches(local_files).get("run").init)
+    assert unreachable(local_files, -60) == []

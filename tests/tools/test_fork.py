@@ -1,0 +1,51 @@
+"""Forking from the command line (tools.fork): the configuration it makes, and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlpipe.store.files import Files
+from tests.reprocessed import History, configuration
+from tools import fork
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With a run of two iterations out of five."""
+    History(Files(tmp_path / "store"), configuration(tmp_path, num_rollout=5)).iterate(2)
+    monkeypatch.setenv("RLPIPE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def called(home: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["tools.fork", "--home", str(home), *words])
+    return fork.main()
+
+
+def test_the_configuration_can_be_seen_before_anything_starts(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert called(home, monkeypatch, "run@0", "--run", "hotter", "--dump-config", "rollout.rollout_temperature=1.2") == 0
+    said = capsys.readouterr().out
+    assert "run: hotter" in said
+    assert "rollout_temperature: 1.2" in said
+    assert "fork_from:\n  branch: run\n  iteration: 0" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("nobody",), "there is no such run"),
+        (("run@7",), "RUN@K with K from 0 to 1"),
+        (("run", "num_rollout=2"), "nothing would be trained"),
+        (("run", "rollout.temperature=1"), "rollout_temperature"),
+    ],
+)
+def test_what_cannot_be_forked_is_said(
+    home: Path, words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert called(home, monkeypatch, *words) == 2
+    assert said in capsys.readouterr().err

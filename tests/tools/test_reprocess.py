@@ -1,0 +1,89 @@
+"""Reprocessing stored rollouts from the command line (tools.reprocess): what it refuses, and the whole of it under Prefect."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.reprocessing import reprocessing
+from rlpipe.reprocess import Reprocessor
+from rlpipe.run_rollouts import find
+from rlpipe.store.branches import Branches
+from rlpipe.store.files import Files
+from tests.conftest import REPOSITORY
+from tests.reprocessed import History, configuration
+from tools import reprocess
+
+OTHER = "def score(sample):\n    return int(sample.response) / 10\n"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """With a run of four iterations."""
+    History(Files(tmp_path / "store"), configuration(tmp_path)).iterate(4)
+    (tmp_path / "other.py").write_text(OTHER)
+    return tmp_path
+
+
+def other(home: Path) -> str:
+    return f"reward.function={{type: python, path: {home}/other.py}}"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--of", "nobody"], "there is no such run"),
+        (["--of", "run", "reward.function={type: python, path: nowhere.py}"], "the hook's file cannot be read"),
+        (["--of", "run", "reward.function.path=math.sqrt.x"], "math.sqrt.x"),
+        (["--of", "run", "rollout.dynamic_sampling_filter_path=os.path.join"], "no Python source"),
+        (["--of", "run", "reward.function={type: none}"], "there is nothing to score"),
+        (["--of", "run", "--train", "run", "--train-set", "train.optimizer.lrr=1"], "train.optimizer.lr"),
+    ],
+)
+def test_bad_input_is_refused_before_a_server_starts(
+    home: Path, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", ["tools.reprocess", "--home", str(home), *words])
+    monkeypatch.setenv("RLPIPE_HOME", str(home))
+    assert reprocess.main() == 2
+    assert said in capsys.readouterr().err
+    assert Branches(Files(home / "store")).names() == ["run"]
+
+
+@pytest.mark.integration
+def test_an_interrupted_reprocessing_goes_on_and_says_what_is_different(home: Path):
+    asked = reprocessing(home, of="run", run="new", overrides=[other(home)])
+
+    async def begun() -> None:
+        async with Reprocessor(asked.source.files, asked.config) as reprocessor:
+            stored = find(asked.source.files, "run", 0)
+            assert stored is not None
+            await reprocessor.iteration(stored)
+
+    asyncio.run(begun())
+    words = ["--home", str(home), "--of", "run", "--run", "new", other(home)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.reprocess", *words],
+        cwd=REPOSITORY,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert ", 1 reused; see" in done.stdout
+    assert "iteration 0  reward" in done.stderr
+    said = json.loads((home / "new" / "reprocessed.json").read_text())
+    assert said["changed"] == {"reward.function.path": f"{home}/right.py:score → {home}/other.py"}
+    figures = {row["what"]: row["after"] for row in said["figures"]}
+    assert figures["samples with a reward"] == figures["samples with advantages"] == 64
+    for name in ("reprocessed.html", "reprocessed.png"):
+        assert (home / "new" / name).stat().st_size > 10_000
+    branch = Branches(asked.source.files).get("new")
+    assert (branch.parent, branch.config["debug"]["load_debug_rollout_data"]) == (None, "run")

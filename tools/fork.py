@@ -1,0 +1,69 @@
+"""Go on from an iteration of a run, under its own configuration with some settings changed:
+
+    python -m tools.fork my_run@99 --run hotter rollout.rollout_temperature=1.2 num_rollout=300
+
+Without `@K` from its newest iteration. The history up to there is shared, the parent stays as it is. The same command goes on.
+With another recipe: `python -m tools.train --recipe … --fork my_run@99`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, cast
+
+from flows.forking import forked
+from rlpipe.config.load import HOME_VARIABLE, home
+from rlpipe.config.text import dump
+from rlpipe.errors import RlpipeError
+from rlpipe.preflight import check
+from tools.train import finish
+
+
+def main() -> int:
+    """Exit codes: as `tools.train`."""
+    arguments = parse_arguments()
+    if arguments.home:
+        os.environ[HOME_VARIABLE] = str(Path(arguments.home).expanduser().absolute())
+    asked = {"of": arguments.of, "run": arguments.run, "overrides": arguments.overrides, "store": arguments.store}
+    try:
+        config, _ = forked(home(), **asked)
+        if arguments.dump_config:
+            print(dump(config.model_dump(mode="json")), end="")
+            return 0
+        check(config, home())
+    except RlpipeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+
+    def start() -> Awaitable[dict[str, Any]]:
+        from flows.fork import fork
+
+        return cast("Awaitable[dict[str, Any]]", fork(**asked, takeover=arguments.takeover))
+
+    code, summary = finish(start)
+    if summary is not None:
+        print(f"{summary['run']}: see {home() / summary['run']}/report.html")
+    return code
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.fork", description="Go on from an iteration of a run with changed settings.", allow_abbrev=False
+    )
+    parser.add_argument("of", metavar="RUN[@K]", help="the parent, and after which iteration (default: its newest)")
+    parser.add_argument("--run", help="name of the fork (default: RUN-from-K)")
+    parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
+    parser.add_argument("--store", help="URL of the store (default: that of the parent)")
+    parser.add_argument("--takeover", action="store_true", help="replace the process that drives the fork now, wherever it is")
+    parser.add_argument("--dump-config", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="what shall be different")
+    return parser.parse_intermixed_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
