@@ -171,11 +171,14 @@ def start_prefect(place: Place) -> None:
 
 def start_ray(place: Place) -> None:
     """The head of a cluster that others can join. Its processes end with it."""
+    from rlpipe.actors.local_ray import temporary_folder
+
     (port,) = place.ports("ray", lambda: [free_port(6379)])
     cpus = max(MIN_CPUS, os.cpu_count() or 1)
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
     head = ["start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", f"--num-cpus={cpus}"]
     quiet = ["--include-dashboard=false", "--disable-usage-stats", f"--object-store-memory={256 * 1024**2}"]
+    quiet.append(f"--temp-dir={temporary_folder(place.home)}")
     start(place, "ray", [*ray, *head, *quiet], [port], {**place.environment, "RAY_AUTH_MODE": "disabled"})
     status = [*ray, "status", f"--address=127.0.0.1:{port}"]
     wait(place, "ray", lambda: subprocess.run(status, cwd=ROOT, capture_output=True, check=False).returncode == 0)
