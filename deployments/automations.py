@@ -29,7 +29,7 @@ OVER = ("Completed", "Failed", "Crashed", "Cancelled", "AwaitingRetry", "Paused"
 OURS: dict[str, str | list[str]] = {"prefect.resource.role": "tag", "prefect.resource.id": "prefect.tag.rlpipe"}
 WHOLE: dict[str, str | list[str]] = {
     "prefect.resource.role": "flow",
-    "prefect.resource.name": ["train", "evaluate", "reprocess", "convert", "audit"],
+    "prefect.resource.name": ["train", "fork", "evaluate", "reprocess", "convert", "audit"],
 }
 """Flows that nobody puts back by themselves, as iterations are."""
 RUN = "{{ flow.name }}/{{ flow_run.name }}"

@@ -1,6 +1,7 @@
 """The deployments there are, as data: those that every place has, one for each recipe, and those of a site.
 
-    train/train, train/<recipe> …, iteration/iteration, evaluate/evaluate, reprocess/reprocess, convert/convert, audit/audit
+    train/train, train/<recipe> …, fork/fork, iteration/iteration, evaluate/evaluate,
+    reprocess/reprocess, convert/convert, audit/audit
 
 Not here: telling a server (`apply`), or running them without a work pool (`serve`).
 """
@@ -22,6 +23,7 @@ from rlpipe.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[1]
 FLOWS = {
     "train": "flows/train.py:train",
+    "fork": "flows/fork.py:fork",
     "iteration": "flows/iteration_run.py:iteration_run",
     "evaluate": "flows/evaluate.py:evaluate",
     "reprocess": "flows/reprocess.py:reprocess",
@@ -29,6 +31,8 @@ FLOWS = {
     "audit": "flows/audit.py:audit",
 }
 """Flow → the file and function it is."""
+TRAINING = ("train", "fork")
+"""Flows that wait in line for GPUs unless their deployment names a set."""
 TAKE_SITE = ("train", "evaluate")
 """Flows that take a site's settings."""
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
@@ -94,8 +98,8 @@ def _own(site: Site) -> Iterator[Declaration]:
 
 
 def _place(site: Site, entry: Entry | None, flow: str) -> tuple[str, tuple[int, ...] | None]:
-    """Queue and GPUs: the set that is asked for, else `train` for training runs; other flows wait for nobody."""
-    chosen = entry.gpu_set if entry is not None and entry.gpu_set else ANY_GPUS if flow == "train" else None
+    """Queue and GPUs: the set that is asked for, else `train` for training; other flows wait for nobody."""
+    chosen = entry.gpu_set if entry is not None and entry.gpu_set else ANY_GPUS if flow in TRAINING else None
     return (chosen, site.sets[chosen].gpus) if chosen else (UNLIMITED, None)
 
 

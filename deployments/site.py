@@ -66,14 +66,14 @@ class Schedule(Config):
 class Entry(Config):
     """One more deployment: a flow with parameters of its own, and when it runs by itself."""
 
-    flow: Literal["train", "evaluate", "reprocess", "convert", "audit"]
+    flow: Literal["train", "fork", "evaluate", "reprocess", "convert", "audit"]
     """Which flow."""
     name: str = Field(pattern=r"^[^/%&<>]+$")
     """Its name after the flow's: `train/<name>`."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Parameters that differ from the flow's defaults; a run may still change them."""
     gpu_set: str | None = None
-    """In which set of GPUs it runs; None: `train` for training runs, without a limit for the others."""
+    """In which set of GPUs it runs; None: `train` for training, without a limit for the others."""
     schedules: tuple[Schedule, ...] = ()
     """When it runs by itself; (): only when asked to."""
     tags: tuple[str, ...] = ()

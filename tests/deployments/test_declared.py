@@ -26,7 +26,7 @@ def test_every_flow_and_every_recipe_has_a_deployment():
 
 def test_only_training_waits_in_line_and_iterations_never():
     queues = {one.flow: one.queue for one in by_name(Site()).values()}
-    assert queues.pop("train") == "train"
+    assert [queues.pop(flow) for flow in ("train", "fork")] == ["train", "train"]
     assert set(queues.values()) == {"default"}
 
 
