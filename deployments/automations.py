@@ -27,10 +27,7 @@ HEARTBEAT_S = 60
 HEARTBEAT = "prefect.flow-run.heartbeat"
 OVER = ("Completed", "Failed", "Crashed", "Cancelled", "AwaitingRetry", "Paused", "Suspended")
 OURS: dict[str, str | list[str]] = {"prefect.resource.role": "tag", "prefect.resource.id": "prefect.tag.rlpipe"}
-WHOLE: dict[str, str | list[str]] = {
-    "prefect.resource.role": "flow",
-    "prefect.resource.name": ["train", "fork", "evaluate", "reprocess", "convert", "audit"],
-}
+RUNS = ["train", "fork", "evaluate", "reprocess", "convert", "audit"]
 """Flows that nobody puts back by themselves, as iterations are."""
 RUN = "{{ flow.name }}/{{ flow_run.name }}"
 PREFIX = "rlpipe: "
@@ -70,7 +67,7 @@ def _silent(after_s: float) -> AutomationCore:
 def _failed(block: UUID) -> AutomationCore:
     return AutomationCore(
         name=f"{PREFIX}a run failed",
-        trigger=_seen("Failed", "Crashed", "TimedOut"),
+        trigger=_seen("Failed", "Crashed", "TimedOut", related=[OURS, _flows(RUNS)]),
         actions=[_told(block, f"{RUN} {{{{ flow_run.state.name }}}}", "{{ flow_run.state.message }}\n{{ flow_run|ui_url }}")],
     )
 
@@ -78,7 +75,7 @@ def _failed(block: UUID) -> AutomationCore:
 def _waiting(block: UUID) -> AutomationCore:
     return AutomationCore(
         name=f"{PREFIX}a run waits for somebody",
-        trigger=_seen("Paused", "Suspended"),
+        trigger=_seen("Paused", "Suspended", related=[_flows([*RUNS, "iteration"])]),
         actions=[_told(block, f"{RUN} waits", "{{ flow_run.state.message }}\nResume or cancel it: {{ flow_run|ui_url }}")],
     )
 
@@ -96,10 +93,15 @@ def _alone(block: UUID, pool: UUID) -> AutomationCore:
     )
 
 
-def _seen(*states: str) -> EventTrigger:
+def _flows(names: list[str]) -> dict[str, str | list[str]]:
+    return {"prefect.resource.role": "flow", "prefect.resource.name": names}
+
+
+def _seen(*states: str, related: list[dict[str, str | list[str]]]) -> EventTrigger:
+    """A flow run enters one of these states. (An iteration within its run's process does not have the tags of a deployment.)"""
     return EventTrigger(
         match={"prefect.resource.id": "prefect.flow-run.*"},
-        match_related=[OURS, WHOLE],
+        match_related=[*related],
         expect={f"prefect.flow-run.{state}" for state in states},
         for_each={"prefect.resource.id"},
         posture=Posture.Reactive,

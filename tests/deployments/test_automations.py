@@ -63,8 +63,9 @@ def test_the_block_is_told(name: str, event: str):
     assert event in trigger(one).expect
 
 
-def test_iterations_that_are_put_back_by_themselves_alert_nobody():
-    related = trigger(by_name(BLOCK)["a run failed"]).model_dump(mode="json")["match_related"]
-    names = [one["prefect.resource.name"] for one in related if "prefect.resource.name" in one]
-    assert "train" in names[0]
-    assert "iteration" not in names[0]
+@pytest.mark.parametrize(("name", "told"), [("a run failed", False), ("a run waits for somebody", True)])
+def test_of_iterations_it_is_told_when_they_wait_but_not_when_they_fail_for_they_are_put_back(name: str, told: bool):
+    related = trigger(by_name(BLOCK)[name]).model_dump(mode="json")["match_related"]
+    (names,) = (one["prefect.resource.name"] for one in related if "prefect.resource.name" in one)
+    assert "train" in names
+    assert ("iteration" in names) is told
