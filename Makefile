@@ -5,6 +5,7 @@
 #   make demo SEED=2                     another seed, as the run spell_backward-seed2
 #   make train RECIPE=my.yaml ARGS="train.optimizer.lr=1e-6 num_rollout=50"
 #   make report RUN=spell_backward-seed2
+#   make up                              Prefect server, worker, Ray head and S3 store; SITE=my_site.yaml, ARGS="--without ray"
 #   make chaos MINUTES=60 ARGS="--s 0 --s 2"
 #
 # RUN   name of the run (default: the recipe's)        SEED  of data and training (default: the recipe's)
@@ -28,7 +29,7 @@ run := $(if $(RUN),--run $(RUN))
 seed := $(if $(SEED),--seed $(SEED))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-smollm2 train report test check fix chaos flat
+.PHONY: help setup demo demo-smollm2 train up down report test check fix chaos flat
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -45,6 +46,12 @@ demo-smollm2: setup ## the same with a real language model, SmolLM2-135M (98 MB 
 
 train: setup ## train RECIPE (a name under deployments/recipes or a YAML file) with ARGS="dotted.key=value ..."
 	@$(PYTHON_BIN) -m tools.train --recipe $(RECIPE) $(run) $(seed) $(ARGS)
+
+up: setup ## Prefect server, S3 store, Ray head and worker with all deployments, on this machine (again: what is missing)
+	@$(PYTHON_BIN) -m tools.up $(if $(SITE),--site $(SITE)) $(ARGS)
+
+down: ## end what `make up` started
+	@$(PYTHON_BIN) -m tools.up --down
 
 report: setup ## write the report page of RUN again
 	@$(PYTHON_BIN) -m tools.report --run $(or $(RUN),$(RECIPE))

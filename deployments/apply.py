@@ -1,14 +1,14 @@
-"""Declare work pool and deployments to the Prefect server:  python -m deployments.apply [--pool rlpipe] [--home DIR]
+"""Declare work pool and deployments to the Prefect server:  python -m deployments.apply [--site FILE] [--home DIR]
 
     prefect worker start --pool rlpipe --type process
-    prefect deployment run 'train/train' -p recipe=spell_backward -p 'overrides=["num_rollout=20"]'
+    prefect deployment run train/spell_backward -p 'overrides=["num_rollout=20"]'
 
 The flows run from this checkout, in processes of a worker on this machine. The pool has no limit of its own: an iteration's flow
-run must never wait for the place of the run that waits for it. Its queue `train` has one (`--limit`): further runs wait in line.
-(A deployment's own limit would not do: its leases are in the server's memory, and a run whose lease is gone is ended.)
-Doing it again changes what differs.
+run must never wait for the place of the run that waits for it. Each set of GPUs is a queue with a limit (`train`: `--limit`):
+further runs wait in line. (A deployment's own limit would not do: its leases are in the server's memory, and a run whose lease is
+gone is ended.) Doing it again changes what differs.
 
-Not here: what the flows do, or a server (`prefect server start`).
+Not here: which deployments there are (`declared`), what the flows do, or a server (`prefect server start`, `make up`).
 """
 
 from __future__ import annotations
@@ -16,69 +16,110 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from prefect import Flow
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.filters import WorkPoolFilter, WorkPoolFilterName
 from prefect.exceptions import ObjectAlreadyExists
 
+from deployments.automations import HEARTBEAT_S, keep_automations
+from deployments.declared import ROOT, Declaration, declared, entrypoints
+from deployments.site import ANY_GPUS, GpuSet, Site, load_site
 from flows.environment import CACHES, CLIENT_SETTINGS, keep_caches_in
 from rlpipe.config.load import HOME_VARIABLE, home
-
-ROOT = Path(__file__).resolve().parents[1]
-FLOWS = {
-    "train": "flows/train.py:train",
-    "iteration": "flows/iteration_run.py:iteration_run",
-    "evaluate": "flows/evaluate.py:evaluate",
-}
+from rlpipe.errors import RlpipeError
 
 
-async def apply(pool: str, folder: Path, *, limit: int) -> list[str]:
-    """Pool and deployments as declared here; the deployments' full names."""
+async def apply(site: Site, folder: Path) -> list[str]:
+    """Pool, queues, deployments and automations of a site; the deployments' full names. Raises: ConfigError."""
+    kinds = {name: await Flow.afrom_source(source=str(ROOT), entrypoint=path) for name, path in entrypoints().items()}
+    wanted = declared(site, set(kinds))
     async with get_client() as client:
+        await keep_pool(client, site)
+        for one in wanted:
+            await deploy(kinds[one.flow], one, site.pool, environment(folder))
+        await keep_automations(client, site)
+    return [one.full_name for one in wanted]
+
+
+async def keep_pool(client: PrefectClient, site: Site) -> None:
+    """The work pool, with a queue for each set of GPUs."""
+    with suppress(ObjectAlreadyExists):
+        await client.create_work_pool(WorkPoolCreate(name=site.pool, type="process", description="rlpipe on this machine"))
+    for name, gpus in site.sets.items():
         with suppress(ObjectAlreadyExists):
-            await client.create_work_pool(WorkPoolCreate(name=pool, type="process", description="rlpipe on this machine"))
-        with suppress(ObjectAlreadyExists):
-            await client.create_work_queue(name="train", work_pool_name=pool)
-        queue = await client.read_work_queue_by_name("train", work_pool_name=pool)
-        await client.update_work_queue(queue.id, concurrency_limit=limit)
-    for name, entrypoint in FLOWS.items():
-        flow = await Flow.afrom_source(source=str(ROOT), entrypoint=entrypoint)
-        await flow.adeploy(
-            name=name,
-            work_pool_name=pool,
-            build=False,
-            push=False,
-            job_variables={"env": environment(folder)},
-            work_queue_name="train" if name == "train" else "default",
-            concurrency_limit=None,
-            description=flow.description,
-            print_next_steps=False,
-            ignore_warnings=True,
-        )
-    return [f"{name}/{name}" for name in FLOWS]
+            await client.create_work_queue(name=name, work_pool_name=site.pool)
+        queue = await client.read_work_queue_by_name(name, work_pool_name=site.pool)
+        await client.update_work_queue(queue.id, concurrency_limit=gpus.limit)
+
+
+async def deploy(flow: Flow[..., Any], one: Declaration, pool: str, variables: dict[str, str]) -> None:
+    """One deployment of a flow from this checkout, on a work pool."""
+    gpus = {} if one.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in one.gpus)}
+    made = await flow.ato_deployment(
+        name=one.name,
+        parameters=one.parameters,
+        schedules=one.timetables,
+        tags=list(one.tags),
+        work_pool_name=pool,
+        work_queue_name=one.queue,
+        job_variables={"env": {**variables, **gpus}},
+        concurrency_limit=None,
+        description=flow.description,
+    )
+    await made.aapply()
+
+
+async def undeclared(pool: str, names: list[str]) -> list[str]:
+    """Deployments of the pool that are not among these."""
+    async with get_client() as client:
+        of_pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[pool]))
+        there = await client.read_deployments(work_pool_filter=of_pool, limit=200)
+        titles = {found.id: found.name for found in await client.read_flows(limit=200)}
+    return sorted({f"{titles.get(one.flow_id, '?')}/{one.name}" for one in there} - set(names))
 
 
 def environment(folder: Path) -> dict[str, str]:
     """What a flow's process needs to know: where this checkout, the runs and their caches are."""
     keep_caches_in(folder)
     caches = {name: os.environ[name] for name in (*CACHES, "HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY") if name in os.environ}
-    return {**CLIENT_SETTINGS, **caches, HOME_VARIABLE: str(folder), "PYTHONPATH": str(ROOT)}
+    beats = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)}
+    return {**CLIENT_SETTINGS, **beats, **caches, HOME_VARIABLE: str(folder), "PYTHONPATH": str(ROOT)}
 
 
-def main() -> None:
-    """Parse, apply, say what to do next."""
-    parser = argparse.ArgumentParser(prog="python -m deployments.apply", description="Declare work pool and deployments.")
-    parser.add_argument("--pool", default="rlpipe", help="process work pool, made if there is none (default: rlpipe)")
-    parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
-    parser.add_argument("--limit", type=int, default=1, help="training runs at a time: one for each set of GPUs (default: 1)")
-    arguments = parser.parse_args()
+def place(arguments: argparse.Namespace) -> tuple[Site, Path]:
+    """The site and the home that a command line names. Raises: ConfigError."""
+    site = load_site(Path(arguments.site) if arguments.site else None)
+    changed: dict[str, Any] = {"pool": arguments.pool} if arguments.pool else {}
+    if arguments.limit is not None:
+        changed["gpu_sets"] = {**site.sets, ANY_GPUS: GpuSet(gpus=site.sets[ANY_GPUS].gpus, limit=arguments.limit)}
     folder = Path(arguments.home).expanduser().absolute() if arguments.home else home()
-    names = asyncio.run(apply(arguments.pool, folder, limit=arguments.limit))
-    print(f"declared {', '.join(names)}; now: prefect worker start --pool {arguments.pool} --type process")
+    return site.model_copy(update=changed), folder
+
+
+def main() -> int:
+    """Parse, apply, say what to do next. Exit codes: 0 done, 2 bad input."""
+    parser = argparse.ArgumentParser(prog="python -m deployments.apply", description="Declare work pool and deployments.")
+    parser.add_argument("--site", help="YAML file with sets of GPUs, schedules, settings, alerts: deployments/site.example.yaml")
+    parser.add_argument("--pool", help="process work pool, made if there is none (default: the site's, else rlpipe)")
+    parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
+    parser.add_argument("--limit", type=int, help="training runs at a time in the set `train` (default: the site's, else 1)")
+    try:
+        site, folder = place(parser.parse_args())
+        names = asyncio.run(apply(site, folder))
+    except RlpipeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    print(f"declared {', '.join(names)}; now: prefect worker start --pool {site.pool} --type process")
+    if gone := asyncio.run(undeclared(site.pool, names)):
+        print(f"there, but not declared any more: {', '.join(gone)} (prefect deployment delete NAME)")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,6 +18,7 @@ from prefect.runtime import flow_run
 
 from flows.evaluation import configuration
 from flows.output import outlive_the_worker
+from flows.parameters import Recipe
 from flows.stopping import Stopping, hear_sigterm
 from flows.train import drive
 from rlpipe.config.load import home as default_home
@@ -28,6 +29,7 @@ from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.types import Stage
+from tasks.configuration import configuration_artifact
 
 
 def run_name() -> str:
@@ -40,19 +42,28 @@ def run_name() -> str:
 async def evaluate(
     run: str | None = None,
     iteration: int | None = None,
-    recipe: str | None = None,
+    recipe: Recipe | None = None,
     overrides: Sequence[str] = (),
     name: str | None = None,
     takeover: bool = False,
+    site: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Measure every held-out set once: the summary, with a value for each metric under `evaluation`.
 
-    `run` (and `iteration`, else its newest that was saved): whose weights, and whose configuration unless a `recipe` is given.
-    Without `run`: the first weights of `recipe`. `overrides` are `dotted.key=value`, such as other `evaluation.datasets`; `name`
-    is the evaluation's own, as a run. Raises: ConfigError, DataError at once for bad input; as the train flow.
+    Raises: ConfigError, DataError at once for bad input; as the train flow.
+
+    Args:
+        run: Whose weights, and whose configuration unless a recipe is given. Without: the first weights of the recipe.
+        iteration: Which of the run's weights; without: its newest that were saved.
+        recipe: One that comes with the project, or the path of a YAML file.
+        overrides: Settings over those, `dotted.key=value`, such as other `evaluation.datasets`.
+        name: The evaluation's own name, as a run; without: `<run>.eval-<iteration>`.
+        takeover: Replace the process that drives this evaluation now, wherever it is.
+        site: Settings of the place where it runs, filled in by the deployment; `overrides` win.
     """
-    home = default_home()
+    home, overrides = default_home(), [*site, *overrides]
     config = configuration(home, run=run, iteration=iteration, recipe=recipe, overrides=overrides, name=name)
+    await configuration_artifact(config, recipe or f"of the run {run}", overrides)
     check(config, home)
     with Stopping(config.resources.stop_grace_s) as stopping:
         summary = await drive(config, home, stopping, takeover=takeover)

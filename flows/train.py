@@ -15,6 +15,7 @@ from prefect.states import Cancelled
 
 from flows.deployed import open_iterations
 from flows.output import outlive_the_worker
+from flows.parameters import Fork, Recipe, as_settled, name_of, named_at
 from flows.stopping import Preempted, Stopping, being_cancelled, hear_sigterm
 from rlpipe.config.load import home as default_home
 from rlpipe.config.load import load_run
@@ -23,6 +24,7 @@ from rlpipe.observe.progress import Progress
 from rlpipe.preflight import check
 from tasks.begin import begin
 from tasks.checkpoint import keep_if_held, keep_last
+from tasks.configuration import configuration_artifact
 from tasks.context import close_context, context
 from tasks.debug import sample_only
 from tasks.evaluate import evaluate
@@ -34,18 +36,35 @@ Result = TypeVar("Result")
 
 def run_name() -> str:
     """The flow run's name in Prefect: the run's own, else the recipe's."""
-    parameters = flow_run.parameters
-    return parameters.get("run") or Path(parameters["recipe"]).stem
+    return name_of(flow_run.parameters, flow_run.scheduled_start_time)
 
 
 @flow(name="train", flow_run_name=run_name, on_running=[hear_sigterm, outlive_the_worker])
-async def train(recipe: str, overrides: Sequence[str] = (), run: str | None = None, takeover: bool = False) -> dict[str, Any]:
+async def train(
+    recipe: Recipe,
+    overrides: Sequence[str] = (),
+    run: str | None = None,
+    takeover: bool = False,
+    seed: int | None = None,
+    fork: Fork | None = None,
+    site: Sequence[str] = (),
+) -> dict[str, Any]:
     """Train a recipe to its end, going on from what the store has of it. Answers the summary; `Cancelled` if it was cancelled.
 
-    `overrides` are `dotted.key=value`; `takeover` replaces the process that drives the run now, if any.
     Raises: ConfigError, DataError at once for bad input; Fenced if another process drives it; Preempted; what a stage raised.
+
+    Args:
+        recipe: One that comes with the project, or the path of a YAML file.
+        overrides: Settings over the recipe's, `dotted.key=value`, such as `train.optimizer.lr=2e-6`; later ones win.
+        run: Its name; a run that is there goes on. Without: the recipe's. `%Y%m%d` in it is the day it was scheduled for (UTC).
+        takeover: Replace the process that drives this run now, wherever it is.
+        seed: Another seed of data and training, as a run of its own: `<recipe>-seed<N>` unless `run` names it.
+        fork: `RUN@K`: go on from iteration K of that run (`RUN`: its newest), as a new run with these settings.
+        site: Settings of the place where it runs, filled in by the deployment; `overrides` win.
     """
-    config, home = load_run(recipe, overrides, run), default_home()
+    overrides, run = as_settled(recipe, [*site, *overrides], run, seed=seed, fork=fork)
+    config, home = load_run(recipe, overrides, named_at(run, flow_run.scheduled_start_time)), default_home()
+    await configuration_artifact(config, recipe, overrides)
     check(config, home)
     with Stopping(config.resources.stop_grace_s) as stopping:
         try:

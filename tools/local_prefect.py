@@ -110,15 +110,21 @@ def free_port(preferred: int) -> int:
     raise ResourceError("no port is free", where="127.0.0.1")
 
 
+def answers(url: str) -> bool:
+    """Does a GET of this URL succeed now?"""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
 def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and server.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{url}/api/health", timeout=5) as answer:
-                if answer.status == 200:
-                    return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
+        if answers(f"{url}/api/health"):
+            return
+        time.sleep(0.2)
     ended = f"ended with exit code {server.returncode}" if server.poll() is not None else "did not answer"
     last = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
     raise ResourceError(

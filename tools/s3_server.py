@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,16 +34,19 @@ THERE = ("BucketAlreadyExists", "BucketAlreadyOwnedByYou")
 class S3Server:
     """One server with one bucket: its data under `directory`, its ports kept over restarts. Usable as a context manager."""
 
-    def __init__(self, directory: Path, bucket: str = "tests") -> None:
+    def __init__(
+        self, directory: Path, bucket: str = "tests", *, ports: Sequence[int] | None = None, secret: str = SECRET_KEY
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.directory, self.bucket = directory, bucket
-        self._ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+        self.directory, self.bucket, self._secret = directory, bucket, secret
+        self._ports = dict(zip(PORTS, ports or free_ports(len(PORTS)), strict=True))
         self.url = f"http://127.0.0.1:{self._ports['s3']}"
         identity = {
             "name": "tests",
-            "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
+            "credentials": [{"accessKey": ACCESS_KEY, "secretKey": secret}],
             "actions": ["Admin", "Read", "Write", "List", "Tagging"],
         }
+        (directory / "s3.json").touch(mode=0o600)
         (directory / "s3.json").write_text(json.dumps({"identities": [identity]}))
         self.process = self._begin()
 
@@ -60,7 +64,7 @@ class S3Server:
     @property
     def environment(self) -> dict[str, str]:
         """The standard variables that point any S3 client at it."""
-        return s3_environment(self.url)
+        return s3_environment(self.url, self._secret)
 
     def restart(self) -> None:
         """Start it again at the same address with the same data, after it was stopped or killed; does not wait for it."""
@@ -81,7 +85,7 @@ class S3Server:
             region_name="us-east-1",
             config=options,
             aws_access_key_id=ACCESS_KEY,
-            aws_secret_access_key=SECRET_KEY,
+            aws_secret_access_key=self._secret,
         )
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline and self.process.poll() is None:

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flows.parameters import as_settled
 from rlpipe.config.flags import Given, read_flags
 from rlpipe.config.load import HOME_VARIABLE, home, load_run, recipes
 from rlpipe.config.presets import presets
@@ -99,19 +100,9 @@ def settle(arguments: argparse.Namespace, given: Given) -> None:
             raise ConfigError("what shall be trained?", where="tools.train", do="give --recipe, or flags such as --hf-checkpoint")
         arguments.recipe = str(BASE)
         arguments.run = arguments.run or given.own.get("wandb_group") or Path(given.own.get("save", "slime")).name
-        if arguments.seed is not None:
-            arguments.overrides.insert(0, f"seed={arguments.seed}")
-    elif arguments.seed is not None:
-        arguments.overrides.insert(0, f"seed={arguments.seed}")
-        arguments.run = arguments.run or f"{Path(arguments.recipe).stem}-seed{arguments.seed}"
-    if arguments.fork:
-        branch, _, iteration = arguments.fork.partition("@")
-        arguments.run = arguments.run or f"{branch}-from-{iteration or 'newest'}"
-        arguments.overrides[:0] = [
-            f"fork_from={{branch: {branch}, iteration: {iteration or 'null'}}}",
-            "warm_start=null",
-            "model.start_from=null",
-        ]
+    arguments.overrides, arguments.run = as_settled(
+        arguments.recipe, arguments.overrides, arguments.run, seed=arguments.seed, fork=arguments.fork
+    )
     if given.own.get("num_epoch") is not None and given.own.get("num_rollout") is None:
         arguments.overrides.append(f"num_rollout={iterations_of(arguments, given.own['num_epoch'])}")
 

@@ -43,7 +43,7 @@ def connect(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
             "num_cpus": resources.trainer_ranks + resources.rollout_num_gpus + 2,
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
-            "_temp_dir": str(_temporary_folder(home)),
+            "_temp_dir": str(temporary_folder(home)),
         }
     try:
         _init(**where, **common)
@@ -88,7 +88,7 @@ def disconnect() -> None:
         ray.shutdown()
 
 
-def _temporary_folder(home: Path) -> Path:
+def temporary_folder(home: Path) -> Path:
     """`{home}/.ray`, or where that path is too long for Unix sockets (107 bytes) one in TMPDIR, else in /tmp."""
     name = f"rlpipe-ray-{os.getuid()}"
     places = (home / ".ray", Path(tempfile.gettempdir()) / name, Path("/tmp") / name)

@@ -1,4 +1,5 @@
-"""Deployments on a real Prefect server and worker: a failed iteration is retried as Retry in the pages does it."""
+"""Deployments on a real Prefect server and worker: a schedule starts a run, whose failed iteration is retried as Retry in the
+pages does it. Where the machine has PostgreSQL, the server keeps its records in that, else in SQLite."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,6 +20,7 @@ import pytest
 from rlpipe.store.audit import check_branch
 from rlpipe.store.files import Files
 from tests.flows.test_train import SAMPLING
+from tests.postgres import binaries, postgresql
 from tools.local_prefect import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -33,15 +37,24 @@ def score(sample):
     SCORED.touch()
     return sum(c in "aeiou" for c in sample.response) / 6
 """
+SITE = """
+overrides: ["orchestration={{iterations: deployment, retries: 0}}"]
+deployments:
+  - flow: train
+    name: once
+    parameters: {{recipe: {recipe}, run: run-on, overrides: [num_rollout=2]}}
+    schedules: [{{rrule: "DTSTART:{at:%Y%m%dT%H%M%SZ}\\nRRULE:FREQ=DAILY;COUNT=1"}}]
+"""
 
 
 class Prefect:
     """A server and a worker with the deployments of this checkout, in processes of their own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, database: dict[str, str]) -> None:
         self.folder, self.port = folder, free_port(0)
         self.environment = {
             **os.environ,
+            **database,
             "PREFECT_HOME": str(folder / "prefect"),
             "PREFECT_API_URL": f"http://127.0.0.1:{self.port}/api",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -83,19 +96,30 @@ class Prefect:
     def run(self, module: str, *arguments: str) -> None:
         subprocess.run([sys.executable, "-m", module, *arguments], cwd=REPOSITORY, env=self.environment, check=True, timeout=120)
 
-    def start(self, run: str, recipe: Path, *overrides: str) -> None:
-        deployment = self._client.get("/deployments/name/train/train").json()["id"]
-        parameters = {"recipe": str(recipe), "run": run, "overrides": list(overrides)}
-        self._client.post(f"/deployments/{deployment}/create_flow_run", json={"parameters": parameters}).raise_for_status()
+    def made_by(self, deployment: str) -> list[dict[str, Any]]:
+        """The flow runs of a deployment, those to come included."""
+        number = self._client.get(f"/deployments/name/{deployment}").json()["id"]
+        return self._client.post("/flow_runs/filter", json={"deployments": {"id": {"any_": [number]}}}).json()
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        """The flow runs of this name."""
+        return self._client.post("/flow_runs/filter", json={"flow_runs": {"name": {"any_": [name]}}}).json()
 
     def state(self, name: str) -> str:
         """The state of the flow run of this name; empty if there is none."""
-        found = self._client.post("/flow_runs/filter", json={"flow_runs": {"name": {"any_": [name]}}}).json()
+        found = self.named(name)
         return found[0]["state"]["name"] if found else ""
+
+    def artifact(self, key: str) -> str:
+        """The text of the newest artifact of this key."""
+        return self._client.get(f"/artifacts/{key}/latest").json()["data"]
+
+    def automations(self) -> list[str]:
+        return [one["name"] for one in self._client.post("/automations/filter", json={}).json()]
 
     def retry(self, name: str) -> None:
         """What the button in the pages sends."""
-        found = self._client.post("/flow_runs/filter", json={"flow_runs": {"name": {"any_": [name]}}}).json()
+        found = self.named(name)
         state = {"state": {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the UI"}, "force": True}
         self._client.post(f"/flow_runs/{found[0]['id']}/set_state", json=state).raise_for_status()
 
@@ -111,27 +135,53 @@ class Prefect:
             time.sleep(0.5)
 
 
+@pytest.fixture(params=["postgresql"] if binaries() else ["sqlite"])
+def database(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+    """What points a Prefect server at its database."""
+    folder = binaries()
+    if request.param == "sqlite" or folder is None:
+        yield {}
+        return
+    with postgresql(folder) as url:
+        yield {"PREFECT_API_DATABASE_CONNECTION_URL": url}
+
+
 @pytest.fixture
-def prefect(tmp_path: Path) -> Iterator[Prefect]:
-    """A server with our deployments, and a worker of theirs."""
-    made = Prefect(tmp_path)
+def prefect(tmp_path: Path, database: dict[str, str]) -> Iterator[Prefect]:
+    """A server with our deployments and those of a site, and a worker of theirs."""
+    (tmp_path / "reward.py").write_text(FAILS_ONCE.format(folder=tmp_path))
+    (tmp_path / "small.yaml").write_text(SAMPLING % (tmp_path / "reward.py"))
+    made = Prefect(tmp_path, database)
     with made.running("server", "start", "--host", "127.0.0.1", "--port", str(made.port)):
         made.wait(made.healthy, 120)
-        for _ in range(2):
-            made.run("deployments.apply", "--home", str(tmp_path / "home"))
+        made.run("deployments.apply", "--home", str(tmp_path / "home"))
+        schedule_once(made, tmp_path)
         with made.running("worker", "start", "--pool", "rlpipe", "--type", "process"):
             yield made
 
 
+def schedule_once(prefect: Prefect, folder: Path) -> None:
+    """Declare a run some seconds ahead; further ahead if the machine was too slow to declare it before its time."""
+    for ahead_s in (20, 90, 300):
+        at = datetime.now(UTC) + timedelta(seconds=ahead_s)
+        (folder / "site.yaml").write_text(SITE.format(recipe=folder / "small.yaml", at=at))
+        prefect.run("deployments.apply", "--home", str(folder / "home"), "--site", str(folder / "site.yaml"))
+        while not prefect.made_by("train/once") and datetime.now(UTC) < at:
+            time.sleep(0.5)
+        if prefect.made_by("train/once"):
+            return
+    raise AssertionError((folder / "prefect.log").read_text()[-6000:])
+
+
 @pytest.mark.integration
-def test_an_iteration_that_failed_is_retried_from_the_run_and_its_rollout_is_reused(prefect: Prefect, tmp_path: Path):
-    (tmp_path / "reward.py").write_text(FAILS_ONCE.format(folder=tmp_path))
-    (tmp_path / "small.yaml").write_text(SAMPLING % (tmp_path / "reward.py"))
-    prefect.start("run", tmp_path / "small.yaml", "num_rollout=2", "orchestration={iterations: deployment, retries: 0}")
-    prefect.wait(lambda: prefect.state("run") == "Failed")
-    assert (prefect.state("run-0"), prefect.state("run-1")) == ("Completed", "Failed")
-    prefect.retry("run")
-    prefect.wait(lambda: prefect.state("run") == "Completed")
-    assert prefect.state("run-1") == "Completed"
-    prefect.wait(lambda: prefect.tasks("run-1").get("rollout-1") == "Reused", 30)
-    assert check_branch(Files(tmp_path / "home" / "store"), "run") == []
+def test_a_scheduled_run_whose_iteration_failed_is_retried_and_its_rollout_is_reused(prefect: Prefect, tmp_path: Path):
+    prefect.wait(lambda: prefect.state("run-on") == "Failed")
+    assert (prefect.state("run-on-0"), prefect.state("run-on-1")) == ("Completed", "Failed")
+    prefect.retry("run-on")
+    prefect.wait(lambda: prefect.state("run-on") == "Completed")
+    assert prefect.state("run-on-1") == "Completed"
+    prefect.wait(lambda: prefect.tasks("run-on-1").get("rollout-1") == "Reused", 30)
+    assert check_branch(Files(tmp_path / "home" / "store"), "run-on") == []
+    assert [(run["name"], run["auto_scheduled"]) for run in prefect.made_by("train/once")] == [("run-on", True)]
+    assert "num_rollout: 2" in prefect.artifact("run-on-configuration")
+    assert prefect.automations() == ["rlpipe: a silent run is crashed"]

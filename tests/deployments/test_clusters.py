@@ -1,0 +1,109 @@
+"""The pages for clusters: what the manifest names is there, what the scripts call exists."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deployments.site import load_site
+
+
+@pytest.fixture
+def folder(repository: Path) -> Path:
+    return repository / "deployments"
+
+
+@pytest.fixture
+def manifest(folder: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((folder / "kubernetes.yaml").read_text()))
+
+
+def named(manifest: list[dict[str, Any]], kind: str) -> set[str]:
+    return {one["metadata"]["name"] for one in manifest if one["kind"] == kind}
+
+
+def found(value: Any, key: str) -> Iterator[Any]:
+    """Every value of this key, however deep."""
+    if isinstance(value, dict):
+        yield from (inner for name, inner in value.items() if name == key)
+        yield from (inner for child in value.values() for inner in found(child, key))
+    elif isinstance(value, list):
+        yield from (inner for child in value for inner in found(child, key))
+
+
+def containers(manifest: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [one for key in ("containers", "initContainers") for several in found(manifest, key) for one in several]
+
+
+def test_every_object_of_the_manifest_is_in_the_namespace_it_makes(manifest: list[dict[str, Any]]):
+    assert named(manifest, "Namespace") == {"rlpipe"}
+    assert {one["metadata"].get("namespace") for one in manifest if one["kind"] != "Namespace"} == {"rlpipe"}
+
+
+def test_what_pods_name_is_there(manifest: list[dict[str, Any]]):
+    configs = {one["name"] for key in ("configMapRef", "configMap") for one in found(manifest, key)}
+    claims = {one["claimName"] for one in found(manifest, "persistentVolumeClaim")}
+    services = set(found(manifest, "serviceName"))
+    assert configs <= named(manifest, "ConfigMap")
+    assert claims <= named(manifest, "PersistentVolumeClaim")
+    assert services <= named(manifest, "Service")
+    for pod in (one["spec"]["template"] for one in manifest if "template" in one.get("spec", {})):
+        volumes = {one["name"] for several in found(pod, "volumes") for one in several} | {"data"}
+        assert {one["name"] for several in found(pod, "volumeMounts") for one in several} <= volumes
+
+
+def test_services_find_their_pods(manifest: list[dict[str, Any]]):
+    labels = [one["spec"]["template"]["metadata"]["labels"] for one in manifest if "template" in one.get("spec", {})]
+    assert all(one["spec"]["selector"] in labels for one in manifest if one["kind"] == "Service")
+    matched = [one["spec"]["selector"]["matchLabels"] for one in manifest if "template" in one.get("spec", {})]
+    assert matched == labels
+
+
+def test_no_secret_is_written_in_the_manifest(manifest: list[dict[str, Any]], folder: Path):
+    secrets = {one["name"] for key in ("secretRef", "secretKeyRef") for one in found(manifest, key)}
+    made = set(re.findall(r"create secret generic (\w+)", (folder / "kubernetes.md").read_text()))
+    assert secrets == made == {"store", "database"}
+    assert named(manifest, "Secret") == set()
+    values = [one.get("value", "") for several in found(manifest, "env") for one in several]
+    assert [value for value in values if "://" in value] == ["postgresql+asyncpg://prefect:$(PASSWORD)@postgres:5432/prefect"]
+
+
+def test_the_modules_that_are_started_exist(manifest: list[dict[str, Any]], folder: Path):
+    commands = [" ".join(one["command"]) for one in containers(manifest) if "command" in one]
+    texts = [*commands, *(path.read_text() for name in ("*.md", "*.sbatch", "Containerfile") for path in folder.glob(name))]
+    modules = {module for text in texts for module in re.findall(r"-m ([a-z_]+(?:\.[a-z_0-9]+)+)", text)}
+    assert "deployments.apply" in modules
+    assert [module for module in sorted(modules) if importlib.util.find_spec(module) is None] == []
+
+
+def test_the_site_of_the_manifest_is_a_site(manifest: list[dict[str, Any]], tmp_path: Path):
+    (text,) = (one["data"]["site.yaml"] for one in manifest if one["metadata"]["name"] == "site")
+    (tmp_path / "site.yaml").write_text(text)
+    assert load_site(tmp_path / "site.yaml").overrides == ("store.root=s3://rl/runs", "resources.ray_address=ray-head:6379")
+
+
+def test_one_image_runs_everything_of_ours(manifest: list[dict[str, Any]], folder: Path):
+    images = {one["image"] for one in containers(manifest)} - {"postgres:15"}
+    assert len(images) == 1
+    assert f"-t {images.pop()} " in (folder / "kubernetes.md").read_text()
+
+
+def test_the_batch_script_is_bash_and_its_page_names_what_it_takes(folder: Path):
+    script = folder / "slurm.sbatch"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    page = (folder / "slurm.md").read_text()
+    assert all(variable in page for variable in ("RLPIPE_HOME", "RLPIPE_RAY_PORT"))
+
+
+def test_what_pages_link_to_is_there(folder: Path):
+    for page in folder.glob("*.md"):
+        names = re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:md|sbatch|yaml)|Containerfile)`|\]\(([\w./-]+)\)", page.read_text())
+        wanted = {one or other for one, other in names} - {"my_run.yaml", "my_site.yaml"}
+        assert [name for name in sorted(wanted) if not ((folder / name).exists() or (folder.parent / name).exists())] == []

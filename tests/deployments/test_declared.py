@@ -1,0 +1,73 @@
+"""Which deployments there are: each recipe, each flow, a site's own; where they run and when."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.client.schemas.actions import DeploymentScheduleCreate
+
+from deployments.declared import FLOWS, Declaration, declared, entrypoints, timetable
+from deployments.site import Entry, GpuSet, Schedule, Site, load_site
+from rlpipe.config.load import recipes
+from rlpipe.errors import ConfigError
+
+
+def by_name(site: Site) -> dict[str, Declaration]:
+    return {one.full_name: one for one in declared(site, set(FLOWS))}
+
+
+def test_every_flow_and_every_recipe_has_a_deployment():
+    names = set(by_name(Site()))
+    assert {f"{flow}/{flow}" for flow in FLOWS} | {f"train/{recipe}" for recipe in recipes()} == names
+
+
+def test_only_training_waits_in_line_and_iterations_never():
+    queues = {one.flow: one.queue for one in by_name(Site()).values()}
+    assert [queues.pop(flow) for flow in ("train", "fork")] == ["train", "train"]
+    assert set(queues.values()) == {"default"}
+
+
+def test_flows_are_where_they_are_said_to_be(repository: Path):
+    for entrypoint in entrypoints().values():
+        file, _, function = entrypoint.partition(":")
+        assert f"def {function}(" in (repository / file).read_text()
+
+
+def test_a_site_places_its_runs_on_its_gpus_with_its_settings():
+    entry = Entry(flow="train", name="n", parameters={"recipe": "search"}, gpu_set="b", tags=("mine",))
+    site = Site(gpu_sets={"b": GpuSet(gpus=(2, 3))}, overrides=("num_rollout=7",), deployments=(entry,))
+    one = by_name(site)["train/n"]
+    assert (one.queue, one.gpus, one.tags) == ("b", (2, 3), ("rlpipe", "train", "mine"))
+    assert one.parameters == {"recipe": "search", "site": ["num_rollout=7"]}
+    assert "site" not in by_name(site)["iteration/iteration"].parameters
+
+
+@pytest.mark.parametrize("overrides", [("no.such=1",), ("num_rollout=x",)])
+def test_settings_that_no_run_could_start_with_are_refused_at_once(overrides: tuple[str, ...]):
+    with pytest.raises(ConfigError, match=r"no|num_rollout"):
+        by_name(Site(overrides=overrides))
+
+
+def test_schedules_are_what_they_say_and_the_same_whenever_they_are_declared():
+    def kept(schedule: Schedule) -> dict[str, Any]:
+        return DeploymentScheduleCreate.from_schedule(timetable(schedule)).model_dump()
+
+    cron = kept(Schedule(cron="0 2 * * *", timezone="Europe/Berlin"))["schedule"]
+    assert (cron["cron"], cron["timezone"]) == ("0 2 * * *", "Europe/Berlin")
+    interval = kept(Schedule(interval_s=21600))["schedule"]
+    assert (interval["interval"], interval["anchor_date"]) == (timedelta(hours=6), datetime(2026, 1, 1, tzinfo=UTC))
+    assert kept(Schedule(rrule="FREQ=DAILY;COUNT=1", active=False))["active"] is False
+
+
+def test_a_cron_text_that_is_none_is_refused():
+    entry = Entry(flow="train", name="n", schedules=(Schedule(cron="every night"),))
+    with pytest.raises(ConfigError, match=r"train/n: "):
+        by_name(Site(deployments=(entry,)))
+
+
+def test_every_deployment_of_the_example_can_be_declared(repository: Path):
+    site = load_site(repository / "deployments" / "site.example.yaml")
+    assert all(one.timetables is not None for one in by_name(site).values())

@@ -1,0 +1,29 @@
+"""Serving without a work pool: the same deployments, and no limit that an iteration would wait in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deployments.serve import check_limit, served
+from deployments.site import Entry, Schedule, Site
+from rlpipe.errors import ConfigError
+
+
+async def test_the_chosen_flows_are_served_with_their_schedules(repository: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(repository)
+    entry = Entry(flow="evaluate", name="often", parameters={"run": "r"}, schedules=(Schedule(interval_s=60),))
+    made = {f"{one.flow_name}/{one.name}": one for one in await served(Site(deployments=(entry,)), ["iteration", "evaluate"])}
+    assert set(made) == {"iteration/iteration", "evaluate/evaluate", "evaluate/often"}
+    assert [len(one.schedules or []) for one in made.values()] == [0, 0, 1]
+    assert made["iteration/iteration"].entrypoint == "flows/iteration_run.py:iteration_run"
+    assert all(one.work_pool_name is None for one in made.values())
+
+
+@pytest.mark.parametrize("chosen", [[], ["train", "iteration"]])
+def test_runs_and_their_iterations_do_not_share_a_limit(chosen: list[str]):
+    with pytest.raises(ConfigError, match="from another process"):
+        check_limit(chosen, 1)
+    check_limit(chosen, None)
+    check_limit(["train"], 1)

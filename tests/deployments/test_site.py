@@ -1,0 +1,51 @@
+"""A site's file: the example is a good one, and a wrong one is refused with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deployments.site import Site, load_site
+from rlpipe.errors import ConfigError
+
+
+def site(place: Path, text: str) -> Site:
+    file = place / "site.yaml"
+    file.write_text(text)
+    return load_site(file)
+
+
+def test_the_example_is_a_site(repository: Path):
+    example = load_site(repository / "deployments" / "site.example.yaml")
+    assert {name: gpus.limit for name, gpus in example.sets.items()} == {"train": 1, "spare": 2}
+    assert {f"{entry.flow}/{entry.name}" for entry in example.deployments} >= {"train/nightly", "evaluate/calculator"}
+
+
+def test_without_a_file_there_is_one_set_of_gpus_for_one_run_at_a_time():
+    assert {name: (gpus.gpus, gpus.limit) for name, gpus in load_site(None).sets.items()} == {"train": (None, 1)}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("pool: a\npols: b\n", r"site\.yaml:2: pols: "),
+        ("gpu_sets: {default: {}}\n", "that queue has no limit"),
+        ("deployments: [{flow: train, name: n, gpu_set: other}]\n", "no such set of GPUs: other; there are train"),
+        (
+            "deployments:\n  - flow: train\n    name: n\n    schedules:\n      - cron: '* * * * *'\n        rrule: FREQ=DAILY\n",
+            "5: .*one of",
+        ),
+        ("deployments: [{flow: train, name: n, schedules: [{interval_s: 0}]}]\n", "interval_s: .*greater than 0"),
+        ("deployments: [{flow: train, name: n, schedules: [{interval_s: 9, timezone: Mars}]}]\n", "Europe/Berlin"),
+        ("deployments: [{flow: sleep, name: n}]\n", "flow: .*'train'"),
+    ],
+)
+def test_a_wrong_site_is_refused_with_the_key_and_its_line(tmp_path: Path, text: str, said: str):
+    with pytest.raises(ConfigError, match=said):
+        site(tmp_path, text)
+
+
+def test_a_site_that_is_not_there_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        load_site(tmp_path / "nowhere.yaml")

@@ -1,0 +1,284 @@
+"""A place to run in, on this machine: Prefect server, S3 store, Ray head and worker, up and down.   make up / make down
+
+    python -m tools.up [--site FILE] [--without ray,s3]     start what does not run, declare the deployments, say where all is
+    python -m tools.up --status | --down
+
+Each is a process of its own session with a record `{home}/.up/<name>.json`: its PID, when that process began (a number is given
+to another process some day), its port. What runs stays as it is; what died comes back at the same port with the same data.
+Everything listens on loopback only. The store's key is made at the first start and lies in `{home}/.up/env`, which nobody else
+can read: `. runs/.up/env` in a shell points Prefect's commands and any S3 client here.
+
+Not here: what a run needs of a cluster (`deployments/*.md`), or a server for one run only (`local_prefect`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+import yaml
+
+from deployments.site import load_site
+from flows.environment import keep_caches_in
+from rlpipe.config.load import HOME_VARIABLE, home
+from rlpipe.errors import ResourceError, RlpipeError
+from tools.local_prefect import SETTINGS, answers, free_port
+from tools.s3_server import PORTS, S3Server, free_ports, s3_environment
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMES = ("s3", "prefect", "ray", "worker")
+"""In the order in which they start; they end in the opposite one."""
+START_TIMEOUT_S = 180.0
+END_TIMEOUT_S = 45.0
+"""A run that is asked to end gets `resources.stop_grace_s` (20 s) for its iteration, and some for a checkpoint."""
+BUCKET = "rlpipe"
+MIN_CPUS = 16
+"""Ray counts a CPU for each actor, most of which wait for a GPU or for each other."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A process that was started here."""
+
+    pid: int
+    began_s: float
+    ports: tuple[int, ...]
+
+    @property
+    def process(self) -> psutil.Process | None:
+        """It, if it still runs."""
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.began_s) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return None
+        return process if same else None
+
+
+class Place:
+    """The processes of one home."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home, self.folder = folder, folder / ".up"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.chmod(0o700)
+
+    def record(self, name: str) -> Record | None:
+        """What was started last under this name, running or not."""
+        file = self.folder / f"{name}.json"
+        if not file.is_file():
+            return None
+        values = json.loads(file.read_text())
+        return Record(values["pid"], values["began_s"], tuple(values["ports"]))
+
+    def keep(self, name: str, process: psutil.Process, ports: Iterable[int]) -> None:
+        """Remember a process that was started."""
+        record = Record(process.pid, process.create_time(), tuple(ports))
+        (self.folder / f"{name}.json").write_text(json.dumps(asdict(record)))
+
+    def running(self, name: str) -> psutil.Process | None:
+        record = self.record(name)
+        return record and record.process
+
+    def ports(self, name: str, made: Callable[[], list[int]]) -> list[int]:
+        """The ports it had, else new ones."""
+        record = self.record(name)
+        return list(record.ports) if record else made()
+
+    def url(self, name: str) -> str:
+        record = self.record(name)
+        assert record is not None
+        return f"127.0.0.1:{record.ports[0]}" if name == "ray" else f"http://127.0.0.1:{record.ports[0]}"
+
+    @property
+    def secret(self) -> str:
+        """The key of the S3 store, made once."""
+        file = self.folder / "s3.key"
+        if not file.is_file():
+            file.touch(mode=0o600)
+            file.write_text(secrets.token_urlsafe(24))
+        return file.read_text()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What points a process at the servers that were started here."""
+        store = s3_environment(self.url("s3"), self.secret) if self.record("s3") else {}
+        where = {"PREFECT_API_URL": f"{self.url('prefect')}/api"} if self.record("prefect") else {}
+        return {**where, **store, HOME_VARIABLE: str(self.home)}
+
+    @property
+    def overrides(self) -> list[str]:
+        """Settings of every run from here."""
+        store = [f"store.root=s3://{BUCKET}/runs"] if self.record("s3") else []
+        return [*store, *([f"resources.ray_address={self.url('ray')}"] if self.record("ray") else [])]
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+
+def start(place: Place, name: str, command: list[str], ports: Iterable[int], environment: dict[str, str]) -> None:
+    """A process that outlives this one."""
+    with place.log(name).open("ab") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **environment, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    place.keep(name, psutil.Process(process.pid), ports)
+
+
+def wait(place: Place, name: str, ready: Callable[[], bool]) -> None:
+    """Until it answers. Raises: ResourceError with the end of its log."""
+    end_s = time.monotonic() + START_TIMEOUT_S
+    while place.running(name) and time.monotonic() < end_s:
+        if ready():
+            return
+        time.sleep(0.3)
+    last = "\n".join(place.log(name).read_text(errors="replace").splitlines()[-12:])
+    raise ResourceError(f"{name} did not come up", where=str(place.log(name)), found=last)
+
+
+def start_s3(place: Place) -> None:
+    """SeaweedFS, with a bucket and a key of this place's own."""
+    ports = place.ports("s3", lambda: free_ports(len(PORTS)))
+    server = S3Server(place.folder / "s3", BUCKET, ports=ports, secret=place.secret)
+    place.keep("s3", psutil.Process(server.process.pid), ports)
+    server.wait_ready()
+
+
+def start_prefect(place: Place) -> None:
+    """The server, with its pages and its database."""
+    (port,) = place.ports("prefect", lambda: [free_port(4200)])
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    url = f"http://127.0.0.1:{port}"
+    environment = {**SETTINGS, "PREFECT_HOME": str(place.folder / "prefect"), "PREFECT_UI_API_URL": f"{url}/api"}
+    start(place, "prefect", command, [port], {**environment, "PREFECT_API_URL": f"{url}/api"})
+    wait(place, "prefect", lambda: answers(f"{url}/api/health"))
+
+
+def start_ray(place: Place) -> None:
+    """The head of a cluster that others can join. Its processes end with it."""
+    from rlpipe.actors.local_ray import temporary_folder
+
+    (port,) = place.ports("ray", lambda: [free_port(6379)])
+    cpus = max(MIN_CPUS, os.cpu_count() or 1)
+    ray = [sys.executable, "-m", "ray.scripts.scripts"]
+    head = ["start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", f"--num-cpus={cpus}"]
+    quiet = ["--include-dashboard=false", "--disable-usage-stats", f"--object-store-memory={256 * 1024**2}"]
+    quiet.append(f"--temp-dir={temporary_folder(place.home)}")
+    start(place, "ray", [*ray, *head, *quiet], [port], {**place.environment, "RAY_AUTH_MODE": "disabled"})
+    status = [*ray, "status", f"--address=127.0.0.1:{port}"]
+    wait(place, "ray", lambda: subprocess.run(status, cwd=ROOT, capture_output=True, check=False).returncode == 0)
+
+
+def start_worker(place: Place, pool: str) -> None:
+    """What starts flow runs, each in a process of its own."""
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
+    settings = {**SETTINGS, "PREFECT_HOME": str(place.folder / "prefect")}
+    settings["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "INFO"
+    start(place, "worker", command, [], {**settings, **place.environment, "RAY_AUTH_MODE": "disabled"})
+
+
+def up(place: Place, site: Path | None, without: set[str]) -> None:
+    """Start what does not run, then declare the deployments. Raises: ConfigError, ResourceError."""
+    own = load_site(site)
+    keep_caches_in(place.home)
+    for name, begin in (("s3", start_s3), ("prefect", start_prefect), ("ray", start_ray)):
+        if name not in without and not place.running(name):
+            print(f"starting {name} …", flush=True)
+            begin(place)
+    merged = own.model_copy(update={"overrides": (*place.overrides, *own.overrides)})
+    (place.folder / "site.yaml").write_text(yaml.safe_dump(merged.model_dump(mode="json")))
+    lines = [f"export {key}='{value}'\n" for key, value in place.environment.items()]
+    secret = place.folder / "env"
+    secret.touch(mode=0o600)
+    secret.write_text("".join(lines))
+    declare = [sys.executable, "-m", "deployments.apply", "--site", str(place.folder / "site.yaml"), "--home", str(place.home)]
+    print("declaring the deployments …", flush=True)
+    settings = {**SETTINGS, **place.environment, "PREFECT_HOME": str(place.folder / "prefect"), "PYTHONPATH": str(ROOT)}
+    subprocess.run(declare, cwd=ROOT, env={**os.environ, **settings}, check=True)
+    if not place.running("worker"):
+        start_worker(place, merged.pool)
+
+
+def down(place: Place) -> list[str]:
+    """End them: first the runs, as SIGTERM ends a run; the names of what was running."""
+    ended = []
+    for name in reversed(NAMES):
+        process = place.running(name)
+        if process is None:
+            continue
+        below = process.children(recursive=True)
+        if name == "worker":
+            _end([child for child in process.children() if "prefect" in " ".join(child.cmdline())])
+        _end([process])
+        _end(below)
+        ended.append(name)
+    return ended
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """SIGTERM, and SIGKILL for what has not ended by then."""
+    for process in processes:
+        if process.is_running():
+            process.terminate()
+    for process in psutil.wait_procs(processes, timeout=END_TIMEOUT_S)[1]:
+        process.kill()
+
+
+def told(place: Place) -> str:
+    """What runs, where, and what to do next."""
+    lines = []
+    for name in NAMES:
+        process = place.running(name)
+        where = place.url(name) if process and name != "worker" else ""
+        lines.append(f"  {name:<8} {f'PID {process.pid}' if process else 'down':<12} {where}".rstrip())
+    if place.running("worker"):
+        lines += ["", f"  . {place.folder / 'env'}", "  .venv/bin/prefect deployment run train/spell_backward"]
+        lines += [f"  its pages: {place.url('prefect')}   logs: {place.folder}/*.log"]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Parse, do it. Exit codes: 0 done, 1 something did not start, 2 bad input."""
+    parser = argparse.ArgumentParser(prog="python -m tools.up", description="Prefect server, S3 store, Ray head and worker.")
+    parser.add_argument("--home", help=f"where everything is kept (default: ${HOME_VARIABLE} or ./runs)")
+    parser.add_argument(
+        "--site", type=Path, help="YAML file with sets of GPUs, schedules, settings: deployments/site.example.yaml"
+    )
+    parser.add_argument("--without", default="", metavar="NAMES", help="do not start these: of ray,s3 (runs then use their own)")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--down", action="store_true", help="end them all")
+    action.add_argument("--status", action="store_true", help="say what runs")
+    arguments = parser.parse_args()
+    without = {name for name in arguments.without.split(",") if name}
+    if unknown := without - {"ray", "s3"}:
+        parser.error(f"--without takes ray and s3, not {', '.join(sorted(unknown))}")
+    place = Place(Path(arguments.home).expanduser().absolute() if arguments.home else home())
+    try:
+        if arguments.down:
+            print(f"ended: {', '.join(down(place)) or 'nothing was running'}")
+        elif not arguments.status:
+            up(place, arguments.site, without)
+    except RlpipeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    print(told(place))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
