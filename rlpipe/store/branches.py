@@ -64,7 +64,7 @@ class Branches:
         if parent is not None:
             self.read(*parse_commit_name(parent))
         record = Branch(branch=branch, config=dict(config), init=init, parent=parent, created=now())
-        path = _config_path(branch)
+        path = config_path(branch)
         try:
             self._files.create(path, seal(record, path))
         except ObjectConflict as error:
@@ -82,7 +82,7 @@ class Branches:
     def get(self, branch: str) -> Branch:
         """What the branch is. Raises: ObjectMissing, ObjectCorrupt."""
         if branch not in self._known:
-            path = _config_path(branch)
+            path = config_path(branch)
             record = unseal(Branch, self._files.read(path), self._files.url(path))
             if record.branch != branch or not _is_commit_name(record.parent):
                 found = f"{record.branch}, a fork of {record.parent}"
@@ -202,7 +202,8 @@ class Branches:
             )
 
 
-def _config_path(branch: str) -> str:
+def config_path(branch: str) -> str:
+    """Where the record of a branch lives."""
     return f"branches/{branch}/config.json"
 
 
