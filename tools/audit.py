@@ -61,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokenizer", help="of view: directory of a tokenizer (default: the model's, if it is on this machine)")
     parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
     parser.add_argument("--store", help="URL of the store (default: the one the run was started with)")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def store_of(folder: Path, run: str) -> str | Path:
