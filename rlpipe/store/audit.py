@@ -7,67 +7,62 @@ Along the branch, and through what it was forked from, oldest first:
     batches     the rows that were trained are those of the groups the commit says, which its rollout accepted; none is
                 trained twice
     rows        a trained group has rows in a rollout of the branch; so has a buffered one, where it says they lie
+    foreign     a row of a rollout is of a group that was planned; a reward's and a batch's rows are rows of the rollout, and the
+                batch has their very tokens
     cursor      each plan starts where the commit before it (or the part before it) left the data source, and the commit ends
                 where its rollout says
     epochs      no commit was made under an older epoch than one before it
     records     commits follow each other; nodes are there, have the digest of their inputs, and parents on this branch
-    files       data files are there with their size, checksum and rows
+    files       data files, checkpoints, evaluations are there with their size, checksum and rows
 
-Not here: whether the numbers in them are right (replay), or repairs.
+If a commit of the history is missing, what comes after it is checked by itself: records, files and foreign rows.
+
+Not here: whether the numbers in them are right (replay), what is unusual (`anomalies`), or repairs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable
 
-from rlpipe.errors import ObjectCorrupt, ObjectMissing
-from rlpipe.store.branches import Branches, commit_name
+import pyarrow as pa
+
+from rlpipe.errors import ObjectCorrupt
+from rlpipe.store.audit_reading import Finding, Loaded, Reader, evaluations_of, history, keys, read_ahead
+from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
-from rlpipe.store.plans import Plans, plan_of_rows
-from rlpipe.store.segments import segment_problem
-from rlpipe.store.shards import read_rows
-from rlpipe.types import Commit, DataState, FileRecord, Node, Plan, Stage
+from rlpipe.store.segments import Segments, segment_problem
+from rlpipe.types import Commit, DataState, Node, Plan, Stage
 
-Found = TypeVar("Found")
-
-
-class Finding(NamedTuple):
-    """One thing that is not as it should be."""
-
-    rule: str
-    where: str
-    problem: str
+Say = Callable[[int, int], object]
+"""Told of progress: iterations done, and of how many."""
 
 
-def check_branch(files: Files, branch: str) -> list[Finding]:
+def check_branch(files: Files, branch: str, say: Say | None = None) -> list[Finding]:
     """Everything wrong with a branch; an empty list is the proof. Reads every file of it.
 
-    Raises: ObjectMissing if there is no such branch.
+    Raises: ObjectMissing if there is no such branch; StoreError if the store does not answer.
     """
-    audit, branches = _Audit(files), Branches(files)
-    inits, commits = [branches.get(branch).init], []
-    try:
-        for commit in branches.walk(branch):
-            commits.append(commit)
-            inits.append(branches.get(commit.branch).init)
-    except (ObjectMissing, ObjectCorrupt) as error:
-        audit.add("records", branch, f"the history cannot be read: {error}")
-    for digest in dict.fromkeys(inits):
+    commits, inits, findings = history(Branches(files), branch)
+    reader = Reader(files, evaluations_of(files, findings))
+    audit = _Audit(files, reader, findings, whole=not findings)
+    for digest in inits:
         audit.check_init(digest)
-    for commit in reversed(commits):
-        audit.check(commit)
+    audit.check_segments(dict.fromkeys([branch, *(commit.branch for commit in commits)]))
+    for number, loaded in enumerate(read_ahead(reader, commits[::-1]), start=1):
+        audit.check(loaded)
+        if say is not None:
+            say(number, len(commits))
     return audit.findings
 
 
 class _Audit:
-    """What is known so far along the branch."""
+    """What is known so far along the branch. `whole`: from its first commit on."""
 
-    def __init__(self, files: Files) -> None:
-        self.findings: list[Finding] = []
-        self._files, self._nodes, self._plans, self._branches = files, Nodes(files), Plans(files), Branches(files)
+    def __init__(self, files: Files, reader: Reader, findings: list[Finding], *, whole: bool) -> None:
+        self.findings, self._reader, self._whole = findings, reader, whole
+        self._nodes, self._branches, self._segments = Nodes(files), Branches(files), Segments(files)
         self._data = DataState()
         self._drawn: set[str] = set()
         self._trained: dict[str, str] = {}
@@ -82,27 +77,46 @@ class _Audit:
     def check_init(self, digest: str) -> None:
         """The node of the first weights; its own parents may lie on another branch."""
         self._known.add(digest)
-        if node := self._node(Stage.INIT, digest, f"init {digest}"):
-            self._check_files(node)
+        where = f"init {digest}"
+        if node := self._reader.readable(self.findings, "records", where, lambda: self._nodes.get(Stage.INIT, digest)):
+            self._reader.check_files(self.findings, node)
+        self.findings += self._reader.check_leaves(digest, where)
 
-    def check(self, commit: Commit) -> None:
-        where = commit_name(commit.branch, commit.iteration)
-        plans = [self._readable("records", where, lambda digest=digest: self._plans.read(digest)) for digest in commit.plans]
+    def check_segments(self, branches: Iterable[str]) -> None:
+        """The states that replays made anew, each with its checkpoint."""
+        for branch in branches:
+            where = f"segments of {branch}"
+            for segment in self._reader.readable(self.findings, "records", where, lambda b=branch: self._segments.of(b)) or ():
+                named = f"{where}: version {segment.version}"
+                self._reader.readable(
+                    self.findings, "records", named, lambda s=segment: self._nodes.get(Stage.SEGMENT, s.segment)
+                )
+                self.findings += self._reader.check_leaves(segment.segment, named)
+
+    def check(self, loaded: Loaded) -> None:
+        """One iteration."""
+        commit, where = loaded.commit, loaded.where
+        self.findings += loaded.findings
         self._known.update(commit.plans)
-        if parts := [plan for plan in plans if plan]:
-            self._check_cursor(commit, parts, where)
-            self._check_groups(commit, parts, where)
+        if loaded.plans and self._whole:
+            self._check_cursor(commit, loaded.plans, where)
+            self._check_groups(commit, loaded.plans, where)
         if (newest := self._epochs.get(commit.branch, 0)) > commit.epoch:
             self.add("epochs", where, f"it was made under epoch {commit.epoch}, after a commit of epoch {newest}")
-        self._epochs[commit.branch] = commit.epoch
+        self._epochs[commit.branch] = max(newest, commit.epoch)
         self._known.update(commit.nodes.values())
-        for stage, digest in commit.nodes.items():
-            if node := self._node(stage, digest, f"{where} {stage}"):
+        for stage, node in loaded.nodes.items():
+            if self._whole:
                 self._check_parents(node, f"{where} {stage}")
-                self._check_files(node)
-                self._check_rows(node, commit, where)
-                if node.stage is Stage.ROLLOUT:
-                    self._check_rollout(node, commit, where)
+        self._check_rows(loaded)
+        self._check_foreign(loaded)
+        self._check_rollout(loaded)
+        if self._whole:
+            self._check_homes(commit, where)
+        self._data = commit.data
+
+    def _check_homes(self, commit: Commit, where: str) -> None:
+        """Do trained and waiting groups have the rows that they must have?"""
         for group in sorted(set(commit.trained)):
             if (None, group) not in self._rows:
                 self.add("rows", where, f"{group} was trained without rows in any rollout")
@@ -111,7 +125,6 @@ class _Audit:
                 self.add("rows", where, f"{waiting.group_id} waits with plan {waiting.plan}, which is not on this branch")
             if waiting.rows is not None and (waiting.rows, waiting.group_id) not in self._rows:
                 self.add("rows", where, f"{waiting.group_id} waits without the rows it says it has")
-        self._data = commit.data
 
     def _check_cursor(self, commit: Commit, parts: list[Plan], where: str) -> None:
         before = self._data
@@ -128,15 +141,17 @@ class _Audit:
         """The branch that planned what a branch trains on: itself, or the one whose rollouts it loads."""
         return self._branches.sampled_by(branch)
 
-    def _check_rollout(self, node: Node, commit: Commit, where: str) -> None:
-        said = {"after": None, "plans": None, "accepted": [], "dropped": {}, **node.outputs}
-        if said["after"] != commit.data.model_dump(mode="json"):
-            self.add("cursor", where, f"the rollout ends at {said['after']}, the commit at {commit.data}")
-        if said["plans"] != list(commit.plans):
-            self.add("records", where, f"the rollout names the plans {said['plans']}, the commit {list(commit.plans)}")
-        for group in sorted(set(commit.trained) - set(said["accepted"])):
+    def _check_rollout(self, loaded: Loaded) -> None:
+        said, commit, where = loaded.rollout, loaded.commit, loaded.where
+        if said is None:
+            return
+        if said.after != commit.data.model_dump(mode="json"):
+            self.add("cursor", where, f"the rollout ends at {said.after}, the commit at {commit.data}")
+        if said.plans != list(commit.plans):
+            self.add("records", where, f"the rollout names the plans {said.plans}, the commit {list(commit.plans)}")
+        for group in sorted(set(commit.trained) - set(said.accepted)):
             self.add("batches", where, f"{group} was trained but not accepted")
-        for group in sorted(set(said["dropped"].items()) - set(commit.dropped.items())):
+        for group in sorted(set(said.dropped.items()) - set(commit.dropped.items())):
             self.add("accounted", where, f"the rollout dropped {group[0]} ({group[1]}), the commit does not say so")
 
     def _check_groups(self, commit: Commit, parts: list[Plan], where: str) -> None:
@@ -160,45 +175,57 @@ class _Audit:
             if (earlier := self._trained.setdefault(group, where)) != where:
                 self.add("batches", where, f"{group} was trained in {earlier} already")
 
-    def _node(self, stage: Stage, digest: str, where: str) -> Node | None:
-        return self._readable("records", where, lambda: self._nodes.get(stage, digest))
-
     def _check_parents(self, node: Node, where: str) -> None:
         for role, digest in node.parents.items():
             if digest in self._known:
                 continue
-            if problem := segment_problem(self._nodes, digest, self._known):
+            try:
+                problem = segment_problem(self._nodes, digest, self._known)
+            except ObjectCorrupt as error:
+                problem = str(error)
+            if problem:
                 self.add("records", where, f"its {role}: {problem}")
             else:
                 self._known.add(digest)
 
-    def _check_files(self, node: Node) -> None:
-        for record in node.files:
-            url = self._files.url(record.path)
-            data = self._readable("files", url, lambda record=record: self._files.read(record.path, record.sha256))
-            if data is not None and len(data) != record.size_bytes:
-                self.add("files", url, f"{len(data)} bytes, recorded are {record.size_bytes}")
+    def _check_rows(self, loaded: Loaded) -> None:
+        """Which groups have rows, and whether the batch is of the trained ones."""
+        for plan, table in loaded.rows.get(Stage.ROLLOUT, ()):
+            self._rows |= {(place, group) for group in set(table["group_id"].to_pylist()) for place in (None, plan)}
+        batch = loaded.table(Stage.ADVANTAGE)
+        if batch is not None and (groups := set(batch["group_id"].to_pylist())) != set(loaded.commit.trained):
+            self.add("batches", loaded.where, f"batch rows and commit differ in {sorted(groups ^ set(loaded.commit.trained))}")
 
-    def _check_rows(self, node: Node, commit: Commit, where: str) -> None:
-        tables = [record for record in node.files if record.rows is not None]
-        if node.stage not in (Stage.ROLLOUT, Stage.ADVANTAGE) or not tables:
+    def _check_foreign(self, loaded: Loaded) -> None:
+        """Rows that nobody planned, or that are of no rollout."""
+        samples = loaded.table(Stage.ROLLOUT)
+        if samples is None:
             return
-        if node.stage is Stage.ROLLOUT:
-            for record in tables:
-                found = self._readable("files", f"{where} {node.stage}", lambda record=record: self._groups([record])) or set()
-                self._rows |= {(place, group) for group in found for place in (None, plan_of_rows(record.path))}
-            return
-        if (groups := self._readable("files", f"{where} {node.stage}", lambda: self._groups(tables))) is None:
-            return
-        if groups != set(commit.trained):
-            self.add("batches", where, f"batch rows and commit differ in {sorted(groups ^ set(commit.trained))}")
+        sampled = set(keys(samples))
+        if len(loaded.plans) == len(loaded.commit.plans):
+            planned = {group.group_id for plan in loaded.plans for group in plan.groups}
+            strangers = sorted(key for key in sampled if key[0] not in planned)
+            self._add_foreign(loaded, Stage.ROLLOUT, strangers, "its group was not planned")
+        for stage in (Stage.REWARD, Stage.ADVANTAGE):
+            if (table := loaded.table(stage)) is not None:
+                self._add_foreign(loaded, stage, sorted(set(keys(table)) - sampled), "no such row in the rollout")
+        if (batch := loaded.table(Stage.ADVANTAGE)) is not None:
+            self._add_foreign(loaded, Stage.ADVANTAGE, _other_tokens(samples, batch), "its tokens are not those of the rollout")
 
-    def _groups(self, records: list[FileRecord]) -> set[str]:
-        return set(read_rows(self._files, records, ["group_id"])["group_id"].to_pylist())
+    def _add_foreign(self, loaded: Loaded, stage: Stage, found: list[tuple[str, int]], problem: str) -> None:
+        for group, index in found:
+            self.add("foreign", f"{loaded.where} {stage}", f"row {group}/{index}: {problem}")
 
-    def _readable(self, rule: str, where: str, read: Callable[[], Found]) -> Found | None:
-        try:
-            return read()
-        except (ObjectMissing, ObjectCorrupt) as error:
-            self.add(rule, where, str(error))
-            return None
+
+def _other_tokens(samples: pa.Table, batch: pa.Table) -> list[tuple[str, int]]:
+    """Rows of the batch whose tokens no row of that name in the rollout has."""
+    wanted = dict(zip(keys(batch), batch["tokens"].to_pylist(), strict=True))
+    right, seen = set(), set()
+    for key, prompt, response in zip(
+        keys(samples), samples["prompt_ids"].to_pylist(), samples["response_ids"].to_pylist(), strict=True
+    ):
+        if key in wanted:
+            seen.add(key)
+            if wanted[key] == prompt + response:
+                right.add(key)
+    return sorted(seen - right)

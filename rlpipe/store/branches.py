@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from uuid import uuid4
 
-from rlpipe.errors import Fenced, ObjectConflict, ObjectMissing, StoreError
+from rlpipe.errors import Fenced, ObjectConflict, ObjectCorrupt, ObjectMissing, StoreError
 from rlpipe.store.files import Files
 from rlpipe.store.records import now, seal, unseal
 from rlpipe.types import Commit, Record
@@ -64,7 +64,7 @@ class Branches:
         if parent is not None:
             self.read(*parse_commit_name(parent))
         record = Branch(branch=branch, config=dict(config), init=init, parent=parent, created=now())
-        path = _config_path(branch)
+        path = config_path(branch)
         try:
             self._files.create(path, seal(record, path))
         except ObjectConflict as error:
@@ -82,8 +82,12 @@ class Branches:
     def get(self, branch: str) -> Branch:
         """What the branch is. Raises: ObjectMissing, ObjectCorrupt."""
         if branch not in self._known:
-            path = _config_path(branch)
-            self._known[branch] = unseal(Branch, self._files.read(path), self._files.url(path))
+            path = config_path(branch)
+            record = unseal(Branch, self._files.read(path), self._files.url(path))
+            if record.branch != branch or not _is_commit_name(record.parent):
+                found = f"{record.branch}, a fork of {record.parent}"
+                raise ObjectCorrupt("this is another branch", where=self._files.url(path), found=found, expected=branch)
+            self._known[branch] = record
         return self._known[branch]
 
     def find(self, branch: str) -> Branch | None:
@@ -116,9 +120,13 @@ class Branches:
         return self.read(*parse_commit_name(record.parent)) if record.parent else None
 
     def read(self, branch: str, iteration: int) -> Commit:
-        """One commit. Raises: ObjectMissing, ObjectCorrupt."""
+        """One commit. Raises: ObjectMissing; ObjectCorrupt also if it is another one, or does not follow the one before it."""
         path = _path(commit_name(branch, iteration))
-        return unseal(Commit, self._files.read(path), self._files.url(path))
+        commit = unseal(Commit, self._files.read(path), self._files.url(path))
+        if (commit.branch, commit.iteration) != (branch, iteration) or not _follows(commit):
+            found = f"{commit_name(commit.branch, commit.iteration)} after {commit.parent}"
+            raise ObjectCorrupt("this is another commit", where=self._files.url(path), found=found, expected="one that follows")
+        return commit
 
     def parent_name(self, branch: str, iteration: int) -> str | None:
         """Name of the commit that an iteration of a branch follows: of the branch itself, or the one it is a fork of.
@@ -204,12 +212,27 @@ class Branches:
             )
 
 
-def _config_path(branch: str) -> str:
+def config_path(branch: str) -> str:
+    """Where the record of a branch lives."""
     return f"branches/{branch}/config.json"
 
 
 def _path(name: str) -> str:
     return f"branches/{name}.json"
+
+
+def _is_commit_name(name: str | None) -> bool:
+    try:
+        return name is None or bool(parse_commit_name(name))
+    except ValueError:
+        return False
+
+
+def _follows(commit: Commit) -> bool:
+    """Is its parent the iteration before it? So no history goes in circles."""
+    if commit.parent is None or not _is_commit_name(commit.parent):
+        return commit.parent is None
+    return parse_commit_name(commit.parent)[1] == commit.iteration - 1
 
 
 def _content(commit: Commit) -> dict[str, Any]:

@@ -105,6 +105,10 @@ class Files:
             return entry.size_bytes
         raise ObjectMissing("there is no such object", where=self.url(path))
 
+    def sha256(self, path: str) -> str:
+        """sha256 of an object, in hex, read in chunks. Raises: ObjectMissing."""
+        return self._backend.sha256(_checked(path))
+
     def list(self, prefix: str = "") -> list[str]:
         """Names of all objects below the folder `prefix`, relative to the root, sorted. An absent folder is empty."""
         return sorted(entry.path for entry in self.entries(prefix))

@@ -14,9 +14,9 @@ Not here: parts of S3 uploads that were killed (a bucket's lifecycle rule), and 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from rlpipe.store.branches import Branches
+from rlpipe.store.branches import Branches, config_path
 from rlpipe.store.epochs import superseded
 from rlpipe.store.files import Files
 from rlpipe.store.local import Entry
@@ -32,14 +32,15 @@ LEAVES = (Stage.CHECKPOINT, Stage.EVAL)
 """Stages about weights, from which nothing is made along the branch."""
 
 
-def unreachable(files: Files, grace_s: float) -> list[str]:
+def unreachable(files: Files, grace_s: float, leaving: Collection[str] = ()) -> list[str]:
     """Names of all objects that may go: reached by nothing and older than the grace period (seconds).
 
+    `leaving`: records that are about to be removed (`retention`), and reach nothing any more.
     Raises: ObjectMissing, ObjectCorrupt if a record cannot be read: who knows what it reaches, so nothing may go.
     """
     now = time.time()
     entries = [entry for folder in FOLDERS for entry in files.entries(folder)]
-    reached = _Reached(files, {entry.path for entry in entries})
+    reached = _Reached(files, {entry.path for entry in entries}, leaving)
     records = list(files.entries("branches"))
     renewals = superseded(entry.path for entry in records)
     candidates = [
@@ -53,21 +54,30 @@ def unreachable(files: Files, grace_s: float) -> list[str]:
 def collect(files: Files, grace_s: float, *, dry_run: bool) -> list[str]:
     """Remove what `unreachable` names, or only say what would go. Killed half-way it can simply be run again."""
     paths = unreachable(files, grace_s)
-    for path in () if dry_run else paths:
-        files.delete(path)
+    if not dry_run:
+        remove(files, paths)
     return paths
+
+
+def remove(files: Files, paths: Sequence[str], say: Callable[[int, int], object] | None = None) -> None:
+    """Remove objects, in this order. `say` is told how many are done, and of how many."""
+    for number, path in enumerate(paths, start=1):
+        files.delete(path)
+        if say is not None:
+            say(number, len(paths))
 
 
 class _Reached:
     """The closure over one listing of the store: `paths` may not go."""
 
-    def __init__(self, files: Files, names: set[str]) -> None:
+    def __init__(self, files: Files, names: set[str], leaving: Collection[str] = ()) -> None:
         self._files, self._nodes, self._plans, self._branches = files, Nodes(files), Plans(files), Branches(files)
-        self._homes = {_digest(name): name for name in names if name.startswith("nodes/")}
+        self._homes = {_digest(name): name for name in names.difference(leaving) if name.startswith("nodes/")}
         self._next: dict[str, int] = {}
         self.paths: set[str] = set()
         for branch in self._branches.names():
-            self._add_branch(branch)
+            if config_path(branch) not in leaving:
+                self._add_branch(branch)
         plans = {name.split("/")[1] for name in names if name.startswith("plans/") and name.endswith("/plan.json")}
         self._add_pending({digest for digest in plans if self._is_open(digest)})
         self._add_leaves()

@@ -54,7 +54,7 @@ def unseal(kind: type[RecordType], data: bytes, where: str) -> RecordType:
         if sha256 != digest(content, where):
             raise ObjectCorrupt("the record was changed after it was written", where=where, expected=f"sha256 {sha256}")
         return kind.model_validate(content)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problem = f"not a readable {kind.__name__.lower()} record"
         found = _first_problem(error) if isinstance(error, ValidationError) else repr(error)
         raise ObjectCorrupt(problem, where=where, found=found) from error

@@ -189,7 +189,8 @@ def decode(data: bytes, where: str, columns: Sequence[str] | None = None) -> pa.
             raise ObjectCorrupt("not one of the store's tables", where=where, found=found.names, expected=_expected(found))
         wanted = kind.names if columns is None else _with_companions(kind, columns)
         table = _completed(file.read(columns=[name for name in wanted if name in found.names]), kind, wanted)
-    except (pa.ArrowException, OSError) as error:
+        table.validate(full=True)
+    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         raise ObjectCorrupt("not a readable Parquet file", where=where, found=error) from error
     check(table, where, ObjectCorrupt)
     return table if columns is None else table.select(list(columns))

@@ -28,6 +28,7 @@ from rlpipe.rollout.generate import FINISHED, planned_sample
 from rlpipe.rollout.judge import Judge
 from rlpipe.rollout.rows import Part, StoredRows
 from rlpipe.rollout.sampler import RolloutResult, RolloutSettings, run_rollout
+from rlpipe.stage_files import write_batch
 from rlpipe.store.audit import check_branch
 from rlpipe.store.branches import Branches, commit_name
 from rlpipe.store.files import Files
@@ -35,10 +36,10 @@ from rlpipe.store.gc import unreachable
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.plans import Plans
 from rlpipe.store.rows import table_to_samples
-from rlpipe.store.shards import data_folder, read_rows, write_table
+from rlpipe.store.shards import read_rows
 from rlpipe.types import Commit, DataState, PlannedGroup, Sample, Stage, Status
 from tests.data.test_source import FILE, LETTERS, rows
-from tests.store.lineage import batch_table, make_node
+from tests.store.lineage import make_node
 
 LENGTH = 4
 """Tokens of a finished response."""
@@ -255,7 +256,7 @@ class Driver:
         nodes = {Stage.ROLLOUT: node.digest}
         advantage = make_node(Stage.ADVANTAGE, {"rollout": node.digest})
         if trained:
-            record = write_table(self.files, data_folder(Stage.ADVANTAGE, advantage.digest), "batch", batch_table(trained))
+            record = write_batch(self.files, advantage.digest, batch, batch.columns)
             nodes[Stage.ADVANTAGE] = self.nodes.commit(advantage.model_copy(update={"files": (record,)})).digest
         self.branches.commit(
             Commit(

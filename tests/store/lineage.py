@@ -18,7 +18,7 @@ from rlpipe.store.nodes import Nodes, input_digest
 from rlpipe.store.plans import Plans
 from rlpipe.store.rows import rewards_to_table
 from rlpipe.store.schema import BATCH, from_ragged, make_table
-from rlpipe.store.shards import ShardWriter, data_folder, write_data, write_table
+from rlpipe.store.shards import ShardWriter, adopt, data_folder, write_data, write_table
 from rlpipe.types import BufferedGroup, Commit, DataState, FileRecord, Node, Plan, PlannedGroup, Sample, Stage, Status
 
 
@@ -54,13 +54,13 @@ def group(group_id: str, size: int = 2) -> list[Sample]:
 
 
 def batch_table(groups: Sequence[str]) -> pa.Table:
-    """Batch rows of these groups, two samples each."""
+    """Batch rows of these groups' two samples each, as `sample` makes them."""
     rows = [(group_id, index) for group_id in groups for index in range(2)]
     tokens, response = np.arange(len(rows) + 1) * 5, np.arange(len(rows) + 1) * 3
     columns = {
         "group_id": [group_id for group_id, _ in rows],
         "index": [index for _, index in rows],
-        "tokens": from_ragged(np.ones(tokens[-1]), tokens, pa.int32()),
+        "tokens": from_ragged(np.tile(np.arange(1, 6), len(rows)), tokens, pa.int32()),
         "prompt_len": [2] * len(rows),
         "loss_mask": from_ragged(np.ones(response[-1]), response, pa.uint8()),
         "advantages": from_ragged(np.zeros(response[-1]), response, pa.float32()),
@@ -125,7 +125,7 @@ class Run:
         trained, dropped, _ = self.fates(plan)
         writer = ShardWriter(self.files, Plans.groups_prefix(digest), plan.iteration)
         fresh = [group(group_id) for group_id in self.fresh(plan)]
-        shards = [writer.write(fresh[:1]), writer.write(fresh[1:], dropped)]
+        shards = [*self.waited(plan), writer.write(fresh[:1]), writer.write(fresh[1:], dropped)]
         state = newest.nodes[Stage.TRAIN] if newest else Branches(self.files).get(self.branch).init
         made: dict[Stage, str] = {}
         parents = {"plan": digest}
@@ -143,6 +143,12 @@ class Run:
             if stage is stop_after:
                 break
         return made
+
+    def waited(self, plan: Plan) -> list[FileRecord]:
+        """The shards of earlier iterations that hold the groups of the buffer."""
+        shards = [adopt(self.files, Plans.groups_prefix(waiting.rows)) for waiting in plan.before.buffer if waiting.rows]
+        wanted = {waiting.group_id for waiting in plan.before.buffer}
+        return [record for found in shards for record, groups in found if wanted & set(groups)]
 
     def stage_files(self, node: Node, shards: list[FileRecord], trained: list[str]) -> list[FileRecord]:
         folder = data_folder(node.stage, node.digest)

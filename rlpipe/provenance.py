@@ -1,0 +1,257 @@
+"""Where weights come from, and where a prompt went.
+
+Backward, from the weights after an iteration: the legs of their history (a branch, what it was forked from, the run whose weights
+it started with), and for each what was trained, by whose rewards, with which code, packages, engines and weight versions.
+Forward, from a prompt: each of its samples in any branch, the optimizer steps that trained on it, and what descends from them.
+
+Not here: whether the records are true (`store.audit`), or the numbers right (replay).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rlpipe.errors import ConfigError, ObjectMissing
+from rlpipe.inputs import checkpoint_inputs
+from rlpipe.lineage import state_node
+from rlpipe.stage_files import read_packing
+from rlpipe.store import scalars
+from rlpipe.store.branches import Branches, commit_name, parse_commit_name
+from rlpipe.store.files import Files
+from rlpipe.store.nodes import Nodes
+from rlpipe.store.plans import Plans
+from rlpipe.store.scalar_rows import prompt_name
+from rlpipe.store.segments import Segments, current_state
+from rlpipe.store.shards import read_rows
+from rlpipe.types import Commit, Node, Stage
+
+MOST_PROMPTS = 50
+"""That a piece of text may name."""
+SHOWN = ("branch", "iteration", "group_id", "index", "prompt", "status", "reward", "advantage", "trained", "drop_reason")
+"""Of a sample on its way forward."""
+
+
+@dataclass
+class Leg:
+    """A branch's own part of a history: its commits, oldest first, and the node of the first weights it began with."""
+
+    branch: str
+    init: Node
+    commits: list[Commit] = field(default_factory=list)
+
+    @property
+    def last(self) -> int:
+        """Its last iteration that counts; -1 if there is none."""
+        return self.commits[-1].iteration if self.commits else -1
+
+
+def legs(files: Files, branch: str, iteration: int | None = None) -> list[Leg]:
+    """The history of the weights after an iteration (None: the newest), newest leg first, through forks and warm starts.
+
+    Raises: ObjectMissing if there is no such branch or commit; ObjectCorrupt.
+    """
+    branches, nodes = Branches(files), Nodes(files)
+    found: list[Leg] = []
+    place: tuple[str, int | None] | None = (branch, iteration)
+    while place is not None:
+        began = len(found)
+        for commit in _back_from(branches, *place):
+            if len(found) == began or found[-1].branch != commit.branch:
+                found.append(Leg(commit.branch, nodes.get(Stage.INIT, branches.get(commit.branch).init)))
+            found[-1].commits.insert(0, commit)
+        if len(found) == began:
+            found.append(Leg(place[0], nodes.get(Stage.INIT, branches.get(place[0]).init)))
+        started = found[-1].init.parents.get("start_from")
+        place = _made_by(files, started, found[-1].branch) if started else None
+    return found
+
+
+def backward(files: Files, branch: str, iteration: int | None = None) -> dict[str, Any]:
+    """What made the weights after an iteration (None: the newest), as plain values.
+
+    `weights` (digests of state and checkpoint, version), and `legs`, newest first. Raises: as `legs`.
+    """
+    chain = legs(files, branch, iteration)
+    return {"weights": _weights(files, chain[0]), "legs": [_said_of(files, leg) for leg in chain]}
+
+
+def trained_on(files: Files, branch: str, iteration: int | None = None) -> pa.Table:
+    """Every sample that the weights after an iteration were trained on, as rows of `scalar_rows.SAMPLES`, oldest first."""
+    return pa.concat_tables([_trained(files, leg) for leg in reversed(legs(files, branch, iteration))])
+
+
+def find_prompts(files: Files, branch: str, text: str) -> dict[str, str]:
+    """Prompts of a branch's history that contain a text: name → prompt. Raises: ConfigError if none does, or too many do."""
+    plans, found = Plans(files), {}
+    for commit in Branches(files).walk(branch):
+        for group in (group for digest in commit.plans for group in plans.read(digest).groups):
+            shown = group.prompt if isinstance(group.prompt, str) else json.dumps(group.prompt, ensure_ascii=False)
+            if text in shown:
+                found[prompt_name(json.dumps(group.prompt, separators=(",", ":")))] = shown
+    if not found or len(found) > MOST_PROMPTS:
+        raise ConfigError(
+            "no prompt of this run has that text" if not found else "too many prompts have that text",
+            where="prompt",
+            found=f"{text!r}: {len(found)} prompts",
+            expected=f"at most {MOST_PROMPTS}",
+            do="give a piece of the prompt as the samples have it (after the chat template), or a longer one",
+        )
+    return found
+
+
+def forward(files: Files, prompts: Sequence[str]) -> list[dict[str, Any]]:
+    """Every sample of these prompts (by name) in any branch, with the optimizer step that trained on it.
+
+    Keys: SHOWN of the samples table; `optimizer_step` of the iteration, from 0, and `weight_version`, the first that has it, both
+    None if it was not trained. Ordered by branch and iteration.
+    """
+    answer = []
+    for branch in Branches(files).names():
+        scalars.update(files, branch)
+        rows = scalars.read(files, branch, ancestors=False)
+        found = rows.filter(pc.field("prompt").isin(prompts)).to_pylist()
+        steps = {k: optimizer_steps(files, branch, k) for k in {row["iteration"] for row in found if row["trained"]}}
+        answer += [_forward_row(row, steps) for row in found]
+    return sorted(answer, key=lambda row: (row["branch"], row["iteration"], row["group_id"], row["index"]))
+
+
+def descendants(files: Files, branch: str, iteration: int) -> list[str]:
+    """`RUN@K` of each branch's newest weights that descend from those after an iteration, that branch's own first."""
+    found = []
+    for name in sorted(Branches(files).names(), key=lambda name: (name != branch, name)):
+        for leg in legs(files, name):
+            if leg.branch == branch and leg.last >= iteration:
+                newest = Branches(files).newest(name)
+                found.append(f"{name}@{newest.iteration if newest and newest.branch == name else 'start'}")
+                break
+    return found
+
+
+def _forward_row(row: dict[str, Any], steps: dict[int, dict[tuple[str, int], int]]) -> dict[str, Any]:
+    step = steps[row["iteration"]].get((row["group_id"], row["index"])) if row["trained"] else None
+    version = row["iteration"] + 1 if row["trained"] else None
+    return {**{name: row[name] for name in SHOWN}, "optimizer_step": step, "weight_version": version}
+
+
+def optimizer_steps(files: Files, branch: str, iteration: int) -> dict[tuple[str, int], int]:
+    """(group_id, index) → number of the optimizer step of the iteration that trained on it, from 0."""
+    commit, nodes = Branches(files).read(branch, iteration), Nodes(files)
+    if Stage.TRAIN not in commit.nodes or Stage.ADVANTAGE not in commit.nodes:
+        return {}
+    batch, train = nodes.get(Stage.ADVANTAGE, commit.nodes[Stage.ADVANTAGE]), nodes.get(Stage.TRAIN, commit.nodes[Stage.TRAIN])
+    if not batch.files or not train.files:
+        return {}
+    table = read_rows(files, batch.files, ["group_id", "index"])
+    keys = list(zip(table["group_id"].to_pylist(), table["index"].to_pylist(), strict=True))
+    steps = read_packing(files, train).steps
+    return {keys[row]: number for number, step in enumerate(steps) for rank in step for micro in rank for row in micro}
+
+
+def _back_from(branches: Branches, branch: str, iteration: int | None) -> Iterator[Commit]:
+    commit = branches.newest(branch) if iteration is None else branches.read(branch, iteration) if iteration >= 0 else None
+    while commit is not None:
+        yield commit
+        commit = branches.read(*parse_commit_name(commit.parent)) if commit.parent else None
+
+
+def _made_by(files: Files, checkpoint: str, taker: str) -> tuple[str, int] | None:
+    """Branch and iteration whose weights a checkpoint holds; iteration -1: the first weights of the branch."""
+    nodes, branches = Nodes(files), Branches(files)
+    weights = nodes.get(Stage.CHECKPOINT, checkpoint).parents["weights"]
+    state = state_node(nodes, weights)
+    recorded = state.parents["weights"] if state.stage is Stage.SEGMENT else weights
+    likely = sorted(branches.names(), key=lambda name: (not name.startswith(taker), name))
+    for name in likely:
+        if branches.get(name).init == recorded and name != taker:
+            return name, -1
+        if (commit := _commit_of(branches, name, recorded)) is not None:
+            return commit.branch, commit.iteration
+    raise ObjectMissing("no branch has made these weights", where=f"nodes/checkpoint/{checkpoint}.json", found=recorded)
+
+
+def _commit_of(branches: Branches, branch: str, train: str) -> Commit | None:
+    return next((c for c in branches.walk(branch) if c.branch == branch and c.nodes.get(Stage.TRAIN) == train), None)
+
+
+def _weights(files: Files, leg: Leg) -> dict[str, Any]:
+    nodes = Nodes(files)
+    recorded = leg.commits[-1].nodes[Stage.TRAIN] if leg.commits else leg.init.digest
+    state = current_state(Segments(files), leg.branch, leg.last + 1, recorded)
+    checkpoint = nodes.find(Stage.CHECKPOINT, checkpoint_inputs(state).digest)
+    return {
+        "branch": leg.branch,
+        "iteration": leg.last if leg.commits else None,
+        "version": leg.last + 1,
+        "node": state,
+        "state_digest": state_node(nodes, state).outputs.get("state_digest"),
+        "checkpoint": checkpoint.digest if checkpoint else None,
+        "files": [record.path for record in checkpoint.files] if checkpoint else [],
+    }
+
+
+def _said_of(files: Files, leg: Leg) -> dict[str, Any]:
+    """What there is to say of a leg."""
+    rows = _trained(files, leg)
+    rewards = rows["reward"].drop_null().to_pylist()
+    nodes = Nodes(files)
+    rewarded = [(c.iteration, nodes.get(Stage.REWARD, c.nodes[Stage.REWARD])) for c in leg.commits if Stage.REWARD in c.nodes]
+    config = Branches(files).config(leg.branch)
+    return {
+        "branch": leg.branch,
+        "commits": [commit_name(c.branch, c.iteration) for c in (leg.commits[:1] + leg.commits[-1:])],
+        "iterations": len(leg.commits),
+        "samples": rows.num_rows,
+        "groups": len(set(rows["group_id"].to_pylist())),
+        "prompts": len(set(rows["prompt"].to_pylist())),
+        "dropped": dict(Counter(reason for commit in leg.commits for reason in commit.dropped.values())),
+        "reward": sum(rewards) / len(rewards) if rewards else None,
+        "rewards": _spans((k, {"function": node.config.get("function"), "hooks": node.hooks}) for k, node in rewarded),
+        "weight_versions": _range(rows["newest_version"]),
+        "staleness": _range(rows["staleness"]),
+        "engines": sorted(set(rows["engine"].to_pylist()) - {None, ""}),
+        "packages": _spans((commit.iteration, commit.packages) for commit in leg.commits),
+        "configurations": _spans((commit.iteration, commit.config_digest) for commit in leg.commits),
+        "drivers": _spans((commit.iteration, commit.epoch) for commit in leg.commits),
+        "code": _hooks(nodes, leg),
+        "model": {**leg.init.config, "source": (config.get("model") or {}).get("source")},
+    }
+
+
+def _hooks(nodes: Nodes, leg: Leg) -> dict[str, list[str]]:
+    """Path of a function of the user → sha256 of each source that was used."""
+    found: dict[str, list[str]] = {}
+    for commit in leg.commits:
+        for stage, digest in commit.nodes.items():
+            for path, sha256 in nodes.get(stage, digest).hooks.items():
+                if sha256 not in found.setdefault(path, []):
+                    found[path].append(sha256)
+    return found
+
+
+def _trained(files: Files, leg: Leg) -> pa.Table:
+    scalars.update(files, leg.branch)
+    rows = scalars.read(files, leg.branch, ancestors=False)
+    return rows.filter(pc.field("trained") & (pc.field("iteration") <= leg.last))
+
+
+def _range(column: pa.ChunkedArray) -> list[int] | None:
+    known = column.drop_null().to_pylist()
+    return [min(known), max(known)] if known else None
+
+
+def _spans(values: Iterable[tuple[int, Any]]) -> list[dict[str, Any]]:
+    """Equal values that follow each other, with the first and the last iteration of each."""
+    spans: list[dict[str, Any]] = []
+    for k, value in values:
+        if spans and spans[-1]["value"] == value:
+            spans[-1]["iterations"][1] = k
+        else:
+            spans.append({"iterations": [k, k], "value": value})
+    return spans

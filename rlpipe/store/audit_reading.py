@@ -1,0 +1,213 @@
+"""What the audit reads: an iteration with its plans, nodes, files and rows, as far as they can be read, and what is wrong with
+the rest. Every file is read whole: its size, checksum and, in a table, every rule of its rows.
+
+Not here: whether what was read fits together (`audit`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import pyarrow as pa
+from pydantic import BaseModel, ValidationError
+
+from rlpipe.errors import ObjectCorrupt, ObjectMissing
+from rlpipe.store.branches import Branches, commit_name, parse_commit_name
+from rlpipe.store.files import Files
+from rlpipe.store.nodes import Nodes, input_digest
+from rlpipe.store.plans import Plans, plan_of_rows
+from rlpipe.store.schema import BATCH, KIND, REWARDS, SAMPLES, decode
+from rlpipe.types import Commit, FileRecord, Node, Plan, Stage
+
+AHEAD = 4
+"""Iterations that are read ahead of the one that is looked at; from an object store most of the time is waiting."""
+COMPARED = {
+    SAMPLES.metadata[KIND]: ("group_id", "index", "prompt_ids", "response_ids"),
+    REWARDS.metadata[KIND]: ("group_id", "index"),
+    BATCH.metadata[KIND]: ("group_id", "index", "tokens"),
+}
+"""The columns of each kind of table that the audit keeps."""
+Found = TypeVar("Found")
+
+
+class Finding(NamedTuple):
+    """One thing that is not as it should be."""
+
+    rule: str
+    where: str
+    problem: str
+
+
+class RolloutSaid(BaseModel):
+    """What a rollout says of its groups and of the data source."""
+
+    plans: list[str] = []
+    accepted: list[str] = []
+    dropped: dict[str, str] = {}
+    after: dict[str, Any] = {}
+
+
+class Rows(NamedTuple):
+    """One table of a node: the plan below which it lies (None: another stage's), and the columns that are compared."""
+
+    plan: str | None
+    table: pa.Table
+
+
+@dataclass
+class Loaded:
+    """What could be read of an iteration."""
+
+    commit: Commit
+    plans: list[Plan] = field(default_factory=list)
+    nodes: dict[Stage, Node] = field(default_factory=dict)
+    rows: dict[Stage, list[Rows]] = field(default_factory=dict)
+    """Of each stage whose tables could all be read."""
+    rollout: RolloutSaid | None = None
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def where(self) -> str:
+        """The commit's name."""
+        return commit_name(self.commit.branch, self.commit.iteration)
+
+    def table(self, stage: Stage) -> pa.Table | None:
+        """All rows of a stage; None if it has none that could be read."""
+        tables = [rows.table for rows in self.rows.get(stage, ())]
+        return pa.concat_tables(tables).combine_chunks() if tables else None
+
+
+class Reader:
+    """Reads what belongs to commits. Methods raise only what a store raises that is away, or full."""
+
+    def __init__(self, files: Files, evaluations: dict[str, list[Node]]) -> None:
+        self._files, self._nodes, self._plans = files, Nodes(files), Plans(files)
+        self._evaluations = evaluations
+
+    def load(self, commit: Commit) -> Loaded:
+        """An iteration, with the checkpoint and the evaluations of the weights it made."""
+        loaded = Loaded(commit)
+        for digest in commit.plans:
+            if plan := self.readable(loaded.findings, "records", loaded.where, lambda digest=digest: self._plans.read(digest)):
+                loaded.plans.append(plan)
+        for stage, digest in commit.nodes.items():
+            where = f"{loaded.where} {stage}"
+            if node := self.readable(loaded.findings, "records", where, lambda s=stage, d=digest: self._nodes.get(s, d)):
+                loaded.nodes[stage] = node
+                rows = self.check_files(loaded.findings, node)
+                if rows is not None:
+                    loaded.rows[stage] = rows
+        if rollout := loaded.nodes.get(Stage.ROLLOUT):
+            loaded.rollout = self._said(loaded, rollout)
+        if Stage.TRAIN in commit.nodes:
+            loaded.findings += self.check_leaves(commit.nodes[Stage.TRAIN], loaded.where)
+        return loaded
+
+    def check_leaves(self, weights: str, where: str) -> list[Finding]:
+        """The checkpoint and the evaluations of a state, if there are any."""
+        findings: list[Finding] = []
+        checkpoint = input_digest(Stage.CHECKPOINT, {"weights": weights}, {}, {})
+        named = self.readable(findings, "records", f"{where} checkpoint", lambda: self._nodes.find(Stage.CHECKPOINT, checkpoint))
+        for node in [*([named] if named else []), *self._evaluations.get(weights, ())]:
+            self.check_files(findings, node)
+        return findings
+
+    def check_files(self, findings: list[Finding], node: Node) -> list[Rows] | None:
+        """Every file of a node; the rows of its tables, None if one of them could not be read."""
+        rows: list[Rows] | None = []
+        for record in node.files:
+            url = self._files.url(record.path)
+            table = self.readable(findings, "files", url, lambda record=record, url=url: self._file(findings, record, url))
+            if table is not None and rows is not None:
+                rows.append(Rows(plan_of_rows(record.path), table))
+            if table is None and record.rows is not None:
+                rows = None
+        return rows
+
+    def _file(self, findings: list[Finding], record: FileRecord, url: str) -> pa.Table | None:
+        size, table = self._read(findings, record, url)
+        if size != record.size_bytes:
+            findings.append(Finding("files", url, f"{size} bytes, recorded are {record.size_bytes}"))
+        if table is not None and table.num_rows != record.rows:
+            findings.append(Finding("files", url, f"{table.num_rows} rows, recorded are {record.rows}"))
+        return table
+
+    def _read(self, findings: list[Finding], record: FileRecord, url: str) -> tuple[int, pa.Table | None]:
+        """Size of a file and its rows, if it is a table; another one, which may be large, is only gone through."""
+        if record.rows is not None:
+            data = self._files.read(record.path, record.sha256)
+            table = decode(data, url)
+            return len(data), table.select(list(COMPARED[table.schema.metadata[KIND]]))
+        if (found := self._files.sha256(record.path)) != record.sha256:
+            findings.append(Finding("files", url, f"sha256 {found}, recorded is {record.sha256}"))
+        return self._files.size(record.path), None
+
+    def _said(self, loaded: Loaded, rollout: Node) -> RolloutSaid | None:
+        try:
+            return RolloutSaid.model_validate(rollout.outputs)
+        except ValidationError as error:
+            first = error.errors()[0]
+            problem = f"its outputs are not those of a rollout: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+            loaded.findings.append(Finding("records", f"{loaded.where} rollout", problem))
+            return None
+
+    def readable(self, findings: list[Finding], rule: str, where: str, read: Callable[[], Found]) -> Found | None:
+        """What is read; None, and a finding, if it is not there or not what was written."""
+        try:
+            return read()
+        except (ObjectMissing, ObjectCorrupt) as error:
+            findings.append(Finding(rule, where, str(error)))
+            return None
+
+
+def history(branches: Branches, branch: str) -> tuple[list[Commit], list[str], list[Finding]]:
+    """The commits of a branch and of what it was forked from, newest first; digests of their first weights; what is wrong.
+
+    It ends at the first commit that cannot be read. Raises: ObjectMissing if there is no such branch.
+    """
+    inits, commits, findings = [branches.get(branch).init], [], []
+    where = branch
+    try:
+        commit = branches.newest(branch)
+        while commit is not None:
+            where = commit_name(commit.branch, commit.iteration)
+            commits.append(commit)
+            inits.append(branches.get(commit.branch).init)
+            where = commit.parent or where
+            commit = branches.read(*parse_commit_name(commit.parent)) if commit.parent else None
+    except (ObjectMissing, ObjectCorrupt) as error:
+        findings.append(Finding("records", where, f"the history cannot be read: {error}"))
+    return commits, list(dict.fromkeys(inits)), findings
+
+
+def evaluations_of(files: Files, findings: list[Finding]) -> dict[str, list[Node]]:
+    """The evaluation nodes of a store by the state that they measured. One listing; each record is read."""
+    found: dict[str, list[Node]] = {}
+    nodes, reader = Nodes(files), Reader(files, {})
+    for path in files.list(f"nodes/{Stage.EVAL}"):
+        digest = path.rpartition("/")[2].removesuffix(".json")
+        node = reader.readable(findings, "records", path, lambda digest=digest: nodes.get(Stage.EVAL, digest))
+        if node is not None and (weights := node.parents.get("weights")):
+            found.setdefault(weights, []).append(node)
+    return found
+
+
+def read_ahead(reader: Reader, commits: Sequence[Commit]) -> Iterator[Loaded]:
+    """Each commit's iteration, in order; some are read while the one before is looked at."""
+    with ThreadPoolExecutor(AHEAD) as pool:
+        waiting: deque[Future[Loaded]] = deque()
+        for commit in commits:
+            waiting.append(pool.submit(reader.load, commit))
+            if len(waiting) > AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def keys(table: pa.Table) -> Iterable[tuple[str, int]]:
+    """(group_id, index) of each row."""
+    return zip(table["group_id"].to_pylist(), table["index"].to_pylist(), strict=True)

@@ -1,0 +1,179 @@
+"""Retention: which checkpoints may go, when a whole run may, and that what is left can still be audited and gone on with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlpipe.errors import ConfigError, ObjectCorrupt, ObjectMissing
+from rlpipe.store import scalars
+from rlpipe.store.audit import check_branch
+from rlpipe.store.branches import Branches
+from rlpipe.store.epochs import Epochs
+from rlpipe.store.files import Files
+from rlpipe.store.gc import remove, unreachable
+from rlpipe.store.nodes import Nodes, node_path
+from rlpipe.store.retention import Retention, branch_removal, spare_checkpoints
+from rlpipe.store.segments import Segments
+from rlpipe.store.shards import write_data
+from rlpipe.types import Node, Stage
+from tests.store.lineage import Run, make_node
+from tools import gc
+
+
+def checkpoint(files: Files, state: str, **parents: str) -> Node:
+    """A checkpoint node of a state."""
+    record = write_data(files, f"checkpoints/{state[:8]}", "weights.distcp", state.encode())
+    return Nodes(files).commit(make_node(Stage.CHECKPOINT, {"weights": state, **parents}, [record]))
+
+
+def a_run(files: Files, iterations: int = 6) -> list[Node]:
+    """A run with a checkpoint after every iteration, in order."""
+    run, made = Run(files).start(), []
+    for _ in range(iterations):
+        commit = run.iterate()
+        assert commit is not None
+        made.append(checkpoint(files, commit.nodes[Stage.TRAIN]))
+    return made
+
+
+def spare(files: Files, made: list[Node], *policy: int) -> list[int]:
+    """Which of the checkpoints may go."""
+    paths = {removal.path for removal in spare_checkpoints(files, Retention(*policy), grace_s=-60)}
+    return [
+        number
+        for number, node in enumerate(made)
+        if {node_path(Stage.CHECKPOINT, node.digest), *(record.path for record in node.files)} <= paths
+    ]
+
+
+def test_all_but_the_newest_and_the_regular_ones_may_go(local_files: Files):
+    made = a_run(local_files)
+    assert spare(local_files, made, 1) == [0, 1, 2, 3, 4]
+    assert spare(local_files, made, 2, 3) == [0, 1, 3]
+    assert spare_checkpoints(local_files, Retention(1), grace_s=3600) == []
+    with pytest.raises(ConfigError, match="keeps a checkpoint"):
+        spare_checkpoints(local_files, Retention(0), grace_s=0)
+
+
+def test_what_others_started_from_stays(local_files: Files):
+    made = a_run(local_files)
+    Run(local_files, "fork").start(parent="run/00000001").iterate()
+    warm = Nodes(local_files).commit(make_node(Stage.INIT, {"start_from": made[3].digest}))
+    Branches(local_files).create("warm", {}, warm.digest)
+    assert spare(local_files, made, 1) == [0, 2, 4]
+
+
+def test_states_made_anew_keep_their_checkpoints(local_files: Files):
+    made = a_run(local_files, 4)
+    recorded = Branches(local_files).read("run", 2).nodes[Stage.TRAIN]
+    segment = Nodes(local_files).commit(make_node(Stage.SEGMENT, {"weights": recorded, "base": made[0].digest}))
+    anew = checkpoint(local_files, segment.digest)
+    Segments(local_files).record("run", 3, 1, weights=recorded, segment=segment.digest)
+    assert spare(local_files, [*made, anew], 1) == [1, 2]
+
+
+def test_refreshes_of_the_reference_stay(local_files: Files):
+    init = Nodes(local_files).commit(make_node(Stage.INIT, {}, model="tiny"))
+    Branches(local_files).create("run", {"reference": {"ref_update_interval": 2}}, init.digest)
+    run, made = Run(local_files), []
+    for _ in range(5):
+        commit = run.iterate()
+        assert commit is not None
+        made.append(checkpoint(local_files, commit.nodes[Stage.TRAIN]))
+    assert spare(local_files, made, 1) == [0, 2]
+
+
+def test_a_run_goes_on_and_audits_clean_without_its_spare_checkpoints(files: Files):
+    made = a_run(files, 3)
+    paths = [removal.path for removal in spare_checkpoints(files, Retention(1), grace_s=-60)]
+    gone = unreachable(files, -60, paths)
+    assert set(gone) == set(paths)
+    remove(files, gone)
+    assert check_branch(files, "run") == []
+    assert Nodes(files).find(Stage.CHECKPOINT, made[0].digest) is None
+    assert Run(files).iterate() is not None
+
+
+def test_a_run_that_is_needed_is_not_removed(local_files: Files):
+    made = a_run(local_files, 2)
+    Run(local_files, "fork").start(parent="run/00000000")
+    warm = Nodes(local_files).commit(make_node(Stage.INIT, {"start_from": made[1].digest}))
+    Branches(local_files).create("warm", {"debug": {"load_debug_rollout_data": "run"}}, warm.digest)
+    Epochs(local_files).acquire("run", lease_s=60)
+    with pytest.raises(ConfigError) as caught:
+        branch_removal(local_files, "run")
+    for why in (
+        "fork: a fork of run/00000000",
+        "warm: started from its weights",
+        "warm: trains on its",
+        "run: driven by process",
+    ):
+        assert why in str(caught.value)
+    with pytest.raises(ObjectMissing):
+        branch_removal(local_files, "nobody")
+
+
+def test_a_removal_that_is_killed_leaves_a_shorter_run(local_files: Files):
+    a_run(local_files, 3)
+    scalars.update(local_files, "run")
+    paths = [removal.path for removal in branch_removal(local_files, "run")]
+    remove(local_files, paths[:2])
+    newest = Branches(local_files).newest("run")
+    assert newest is not None and newest.iteration == 0
+    assert check_branch(local_files, "run") == []
+    remove(local_files, [removal.path for removal in branch_removal(local_files, "run")])
+    assert local_files.list("branches") == []
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    def call(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["tools.gc", "--store", str(tmp_path / "store"), *words])
+        return gc.main()
+
+    return call
+
+
+def test_the_command_says_first_and_deletes_only_when_told(
+    local_files: Files, tool: Callable[..., int], capsys: pytest.CaptureFixture[str]
+):
+    a_run(local_files, 3)
+    Run(local_files, "fork").start(parent="run/00000002").iterate()
+    before = local_files.list()
+    assert tool("--grace", "0s") == 0
+    assert "0 objects may go" in capsys.readouterr().out
+    assert tool("--grace", "0s", "--keep-checkpoints", "1", "--list") == 0
+    said = capsys.readouterr().out
+    assert "checkpoints         2 objects" in said and "4 objects may go; --delete does it" in said
+    assert local_files.list() == before
+    assert tool("--grace", "0s", "--remove", "run") == 2
+    assert "fork: a fork of run/00000002" in capsys.readouterr().err
+    assert tool("--grace", "0s", "--remove", "fork", "--remove", "run", "--delete") == 0
+    assert local_files.list() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--grace", "soon"), "not a time"),
+        (("--keep-every", "10"), "give --keep-checkpoints too"),
+        (("--remove", "nobody"), "there is no such object"),
+    ],
+)
+def test_what_makes_no_sense_is_said(
+    tool: Callable[..., int], words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+):
+    assert tool(*words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_nothing_goes_while_a_record_cannot_be_read(local_files: Files):
+    made = a_run(local_files, 2)
+    path = Path(local_files.url(node_path(Stage.CHECKPOINT, made[0].digest)).removeprefix("file://"))
+    path.write_bytes(b"{}")
+    with pytest.raises(ObjectCorrupt):
+        spare_checkpoints(local_files, Retention(1), grace_s=-60)

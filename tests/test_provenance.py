@@ -1,0 +1,115 @@
+"""From weights back to what made them, and from a prompt on to the weights that have it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlpipe.errors import ConfigError, ObjectMissing
+from rlpipe.inputs import checkpoint_inputs
+from rlpipe.packing import PackingPlan
+from rlpipe.provenance import backward, descendants, find_prompts, forward, legs, optimizer_steps, trained_on
+from rlpipe.stage_files import write_packing
+from rlpipe.store.branches import Branches
+from rlpipe.store.files import Files
+from rlpipe.store.nodes import Nodes
+from rlpipe.types import FileRecord, Node, Plan, Stage
+from tests.store.lineage import Run, make_node
+
+
+class SteppingRun(Run):
+    """A run that trains each sample of an iteration in an optimizer step of its own, from the last row on, with packages."""
+
+    def stage_files(self, node: Node, shards: list[FileRecord], trained: list[str]) -> list[FileRecord]:
+        if node.stage is not Stage.TRAIN:
+            return super().stage_files(node, shards, trained)
+        rows = 2 * len(trained)
+        steps = tuple((((row,),),) for row in reversed(range(rows)))
+        return [write_packing(self.files, node.digest, PackingPlan(num_samples=rows, data_parallel=1, max_tokens=9, steps=steps))]
+
+    def plan(self, iteration: int, *arguments) -> Plan:
+        plan = super().plan(iteration, *arguments)
+        groups = tuple(group.model_copy(update={"prompt": f"prompt of {group.group_id}"}) for group in plan.groups)
+        return plan.model_copy(update={"groups": groups})
+
+    def commit_of(self, *arguments):
+        commit = super().commit_of(*arguments)
+        return commit.model_copy(update={"packages": {"torch": "2" if commit.iteration < 2 else "3"}})
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    """A run of four iterations with a checkpoint after iteration 1, a fork of it there, and a run that started from it."""
+    files = Files(tmp_path / "store")
+    run = SteppingRun(files).start()
+    for _ in range(4):
+        run.iterate()
+    weights = Branches(files).read("run", 1).nodes[Stage.TRAIN]
+    inputs = checkpoint_inputs(weights)
+    Nodes(files).commit(inputs.node(outputs={"version": 2}))
+    fork = SteppingRun(files, "fork").start(parent="run/00000001")
+    fork.iterate()
+    init = Nodes(files).commit(make_node(Stage.INIT, {"start_from": inputs.digest}))
+    Branches(files).create("warm", {}, init.digest)
+    SteppingRun(files, "warm").iterate()
+    return files
+
+
+def test_weights_are_traced_through_forks_and_warm_starts(files: Files):
+    def told(branch: str, iteration: int | None = None) -> list[tuple[str, int, int]]:
+        return [(leg.branch, len(leg.commits), leg.last) for leg in legs(files, branch, iteration)]
+
+    assert told("run") == [("run", 4, 3)]
+    assert told("run", 1) == [("run", 2, 1)]
+    assert told("fork") == [("fork", 1, 2), ("run", 2, 1)]
+    assert told("warm") == [("warm", 1, 0), ("run", 2, 1)]
+    with pytest.raises(ObjectMissing):
+        legs(files, "run", 9)
+
+
+def test_backward_says_what_made_the_weights(files: Files):
+    told = backward(files, "run", 1)
+    assert told["weights"]["version"] == 2
+    assert told["weights"]["checkpoint"] == checkpoint_inputs(Branches(files).read("run", 1).nodes[Stage.TRAIN]).digest
+    [leg] = backward(files, "run")["legs"]
+    assert leg["packages"] == [
+        {"iterations": [0, 1], "value": {"torch": "2"}},
+        {"iterations": [2, 3], "value": {"torch": "3"}},
+    ]
+    assert (leg["samples"], leg["groups"], leg["prompts"], leg["reward"]) == (18, 9, 9, 1.0)
+    assert leg["dropped"] == {"filtered": 2}
+    assert leg["weight_versions"] == [0, 0] and leg["staleness"] == [0, 3]
+
+
+def test_the_rows_behind_weights_are_those_of_every_leg(files: Files):
+    rows = trained_on(files, "warm").to_pylist()
+    assert {(row["branch"], row["iteration"]) for row in rows} == {("run", 0), ("run", 1), ("warm", 0)}
+    assert all(row["trained"] for row in rows)
+
+
+def test_forward_names_the_optimizer_step_and_the_first_weights(files: Files):
+    [(name, prompt)] = find_prompts(files, "run", "run:00000001").items()
+    assert prompt == "prompt of run:00000001"
+    rows = forward(files, [name])
+    assert [(r["branch"], r["iteration"], r["index"], r["optimizer_step"], r["weight_version"]) for r in rows] == [
+        ("run", 0, 0, 3, 1),
+        ("run", 0, 1, 2, 1),
+    ]
+    [waiting] = find_prompts(files, "run", "run:00000009")
+    assert [(row["trained"], row["optimizer_step"], row["weight_version"]) for row in forward(files, [waiting])] == [
+        (False, None, None)
+    ] * 2
+    assert optimizer_steps(files, "run", 0)["run:00000001", 0] == 3
+
+
+def test_descendants_are_all_branches_that_have_it(files: Files):
+    assert descendants(files, "run", 0) == ["run@3", "fork@2", "warm@0"]
+    assert descendants(files, "run", 2) == ["run@3"]
+
+
+@pytest.mark.parametrize(("text", "said"), [("nowhere", "no prompt of this run has that text"), ("prompt", "too many prompts")])
+def test_a_text_that_names_no_prompt_or_all_is_refused(files: Files, monkeypatch: pytest.MonkeyPatch, text: str, said: str):
+    monkeypatch.setattr("rlpipe.provenance.MOST_PROMPTS", 3)
+    with pytest.raises(ConfigError, match=said):
+        find_prompts(files, "run", text)

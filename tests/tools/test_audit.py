@@ -1,0 +1,85 @@
+"""The audit's command line: what it prints of a run, its exit codes, and the page of samples."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from rlpipe.store.branches import Branches
+from rlpipe.store.files import Files
+from rlpipe.store.nodes import Nodes
+from rlpipe.types import Stage
+from tests.test_provenance import SteppingRun
+from tools import audit
+
+Tool = Callable[..., int]
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tool:
+    """The command over a store with a run of two iterations."""
+    run = SteppingRun(Files(tmp_path / "store")).start()
+    run.iterate()
+    run.iterate()
+
+    def call(command: str, *words: str, run: str = "run") -> int:
+        monkeypatch.setattr(sys, "argv", ["tools.audit", command, "--store", str(tmp_path / "store"), "--run", run, *words])
+        return audit.main()
+
+    return call
+
+
+def test_a_flipped_byte_is_named_and_is_exit_code_1(tool: Tool, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert tool("verify") == 0
+    assert "run: nothing is wrong" in capsys.readouterr().out
+    files = Files(tmp_path / "store")
+    node = Nodes(files).get(Stage.REWARD, Branches(files).read("run", 0).nodes[Stage.REWARD])
+    path = tmp_path / "store" / node.files[0].path
+    data = bytearray(path.read_bytes())
+    data[9] ^= 1
+    path.write_bytes(bytes(data))
+    assert tool("verify") == 1
+    assert node.files[0].path in capsys.readouterr().out
+
+
+def test_lineage_forward_and_questions_are_printed(tool: Tool, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert tool("lineage", "--out", f"{tmp_path}/rows.parquet", run="run@0") == 0
+    assert json.loads(capsys.readouterr().out)["weights"]["version"] == 1
+    assert set(pq.read_table(tmp_path / "rows.parquet")["iteration"].to_pylist()) == {0}
+    assert tool("forward", "--prompt", "run:00000001") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].endswith("reward 1.0  step 3, weights 1") and said[-1] == "in the weights of: run@1"
+    assert tool("sql", "SELECT count(*) AS n FROM samples WHERE trained") == 0
+    assert capsys.readouterr().out == '{"n": 8}\n'
+    assert tool("unusual") == 0
+    assert "no_signal" in capsys.readouterr().out
+
+
+def test_the_page_shows_every_token_and_escapes_what_was_sampled(tool: Tool, tmp_path: Path):
+    assert tool("view", "--out", f"{tmp_path}/page.html", "--samples", "3", run="run@0") == 0
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<article") == 2, "whole groups only"
+    assert "prompt of run:00000000" in page and "<script" not in page and "log-prob -0.5" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "run", "said"),
+    [
+        (("verify",), "nobody", "there is no such object"),
+        (("verify",), "run@x", "not an iteration"),
+        (("sql",), "run", "what is the question?"),
+        (("sql", "nonsense"), "run", "not a question"),
+        (("forward",), "run", "which prompt?"),
+        (("view",), "run@7", "no rollout of this iteration"),
+    ],
+)
+def test_what_cannot_be_found_out_is_exit_code_2(
+    tool: Tool, words: tuple[str, ...], run: str, said: str, capsys: pytest.CaptureFixture[str]
+):
+    assert tool(*words, run=run) == 2
+    assert said in capsys.readouterr().err

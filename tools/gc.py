@@ -1,0 +1,99 @@
+"""What may be deleted in a store, and deleting it:
+
+    python -m tools.gc                                             what nothing names any more, and nothing else
+    python -m tools.gc --keep-checkpoints 3 [--keep-every 100]     and all other checkpoints that no run needs
+    python -m tools.gc --remove RUN [--remove RUN ...]             and these runs, with all that only they name
+    python -m tools.gc ... --delete                                do it
+
+Without `--delete` nothing is touched. Runs may go on meanwhile; what is younger than `--grace` stays. What may go, and what has
+to stay for what: rlpipe/store/gc.py, rlpipe/store/retention.py. Exit codes: 0 done, 2 it cannot be known what may go.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.progress import Progress
+
+from rlpipe.config.load import HOME_VARIABLE, home
+from rlpipe.errors import ConfigError, RlpipeError
+from rlpipe.store.files import Files
+from rlpipe.store.gc import remove, unreachable
+from rlpipe.store.retention import Retention, branch_removal, spare_checkpoints
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def main() -> int:
+    """Parse, find, say, and delete if asked to."""
+    arguments = parse_arguments()
+    if arguments.home:
+        os.environ[HOME_VARIABLE] = str(Path(arguments.home).expanduser().absolute())
+    try:
+        files = Files(arguments.store or home() / "store")
+        paths = removable(files, seconds(arguments.grace), arguments.keep_checkpoints, arguments.keep_every, arguments.remove)
+        print_summary(files, paths, listed=arguments.list)
+        if arguments.delete:
+            with Progress(transient=True) as bar:
+                shown = bar.add_task("deleting", total=len(paths))
+                remove(files, paths, lambda done, _: bar.update(shown, completed=done))
+        print(f"{len(paths)} objects {'deleted' if arguments.delete else 'may go; --delete does it'}")
+    except RlpipeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.gc", description="What may be deleted in a store.")
+    parser.add_argument("--keep-checkpoints", type=int, metavar="N", help="of each run keep the newest N (default: all)")
+    parser.add_argument("--keep-every", type=int, metavar="M", help="and those of every M-th weight version")
+    parser.add_argument("--remove", action="append", default=[], metavar="RUN", help="remove this run; several times for several")
+    parser.add_argument("--grace", default="1d", help="what is younger stays, such as 90m or 7d (default: 1d)")
+    parser.add_argument("--delete", action="store_true", help="delete it, rather than say what would go")
+    parser.add_argument("--list", action="store_true", help="name every object")
+    parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
+    parser.add_argument("--store", help="URL of the store (default: the home's own)")
+    return parser.parse_args()
+
+
+def seconds(text: str) -> float:
+    """A time such as 90m. Raises: ConfigError."""
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):
+        return float(match[1]) * UNITS[match[2]]
+    raise ConfigError("not a time", where="--grace", found=text, expected="a number and one of s, m, h, d, such as 90m")
+
+
+def removable(files: Files, grace_s: float, keep_last: int | None, keep_every: int | None, runs: Sequence[str]) -> list[str]:
+    """Names of all that may go, in that order. Raises: as `unreachable`, `spare_checkpoints`, `branch_removal`."""
+    if keep_every is not None and keep_last is None:
+        raise ConfigError(
+            "which are kept beside those?", where="--keep-every", found=keep_every, do="give --keep-checkpoints too"
+        )
+    records = [removal.path for place, run in enumerate(runs) for removal in branch_removal(files, run, runs[:place])]
+    spare = spare_checkpoints(files, Retention(keep_last, keep_every), grace_s) if keep_last is not None else []
+    rest = unreachable(files, grace_s, {*records, *(removal.path for removal in spare)})
+    return list(dict.fromkeys([*records, *rest]))
+
+
+def print_summary(files: Files, paths: Sequence[str], *, listed: bool) -> None:
+    """Objects and bytes by folder; every object if it is to be `listed`."""
+    wanted, totals = set(paths), {}
+    for entry in (entry for temporary in (False, True) for entry in files.entries(temporary=temporary)):
+        if entry.path in wanted:
+            count, size = totals.get(entry.path.split("/")[0], (0, 0))
+            totals[entry.path.split("/")[0]] = (count + 1, size + entry.size_bytes)
+    for folder, (count, size) in sorted(totals.items()):
+        print(f"{folder:<12} {count:>8} objects {size / 1e6:>12.1f} MB")
+    for path in paths if listed else ():
+        print(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
