@@ -47,7 +47,7 @@ class Meeting:
 
     def exchange(self, said: Any) -> tuple[Any, Any]:
         """What the policy's ranks said, and what the critic's did (the first of each speaks): plain values, the same on all."""
-        payload = np.frombuffer(json.dumps(said).encode(), np.uint8)
+        payload = np.frombuffer(json.dumps(said, default=float).encode(), np.uint8)
         found = [bytes(self._sent(payload, root, None)) for root in (0, self._critic)]
         return json.loads(found[0]), json.loads(found[1])
 
