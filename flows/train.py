@@ -16,6 +16,8 @@ from prefect.states import Cancelled
 from flows.deployed import open_iterations
 from flows.output import outlive_the_worker
 from flows.stopping import Preempted, Stopping, being_cancelled, hear_sigterm
+from rlpipe.actors.local_ray import connect
+from rlpipe.actors.named import namespace
 from rlpipe.config.load import home as default_home
 from rlpipe.config.load import load_run
 from rlpipe.config.run import RunConfig
@@ -50,6 +52,7 @@ async def train(recipe: str, overrides: Sequence[str] = (), run: str | None = No
     with Stopping(config.resources.stop_grace_s) as stopping:
         try:
             if config.warm_start:
+                connect(config.resources, home, namespace=namespace(config.cluster))  # a Ray that has room for the run too
                 await train(config.warm_start, warm_start_overrides(config), f"{config.run}.warm_start", takeover)
             return await drive(config, home, stopping, takeover=takeover)
         except Preempted as error:
