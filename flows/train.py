@@ -17,6 +17,8 @@ from flows.deployed import open_iterations
 from flows.output import outlive_the_worker
 from flows.parameters import Fork, Recipe, as_settled, name_of, named_at
 from flows.stopping import Preempted, Stopping, being_cancelled, hear_sigterm
+from rlpipe.actors.local_ray import connect
+from rlpipe.actors.named import namespace
 from rlpipe.config.load import home as default_home
 from rlpipe.config.load import load_run
 from rlpipe.config.run import RunConfig
@@ -69,6 +71,7 @@ async def train(
     with Stopping(config.resources.stop_grace_s) as stopping:
         try:
             if config.warm_start:
+                connect(config.resources, home, namespace=namespace(config.cluster))  # a Ray that has room for the run too
                 await train(config.warm_start, warm_start_overrides(config), f"{config.run}.warm_start", takeover)
             return await drive(config, home, stopping, takeover=takeover)
         except Preempted as error:
@@ -149,8 +152,9 @@ async def evaluate_if_due(config: RunConfig, version: int, observer: Observer, *
 
 
 def warm_start_overrides(config: RunConfig) -> list[str]:
-    """What a warm start has in common with its run: seed, store, processes and engines."""
-    resources = config.resources.model_copy(update={"cluster": config.cluster})
+    """What a warm start has in common with its run: seed, store, processes and engines; not the ranks of a critic."""
+    of_policy = {"critic_num_nodes": 1, "critic_num_gpus_per_node": 0}
+    resources = config.resources.model_copy(update={"cluster": config.cluster, **of_policy})
     shared = {"resources": resources.model_dump(), "engine": config.engine.model_dump(), "store": config.store.model_dump()}
     same = [f"seed={config.seed}", f"deterministic={json.dumps(config.deterministic)}"]
     return [*same, *(f"{section}={json.dumps(values)}" for section, values in shared.items())]

@@ -110,7 +110,9 @@ def train_inputs(config: RunConfig, advantage: str, before: str) -> Inputs:
         "deterministic": config.deterministic,
     }
     if config.uses_critic:
-        settings |= {"critic": config.critic.identity(), "critic_optimizer_steps": critic_schedule_length(config)}
+        critic, later = config.critic.identity(), ("parallel", "lr", "lr_warmup_steps")
+        critic = {name: value for name, value in critic.items() if value is not None or name not in later}
+        settings |= {"critic": critic, "critic_optimizer_steps": critic_schedule_length(config)}
     paths = [config.train.custom_megatron_init_path, config.train.custom_megatron_before_train_step_hook_path]
     hooks = {path: hook_digest(path) for path in (*config.train.loss.hooks, *paths) if path}
     return Inputs(Stage.TRAIN, {"advantage": advantage, "before": before}, settings, hooks)
@@ -151,7 +153,8 @@ def eval_inputs(config: RunConfig, dataset: EvalDataset, weights: str) -> Inputs
 
 def layout(config: RunConfig) -> dict[str, int]:
     """Ranks and how they are used: the sums of a step are taken in this order."""
-    return {"ranks": config.resources.trainer_ranks}
+    critic_ranks = config.resources.critic_ranks
+    return {"ranks": config.resources.trainer_ranks, **({"critic_ranks": critic_ranks} if critic_ranks else {})}
 
 
 def schedule_length(config: RunConfig) -> int | None:
@@ -171,7 +174,7 @@ def critic_schedule_length(config: RunConfig) -> int | None:
 
 
 def _critic_optimizer(config: RunConfig) -> OptimizerConfig:
-    return config.critic.optimizer or config.train.optimizer
+    return config.critic.optimizer_beside(config.train.optimizer)
 
 
 def config_digest(config: RunConfig) -> str:

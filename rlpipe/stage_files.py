@@ -111,14 +111,18 @@ def _experts(table: pa.Table, num_tokens: int) -> np.ndarray | None:
     return ragged(column)[0].reshape(num_tokens, -1) if num_tokens and column.null_count == 0 else None
 
 
-def write_packing(files: Files, digest: str, packing: PackingPlan) -> FileRecord:
-    """The packing plan of a train node."""
-    return write_data(files, data_folder(Stage.TRAIN, digest), "packing.json", packing.model_dump_json().encode())
+def write_packing(files: Files, digest: str, packing: PackingPlan, *, critic: bool = False) -> FileRecord:
+    """The packing plan of a train node; `critic`: that of a critic that has ranks of its own."""
+    name = "critic-packing.json" if critic else "packing.json"
+    return write_data(files, data_folder(Stage.TRAIN, digest), name, packing.model_dump_json().encode())
 
 
-def read_packing(files: Files, train: Node) -> PackingPlan:
-    """The packing plan a train node was made with. Raises: ObjectMissing, ObjectCorrupt."""
-    record = train.files[0]
+def read_packing(files: Files, train: Node, *, critic: bool = False) -> PackingPlan:
+    """The packing plan a train node was made with; a `critic` that has none of its own had the policy's.
+
+    Raises: ObjectMissing, ObjectCorrupt.
+    """
+    record = train.files[-1 if critic else 0]
     return PackingPlan.model_validate_json(files.read(record.path, sha256=record.sha256))
 
 

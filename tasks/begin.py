@@ -140,7 +140,8 @@ def _decisive(config: RunConfig) -> dict[str, Any]:
     """What decides results: the run's length is part of it only where the learning rate follows from it."""
     lengths = {"schedule": schedule_length(config), "critic's schedule": critic_schedule_length(config)}
     schedule = {f"optimizer steps of the {name}": length for name, length in lengths.items() if length is not None}
-    return {**config.identity(), **schedule, "trainer ranks": config.resources.trainer_ranks}
+    ranks = {"trainer ranks": config.resources.trainer_ranks, "critic's own ranks": config.resources.critic_ranks}
+    return {**config.identity(), **schedule, **ranks}
 
 
 def _differing(stored: Any, given: Any, key: str = "") -> list[str]:

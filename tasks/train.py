@@ -72,7 +72,9 @@ def _agreed(it: RunContext, digest: str, k: int, answers: list[dict[str, Any]]) 
     if len(states) != 1:
         raise TrainerError("the ranks do not agree on the state", where=f"train {k}", found=sorted(states), expected="one digest")
     result = answers[0]
-    record = write_packing(it.files, digest, PackingPlan.model_validate(result["packing"]))
+    records = [write_packing(it.files, digest, PackingPlan.model_validate(result["packing"]))]
+    if (other := answers[-1]["packing"]) != result["packing"]:  # of a critic that has ranks of its own
+        records.append(write_packing(it.files, digest, PackingPlan.model_validate(other), critic=True))
     metrics = {f"train/{name}": value for name, value in _mean(result["steps"]).items()}
     outputs = {
         "state_digest": result["state_digest"],
@@ -81,7 +83,7 @@ def _agreed(it: RunContext, digest: str, k: int, answers: list[dict[str, Any]]) 
         "tokens": result["tokens"],
         "metrics": metrics,
     }
-    return {"files": [record], "outputs": outputs}
+    return {"files": records, "outputs": outputs}
 
 
 def _mean(steps: list[dict[str, float]]) -> dict[str, float]:

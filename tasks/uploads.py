@@ -9,9 +9,8 @@ import asyncio
 from typing import Any
 from uuid import uuid4
 
-from rlpipe.actors.checkpoints import Upload, prune
+from rlpipe.actors.checkpoints import Upload, prune, shares_complete
 from rlpipe.inputs import Inputs
-from rlpipe.types import FileRecord
 from tasks.context import RunContext
 
 
@@ -34,8 +33,8 @@ async def settle(it: RunContext, *, wait: bool = False) -> None:
         return
     upload = found[0]
     shares = await it.cluster.trainer.call("uploaded", prefix=upload.prefix, deadline_s=deadline_s)
-    files: tuple[FileRecord, ...] = tuple(record for share in shares for record in share or ())
-    if any(share is None for share in shares) or not any(record.path.endswith("/.metadata") for record in files):
+    files = shares_complete(shares)
+    if files is None:
         return
     size_bytes = sum(record.size_bytes for record in files)
     it.nodes.commit(upload.inputs.node(files=files, outputs={**upload.outputs, "bytes": size_bytes}))

@@ -78,11 +78,12 @@ EXPECTED = {
     "evaluation.datasets.1.": {SCORED},
     "resources.actor_num_nodes": {Stage.INIT, Stage.TRAIN},
     "resources.actor_num_gpus_per_node": {Stage.INIT, Stage.TRAIN},
+    "resources.critic_num_gpus_per_node": {Stage.INIT, Stage.TRAIN},
 }
 """Keys, or all below one (longest first), and the stages that they decide by themselves; all others decide none.
 
 The training prompts come through the plan, the model through its fingerprint, a start on another branch through that branch's
-checkpoint. The number of trainer ranks is a tuning key that decides all the same: sums are taken in another order.
+checkpoint. Numbers of ranks are tuning keys that decide all the same: sums are taken in another order.
 """
 
 
@@ -104,7 +105,8 @@ TUNING = {
     "evaluation": "eval_interval skip_eval_before_train",
     "engine": "sglang router server_concurrency request_timeout_s host "
     "rollout_health_check_interval rollout_health_check_timeout",
-    "resources": "actor_num_nodes actor_num_gpus_per_node rollout_num_gpus rollout_num_gpus_per_engine "
+    "resources": "actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node "
+    "rollout_num_gpus rollout_num_gpus_per_engine "
     "colocate offload_train offload_rollout cluster ray_address threads_per_process start_timeout_s stop_grace_s",
     "store": "root",
     "observe": "tensorboard samples_in_report profile_target profile_step_start profile_step_end profile_ranks "
@@ -196,7 +198,8 @@ def test_only_these_keys_are_tuning_keys():
 def test_no_tuning_key_changes_a_digest_but_the_number_of_trainer_ranks():
     found = {key: differing(CONFIG, changed(CONFIG, key)) for key, tuning in LEAVES.items() if tuning}
     deciding = {key for key, stages in found.items() if stages}
-    assert deciding == {"resources.actor_num_nodes", "resources.actor_num_gpus_per_node"}
+    ranks = {"actor_num_nodes", "actor_num_gpus_per_node", "critic_num_gpus_per_node"}
+    assert deciding == {f"resources.{name}" for name in ranks}
     assert all(found[key] == expected(key) for key in deciding)
 
 
@@ -205,7 +208,8 @@ def test_several_changes_together_change_what_each_of_them_changes(keys: set[str
     config = CONFIG
     for key in sorted(keys):
         config = changed(config, key)
-    decided = [expected(key) for key in keys if not LEAVES[key] or key.startswith("resources.actor_num")]
+    ranks = ("resources.actor_num", "resources.critic_num")
+    decided = [expected(key) for key in keys if not LEAVES[key] or key.startswith(ranks)]
     assert differing(CONFIG, config) == set().union(*decided)
 
 
@@ -272,6 +276,17 @@ def test_a_critic_decides_first_weights_batches_and_training_of_a_run_that_has_o
     assert differing_in({"num_critic_only_steps": 2}, **ppo) == {Stage.ADVANTAGE, Stage.TRAIN}
     assert differing_in({"hf_checkpoint": "/models/c"}, **ppo) == {Stage.INIT, Stage.TRAIN}
     assert differing_in({"optimizer": {"lr": 1e-5}}, **ppo) == {Stage.INIT, Stage.TRAIN}
+    assert differing_in({"lr": 1e-5}, **ppo) == differing_in({"lr_warmup_steps": 1}, **ppo) == {Stage.INIT, Stage.TRAIN}
+
+
+def test_a_critic_in_ranks_of_its_own_decides_by_their_number_and_layout():
+    def config(ranks: int, **parallel: int) -> RunConfig:
+        critic = {"parallel": parallel} if parallel else {}
+        resources = {"critic_num_gpus_per_node": ranks}
+        return validate({**BASE, "advantage": {"advantage_estimator": "ppo"}, "critic": critic, "resources": resources})
+
+    assert differing(config(0), config(2)) == differing(config(2), config(4)) == {Stage.INIT, Stage.TRAIN}
+    assert differing(config(2), config(2, tensor_model_parallel_size=2)) == {Stage.TRAIN}
 
 
 def test_a_teacher_decides_the_batches_of_a_run_that_distils_and_of_no_other():

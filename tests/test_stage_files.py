@@ -115,6 +115,14 @@ def test_a_packing_plan_is_read_as_it_was_written(files: Files):
     assert read_packing(files, node(Stage.TRAIN, write_packing(files, DIGEST, PACKING))) == PACKING
 
 
+def test_a_critic_has_a_packing_plan_of_its_own_or_the_policy_s(files: Files):
+    policy = write_packing(files, DIGEST, PACKING)
+    assert read_packing(files, node(Stage.TRAIN, policy), critic=True) == PACKING
+    other = PACKING.model_copy(update={"max_tokens": PACKING.max_tokens + 1})
+    both = node(Stage.TRAIN, policy, write_packing(files, DIGEST, other, critic=True))
+    assert [read_packing(files, both, critic=critic) for critic in (False, True)] == [PACKING, other]
+
+
 def test_an_evaluation_has_its_samples_in_order_with_their_rewards(files: Files):
     samples = [sample(1, 0), sample(0, 1, error="cut off"), sample(0, 0)]
     rewards = [

@@ -136,7 +136,9 @@ POINTS: dict[str, Point] = {
     "S-152": Point("gspo", "advantage.advantage_estimator", "algorithms/test_losses.py"),
     "S-153": Point("reinforce_plus_plus", "advantage.advantage_estimator", "algorithms/test_advantages.py"),
     "S-154": Point("reinforce_plus_plus_baseline", "advantage.advantage_estimator", "algorithms/test_advantages.py"),
-    "S-155": Point("ppo", "advantage.advantage_estimator critic.value_clip", "actors/test_critic.py"),
+    "S-155": Point(
+        "ppo", "advantage.advantage_estimator critic.value_clip resources.critic_num_gpus_per_node", "actors/test_critic.py"
+    ),
     "S-156": Point("--use-kl-loss", "advantage.reference train.loss.kl_loss_coef", "algorithms/test_divergence.py"),
     "S-157": Point("--calculate-per-token-loss", "train.loss.calculate_per_token_loss", "algorithms/test_reduction.py"),
     "S-158": Point("--use-tis", "train.loss.use_tis", "algorithms/test_importance.py"),

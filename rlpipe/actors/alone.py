@@ -32,22 +32,21 @@ async def lone_trainer(
 
     Raises: ResourceError if the cluster has no room for them; whatever keeps a rank from coming up.
     """
-    from rlpipe.actors.trainer import TrainerRank  # Megatron takes seconds, which a flow that restores nothing need not wait
+    from rlpipe.actors.ranks import RankActor  # Megatron takes seconds, which a flow that restores nothing need not wait
 
     connect(config.resources, home, namespace=f"rlpipe-{name}")
     model_dir = await asyncio.to_thread(model_directory, config.model, home, seed=config.seed)
     placement = Placement(name, config.resources)
     make: Any = ray.remote
-    remote = make(concurrency_groups={STATUS: 1})(TrainerRank)
     with tempfile.TemporaryDirectory(prefix=".trainer-", dir=home, ignore_cleanup_errors=True) as work_dir:
 
         def start(rank: int) -> Any:
-            placed = {**placement.trainer(rank), **(options or {})}
-            return remote.options(**placed).remote(rank, config.resources.trainer_ranks, str(Path.cwd()))
+            placed, actor = {**placement.trainer(rank), **(options or {})}, RankActor.of(rank, config.resources, str(Path.cwd()))
+            return make(concurrency_groups={STATUS: 1})(actor.kind).options(**placed).remote(*actor.arguments)
 
         group: TrainerGroup | None = None
         try:
-            group = TrainerGroup(start, config.resources.trainer_ranks, start_timeout_s=config.resources.start_timeout_s)
+            group = TrainerGroup.of(start, config.resources)
             await group.setup(TrainerSpec.of(config, model_dir=model_dir, store_root=files.root, work_dir=Path(work_dir)))
             yield group
         finally:

@@ -1,7 +1,8 @@
 """Checkpoint directories between local disk and the store.
 
 A checkpoint is written locally by all ranks, uploaded by all (each its own share), and counts once its node is recorded.
-Fetching checks every file's sha256 and makes the directory appear complete or not at all, once per machine.
+Fetching checks every file's sha256 and makes the directory appear complete or not at all, once per machine. The part of a critic
+with ranks of its own lies in the folder `critic` beside the policy's files, here and there; both are one checkpoint.
 
 Not here: what is inside (`engines.megatron.checkpoint`), and when one is due (the checkpoint stage).
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import shutil
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +23,7 @@ from rlpipe.store.files import Files
 from rlpipe.types import FileRecord, Node
 
 TRACKER = "latest_checkpointed_iteration.txt"
+CRITIC = "critic"
 LOOK_INTERVAL_S = 0.05
 
 
@@ -44,6 +47,14 @@ def upload_share(files: Files, directory: Path, prefix: str, rank: int) -> list[
     return [files.put_file(path, f"{prefix}/{path.name}") for path in mine]
 
 
+def shares_complete(shares: Iterable[Sequence[FileRecord] | None]) -> tuple[FileRecord, ...] | None:
+    """All files of a checkpoint, from what each rank has in the store; None if a rank lost its share, and so the checkpoint."""
+    found = list(shares)
+    files = tuple(record for share in found for record in share or ())
+    described = any(record.path.endswith("/.metadata") for record in files)
+    return files if described and all(share is not None for share in found) else None
+
+
 def fetch_checkpoint(files: Files, node: Node, folder: Path, *, timeout_s: float = 3600.0) -> Path:
     """The checkpoint root with the files of a node, as `load_checkpoint` takes it; downloaded unless it is there already.
 
@@ -57,15 +68,20 @@ def fetch_checkpoint(files: Files, node: Node, folder: Path, *, timeout_s: float
         _lock(lock, timeout_s, node)
         (root / TRACKER).write_text(str(version))
         if not (root / name).is_dir():
-            _download(files, node, root / name)
+            _download(files, node, root, name)
     return root
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` complete local checkpoints, unfinished ones, and everything that was fetched."""
+    """Delete all but the newest `keep` complete local checkpoints, unfinished ones, and everything that was fetched.
+
+    The same of a critic with ranks of its own, in the folder `critic`.
+    """
     complete = sorted(path for path in folder.glob("iter_*") if path.name.removeprefix("iter_").isdigit())
     for old in (folder / "fetched", *folder.glob("iter_*.unfinished"), *complete[:-keep]):
         shutil.rmtree(old, ignore_errors=True)
+    if (folder / CRITIC).is_dir():
+        prune(folder / CRITIC, keep)
 
 
 def _lock(lock: IO[str], timeout_s: float, node: Node) -> None:
@@ -85,14 +101,22 @@ def _lock(lock: IO[str], timeout_s: float, node: Node) -> None:
         time.sleep(LOOK_INTERVAL_S)
 
 
-def _download(files: Files, node: Node, target: Path) -> None:
+def _download(files: Files, node: Node, root: Path, name: str) -> None:
+    """The files of a node as `root`/`name`, a critic's as `root`/critic/`name`, which is there before the other is."""
     if not node.files:
         raise ObjectMissing("the checkpoint's node names no files", where=f"nodes/{node.stage}/{node.digest}.json")
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    parts: dict[Path, list[FileRecord]] = {root / CRITIC / name: [], root / name: []}
     for record in node.files:
-        files.get_file(record.path, partial / Path(record.path).name, sha256=record.sha256)
-    partial.rename(target)
+        within_critic = Path(record.path).parent.name == CRITIC
+        parts[root / CRITIC / name if within_critic else root / name].append(record)
+    for target, records in parts.items():
+        partial = target.with_name(target.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(target, ignore_errors=True)
+        for record in records:
+            files.get_file(record.path, partial / Path(record.path).name, sha256=record.sha256)
+        if records:
+            partial.rename(target)
 
 
 def _owner(name: str) -> int:

@@ -88,7 +88,7 @@ class Conductor:
                 raise several.exceptions[0] from several
 
     async def collective(self, driver: Driver, method: str, deadline_s: float, arguments: dict[str, Any]) -> list[Any]:
-        """Call a method of `TrainerRank` on all ranks, when no other call runs; their answers in order of rank."""
+        """As `TrainerGroup.call`, when no other call runs."""
         async with self._trainer_for(driver, method, deadline_s) as trainer:
             if method in PHASE_OF:
                 await self._enter(PHASE_OF[method])
@@ -247,13 +247,14 @@ class Conductor:
         self._set_up = wanted
 
     async def _find_ranks(self, spec: ClusterSpec) -> None:
-        """The trainer's ranks, found or started; not set up yet."""
+        """The trainer's ranks, found or started; not set up yet. Those of another number of ranks are ended first."""
         resources, group = spec.config.resources, self._turn.group
-        if group is None or group.world_size != resources.trainer_ranks:
+        if group is None or not group.has(resources):
             assert self._actors is not None
-            make, ranks, timeout_s = self._actors.trainer, resources.trainer_ranks, resources.start_timeout_s
             self._set_up = None
-            self._turn.group = await asyncio.to_thread(TrainerGroup, make, ranks, start_timeout_s=timeout_s)
+            if group is not None:
+                await asyncio.to_thread(group.kill)
+            self._turn.group = await asyncio.to_thread(TrainerGroup.of, self._actors.trainer, resources)
 
     async def _open_engines(self, driver: Driver, spec: ClusterSpec) -> None:
         setup = GeneratorSpec(spec.config, spec.model_dir, spec.store_root)

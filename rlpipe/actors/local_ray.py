@@ -40,7 +40,7 @@ def connect(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
         where: dict[str, Any] = {"address": resources.ray_address}
     else:
         where = {
-            "num_cpus": resources.trainer_ranks + resources.rollout_num_gpus + 2,
+            "num_cpus": resources.trainer_ranks + resources.critic_ranks + resources.rollout_num_gpus + 2,
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
             "_temp_dir": str(temporary_folder(home)),

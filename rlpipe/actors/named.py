@@ -46,12 +46,13 @@ class NamedActors:
         self._resources, self._namespace, self._cwd = resources, namespace(cluster), cwd
 
     def trainer(self, rank: int) -> ActorHandle:
-        from rlpipe.actors.trainer import TrainerRank
+        """The rank of this number, the critic's own after the policy's."""
+        from rlpipe.actors.ranks import RankActor
         from rlpipe.actors.trainer_group import STATUS
 
-        arguments = (rank, self._resources.trainer_ranks, self._cwd)
+        made = RankActor.of(rank, self._resources, self._cwd)
         options = lambda: {**self.placement.trainer(rank), "concurrency_groups": {STATUS: 1}}  # noqa: E731 - see `engine`
-        return named(lambda: TrainerRank, f"trainer-{rank}", self._namespace, arguments, options)
+        return named(lambda: made.kind, made.name, self._namespace, made.arguments, options)
 
     def engine(self, number: int) -> ActorHandle:
         from rlpipe.actors.engine import FILES, EngineActor

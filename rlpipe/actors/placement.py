@@ -1,6 +1,7 @@
 """Where actors run: named placement groups of a cluster.
 
     separate     one group for the trainer, a bundle of one GPU for each rank; one for the engines, a bundle for each engine
+    critic       of its own ranks, if it has any: one group more, a bundle of one GPU for each, also beside colocated ones
     colocated    one group with a bundle for each GPU: rank i has GPU i, engine j the GPUs from j × its number of GPUs on
 
 Where the cluster has no GPU, a CPU stands for one. On GPUs bundles are taken in the order of machines, and on each of its
@@ -46,9 +47,10 @@ class Placement:
         self._orders: dict[str, list[tuple[int, str]]] = {}
 
     def trainer(self, rank: int) -> dict[str, Any]:
-        """Ray options of a trainer rank."""
-        name = self._made_for_ranks()
-        return self._options(name, self._bundles(name)[rank][0], share=RANK)
+        """Ray options of a trainer rank; those after the policy's are the critic's own."""
+        within_critic = rank - self.resources.trainer_ranks
+        name = self._made_for_ranks() if within_critic < 0 else self._make("critic", self.resources.critic_ranks, 1)
+        return self._options(name, self._bundles(name)[rank if within_critic < 0 else within_critic][0], share=RANK)
 
     def engine(self, number: int) -> dict[str, Any]:
         """Ray options of an engine. Separate, its server sees all GPUs of its bundle; colocated, see `engine_devices`."""

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from uuid import uuid4
 
-from rlpipe.actors.checkpoints import Upload
+from rlpipe.actors.checkpoints import Upload, shares_complete
 from rlpipe.errors import Mismatch, TrainerError
 from rlpipe.inputs import Inputs, checkpoint_inputs, segment_inputs
 from rlpipe.lineage import Lineage, lineage_to, segment_node
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.segments import Segments
-from rlpipe.types import FileRecord, Node
+from rlpipe.types import Node
 
 
 class Trainer(Protocol):
@@ -88,9 +88,10 @@ class StateKeeper:
         upload = Upload(prefix, inputs, {"version": version, **outputs})
         await self.trainer.call("save", held=held, version=version, upload=upload, deadline_s=2 * deadline_s)
         shares = await self.trainer.call("uploaded", prefix=prefix, deadline_s=deadline_s)
-        files: tuple[FileRecord, ...] = tuple(record for share in shares for record in share or ())
-        if any(share is None for share in shares) or not any(record.path.endswith("/.metadata") for record in files):
-            raise TrainerError("a checkpoint was lost before it was in the store", where=prefix, found=f"{len(files)} files")
+        files = shares_complete(shares)
+        if files is None:
+            found = f"{sum(share is not None for share in shares)} of {len(shares)} ranks' shares"
+            raise TrainerError("a checkpoint was lost before it was in the store", where=prefix, found=found)
         size_bytes = sum(record.size_bytes for record in files)
         return Nodes(self.files).commit(inputs.node(files=files, outputs={"version": version, **outputs, "bytes": size_bytes}))
 

@@ -3,20 +3,24 @@
 A rank that fails leaves the others waiting in a collective, so after any failure the whole group is killed, started again
 and restored. `ensure` does that: after it, all ranks hold the state that was asked for.
 
-Not here: what a rank does with a call (`trainer`).
+A critic that has ranks of its own is part of the group, after the policy's ranks: two worlds with one state, which is held,
+lost, saved and restored as a whole. Only what is about engines and their GPUs is the policy's alone (`OF_POLICY`).
+
+Not here: what a rank does with a call (`rank`, `trainer`, `critic_rank`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ray.actor import ActorHandle
 
 from rlpipe.actors.calls import call, end, gather
 from rlpipe.actors.trainer_spec import TrainerSpec
+from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ActorLost, DeadlineExceeded, RlpipeError, TrainerError
 from rlpipe.lineage import Lineage
 
@@ -26,20 +30,37 @@ STATUS = "status"
 STATUS_TIMEOUT_S = 60.0
 LOOK_INTERVAL_S = 0.1
 APART_S = 5.0
+OF_POLICY = frozenset({"push", "remembers", "write", "probe", "compare", "occupy"})
+"""Methods that a critic's own ranks do not have."""
 
 
 class TrainerGroup:
     """The ranks of one trainer, created by `start(rank)` when they are not there yet."""
 
-    def __init__(self, start: Start, world_size: int, *, start_timeout_s: float) -> None:
-        self._start, self.world_size, self._start_timeout_s = start, world_size, start_timeout_s
-        self.ranks = [start(rank) for rank in range(world_size)]
+    def __init__(self, start: Start, world_size: int, *, critic_ranks: int = 0, start_timeout_s: float) -> None:
+        """`world_size`: the policy's ranks; those of the critic are started with the numbers after them."""
+        self._start, self.world_size, self.critic_ranks = start, world_size, critic_ranks
+        self._start_timeout_s = start_timeout_s
+        self.ranks = [start(rank) for rank in range(world_size + critic_ranks)]
         self._spec: TrainerSpec | None = None
         self._broken = False
 
+    @classmethod
+    def of(cls, start: Start, resources: ResourcesConfig) -> TrainerGroup:
+        """As many ranks as a configuration asks for."""
+        return cls(start, resources.trainer_ranks, critic_ranks=resources.critic_ranks, start_timeout_s=resources.start_timeout_s)
+
+    def has(self, resources: ResourcesConfig) -> bool:
+        """Is it as many?"""
+        return (self.world_size, self.critic_ranks) == (resources.trainer_ranks, resources.critic_ranks)
+
     async def call(self, method: str, *, deadline_s: float, **arguments: Any) -> list[Any]:
         """Call all ranks; their answers in order of rank. After a failure the group is not usable until `ensure`."""
-        refs = [getattr(rank, method).remote(**arguments) for rank in self.ranks]
+        ranks = self.ranks[: self.world_size] if method in OF_POLICY else self.ranks
+        return await self._answers(method, [(rank, arguments) for rank in ranks], deadline_s)
+
+    async def _answers(self, method: str, calls: Sequence[tuple[ActorHandle, Mapping[str, Any]]], deadline_s: float) -> list[Any]:
+        refs = [getattr(rank, method).remote(**arguments) for rank, arguments in calls]
         try:
             return await gather(refs, where=f"trainer.{method}", deadline_s=deadline_s)
         except RlpipeError as error:
@@ -57,9 +78,20 @@ class TrainerGroup:
         self._spec = spec
         if self._broken or not await self._whole() or await self._switched(spec):
             await self.restart()
-        address = self.ranks[0].address.remote()
-        master = await call(address, where="trainer.address", deadline_s=self._start_timeout_s)
-        await self.call("setup", spec=spec, master=master, deadline_s=self._start_timeout_s)
+        await self._answers("setup", await self._meetings(spec), self._start_timeout_s)
+
+    async def _meetings(self, spec: TrainerSpec) -> list[tuple[ActorHandle, dict[str, Any]]]:
+        """What each rank is set up with: where its world meets, and where the two do."""
+        of_all: dict[str, Any] = {"spec": spec, "master": await self._address(0)}
+        policy, critic = self.ranks[: self.world_size], self.ranks[self.world_size :]
+        if critic:
+            of_all["meeting"] = await self._address(0)
+        of_critic = {**of_all, "master": await self._address(self.world_size)} if critic else {}
+        return [*((rank, of_all) for rank in policy), *((rank, of_critic) for rank in critic)]
+
+    async def _address(self, rank: int) -> tuple[str, int]:
+        address = self.ranks[rank].address.remote()
+        return await call(address, where="trainer.address", deadline_s=self._start_timeout_s)
 
     async def is_up(self, spec: TrainerSpec) -> bool:
         """Would `setup` for this spec find nothing to do?"""
@@ -155,7 +187,8 @@ class TrainerGroup:
     async def restart(self) -> None:
         """Replace all ranks by blank ones."""
         await asyncio.to_thread(self.kill)
-        self.ranks = await asyncio.to_thread(lambda: [self._start(rank) for rank in range(self.world_size)])
+        number = self.world_size + self.critic_ranks
+        self.ranks = await asyncio.to_thread(lambda: [self._start(rank) for rank in range(number)])
         self._broken = False
 
     def kill(self) -> None:

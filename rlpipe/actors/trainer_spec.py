@@ -38,6 +38,8 @@ class TrainerSpec:
     critic: CriticConfig | None
     """None: the estimator asks for no values."""
     critic_optimizer_steps: int
+    critic_ranks: int
+    """Those that it has to itself; 0: it lives in the policy's."""
     teacher: TeacherConfig | None
     """None: nothing is distilled."""
     engine_tensor_parallel_size: int
@@ -46,6 +48,7 @@ class TrainerSpec:
     engines_sleep: bool
     """A push leaves engines paused: they get their cache back later."""
     world_size: int
+    """The policy's ranks."""
     threads: int
     deterministic: bool = False
     observe: ObserveConfig = field(default=ObserveConfig(), compare=False)
@@ -70,6 +73,7 @@ class TrainerSpec:
             ref_update_interval=config.ref_update_interval,
             critic=config.critic if config.uses_critic else None,
             critic_optimizer_steps=config.critic_optimizer_steps,
+            critic_ranks=config.resources.critic_ranks,
             teacher=config.teacher if config.advantage.use_opd else None,
             engine_tensor_parallel_size=config.resources.rollout_num_gpus_per_engine,
             engine_quantization=config.engine.quantization,

@@ -60,6 +60,11 @@ class ResourcesConfig(Config):
     """Nodes the trainer spans."""
     actor_num_gpus_per_node: int = Tuning(default=1, ge=1)
     """Trainer ranks on each of those nodes."""
+    critic_num_nodes: int = Tuning(default=1, ge=1)
+    """Nodes that the critic's own ranks span, if it has any."""
+    critic_num_gpus_per_node: int = Tuning(default=0, ge=0)
+    """With `advantage.advantage_estimator: ppo`: ranks of the critic's own on each of those nodes, on GPUs of their own, where it
+    scores and trains while the policy does so in its ranks. 0: it lives in the policy's ranks."""
     rollout_num_gpus: int = Tuning(default=1, ge=1)
     """GPUs of all inference engines together. With `colocate`, if it is not given, as many as the trainer has."""
     rollout_num_gpus_per_engine: int = Tuning(default=1, ge=1)
@@ -90,6 +95,11 @@ class ResourcesConfig(Config):
         return self.actor_num_nodes * self.actor_num_gpus_per_node
 
     @property
+    def critic_ranks(self) -> int:
+        """Those that the critic has to itself; 0: it lives in the policy's."""
+        return self.critic_num_nodes * self.critic_num_gpus_per_node
+
+    @property
     def num_engines(self) -> int:
         return self.rollout_num_gpus // self.rollout_num_gpus_per_engine
 
@@ -111,6 +121,14 @@ class ResourcesConfig(Config):
         nodes, each = (values.get(name, 1) for name in ("actor_num_nodes", "actor_num_gpus_per_node"))
         known = isinstance(nodes, int) and isinstance(each, int)
         return {**values, "rollout_num_gpus": nodes * each} if known else values
+
+    @model_validator(mode="after")
+    def _critic_s_nodes_have_ranks(self):
+        if self.critic_num_nodes > 1 and not self.critic_num_gpus_per_node:
+            raise ValueError(
+                f"critic_num_nodes: {self.critic_num_nodes} nodes of no rank; give critic_num_gpus_per_node, or leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _engines_fill_their_gpus(self):

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rlpipe.config.base import Config, Tuning
-from rlpipe.config.train import OptimizerConfig
+from rlpipe.config.train import OptimizerConfig, ParallelConfig
 
 
 class ReferenceConfig(Config):
@@ -24,8 +24,8 @@ class ReferenceConfig(Config):
 class CriticConfig(Config):
     """The value model of `advantage.advantage_estimator: ppo`: a decoder with a value head, and an optimizer of its own.
 
-    It lives in the policy's ranks, in the same parallel layout. (Ranks of its own would need a second group of trainer ranks,
-    whose state is held, saved and replayed together with the policy's, and values that travel between the two.)"""
+    It lives in the policy's ranks, or with `resources.critic_num_gpus_per_node` in ranks of its own. In both its state is part of
+    the run's: held, saved and replayed together with the policy's."""
 
     hf_checkpoint: str | None = None
     """Hugging Face directory of the critic's first weights; any architecture with the policy's tokens. Where it has
@@ -33,6 +33,12 @@ class CriticConfig(Config):
     policy's first weights."""
     optimizer: OptimizerConfig | None = None
     """Adam and its schedule; None: as the policy's `train.optimizer`."""
+    lr: float | None = Field(default=None, ge=0)
+    """Learning rate; None: as its optimizer says."""
+    lr_warmup_steps: int | None = Field(default=None, ge=0)
+    """Optimizer steps of linear warm-up from 0; None: as its optimizer says."""
+    parallel: ParallelConfig | None = None
+    """Parallel sizes in ranks of its own; None: as the policy's `train.parallel`."""
     value_clip: float | None = Field(default=0.2, gt=0)
     """How far a value may move from what it was before the iteration until its loss stops counting; None: no clipping."""
     value_loss_coef: float = Field(default=0.5, gt=0)
@@ -40,6 +46,12 @@ class CriticConfig(Config):
     num_critic_only_steps: int = Field(default=0, ge=0)
     """Iterations at the beginning of the run, counted by weight version, in which only the critic is trained. The policy's
     learning rate schedule waits for their end."""
+
+    def optimizer_beside(self, policy: OptimizerConfig) -> OptimizerConfig:
+        """Its Adam and schedule, where this is the policy's."""
+        own = {"lr": self.lr, "lr_warmup_steps": self.lr_warmup_steps}
+        given = {name: value for name, value in own.items() if value is not None}
+        return (self.optimizer or policy).model_copy(update=given)
 
 
 class TeacherConfig(Config):

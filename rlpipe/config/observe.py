@@ -45,7 +45,7 @@ class ObserveConfig(Config):
     profile_step_end: int = Tuning(default=12, ge=0)
     """First iteration that is not profiled any more."""
     profile_ranks: tuple[int, ...] = Tuning((0,))
-    """Trainer ranks that are profiled."""
+    """Trainer ranks that are profiled; those that a critic has to itself count after the policy's."""
     custom_rollout_log_function_path: str | None = Tuning(None)
     """Function of yours that logs each iteration's rollout: `(rollout_id, args, samples, extra_metrics, rollout_time)`. Where it
     answers true, TensorBoard and the terminal leave that out. What it raises is reported and stops nothing. See

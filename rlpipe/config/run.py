@@ -200,6 +200,25 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _critic_has_its_ranks(self):
+        ranks, parallel = self.resources.critic_ranks, self.critic.parallel or self.train.parallel
+        if ranks and not self.uses_critic:
+            raise ValueError(
+                f"resources.critic_num_gpus_per_node: only advantage.advantage_estimator: ppo has a critic; found "
+                f"{self.advantage.advantage_estimator} and {ranks} ranks"
+            )
+        if self.critic.parallel is not None and not ranks:
+            raise ValueError(
+                "critic.parallel: in the policy's ranks it has their layout; give resources.critic_num_gpus_per_node"
+            )
+        if ranks % parallel.model_ranks:
+            raise ValueError(
+                f"resources.critic_num_nodes × resources.critic_num_gpus_per_node = {ranks} ranks must be a multiple of the "
+                f"critic's TP × PP × CP = {parallel.model_ranks} (critic.parallel, else train.parallel)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _routing_comes_from_somewhere(self):
         of_engines = self.train.use_rollout_routing_replay
         scored = self.advantage.score_proximal and self.train.loss.type != "sft"

@@ -84,6 +84,7 @@ def _derived(config: RunConfig) -> dict[str, Any]:
     model = source.hf_checkpoint if isinstance(source, HuggingFaceModel) else None
     paths = list(prompts.paths) if isinstance(prompts, FilePrompts) else []
     loss, rollout = config.train.loss, config.rollout
+    critic = config.critic.optimizer_beside(config.train.optimizer)
     mode, transport = TRANSPORTS.get(config.sync.transport, ("full", "nccl"))
     return {
         "update_weight_mode": mode,
@@ -92,6 +93,10 @@ def _derived(config: RunConfig) -> dict[str, Any]:
         "ref_load": model,
         "load": config.store.root,
         "save": config.store.root,
+        "critic_load": config.critic.hf_checkpoint,
+        "critic_save": config.store.root,
+        "critic_lr": critic.lr,
+        "critic_lr_warmup_iters": critic.lr_warmup_steps,
         "seed": config.seed,
         "prompt_data": paths[0] if len(paths) == 1 else paths or None,
         "rollout_num_gpus": config.resources.rollout_num_gpus,

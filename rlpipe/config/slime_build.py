@@ -49,7 +49,7 @@ def keys_of(given: Given) -> Keys:
         keys.pop("debug.debug_train_only", None)  # how slime does without engines, which supervised rows never need here
     if values.get("data_source_path") and "rollout.data_source_path" in keys and "prompt_data" not in values:
         keys = {key: value for key, value in keys.items() if not key.startswith("data.prompts.")} | {"data.prompts": None}
-    for part in (_model, _prompts, _loss, _kl, _batch, _resources, _sync, _store, _numbers):
+    for part in (_model, _prompts, _loss, _kl, _batch, _resources, _sync, _store, _critic, _numbers):
         keys |= part(values)
     if "rollout_function_path" in values:
         keys |= _rollout_function(values)
@@ -241,14 +241,27 @@ def _sync(values: Values) -> Keys:
 def _store(values: Values) -> Keys:
     save, load = values.get("save"), values.get("load")
     if load and load != save and Path(load).exists() and not _is_model(load, values):
-        raise ConfigError(
-            "weights are not loaded from another framework's checkpoint",
-            where="--load",
-            found=load,
-            expected="the folder of --save (a run goes on by itself), or --hf-checkpoint",
-            do="convert it to a Hugging Face directory first and give that as --hf-checkpoint",
-        )
+        raise _foreign("--load", load, "--save", "--hf-checkpoint")
     return {"store.root": str(Path(save).absolute()) if "://" not in save else save} if save else {}
+
+
+def _critic(values: Values) -> Keys:
+    load = values.get("critic_load")
+    if not load or load in (values.get("critic_save"), values.get("save")) or not Path(load).exists() or _is_model(load, values):
+        return {}
+    if not (Path(load) / "config.json").is_file():
+        raise _foreign("--critic-load", load, "--critic-save", "a Hugging Face directory")
+    return {"critic.hf_checkpoint": load}
+
+
+def _foreign(flag: str, found: str, own: str, model: str) -> ConfigError:
+    return ConfigError(
+        "weights are not loaded from another framework's checkpoint",
+        where=flag,
+        found=found,
+        expected=f"the folder of {own} (a run goes on by itself), or {model}",
+        do=f"convert it to a Hugging Face directory first and give that as {'--hf-checkpoint' if flag == '--load' else flag}",
+    )
 
 
 def _is_model(load: str, values: Values) -> bool:

@@ -1,7 +1,7 @@
 """slime's own flags, one row each, in the order and under the headings of its own parser, with its defaults.
 
 They are those of slime at commit 624b824a, and the ones that only older descriptions of it have (`async_buffer_size`,
-`max_turns`, `num_data_workers`, `streaming_data`).
+`max_turns`, `num_data_workers`, `streaming_data`, `critic_…`).
 
 Not here: Megatron's flags (`slime_megatron`), what a row means (`flag`), how several flags make one key (`slime`).
 """
@@ -14,6 +14,8 @@ SLIME: tuple[Flag, ...] = (
     # cluster
     to("actor_num_nodes", "int", 1, "resources.actor_num_nodes"),
     to("actor_num_gpus_per_node", "int", 8, "resources.actor_num_gpus_per_node"),
+    to("critic_num_nodes", "int", None, "resources.critic_num_nodes"),
+    to("critic_num_gpus_per_node", "int", None, "resources.critic_num_gpus_per_node"),
     built("rollout_num_gpus", "int", None, "resources.rollout_num_gpus"),
     to("rollout_num_gpus_per_engine", "int", 1, "resources.rollout_num_gpus_per_engine"),
     neutral("num_gpus_per_node", "int", 8, "Ray knows how many each node has"),
@@ -153,6 +155,10 @@ SLIME: tuple[Flag, ...] = (
     to("calculate_per_token_loss", "on", False, "train.loss.calculate_per_token_loss"),
     to("lr", "float", 1e-06, "train.optimizer.lr"),
     to("num_critic_only_steps", "int", 0, "critic.num_critic_only_steps"),
+    built("critic_load", "str", None, "critic.hf_checkpoint"),
+    neutral("critic_save", "str", None, "a checkpoint has both: the critic goes to --save with the policy"),
+    to("critic_lr", "float", None, "critic.lr"),
+    to("critic_lr_warmup_iters", "int", 0, "critic.lr_warmup_steps"),
     refused("megatron_config_path", "str", None, "settings of the critic are keys of their own"),
     to("eps_clip", "float", 0.2, "train.loss.eps_clip"),
     to("eps_clip_high", "float", None, "train.loss.eps_clip_high"),

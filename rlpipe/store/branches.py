@@ -180,8 +180,10 @@ class Branches:
         """The branch that planned and sampled what a branch's iterations are made of: itself, unless it loads another's rollouts
         (`debug.load_debug_rollout_data`), which may load others in turn. Raises: ObjectMissing, ObjectCorrupt."""
         seen = [branch]
-        while (found := self.find(seen[-1])) and (loads := (found.config.get("debug") or {}).get("load_debug_rollout_data")):
-            if loads in seen:
+        while found := self.find(seen[-1]):
+            debug = found.config.get("debug")
+            loads = debug.get("load_debug_rollout_data") if isinstance(debug, dict) else None
+            if not isinstance(loads, str) or loads in seen:
                 break
             seen.append(loads)
         return seen[-1]

@@ -48,8 +48,9 @@ class Rank:
         state = {"held": self.held, "dirty": self.dirty, "ready": self.ready, "busy": self.busy}
         return {"rank": self.rank, **state, "deterministic": self.deterministic, "pid": os.getpid()}
 
-    def setup(self, spec: Any, master: tuple[str, int]) -> None:
-        self.heard.append(f"setup {spec.model_dir} {master[0]}:{master[1]}")
+    def setup(self, spec: Any, master: tuple[str, int], meeting: tuple[str, int] | None = None) -> None:
+        met = f" and {meeting[0]}:{meeting[1]}" if meeting else ""
+        self.heard.append(f"setup {spec.model_dir} {master[0]}:{master[1]}{met}")
         self.ready, self.deterministic = True, spec.deterministic
 
     def initialise(self, key: str, start_from: str | None) -> dict[str, Any]:
@@ -86,6 +87,9 @@ class Rank:
         self.heard.append(f"begin {what}")
         time.sleep(seconds)
         self.heard.append(f"end {what}")
+
+    def remembers(self) -> str:
+        return f"weights of {self.rank}"
 
     def divide_by_zero(self) -> float:
         return 1 / 0

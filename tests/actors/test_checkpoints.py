@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.actors.checkpoints import TRACKER, fetch_checkpoint, prune, upload_share
+from rlpipe.actors.checkpoints import CRITIC, TRACKER, fetch_checkpoint, prune, shares_complete, upload_share
 from rlpipe.errors import DeadlineExceeded, ObjectConflict, ObjectCorrupt, ObjectMissing
 from rlpipe.inputs import checkpoint_inputs
 from rlpipe.store.files import Files
@@ -124,6 +124,28 @@ def test_a_fetch_that_was_killed_at_any_moment_is_completed_by_the_next(files: F
     assert content(root / "iter_0000003") == CONTENT
 
 
+def test_the_part_of_a_critic_with_ranks_of_its_own_lies_beside_the_policy_s(files: Files, saved: Path, tmp_path: Path):
+    theirs = fill(tmp_path / "theirs", {"__0_0.distcp": b"critic", ".metadata": b"index"})
+    shares = [upload_share(files, saved, "p", rank) for rank in range(RANKS)]
+    shares.append(upload_share(files, theirs, f"p/{CRITIC}", 0))
+    records = shares_complete(shares)
+    assert records is not None
+    node, folder = recorded(list(records)), tmp_path / "checkpoints"
+    root = fetch_checkpoint(files, node, folder)
+    parts = [content(root / "iter_0000003"), content(root / CRITIC / "iter_0000003")]
+    assert parts == [CONTENT, content(theirs)]
+    (root / "iter_0000003").rename(root / "iter_0000003.partial")  # killed after the critic's part
+    fetch_checkpoint(files, node, folder)
+    assert [content(root / "iter_0000003"), content(root / CRITIC / "iter_0000003")] == parts
+
+
+def test_a_checkpoint_of_which_a_rank_lost_its_share_is_none(files: Files, saved: Path):
+    shares = [upload_share(files, saved, "p", rank) for rank in range(RANKS)]
+    assert shares_complete([*shares, None]) is None
+    assert shares_complete(shares[1:]) is None, "without rank 0 nobody knows what the files are"
+    assert shares_complete(shares) == tuple(record for share in shares for record in share)
+
+
 def test_ranks_of_one_machine_fetch_at_once_and_each_finds_it_whole(files: Files, saved: Path, tmp_path: Path):
     class Slow(Files):
         def get_file(self, *arguments: Any, **keywords: Any) -> FileRecord:
@@ -186,6 +208,15 @@ def test_pruning_keeps_the_newest_and_forgets_what_was_fetched(files: Files, sav
     assert sorted(path.name for path in folder.iterdir()) == ["iter_0000100", "iter_0001000", TRACKER]
     prune(folder, 5)
     assert sorted(path.name for path in folder.iterdir()) == ["iter_0000100", "iter_0001000", TRACKER]
+
+
+def test_pruning_keeps_as_many_of_a_critic_with_ranks_of_its_own(tmp_path: Path):
+    for version in (1, 2, 3):
+        (tmp_path / f"iter_{version:07d}").mkdir()
+        (tmp_path / CRITIC / f"iter_{version:07d}").mkdir(parents=True)
+    prune(tmp_path, 2)
+    kept = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("iter_*")}
+    assert kept == {f"{part}iter_{version:07d}" for part in ("", f"{CRITIC}/") for version in (2, 3)}
 
 
 def test_pruning_a_folder_that_is_not_there_does_nothing(tmp_path: Path):

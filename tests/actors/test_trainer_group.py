@@ -169,3 +169,26 @@ async def test_a_second_driver_finds_the_ranks_that_are_there(group: TrainerGrou
     assert not await other.holds("a")
     with pytest.raises(ActorLost):
         await call(other.ranks[0].status.remote(), where="trainer.status", deadline_s=60)
+
+
+@pytest.fixture
+def with_critic(local_ray: str) -> Iterator[TrainerGroup]:
+    """One rank of the policy, and one that is the critic's own."""
+    made = TrainerGroup(start, 1, critic_ranks=1, start_timeout_s=120.0)
+    yield made
+    made.kill()
+
+
+async def test_a_critic_s_own_rank_is_one_of_the_group_but_in_a_world_of_its_own_and_not_for_engines(with_critic: TrainerGroup):
+    await with_critic.setup(SPEC)
+    policy, critic = "setup m 127.0.0.1:29500 and 127.0.0.1:29500", "setup m 127.0.0.1:29501 and 127.0.0.1:29500"
+    assert await with_critic.call("log", deadline_s=60) == [[policy], [critic]]
+    assert await with_critic.call("remembers", deadline_s=60) == ["weights of 0"]
+    assert await with_critic.call("train", key="a", deadline_s=60) == ["a on 0", "a on 1"]
+    pids = await ask(with_critic, "pid")
+    with pytest.raises(ActorLost):
+        await with_critic.call("train", key="b", dies=1, deadline_s=300)
+    assert not await with_critic.holds("a")
+    await with_critic.ensure(to("a"), deadline_s=60)
+    assert await with_critic.holds("a")
+    assert not set(pids) & set(await ask(with_critic, "pid")), "both were started again"

@@ -151,6 +151,9 @@ def test_a_refused_flag_that_says_what_is_the_case_anyway_is_taken():
         ("--loss-mask-type qwen3", "rollout.loss_mask_type", "all_assistant"),
         ("--balance-by-flops", "train.balance_by_flops", True),
         ("--num-critic-only-steps 3", "critic.num_critic_only_steps", 3),
+        ("--critic-num-gpus-per-node 4", "resources.critic_num_gpus_per_node", 4),
+        ("--critic-lr 1e-5 --critic-save /models/c", "critic.lr", 1e-5),
+        ("--critic-lr-warmup-iters 5 --critic-load /nowhere", "critic.lr_warmup_steps", 5),
         ("--ref-update-interval 5", "reference.ref_update_interval", 5),
         ("--profile-target train_actor train_log_probs", "observe.profile_target", ["train_actor", "train_log_probs"]),
         ("--use-pytorch-profiler", "observe.profile_target", ["train_overall"]),
@@ -281,6 +284,14 @@ def test_a_function_of_ones_own_goes_to_the_key_of_its_name(name: str):
 def test_a_checkpoint_of_another_framework_is_refused(tmp_path: Path):
     assert refused(f"--load {tmp_path} --save /elsewhere").where == "--load"
     assert keys(f"--load {tmp_path} --save {tmp_path}") == {"store.root": str(tmp_path)}
+
+
+def test_a_critic_begins_with_a_model_directory_or_goes_on_with_its_run(tmp_path: Path):
+    assert refused(f"--critic-load {tmp_path} --critic-save /elsewhere").where == "--critic-load"
+    assert keys(f"--critic-load {tmp_path} --critic-save {tmp_path}") == {}
+    assert keys(f"--critic-load {tmp_path} --hf-checkpoint {tmp_path}").keys() == {"model.source"}
+    (tmp_path / "config.json").write_text("{}")
+    assert keys(f"--critic-load {tmp_path}") == {"critic.hf_checkpoint": str(tmp_path)}
     assert keys("--save s3://bucket/run") == {"store.root": "s3://bucket/run"}
 
 

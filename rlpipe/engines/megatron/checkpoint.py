@@ -2,8 +2,10 @@
 
     <directory>/iter_0000012/…                      weights, optimizer, schedule, random state; those of a critic as `critic.…`
     <directory>/latest_checkpointed_iteration.txt   "12"
+    <directory>/critic/iter_0000012/…               a critic that has ranks of its own, which write it
 
-A checkpoint is written under another name and renamed when it is complete; what stood there before is replaced.
+What was written in one of the two ways can be read in the other. A checkpoint is written under another name and renamed when it
+is complete; what stood there before is replaced.
 Not here: uploading, and which checkpoint counts (the store).
 """
 
@@ -42,7 +44,8 @@ from rlpipe.engines.megatron.state import inner_optimizers, tensors
 
 LATEST = "latest_checkpointed_iteration.txt"
 CRITIC = "critic"
-"""Key of a critic's part in the state, prefix of its tensors' names, and in the description whether there is one."""
+"""Key of a critic's part in the state, prefix of its tensors' names, and in the description whether there is one; also the folder
+of a critic that has ranks of its own."""
 SPARE, SPARE_BYTES = 1.1, 16 * 1024**2
 """Room to have beside the state itself."""
 
@@ -118,23 +121,65 @@ def load(
     (The schedule is put back to 0 first: Megatron's loading adds to where it stands.)
     """
     iteration = _latest(directory) if iteration is None else iteration
+    folder, described = _described(directory, iteration)
+    within = critic if described.pop(CRITIC, False) else None
+    metadata = {**_metadata(trained), **described}
+    found = _read(_state(trained, iteration, metadata, loading=True, weights_only=weights_only, critic=within), folder)
+    _take(trained, found, weights_only=weights_only)
+    if within is not None:
+        _take(within, found[CRITIC], weights_only=weights_only)
+    if not weights_only:
+        _set_random_state(found["rng_state"][0])
+    beside = critic is not None and within is None and _has_critic_beside(directory, iteration)
+    if critic is not None and beside:
+        load(critic, Path(directory) / CRITIC, iteration=iteration, weights_only=weights_only)
+    return Loaded(int(found["iteration"]), within is not None or beside)
+
+
+def load_critic(critic: Trained, directory: str | Path, *, weights_only: bool = False) -> Loaded:
+    """As `load`, of the latest, of a critic that has ranks of its own: the policy's part is not read. Collective.
+
+    Raises: TrainerError if there is no checkpoint at all. A critic that is not in it stays.
+    """
+    iteration = _latest(directory)
+    if _has_critic_beside(directory, iteration):
+        load(critic, Path(directory) / CRITIC, iteration=iteration, weights_only=weights_only)
+        return Loaded(iteration, critic=True)
+    folder, described = _described(directory, iteration)
+    if not described.pop(CRITIC, False):
+        return Loaded(iteration, critic=False)
+    metadata = {**_metadata(critic), **described}
+    found = _read({CRITIC: _part_of_critic(critic, metadata, loading=True, weights_only=weights_only)}, folder)
+    _take(critic, found[CRITIC], weights_only=weights_only)
+    return Loaded(iteration, critic=True)
+
+
+def load_decoder(critic: Trained, directory: str | Path) -> None:
+    """Give a critic the policy's weights of the latest checkpoint, all but those of the head. Collective."""
+    folder, _ = _described(directory, _latest(directory))
+    shards = critic.model.sharded_state_dict(metadata=_metadata(critic))
+    found = _read({"model": {name: shard for name, shard in shards.items() if not name.startswith("output_layer.")}}, folder)
+    critic.model.load_state_dict(found["model"], strict=False)
+    critic.optimizer.reload_model_params()
+
+
+def _described(directory: str | Path, iteration: int) -> tuple[Path, dict[str, Any]]:
+    """The folder of a checkpoint, and how it was written. Raises: TrainerError if it is not there or not complete."""
     folder = _folder(directory, iteration)
     if not (folder / ".metadata").exists():
         raise TrainerError("no such checkpoint", where=str(folder), expected="a complete torch_dist checkpoint")
-    described = dist_checkpointing.load_content_metadata(str(folder)) or {}
-    critic = critic if described.pop(CRITIC, False) else None
-    metadata = {**_metadata(trained), **described}
-    state = _state(trained, iteration, metadata, loading=True, weights_only=weights_only, critic=critic)
+    return folder, dist_checkpointing.load_content_metadata(str(folder)) or {}
+
+
+def _has_critic_beside(directory: str | Path, iteration: int) -> bool:
+    return (_folder(Path(directory) / CRITIC, iteration) / ".metadata").exists()
+
+
+def _read(state: dict[str, Any], folder: Path) -> Any:
     group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), group)
     with _named_failures("read", folder):
-        found: Any = dist_checkpointing.load(state, str(folder), strategy, strict="assume_ok_unexpected")
-    _take(trained, found, weights_only=weights_only)
-    if critic is not None:
-        _take(critic, found[CRITIC], weights_only=weights_only)
-    if not weights_only:
-        _set_random_state(found["rng_state"][0])
-    return Loaded(int(found["iteration"]), critic is not None)
+        return dist_checkpointing.load(state, str(folder), strategy, strict="assume_ok_unexpected")
 
 
 def _take(trained: Trained, found: dict[str, Any], *, weights_only: bool) -> None:
@@ -185,10 +230,15 @@ def _state(
     state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": iteration}
     state |= _of_model(trained, metadata, loading=loading, weights_only=weights_only)
     if critic is not None:
-        state[CRITIC] = _of_model(critic, metadata, loading=loading, weights_only=weights_only)
-        add_prefix_for_sharding(state[CRITIC], f"{CRITIC}.")
+        state[CRITIC] = _part_of_critic(critic, metadata, loading=loading, weights_only=weights_only)
     if not weights_only:
         state["rng_state"] = _sharded_random_state()
+    return state
+
+
+def _part_of_critic(critic: Trained, metadata, *, loading: bool, weights_only: bool) -> dict[str, Any]:
+    state = _of_model(critic, metadata, loading=loading, weights_only=weights_only)
+    add_prefix_for_sharding(state, f"{CRITIC}.")
     return state
 
 

@@ -5,7 +5,8 @@
 The value of response token j of a sample with p prompt tokens is read at position p + j - 1, where the policy reads the token's
 log-prob: it is that of the state before the token. Values are not divided by the sampling temperature.
 
-Not here: advantages and returns (`algorithms.values`), saving (`checkpoint`).
+Not here: advantages and returns (`algorithms.values`), saving (`checkpoint`), whose ranks it lives in (`engine`: the policy's;
+`critic_engine`: its own).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from megatron.core import parallel_state
 
 from rlpipe.engines.megatron.batch import MicroBatch, pack
 from rlpipe.engines.megatron.bridge import load_weights
+from rlpipe.engines.megatron.checkpoint import load_decoder
 from rlpipe.engines.megatron.layers import ValueHead, ValueModel
 from rlpipe.engines.megatron.model import Trained, build
 from rlpipe.engines.megatron.passes import run_value_passes, this_slice
@@ -57,25 +59,26 @@ class Critic:
         deterministic: bool,
     ) -> None:
         """Build it without weights; process groups must exist. `optimizer_steps`: how long its schedule is."""
-        self._config, self._loss_config = config, train.loss
-        own = train if config.optimizer is None else train.model_copy(update={"optimizer": config.optimizer})
+        self._config, self._loss_config, self._policy_dir = config, train.loss, policy_dir
+        own = train.model_copy(update={"optimizer": config.optimizer_beside(train.optimizer)})
         source = config.hf_checkpoint or policy_dir
         self.trained: Trained = build(source, model, own, optimizer_steps, deterministic=deterministic, kind=ValueModel)
         fill_adam(self.trained.optimizer)
 
     @torch.no_grad()
-    def begin(self, policy: Trained) -> None:
-        """Take the first weights: of the configured directory, or else the policy's as they are, with a value head of 0."""
-        if directory := self._config.hf_checkpoint:
-            load_weights(self.trained.bridge, [self.trained.ddp], directory)
-            self._load_head(directory)
+    def begin(self, policy: Trained | Path | None) -> None:
+        """Take the first weights: of the configured directory, or else the policy's, with a value head of 0.
+
+        `policy`: the one in these ranks, as it is; or where a checkpoint of it is; None: in its Hugging Face directory.
+        """
+        own = self._config.hf_checkpoint
+        if own or policy is None:
+            load_weights(self.trained.bridge, [self.trained.ddp], own or self._policy_dir)
+        elif isinstance(policy, Path):
+            load_decoder(self.trained, policy)
         else:
-            theirs = dict(weights(policy.model))
-            for name, tensor in weights(self.trained.model):
-                if name.startswith("output_layer."):
-                    tensor.zero_()
-                else:
-                    tensor.copy_(theirs[name])
+            self._copy(policy)
+        self._load_head(own)
         self.trained.optimizer.reload_model_params()
 
     def values(self, batch: BatchColumns, *, max_tokens: int) -> np.ndarray:
@@ -150,12 +153,18 @@ class Critic:
         total = self._config.value_loss_coef * (weight * loss.loss).sum()
         return total, torch.stack([total.detach(), (weight * loss.clipped).sum()])
 
-    def _load_head(self, directory: str) -> None:
+    def _copy(self, policy: Trained) -> None:
+        theirs = dict(weights(policy.model))
+        for name, tensor in weights(self.trained.model):
+            if not name.startswith("output_layer."):
+                tensor.copy_(theirs[name])
+
+    def _load_head(self, directory: str | None) -> None:
         """The value head of a reward model, where this rank has the last stage; 0 where the directory has none."""
         head = getattr(self.trained.model, "output_layer", None)
         if not isinstance(head, ValueHead):
             return
-        found = _tensors(directory, f"{HEAD}.")
+        found = _tensors(directory, f"{HEAD}.") if directory else {}
         for name, parameter in head.named_parameters():
             value = found.get(name)
             if value is not None and value.shape != parameter.shape:

@@ -28,14 +28,15 @@ from rlpipe.engines.megatron import checkpoint, determinism, platform
 from rlpipe.engines.megatron.bridge import export_weights, load_weights
 from rlpipe.engines.megatron.critic import Critic
 from rlpipe.engines.megatron.export import save_hf
-from rlpipe.engines.megatron.groups import close_groups, open_groups
+from rlpipe.engines.megatron.groups import close_groups, open_groups, replicas
+from rlpipe.engines.megatron.meeting import Meeting, MeetingPlace
 from rlpipe.engines.megatron.memory import PARTS, DeviceMemory, Part, Resident
 from rlpipe.engines.megatron.model import Scorer, Trained, build, build_scorer
 from rlpipe.engines.megatron.routing import Recording, Replaying, check_routing, layers_with_experts_only, release_routers
 from rlpipe.engines.megatron.score import score
-from rlpipe.engines.megatron.state import fill_adam, state_digest, weights
+from rlpipe.engines.megatron.state import fill_adam, joined, state_digest, weights
 from rlpipe.engines.megatron.step import train_steps
-from rlpipe.errors import ConfigError, DataError, TrainerError
+from rlpipe.errors import DataError, TrainerError
 from rlpipe.packing import BatchColumns, PackingPlan
 
 
@@ -51,6 +52,13 @@ class TrainResult:
     value_loss, value_clipfrac, critic_grad_norm, critic_lr; while it is trained alone, only those."""
     state_digest: str = ""
     """Of the state after the last step."""
+
+
+def agreed(meeting: Meeting, digest: str, steps: list[dict[str, float]]) -> TrainResult:
+    """The result of policy and critic together, from what this rank's one of them has: the same on every rank of both."""
+    policy, critic = meeting.exchange({"digest": digest, "steps": steps})
+    both = [mine | other for mine, other in zip(policy["steps"], critic["steps"], strict=True)]
+    return TrainResult(both, joined(policy["digest"], critic["digest"]))
 
 
 class MegatronEngine:
@@ -71,6 +79,7 @@ class MegatronEngine:
         deterministic: bool = False,
         critic: CriticConfig | None = None,
         critic_optimizer_steps: int = 0,
+        meeting: MeetingPlace | None = None,
         teacher_dir: str | None = None,
         hooks: MegatronHooks | None = None,
         timeout_s: float = 1800.0,
@@ -79,24 +88,19 @@ class MegatronEngine:
 
         A second engine of the same processes needs another port: a rank that is ahead could meet the old one.
         `threads`: CPU threads of this rank where there is no CUDA. `deterministic`: see `determinism`. `critic`: make one too,
-        whose schedule is `critic_optimizer_steps` long. `teacher_dir`: the teacher's Hugging Face directory. `hooks`: functions
-        of the user. `timeout_s`: deadline of every collective.
+        whose schedule is `critic_optimizer_steps` long. `meeting`: where to join one that has ranks of its own (`critic_engine`)
+        and gets the calls that it has too at the same time. `teacher_dir`: the teacher's Hugging Face directory. `hooks`:
+        functions of the user. `timeout_s`: deadline of every collective.
         """
-        if world_size % train.parallel.model_ranks:
-            raise ConfigError(
-                "the ranks do not divide into model replicas",
-                where="train.parallel",
-                found=f"{world_size} ranks",
-                expected=f"a multiple of TP × PP × CP = {train.parallel.model_ranks}",
-            )
         self._model_dir, self._train, self._temperature = model_dir, train, rollout_temperature
-        self._data_parallel = world_size // train.parallel.model_ranks
+        self._data_parallel = replicas(train.parallel, world_size, where="train.parallel")
         determinism.switch(deterministic)
         platform.claim(rank, threads)
         open_groups(train.parallel, rank=rank, world_size=world_size, master=master, timeout_s=timeout_s, seed=train.seed)
         self._reference: list[torch.Tensor] | None = None
         self._critic: Critic | None = None
         self._teacher: Scorer | None = None
+        self._meeting: Meeting | None = None
         self._hooks = hooks or MegatronHooks(TrainConfig())
         try:
             self._hooks.init()
@@ -110,6 +114,8 @@ class MegatronEngine:
             if teacher_dir is not None:
                 self._teacher = build_scorer(teacher_dir, model, train, deterministic=deterministic)
                 load_weights(self._teacher.bridge, [self._teacher.ddp], teacher_dir)
+            if meeting is not None:
+                self._meeting = Meeting(meeting, place=rank, timeout_s=timeout_s)
         except BaseException:
             close_groups()
             raise
@@ -246,6 +252,8 @@ class MegatronEngine:
 
         Raises: TrainerError without a critic.
         """
+        if self._meeting is not None:
+            return self._meeting.values(None, batch.num_response_tokens)
         return self.critic.values(batch, max_tokens=max_tokens or self.max_tokens)
 
     def train(
@@ -261,18 +269,22 @@ class MegatronEngine:
         plan.check(len(batch), self._data_parallel)
         self._memory.require("optimizer", "gradients")
         steps: list[dict[str, float]] = [{} for _ in plan.steps]
-        if self._critic is not None or critic_only:
+        if self._critic is not None or (critic_only and self._meeting is None):
             steps = self.critic.train(batch, plan)
         if not critic_only:
             policy = train_steps(
                 self.trained, batch, plan, self._train.loss, self._temperature, hook_args, partial(self._before_step, version)
             )
             steps = [mine | other for mine, other in zip(policy, steps, strict=True)]
+        if self._meeting is not None:
+            return agreed(self._meeting, state_digest(self.trained), steps)
         return TrainResult(steps, self.state_digest())
 
     def state_digest(self) -> str:
         """128 bits in hex over weights, main weights, moments and schedule, a critic's too, of all ranks; on all the same."""
         self._memory.require("optimizer")
+        if self._meeting is not None:
+            return agreed(self._meeting, state_digest(self.trained), []).state_digest
         return state_digest(self.trained, *([self._critic.trained] if self._critic else []))
 
     def named_hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -282,7 +294,7 @@ class MegatronEngine:
     def close(self) -> None:
         """Leave all process groups and drop the model; this process may then make another engine. Twice is once."""
         if self._trained is not None:
-            self._trained = self._reference = self._critic = self._teacher = None
+            self._trained = self._reference = self._critic = self._teacher = self._meeting = None
             close_groups()
             release_routers()
             gc.collect()

@@ -11,11 +11,23 @@ import torch.distributed as dist
 
 from rlpipe.config.train import ParallelConfig
 from rlpipe.engines.megatron import platform
-from rlpipe.errors import TrainerError
+from rlpipe.errors import ConfigError, TrainerError
 
 # isort: split
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+
+def replicas(parallel: ParallelConfig, world_size: int, *, where: str) -> int:
+    """Data parallel ranks. Raises: ConfigError, naming the key `where`, if the ranks do not divide."""
+    if world_size % parallel.model_ranks:
+        raise ConfigError(
+            "the ranks do not divide into model replicas",
+            where=where,
+            found=f"{world_size} ranks",
+            expected=f"a multiple of TP × PP × CP = {parallel.model_ranks}",
+        )
+    return world_size // parallel.model_ranks
 
 
 def open_groups(

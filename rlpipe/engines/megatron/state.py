@@ -73,14 +73,23 @@ def tensors(trained: Trained) -> Iterator[tuple[str, torch.Tensor]]:
 
 def state_digest(*models: Trained) -> str:
     """Digest over all ranks' state of the policy (and then of the critic), the same on every rank. Collective."""
-    found = [[(name, tensor, _content(tensor)) for name, tensor in tensors(trained)] for trained in models]
-    hashes = iter(_on_host([content for part in found for *_, content in part if isinstance(content, torch.Tensor)]))
+    return joined(*[_digest(trained) for trained in models])
+
+
+def joined(*digests: str) -> str:
+    """The digest of a state that has parts, from theirs: of the policy alone it is the policy's. Parts of the same ranks, or
+    each in ranks of its own, are the same state."""
+    return digests[0] if len(digests) == 1 else xxhash.xxh3_128_hexdigest("".join(digests).encode())
+
+
+def _digest(trained: Trained) -> str:
+    found = [(name, tensor, _content(tensor)) for name, tensor in tensors(trained)]
+    hashes = iter(_on_host([content for *_, content in found if isinstance(content, torch.Tensor)]))
     digest = xxhash.xxh3_128()
-    for trained, part in zip(models, found, strict=True):
-        digest.update(f"schedule {trained.scheduler.num_steps}".encode())
-        for name, tensor, content in part:
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(next(hashes) if isinstance(content, torch.Tensor) else content)
+    digest.update(f"schedule {trained.scheduler.num_steps}".encode())
+    for name, tensor, content in found:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(next(hashes) if isinstance(content, torch.Tensor) else content)
     everyone: list[str] = [""] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, digest.hexdigest())
     return xxhash.xxh3_128_hexdigest("".join(everyone).encode())

@@ -1,0 +1,149 @@
+"""`CriticEngine`: one rank of a critic that has ranks of its own, as the trainer actor holds it.
+
+A world of its own beside the policy's, in its own parallel layout. Both get the same calls in the same order and join where one
+needs the other (`meeting`): after `values`, and wherever a state is made, whose digest and metrics are those of both.
+
+    made → `load_hf` or `load_checkpoint` → any of values, train, save → `close`          as `MegatronEngine`
+
+Not here: the mathematics (`critic`); hooks but the first, reference and teacher, which are the policy's.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlpipe.config.megatron_hooks import MegatronHooks
+from rlpipe.config.model import ModelConfig
+from rlpipe.config.models import CriticConfig
+from rlpipe.config.train import TrainConfig
+from rlpipe.engines.megatron import checkpoint, determinism, platform
+from rlpipe.engines.megatron.critic import Critic
+from rlpipe.engines.megatron.engine import TrainResult, agreed
+from rlpipe.engines.megatron.groups import close_groups, open_groups, replicas
+from rlpipe.engines.megatron.meeting import Meeting, MeetingPlace
+from rlpipe.engines.megatron.routing import release_routers
+from rlpipe.engines.megatron.state import state_digest
+from rlpipe.errors import TrainerError
+from rlpipe.packing import BatchColumns, PackingPlan
+
+
+class CriticEngine:
+    """One rank. All methods are collective over the critic's ranks, and those that say so over the policy's too."""
+
+    def __init__(
+        self,
+        config: CriticConfig,
+        policy_dir: str,
+        model: ModelConfig,
+        train: TrainConfig,
+        *,
+        optimizer_steps: int,
+        rank: int,
+        world_size: int,
+        master: tuple[str, int],
+        meeting: MeetingPlace,
+        threads: int,
+        deterministic: bool = False,
+        hooks: MegatronHooks | None = None,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        """Join the critic's other ranks at `master` and the policy's at `meeting`; no weights yet. Arguments as `MegatronEngine`.
+
+        `train`: the policy's settings, which are the critic's where it has none of its own.
+        Raises: ConfigError for a configuration or model directory that cannot be trained.
+        """
+        parallel = config.parallel or train.parallel
+        self._train = train.model_copy(update={"parallel": parallel})
+        self._data_parallel = replicas(parallel, world_size, where="critic.parallel")
+        determinism.switch(deterministic)
+        platform.claim(rank, threads)
+        open_groups(parallel, rank=rank, world_size=world_size, master=master, timeout_s=timeout_s, seed=train.seed)
+        try:
+            (hooks or MegatronHooks(TrainConfig())).init()
+            critic = Critic(config, policy_dir, model, self._train, optimizer_steps, deterministic=deterministic)
+            self._meeting: Meeting | None = Meeting(meeting, place=meeting.policy_ranks + rank, timeout_s=timeout_s)
+        except BaseException:
+            close_groups()
+            raise
+        self._critic: Critic | None = critic
+
+    @property
+    def data_parallel(self) -> int:
+        """Data parallel ranks, for `rlpipe.packing.plan`. Not collective."""
+        return self._data_parallel
+
+    @property
+    def max_tokens(self) -> int:
+        """Packed tokens of a micro-batch over all context parallel ranks, for `rlpipe.packing.plan`. Not collective."""
+        return self._train.max_tokens_per_gpu * self._train.parallel.context_parallel_size
+
+    @property
+    def critic(self) -> Critic:
+        """Raises: TrainerError after `close`."""
+        return self._open()[0]
+
+    def load_hf(self) -> None:
+        """Take the first weights; optimizer state stays."""
+        self.critic.begin(None)
+
+    def load_checkpoint(self, directory: str | Path, *, weights_only: bool = False) -> int:
+        """Restore the critic of `directory`/iter_*, with or without ranks of its own there; returns the iteration.
+
+        One that is not in it takes its first weights, if need be from the policy that is. Raises: TrainerError if there is no
+        checkpoint.
+        """
+        loaded = checkpoint.load_critic(self.critic.trained, directory, weights_only=weights_only)
+        if not loaded.critic:
+            self.critic.begin(Path(directory))
+        return loaded.iteration
+
+    def save_checkpoint(self, directory: str | Path, iteration: int) -> Path:
+        """Write `directory`/critic/iter_%07d; returns the folder. Every rank of the critic writes its part."""
+        return checkpoint.save(self.critic.trained, Path(directory) / checkpoint.CRITIC, iteration)
+
+    def values(self, batch: BatchColumns, *, max_tokens: int | None = None) -> np.ndarray:
+        """[R] float32: the value before every response token (masked or not). Collective over the policy's ranks too.
+
+        `max_tokens`: packed tokens of a micro-batch; None: `self.max_tokens`.
+        """
+        critic, meeting = self._open()
+        found = critic.values(batch, max_tokens=max_tokens or self.max_tokens)
+        return meeting.values(found, batch.num_response_tokens)
+
+    def train(
+        self, batch: BatchColumns, plan: PackingPlan, *, version: int = 0, critic_only: bool = False, hook_args: Any = None
+    ) -> TrainResult:
+        """Take the plan's optimizer steps, while the policy takes its own: the result of both. Collective over all of them.
+
+        Raises: DataError for a batch without values and returns or a plan of another batch; TrainerError if a loss or gradient is
+        not finite.
+        """
+        critic, meeting = self._open()
+        plan.check(len(batch), self._data_parallel)
+        steps = critic.train(batch, plan)
+        return agreed(meeting, state_digest(critic.trained), steps)
+
+    def state_digest(self) -> str:
+        """That of policy and critic together. Collective over all of them."""
+        critic, meeting = self._open()
+        return agreed(meeting, state_digest(critic.trained), []).state_digest
+
+    def close(self) -> None:
+        """Leave all process groups and drop the model; this process may then make another engine. Twice is once."""
+        if self._critic is not None:
+            self._critic = self._meeting = None
+            close_groups()
+            release_routers()
+            gc.collect()
+            if platform.CUDA_FOUND:
+                torch.cuda.empty_cache()
+
+    def _open(self) -> tuple[Critic, Meeting]:
+        if self._critic is None or self._meeting is None:
+            raise TrainerError("this engine is closed", where="trainer/critic", do="make a new one")
+        return self._critic, self._meeting
