@@ -40,10 +40,16 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture
-def written(tmp_path) -> dict[str, Any]:
-    (tmp_path / "mine.py").write_text(POLICY)
-    return {"type": "custom", "custom_loss_function_path": f"{tmp_path / 'mine.py'}:policy_loss"}
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> dict[str, Any]:
+    file = tmp_path_factory.mktemp("loss") / "mine.py"
+    file.write_text(POLICY)
+    return {"type": "custom", "custom_loss_function_path": f"{file}:policy_loss"}
+
+
+@pytest.fixture(scope="module")
+def alone(models, written) -> dict[str, Any]:
+    return train_fanned(0, 1, free_port(), models["qwen3"], {**TRAIN, "loss": written}, ARGS)
 
 
 def check(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
@@ -53,20 +59,23 @@ def check(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-def test_a_loss_written_for_slime_takes_the_steps_of_the_built_in_one(models, written, per_token):
-    aggregation = {"calculate_per_token_loss": per_token}
-    wanted = train_fanned(0, 1, free_port(), models["qwen3"], {**TRAIN, "loss": {**BUILT_IN, **aggregation}})
-    found = train_fanned(0, 1, free_port(), models["qwen3"], {**TRAIN, "loss": {**written, **aggregation}}, ARGS)
-    check(found["steps"], wanted["steps"])
+def test_a_loss_written_for_slime_takes_the_steps_of_the_built_in_one(models, alone):
+    wanted = train_fanned(0, 1, free_port(), models["qwen3"], {**TRAIN, "loss": BUILT_IN})
+    check(alone["steps"], wanted["steps"])
     assert 0 < wanted["steps"][0]["clipfrac"] < 1
+
+
+def test_it_does_so_by_tokens_too(models, written):
+    by_token = {"calculate_per_token_loss": True}
+    wanted = train_fanned(0, 1, free_port(), models["qwen3"], {**TRAIN, "loss": {**BUILT_IN, **by_token}})
+    found = train_fanned(0, 1, free_port(), models["qwen3"], {**TRAIN, "loss": {**written, **by_token}}, ARGS)
+    check(found["steps"], wanted["steps"])
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_give_it_what_one_does(models, written, two_ranks, layout):
-    train = {**TRAIN, "loss": written}
-    wanted = train_fanned(0, 1, free_port(), models["qwen3"], train, ARGS)
-    first, second = two_ranks.run(train_fanned, models["qwen3"], train | {"parallel": LAYOUTS[layout]}, ARGS)
+def test_two_ranks_give_it_what_one_does(models, written, alone, two_ranks, layout):
+    train = {**TRAIN, "loss": written, "parallel": LAYOUTS[layout]}
+    first, second = two_ranks.run(train_fanned, models["qwen3"], train, ARGS)
     assert first["steps"] == second["steps"]
-    check(first["steps"], wanted["steps"])
+    check(first["steps"], alone["steps"])
