@@ -6,15 +6,17 @@ Each is found by a path in the configuration and has slime's signature, so slime
     custom_tis_function_path              (args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths,
                                            response_lengths, **others) -> (pg_loss, masks, metrics)
     custom_pg_loss_reducer_function_path  (total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> reducer
-    custom_loss_function_path             (args, batch, log_probs, entropy) -> (loss per token, metrics)
+    custom_loss_function_path             (args, batch, logits, sum_of_sample_mean) -> (loss, metrics)
+                                          or (args, batch, log_probs, entropy) -> (loss per token, metrics)
 
 Correction and reducer are asked once per optimizer step, of all its samples on the CPU, and must be what slime's are too: the
 first proportional to pg_loss, the second linear in its values. So their result is a weight per token, and neither micro-batches
 nor parallelism change it. What is not proportional or linear is refused, with its numbers.
 
-The custom loss differs from slime's, which gets logits: whole logits are never made here (`engines.megatron.vocab`). Its `batch`
-has [n] tensors of the tokens at hand (advantages, log_probs, rollout_log_probs, ref_log_probs, teacher_log_probs, values,
-returns: those the batch has, `log_probs` being the ones before the iteration) and `sequence_mean`, [n] → [n].
+The first form of a custom loss is slime's: see `algorithms.logits`, and what it costs there. The second spares whole logits; it
+is a loss with a parameter `log_probs` or `entropy`. Its `batch` has [n] tensors of the tokens at hand (advantages, log_probs,
+rollout_log_probs, ref_log_probs, teacher_log_probs, values, returns: those the batch has, `log_probs` being the ones before the
+iteration) and `sequence_mean`, [n] → [n].
 
 The source of each function is an input of its stage, and so are the keys of that stage. What a function reads of `args` beyond
 them is not: change such a key together with the function's source (a comment will do).
@@ -32,10 +34,12 @@ import numpy as np
 import torch
 
 from rlpipe.algorithms.importance import Correction
+from rlpipe.algorithms.logits import MODULES
 from rlpipe.algorithms.objective import Tokens
 from rlpipe.algorithms.values import Estimates
 from rlpipe.config.algorithms import AdvantageConfig, LossConfig
 from rlpipe.config.hooks import load_hook
+from rlpipe.config.slime_modules import provide
 from rlpipe.errors import ConfigError, DataError
 
 Function = Callable[..., Any]
@@ -50,18 +54,18 @@ CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),
         (),
     ),
-    "custom_loss_function_path": (("args", "batch", "log_probs", "entropy"), ()),
+    "custom_loss_function_path": (("args", "batch", "logits", "sum_of_sample_mean"), ()),
 }
 """Key → positional and keyword arguments of the call."""
 
 
 def load(key: str, path: str) -> Function:
     """The function under a key. Raises: ConfigError if it is not there or cannot be called as it will be."""
+    provide(MODULES)
     function = load_hook(path)
     positional, keywords = CALLS[key]
     try:
-        signature = inspect.signature(function)
-        signature.bind(*positional, **dict.fromkeys(keywords))
+        inspect.signature(function).bind(*positional, **dict.fromkeys(keywords))
     except (TypeError, ValueError) as error:
         raise ConfigError(
             "this function cannot be called as it would be",
@@ -69,15 +73,12 @@ def load(key: str, path: str) -> Function:
             found=f"{path}: {error}",
             expected=f"({', '.join([*positional, *(['*'] if keywords else []), *keywords])})",
         ) from error
-    if "logits" in signature.parameters and key == "custom_loss_function_path":
-        raise ConfigError(
-            "a custom loss gets log-probs, not logits",
-            where=key,
-            found=f"{path}{signature}",
-            expected="(args, batch, log_probs, entropy) -> (loss per token, metrics)",
-            do="whole logits are never made here; write the loss with the log-prob and entropy of each token",
-        )
     return function
+
+
+def takes_logits(function: Function) -> bool:
+    """Is this custom loss of slime's form?"""
+    return not {"log_probs", "entropy"} & set(inspect.signature(function).parameters)
 
 
 def check(advantage: AdvantageConfig, loss: LossConfig) -> None:

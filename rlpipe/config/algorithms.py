@@ -147,7 +147,8 @@ class LossConfig(Config):
     renormalize_rejected: bool = False
     """Rejected tokens leave the denominators too, so the others weigh more (verl); False: the gradient shrinks (slime)."""
     custom_loss_function_path: str | None = None
-    """Type custom: `(args, batch, log_probs, entropy) -> (loss per token, metrics)`; see `rlpipe.algorithms.custom`."""
+    """Type custom: slime's `(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)`, which costs memory, or `(args, batch,
+    log_probs, entropy) -> (loss per token, metrics)`; see `rlpipe.algorithms.custom`."""
     custom_tis_function_path: str | None = None
     """With use_tis: `(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths,
     **others) -> (pg_loss, masks, metrics)` in place of the built-in weights."""

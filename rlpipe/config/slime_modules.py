@@ -7,7 +7,8 @@
     from slime.rollout.filter_hub.base_types import DynamicFilterOutput
     from slime.utils.async_utils import run
 
-Only what such files use; anything else of slime is an ImportError of theirs. Not here: what the functions are called with.
+Only what such files use; anything else of slime is an ImportError of theirs. Not here: what the functions are called with, and
+slime's functions for losses (`algorithms.logits`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import asyncio
 import importlib.util
 import sys
 from argparse import Namespace
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -133,14 +134,20 @@ MODULES: dict[str, dict[str, Any]] = {
 }
 
 
-def provide() -> None:
-    """Make them importable in this process, unless slime is installed or they are."""
-    if "slime" in sys.modules or importlib.util.find_spec("slime") is not None:
+_ours: set[str] = set()
+
+
+def provide(more: Mapping[str, dict[str, Any]] | None = None) -> None:
+    """Make them, and `more` of the kind, importable in this process, unless slime is installed."""
+    if "slime" not in _ours and ("slime" in sys.modules or importlib.util.find_spec("slime") is not None):
         return
-    for name, content in MODULES.items():
+    for name, content in {**MODULES, **(more or {})}.items():
+        if name in _ours:
+            continue
         module = ModuleType(name, f"Stands for slime's: see {__name__}.")
         vars(module).update(content, __path__=[])
         sys.modules[name] = module
+        _ours.add(name)
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, module)

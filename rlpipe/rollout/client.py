@@ -18,52 +18,26 @@ import contextlib
 import json
 import time
 from collections.abc import Awaitable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import httpx
 
 from rlpipe.errors import DataError, DeadlineExceeded, EngineError, EngineRejected, EngineUnavailable
+from rlpipe.rollout.asked import Asked, Key, Together, fail
 from rlpipe.rollout.direct import Direct
 from rlpipe.rollout.gate import Gate
 from rlpipe.rollout.generation import Generation, RoutingWanted, joined, no_spans, nothing_yet, read_generations, settled
 from rlpipe.rollout.http import Connections, call, deadline_exceeded
-from rlpipe.routed import num_rows
+from rlpipe.rollout.streaming import Watch, stream
 
 HoldMode = Literal["drain", "abort", "in_place"]
 Answer = TypeVar("Answer")
 
-_Together = tuple[str, str | None, int | None]
-"""Sampling parameters as JSON, routing key, first token whose experts are wanted: what is equal in all may share a request."""
 _ROUTING_HEADER = "X-SMG-Routing-Key"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 2.0
 _ABORT_AGAIN_S, _POLL_S = 0.3, 0.02
 _NO_WORKER = ("no_available_workers", "call_upstream_request_error", "HTTP 502", "HTTP 503")
-
-
-class _Key(NamedTuple):
-    sampling: dict[str, Any]
-    routing: str | None
-    routed_from: int | None
-
-    def after(self, begun: Generation) -> _Key:
-        """What to ask with once there is that much of a response."""
-        rest = {**self.sampling, "max_new_tokens": self.sampling["max_new_tokens"] - len(begun.response_ids)}
-        known = None if self.routed_from is None else self.routed_from + num_rows(begun.routed_experts)
-        return _Key(rest, self.routing, known)
-
-
-@dataclass(slots=True)
-class _Asked:
-    prompt_ids: list[int]
-    n: int
-    where: str
-    stop: asyncio.Event | None
-    answer: asyncio.Future[list[Generation]]
-
-    @property
-    def stopped(self) -> bool:
-        return self.stop is not None and self.stop.is_set()
 
 
 class GenerateClient:
@@ -91,9 +65,9 @@ class GenerateClient:
         self.samples_per_request, self.end_ids, self.routed_width = samples_per_request, frozenset(end_ids), routed_width
         self.gate = Gate()
         self._http = httpx.AsyncClient(transport=Connections(max_connections), timeout=None)
-        self._asked: dict[_Together, list[_Asked]] = {}
+        self._asked: dict[Together, list[Asked]] = {}
         self._posts: set[asyncio.Task[None]] = set()
-        self._in_flight: dict[int, list[_Asked]] = {}
+        self._in_flight: dict[int, list[Asked]] = {}
         self._started = self._moves = 0
         self._has_spans: bool | None = None
         self._direct = Direct()
@@ -127,27 +101,30 @@ class GenerateClient:
         deadline_s: float | None = None,
         routing_key: str | None = None,
         routed_from: int | None = None,
+        watch: Watch | None = None,
         where: str = "generate",
     ) -> list[Generation]:
         """Sample `n` responses, or one per seed if `seeds` are given (engines honour them in deterministic mode only).
 
         `sampling` are SGLang's sampling parameters; `so_far` has what there is of each response, or None; once `stop` is set,
         what is aborted stays so; requests with one `routing_key` go to one engine (if the router's policy is consistent_hashing);
-        `routed_from`: answer the experts of all tokens from this one on (None: of none); `where` names the group in errors.
+        `routed_from`: answer the experts of all tokens from this one on (None: of none); `watch`: the one response comes as it is
+        sampled, and this is told of it; `where` names the group in errors.
         Raises: DataError (a prompt no engine may see), DeadlineExceeded, EngineRejected, EngineUnavailable.
         """
         ids = self._checked(prompt_ids, where)
         of_sample = [sampling] * n if seeds is None else [{**sampling, "sampling_seed": seed} for seed in seeds]
+        assert watch is None or (len(of_sample) == 1 and so_far is None), "one new response can be watched"
         begun = list(so_far) if so_far is not None else [None] * len(of_sample)
         fresh = [number for number, there in enumerate(begun) if there is None]
         together = [fresh] if seeds is None and fresh else [[number] for number in fresh]
         work: list[Awaitable[list[Generation]]] = [
-            self._begin(ids, _Key(of_sample[numbers[0]], routing_key, routed_from), len(numbers), where, stop)
+            self._begin(ids, Key(of_sample[numbers[0]], routing_key, routed_from), len(numbers), where, stop, watch)
             for numbers in together
         ]
         rest = [number for number, there in enumerate(begun) if there is not None]
         work += [
-            self._go_on(ids, _Key(of_sample[number], routing_key, routed_from), [begun[number] or nothing_yet("")], where, stop)
+            self._go_on(ids, Key(of_sample[number], routing_key, routed_from), [begun[number] or nothing_yet("")], where, stop)
             for number in rest
         ]
         answers = await self._within(asyncio.gather(*work), self.deadline_s if deadline_s is None else deadline_s, where)
@@ -192,7 +169,7 @@ class GenerateClient:
         while ours := [batch for batch in self._in_flight.values() if any(asked.stop is stop for asked in batch)]:
             if time.monotonic() > end_s:
                 for batch in ours:
-                    _fail(batch, DeadlineExceeded("the engine does not abort", where=batch[0].where, found=self.router_url))
+                    fail(batch, DeadlineExceeded("the engine does not abort", where=batch[0].where, found=self.router_url))
                 return
             with contextlib.suppress(EngineError, DeadlineExceeded):  # an engine that is gone has nothing to abort
                 await self._abort_all()
@@ -234,11 +211,17 @@ class GenerateClient:
             work.cancel()
             work.add_done_callback(lambda ended: None if ended.cancelled() else ended.exception())
 
-    async def _begin(self, ids: list[int], key: _Key, n: int, where: str, stop) -> list[Generation]:
-        return await self._go_on(ids, key, await self._ask(ids, key, n, where, stop), where, stop)
+    async def _begin(self, ids: list[int], key: Key, n: int, where: str, stop, watch: Watch | None) -> list[Generation]:
+        return await self._go_on(ids, key, await self._ask(ids, key, n, where, stop, watch), where, stop, watch)
 
     async def _go_on(
-        self, ids: list[int], key: _Key, so_far: list[Generation], where: str, stop: asyncio.Event | None
+        self,
+        ids: list[int],
+        key: Key,
+        so_far: list[Generation],
+        where: str,
+        stop: asyncio.Event | None,
+        watch: Watch | None = None,
     ) -> list[Generation]:
         """Ask for the rest of what was aborted, until it is finished or `stop` is set."""
 
@@ -250,7 +233,8 @@ class GenerateClient:
                 generation = settled(generation, sampling, self.end_ids)
                 if generation.finish_reason != "abort" or (stop is not None and stop.is_set()):
                     return generation
-                (more,) = await self._ask(ids + generation.response_ids, key.after(generation), 1, where, stop)
+                rest = partial(_watched, watch, generation) if watch else None
+                (more,) = await self._ask(ids + generation.response_ids, key.after(generation), 1, where, stop, rest)
                 generation = joined(generation, more)
                 if not more.response_ids and more.finish_reason == "abort":
                     await asyncio.sleep(pause_s)
@@ -273,20 +257,23 @@ class GenerateClient:
         return ids
 
     def _ask(
-        self, ids: list[int], asked_for: _Key, n: int, where: str, stop: asyncio.Event | None
+        self, ids: list[int], asked_for: Key, n: int, where: str, stop: asyncio.Event | None, watch: Watch | None
     ) -> asyncio.Future[list[Generation]]:
         loop = asyncio.get_running_loop()
-        asked = _Asked(ids, n, where, stop, loop.create_future())
+        asked = Asked(ids, n, where, stop, loop.create_future(), watch)
         key = (json.dumps(asked_for.sampling, sort_keys=True), asked_for.routing, asked_for.routed_from)
+        if watch is not None:
+            self._start(key, [asked])
+            return asked.answer
         if key not in self._asked:
             self._asked[key] = []
             loop.call_soon(self._send, key)
         self._asked[key].append(asked)
         return asked.answer
 
-    def _send(self, key: _Together) -> None:
+    def _send(self, key: Together) -> None:
         """Put together what was asked in this turn of the event loop, and start the requests."""
-        batch: list[_Asked] = []
+        batch: list[Asked] = []
         samples = 0
         for asked in self._asked.pop(key):
             if batch and samples + asked.n > self.samples_per_request:
@@ -296,14 +283,14 @@ class GenerateClient:
             samples += asked.n
         self._start(key, batch)
 
-    def _start(self, key: _Together, batch: list[_Asked]) -> None:
+    def _start(self, key: Together, batch: list[Asked]) -> None:
         task = asyncio.create_task(self._answer(key, batch))
         self._posts.add(task)
         task.add_done_callback(self._posts.discard)
         for asked in batch:
             asked.answer.add_done_callback(lambda _: task.cancel() if all(other.answer.done() for other in batch) else None)
 
-    async def _answer(self, key: _Together, batch: list[_Asked]) -> None:
+    async def _answer(self, key: Together, batch: list[Asked]) -> None:
         """Post one request; hand each caller its samples, or the error. A refused batch is asked again group by group."""
         try:
             generations = await self._post(key, batch)
@@ -311,9 +298,9 @@ class GenerateClient:
             if len(batch) > 1:
                 await asyncio.gather(*(self._answer(key, [asked]) for asked in batch))
             else:
-                _fail(batch, error)
+                fail(batch, error)
         except (EngineError, DeadlineExceeded) as error:
-            _fail(batch, error)
+            fail(batch, error)
         else:
             start = 0
             for asked in batch:
@@ -321,11 +308,13 @@ class GenerateClient:
                     asked.answer.set_result(generations[start : start + asked.n])
                 start += asked.n
 
-    async def _post(self, key: _Together, batch: list[_Asked]) -> list[Generation]:
-        prompts = json.dumps([asked.prompt_ids for asked in batch for _ in range(asked.n)])
+    async def _post(self, key: Together, batch: list[Asked]) -> list[Generation]:
+        watch = batch[0].watch
+        prompts = json.dumps(batch[0].prompt_ids if watch else [asked.prompt_ids for asked in batch for _ in range(asked.n)])
         routing = self._routing(key[2], batch)
         wanted = f', "return_routed_experts": true, "routed_experts_start_len": {routing.routed_from}' if routing else ""
-        body = f'{{"input_ids": {prompts}, "sampling_params": {key[0]}, "return_logprob": true, "stream": false{wanted}}}'
+        streamed = "true" if watch else "false"
+        body = f'{{"input_ids": {prompts}, "sampling_params": {key[0]}, "return_logprob": true, "stream": {streamed}{wanted}}}'
         where = batch[0].where if len(batch) == 1 else f"{batch[0].where} and {len(batch) - 1} more groups"
         start_s, moves = time.time(), self._moves
         samples = sum(asked.n for asked in batch)
@@ -338,13 +327,13 @@ class GenerateClient:
             raise no_spans(where)
         return generations
 
-    def _routing(self, routed_from: int | None, batch: list[_Asked]) -> RoutingWanted | None:
+    def _routing(self, routed_from: int | None, batch: list[Asked]) -> RoutingWanted | None:
         if routed_from is None:
             return None
         assert self.routed_width, "made without routed_width"
         return RoutingWanted(self.routed_width, routed_from, [len(asked.prompt_ids) for asked in batch for _ in range(asked.n)])
 
-    async def _persist(self, body: bytes, key: _Together, where: str, batch: list[_Asked]) -> httpx.Response | None:
+    async def _persist(self, body: bytes, key: Together, where: str, batch: list[Asked]) -> httpx.Response | None:
         """Post, and again after a broken connection or while the router has no engine, until the deadline: a dead engine is being
         replaced meanwhile. None: all were stopped before it was posted.
 
@@ -357,7 +346,7 @@ class GenerateClient:
                 return None
             try:
                 with self._flying(batch):
-                    return await self._answered(body, key, failed, where)
+                    return await self._answered(body, key, failed, where, batch[0].watch)
             except (EngineUnavailable, EngineRejected) as error:
                 passing = isinstance(error, EngineUnavailable) or any(sign in str(error.found) for sign in _NO_WORKER)
                 if not passing:
@@ -367,22 +356,27 @@ class GenerateClient:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _answered(self, body: bytes, key: _Together, failed: set[str], where: str) -> httpx.Response:
+    async def _answered(self, body: bytes, key: Together, failed: set[str], where: str, watch: Watch | None) -> httpx.Response:
         """By the router's choice, or by an engine that is asked past it. `failed`: engines that were not there, added to."""
         _, routing, routed_from = key
-        keep: dict[str, Any] = {"content": body, "deadline_s": self.deadline_s, "where": where}
         if routed_from is None:
             headers = {_ROUTING_HEADER: routing} if routing else None
-            return await call(self._http, "POST", f"{self.router_url}/generate", headers=headers, **keep)
+            return await self._sent(f"{self.router_url}/generate", body, headers, where, watch)
         with self._direct.engine(await self._workers(where), routing, failed) as url:
             try:
-                return await call(self._http, "POST", f"{url}/generate", **keep)
+                return await self._sent(f"{url}/generate", body, None, where, watch)
             except EngineUnavailable:
                 failed.add(url)
                 raise
 
+    async def _sent(
+        self, url: str, body: bytes, headers: dict[str, str] | None, where: str, watch: Watch | None
+    ) -> httpx.Response:
+        keep: dict[str, Any] = {"content": body, "headers": headers, "deadline_s": self.deadline_s, "where": where}
+        return await (stream(self._http, url, watch=watch, **keep) if watch else call(self._http, "POST", url, **keep))
+
     @contextlib.contextmanager
-    def _flying(self, batch: list[_Asked]) -> Iterator[None]:
+    def _flying(self, batch: list[Asked]) -> Iterator[None]:
         self._started += 1
         number = self._started
         self._in_flight[number] = batch
@@ -392,7 +386,5 @@ class GenerateClient:
             del self._in_flight[number]
 
 
-def _fail(batch: list[_Asked], error: Exception) -> None:
-    for asked in batch:
-        if not asked.answer.done():
-            asked.answer.set_exception(error)
+def _watched(watch: Watch, begun: Generation, more: Generation) -> None:
+    watch(joined(begun, more))

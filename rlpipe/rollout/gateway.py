@@ -1,6 +1,6 @@
 """The engines as a function of the user sees them: a server on the loopback, open while one rollout runs.
 
-    POST /generate                                 SGLang's, by `input_ids` or `text`, one or several
+    POST /generate                                 SGLang's, by `input_ids` or `text`, one or several, one also as a stream
     POST /v1/chat/completions                      OpenAI's, without memory
     POST /sessions/<id>/v1/chat/completions        OpenAI's, as one rollout: see `sessions`
     GET  …/v1/models, /workers, /health
@@ -24,9 +24,11 @@ from aiohttp import web
 
 from rlpipe.errors import DataError, DeadlineExceeded, EngineRejected, RlpipeError
 from rlpipe.rollout.client import GenerateClient
+from rlpipe.rollout.events import Events, followed
 from rlpipe.rollout.generate import version_of
 from rlpipe.rollout.generation import Generation
 from rlpipe.rollout.journal import Answer, Journal
+from rlpipe.rollout.streaming import Watch
 from rlpipe.routed import within, write_rows
 
 if TYPE_CHECKING:
@@ -87,9 +89,11 @@ class Gateway:
         *,
         routing_key: str | None = None,
         routed_from: int = 0,
+        watch: Watch | None = None,
         where: str = "generate",
     ) -> Generation:
         """One response, which is in the journal then. `routed_from`: first token whose experts are wanted, where any are.
+        `watch`: told of it while it is sampled.
 
         Raises: as `GenerateClient.generate`; DataError without room for a response.
         """
@@ -98,9 +102,11 @@ class Gateway:
             raise DataError("no room for a response", where=where, found=f"{len(ids)} tokens", expected=f"< {self.context_len}")
         wanted = sampling.get("max_new_tokens")
         params = {**sampling, "max_new_tokens": min(_DEFAULT_MAX_NEW_TOKENS if wanted is None else wanted, room)}
-        keep = {"stop": self.stop, "routing_key": routing_key if self.affinity else None}
+        keep: dict[str, Any] = {"stop": self.stop, "routing_key": routing_key if self.affinity else None}
         if self.routed:
             keep["routed_from"] = routed_from
+        if watch is not None:
+            keep["watch"] = watch
         (generation,) = await self.client.generate(ids, params, **keep, where=where)
         runs = tuple((tokens, version_of(stamp, where)) for tokens, stamp in generation.weight_versions)
         sampled, routed = (tuple(generation.response_ids), tuple(generation.log_probs), runs), generation.routed_experts
@@ -130,10 +136,8 @@ class Gateway:
     def _ends(self, sampling: dict[str, Any]) -> set[int]:
         return {*self.client.end_ids, *(sampling.get("stop_token_ids") or ())}
 
-    async def _generate(self, request: web.Request) -> web.Response:
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        if body.get("stream"):
-            raise DataError("answers come whole", where="POST /generate", found="stream: true", expected="stream: false")
         if (named := bool(body.get("return_routed_experts"))) and not self.routed:
             do = "set train.use_rollout_routing_replay; an evaluation has none"
             raise DataError("engines do not say their routing here", where="POST /generate", found="return_routed_experts", do=do)
@@ -145,12 +149,35 @@ class Gateway:
         key = request.headers.get(_ROUTING_HEADER)
         once: list[list[int]] = [self.encode(one) if isinstance(one, str) else list(one or ()) for one in prompts]
         ids = [one for one in once for _ in range(copies)]
+        first = int(body.get("routed_experts_start_len") or 0) if named else None
+        if body.get("stream"):
+            if len(ids) != 1:
+                raise DataError("one response a stream", where="POST /generate", found=f"{len(ids)}, stream: true", expected=1)
+            return await self._streamed(request, ids[0], sampling, key, first)
         answers = await asyncio.gather(
             *(self.sample(one, sampling, routing_key=key, where=f"POST /generate with {len(one)} tokens") for one in ids)
         )
-        first = int(body.get("routed_experts_start_len") or 0) if named else None
         rows = [self._row(one, answer, sampling, start_s, first) for one, answer in zip(ids, answers, strict=True)]
         return web.json_response(rows if several or copies > 1 else rows[0])
+
+    async def _streamed(
+        self, request: web.Request, ids: list[int], sampling: dict[str, Any], key: str | None, routed_from: int | None
+    ) -> web.StreamResponse:
+        """Each event has all there is so far, as SGLang's have."""
+        events, start_s = Events(request), time.time()
+
+        async def tell(part: Generation) -> None:
+            row = self._row(ids, part, sampling, start_s, None)
+            row["meta_info"]["finish_reason"] = None
+            await events.send(row)
+
+        where = f"POST /generate with {len(ids)} tokens"
+        try:
+            answer = await followed(lambda watch: self.sample(ids, sampling, routing_key=key, watch=watch, where=where), tell)
+        except RlpipeError as error:
+            return await events.failed(error)
+        await events.send(self._row(ids, answer, sampling, start_s, routed_from))
+        return await events.end()
 
     def _row(
         self, ids: list[int], answer: Generation, sampling: dict[str, Any], start_s: float, routed_from: int | None

@@ -121,7 +121,7 @@ def read_generations(
     end_s = time.time()
     try:
         metas = [row["meta_info"] for row in orjson.loads(answer.content)]
-        rows = [_read(meta, engine, start_s, end_s) for meta in metas]
+        rows = [read_meta(meta, engine, start_s, end_s) for meta in metas]
         if routing is not None and len(rows) == expected:
             rows = [_routed(row, meta.get("routed_experts"), routing, n, where) for n, (row, meta) in enumerate(zip(rows, metas))]  # noqa: B905
     except (KeyError, TypeError, ValueError) as error:
@@ -131,8 +131,11 @@ def read_generations(
     return rows
 
 
-def _read(meta: dict[str, Any], engine: str, start_s: float, end_s: float) -> Generation:
-    """Read SGLang's `meta_info`. Token spans of weight versions exist from 0.5.21 on; before, one version per response."""
+def read_meta(meta: dict[str, Any], engine: str, start_s: float, end_s: float) -> Generation:
+    """Read SGLang's `meta_info`. Token spans of weight versions exist from 0.5.21 on; before, one version per response.
+
+    Raises: KeyError, TypeError or ValueError if it is none.
+    """
     reason = meta["finish_reason"]["type"]
     pairs = meta.get("output_token_logprobs", []) if reason == "abort" else meta["output_token_logprobs"]
     if not all(map(math.isfinite, (pair[0] for pair in pairs))):

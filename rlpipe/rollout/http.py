@@ -6,6 +6,7 @@ Not a client: it never retries.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -14,6 +15,8 @@ from yarl import URL
 
 from rlpipe.errors import DeadlineExceeded, EngineRejected, EngineUnavailable
 
+STREAMED = "rlpipe.streamed"
+"""Extension of an httpx request whose answer is to be read piece by piece."""
 _SHOWN_CHARACTERS = 500
 
 
@@ -21,7 +24,8 @@ class Connections(httpx.AsyncBaseTransport):
     """Connections of an httpx client, kept by aiohttp.
 
     httpx's own pool looks at every connection for every request: with 500 requests in flight that is most of the sampler's time.
-    Whole bodies only, no redirects, no proxies. Made anywhere, used by one event loop.
+    Bodies come whole, unless a request has the extension `STREAMED`. No redirects, no proxies. Made anywhere, used by one event
+    loop.
     """
 
     def __init__(self, max_connections: int) -> None:
@@ -33,8 +37,12 @@ class Connections(httpx.AsyncBaseTransport):
         session, body = self._opened(), await request.aread()
         headers = {name: value for name, value in request.headers.items() if name not in ("host", "accept-encoding")}
         url = URL(str(request.url), encoded=True)
+        keep: dict[str, Any] = {"data": body, "headers": headers, "allow_redirects": False}
         try:
-            async with session.request(request.method, url, data=body, headers=headers, allow_redirects=False) as answer:
+            if request.extensions.get(STREAMED):
+                begun = await session.request(request.method, url, **keep)
+                return httpx.Response(begun.status, headers=list(begun.headers.items()), stream=_Body(begun), request=request)
+            async with session.request(request.method, url, **keep) as answer:
                 return httpx.Response(
                     answer.status, headers=list(answer.headers.items()), content=await answer.read(), request=request
                 )
@@ -53,6 +61,23 @@ class Connections(httpx.AsyncBaseTransport):
             plain = {"Accept-Encoding": "identity"}
             self._session = aiohttp.ClientSession(connector=connector, timeout=no_limit, headers=plain)
         return self._session
+
+
+class _Body(httpx.AsyncByteStream):
+    """What comes of an answer, as it comes. Closed before its end it takes the connection with it, and the server notices."""
+
+    def __init__(self, answer: aiohttp.ClientResponse) -> None:
+        self._answer = answer
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            async for piece in self._answer.content.iter_any():
+                yield piece
+        except (aiohttp.ClientError, OSError) as error:
+            raise httpx.ReadError(f"{type(error).__name__}: {error}") from error
+
+    async def aclose(self) -> None:
+        self._answer.release() if self._answer.content.at_eof() else self._answer.close()
 
 
 async def call(

@@ -5,10 +5,10 @@
 
 In training the run decides how it is sampled: temperature, top_p and top_k of a request are left aside, because the loss
 reckons with the run's. In an evaluation they count. `max_tokens`, `max_completion_tokens`, `stop`, `tools` and `logprobs` are
-honoured; `n` above 1 and a `tool_choice` that forces a call are refused. With `stream` the reply comes in the form of a stream,
-as one event when it is finished. A reply's logprobs carry `token_id`. Tool calls are read as Hermes and Qwen models write them.
+honoured; `n` above 1 and a `tool_choice` that forces a call are refused. With `stream` the reply comes as it is sampled. A
+reply's logprobs carry `token_id`. Tool calls are read as Hermes and Qwen models write them.
 
-Not here: the conversation (`sessions`), requests to the engines (`gateway`).
+Not here: the conversation (`sessions`), requests to the engines (`gateway`), what of a stream goes out when (`openai_stream`).
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 from aiohttp import web
 from jinja2 import TemplateError
 
-from rlpipe.errors import ConfigError, DataError
+from rlpipe.errors import ConfigError, DataError, RlpipeError
+from rlpipe.rollout.events import followed
 from rlpipe.rollout.gateway import Gateway
 from rlpipe.rollout.generate import version_of
 from rlpipe.rollout.generation import Generation
+from rlpipe.rollout.openai_stream import TOOL_CALL, ChatStream, begun_with
 from rlpipe.rollout.sessions import Conversation, Reply, Turn
 from rlpipe.rollout.tool_calls import read_hermes, without_calls
 from rlpipe.types import Message, Sample
 
-_TOOL_CALL = "<tool_call>"
 _TAKEN_IN_EVALUATION = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
 
 
@@ -106,11 +108,38 @@ class ChatSessions:
         turn = conversation.ask(body["messages"], body.get("tools") or None)
         where = f"session {session or 'of none'}, turn {len(conversation)}"
         known = turn.routed_from if self._gateway.routed else 0
-        generation = await self._gateway.sample(turn.prompt_ids, sampling, routing_key=session, routed_from=known, where=where)
-        answer = self._answered(conversation, turn, generation, sampling, body)
-        if not body.get("stream"):
-            return web.json_response(answer)
-        return await _stream(request, answer, usage=bool((body.get("stream_options") or {}).get("include_usage")))
+        keep: dict[str, Any] = {"routing_key": session, "routed_from": known, "where": where}
+        sample = partial(self._gateway.sample, turn.prompt_ids, sampling, **keep)
+        head = {"id": f"chatcmpl-{uuid4().hex}", "created": int(time.time()), "model": body.get("model") or self._model}
+        if body.get("stream"):
+            stream = self._stream(request, head, sampling, body)
+            try:
+                generation = await followed(lambda watch: sample(watch=watch), stream.tell)
+            except RlpipeError as error:
+                return await stream.events.failed(error)
+            message, reason = self._keep(conversation, turn, generation, sampling, body, stream.sent)
+            wanted = (body.get("stream_options") or {}).get("include_usage")
+            usage = _usage(turn, generation) if wanted else None
+            return await stream.finish(message, generation.response_ids, generation.log_probs, reason, usage)
+        generation = await sample()
+        message, reason = self._keep(conversation, turn, generation, sampling, body, "")
+        choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
+        if body.get("logprobs"):
+            pairs = zip(generation.response_ids, generation.log_probs, strict=True)
+            choice["logprobs"] = {"content": [self._log_prob(token, value) for token, value in pairs]}
+        answer = {**head, "object": "chat.completion", "choices": [choice], "usage": _usage(turn, generation)}
+        return web.json_response(answer)
+
+    def _stream(self, request: web.Request, head: dict[str, Any], sampling: dict[str, Any], body: dict[str, Any]) -> ChatStream:
+        given = sampling.get("stop") or ()
+        return ChatStream(
+            request,
+            head,
+            self._gateway.decode,
+            stops=[given] if isinstance(given, str) else list(given),
+            with_tools=bool(body.get("tools")),
+            log_prob=self._log_prob if body.get("logprobs") else None,
+        )
 
     def _parameters(self, body: dict[str, Any]) -> dict[str, Any]:
         sampling = dict(self._sampling)
@@ -125,28 +154,24 @@ class ChatSessions:
         sampling.pop("no_stop_trim", None)
         return sampling
 
-    def _answered(
-        self, conversation: Conversation, turn: Turn, generation: Generation, sampling: dict[str, Any], body: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Keep the reply, and say it as OpenAI does."""
+    def _keep(
+        self,
+        conversation: Conversation,
+        turn: Turn,
+        generation: Generation,
+        sampling: dict[str, Any],
+        body: dict[str, Any],
+        sent: str,
+    ) -> tuple[Message, str]:
+        """The reply as it is given out and kept, and OpenAI's finish reason. `sent`: what of its text is out already."""
         text = self._gateway.text_of(generation, {**sampling, "skip_special_tokens": True})
         message, reason = _message(text, generation.finish_reason, with_tools=bool(body.get("tools")))
+        message = begun_with(message, sent)
         versions = [version_of(stamp, "session") for tokens, stamp in generation.weight_versions for _ in range(tokens)]
-        ids, log_probs, reason_of_engine = tuple(generation.response_ids), tuple(generation.log_probs), generation.finish_reason
-        reply = Reply(ids, log_probs, tuple(versions), reason_of_engine, generation.routed_experts)
+        ids, log_probs = tuple(generation.response_ids), tuple(generation.log_probs)
+        reply = Reply(ids, log_probs, tuple(versions), generation.finish_reason, generation.routed_experts)
         conversation.answer(turn, reply, message)
-        choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
-        if body.get("logprobs"):
-            choice["logprobs"] = {"content": [self._log_prob(token, value) for token, value in zip(reply.ids, reply.log_probs)]}  # noqa: B905
-        prompt, completion = len(turn.prompt_ids), len(reply.ids)
-        return {
-            "id": f"chatcmpl-{uuid4().hex}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": body.get("model") or self._model,
-            "choices": [choice],
-            "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
-        }
+        return message, reason
 
     def _log_prob(self, token: int, value: float) -> dict[str, Any]:
         text = self._gateway.decode([token], skip_special_tokens=False)
@@ -155,7 +180,7 @@ class ChatSessions:
 
 def _message(text: str, reason: str, *, with_tools: bool) -> tuple[Message, str]:
     """The assistant's message, and OpenAI's finish reason. A call that cannot be read stays text."""
-    calls = [read_hermes(part.partition("</tool_call>")[0].strip()) for part in text.split(_TOOL_CALL)[1:]] if with_tools else []
+    calls = [read_hermes(part.partition("</tool_call>")[0].strip()) for part in text.split(TOOL_CALL)[1:]] if with_tools else []
     if calls and all(call.error is None for call in calls):
         said = [
             {
@@ -182,23 +207,6 @@ def _refuse_what_is_not_there(body: dict[str, Any]) -> None:
         raise DataError("replies are free text", where="chat.completions", found=body["response_format"], expected="type: text")
 
 
-async def _stream(request: web.Request, answer: dict[str, Any], *, usage: bool) -> web.StreamResponse:
-    """The answer as server-sent events."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    (choice,) = answer["choices"]
-    message = dict(choice["message"])
-    if calls := message.get("tool_calls"):
-        message["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
-    head = {**answer, "object": "chat.completion.chunk"}
-    head.pop("usage")
-    first = {"index": 0, "delta": message, "logprobs": choice["logprobs"], "finish_reason": None}
-    chunks = [{**head, "choices": [first]}]
-    chunks.append({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]})
-    if usage:
-        chunks.append({**head, "choices": [], "usage": answer["usage"]})
-    for chunk in chunks:
-        await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
+def _usage(turn: Turn, generation: Generation) -> dict[str, int]:
+    prompt, completion = len(turn.prompt_ids), len(generation.response_ids)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

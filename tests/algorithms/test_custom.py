@@ -124,6 +124,12 @@ def test_a_custom_loss_sees_columns_and_sequences():
         custom.custom_loss(lambda args, batch, log_probs, entropy: (log_probs.sum(), {}), ARGS, tokens())
 
 
+def test_a_custom_loss_gets_logits_unless_it_names_log_probs():
+    assert custom.takes_logits(lambda args, batch, logits, sum_of_sample_mean: None)
+    assert custom.takes_logits(lambda args, batch, output, reduce: None)
+    assert not custom.takes_logits(lambda args, batch, log_probs, entropy: None)
+
+
 def hook(folder: Path, text: str) -> str:
     path = folder / "mine.py"
     path.write_text(text)
@@ -131,7 +137,6 @@ def hook(folder: Path, text: str) -> str:
 
 
 BAD = [
-    ("custom_loss_function_path", "def mine(args, batch, logits, sum_of_sample_mean): ...", "not logits"),
     ("custom_loss_function_path", "def mine(args): ...", "cannot be called"),
     ("custom_tis_function_path", "def mine(args, *, pg_loss): ...", "cannot be called"),
     ("custom_advantage_function_path", "def mine(): ...", "cannot be called"),

@@ -48,6 +48,8 @@ class MicroBatch:
     """[n] int64: each row's response token among all of the batch's [R]."""
     sources: np.ndarray
     """[L] int64: each local token among all of the batch's [S]; -1 is padding."""
+    samples: np.ndarray
+    """[k] int64: the samples, as they stand one after another."""
 
     def column(self, values: np.ndarray) -> torch.Tensor:
         """[n] of a flat [R] column, on the device."""
@@ -58,16 +60,19 @@ class MicroBatch:
         return self.tokens.shape[1]
 
 
-def pack(batch: BatchColumns, samples: Sequence[int], part: Slice, *, only_masked_in: bool) -> MicroBatch:
+def pack(
+    batch: BatchColumns, samples: Sequence[int], part: Slice, *, only_masked_in: bool, pad_apart: bool = False
+) -> MicroBatch:
     """The micro-batch of those samples; an empty one holds a single segment of padding and no rows.
 
-    `only_masked_in`: rows of tokens with loss mask 0 are left out.
+    `only_masked_in`: rows of tokens with loss mask 0 are left out. `pad_apart`: padding for sequence parallel ranks is a segment
+    of its own, and each sample's length in the pack follows from its tokens alone.
     """
     chosen = np.asarray(samples, np.int64)
     lengths = batch.lengths[chosen] if len(chosen) else np.ones(1, np.int64)
-    padded = _padded(lengths, part)
-    starts = np.concatenate([[0], np.cumsum(padded)[:-1]])
-    tokens, positions = np.zeros(padded.sum(), np.int64), np.arange(padded.sum()) - np.repeat(starts, padded)
+    padded = _padded(lengths, part, pad_apart)
+    starts = (np.cumsum(padded) - padded)[: len(lengths)]
+    tokens, positions = np.zeros(padded.sum(), np.int64), np.arange(padded.sum()) - np.repeat(np.cumsum(padded) - padded, padded)
     sources, source_of = gather_index(batch.offsets, chosen), np.full(len(tokens), -1)
     if len(chosen):
         source_of[_spread(starts, lengths)] = sources
@@ -90,14 +95,18 @@ def pack(batch: BatchColumns, samples: Sequence[int], part: Slice, *, only_maske
         targets=my_targets,
         response_index=responses[here],
         sources=source_of[mine],
+        samples=chosen,
     )
 
 
-def _padded(lengths: np.ndarray, part: Slice) -> np.ndarray:
+def _padded(lengths: np.ndarray, part: Slice, apart: bool) -> np.ndarray:
     multiple = 2 * part.cp_size if part.cp_size > 1 else 1
     padded = -(-lengths // multiple) * multiple
     whole = math.lcm(multiple, part.cp_size * part.sequence_parts)
-    padded[-1] += -int(padded.sum()) % whole
+    missing = -int(padded.sum()) % whole
+    if apart and missing:
+        return np.append(padded, missing)
+    padded[-1] += missing
     return padded
 
 

@@ -27,6 +27,8 @@ from rlpipe.engines.megatron.vocab import log_probs_and_entropy
 
 Consumer = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]]
 """(micro-batch, log-probs [n], entropy [n]) → (the loss to differentiate, a scalar; anything to keep)."""
+LogitsConsumer = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
+"""(micro-batch, logits [T, V / TP] float32 of every local token) → the same."""
 ValueConsumer = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
 """(micro-batch, values [n]) → the same."""
 
@@ -78,6 +80,24 @@ def run_passes(
         forward_only=forward_only,
         around=around,
     )
+
+
+def run_logits_passes(
+    trained: Scorer,
+    micro_batches: Iterable[MicroBatch],
+    consume: LogitsConsumer,
+    *,
+    num_micro_batches: int,
+    around: Around | None = None,
+) -> list[Any]:
+    """As `run_passes` with gradients, of whole logits: T × V / TP float32 in memory at once, and what `consume` keeps of them."""
+
+    def of_hidden_states(micro: MicroBatch, hidden_states: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        every = torch.arange(micro.length, device=micro.rows.device)
+        rows = trained.model.output_rows(hidden_states, every)
+        return consume(micro, torch.nn.functional.linear(rows, trained.model.output_weight()).float())
+
+    return _run(trained, micro_batches, of_hidden_states, num_micro_batches=num_micro_batches, forward_only=False, around=around)
 
 
 def run_value_passes(

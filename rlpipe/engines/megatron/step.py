@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from rlpipe.algorithms import custom
-from rlpipe.algorithms.objective import CustomLoss, Tokens, objective
+from rlpipe.algorithms.objective import CustomLoss, Objective, Tokens, objective
 from rlpipe.algorithms.sequences import Sequences, alone
 from rlpipe.config.algorithms import LossConfig
 from rlpipe.engines.megatron import platform
@@ -30,8 +30,9 @@ from rlpipe.packing import BatchColumns, PackingPlan, gather_index
 from megatron.core import parallel_state
 
 from rlpipe.engines.megatron.batch import MicroBatch, pack
+from rlpipe.engines.megatron.logits import LogitsLoss
 from rlpipe.engines.megatron.model import Trained
-from rlpipe.engines.megatron.passes import run_passes, this_slice
+from rlpipe.engines.megatron.passes import run_logits_passes, run_passes, this_slice
 from rlpipe.engines.megatron.routing import Around, Replaying
 from rlpipe.engines.megatron.update import summed, update
 from rlpipe.engines.megatron.weights import StepWeights, prepare
@@ -69,7 +70,8 @@ def train_steps(
     trained.ddp.train()
     path = loss.custom_loss_function_path
     function = custom.load("custom_loss_function_path", path) if path else None
-    of_user = (lambda tokens: custom.custom_loss(function, hook_args, tokens)) if function else None
+    of_logits = function if function and custom.takes_logits(function) else None
+    of_user = (lambda tokens: custom.custom_loss(function, hook_args, tokens)) if function and not of_logits else None
     with _routed(trained, batch) as around:
         return [
             _step(
@@ -79,6 +81,7 @@ def train_steps(
                 loss,
                 temperature,
                 of_user,
+                of_logits,
                 hook_args,
                 partial(before_step, k),
                 around,
@@ -136,6 +139,7 @@ def _step(
     loss: LossConfig,
     temperature: float,
     of_user: CustomLoss | None,
+    of_logits: custom.Function | None,
     hook_args: Any,
     before: Callable[[], None],
     around: Around | None,
@@ -147,9 +151,7 @@ def _step(
     mine, part = step[parallel_state.get_data_parallel_rank()], this_slice(trained)
     names: list[str] = []
 
-    def consume(micro: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = _tokens(batch, fixed, micro, log_probs, entropy, sample_of, counts, by_name=of_user is not None)
-        found = objective(tokens, loss, of_user)
+    def kept_of(found: Objective) -> tuple[torch.Tensor, torch.Tensor]:
         if names and names != list(found.metrics):
             raise DataError(
                 "a custom loss must name the same metrics every time", where=where, found=[*found.metrics], expected=names
@@ -157,19 +159,24 @@ def _step(
         names[:] = found.metrics
         return found.loss, torch.stack(list(found.metrics.values()))
 
+    def consume(micro: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = _tokens(batch, fixed, micro, log_probs, entropy, sample_of, counts, by_name=of_user is not None)
+        return kept_of(objective(tokens, loss, of_user))
+
     trained.ddp.zero_grad_buffer()
     trained.optimizer.zero_grad()
     before()
-    kept = run_passes(
-        trained,
-        (pack(batch, indices, part, only_masked_in=True) for indices in mine),
-        consume,
-        num_micro_batches=len(mine),
-        temperature=temperature,
-        forward_only=False,
-        entropy_gradient=loss.entropy_coef != 0 or of_user is not None,
-        around=around,
-    )
+    run: dict[str, Any] = {"num_micro_batches": len(mine), "around": around}
+    if of_logits is not None:
+        per_token = loss.calculate_per_token_loss
+        whole = LogitsLoss.of_step(of_logits, hook_args, batch, samples, fixed.weight, per_token=per_token)
+        micros = (pack(batch, indices, part, only_masked_in=False, pad_apart=True) for indices in mine)
+        kept = run_logits_passes(trained, micros, lambda micro, logits: kept_of(whole(micro, logits)), **run)
+    else:
+        wanted = loss.entropy_coef != 0 or of_user is not None
+        micros = (pack(batch, indices, part, only_masked_in=True) for indices in mine)
+        run |= {"temperature": temperature, "forward_only": False, "entropy_gradient": wanted}
+        kept = run_passes(trained, micros, consume, **run)
     metrics = summed(kept, _agreed(names)) | fixed.metrics
     if not math.isfinite(metrics["loss"]):
         raise TrainerError("the loss is not finite", where=where, found=metrics["loss"], do="look at this batch's log-probs")

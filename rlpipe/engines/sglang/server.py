@@ -109,7 +109,8 @@ class Server(ServerProcess):
             defaults["enable_deterministic_inference"] = True
         if self._saves_memory:
             defaults |= WITH_MEMORY_SAVER
-        self._arguments |= {"skip_server_warmup": True, "log_level_http": "warning", **defaults, **config.sglang}
+        ours = {"skip_server_warmup": True, "log_level_http": "warning", "incremental_streaming_output": True}
+        self._arguments |= {**ours, **defaults, **config.sglang}
 
     def arguments(self) -> list[str]:
         return flags("engine.sglang", self._arguments, {})

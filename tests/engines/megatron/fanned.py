@@ -20,7 +20,9 @@ def fanned_batch(ours: Any) -> tuple[BatchColumns, np.ndarray]:
     return batch.with_columns(**around, rollout=np.arange(len(batch)) // 2), scores
 
 
-def train_fanned(rank: int, world_size: int, port: int, model_dir: str, train: dict[str, Any]) -> dict[str, Any]:
+def train_fanned(
+    rank: int, world_size: int, port: int, model_dir: str, train: dict[str, Any], hook_args: Any = None
+) -> dict[str, Any]:
     """Three optimizer steps: their metrics, and the digest after them."""
     ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
     try:
@@ -34,7 +36,7 @@ def train_fanned(rank: int, world_size: int, port: int, model_dir: str, train: d
             max_tokens=ours.max_tokens,
             data_parallel=ours.data_parallel,
         )
-        result = ours.train(batch, packing)
+        result = ours.train(batch, packing, hook_args=hook_args)
         return {"steps": result.steps, "digest": result.state_digest}
     finally:
         ours.close()
