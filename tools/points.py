@@ -108,10 +108,10 @@ POINTS: dict[str, Point] = {
     "S-117": Point("--sglang-enable-deepep-moe", "engine.sglang", FLAGS_TEST, "becomes moe_a2a_backend; ep_size passes through"),
     "S-118": Point("tp_size and model_path are set", "resources.rollout_num_gpus_per_engine model.source", PASSED),
     # router
-    "S-120": Point("--sglang-router-ip", "engine.router", FLAGS_TEST, "always the run's own; an address is refused"),
+    "S-120": Point("--sglang-router-ip", "engine.router_url", FLAGS_TEST, "without an address the run starts one"),
     "S-121": Point("servers register", "", "engines/sglang/test_router.py", "POST /workers"),
     "S-122": Point("POST /generate at the router", "", "engines/sglang/test_router.py"),
-    "S-123": Point("external router", "", FLAGS_TEST, "refused: the run has to take engines off while it pushes weights"),
+    "S-123": Point("external router", "engine.router_url", "actors/test_external.py", "of this run alone"),
     "S-124": Point("OpenAI-compatible API", "", "rollout/test_custom.py", "the engines' own, and one for each rollout session"),
     # data
     "S-130": Point("--prompt-data", "data.prompts.paths", "data/test_files.py", ".jsonl and .parquet, path@[a:b]"),

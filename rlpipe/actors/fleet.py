@@ -20,6 +20,7 @@ from ray.actor import ActorHandle
 
 from rlpipe.actors.calls import call, gather
 from rlpipe.actors.engine import FILES, EngineSpec
+from rlpipe.actors.external import start_all
 from rlpipe.actors.sharing import OF_ENGINES, Sharing
 from rlpipe.config.model import EngineConfig
 from rlpipe.errors import ActorLost, DeadlineExceeded, EngineUnavailable, RlpipeError, SyncError
@@ -172,12 +173,12 @@ class Fleet:
 
     async def open(self) -> None:
         """Bring everything up, then keep it so. Raises: what keeps an engine or the router from coming up."""
-        await asyncio.gather(*(engine.start(self.spec, self.start_timeout_s) for engine in self.engines))
+        await start_all(self.engines, self.spec)
         await self._start_router()
         routed = await call(self.router.workers.remote(), where="router.workers", deadline_s=CALL_TIMEOUT_S)
         for engine in self.engines:
             await engine.look()
-            engine.admitted = engine.url in (routed or ())
+            engine.admitted = engine.url is not None and engine.url in (routed or ())
         self._keepers = [asyncio.create_task(self._keep(engine)) for engine in self.engines]
         self._keepers.append(asyncio.create_task(self._keep_router()))
 
@@ -248,7 +249,7 @@ class Fleet:
 
     async def require_spans(self) -> None:
         """Returns if the engines say which weights sampled which token. Raises: as `Engine.require_spans`."""
-        asks = [engine.actor.require_spans.remote() for engine in self.engines]
+        asks = [engine.actor.require_spans.remote() for engine in self.engines if engine.url]
         await gather(asks, where="engine.require_spans", deadline_s=CALL_TIMEOUT_S)
 
     async def stop_engines(self) -> None:
@@ -279,7 +280,7 @@ class Fleet:
             pushes = self._pushes
             hung = not await engine.generates(self.config.rollout_health_check_timeout)
             if hung and pushes == self._pushes and not self._pushing.locked():
-                await engine.stop()
+                await self._leave_out([engine])
                 return
         weights = self.weights
         if weights is None or (engine.stamp in self._acceptable and engine.admitted):

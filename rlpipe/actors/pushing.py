@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from rlpipe.actors.placement import own_address
 from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron import platform
@@ -98,7 +97,7 @@ class Pusher:
             return IpcTransport(folder, device=device, rank=self.rank, world_size=self.world_size, **common)
         if kind is TensorTransport:
             return TensorTransport(folder, tensor_parallel_size=parallel, **common)
-        return DistributedTransport(folder, tensor_parallel_size=parallel, device=device, address=own_address, **common)
+        return DistributedTransport(folder, tensor_parallel_size=parallel, device=device, **common)
 
 
 def served_dir(spec: TrainerSpec) -> str:

@@ -11,6 +11,7 @@ from rlpipe.config.algorithms import AdvantageConfig, contradiction, set_surroga
 from rlpipe.config.base import Config, Tuning
 from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig
 from rlpipe.config.debug import DebugConfig
+from rlpipe.config.external import external_problem
 from rlpipe.config.model import BranchModel, EngineConfig, ModelConfig, ResourcesConfig
 from rlpipe.config.models import CriticConfig, ReferenceConfig, TeacherConfig
 from rlpipe.config.rollout import RolloutConfig
@@ -208,6 +209,12 @@ class RunConfig(Config):
                 "resources.colocate: NCCL joins no two processes on one GPU; expected sync.transport: tensor, disk or delta, "
                 "found distributed"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _what_others_started_can_be_used(self):
+        if problem := external_problem(self.resources, self.engine, self.sync, self.store.root):
+            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")

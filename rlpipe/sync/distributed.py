@@ -13,7 +13,7 @@ Not here: the group itself (`group`), what else is said to the engines (`session
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import EngineError, RlpipeError, SyncError
 from rlpipe.sync.bucketed import BucketTransport
 from rlpipe.sync.flat import Flat, flatten
-from rlpipe.sync.group import NAME, BroadcastGroup, backend_of
+from rlpipe.sync.group import NAME, BroadcastGroup, backend_of, own_address_towards
 from rlpipe.sync.session import CALLS_PER_PUSH, Session
 from rlpipe.sync.tensor import is_here
 from rlpipe.sync.tensors import Bucket
@@ -43,13 +43,12 @@ class DistributedTransport(BucketTransport[Flat]):
         timeout_s: float,
         tensor_parallel_size: int = 1,
         device: torch.device,
-        address: Callable[[], str] = lambda: "127.0.0.1",
     ) -> None:
-        """`device`: where tensors are sent from. `address`: says where engines that are not on this machine reach it."""
+        """`device`: where tensors are sent from."""
         super().__init__(
             model_dir, buffer_size_bytes=buffer_size_bytes, timeout_s=timeout_s, tensor_parallel_size=tensor_parallel_size
         )
-        self.device, self.address = device, address
+        self.device = device
         self.members: tuple[str, ...] = ()
         """Engines of the group, by URL, in order of rank."""
         self._group: BroadcastGroup | None = None
@@ -71,7 +70,8 @@ class DistributedTransport(BucketTransport[Flat]):
         self.close()
         ranks = self.tensor_parallel_size
         group = BroadcastGroup(ranks * len(members), backend=backend_of(self.device), timeout_s=self.timeout_s)
-        address = "127.0.0.1" if all(map(is_here, members)) else self.address()
+        elsewhere = [url for url in members if not is_here(url)]
+        address = own_address_towards(elsewhere[0]) if elsewhere else "127.0.0.1"
         first = {url: 1 + ranks * number for number, url in enumerate(members)}
         session.doing = "make a group of trainer and engines"
         joining = [

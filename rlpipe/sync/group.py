@@ -13,8 +13,10 @@ Not here: what is said to the engines (`distributed`).
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -101,6 +103,14 @@ def _forget(group: dist.ProcessGroup) -> None:
     if (tag := world.pg_to_tag.pop(group, None)) is not None:
         world.tags_to_pg[tag].remove(group)
     _unregister_process_group(group.group_name)
+
+
+def own_address_towards(url: str) -> str:
+    """The address under which this machine is reached from where `url` is: that of the interface that leads there."""
+    there = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((there.hostname, there.port))  # nothing is sent
+        return probe.getsockname()[0]
 
 
 def backend_of(device: torch.device) -> str:

@@ -26,7 +26,7 @@ from tests.actors.engines import FakeEngine, FakeRouter, find_or_start
 pytestmark = pytest.mark.integration
 
 ENGINES = 2
-RESOURCES = SimpleNamespace(start_timeout_s=20.0)
+RESOURCES = SimpleNamespace(start_timeout_s=20.0, external_engines=())
 CONFIG = SimpleNamespace(rollout_health_check_interval=1000.0, rollout_health_check_timeout=1.0)
 SPEC: Any = SimpleNamespace(engine=CONFIG, resources=RESOURCES, logs="logs")
 
