@@ -28,6 +28,7 @@ from rlpipe.run_history import HistoryReader, iteration_metrics
 from rlpipe.stage_files import read_samples, read_scored
 from rlpipe.types import NodeRef, Stage
 from tasks.context import RunContext
+from tasks.machine import show_machines
 
 SHOWN = (
     ("reward", "rollout/raw_reward"),
@@ -55,6 +56,7 @@ class Observer:
         self._it = it
         self._reader = HistoryReader(it.files, it.config, it.directory)
         self._accuracy: dict[str, float] = {}
+        self._machines_shown = False
         self._functions = LogFunctions(it.config.observe, slime_args(it.config))
         self._board = TensorBoardSink(it.directory / "tensorboard", first) if it.config.observe.tensorboard else None
         self._spent(startup_seconds, {"start": startup_seconds})
@@ -84,6 +86,8 @@ class Observer:
         shown = {label: metrics[name] for label, name in SHOWN if name in metrics}
         self._it.progress.iteration({**shown, **self._accuracy})
         await iteration_artifact(self._it.config.run, k, nodes, metrics)
+        if not self._machines_shown:
+            self._machines_shown = await show_machines(self._it, artifact_key(self._it.config.run, "machine"), outputs)
 
     async def sampled(self, k: int, nodes: dict[str, NodeRef], metrics: dict[str, float] | None = None) -> bool:
         """The rollout of an iteration is scored: whether a function of the user has logged it."""

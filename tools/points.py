@@ -37,10 +37,10 @@ POINTS: dict[str, Point] = {
     "S-047": Point(
         "extra_args_provider",
         "train.megatron",
-        PASSED,
-        "every field of Megatron-core's classes; settings of your own are rollout.custom_config",
+        "engines/megatron/test_arguments.py",
+        "of pretrain_gpt.py in a checkout on PYTHONPATH; settings of your own functions are rollout.custom_config",
     ),
-    "S-048": Point("PYTHONPATH=Megatron-LM", "", "engines/megatron/test_engine.py", "megatron-core is an ordinary package"),
+    "S-048": Point("PYTHONPATH=Megatron-LM", "", "engines/megatron/test_arguments.py", "not needed; goes before the wheel"),
     # resources
     "S-050": Point("--actor-num-nodes", "resources.actor_num_nodes", FLAGS_TEST),
     "S-051": Point("--actor-num-gpus-per-node", "resources.actor_num_gpus_per_node", FLAGS_TEST),

@@ -19,6 +19,7 @@ from rlpipe.actors.specs import ClusterSpec
 from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.engines.sglang.admin import MEMORY_TAGS, Engine, MemoryTag
 from rlpipe.engines.sglang.external import ExternalRouter, ExternalServer, Wanted
+from rlpipe.engines.sglang.facts import facts
 from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Server
 from rlpipe.errors import DeadlineExceeded, EngineError, EngineUnavailable
@@ -97,6 +98,7 @@ class EngineActor:
         self._spec: EngineSpec | None = None
         self._server: Server | ExternalServer | None = None
         self._unknown = True
+        self._facts: dict[str, Any] = {}
         self._awake: set[MemoryTag] = set(MEMORY_TAGS)
 
     def start(self, spec: EngineSpec) -> str:
@@ -116,6 +118,7 @@ class EngineActor:
         self._server = self._made(spec)
         self._server.start()
         self._server.wait_ready(spec.resources.start_timeout_s)
+        self._facts = asyncio.run(_facts(self._server.url))
         return self._server.url
 
     def _made(self, spec: EngineSpec) -> Server | ExternalServer:
@@ -137,15 +140,16 @@ class EngineActor:
         )
 
     def status(self) -> dict[str, Any]:
-        """`{"number", "url", "alive", "stamp", "pid"}`; `stamp` is the weight version the server itself names.
+        """`{"number", "url", "alive", "stamp", "pid", "facts"}`; `stamp` is the weight version the server itself names.
 
         None if it does not answer, or if a push to it began and was not seen to end.
         """
         server = self._server
         if server is None or not server.alive:
-            return {"number": self.number, "url": None, "alive": False, "stamp": None, "pid": None}
+            return {"number": self.number, "url": None, "alive": False, "stamp": None, "pid": None, "facts": {}}
         stamp = None if self._unknown else asyncio.run(_stamp(server.url))
-        return {"number": self.number, "url": server.url, "alive": True, "stamp": stamp, "pid": server.pid}
+        state = {"url": server.url, "alive": True, "stamp": stamp, "pid": server.pid}
+        return {"number": self.number, **state, "facts": self._facts}
 
     def generates(self, timeout_s: float) -> bool:
         """Does it generate a token within that time? (It must not be paused.)"""
@@ -282,6 +286,15 @@ async def _generates(url: str, timeout_s: float) -> bool:
 async def _require_spans(url: str) -> None:
     async with Engine(url, deadline_s=60.0) as engine:
         await engine.require_spans()
+
+
+async def _facts(url: str) -> dict[str, Any]:
+    """{} of a server that does not say: nothing depends on it."""
+    try:
+        async with Engine(url, deadline_s=10.0) as engine:
+            return facts(await engine.server_info())
+    except (EngineError, DeadlineExceeded):
+        return {}
 
 
 async def _stamp(url: str) -> str | None:

@@ -6,6 +6,7 @@ Not here: asking them what they serve (`engines.sglang.external`).
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,14 @@ from rlpipe.errors import EngineUnavailable
 if TYPE_CHECKING:
     from rlpipe.actors.engine import EngineSpec
     from rlpipe.actors.fleet import KeptEngine
+
+
+def attempts(spec: EngineSpec, usual: int, interval_s: float) -> int:
+    """How often in a row an engine is not brought back until it is in trouble.
+
+    A start of our own takes its time; one that others start is looked at every `interval_s`, and may be away as long as a start.
+    """
+    return max(usual, math.ceil(spec.resources.start_timeout_s / interval_s)) if spec.resources.external_engines else usual
 
 
 async def start_all(engines: Sequence[KeptEngine], spec: EngineSpec) -> None:

@@ -20,7 +20,7 @@ from ray.actor import ActorHandle
 
 from rlpipe.actors.calls import call, gather
 from rlpipe.actors.engine import FILES, EngineSpec
-from rlpipe.actors.external import start_all
+from rlpipe.actors.external import attempts, start_all
 from rlpipe.actors.sharing import OF_ENGINES, Sharing
 from rlpipe.config.model import EngineConfig
 from rlpipe.errors import ActorLost, DeadlineExceeded, EngineUnavailable, RlpipeError, SyncError
@@ -69,6 +69,7 @@ class KeptEngine:
         self.url: str | None = None
         self.stamp: str | None = None
         self.pid: int | None = None
+        self.facts: dict[str, Any] = {}
         self.admitted = False
         self.failures = 0
         self.trouble: Exception | None = None
@@ -81,8 +82,8 @@ class KeptEngine:
             status = await self._call("status", 2 * CALL_TIMEOUT_S)
         except ActorLost:
             self.actor = await asyncio.to_thread(self._make, self.number)
-            status = {"url": None, "alive": False, "stamp": None, "pid": None}
-        self.stamp, self.pid = status["stamp"], status["pid"]
+            status = {"url": None, "alive": False, "stamp": None, "pid": None, "facts": {}}
+        self.stamp, self.pid, self.facts = status["stamp"], status["pid"], status["facts"]
         if status["url"] != self.url or not status["alive"]:
             self.admitted = False
         self.url = status["url"] if status["alive"] else None
@@ -235,10 +236,9 @@ class Fleet:
         self.weights, self._acceptable = None, set()
 
     def status(self) -> list[dict[str, Any]]:
-        """`{"number", "url", "alive", "stamp", "pid"}` of each engine as last seen."""
-        return [
-            {"number": e.number, "url": e.url, "alive": e.url is not None, "stamp": e.stamp, "pid": e.pid} for e in self.engines
-        ]
+        """`{"number", "url", "alive", "stamp", "pid", "facts"}` of each engine as last seen."""
+        kept = ("number", "url", "stamp", "pid", "facts")
+        return [{"alive": e.url is not None, **{name: getattr(e, name) for name in kept}} for e in self.engines]
 
     def trouble(self) -> RlpipeError | None:
         """Why nothing can be sampled, if no engine can be brought back."""
@@ -264,7 +264,7 @@ class Fleet:
                 engine.failures, engine.trouble = 0, None
             except Exception as error:  # noqa: BLE001 - a keeper outlives whatever its engine, or Ray, comes up with
                 engine.failures += 1
-                if engine.failures >= ATTEMPTS:
+                if engine.failures >= attempts(self.spec, ATTEMPTS, LOOK_INTERVAL_S):
                     engine.trouble = error
 
     async def _care(self, engine: KeptEngine) -> None:

@@ -37,6 +37,7 @@ from rlpipe.batch_metrics import batch_metrics
 from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron.engine import MegatronEngine
+from rlpipe.engines.megatron.facts import facts
 from rlpipe.engines.megatron.memory import Part
 from rlpipe.errors import DeadlineExceeded, TrainerError
 from rlpipe.lineage import Lineage, weight_version
@@ -208,7 +209,7 @@ class TrainerRank:
 
     @collective
     def train(self, *, key: str, before: str, advantage: str) -> dict[str, Any]:
-        """The optimizer steps of one iteration, once: answers `{"metrics", "state_digest", "packing", "seconds"}`."""
+        """The optimizer steps of one iteration, once: answers `{"metrics", "state_digest", "packing", "machine", "seconds"}`."""
         if self.held == key and not self.dirty:
             return self._result
         engine, spec = self._require(before)
@@ -240,6 +241,7 @@ class TrainerRank:
                 "state_digest": result.state_digest,
                 "packing": packing.model_dump(),
                 "tokens": len(columns.tokens),
+                "machine": facts(spec.model.dtype),
                 "seconds": time.perf_counter() - start,
             },
         )

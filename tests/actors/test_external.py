@@ -13,6 +13,7 @@ import torch
 
 from rlpipe.actors import fleet as module
 from rlpipe.actors.engine import EngineActor, EngineSpec, RouterActor
+from rlpipe.actors.external import attempts
 from rlpipe.actors.fleet import Fleet, KeptEngine, Weights
 from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.errors import ConfigError, EngineUnavailable
@@ -118,6 +119,11 @@ async def test_one_that_is_away_is_left_out_and_taken_in_with_the_published_weig
     await until(lambda: [worker["url"] for worker in live.router.workers()] == [live.server.url])
     assert fleet.status()[1]["url"] is None
     assert live.server.alive and fleet.trouble() is None
+
+
+def test_one_may_be_away_as_long_as_a_start_takes_before_the_run_gives_up(live, tmp_path):
+    assert attempts(spec(live, tmp_path, "127.0.0.1:9"), 3, 2.0) == START_S / 2
+    assert attempts(spec(live, tmp_path), 3, 2.0) == 3
 
 
 async def test_a_run_whose_engines_are_all_away_or_serve_something_else_does_not_begin(make, live):

@@ -127,6 +127,10 @@ async def test_a_publication_reaches_every_engine_before_it_takes_requests(fleet
     assert trainer.sent == [(weights(1).stamp, ["http://engine-0/1", "http://engine-1/1"], True)]
 
 
+async def test_what_engines_say_of_themselves_is_told(fleet: Fleet):
+    assert [status["facts"] for status in fleet.status()] == [{"starts": 1}] * 2
+
+
 async def test_engines_that_hold_them_are_left_alone_and_later_ones_have_requests_held(fleet: Fleet, trainer: Trainer):
     await fleet.publish(weights(1), everyone=True)
     assert (await fleet.publish(weights(1), everyone=True))["engines"] == 0
