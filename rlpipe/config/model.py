@@ -85,8 +85,8 @@ class ResourcesConfig(Config):
     colocate: bool = Tuning(False)
     """Trainer and engines lie on the same GPUs and use them in turns: engine j on those of the ranks from j ×
     rollout_num_gpus_per_engine on; GPUs beyond the trainer's are the engines' alone. What one of them holds is out of the way
-    while the other works. Not with async_buffer_size, nor with sync.in_flight: in_place. Leave some of a GPU to what stays in
-    any case (CUDA, NCCL) with engine.sglang.mem_fraction_static."""
+    while the other works. Not with async_buffer_size, nor with sync.in_flight: in_place. Some of a GPU is left to what stays in
+    any case (CUDA, NCCL): engine.sglang.mem_fraction_static is 0.8 unless it is given, and 0.4 if one of the two stays."""
     offload_train: bool | None = Tuning(None)
     """With `colocate`: while engines sample, the trainer's weights and optimizer state lie in pinned CPU memory. None: yes."""
     offload_rollout: bool | None = Tuning(None)
