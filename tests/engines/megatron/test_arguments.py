@@ -12,6 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.config import passthrough
+from rlpipe.config.train import TrainConfig
+from rlpipe.engines.megatron.arguments import give_arguments
+from rlpipe.errors import ConfigError
+
 PROVIDER = "def extra_args_provider(parser):\n    parser.add_argument('--ours-rank', type=int, default=4)\n    return parser\n"
 GLOBALS = "_ARGS = None\ndef set_args(args):\n    global _ARGS\n    _ARGS = args\ndef get_args():\n    return _ARGS\n"
 PROGRAM = """
@@ -72,5 +77,15 @@ def test_it_is_imported_in_place_of_the_wheel_and_its_code_gets_its_arguments(fo
     assert said["from"] == str(folder)
     assert said["args"] == [16, 3, 0.5, 1]
     assert said["split"] == [{"ours_field": 3, "recompute_granularity": "full"}, {}, {}]
+
+
+def test_a_provider_without_a_place_to_ask_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    assert give_arguments(TrainConfig()) is None
     shutil.rmtree(folder / "megatron" / "training")
-    assert "not where its code asks for arguments" in run(folder, repository).stderr
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    passthrough.load.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"(?s)not where its code asks for arguments.*megatron\.training"):
+            give_arguments(TrainConfig())
+    finally:
+        passthrough.load.cache_clear()
