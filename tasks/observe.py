@@ -15,15 +15,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from prefect.artifacts import acreate_image_artifact, acreate_table_artifact
+from prefect.artifacts import acreate_image_artifact, acreate_markdown_artifact, acreate_table_artifact
 
 from rlpipe.config.slime import slime_args
 from rlpipe.errors import RlpipeError
 from rlpipe.observe.figure import write_figure
 from rlpipe.observe.functions import LogFunctions
+from rlpipe.observe.overview import overview
 from rlpipe.observe.report import write_report
+from rlpipe.observe.sinks import Sinks
 from rlpipe.observe.summary import summarise, write_summary
-from rlpipe.observe.tensorboard import TensorBoardSink
 from rlpipe.run_history import HistoryReader, iteration_metrics
 from rlpipe.stage_files import read_samples, read_scored
 from rlpipe.types import NodeRef, Stage
@@ -58,15 +59,14 @@ class Observer:
         self._accuracy: dict[str, float] = {}
         self._machines_shown = False
         self._functions = LogFunctions(it.config.observe, slime_args(it.config))
-        self._board = TensorBoardSink(it.directory / "tensorboard", first) if it.config.observe.tensorboard else None
+        self._sinks = Sinks(it.config.observe, it.config.run, it.directory, first, it.config.model_dump(mode="json"))
         self._spent(startup_seconds, {"start": startup_seconds})
 
     def __enter__(self) -> Observer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._board is not None:
-            self._board.close()
+        self._sinks.close()
 
     async def iteration(self, k: int, nodes: dict[str, NodeRef], *, seconds: float) -> None:
         """An iteration is committed."""
@@ -79,8 +79,7 @@ class Observer:
             metrics, figures = (
                 {name: one[name] for name in one if not name.startswith(OF_ROLLOUT)} for one in (metrics, figures)
             )
-        if self._board is not None:
-            self._board.write(k, figures)
+        self._sinks.write(k, figures)
         other = {stage: spent for stage, spent in work.items() if stage == "checkpoint"}
         self._spent(seconds, other, iteration_s=seconds, work_s=sum(work.values()))
         shown = {label: metrics[name] for label, name in SHOWN if name in metrics}
@@ -88,6 +87,8 @@ class Observer:
         await iteration_artifact(self._it.config.run, k, nodes, metrics)
         if not self._machines_shown:
             self._machines_shown = await show_machines(self._it, artifact_key(self._it.config.run, "machine"), outputs)
+        if (k + 1) % self._it.config.observe.report_interval == 0:
+            await self.report()
 
     async def sampled(self, k: int, nodes: dict[str, NodeRef], metrics: dict[str, float] | None = None) -> bool:
         """The rollout of an iteration is scored: whether a function of the user has logged it."""
@@ -121,24 +122,24 @@ class Observer:
         self._spent(0.0 if beside else seconds, {"eval": seconds})
         logs = self._functions.logs_evaluations
         if not (logs and await self._logged(partial(self._log_evaluation, version, nodes, metrics))):
-            if self._board is not None:
-                self._board.write(version, metrics)
+            self._sinks.write(version, metrics)
             line = ", ".join(f"{name} accuracy {value:.3f}" for name, value in self._accuracy.items())
             self._it.progress.say(f"{self._it.config.run}: after {version} iterations {line}")
         await self.report()
 
     async def report(self) -> dict[str, Any]:
         """Write summary.json, report.html and report.png as far as the run has come; answers the summary."""
-        summary = await asyncio.to_thread(self._write)
+        summary, page = await asyncio.to_thread(self._write)
         await curve_artifact(self._it.config.run, self._it.directory / "report.png")
+        await overview_artifact(self._it.config.run, page)
         return summary
 
-    def _write(self) -> dict[str, Any]:
+    def _write(self) -> tuple[dict[str, Any], str]:
         history, directory = self._reader.read(), self._it.directory
         write_summary(history, directory / "summary.json")
         write_report(history, directory / "report.html")
         write_figure(history, directory / "report.png")
-        return summarise(history)
+        return summarise(history), overview(history)
 
     def _spent(self, seconds: float, other: dict[str, float], **entry: float) -> None:
         with (self._it.directory / "timing.jsonl").open("a") as log:
@@ -178,3 +179,8 @@ async def curve_artifact(run: str, picture: Path) -> None:
     data = base64.b64encode(await asyncio.to_thread(picture.read_bytes)).decode()
     key = artifact_key(run, "curve")
     await acreate_image_artifact(image_url=f"data:image/png;base64,{data}", key=key, description=f"reward and accuracy of {run}")
+
+
+async def overview_artifact(run: str, page: str) -> None:
+    """Whether it learns, whether it is healthy and where the time went, in Prefect's UI."""
+    await acreate_markdown_artifact(page, key=artifact_key(run, "overview"), description=f"{run} at a glance")

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch.profiler import profile
 
-from rlpipe.config.run import ObserveConfig
+from rlpipe.config.observe import ObserveConfig
 from rlpipe.errors import ConfigError
 
 Part = Literal["train_actor", "train_log_probs"]

@@ -14,7 +14,8 @@ from rlpipe.config.algorithms import AdvantageConfig
 from rlpipe.config.megatron_hooks import megatron_hook_paths
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.models import CriticConfig, TeacherConfig
-from rlpipe.config.run import ObserveConfig, RunConfig
+from rlpipe.config.observe import ObserveConfig
+from rlpipe.config.run import RunConfig
 from rlpipe.config.slime import slime_args
 from rlpipe.config.train import TrainConfig
 

@@ -15,6 +15,7 @@ from rlpipe.config.external import external_problem
 from rlpipe.config.gates import GatesConfig
 from rlpipe.config.model import BranchModel, EngineConfig, ModelConfig, ResourcesConfig
 from rlpipe.config.models import CriticConfig, ReferenceConfig, TeacherConfig
+from rlpipe.config.observe import ObserveConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.train import CheckpointConfig, SyncConfig, TrainConfig
 
@@ -24,33 +25,6 @@ class StoreConfig(Config):
 
     root: str | None = Tuning(None)
     """Any fsspec URL (`s3://bucket/prefix`, `file:///data/rl`); None is `{home}/store`. Credentials come from the environment."""
-
-
-class ObserveConfig(Config):
-    """What a person watches."""
-
-    tensorboard: bool = Tuning(True)
-    """Write TensorBoard event files under `{home}/{run}/tensorboard`."""
-    samples_in_report: int = Tuning(default=8, ge=0)
-    """Examples shown before and after in the report page."""
-    profile_target: tuple[Literal["train_overall", "train_actor", "train_log_probs"], ...] = Tuning(())
-    """What torch's profiler records of a trainer rank: optimizer steps (`train_actor`), scoring of the batch (`train_log_probs`)
-    or both (`train_overall`), with memory, as `{home}/{run}/profile/*.json.gz` for chrome://tracing or Perfetto. (): nothing."""
-    profile_step_start: int = Tuning(default=10, ge=0)
-    """First iteration that is profiled."""
-    profile_step_end: int = Tuning(default=12, ge=0)
-    """First iteration that is not profiled any more."""
-    profile_ranks: tuple[int, ...] = Tuning((0,))
-    """Trainer ranks that are profiled."""
-    custom_rollout_log_function_path: str | None = Tuning(None)
-    """Function of yours that logs each iteration's rollout: `(rollout_id, args, samples, extra_metrics, rollout_time)`. Where it
-    answers true, TensorBoard and the terminal leave that out. What it raises is reported and stops nothing. See
-    `rlpipe.observe.functions`."""
-    custom_eval_rollout_log_function_path: str | None = Tuning(None)
-    """The same for each evaluation: `(rollout_id, args, data, extra_metrics)`."""
-    record_memory_history: bool = Tuning(False)
-    """Record every allocation of CUDA memory in the same work, iterations and ranks (in all work if profile_target is empty) as
-    `{home}/{run}/profile/memory-*.pickle`, for https://pytorch.org/memory_viz; after running out of memory too. Needs CUDA."""
 
 
 class StopCondition(Config):

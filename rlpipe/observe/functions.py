@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlpipe.config.hooks import check_call, load_hook
-from rlpipe.config.run import ObserveConfig
+from rlpipe.config.observe import ObserveConfig
 from rlpipe.errors import ConfigError, HookError
 from rlpipe.types import Sample
 

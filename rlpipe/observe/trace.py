@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -28,6 +28,16 @@ class Event(NamedTuple):
     stage: str
     event: Literal["begin", "end", "failed"]
     pid: int
+    error: str | None = None
+
+
+class Work(NamedTuple):
+    """A stage's own work, in seconds since the epoch. `error`: how it failed, if it did."""
+
+    stage: str
+    iteration: int | None
+    begin: float
+    end: float
     error: str | None = None
 
 
@@ -62,3 +72,16 @@ def read_trace(path: Path, offset: int = 0) -> tuple[list[Event], int]:
         whole = trace.read().rpartition(b"\n")[0]
     events = [Event(**json.loads(line)) for line in whole.splitlines()]
     return events, offset + (len(whole) + 1 if whole else 0)
+
+
+def works(events: Iterable[Event]) -> list[Work]:
+    """What ended, in order of its beginning. Work that was retried is there as often as it ended; what never ended is not."""
+    open_at: dict[tuple[int, str, int | None], float] = {}
+    found: list[Work] = []
+    for event in events:
+        key = event.pid, event.stage, event.iteration
+        if event.event == "begin":
+            open_at[key] = event.time
+        elif (begin := open_at.pop(key, None)) is not None:
+            found.append(Work(event.stage, event.iteration, begin, event.time, event.error))
+    return sorted(found, key=lambda work: work.begin)

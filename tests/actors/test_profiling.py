@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlpipe.actors.profiling import Part, check, profiled
-from rlpipe.config.run import ObserveConfig
+from rlpipe.config.observe import ObserveConfig
 from rlpipe.errors import ConfigError
 
 

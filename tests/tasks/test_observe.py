@@ -61,6 +61,7 @@ def watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watching:
 
     monkeypatch.setattr(observe, "iteration_artifact", nothing)
     monkeypatch.setattr(observe, "curve_artifact", nothing)
+    monkeypatch.setattr(observe, "overview_artifact", nothing)
 
     def opening(rollout: str, evaluation: str) -> tuple[RunContext, io.StringIO]:
         paths = {"custom_rollout_log_function_path": rollout, "custom_eval_rollout_log_function_path": evaluation}

@@ -14,13 +14,13 @@ from transformers import Qwen3ForCausalLM
 
 from rlpipe.data.tokens import load_tokenizer
 from rlpipe.errors import DataError
-from rlpipe.observe.trace import Event
+from rlpipe.observe.trace import Event, works
 from rlpipe.packing import BatchColumns
 from tests.live_engine import Live, live_engine
 from tools.bench import sampling, storing, training
 from tools.bench.bench import Bench, open_bench
 from tools.bench.hf_side import padded
-from tools.bench.idle import covered, shares, works
+from tools.bench.idle import covered, shares
 from tools.bench.measures import Row, alternate, table
 from tools.bench.serving import Serving
 from tools.bench.shapes import SHAPES, hf_config, random_text, tokenizer, trained_batch

@@ -14,21 +14,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from rlpipe.errors import DataError
-from rlpipe.observe.trace import Event
+from rlpipe.observe.trace import Work
 
 ON_GPUS = frozenset({"rollout", "advantage", "train", "sync", "eval"})
 """Stages that use the GPUs. A reward may too, but then GPUs of its own; a checkpoint mostly is the commit of its iteration."""
 Span = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Work:
-    """A stage's own work, in seconds since the epoch."""
-
-    stage: str
-    iteration: int | None
-    begin: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -48,19 +38,6 @@ class Shares:
     """All the time / number of iterations."""
     span: Span
     """From the beginning of the first to the end of the last."""
-
-
-def works(events: Iterable[Event]) -> list[Work]:
-    """What ended, in order of its beginning. Work that was retried is there as often as it ended; what never ended is not."""
-    open_at: dict[tuple[int, str, int | None], float] = {}
-    found: list[Work] = []
-    for event in events:
-        key = event.pid, event.stage, event.iteration
-        if event.event == "begin":
-            open_at[key] = event.time
-        elif (begin := open_at.pop(key, None)) is not None:
-            found.append(Work(event.stage, event.iteration, begin, event.time))
-    return sorted(found, key=lambda work: work.begin)
 
 
 def shares(found: Sequence[Work], *, skipped: int = 0) -> Shares:

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from rlpipe.config.text import dump
 from rlpipe.errors import DeadlineExceeded, ResourceError
-from rlpipe.observe.trace import FILE, read_trace
+from rlpipe.observe.trace import FILE, read_trace, works
 from tools.bench.bench import Bench
-from tools.bench.idle import Shares, shares, works
+from tools.bench.idle import Shares, shares
 from tools.bench.measures import Row
 from tools.bench.utilisation import Watch, idle, watched
 

@@ -1,0 +1,68 @@
+"""A run's stages and sampled responses as a timeline for https://ui.perfetto.dev:
+
+    python -m tools.timeline --run NAME                     {home}/{run}/timeline.json.gz: open it there (nothing is uploaded)
+    python -m tools.timeline --run NAME --iterations 10:20  responses of iterations 10 to 19 only; stages always of the whole run
+
+Not here: the format (`rlpipe.observe.timeline`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlpipe.config.load import HOME_VARIABLE, home
+from rlpipe.errors import ConfigError, RlpipeError
+from rlpipe.observe.timeline import Response, write_timeline
+from rlpipe.observe.trace import FILE, read_trace, works
+from rlpipe.run_rollouts import find, sample_rows
+from rlpipe.store.files import Files
+from tools.rollouts import chosen, store_of
+
+COLUMNS = ("iteration", "group_id", "index", "engine", "t_start_s", "t_end_s", "response_ids", "status", "reward")
+
+
+def main() -> int:
+    """Exit codes: 0 done, 2 there is no such run or rollout."""
+    parser = argparse.ArgumentParser(prog="python -m tools.timeline", description="Write a run's timeline for Perfetto.")
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--iterations", metavar="A:B", default=":", help="responses from A up to B, without B (default: all)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: timeline.json.gz in the run's folder")
+    parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
+    arguments = parser.parse_args()
+    if arguments.home:
+        os.environ[HOME_VARIABLE] = arguments.home
+    try:
+        folder = home() / arguments.run
+        files = Files(store_of(home(), arguments.run))
+        events = read_trace(folder / FILE)[0]
+        if not events:
+            raise ConfigError("this run has no trace", where=str(folder / FILE), do="it is written where the run was driven")
+        found = list(responses(files, arguments.run, arguments.iterations))
+        path = arguments.out or folder / "timeline.json.gz"
+        written = write_timeline(path, works(events), found)
+    except RlpipeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    print(f"written: {written} events, {path}; open it at https://ui.perfetto.dev")
+    return 0
+
+
+def responses(files: Files, run: str, iterations: str | None) -> Iterator[Response]:
+    """Of stored rollouts; supervised rows, which nobody sampled, are left out. Raises: as `rollouts.chosen`."""
+    for k in chosen(files, run, iterations):
+        stored = find(files, run, k)
+        if stored is None:
+            continue
+        table = sample_rows(files, stored).select(COLUMNS)
+        for row in table.to_pylist():
+            if row["t_end_s"] > row["t_start_s"]:
+                place = row["iteration"], row["group_id"], row["index"], row["engine"]
+                yield Response(*place, row["t_start_s"], row["t_end_s"], len(row["response_ids"]), row["status"], row["reward"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
