@@ -29,6 +29,7 @@ from rlpipe.run_history import HistoryReader, iteration_metrics
 from rlpipe.stage_files import read_samples, read_scored
 from rlpipe.types import NodeRef, Stage
 from tasks.context import RunContext
+from tasks.machine import show_machines
 
 SHOWN = (
     ("reward", "rollout/raw_reward"),
@@ -56,6 +57,7 @@ class Observer:
         self._it = it
         self._reader = HistoryReader(it.files, it.config, it.directory)
         self._accuracy: dict[str, float] = {}
+        self._machines_shown = False
         self._functions = LogFunctions(it.config.observe, slime_args(it.config))
         self._sinks = Sinks(it.config.observe, it.config.run, it.directory, first, it.config.model_dump(mode="json"))
         self._spent(startup_seconds, {"start": startup_seconds})
@@ -83,6 +85,8 @@ class Observer:
         shown = {label: metrics[name] for label, name in SHOWN if name in metrics}
         self._it.progress.iteration({**shown, **self._accuracy})
         await iteration_artifact(self._it.config.run, k, nodes, metrics)
+        if not self._machines_shown:
+            self._machines_shown = await show_machines(self._it, artifact_key(self._it.config.run, "machine"), outputs)
         if (k + 1) % self._it.config.observe.report_interval == 0:
             await self.report()
 

@@ -13,6 +13,7 @@ from rlpipe.lineage import lineage_to, state_node
 from rlpipe.store.segments import Segments, current_state
 from rlpipe.types import NodeRef, WeightVersion
 from tasks.context import RunContext, context
+from tasks.machine import distinct
 from tasks.record import once, stage_task
 from tasks.train import hold
 from tasks.turn import sampled_after
@@ -35,7 +36,8 @@ async def sync(run: str, k: int, train: NodeRef, advantage: NodeRef) -> State:
             metrics["sync/share_of_weights"] = sent["share"]
         if apart is not None:
             metrics["sync/logprob_difference"] = apart
-        return {"outputs": {**sent, "version": k + 1, "metrics": metrics}}
+        machines = distinct([engine["facts"] for engine in await it.cluster.engines()])
+        return {"outputs": {**sent, "version": k + 1, "machines": machines, "metrics": metrics}}
 
     return await once(it, sync_inputs(train.digest), push)
 

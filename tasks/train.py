@@ -81,6 +81,7 @@ def _agreed(it: RunContext, digest: str, k: int, answers: list[dict[str, Any]]) 
         "version": k + 1,
         "steps": result["steps"],
         "tokens": result["tokens"],
+        "machine": result["machine"],
         "metrics": metrics,
     }
     return {"files": records, "outputs": outputs}

@@ -103,14 +103,17 @@ TUNING = {
     "checkpoint": "save_interval keep_local timeout_s",
     "evaluation.datasets.1.reward": "workers attempts sample_timeout_s timeout_s",
     "evaluation": "eval_interval skip_eval_before_train",
-    "engine": "sglang router server_concurrency request_timeout_s host "
+    "engine": "sglang router router_url server_concurrency request_timeout_s host "
     "rollout_health_check_interval rollout_health_check_timeout",
     "resources": "actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node "
-    "rollout_num_gpus rollout_num_gpus_per_engine "
+    "rollout_num_gpus rollout_num_gpus_per_engine external_engines "
     "colocate offload_train offload_rollout cluster ray_address threads_per_process start_timeout_s stop_grace_s",
     "store": "root",
     "observe": "tensorboard samples_in_report profile_target profile_step_start profile_step_end profile_ranks "
-    "custom_rollout_log_function_path custom_eval_rollout_log_function_path record_memory_history",
+    "custom_rollout_log_function_path custom_eval_rollout_log_function_path record_memory_history report_interval "
+    "prometheus_port prometheus_host "
+    "use_wandb wandb_mode wandb_project wandb_team wandb_group wandb_run_id wandb_dir wandb_host",
+    "gates": "bounds timeout_s poll_s",
     "orchestration": "iterations deployment retries retry_delay_s timeout_s",
 }
 """Section → the keys that decide nothing. A key that moves in or out of this table changes what is reused of old runs."""

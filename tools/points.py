@@ -37,10 +37,10 @@ POINTS: dict[str, Point] = {
     "S-047": Point(
         "extra_args_provider",
         "train.megatron",
-        PASSED,
-        "every field of Megatron-core's classes; settings of your own are rollout.custom_config",
+        "engines/megatron/test_arguments.py",
+        "of pretrain_gpt.py in a checkout on PYTHONPATH; settings of your own functions are rollout.custom_config",
     ),
-    "S-048": Point("PYTHONPATH=Megatron-LM", "", "engines/megatron/test_engine.py", "megatron-core is an ordinary package"),
+    "S-048": Point("PYTHONPATH=Megatron-LM", "", "engines/megatron/test_arguments.py", "not needed; goes before the wheel"),
     # resources
     "S-050": Point("--actor-num-nodes", "resources.actor_num_nodes", FLAGS_TEST),
     "S-051": Point("--actor-num-gpus-per-node", "resources.actor_num_gpus_per_node", FLAGS_TEST),
@@ -108,10 +108,10 @@ POINTS: dict[str, Point] = {
     "S-117": Point("--sglang-enable-deepep-moe", "engine.sglang", FLAGS_TEST, "becomes moe_a2a_backend; ep_size passes through"),
     "S-118": Point("tp_size and model_path are set", "resources.rollout_num_gpus_per_engine model.source", PASSED),
     # router
-    "S-120": Point("--sglang-router-ip", "engine.router", FLAGS_TEST, "always the run's own; an address is refused"),
+    "S-120": Point("--sglang-router-ip", "engine.router_url", FLAGS_TEST, "without an address the run starts one"),
     "S-121": Point("servers register", "", "engines/sglang/test_router.py", "POST /workers"),
     "S-122": Point("POST /generate at the router", "", "engines/sglang/test_router.py"),
-    "S-123": Point("external router", "", FLAGS_TEST, "refused: the run has to take engines off while it pushes weights"),
+    "S-123": Point("external router", "engine.router_url", "actors/test_external.py", "of this run alone"),
     "S-124": Point("OpenAI-compatible API", "", "rollout/test_custom.py", "the engines' own, and one for each rollout session"),
     # data
     "S-130": Point("--prompt-data", "data.prompts.paths", "data/test_files.py", ".jsonl and .parquet, path@[a:b]"),

@@ -104,7 +104,7 @@ class Cluster(_Asked):
         return await self._ask("switches", CALL_TIMEOUT_S) if self.shares_gpus else []
 
     async def engines(self) -> list[dict[str, Any]]:
-        """`{"number", "url", "alive", "stamp", "pid"}` of each engine as last seen."""
+        """`{"number", "url", "alive", "stamp", "pid", "facts"}` of each engine as last seen."""
         return await self._ask("engines", CALL_TIMEOUT_S) if self.has_engines else []
 
     async def trouble(self) -> RlpipeError | None:

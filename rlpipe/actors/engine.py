@@ -18,6 +18,8 @@ from rlpipe.actors.placement import own_address
 from rlpipe.actors.specs import ClusterSpec
 from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.engines.sglang.admin import MEMORY_TAGS, Engine, MemoryTag
+from rlpipe.engines.sglang.external import ExternalRouter, ExternalServer, Wanted
+from rlpipe.engines.sglang.facts import facts
 from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Server
 from rlpipe.errors import DeadlineExceeded, EngineError, EngineUnavailable
@@ -74,22 +76,35 @@ class EngineSpec:
             return fp8_directory(self.model_dir, Path(self.logs).parents[1] / "models")
         return self.model_dir
 
+    def wanted(self) -> Wanted:
+        """What a server has to serve that others have started."""
+        return Wanted(
+            model_dir=self.served_dir(),
+            dtype=self.dtype,
+            tensor_parallel_size=self.resources.rollout_num_gpus_per_engine,
+            quantization=self.engine.quantization,
+            reads_text=self.reads_text,
+            names_experts=self.names_experts,
+            deterministic=self.deterministic,
+        )
+
 
 class EngineActor:
-    """One SGLang server."""
+    """One SGLang server: its own, or one that others start and end, which it asks and never ends."""
 
     def __init__(self, number: int, cwd: str) -> None:
         os.chdir(cwd)
         self.number = number
         self._spec: EngineSpec | None = None
-        self._server: Server | None = None
+        self._server: Server | ExternalServer | None = None
         self._unknown = True
+        self._facts: dict[str, Any] = {}
         self._awake: set[MemoryTag] = set(MEMORY_TAGS)
 
     def start(self, spec: EngineSpec) -> str:
         """Bring the server of a spec up, unless it is up and answers; its URL.
 
-        Raises: EngineUnavailable with the end of its log, DeadlineExceeded, ResourceError, ConfigError.
+        Raises: as `Server` and its `wait_ready`, or as `ExternalServer.start`.
         """
         if (
             self._spec == spec
@@ -100,7 +115,16 @@ class EngineActor:
             return self._server.url
         self.stop()
         self._spec, self._unknown, self._awake = spec, True, set(MEMORY_TAGS)
-        self._server = Server(
+        self._server = self._made(spec)
+        self._server.start()
+        self._server.wait_ready(spec.resources.start_timeout_s)
+        self._facts = asyncio.run(_facts(self._server.url))
+        return self._server.url
+
+    def _made(self, spec: EngineSpec) -> Server | ExternalServer:
+        if external := spec.resources.external_engines:
+            return ExternalServer(external[self.number], spec.wanted())
+        return Server(
             spec.served_dir(),
             _at_home(spec.engine),
             spec.resources,
@@ -114,20 +138,18 @@ class EngineActor:
             devices=None if spec.devices is None else spec.devices[self.number],
             names_experts=spec.names_experts,
         )
-        self._server.start()
-        self._server.wait_ready(spec.resources.start_timeout_s)
-        return self._server.url
 
     def status(self) -> dict[str, Any]:
-        """`{"number", "url", "alive", "stamp", "pid"}`; `stamp` is the weight version the server itself names.
+        """`{"number", "url", "alive", "stamp", "pid", "facts"}`; `stamp` is the weight version the server itself names.
 
         None if it does not answer, or if a push to it began and was not seen to end.
         """
         server = self._server
-        if server is None or not server.alive or server.process is None:
-            return {"number": self.number, "url": None, "alive": False, "stamp": None, "pid": None}
+        if server is None or not server.alive:
+            return {"number": self.number, "url": None, "alive": False, "stamp": None, "pid": None, "facts": {}}
         stamp = None if self._unknown else asyncio.run(_stamp(server.url))
-        return {"number": self.number, "url": server.url, "alive": True, "stamp": stamp, "pid": server.process.pid}
+        state = {"url": server.url, "alive": True, "stamp": stamp, "pid": server.pid}
+        return {"number": self.number, **state, "facts": self._facts}
 
     def generates(self, timeout_s: float) -> bool:
         """Does it generate a token within that time? (It must not be paused.)"""
@@ -169,34 +191,44 @@ class EngineActor:
         return str(Mirror(folder).bring(WeightStore(root), stamp, timeout_s=timeout_s))
 
     def stop(self) -> None:
-        """End the server."""
+        """End the server. One that is not ours goes on, and what it holds is unknown."""
+        self._unknown = True
         if self._server is not None:
             self._server.stop()
 
 
 class RouterActor:
-    """The sglang-router in front of the engines."""
+    """The sglang-router in front of the engines: its own, or one that others start and end."""
 
     def __init__(self, cwd: str) -> None:
         os.chdir(cwd)
-        self._router: Router | None = None
+        self._router: Router | ExternalRouter | None = None
         self._config: EngineConfig | None = None
 
     def start(self, engine: EngineConfig, resources: ResourcesConfig, logs: str, engines: list[str]) -> str:
         """Bring the router up unless it runs with this configuration, without engines other than these; its URL.
 
         After a death it comes back at the same address, where requests wait for it. Engines get requests once they are admitted.
+        Raises: ResourceError if a router that others started has engines of others; EngineUnavailable, DeadlineExceeded.
         """
         if self._router is None or not self._router.alive or self._config != engine:
             self.stop()
-            port = self._router.port if self._router is not None else None
-            self._config = engine
-            self._router = Router(_at_home(engine), port=port, log_path=Path(logs) / "router.log")
+            known, self._config = self._config, None
+            self._router = self._made(engine, logs)
             self._router.start()
             self._router.wait_ready(resources.start_timeout_s)
+            if isinstance(self._router, ExternalRouter) and known != engine:
+                self._router.require_alone([*engines, *resources.external_engines])
+            self._config = engine
         for known in {worker["url"] for worker in self._router.workers()} - set(engines):
             self._router.remove(known)
         return self._router.url
+
+    def _made(self, engine: EngineConfig, logs: str) -> Router | ExternalRouter:
+        if engine.router_url is not None:
+            return ExternalRouter(engine.router_url)
+        port = self._router.port if self._router is not None else None
+        return Router(_at_home(engine), port=port, log_path=Path(logs) / "router.log")
 
     def admit(self, workers: list[str]) -> None:
         """Send requests to these engines from now on: they hold the published weights and are not paused."""
@@ -254,6 +286,15 @@ async def _generates(url: str, timeout_s: float) -> bool:
 async def _require_spans(url: str) -> None:
     async with Engine(url, deadline_s=60.0) as engine:
         await engine.require_spans()
+
+
+async def _facts(url: str) -> dict[str, Any]:
+    """{} of a server that does not say: nothing depends on it."""
+    try:
+        async with Engine(url, deadline_s=10.0) as engine:
+            return facts(await engine.server_info())
+    except (EngineError, DeadlineExceeded):
+        return {}
 
 
 async def _stamp(url: str) -> str | None:

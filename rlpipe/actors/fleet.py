@@ -20,6 +20,7 @@ from ray.actor import ActorHandle
 
 from rlpipe.actors.calls import call, gather
 from rlpipe.actors.engine import FILES, EngineSpec
+from rlpipe.actors.external import attempts, start_all
 from rlpipe.actors.sharing import OF_ENGINES, Sharing
 from rlpipe.config.model import EngineConfig
 from rlpipe.errors import ActorLost, DeadlineExceeded, EngineUnavailable, RlpipeError, SyncError
@@ -68,6 +69,7 @@ class KeptEngine:
         self.url: str | None = None
         self.stamp: str | None = None
         self.pid: int | None = None
+        self.facts: dict[str, Any] = {}
         self.admitted = False
         self.failures = 0
         self.trouble: Exception | None = None
@@ -80,8 +82,8 @@ class KeptEngine:
             status = await self._call("status", 2 * CALL_TIMEOUT_S)
         except ActorLost:
             self.actor = await asyncio.to_thread(self._make, self.number)
-            status = {"url": None, "alive": False, "stamp": None, "pid": None}
-        self.stamp, self.pid = status["stamp"], status["pid"]
+            status = {"url": None, "alive": False, "stamp": None, "pid": None, "facts": {}}
+        self.stamp, self.pid, self.facts = status["stamp"], status["pid"], status["facts"]
         if status["url"] != self.url or not status["alive"]:
             self.admitted = False
         self.url = status["url"] if status["alive"] else None
@@ -172,12 +174,12 @@ class Fleet:
 
     async def open(self) -> None:
         """Bring everything up, then keep it so. Raises: what keeps an engine or the router from coming up."""
-        await asyncio.gather(*(engine.start(self.spec, self.start_timeout_s) for engine in self.engines))
+        await start_all(self.engines, self.spec)
         await self._start_router()
         routed = await call(self.router.workers.remote(), where="router.workers", deadline_s=CALL_TIMEOUT_S)
         for engine in self.engines:
             await engine.look()
-            engine.admitted = engine.url in (routed or ())
+            engine.admitted = engine.url is not None and engine.url in (routed or ())
         self._keepers = [asyncio.create_task(self._keep(engine)) for engine in self.engines]
         self._keepers.append(asyncio.create_task(self._keep_router()))
 
@@ -234,10 +236,9 @@ class Fleet:
         self.weights, self._acceptable = None, set()
 
     def status(self) -> list[dict[str, Any]]:
-        """`{"number", "url", "alive", "stamp", "pid"}` of each engine as last seen."""
-        return [
-            {"number": e.number, "url": e.url, "alive": e.url is not None, "stamp": e.stamp, "pid": e.pid} for e in self.engines
-        ]
+        """`{"number", "url", "alive", "stamp", "pid", "facts"}` of each engine as last seen."""
+        kept = ("number", "url", "stamp", "pid", "facts")
+        return [{"alive": e.url is not None, **{name: getattr(e, name) for name in kept}} for e in self.engines]
 
     def trouble(self) -> RlpipeError | None:
         """Why nothing can be sampled, if no engine can be brought back."""
@@ -248,7 +249,7 @@ class Fleet:
 
     async def require_spans(self) -> None:
         """Returns if the engines say which weights sampled which token. Raises: as `Engine.require_spans`."""
-        asks = [engine.actor.require_spans.remote() for engine in self.engines]
+        asks = [engine.actor.require_spans.remote() for engine in self.engines if engine.url]
         await gather(asks, where="engine.require_spans", deadline_s=CALL_TIMEOUT_S)
 
     async def stop_engines(self) -> None:
@@ -263,7 +264,7 @@ class Fleet:
                 engine.failures, engine.trouble = 0, None
             except Exception as error:  # noqa: BLE001 - a keeper outlives whatever its engine, or Ray, comes up with
                 engine.failures += 1
-                if engine.failures >= ATTEMPTS:
+                if engine.failures >= attempts(self.spec, ATTEMPTS, LOOK_INTERVAL_S):
                     engine.trouble = error
 
     async def _care(self, engine: KeptEngine) -> None:
@@ -279,7 +280,7 @@ class Fleet:
             pushes = self._pushes
             hung = not await engine.generates(self.config.rollout_health_check_timeout)
             if hung and pushes == self._pushes and not self._pushing.locked():
-                await engine.stop()
+                await self._leave_out([engine])
                 return
         weights = self.weights
         if weights is None or (engine.stamp in self._acceptable and engine.admitted):

@@ -53,8 +53,11 @@ class Placement:
         return self._options(name, self._bundles(name)[rank if within_critic < 0 else within_critic][0], share=RANK)
 
     def engine(self, number: int) -> dict[str, Any]:
-        """Ray options of an engine. Separate, its server sees all GPUs of its bundle; colocated, see `engine_devices`."""
+        """Ray options of an engine. Separate, its server sees all GPUs of its bundle; colocated, see `engine_devices`; one that
+        others started takes no place."""
         width = self.resources.rollout_num_gpus_per_engine
+        if self.resources.external_engines:
+            return {"num_cpus": 0}
         if self.resources.colocate:
             name = self._made_for_ranks()
             return self._options(name, self._bundles(name)[number * width][0], share=ENGINE)

@@ -2,7 +2,7 @@
 
     transport     engines on the trainer's GPUs    other engines
     tensor        ipc                              tensor; distributed, if others are on our GPUs
-    distributed   -                                distributed
+    distributed   -                                distributed; by each pipeline stage, if there are several
 
 Not here: which weights are held (`trainer`), weights as files, which engines get them (`fleet`).
 """
@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from rlpipe.actors.placement import own_address
+from rlpipe.actors.staged_push import StagedPush
 from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron import platform
@@ -38,6 +39,7 @@ class Pusher:
         self.engine, self.spec, self.rank, self.world_size = engine, spec, rank, world_size
         self._sync: SyncConfig | None = None
         self._transports: dict[type[Transport], Transport] = {}
+        self._staged: StagedPush | None = None
 
     def push(self, engines: Sequence[str], stamp: str, sync: SyncConfig, places: Places) -> dict[str, Any]:
         """Send the weights: `{"bytes", "paused_s", "unknown": {url: why}}`. Collective; only rank 0 speaks to engines.
@@ -49,20 +51,12 @@ class Pusher:
             self._sync = sync
         sent_bytes, paused_s, unknown, arrived = 0, 0.0, {}, False
         for kind, urls in _kinds(engines, sync, places):
-            transport = self._transport(kind, sync)
-            if isinstance(transport, IpcTransport):
-                transport.places = places
-            tensors = served_tensors(self.engine, self.spec)
+            found = self._push_to(kind, urls, stamp, sync, places)
+            sent_bytes += found["bytes"]
             if self.rank == 0:
-                found = self._send(transport, tensors, urls, stamp, sync)
                 unknown |= found["unknown"]
                 arrived |= len(found["unknown"]) < len(urls)
-                sent_bytes += found["bytes"]
                 paused_s = max(paused_s, found["paused_s"])
-            elif isinstance(transport, IpcTransport):
-                sent_bytes += transport.assist(tensors, stamp, check=sync.check_weight_update_equal)
-            else:
-                sent_bytes += sum(tensor.nbytes for _, tensor in tensors)
         if self.rank == 0 and not arrived:
             raise SyncError("the weights arrived nowhere", where=f"push of {stamp}", found=unknown)
         return {"bytes": sent_bytes, "paused_s": paused_s, "unknown": unknown}
@@ -73,6 +67,44 @@ class Pusher:
             if isinstance(transport, DistributedTransport):
                 transport.close()
         self._transports.clear()
+        if self._staged is not None:
+            self._staged.close()
+            self._staged = None
+
+    def _by_stages(self, sync: SyncConfig) -> bool:
+        """Does each pipeline stage send its own? A push that is checked is sent twice, by one rank that has kept it all."""
+        return self.spec.train.parallel.pipeline_model_parallel_size > 1 and not sync.check_weight_update_equal
+
+    def _push_by_stages(self, urls: Sequence[str], stamp: str, sync: SyncConfig) -> dict[str, Any]:
+        if self._staged is None:
+            self._staged = StagedPush(
+                self.engine,
+                served_dir(self.spec),
+                rank=self.rank,
+                address=own_address(),
+                tensor_parallel_size=self.spec.engine_tensor_parallel_size,
+                buffer_size_bytes=sync.update_weight_buffer_size,
+                timeout_s=sync.timeout_s,
+            )
+        return self._staged.push(
+            lambda transport, tensors: self._send(transport, tensors, urls, stamp, sync),
+            lambda tensors: as_served(tensors, self.spec),
+        )
+
+    def _push_to(
+        self, kind: type[Transport], urls: Sequence[str], stamp: str, sync: SyncConfig, places: Places
+    ) -> dict[str, Any]:
+        if kind is DistributedTransport and self._by_stages(sync):
+            return self._push_by_stages(urls, stamp, sync)
+        transport = self._transport(kind, sync)
+        if isinstance(transport, IpcTransport):
+            transport.places = places
+        tensors = served_tensors(self.engine, self.spec)
+        if self.rank == 0:
+            return self._send(transport, tensors, urls, stamp, sync)
+        if isinstance(transport, IpcTransport):
+            return {"bytes": transport.assist(tensors, stamp, check=sync.check_weight_update_equal)}
+        return {"bytes": sum(tensor.nbytes for _, tensor in tensors)}
 
     def _send(
         self, transport: Transport, tensors: Iterable[tuple[str, Tensor]], urls: Sequence[str], stamp: str, sync: SyncConfig
@@ -100,7 +132,7 @@ class Pusher:
             return IpcTransport(folder, device=device, rank=self.rank, world_size=self.world_size, **common)
         if kind is TensorTransport:
             return TensorTransport(folder, tensor_parallel_size=parallel, **common)
-        return DistributedTransport(folder, tensor_parallel_size=parallel, device=device, address=own_address, **common)
+        return DistributedTransport(folder, tensor_parallel_size=parallel, device=device, **common)
 
 
 def served_dir(spec: TrainerSpec) -> str:
@@ -112,7 +144,11 @@ def served_dir(spec: TrainerSpec) -> str:
 
 def served_tensors(engine: MegatronEngine, spec: TrainerSpec) -> Iterator[tuple[str, Tensor]]:
     """The held weights as engines hold them. As `MegatronEngine.named_hf_tensors`."""
-    tensors = engine.named_hf_tensors()
+    return as_served(engine.named_hf_tensors(), spec)
+
+
+def as_served(tensors: Iterator[tuple[str, Tensor]], spec: TrainerSpec) -> Iterator[tuple[str, Tensor]]:
+    """Trained tensors as engines hold them."""
     return quantised(tensors) if spec.engine_quantization == "fp8" else tensors
 
 

@@ -33,6 +33,7 @@ from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.batch import Batch, fix_batch
 from rlpipe.engines.megatron.critic_engine import CriticEngine
 from rlpipe.engines.megatron.engine import MegatronEngine
+from rlpipe.engines.megatron.facts import facts
 from rlpipe.errors import DeadlineExceeded, TrainerError
 from rlpipe.lineage import Lineage, weight_version
 from rlpipe.packing import BatchColumns, PackingPlan, attention_length, plan
@@ -154,7 +155,7 @@ class Rank(ABC, Generic[E]):
 
     @collective
     def train(self, *, key: str, before: str, advantage: str) -> dict[str, Any]:
-        """The optimizer steps of one iteration, once: answers `{"metrics", "state_digest", "packing", "seconds"}`."""
+        """The optimizer steps of one iteration, once: answers `{"metrics", "state_digest", "packing", "machine", "seconds"}`."""
         if self.held == key and not self.dirty:
             return self._result
         engine, spec = self._require(before)
@@ -175,6 +176,7 @@ class Rank(ABC, Generic[E]):
                 "state_digest": result.state_digest,
                 "packing": packing.model_dump(),
                 "tokens": len(columns.tokens),
+                "machine": facts(spec.model.dtype),
                 "seconds": time.perf_counter() - start,
             },
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from rlpipe.config.base import Config, Tuning
 
@@ -53,6 +54,18 @@ class ModelConfig(Config):
     """Of the parameters and activations in trainer and engines. Without CUDA, float32 is the tested choice."""
 
 
+def _address(value: str) -> str:
+    """`host:port` as a URL. Raises: ValueError."""
+    url = urlsplit(value if "://" in value else f"http://{value}")
+    if url.scheme not in ("http", "https") or not url.hostname or url.port is None or url.path.rstrip("/"):
+        raise ValueError(f"expected http://host:port or host:port, found {value!r}")
+    return f"{url.scheme}://{url.netloc}"
+
+
+Address = Annotated[str, AfterValidator(_address)]
+"""`http://host:port`; `host:port` is taken too."""
+
+
 class ResourcesConfig(Config):
     """Processes and GPUs. Names are slime's; on a machine without CUDA a "GPU" is a CPU process."""
 
@@ -69,11 +82,16 @@ class ResourcesConfig(Config):
     """GPUs of all inference engines together. With `colocate`, if it is not given, as many as the trainer has."""
     rollout_num_gpus_per_engine: int = Tuning(default=1, ge=1)
     """GPUs of one engine (its tensor parallel size)."""
+    external_engines: tuple[Address, ...] = Tuning(())
+    """SGLang servers that others start and end, by address; then the run starts none, and rollout_num_gpus is not used. Each is
+    asked what it serves before it gets weights: the same architecture, dtype and tensor parallel size. All weights of it are
+    replaced, so it must serve this run alone. One that does not answer is left out, and taken in again once it does. (): the
+    run's own engines."""
     colocate: bool = Tuning(False)
     """Trainer and engines lie on the same GPUs and use them in turns: engine j on those of the ranks from j ×
     rollout_num_gpus_per_engine on; GPUs beyond the trainer's are the engines' alone. What one of them holds is out of the way
-    while the other works. Not with async_buffer_size, nor with sync.in_flight: in_place. Leave some of a GPU to what stays in
-    any case (CUDA, NCCL) with engine.sglang.mem_fraction_static."""
+    while the other works. Not with async_buffer_size, nor with sync.in_flight: in_place. Some of a GPU is left to what stays in
+    any case (CUDA, NCCL): engine.sglang.mem_fraction_static is 0.8 unless it is given, and 0.4 if one of the two stays."""
     offload_train: bool | None = Tuning(None)
     """With `colocate`: while engines sample, the trainer's weights and optimizer state lie in pinned CPU memory. None: yes."""
     offload_rollout: bool | None = Tuning(None)
@@ -101,7 +119,7 @@ class ResourcesConfig(Config):
 
     @property
     def num_engines(self) -> int:
-        return self.rollout_num_gpus // self.rollout_num_gpus_per_engine
+        return len(self.external_engines) or self.rollout_num_gpus // self.rollout_num_gpus_per_engine
 
     @property
     def trainer_sleeps(self) -> bool:
@@ -132,7 +150,11 @@ class ResourcesConfig(Config):
 
     @model_validator(mode="after")
     def _engines_fill_their_gpus(self):
-        if self.rollout_num_gpus % self.rollout_num_gpus_per_engine:
+        if self.external_engines and self.colocate:
+            raise ValueError("colocate: external engines are on no GPUs of the run; leave one of the two out")
+        if len(set(self.external_engines)) < len(self.external_engines):
+            raise ValueError("external_engines: an address stands there twice")
+        if not self.external_engines and self.rollout_num_gpus % self.rollout_num_gpus_per_engine:
             raise ValueError(
                 f"rollout_num_gpus ({self.rollout_num_gpus}) must be a multiple of "
                 f"rollout_num_gpus_per_engine ({self.rollout_num_gpus_per_engine})"
@@ -155,6 +177,10 @@ class EngineConfig(Config):
     """SGLang server arguments by their own names (`mem_fraction_static: 0.8`), passed through untouched."""
     router: dict[str, Any] = Tuning(default_factory=dict)
     """sglang-router arguments by their own names (`policy: cache_aware`)."""
+    router_url: Address | None = Tuning(None)
+    """A router that others start and end, by address; the run registers its engines there and takes them off while they have no
+    known weights. It must serve this run alone: any other engine would be asked too, so those are taken off. None: the run
+    starts one."""
     server_concurrency: int = Tuning(default=512, ge=1)
     """Requests in flight per engine."""
     request_timeout_s: float = Tuning(default=600.0, gt=0)

@@ -11,6 +11,7 @@ from rlpipe.config.algorithms import AdvantageConfig, contradiction, set_surroga
 from rlpipe.config.base import Config, Tuning
 from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig
 from rlpipe.config.debug import DebugConfig
+from rlpipe.config.external import external_problem
 from rlpipe.config.gates import GatesConfig
 from rlpipe.config.model import BranchModel, EngineConfig, ModelConfig, ResourcesConfig
 from rlpipe.config.models import CriticConfig, ReferenceConfig, TeacherConfig
@@ -216,6 +217,12 @@ class RunConfig(Config):
                 f"resources.critic_num_nodes × resources.critic_num_gpus_per_node = {ranks} ranks must be a multiple of the "
                 f"critic's TP × PP × CP = {parallel.model_ranks} (critic.parallel, else train.parallel)"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _what_others_started_can_be_used(self):
+        if problem := external_problem(self.resources, self.engine, self.sync, self.store.root):
+            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")

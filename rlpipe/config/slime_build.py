@@ -218,6 +218,11 @@ def _resources(values: Values) -> Keys:
         nodes, each = (values.get(name, FLAGS[name].default) for name in ("actor_num_nodes", "actor_num_gpus_per_node"))
         engines = nodes * each
     keys: Keys = {} if engines is None else {"resources.rollout_num_gpus": engines}
+    if (router := [values.get(f"sglang_router_{part}") for part in ("ip", "port")]) != [None, None]:
+        if None in router:
+            do = "give both, or neither for a router of the run's own"
+            raise ConfigError("half an address", where="--sglang-router-ip, --sglang-router-port", found=router, do=do)
+        keys["engine.router_url"] = f"http://{router[0]}:{router[1]}"
     return keys | ({f"resources.offload_{what}": True for what in ("train", "rollout")} if values.get("offload") else {})
 
 

@@ -98,7 +98,8 @@ class SyncConfig(Config):
 
     transport: Literal["tensor", "distributed", "disk", "delta"] = Tuning("tensor")
     """`tensor`: over HTTP from the trainer to each engine; through the GPU's memory (CUDA IPC) where they share one.
-    `distributed`: by broadcast from the trainer's first rank to all engines (NCCL; gloo without CUDA), none of them on its GPUs.
+    `distributed`: by broadcast from the first rank of each pipeline stage to all engines (NCCL; gloo without CUDA), none of them
+    on the trainer's GPUs.
     `disk`: all weights as files, which engines load. `delta`: what changed of them, put on top of what an engine's machine has;
     the trainer keeps a copy on the CPU. Through files a restarted engine gets its weights without the trainer."""
     update_weights_interval: int = Field(default=1, ge=1)

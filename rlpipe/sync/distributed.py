@@ -1,4 +1,4 @@
-"""Weights by broadcast, from trainer rank 0 to all ranks of all engines at once: NCCL between GPUs, gloo without.
+"""Weights by broadcast, from one trainer rank to all ranks of all engines at once: NCCL between GPUs, gloo without.
 
 The group is made for the engines of a push, and made anew when they are others than last time: one was killed and came back, or
 only one of them is behind. For every bucket each engine is told what comes (`/update_weights_from_distributed`) and answers when
@@ -7,13 +7,13 @@ it has loaded it; meanwhile the bucket is broadcast as one tensor of bytes, and 
 An engine that is told and does not take part leaves all others, and us, waiting inside the broadcast. So the first failure ends
 the push for all of its engines: none of them knows what it holds. We leave the group, and the next push makes another.
 
-Not here: the group itself (`group`), what else is said to the engines (`session`).
+Not here: several ranks that send (`staged`), the group itself (`group`), what else is said to the engines (`session`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,9 +22,8 @@ from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import EngineError, RlpipeError, SyncError
 from rlpipe.sync.bucketed import BucketTransport
 from rlpipe.sync.flat import Flat, flatten
-from rlpipe.sync.group import NAME, BroadcastGroup, backend_of
+from rlpipe.sync.group import NAME, BroadcastGroup, backend_of, meeting_address
 from rlpipe.sync.session import CALLS_PER_PUSH, Session
-from rlpipe.sync.tensor import is_here
 from rlpipe.sync.tensors import Bucket
 from rlpipe.sync.threads import aside
 
@@ -43,13 +42,12 @@ class DistributedTransport(BucketTransport[Flat]):
         timeout_s: float,
         tensor_parallel_size: int = 1,
         device: torch.device,
-        address: Callable[[], str] = lambda: "127.0.0.1",
     ) -> None:
-        """`device`: where tensors are sent from. `address`: says where engines that are not on this machine reach it."""
+        """`device`: where tensors are sent from."""
         super().__init__(
             model_dir, buffer_size_bytes=buffer_size_bytes, timeout_s=timeout_s, tensor_parallel_size=tensor_parallel_size
         )
-        self.device, self.address = device, address
+        self.device = device
         self.members: tuple[str, ...] = ()
         """Engines of the group, by URL, in order of rank."""
         self._group: BroadcastGroup | None = None
@@ -71,7 +69,7 @@ class DistributedTransport(BucketTransport[Flat]):
         self.close()
         ranks = self.tensor_parallel_size
         group = BroadcastGroup(ranks * len(members), backend=backend_of(self.device), timeout_s=self.timeout_s)
-        address = "127.0.0.1" if all(map(is_here, members)) else self.address()
+        address = meeting_address(members)
         first = {url: 1 + ranks * number for number, url in enumerate(members)}
         session.doing = "make a group of trainer and engines"
         joining = [
@@ -104,17 +102,11 @@ class DistributedTransport(BucketTransport[Flat]):
             return engine.update_from_group(NAME, tensors, weight_version=stamp, flush_cache=last)
 
         try:
-            await self._together([*map(told, session.active), self._broadcast(group, packed)], session)
+            await self._together([*map(told, session.active), broadcast(group, packed)], session)
         except BaseException:
             self.close()
             raise
         session.count(len(packed.parts), packed.memory.nbytes)
-
-    async def _broadcast(self, group: BroadcastGroup, packed: Flat) -> None:
-        work = await aside(lambda: group.broadcast(packed.memory))
-        while not work.is_completed():  # noqa: ASYNC110 - torch calls nobody
-            await asyncio.sleep(_POLL_S)
-        work.wait()
 
     async def _together(self, steps: Iterable, session: Session) -> None:
         """Take steps that wait for each other. Raises: SyncError at the first that fails, naming the engine that did."""
@@ -127,6 +119,14 @@ class DistributedTransport(BucketTransport[Flat]):
         finally:
             for task in tasks:
                 task.cancel()
+
+
+async def broadcast(group: BroadcastGroup, packed: Flat) -> None:
+    """Send a bucket to all engines of a group. Whoever awaits it can give up. Raises: RuntimeError."""
+    work = await aside(lambda: group.broadcast(packed.memory))
+    while not work.is_completed():  # noqa: ASYNC110 - torch calls nobody
+        await asyncio.sleep(_POLL_S)
+    work.wait()
 
 
 async def _cause(error: Exception, tasks: Sequence[asyncio.Future]) -> Exception:

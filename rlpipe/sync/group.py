@@ -13,8 +13,11 @@ Not here: what is said to the engines (`distributed`).
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -22,10 +25,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore, _unregister_process_group
 from torch.distributed import distributed_c10d as c10d
 
+from rlpipe.sync.tensor import is_here
 from rlpipe.sync.threads import start
 
 NAME = "rlpipe"
-"""Of the group, in the engines too. One name for all: who comes after a trainer that died can end what that one left."""
+"""Of rank 0's group, in the engines too. One name for all: who comes after a trainer that died can end what that one left."""
 MEET_S = 60.0
 NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """What SGLang starts its processes with: both ends of a connection have to reach each other's memory in the same way."""
@@ -40,9 +44,10 @@ def use_nccl_as_engines_do() -> None:
 class BroadcastGroup:
     """One group. Make it, have every engine join at `port` meanwhile, and `join`."""
 
-    def __init__(self, engine_ranks: int, *, backend: str, timeout_s: float) -> None:
+    def __init__(self, engine_ranks: int, *, backend: str, timeout_s: float, name: str = NAME) -> None:
         """Opens the store on a free port of all interfaces. `timeout_s`: after it, a broadcast gives itself up on gloo."""
         self.world_size, self._backend, self._timeout = 1 + engine_ranks, backend, timedelta(seconds=timeout_s)
+        self._name = name
         self._meet = timedelta(seconds=min(MEET_S, timeout_s))
         self._server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=self._meet)
         self._group: dist.ProcessGroup | None = None
@@ -61,8 +66,8 @@ class BroadcastGroup:
             0,
             [],
             dist.Backend(self._backend),
-            PrefixStore(NAME, store),
-            group_name=cast("Any", NAME),
+            PrefixStore(self._name, store),
+            group_name=cast("Any", self._name),
             timeout=self._timeout,
         )
         _forget(self._group)
@@ -101,6 +106,20 @@ def _forget(group: dist.ProcessGroup) -> None:
     if (tag := world.pg_to_tag.pop(group, None)) is not None:
         world.tags_to_pg[tag].remove(group)
     _unregister_process_group(group.group_name)
+
+
+def meeting_address(urls: Sequence[str]) -> str:
+    """Where engines at these URLs reach this machine."""
+    elsewhere = [url for url in urls if not is_here(url)]
+    return own_address_towards(elsewhere[0]) if elsewhere else "127.0.0.1"
+
+
+def own_address_towards(url: str) -> str:
+    """The address under which this machine is reached from where `url` is: that of the interface that leads there."""
+    there = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((there.hostname, there.port))  # nothing is sent
+        return probe.getsockname()[0]
 
 
 def backend_of(device: torch.device) -> str:

@@ -39,7 +39,8 @@ class FakeEngine:
     def status(self) -> dict[str, Any]:
         stamp = None if self.unknown or not self.alive else self.stamp
         url = self.url() if self.alive else None
-        return {"number": self.number, "url": url, "alive": self.alive, "stamp": stamp, "pid": os.getpid()}
+        state = {"url": url, "alive": self.alive, "stamp": stamp, "pid": os.getpid()}
+        return {"number": self.number, **state, "facts": {"starts": self.starts}}
 
     def generates(self, timeout_s: float) -> bool:
         return self.alive and self.generating

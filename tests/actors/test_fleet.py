@@ -26,7 +26,7 @@ from tests.actors.engines import FakeEngine, FakeRouter, find_or_start
 pytestmark = pytest.mark.integration
 
 ENGINES = 2
-RESOURCES = SimpleNamespace(start_timeout_s=20.0)
+RESOURCES = SimpleNamespace(start_timeout_s=20.0, external_engines=())
 CONFIG = SimpleNamespace(rollout_health_check_interval=1000.0, rollout_health_check_timeout=1.0)
 SPEC: Any = SimpleNamespace(engine=CONFIG, resources=RESOURCES, logs="logs")
 
@@ -125,6 +125,10 @@ async def test_a_publication_reaches_every_engine_before_it_takes_requests(fleet
     assert stamps(fleet) == [weights(1).stamp] * 2
     assert await routed(fleet) == ["http://engine-0/1", "http://engine-1/1"]
     assert trainer.sent == [(weights(1).stamp, ["http://engine-0/1", "http://engine-1/1"], True)]
+
+
+async def test_what_engines_say_of_themselves_is_told(fleet: Fleet):
+    assert [status["facts"] for status in fleet.status()] == [{"starts": 1}] * 2
 
 
 async def test_engines_that_hold_them_are_left_alone_and_later_ones_have_requests_held(fleet: Fleet, trainer: Trainer):

@@ -116,7 +116,7 @@ def test_an_unknown_flag_is_told_the_nearest(words: str, where: str, expected: s
         ("--optimizer sgd", "--optimizer", "Adam"),
         ("--fp16", "--fp16", "bfloat16"),
         ("--sglang-tp-size 2", "--sglang-tp-size", "resources.rollout_num_gpus_per_engine"),
-        ("--sglang-router-ip 1.2.3.4", "--sglang-router-ip", "starts its own router"),
+        ("--sglang-router-ip 1.2.3.4", "--sglang-router-ip, --sglang-router-port", "give both"),
         ("--params-dtype x", "--params-dtype", "model.dtype"),
         ("--rm-type opencua_click", "--rm-type", "vision"),
     ],
@@ -347,3 +347,11 @@ def test_settings_of_ones_own_come_from_a_file_that_may_hold_flags_too(tmp_path:
     found = keys(f"--lr 1 --custom-config-path {path}")
     assert found == {"train.optimizer.lr": 0.5, "rollout.custom_config": {"search_url": "http://x"}}
     assert refused(f"--custom-config-path {tmp_path}/none.yaml").where == "--custom-config-path"
+
+
+def test_engines_and_a_router_of_others_are_taken_by_address():
+    words = "--sglang-router-ip 10.0.0.1 --sglang-router-port 3000 --rollout-external-engine-addrs 10.0.0.2:30000 10.0.0.3:30000"
+    assert keys(words) == {
+        "engine.router_url": "http://10.0.0.1:3000",
+        "resources.external_engines": ["10.0.0.2:30000", "10.0.0.3:30000"],
+    }

@@ -15,7 +15,7 @@ import torch
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import EngineRejected, SyncError
 from rlpipe.sync.distributed import DistributedTransport
-from rlpipe.sync.group import NAME, BroadcastGroup
+from rlpipe.sync.group import NAME, BroadcastGroup, own_address_towards
 from rlpipe.sync.session import Session
 from tests.live_engine import log_probs, make_model
 
@@ -105,6 +105,11 @@ async def test_what_an_engine_says_of_a_broken_broadcast_goes_before_what_gloo_s
     make_model(tmp_path, seed=0)
     with pytest.raises(SyncError, match=r"(?s)the broadcast broke.*Group rlpipe not in"):
         await _transport(tmp_path)._together([closed(), rejected()], Session([], "b@0@x"))
+
+
+def test_engines_elsewhere_meet_us_at_the_address_of_the_interface_that_leads_to_them():
+    assert own_address_towards("http://127.0.0.1:30000") == "127.0.0.1"
+    assert own_address_towards("http://127.0.0.9:30000").startswith("127.0.0.")
 
 
 def test_a_group_that_nobody_joins_is_given_up():

@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rlpipe.config.passthrough.checkout import arguments, checkout
 from rlpipe.config.passthrough.owned import OWNED
 from rlpipe.errors import ConfigError
 
@@ -37,30 +38,34 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def check_megatron(arguments: Mapping[str, Any]) -> None:
+def check_megatron(given: Mapping[str, Any]) -> None:
     """Check `train.megatron`. Raises: ConfigError for a name that is unknown, owned, or of the wrong type."""
-    _check("megatron", "train.megatron", arguments)
+    _check("megatron", "train.megatron", given)
 
 
-def check_sglang(arguments: Mapping[str, Any]) -> None:
+def check_sglang(given: Mapping[str, Any]) -> None:
     """Check `engine.sglang`. Raises: ConfigError for a name that is unknown, owned, or of the wrong type."""
-    _check("sglang", "engine.sglang", arguments)
+    _check("sglang", "engine.sglang", given)
 
 
-def check_router(arguments: Mapping[str, Any]) -> None:
+def check_router(given: Mapping[str, Any]) -> None:
     """Check `engine.router`. Raises: ConfigError for a name that is unknown, owned, or of the wrong type."""
-    _check("router", "engine.router", arguments)
+    _check("router", "engine.router", given)
 
 
 @cache
 def load(table: str) -> dict[str, Any]:
-    """One table as it is stored."""
-    return json.loads((FOLDER / f"{table}.json").read_text(encoding="utf-8"))
+    """One table as it is stored; Megatron's with the arguments of a checkout that is imported in place of the wheel."""
+    stored = json.loads((FOLDER / f"{table}.json").read_text(encoding="utf-8"))
+    folder = checkout() if table == "megatron" else None
+    if folder is None:
+        return stored
+    return {"package": "Megatron-LM", "version": f"at {folder}", "receivers": arguments(folder)}
 
 
 def receivers(table: str, name: str) -> list[str]:
     """The classes that take an argument of this name (`TransformerConfig`, `OptimizerConfig`, ...); none if unknown."""
-    return [kind for kind, arguments in load(table)["receivers"].items() if name in arguments]
+    return [kind for kind, known in load(table)["receivers"].items() if name in known]
 
 
 def accepts(spelled: str, value: Any) -> bool:
@@ -74,11 +79,11 @@ def accepts(spelled: str, value: Any) -> bool:
     return False
 
 
-def _check(table: str, key: str, arguments: Mapping[str, Any]) -> None:
+def _check(table: str, key: str, given: Mapping[str, Any]) -> None:
     content = load(table)
     made_by = f"{content['package']} {content['version']}"
     known = {name: entry for kind in content["receivers"].values() for name, entry in kind.items()}
-    for name, value in arguments.items():
+    for name, value in given.items():
         where = f"{key}.{name}"
         entry = known.get(name)
         if entry is None:

@@ -25,6 +25,7 @@ from rlpipe.config.model import ModelConfig
 from rlpipe.config.models import CriticConfig
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron import checkpoint, determinism, platform
+from rlpipe.engines.megatron.arguments import give_arguments
 from rlpipe.engines.megatron.bridge import export_weights, load_weights
 from rlpipe.engines.megatron.critic import Critic
 from rlpipe.engines.megatron.export import save_hf
@@ -103,6 +104,7 @@ class MegatronEngine:
         self._meeting: Meeting | None = None
         self._hooks = hooks or MegatronHooks(TrainConfig())
         try:
+            give_arguments(train)
             self._hooks.init()
             self._trained: Trained | None = build(model_dir, model, train, total_optimizer_steps, deterministic=deterministic)
             if train.replays_routing:

@@ -30,6 +30,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
+from rlpipe.engines.megatron.arguments import provided
 from rlpipe.engines.megatron.bridge import layers_of, open_bridge
 from rlpipe.engines.megatron.layers import PolicyModel
 
@@ -148,13 +149,14 @@ def _open(model_dir: str, model: ModelConfig, train: TrainConfig, *, determinist
 def split_passthrough(megatron: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The passthrough's entries for TransformerConfig, OptimizerConfig and DistributedDataParallelConfig.
 
+    A name of a checkout's argument provider is known, and goes to none of them (`arguments`).
     Raises: ConfigError for a name that is unknown (with the nearest ones) or owned.
     """
     fields = [
         {f.name for f in dataclasses.fields(kind)}
         for kind in (TransformerConfig, MegatronOptimizerConfig, DistributedDataParallelConfig)
     ]
-    known = set().union(*fields)
+    known = set().union(*fields, provided())
     for name in megatron:
         if name in OWNED:
             raise ConfigError("this is decided elsewhere", where=f"train.megatron.{name}", do=f"use {OWNED[name]}")

@@ -55,6 +55,10 @@ class Engine:
                 raise
             return await self._ask("GET", "/get_model_info", read=dict)
 
+    async def server_info(self) -> dict[str, Any]:
+        """What it was started with and what came of it, SGLang's version among it."""
+        return (await self._call("GET", "/server_info")).json()
+
     async def weight_version(self) -> str:
         """The stamp of the last push, or the one it was started with."""
         version = (await self.info()).get("weight_version")

@@ -43,6 +43,11 @@ class ServerProcess:
         return f"http://{self.host}:{self.port}"
 
     @property
+    def pid(self) -> int | None:
+        """Of its process; None before it was started."""
+        return None if self.process is None else self.process.pid
+
+    @property
     def alive(self) -> bool:
         """Its process runs. It may still be loading, or hang."""
         return self.process is not None and self.process.poll() is None

@@ -49,6 +49,8 @@ DIE_AT_ONCE = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false", "SGLANG_CUDA_COREDUMP_
 SLEEPS = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
 """CUDA graphs are captured in memory that can be given up, too; and `/health`, which the router asks of an engine that it is to
 admit, samples no token then: without its cache the server would end, and paused it would not answer."""
+SHARED = {True: 0.8, False: 0.4}
+"""`mem_fraction_static` on GPUs that the trainer is on too, if none is given: both make room for the other, or not both."""
 WITH_MEMORY_SAVER = {"enable_memory_saver": True, "cuda_graph_backend_prefill": "disabled"}
 """Only graphs of decoding can be: with those of prefill, of which there are any by default, the server does not start."""
 
@@ -107,6 +109,8 @@ class Server(ServerProcess):
         defaults = _cpu_defaults(Path(model_path)) if self.device == "cpu" else {}
         if deterministic and self.device == "cuda":
             defaults["enable_deterministic_inference"] = True
+        if resources.colocate and self.device == "cuda":
+            defaults["mem_fraction_static"] = SHARED[resources.engines_sleep and resources.trainer_sleeps]
         if self._saves_memory:
             defaults |= WITH_MEMORY_SAVER
         ours = {"skip_server_warmup": True, "log_level_http": "warning", "incremental_streaming_output": True}

@@ -83,6 +83,8 @@ def test_an_engine_that_shares_gpus_can_give_up_their_memory_and_sees_those_in_i
         devices=("3", "2"),
     )
     assert ("--enable-memory-saver" in server.arguments()) == saves
+    line = server.arguments()
+    assert line[line.index("--mem-fraction-static") + 1] == ("0.8" if saves else "0.4")
     environment = server.environment()
     assert environment["CUDA_VISIBLE_DEVICES"] == "3,2"
     assert environment.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH") == ("true" if saves else None)

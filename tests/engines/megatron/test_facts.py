@@ -1,0 +1,21 @@
+"""With what a trainer rank computes (rlpipe.engines.megatron.facts)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from rlpipe.engines.megatron.facts import facts
+from rlpipe.engines.megatron.platform import CUDA_FOUND
+
+
+def test_it_says_by_what_and_from_where():
+    found = facts("bfloat16")
+    assert (found["torch"], found["megatron"][:2]) == (torch.__version__, "0.")
+    assert (Path(found["megatron_from"]) / "megatron" / "core" / "__init__.py").is_file()
+    assert found["mbridge"]
+    if not CUDA_FOUND:
+        assert (found["device"], found["attention"], found["fused"]) == ("cpu", "torch scaled_dot_product_attention", "torch")
+    assert json.loads(json.dumps(found)) == found

@@ -1,0 +1,108 @@
+"""Servers and routers that others have started (rlpipe.engines.sglang.external)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpipe.config.model import EngineConfig
+from rlpipe.engines.sglang.external import ExternalRouter, ExternalServer, Wanted, unfit
+from rlpipe.engines.sglang.router import Router
+from rlpipe.errors import ConfigError, EngineUnavailable, ResourceError
+
+NOBODY = "http://127.0.0.1:9"
+MODEL = {"architectures": ["Qwen3ForCausalLM"], "model_path": "/nowhere"}
+SERVER = {"version": "0.5.21", "dtype": "bfloat16", "tp_size": 2, "dp_size": 1, "device": "cuda", "quantization": None}
+
+
+@pytest.fixture
+def wanted(tmp_path: Path) -> Wanted:
+    config = {"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", "hidden_size": 64, "vocab_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return Wanted(str(tmp_path), dtype="bfloat16", tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("said", "wrong"),
+    [
+        ({}, {}),
+        ({"dtype": "auto"}, {}),
+        ({"dtype": "half"}, {"dtype": ("float16", "bfloat16")}),
+        ({"tp_size": 4, "dp_size": 2}, {"tp_size": (4, 2), "dp_size": (2, 1)}),
+        ({"quantization": "fp8"}, {"quantization": ("fp8", None)}),
+        ({"version": "0.5.9"}, {"version": ("0.5.9", "0.5.15 or later")}),
+        ({"version": "0.5.15.post1"}, {}),
+        ({"disaggregation_mode": "decode"}, {"disaggregation_mode": ("decode", "null")}),
+    ],
+)
+def test_what_a_server_says_of_itself_is_compared_with_what_the_run_wants(wanted: Wanted, said: dict, wrong: dict):
+    assert unfit(MODEL, {**SERVER, **said}, wanted) == wrong
+
+
+@pytest.mark.parametrize(
+    ("needs", "server", "wrong"),
+    [
+        ({"reads_text": True}, {"skip_tokenizer_init": True}, "skip_tokenizer_init"),
+        ({"names_experts": True}, {}, "enable_return_routed_experts"),
+        ({"deterministic": True}, {}, "enable_deterministic_inference"),
+    ],
+)
+def test_what_only_some_runs_need_is_asked_for_by_them_alone(wanted: Wanted, needs: dict, server: dict, wrong: str):
+    assert unfit(MODEL, {**SERVER, **server}, wanted) == {}
+    assert list(unfit(MODEL, {**SERVER, **server}, replace(wanted, **needs))) == [wrong]
+
+
+def test_sizes_are_compared_where_the_directory_of_its_model_can_be_seen(wanted: Wanted, tmp_path: Path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"hidden_size": 32, "vocab_size": 128}))
+    assert unfit({**MODEL, "model_path": str(other)}, SERVER, wanted) == {"hidden_size": (32, 64)}
+    assert list(unfit({**MODEL, "architectures": ["LlamaForCausalLM"]}, SERVER, wanted)) == ["architectures"]
+
+
+def test_one_that_does_not_answer_is_not_there(wanted: Wanted):
+    server = ExternalServer(NOBODY, wanted)
+    with pytest.raises(EngineUnavailable, match=r"(?s)external_engines: http://127\.0\.0\.1:9.*once it answers it is taken in"):
+        server.start()
+    assert not server.alive
+
+
+@pytest.mark.integration
+def test_a_real_one_is_met_and_is_asked_again_after_it_was_let_go(live):
+    server = ExternalServer(live.server.url, _of(live))
+    assert not server.alive, "nobody has asked it yet"
+    server.start()
+    assert server.alive
+    server.stop()
+    assert live.server.alive and not server.alive
+    for wrong in ({"dtype": "bfloat16"}, {"tensor_parallel_size": 2}):
+        with pytest.raises(ConfigError, match=next(iter(wrong)).replace("tensor_parallel_size", "tp_size 1")):
+            ExternalServer(live.server.url, replace(_of(live), **wrong)).start()
+
+
+@pytest.mark.integration
+def test_a_real_router_is_used_at_its_address_and_refused_if_it_serves_others(live):
+    router = ExternalRouter(live.router.url)
+    router.wait_ready(5)
+    assert router.alive and [worker["url"] for worker in router.workers()] == [live.server.url]
+    router.require_alone([live.server.url])
+    with pytest.raises(ResourceError, match=f"(?s)serves others too.*{live.server.url}"):
+        router.require_alone([])
+    router.remove(live.server.url)
+    router.add(live.server.url)
+    router.stop()
+    assert live.router.alive
+
+
+def test_a_router_that_is_not_there_is_named(tmp_path: Path):
+    with pytest.raises(EngineUnavailable, match=r"engine\.router_url: http://127\.0\.0\.1:9"):
+        ExternalRouter(NOBODY).wait_ready(0.0)
+    assert Router(EngineConfig(), port=None, log_path=tmp_path / "log").pid is None
+
+
+def _of(live: Any) -> Wanted:
+    return Wanted(str(live.model_dir), dtype="float32", tensor_parallel_size=1)
