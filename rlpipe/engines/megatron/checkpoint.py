@@ -1,6 +1,8 @@
 """torch_dist checkpoints in Megatron's layout, which any parallel layout can read again.
 
-    <directory>/iter_0000012/…                      weights, optimizer, schedule, random state; those of a critic as `critic.…`
+    <directory>/iter_0000012/…                      weights, optimizer, schedule, random state; those of a critic as `critic.…`;
+                                                    the architecture's arguments, the small files of the model's directory
+    <directory>/release/…                           weights that no training made (`conversion`), in place of iterations
     <directory>/latest_checkpointed_iteration.txt   "12"
 
 A checkpoint is written under another name and renamed when it is complete; what stood there before is replaced.
@@ -37,6 +39,9 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
+from rlpipe.engines.megatron.conversion.hf_files import CARRIED, pack
+from rlpipe.engines.megatron.conversion.places import RELEASE
+from rlpipe.engines.megatron.conversion.skeleton import arguments
 from rlpipe.engines.megatron.model import Trained
 from rlpipe.engines.megatron.state import inner_optimizers, tensors
 
@@ -47,9 +52,12 @@ SPARE, SPARE_BYTES = 1.1, 16 * 1024**2
 """Room to have beside the state itself."""
 
 
-def save(trained: Trained, directory: str | Path, iteration: int, critic: Trained | None = None) -> Path:
+def save(
+    trained: Trained, directory: str | Path, iteration: int, critic: Trained | None = None, *, model_dir: str | Path | None = None
+) -> Path:
     """Write one checkpoint and return its folder. Collective; complete on disk when it returns on every rank.
 
+    `model_dir`: the model's Hugging Face directory, whose small files go with it, so that it can be turned back without it.
     Raises: StoreFull, on every rank and before anything is written, if one has no room; TrainerError if a rank could not write.
     """
     folder = _folder(directory, iteration)
@@ -65,8 +73,11 @@ def save(trained: Trained, directory: str | Path, iteration: int, critic: Traine
     described = {name: value for name, value in metadata.items() if name != "dp_cp_group"} | {CRITIC: critic is not None}
     with _named_failures("written", unfinished):
         state = _state(trained, iteration, metadata, loading=False, critic=critic)
+        state["args"] = arguments(trained.bridge)
         dist_checkpointing.save(state, str(unfinished), strategy, content_metadata=described)
     if torch.distributed.get_rank() == 0:
+        if model_dir is not None:
+            pack(model_dir, unfinished / CARRIED)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
         marker = Path(directory) / LATEST
@@ -114,17 +125,19 @@ def load(
 ) -> Loaded:
     """Restore all that was saved, or (weights_only) just the weights, keeping the optimizer's own state. Collective.
 
-    `iteration` None: the latest. Raises: TrainerError if there is no such checkpoint. A `critic` that is not in it stays.
+    `iteration` None: the latest (0 for a release, which has weights only). Raises: TrainerError if there is no such checkpoint. A
+    `critic` that is not in it stays.
     (The schedule is put back to 0 first: Megatron's loading adds to where it stands.)
     """
-    iteration = _latest(directory) if iteration is None else iteration
-    folder = _folder(directory, iteration)
+    folder = _latest(directory) if iteration is None else _folder(directory, iteration)
+    if folder.name == RELEASE and not weights_only:
+        raise TrainerError("a converted checkpoint has no optimizer state", where=str(folder), do="load its weights only")
     if not (folder / ".metadata").exists():
         raise TrainerError("no such checkpoint", where=str(folder), expected="a complete torch_dist checkpoint")
     described = dist_checkpointing.load_content_metadata(str(folder)) or {}
     critic = critic if described.pop(CRITIC, False) else None
     metadata = {**_metadata(trained), **described}
-    state = _state(trained, iteration, metadata, loading=True, weights_only=weights_only, critic=critic)
+    state = _state(trained, iteration or 0, metadata, loading=True, weights_only=weights_only, critic=critic)
     group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), group)
     with _named_failures("read", folder):
@@ -161,11 +174,12 @@ def _folder(directory: str | Path, iteration: int) -> Path:
     return Path(directory).absolute() / f"iter_{iteration:07d}"
 
 
-def _latest(directory: str | Path) -> int:
+def _latest(directory: str | Path) -> Path:
     marker = Path(directory) / LATEST
     if not marker.exists():
         raise TrainerError("no checkpoint here", where=str(directory), expected=f"a file {LATEST}")
-    return int(marker.read_text())
+    latest = marker.read_text().strip()
+    return Path(directory).absolute() / RELEASE if latest == RELEASE else _folder(directory, int(latest))
 
 
 def _metadata(trained: Trained) -> dict[str, Any]:
