@@ -12,6 +12,7 @@ from rlpipe.types import NodeRef
 from tasks.advantage import advantage
 from tasks.checkpoint import checkpoint
 from tasks.debug import load
+from tasks.gates import gates
 from tasks.reward import reward
 from tasks.rollout import rollout
 from tasks.sync import sync
@@ -32,6 +33,7 @@ async def iteration(run: str, k: int) -> dict[str, NodeRef]:
         with suppress(Superseded):  # the weights before had to be rebuilt, and came out different: score again
             weights = await train(run, k, batch)
     await turn_to_push(run, k)
+    await gates(run, k, {"rollout": samples, "reward": rewards, "advantage": batch, "train": weights})
     engines = await sync(run, k, weights, batch)
     nodes = {"rollout": samples, "reward": rewards, "advantage": batch, "train": weights, "sync": engines}
     await checkpoint(run, k, nodes)

@@ -135,6 +135,10 @@ class Superseded(RlpipeError):
     """What a stage was given is not what counts any more: the stage before has to run again."""
 
 
+class GateClosed(RlpipeError):
+    """A figure is out of its bounds, and nobody has said that the run shall go on."""
+
+
 class Fenced(RlpipeError):
     """Another driver owns this branch now; what we hold must not be written."""
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import socket
 import tempfile
 import time
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Server
 from rlpipe.packing import BatchColumns
+from rlpipe.ports import free_port
 from rlpipe.rollout.client import GenerateClient
 from rlpipe.rollout.generation import Generation
 from rlpipe.routed import NOT_ROUTED, one_per_token, routed_width, within
@@ -115,39 +115,40 @@ def _sampled(
         server.wait_ready(START_S)
         router.wait_ready(START_S)
         router.add(server.url)
-        return asyncio.run(_asked(router.url, model, prompts, tokens))
+        return asyncio.run(_asked(router.url, server.url, model, prompts, tokens))
     finally:
         server.stop()
         router.stop()
 
 
-async def _asked(url: str, model: dict, prompts: list[list[int]], tokens: int) -> tuple[list[Generation], tuple[float, float]]:
+async def _asked(
+    router: str, server: str, model: dict, prompts: list[list[int]], tokens: int
+) -> tuple[list[Generation], tuple[float, float]]:
+    """The generations, and tokens/s without and with experts named: both past the router, as who wants them named asks."""
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": tokens, "ignore_eos": True}
     width = routed_width(model)
-    async with GenerateClient(url, vocab_size=model["vocab_size"], deadline_s=START_S, routed_width=width) as client:
+    of_model = {"vocab_size": model["vocab_size"], "deadline_s": START_S}
+    async with GenerateClient(router, routed_width=width, **of_model) as naming, GenerateClient(server, **of_model) as silent:
 
-        async def all_of(routed_from: int | None) -> tuple[list[Generation], float]:
+        async def all_of(client: GenerateClient, routed_from: int | None) -> tuple[list[Generation], float]:
             start_s = time.perf_counter()
             work = (client.generate(prompt, sampling, routed_from=routed_from) for prompt in prompts)
             found = [generation for (generation,) in await asyncio.gather(*work)]
             return found, len(prompts) * tokens / (time.perf_counter() - start_s)
 
-        await all_of(None)
-        silent = max([(await all_of(None))[1] for _ in range(2)])
-        told = [await all_of(0) for _ in range(2)]
-        return told[-1][0], (silent, max(speed for _, speed in told))
+        await all_of(silent, None)
+        untold = [await all_of(silent, None) for _ in range(2)]
+        told = [await all_of(naming, 0) for _ in range(2)]
+        return told[-1][0], (max(speed for _, speed in untold), max(speed for _, speed in told))
 
 
 def _scored(model_dir: Path, batch: BatchColumns, dtype: str) -> tuple[np.ndarray, np.ndarray, float]:
     """Log-probs by the trainer, free and replayed; the share of tokens × layers that it routes otherwise."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     source = {"type": "huggingface", "hf_checkpoint": str(model_dir)}
     model = ModelConfig.model_validate({"source": source, "dtype": dtype})
     train = TrainConfig(use_rollout_routing_replay=True)
     shape = {"rollout_temperature": 1.0, "total_optimizer_steps": 1, "rank": 0, "world_size": 1, "threads": 1}
-    ours = MegatronEngine(str(model_dir), model, train, master=("127.0.0.1", port), **shape)
+    ours = MegatronEngine(str(model_dir), model, train, master=("127.0.0.1", free_port()), **shape)
     try:
         ours.load_hf()
         named = ours.routing_of_engines(batch)

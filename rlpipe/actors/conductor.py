@@ -31,10 +31,11 @@ from rlpipe.actors.sending import places, restore
 from rlpipe.actors.sharing import PHASE_OF, Phase, Sharing
 from rlpipe.actors.specs import ClusterSpec, Driver, GeneratorSpec
 from rlpipe.actors.trainer_group import TrainerGroup
-from rlpipe.actors.trainer_spec import trainer_spec
+from rlpipe.actors.trainer_spec import TrainerSpec, trainer_spec
+from rlpipe.actors.trainer_turn import TrainerTurn
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.config.run import RunConfig
-from rlpipe.errors import DeadlineExceeded, Fenced, RlpipeError
+from rlpipe.errors import Fenced, RlpipeError
 from rlpipe.lineage import Lineage
 from rlpipe.store.epochs import SKEW_S, Epochs
 from rlpipe.store.files import Files
@@ -52,13 +53,13 @@ class Conductor:
         self._driver: Driver | None = None
         self._spec: ClusterSpec | None = None
         self._actors: NamedActors | None = None
-        self._trainer: TrainerGroup | None = None
+        self._turn = TrainerTurn()
         self._generator: ActorHandle | None = None
         self._fleet: Fleet | None = None
         self._sharing = Sharing()
         self._router_url: str | None = None
-        self._trainer_lock, self._open_lock = asyncio.Lock(), asyncio.Lock()
-        self._trainer_user = ""
+        self._set_up: TrainerSpec | None = None
+        self._open_lock = asyncio.Lock()
 
     async def open(self, driver: Driver, spec: ClusterSpec) -> None:
         """Bring up what is not up, for this driver from now on. Repeated, it starts again what died.
@@ -150,12 +151,12 @@ class Conductor:
         if self._fleet is not None:
             await self._fleet.close()
             actors += [self._fleet.router, *(engine.actor for engine in self._fleet.engines)]
-        if self._trainer is not None:
-            actors += self._trainer.ranks
+        if self._turn.group is not None:
+            actors += self._turn.group.ranks
         await asyncio.to_thread(end, actors)
         if self._actors is not None:
             await asyncio.to_thread(self._actors.placement.remove)
-        self._trainer = self._generator = self._fleet = self._spec = self._driver = None
+        self._turn.group = self._set_up = self._generator = self._fleet = self._spec = self._driver = None
         self._sharing = Sharing()
 
     async def _take_over(self, driver: Driver, spec: ClusterSpec) -> None:
@@ -182,26 +183,9 @@ class Conductor:
     async def _trainer_for(self, driver: Driver, method: str, deadline_s: float) -> AsyncIterator[TrainerGroup]:
         """The trainer, while nobody else calls it. Raises: Fenced; DeadlineExceeded naming who has it."""
         self._refuse(driver)
-        async with self._exclusive(method, deadline_s) as trainer:
+        async with self._turn.exclusive(method, deadline_s) as trainer:
             self._refuse(driver)
             yield trainer
-
-    @asynccontextmanager
-    async def _exclusive(self, method: str, deadline_s: float) -> AsyncIterator[TrainerGroup]:
-        try:
-            async with asyncio.timeout(deadline_s):
-                await self._trainer_lock.acquire()
-        except TimeoutError as error:
-            found = f"trainer.{self._trainer_user} is running"
-            raise DeadlineExceeded(
-                "the trainer is busy", where=f"trainer.{method}", found=found, expected=f"free within {deadline_s:g} s"
-            ) from error
-        self._trainer_user = method
-        try:
-            assert self._trainer is not None, "open the cluster first"
-            yield self._trainer
-        finally:
-            self._trainer_lock.release()
 
     def _kept(self) -> Fleet:
         assert self._fleet is not None, "this run has no engines"
@@ -228,36 +212,48 @@ class Conductor:
 
     async def _enter(self, phase: Phase) -> None:
         """The trainer must be ours alone meanwhile."""
-        await self._sharing.enter(phase, self._trainer, self._fleet)
+        await self._sharing.enter(phase, self._turn.group, self._fleet)
 
     async def _open_in_turn(self, driver: Driver, spec: ClusterSpec) -> None:
         """Engines come up while the trainer has given up its memory, and it is set up while they have given up theirs."""
-        trainer = await self._ranks(spec)
+        await self._find_ranks(spec)
         engines_are_up = self._has_engines_of(spec)
         if not engines_are_up:
-            async with self._trainer_lock:
+            async with self._turn.exclusive("open", self._patience_s()):
                 await self._enter("start")
         await self._open_engines(driver, spec)
-        async with self._trainer_lock:
-            wanted = trainer_spec(spec)
+        wanted = trainer_spec(spec)
+        if self._turn.taken and engines_are_up and self._set_up == wanted:
+            return
+        async with self._turn.exclusive("open", self._patience_s()) as trainer:
             if not engines_are_up:
                 await self._enter("start")
             if not await trainer.is_up(wanted):
                 await self._enter("train")
-            await trainer.setup(wanted)
+            await self._set_up_trainer(trainer, wanted)
 
     async def _open_trainer(self, spec: ClusterSpec) -> None:
-        async with self._trainer_lock:
-            await (await self._ranks(spec)).setup(trainer_spec(spec))
+        """Ranks that somebody calls were set up; who calls them hears of it if one has died, and sees to it."""
+        await self._find_ranks(spec)
+        wanted = trainer_spec(spec)
+        if self._turn.taken and self._set_up == wanted:
+            return
+        async with self._turn.exclusive("open", self._patience_s()) as trainer:
+            await self._set_up_trainer(trainer, wanted)
 
-    async def _ranks(self, spec: ClusterSpec) -> TrainerGroup:
+    async def _set_up_trainer(self, trainer: TrainerGroup, wanted: TrainerSpec) -> None:
+        self._set_up = None
+        await trainer.setup(wanted)
+        self._set_up = wanted
+
+    async def _find_ranks(self, spec: ClusterSpec) -> None:
         """The trainer's ranks, found or started; not set up yet."""
-        resources = spec.config.resources
-        if self._trainer is None or self._trainer.world_size != resources.trainer_ranks:
+        resources, group = spec.config.resources, self._turn.group
+        if group is None or group.world_size != resources.trainer_ranks:
             assert self._actors is not None
             make, ranks, timeout_s = self._actors.trainer, resources.trainer_ranks, resources.start_timeout_s
-            self._trainer = await asyncio.to_thread(TrainerGroup, make, ranks, start_timeout_s=timeout_s)
-        return self._trainer
+            self._set_up = None
+            self._turn.group = await asyncio.to_thread(TrainerGroup, make, ranks, start_timeout_s=timeout_s)
 
     async def _open_engines(self, driver: Driver, spec: ClusterSpec) -> None:
         setup = GeneratorSpec(spec.config, spec.model_dir, spec.store_root)
@@ -307,7 +303,7 @@ class Conductor:
         return fleet.spec == EngineSpec.of(spec, self._cluster, fleet.spec.devices)
 
     async def _make_room(self) -> None:
-        async with self._exclusive("make room for engines", self._patience_s()):
+        async with self._turn.exclusive("make room for engines", self._patience_s()):
             await self._enter("start")
 
     def _patience_s(self) -> float:
@@ -333,9 +329,9 @@ class Conductor:
             return False
         if spec.config.sync.through_files and await FilesSync(spec, self._cluster).there(weights):
             return True
-        if self._trainer is None or self._trainer_lock.locked():
+        if self._turn.group is None or self._turn.taken:
             return False
-        async with self._exclusive("can_send", CALL_TIMEOUT_S) as trainer:
+        async with self._turn.exclusive("can_send", CALL_TIMEOUT_S) as trainer:
             return await trainer.held() in (weights.digest, None)
 
     async def _send(
@@ -367,7 +363,7 @@ class Conductor:
     @asynccontextmanager
     async def _trainer_with(self, weights: Weights, config: RunConfig, *, must: bool) -> AsyncIterator[TrainerGroup | None]:
         """The trainer with these weights, restored if it held nothing; None if it holds others, unless it `must` give them up."""
-        async with self._exclusive("push", config.sync.timeout_s + CALL_TIMEOUT_S + config.train.timeout_s) as trainer:
+        async with self._turn.exclusive("push", config.sync.timeout_s + CALL_TIMEOUT_S + config.train.timeout_s) as trainer:
             if not must and await trainer.held() not in (weights.digest, None):
                 yield None
                 return
@@ -382,7 +378,7 @@ class Conductor:
     async def _loading(self, config: RunConfig, *, idle: bool) -> AsyncIterator[None]:
         """Engines have room for weights, which come from elsewhere than the trainer, and get no requests."""
         if self._sharing.active:
-            async with self._exclusive("load weights", self._patience_s()), self._phase_kept_after():
+            async with self._turn.exclusive("load weights", self._patience_s()), self._phase_kept_after():
                 await self._enter("push")
                 yield
             return

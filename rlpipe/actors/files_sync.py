@@ -36,7 +36,7 @@ class FilesSync:
     """Of one run."""
 
     def __init__(self, spec: ClusterSpec, cluster: str) -> None:
-        self.sync = spec.config.sync
+        self.sync, self.goes_on = spec.config.sync, not spec.config.resources.engines_sleep
         quantization = spec.config.engine.quantization
         self.store = WeightStore(self.sync.disk_dir(spec.store_root, quantization))
         local = self.sync.update_weight_local_checkpoint_dir
@@ -155,7 +155,7 @@ class FilesSync:
             await session.overwrite()
             await session.each("load again", load)
             await session.compare()
-        await session.resume()
+        await session.resume(goes_on=self.goes_on)
 
 
 def _left(end_s: float) -> float:

@@ -359,7 +359,7 @@ class Fleet:
 
         try:
             sent = await self._send(weights, [str(e.url) for e in engines], begin=begin, idle=idle, must=must)
-        except RlpipeError:
+        except BaseException:
             if begun:  # before, they hold what they held
                 await self._leave_out(engines)
             raise

@@ -79,7 +79,9 @@ class Pusher:
     ) -> dict[str, Any]:
         pause = "retract" if sync.in_flight == "in_place" else "abort"
         try:
-            report = transport.push(tensors, urls, stamp, pause=pause, check=sync.check_weight_update_equal)
+            report = transport.push(
+                tensors, urls, stamp, pause=pause, check=sync.check_weight_update_equal, goes_on=not self.spec.engines_sleep
+            )
         except SyncError as error:
             if not isinstance(error.found, dict):
                 raise

@@ -42,6 +42,8 @@ class TrainerSpec:
     engine_tensor_parallel_size: int
     engine_quantization: str | None
     """How engines hold the weights; None: as they are."""
+    engines_sleep: bool
+    """A push leaves engines paused: they get their cache back later."""
     world_size: int
     threads: int
     deterministic: bool = False
@@ -70,6 +72,7 @@ class TrainerSpec:
             teacher=config.teacher if config.advantage.use_opd else None,
             engine_tensor_parallel_size=config.resources.rollout_num_gpus_per_engine,
             engine_quantization=config.engine.quantization,
+            engines_sleep=config.resources.engines_sleep,
             world_size=config.resources.trainer_ranks,
             threads=config.resources.threads_per_process,
             deterministic=config.deterministic,

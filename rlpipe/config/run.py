@@ -11,6 +11,7 @@ from rlpipe.config.algorithms import AdvantageConfig, contradiction, set_surroga
 from rlpipe.config.base import Config, Tuning
 from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig
 from rlpipe.config.debug import DebugConfig
+from rlpipe.config.gates import GatesConfig
 from rlpipe.config.model import BranchModel, EngineConfig, ModelConfig, ResourcesConfig
 from rlpipe.config.models import CriticConfig, ReferenceConfig, TeacherConfig
 from rlpipe.config.rollout import RolloutConfig
@@ -115,6 +116,7 @@ class RunConfig(Config):
     resources: ResourcesConfig = ResourcesConfig()
     store: StoreConfig = StoreConfig()
     observe: ObserveConfig = ObserveConfig()
+    gates: GatesConfig = GatesConfig()
     debug: DebugConfig = DebugConfig()
     orchestration: OrchestrationConfig = OrchestrationConfig()
 
@@ -188,6 +190,19 @@ class RunConfig(Config):
                 "supervised runs set all of rollout.type: dataset, train.loss.type: sft (or custom) and "
                 "advantage.advantage_estimator: none; found "
                 f"{self.rollout.type}, {self.train.loss.type}, {self.advantage.advantage_estimator}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gates_can_open(self):
+        names = [dataset.name for dataset in self.evaluation.datasets]
+        for gate in self.gates.bounds:
+            if gate.metric.startswith("eval/") and gate.metric.split("/")[1] not in names:
+                raise ValueError(f"gates.bounds: nothing measures {gate.metric!r}; held-out sets are {names or 'none'}")
+        if self.gates.bounds and self.gates.timeout_s >= self.orchestration.timeout_s:
+            raise ValueError(
+                f"gates.timeout_s = {self.gates.timeout_s:g} must be less than orchestration.timeout_s = "
+                f"{self.orchestration.timeout_s:g}, in which later iterations wait for the one that is paused"
             )
         return self
 

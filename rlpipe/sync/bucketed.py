@@ -46,10 +46,12 @@ class BucketTransport(ABC, Generic[Packed]):
         *,
         pause: PauseMode = "abort",
         check: bool = False,
+        goes_on: bool = True,
     ) -> PushReport:
         """See `base.Transport.push`. Must not be called on a running event loop.
 
-        `pause`: see `Session.hold`. `check`: see the module; an engine that differs makes the whole push fail.
+        `pause`: see `Session.hold`. `goes_on`: see `Session.resume`. `check`: see the module; an engine that differs makes the
+        whole push fail.
         """
         tensors = iter(named_tensors)
         packed = self.packed(tensors, engines, stamp, check)
@@ -58,6 +60,7 @@ class BucketTransport(ABC, Generic[Packed]):
             async with Ahead(packed) as ready:
                 try:
                     await self._send(session, ready, pause, check)
+                    await session.resume(goes_on=goes_on)
                 finally:
                     self.finish()
 
@@ -117,7 +120,6 @@ class BucketTransport(ABC, Generic[Packed]):
                 again = True
                 await session.overwrite()
                 await session.begin()
-        await session.resume()
 
 
 def _exhaust(items: Iterator[object]) -> None:

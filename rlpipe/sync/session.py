@@ -88,10 +88,14 @@ class Session:
         """After a load over random numbers. Raises: SyncError if an engine then holds anything else than it remembers."""
         await self.all("compare the weights", lambda engine: engine.check_weights("compare"))
 
-    async def resume(self) -> None:
-        """Echo and continue: engines that name the new weights sample with them."""
+    async def resume(self, *, goes_on: bool = True) -> None:
+        """Echo and continue: engines that name the new weights sample with them.
+
+        `goes_on` False leaves them paused: who gave up their cache has them continue when it is back.
+        """
         await self.each("echo", self._echo)
-        await self.each("continue", Engine.continue_)
+        if goes_on:
+            await self.each("continue", Engine.continue_)
         self.current = [engine.url for engine in self.active]
         self.paused_s = time.monotonic() - self._held_at_s
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,6 +144,18 @@ async def test_another_run_is_refused_while_the_first_is_at_work(conductor: Cond
     assert not await conductor.holds(FIRST, "state")
     at_work.release()
     await conductor.open(Driver("other", 1), spec(tmp_path, "other"))
+
+
+async def test_opened_while_the_ranks_work_it_waits_only_if_they_are_to_become_others(conductor: Conductor, tmp_path: Path):
+    long = asyncio.create_task(conductor.collective(FIRST, "note", 60, {"what": "long", "seconds": 1.0}))
+    await asyncio.sleep(0.2)
+    await conductor.open(FIRST, spec(tmp_path))
+    assert not long.done()
+    other = spec(tmp_path)
+    other = replace(other, config=other.config.model_copy(update={"deterministic": True}))
+    await conductor.open(FIRST, other)
+    assert long.done()
+    await long
 
 
 async def test_a_call_that_gets_no_turn_says_who_has_it(conductor: Conductor):

@@ -38,6 +38,7 @@ class Trainer:
         self.sent: list[tuple[str, list[str], bool]] = []
         self.free, self.ahead = True, False
         self.fails_before: RlpipeError | None = None
+        self.fails_after: Exception | None = None
         self.lost: set[str] = set()
 
     async def send(
@@ -48,6 +49,8 @@ class Trainer:
         if self.ahead and not must:
             return None
         await begin()
+        if self.fails_after is not None:
+            raise self.fails_after
         self.sent.append((weights.stamp, list(urls), idle))
         arrived = [url for url in urls if url not in self.lost]
         for url in arrived:
@@ -207,6 +210,16 @@ async def test_an_engine_is_left_alone_by_a_push_that_fails_before_its_first_byt
         await fleet.publish(weights(2), everyone=True)
     assert stamps(fleet) == [weights(1).stamp] * 2
     assert await routed(fleet) == ["http://engine-0/1", "http://engine-1/1"]
+
+
+async def test_engines_that_a_push_left_in_the_middle_get_no_more_requests_whatever_broke_it(fleet: Fleet, trainer: Trainer):
+    await fleet.publish(weights(1), everyone=True)
+    trainer.fails_after = KeyError("weight_version")
+    with pytest.raises(KeyError):
+        await fleet.publish(weights(2), everyone=True)
+    history = await actor(fleet.router).history.remote()
+    assert ("remove", ["http://engine-0/1", "http://engine-1/1"]) in history
+    assert not set(stamps(fleet)) & {weights(1).stamp, weights(2).stamp}
 
 
 async def test_first_weights_wait_for_a_trainer_that_is_ahead_unless_everyone_is_to_have_them(fleet: Fleet, trainer: Trainer):

@@ -16,7 +16,7 @@ import torch
 
 from rlpipe.actors.files_sync import FilesSync
 from rlpipe.actors.fleet import Weights
-from rlpipe.config.model import EngineConfig
+from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import RlpipeError
@@ -74,7 +74,7 @@ class Push:
             sync["update_weight_local_checkpoint_dir"] = str(folder / local)
         config = SyncConfig.model_validate({"update_weight_buffer_size": 20_000, "timeout_s": 60.0, **sync})
         spec: Any = SimpleNamespace(
-            config=SimpleNamespace(sync=config, engine=EngineConfig()),
+            config=SimpleNamespace(sync=config, engine=EngineConfig(), resources=ResourcesConfig()),
             store_root=str(folder / "store"),
             home=str(folder / "home"),
         )

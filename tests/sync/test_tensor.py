@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlpipe.engines.sglang.admin import Engine
-from rlpipe.errors import SyncError
+from rlpipe.errors import DeadlineExceeded, SyncError
 from rlpipe.rollout.client import GenerateClient
 from rlpipe.sync.tensor import TensorTransport
 from rlpipe.sync.tensors import expected_shapes
@@ -51,6 +51,20 @@ def test_after_a_push_the_engine_is_the_new_model(live, tmp_path, buffer_size_by
     for generation in _sampled(live.router.url):
         assert [stamp for _, stamp in generation.weight_versions] == [f"b@0@{buffer_size_bytes}"]
         np.testing.assert_allclose(generation.log_probs, log_probs(model, [5, 6], generation.response_ids), atol=1e-4)
+
+
+@pytest.mark.integration
+def test_an_engine_without_a_cache_is_left_paused(live):
+    _transport(live.model_dir).push(live.model.state_dict().items(), [live.server.url], "b@0@paused", goes_on=False)
+
+    async def after() -> None:
+        async with Engine(live.server.url) as engine, Engine(live.server.url, deadline_s=1) as hasty:
+            with pytest.raises(DeadlineExceeded):
+                await hasty.health()
+            await engine.continue_()
+            await engine.health()
+
+    asyncio.run(after())
 
 
 @pytest.mark.integration

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from datetime import datetime
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -23,6 +24,7 @@ from tools.bench.idle import covered, shares, works
 from tools.bench.measures import Row, alternate, table
 from tools.bench.serving import Serving
 from tools.bench.shapes import SHAPES, hf_config, random_text, tokenizer, trained_batch
+from tools.bench.utilisation import Watch, idle
 
 TINY = SHAPES["tiny"]
 
@@ -116,6 +118,22 @@ def test_time_is_shared_out_by_what_the_trace_says():
     assert found.off_gpus == pytest.approx(0.3)
     with pytest.raises(DataError, match="too few iterations"):
         shares(works(events), skipped=4)
+
+
+SEEN = [(second, gpu, 90 * (gpu == 1 and second != 3)) for second in range(8) for gpu in (0, 1)]
+
+
+def test_gpus_that_the_run_does_not_use_and_its_warm_up_do_not_count_as_idle(tmp_path):
+    lines = [f"2026/01/01 00:00:{second:02}.500, {gpu}, {busy}, {100 * second}" for second, gpu, busy in SEEN]
+    (tmp_path / "gpus.csv").write_text("\n".join([*lines, "[N/A], 0, [N/A]", "2026/01/01 00:0"]))
+    watch = Watch(tmp_path / "gpus.csv")
+    watch.read()
+    assert len(watch.moments) == len(SEEN)
+    begin = datetime(2026, 1, 1, 0, 0, 2).timestamp()
+    seen = watch.within(begin, begin + 3)
+    assert {moment.gpu for moment in seen} == {"1"} and max(moment.mib for moment in seen) == 400
+    assert idle(seen) == pytest.approx(1 / 3)
+    assert watch.within(0, 1) == []
 
 
 def test_iterations_that_overlap_are_one_stretch():

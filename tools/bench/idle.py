@@ -46,6 +46,8 @@ class Shares:
     """Of all the time, how much no stage of ON_GPUS was at work."""
     per_iteration_s: float
     """All the time / number of iterations."""
+    span: Span
+    """From the beginning of the first to the end of the last."""
 
 
 def works(events: Iterable[Event]) -> list[Work]:
@@ -89,6 +91,7 @@ def shares(found: Sequence[Work], *, skipped: int = 0) -> Shares:
         1 - at_work[0] / total,
         1 - at_work[1] / total,
         total / (chosen[-1] - chosen[0] + 1 if overlapping else len(chosen)),
+        (span_of[chosen[0]][0], ends[chosen[-1]]),
     )
 
 

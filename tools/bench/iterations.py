@@ -20,9 +20,9 @@ from rlpipe.config.text import dump
 from rlpipe.errors import DeadlineExceeded, ResourceError
 from rlpipe.observe.trace import FILE, read_trace
 from tools.bench.bench import Bench
-from tools.bench.idle import shares, works
+from tools.bench.idle import Shares, shares, works
 from tools.bench.measures import Row
-from tools.bench.utilisation import Watch, watched
+from tools.bench.utilisation import Watch, idle, watched
 
 SKIPPED = 2
 RUN = "iteration"
@@ -43,15 +43,21 @@ def measure(bench: Bench, folder: Path | None = None) -> list[Row]:
     folder = bench.home / RUN / bench.config.run
     watch = run(bench, folder)
     found = rows(folder, f"{bench.name}, {rollout.rollout_batch_size} × {rollout.n_samples_per_prompt} samples of {lengths}")
-    if watch.idle is not None:
-        found.append(Row(RUN, "GPU idle", "%", (100 * watch.idle,), note=f"{len(watch.percents)} samples"))
-        found.append(Row(RUN, "GPU memory", "GiB", (watch.peak_gib,), note="largest of a GPU, all processes"))
+    if seen := watch.within(*of_trace(folder).span):
+        found.append(Row(RUN, "GPU idle", "%", (100 * idle(seen),), note=f"{len(seen)} samples in these iterations"))
+        largest = max(moment.mib for moment in seen) / 1024
+        found.append(Row(RUN, "GPU memory", "GiB", (largest,), note="largest of a GPU, all processes"))
     return found
+
+
+def of_trace(folder: Path) -> Shares:
+    """Of the iterations of a run that count."""
+    return shares(works(read_trace(folder / FILE)[0]), skipped=SKIPPED)
 
 
 def rows(folder: Path, note: str) -> list[Row]:
     """What the trace of a run says."""
-    found = shares(works(read_trace(folder / FILE)[0]), skipped=SKIPPED)
+    found = of_trace(folder)
     note = f"{note}{', ' if note else ''}iterations {found.iterations[0]} to {found.iterations[-1]}"
     stages = [Row(RUN, stage, "s", seconds) for stage, seconds in found.by_stage.items()]
     return [

@@ -100,25 +100,25 @@ async def _round(
 ) -> tuple[DataState, Sampled, Sampled]:
     """Both on the plan of iteration k, the baseline first where k is odd. The state after it comes first."""
     generator, files, http = parts
-    peek = await generator.plan(DRIVER, k, state)
-    groups = Plans(files).read(peek["plan"]).groups
+    begun_s = time.perf_counter()
+    planned = await generator.plan(DRIVER, k, state)
+    planning_s = time.perf_counter() - begun_s
+    groups = Plans(files).read(planned["plan"]).groups
     other = None
     if k % 2:
         other = await straight(bench, up.engines, groups, http)
     await _flush(up.engines)
-    mine = await through(generator, k, state)
+    mine = await through(generator, planned["plan"], planning_s)
     if other is None:
         other = await straight(bench, up.engines, groups, http)
-    return DataState.model_validate(peek["after"]), mine, other
+    return DataState.model_validate(planned["after"]), mine, other
 
 
-async def through(generator: Generator, k: int, state: DataState) -> Sampled:
-    """A rollout stage."""
+async def through(generator: Generator, plan: str, planning_s: float) -> Sampled:
+    """A rollout stage, whose plan took so long."""
     begun_s = time.perf_counter()
-    planned = await generator.plan(DRIVER, k, state)
-    planning_s = time.perf_counter() - begun_s
-    answer = await generator.rollout(DRIVER, planned["plan"])
-    return Sampled(answer["outputs"]["tokens"], time.perf_counter() - begun_s, planning_s)
+    answer = await generator.rollout(DRIVER, plan)
+    return Sampled(answer["outputs"]["tokens"], planning_s + time.perf_counter() - begun_s, planning_s)
 
 
 async def straight(bench: Bench, engines: Sequence[str], groups: Sequence[PlannedGroup], http: aiohttp.ClientSession) -> Sampled:

@@ -9,34 +9,59 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 EVERY_MS = 100
 
 
+@dataclass(frozen=True)
+class Moment:
+    """One GPU at one time."""
+
+    time: float
+    """Seconds since the epoch."""
+    gpu: str
+    percent: int
+    """0: no kernel."""
+    mib: int
+    """Memory in use, of all processes."""
+
+
 class Watch:
-    """Samples, once the watch has ended."""
+    """What was seen, once the watch has ended."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.percents: list[float] = []
-        """Of all GPUs together, one after another."""
-        self.peak_gib = 0.0
-        """Largest memory in use on any of them, of all processes."""
+        self.moments: list[Moment] = []
 
     def read(self) -> None:
-        """Take what was written so far; a line that is cut off is left out."""
-        rows = [line.split(",") for line in self._path.read_text().splitlines()]
-        known = [row for row in rows if len(row) == 2 and all(cell.strip().isdigit() for cell in row)]
-        self.percents = [float(percent) for percent, _ in known]
-        self.peak_gib = max((float(mib) for _, mib in known), default=0.0) / 1024
+        """Take what was written so far; a line that cannot be read is left out."""
+        self.moments = [moment for line in self._path.read_text().splitlines() if (moment := read_moment(line))]
 
-    @property
-    def idle(self) -> float | None:
-        """Share of the samples without any kernel; None without samples."""
-        return sum(percent == 0 for percent in self.percents) / len(self.percents) if self.percents else None
+    def within(self, begin: float, end: float) -> list[Moment]:
+        """What was seen between two times (seconds since the epoch), of the GPUs on which a kernel ran then: a machine may have
+        others that the run does not use."""
+        seen = [moment for moment in self.moments if begin <= moment.time <= end]
+        used = {moment.gpu for moment in seen if moment.percent}
+        return [moment for moment in seen if moment.gpu in used]
+
+
+def read_moment(line: str) -> Moment | None:
+    """A line of nvidia-smi; None if it is none."""
+    try:
+        when, gpu, percent, mib = (cell.strip() for cell in line.split(","))
+        return Moment(datetime.strptime(when, "%Y/%m/%d %H:%M:%S.%f").timestamp(), gpu, int(percent), int(mib))
+    except ValueError:
+        return None
+
+
+def idle(moments: Sequence[Moment]) -> float:
+    """Share without any kernel."""
+    return sum(moment.percent == 0 for moment in moments) / len(moments)
 
 
 @contextmanager
@@ -48,7 +73,12 @@ def watched() -> Iterator[Watch]:
         if program is None:
             yield watch
             return
-        query = [program, "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits", f"--loop-ms={EVERY_MS}"]
+        query = [
+            program,
+            "--query-gpu=timestamp,index,utilization.gpu,memory.used",
+            "--format=csv,noheader,nounits",
+            f"--loop-ms={EVERY_MS}",
+        ]
         with watch._path.open("w") as output:
             process = subprocess.Popen(query, stdout=output, stderr=subprocess.DEVNULL)
             try:

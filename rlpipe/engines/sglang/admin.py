@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from operator import itemgetter
+from typing import Any, Literal, TypeVar, get_args
 
 import httpx
 
@@ -19,6 +21,8 @@ from rlpipe.rollout.generation import no_spans
 from rlpipe.rollout.http import call
 
 _POLL_S = 0.05
+_SHOWN_CHARACTERS = 500
+Answer = TypeVar("Answer")
 PauseMode = Literal["abort", "retract", "in_place"]
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 MEMORY_TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
@@ -45,18 +49,17 @@ class Engine:
     async def info(self) -> dict[str, Any]:
         """What it serves: `model_path`, `weight_version` … It answers while paused too."""
         try:
-            answer = await self._call("GET", "/model_info")
+            return await self._ask("GET", "/model_info", read=dict)
         except EngineRejected as error:
             if not _missing(error):
                 raise
-            answer = await self._call("GET", "/get_model_info")
-        return answer.json()
+            return await self._ask("GET", "/get_model_info", read=dict)
 
     async def weight_version(self) -> str:
         """The stamp of the last push, or the one it was started with."""
         version = (await self.info()).get("weight_version")
         if version is None:
-            version = (await self._call("GET", "/get_weight_version")).json()["weight_version"]
+            version = await self._ask("GET", "/get_weight_version", read=itemgetter("weight_version"))
         return str(version)
 
     async def health(self) -> None:
@@ -79,7 +82,7 @@ class Engine:
         It samples one token. Raises: EngineError naming the setting if they do not: SGLang before 0.5.21.
         """
         body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
-        meta = (await self._call("POST", "/generate", body)).json()["meta_info"]
+        meta = await self._ask("POST", "/generate", body, read=lambda said: dict(said["meta_info"]))
         if not meta.get("weight_versions"):
             raise no_spans(f"engine {self.url}")
 
@@ -222,18 +225,34 @@ class Engine:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        rows = (await self._call("POST", "/generate", body)).json()
-        return [[pair[0] for pair in row["meta_info"]["input_token_logprobs"][1:]] for row in rows]
+        return await self._ask("POST", "/generate", body, read=_scores)
+
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None, *, read: Callable[[Any], Answer]) -> Answer:
+        """What `read` makes of the JSON of an answer. Raises also: EngineRejected if there is none, or another than it reads."""
+        answer = await self._call(method, path, body)
+        try:
+            return read(answer.json())
+        except (ValueError, LookupError, TypeError) as error:
+            raise EngineRejected(
+                "its answer cannot be read",
+                where=f"engine {self.url} {path}",
+                found=f"{answer.text[:_SHOWN_CHARACTERS]} ({error!r})",
+            ) from error
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         answer = await call(
             self._http, method, f"{self.url}{path}", json=body, deadline_s=self.deadline_s, where=f"engine {self.url} {path}"
         )
         if "json" in answer.headers.get("content-type", ""):
-            said = answer.json()
-            if isinstance(said, dict) and said.get("success") is False:
-                raise EngineRejected("it failed", where=f"engine {self.url} {path}", found=said.get("message", said))
+            with suppress(ValueError):
+                said = answer.json()
+                if isinstance(said, dict) and said.get("success") is False:
+                    raise EngineRejected("it failed", where=f"engine {self.url} {path}", found=said.get("message", said))
         return answer
+
+
+def _scores(rows: list[dict[str, Any]]) -> list[list[float]]:
+    return [[float(pair[0]) for pair in row["meta_info"]["input_token_logprobs"][1:]] for row in rows]
 
 
 def _missing(error: EngineRejected) -> bool:

@@ -48,7 +48,7 @@ DIE_AT_ONCE = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false", "SGLANG_CUDA_COREDUMP_
 
 SLEEPS = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
 """CUDA graphs are captured in memory that can be given up, too; and `/health`, which the router asks of an engine that it is to
-admit, samples no token then: without its cache the server would end."""
+admit, samples no token then: without its cache the server would end, and paused it would not answer."""
 WITH_MEMORY_SAVER = {"enable_memory_saver": True, "cuda_graph_backend_prefill": "disabled"}
 """Only graphs of decoding can be: with those of prefill, of which there are any by default, the server does not start."""
 
@@ -88,7 +88,8 @@ class Server(ServerProcess):
         super().__init__("SGLang server", module, config.host or LOOPBACK, port, log_path)
         self.name = f"SGLang server {self.url}"
         self.threads, self._devices = resources.threads_per_process, devices
-        self._saves_memory = resources.engines_sleep and self.device == "cuda"
+        self._sleeps = resources.engines_sleep
+        self._saves_memory = self._sleeps and self.device == "cuda"
         self._arguments = {
             "model_path": model_path,
             "host": self.host,
@@ -116,7 +117,7 @@ class Server(ServerProcess):
     def environment(self) -> dict[str, str]:
         threads = {"OMP_NUM_THREADS": str(self.threads)} if self.device == "cpu" else {}
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(self._devices)} if self._devices else {}
-        return {**DIE_AT_ONCE, **threads, **devices, **(SLEEPS if self._saves_memory else {})}
+        return {**DIE_AT_ONCE, **threads, **devices, **(SLEEPS if self._sleeps else {})}
 
     def wait_ready(self, deadline_s: float) -> None:
         """As the base, then freezes the server's long-lived objects: a cache flush takes 1 ms then, 0.3 s else."""

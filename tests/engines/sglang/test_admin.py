@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 
+import httpx
 import numpy as np
 import pytest
 
+from rlpipe.engines.sglang import admin
 from rlpipe.engines.sglang.admin import MEMORY_TAGS, Engine
 from rlpipe.errors import DeadlineExceeded, EngineRejected, EngineUnavailable
 from rlpipe.rollout.client import GenerateClient
@@ -53,6 +55,25 @@ async def test_abort_returns_what_was_sampled(live):
         for generation in await running:
             assert generation.finish_reason == "abort"
             assert 0 < len(generation.response_ids) < 240
+
+
+async def test_an_answer_that_is_something_else_names_engine_and_endpoint(live, monkeypatch):
+    async def elsewhere(client, method, url, **_):
+        return httpx.Response(200, text=answers.pop(0), headers={"content-type": "application/json"})
+
+    monkeypatch.setattr(admin, "call", elsewhere)
+    answers = ["<html>", "[]", "{}", "{}", '[{"meta_info": {}}]', "null"]
+    async with Engine(live.server.url) as engine:
+        for ask in (
+            engine.info(),
+            engine.require_spans(),
+            engine.weight_version(),
+            engine.score([[1, 2]]),
+            engine.score([[1, 2]]),
+        ):
+            with pytest.raises(EngineRejected, match="cannot be read") as caught:
+                await ask
+            assert str(caught.value.where).startswith(f"engine {live.server.url} /")
 
 
 async def test_an_update_left_open_is_ended_by_the_next(live):

@@ -1,0 +1,170 @@
+"""An iteration whose figures are out of bounds is paused until somebody resumes it (tasks.gates)."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import math
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.flow_runs import aresume_flow_run
+from prefect.runtime import flow_run
+from prefect.states import Cancelled
+from prefect.testing.utilities import prefect_test_harness
+
+from rlpipe.config.gates import Gate
+from rlpipe.errors import ConfigError, GateClosed
+from rlpipe.inputs import eval_inputs
+from rlpipe.observe.progress import Progress
+from rlpipe.store.epochs import Epochs
+from rlpipe.store.files import Files
+from rlpipe.types import NodeRef, Stage
+from tasks import context as contexts
+from tasks.context import RunContext
+from tasks.gates import broken, gates
+from tests.tasks.test_begin import config
+from tests.tasks.test_observe import record
+from tests.tasks.test_turn import commit
+
+Opened = Callable[..., tuple[RunContext, io.StringIO]]
+
+
+@pytest.fixture
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
+    """Opens the run `run` with these gates in this process, without actors, with a held-out set measured after each iteration."""
+
+    def opening(*bounds: dict[str, Any], timeout_s: float = 60.0) -> tuple[RunContext, io.StringIO]:
+        (tmp_path / "b.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
+        prompts = {"type": "file", "paths": [str(tmp_path / "b.jsonl")], "label_key": "answer"}
+        held = {"eval_interval": 1, "datasets": [{"name": "held", "prompts": prompts}]}
+        run = config(evaluation=held, gates={"bounds": bounds, "timeout_s": timeout_s, "poll_s": 1})
+        files, stream, no_actors = Files(tmp_path / "store"), io.StringIO(), None
+        progress, epoch = Progress("run", 3, stream=stream), Epochs(files).acquire("run")
+        it = RunContext(run, tmp_path / "home", "/m", files, no_actors, progress, epoch)  # pyright: ignore[reportArgumentType]
+        it.branches.create("run", run.model_dump(mode="json"), "init")
+        monkeypatch.setitem(contexts._OPEN, "run", it)
+        return it, stream
+
+    return opening
+
+
+def trained(it: RunContext, **metrics: float) -> dict[str, NodeRef]:
+    return {"train": record(it, Stage.TRAIN, seconds=1.0, metrics={f"train/{name}": value for name, value in metrics.items()})}
+
+
+def measure(it: RunContext, version: int, accuracy: float) -> None:
+    inputs = eval_inputs(it.config, it.config.evaluation.datasets[0], it.weights_before(version))
+    it.nodes.commit(inputs.node(outputs={"metrics": {"eval/held/accuracy": accuracy}}))
+
+
+def test_a_value_is_held_against_every_bound_and_nan_against_none_of_them():
+    gate = Gate(metric="eval/held/accuracy", at_most=1, at_least=0.2, falls_by=0.1)
+    assert gate.broken_by(0.5, 0.55) is None and gate.broken_by(0.5) is None
+    assert gate.broken_by(0.4, 0.55) == "eval/held/accuracy is 0.4, expected at least 0.45, 0.1 below the best"
+    assert gate.broken_by(0.1) == "eval/held/accuracy is 0.1, expected at least 0.2"
+    assert "at most 1 and at least 0.2" in str(gate.broken_by(math.nan))
+    assert Gate(metric="eval/held/accuracy", falls_by=1).broken_by(math.nan) == "eval/held/accuracy is nan, expected a number"
+
+
+@pytest.mark.parametrize(
+    ("bounds", "said"),
+    [
+        ({"metric": "train/loss"}, "set at_most, at_least or falls_by"),
+        ({"metric": "train/loss", "falls_by": 1}, "falls_by is for eval/"),
+        ({"metric": "eval/other/accuracy", "at_least": 1}, "nothing measures 'eval/other/accuracy'; held-out sets are"),
+    ],
+)
+def test_a_gate_that_bounds_nothing_is_refused(opened: Opened, bounds: dict[str, Any], said: str):
+    with pytest.raises(ConfigError, match=said):
+        opened(bounds)
+
+
+def test_a_pause_must_be_shorter_than_others_wait_for_it(opened: Opened):
+    with pytest.raises(ConfigError, match=r"gates\.timeout_s = 14400 must be less than orchestration\.timeout_s"):
+        opened({"metric": "train/loss", "at_most": 1}, timeout_s=14400)
+
+
+def test_figures_are_those_of_the_stages_and_a_misspelt_one_is_named(opened: Opened):
+    it, _ = opened({"metric": "train/loss", "at_most": 1}, {"metric": "train/grad_norm", "at_most": 10})
+    assert broken(it, 0, trained(it, loss=0.5, grad_norm=10.0)) == []
+    assert broken(it, 0, trained(it, loss=2.0, grad_norm=11.0)) == [
+        "train/loss is 2, expected at most 1",
+        "train/grad_norm is 11, expected at most 10",
+    ]
+    with pytest.raises(ConfigError, match="nothing measures this") as caught:
+        broken(it, 0, trained(it, loss=0.5, gradnorm=1.0))
+    assert caught.value.found == "train/grad_norm" and "train/gradnorm" in str(caught.value.expected)
+
+
+def test_an_evaluation_is_held_against_the_best_before_it(opened: Opened):
+    it, _ = opened({"metric": "eval/held/accuracy", "falls_by": 0.1})
+    found = trained(it, loss=0.0)
+    for version, accuracy in enumerate((0.5, 0.7, 0.65)):
+        measure(it, version, accuracy)
+        assert broken(it, version, found) == []
+        commit(it, version)
+    assert broken(it, 3, found) == [], "not measured"
+    measure(it, 3, 0.55)
+    assert broken(it, 3, found) == ["eval/held/accuracy is 0.55, expected at least 0.6, 0.1 below the best"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[None]:
+    """A Prefect server of its own."""
+    with prefect_test_harness(server_startup_timeout=120):
+        yield
+
+
+@flow
+async def gated(k: int, nodes: dict[str, NodeRef], answer: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+    """One iteration's gates; `answer` is given when it is paused."""
+    if answer is None:
+        await gates("run", k, nodes)
+        return
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(gates("run", k, nodes))
+        async with get_client() as client:
+            while not waiting.done():
+                state = (await client.read_flow_run(UUID(flow_run.id))).state
+                if state is not None and state.is_paused():
+                    break
+                await asyncio.sleep(0.1)
+        await answer()
+
+
+async def resume() -> None:
+    await aresume_flow_run(UUID(flow_run.id))
+
+
+async def cancel() -> None:
+    async with get_client() as client:
+        await client.set_flow_run_state(UUID(flow_run.id), Cancelled(), force=True)
+
+
+@pytest.mark.integration
+async def test_a_paused_iteration_goes_on_when_it_is_resumed_and_does_not_ask_twice(opened: Opened, server: None):
+    it, stream = opened({"metric": "train/loss", "at_most": 1})
+    await gated(0, trained(it, loss=0.5), None)
+    bad = trained(it, loss=2.0)
+    await gated(1, bad, resume)
+    assert "iteration 1 is paused: train/loss is 2, expected at most 1" in stream.getvalue()
+    await gated(1, bad, None)
+    assert it.files.list("gates/run") == ["gates/run/00000001.json"]
+
+
+@pytest.mark.integration
+async def test_one_that_is_cancelled_or_that_nobody_answers_fails_and_asks_again(opened: Opened, server: None):
+    it, _ = opened({"metric": "train/loss", "at_most": 1}, timeout_s=2)
+    bad = trained(it, loss=2.0)
+    for answer in (cancel, None):
+        with pytest.raises((GateClosed, ExceptionGroup)) as caught:
+            await gated(0, bad, answer)
+        error = caught.value.exceptions[0] if isinstance(caught.value, ExceptionGroup) else caught.value
+        assert isinstance(error, GateClosed) and error.found == "train/loss is 2, expected at most 1"
+    assert it.files.list("gates/run") == []
