@@ -243,7 +243,7 @@ def _store(values: Values) -> Keys:
             where="--load",
             found=load,
             expected="the folder of --save (a run goes on by itself), or --hf-checkpoint",
-            do="convert it to a Hugging Face directory first and give that as --hf-checkpoint",
+            do="make it a Hugging Face directory (tools/convert_torch_dist_to_hf.py) and give that as --hf-checkpoint",
         )
     return {"store.root": str(Path(save).absolute()) if "://" not in save else save} if save else {}
 

@@ -42,7 +42,7 @@ def in_old_format(model_dir: Path, folder: Path, tensor: int, pipeline: int, exp
             )
             for name in skeleton.tensors
         }
-        layers, experts = skeleton.bridge.config.num_layers // pipeline, skeleton.bridge.config.num_moe_experts // expert
+        layers, experts = skeleton.bridge.config.num_layers // pipeline, (skeleton.bridge.config.num_moe_experts or 0) // expert
         for stage in range(pipeline):
             for part in range(expert):
                 states: list[dict[str, Any]] = [{} for _ in range(tensor)]

@@ -233,6 +233,10 @@ def test_what_is_no_checkpoint_and_no_room_are_said(tmp_path, monkeypatch):
         to_hf(tmp_path, tmp_path / "out")
     with pytest.raises(ConfigError, match="not a Hugging Face directory"):
         to_torch_dist(tmp_path, tmp_path / "out")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / places.TRACKER).write_text("12")
+    with pytest.raises(ConfigError, match="of a training"):
+        places.refuse_iterations(tmp_path / "run", force=False)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Namespace(free=10))
     with (
         pytest.raises(StoreFull, match="no room"),
@@ -249,6 +253,13 @@ def test_files_of_weights_that_are_cut_off_or_missing_are_said(tmp_path):
         HfWeights(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(DataError, match="not a safetensors file"):
+        HfWeights(tmp_path)
+    for wrong in (b"{}", b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', b"[" * 9000):
+        (tmp_path / "model.safetensors").write_bytes(len(wrong).to_bytes(8, "little") + wrong + b"more")
+        with pytest.raises(DataError, match=r"not a safetensors file|cut off"):
+            HfWeights(tmp_path)
+    (tmp_path / hf_files.INDEX).write_text('["a"]')
+    with pytest.raises(DataError, match="not an index"):
         HfWeights(tmp_path)
     (tmp_path / hf_files.INDEX).write_text('{"weight_map": {"a": "other.safetensors"}}')
     with pytest.raises(ConfigError, match="not there"):

@@ -26,7 +26,7 @@ from rlpipe.engines.megatron.conversion.hf_files import HfWeights
 from rlpipe.engines.megatron.conversion.legacy import LegacyCheckpoint
 from rlpipe.engines.megatron.conversion.skeleton import DTYPES, Skeleton, alone, arguments
 from rlpipe.engines.megatron.conversion.torch_dist import Checkpoint, Unit, Writer, units
-from rlpipe.errors import ConfigError
+from rlpipe.errors import ConfigError, DataError
 
 SHARD_BYTES = 5 * 1024**3
 """How large a file gets at most, unless one tensor is larger."""
@@ -83,9 +83,10 @@ def to_torch_dist(
         total = sum(unit.size_bytes for file in files for unit in file)
         report = Report(str(target), sum(map(len, files)), total, len(files), str(wanted).removeprefix("torch."))
         if places.is_made(target, name) and not force:
-            _point_to(save)
+            places.point_to_release(save)
             report.notes.append("it was there already")
             return report
+        places.refuse_iterations(save, force=force)
         if passengers:
             report.notes.append(f"{len(passengers)} tensors that Megatron's model does not have are stored as they are")
 
@@ -103,7 +104,7 @@ def to_torch_dist(
             hf_files.pack(hf_dir, folder / hf_files.CARRIED)
             writer.finish({"checkpoint_version": 3.0, "iteration": 0, "args": arguments(skeleton.bridge)})
             places.record(folder, {"identity": name, "source": str(hf_dir), **asdict(report)})
-    _point_to(save)
+    places.point_to_release(save)
     progress(total, total, "done")
     report.seconds = time.monotonic() - begun
     return report
@@ -119,19 +120,22 @@ def to_hf(
     shard_bytes: int = SHARD_BYTES,
     trust_remote_code: bool = False,
     force: bool = False,
+    known_as: str | None = None,
     progress: Progress = silent,
 ) -> Report:
     """A checkpoint, torch_dist or of the older format, of any layout, as a Hugging Face directory.
 
     `origin`: the model's directory; None: what the checkpoint carries. `step`: which iteration, of several. `dtype`: of the
-    weights; None: as stored. Tensors that Megatron's model does not have are taken from the checkpoint, else from `origin`.
+    weights; None: as stored. `known_as`: what tells this checkpoint from others, where it is a copy; None: its files. Tensors
+    that Megatron's model does not have are taken from the checkpoint, else from `origin`.
     Raises: as `to_torch_dist`.
     """
     place, begun = places.find_checkpoint(checkpoint, step), time.monotonic()
     stored: Checkpoint | LegacyCheckpoint = LegacyCheckpoint(place.folder) if place.legacy else Checkpoint(place.folder)
     wanted = _dtype(dtype) if dtype else stored.dtype
     source = [path for path in place.folder.rglob("*") if path.is_file() and not path.name.startswith("__")]
-    name = places.identity(source, dtype=wanted, shard=shard_bytes, origin=origin, to="huggingface")
+    settings = {"dtype": wanted, "shard": shard_bytes, "origin": origin, "known_as": known_as, "to": "huggingface"}
+    name = places.identity([] if known_as else source, **settings)
     with alone(), _model_files(place.folder, origin) as model_dir:
         skeleton = Skeleton(model_dir, wanted, trust_remote_code=trust_remote_code, metadata=stored.layout)
         plan = _Plan(skeleton, stored, HfWeights(model_dir, wanted) if _has_weights(model_dir) else None)
@@ -221,12 +225,6 @@ def _split(whole: list[Any], limit: int, size: Callable[[Any], int]) -> list[lis
     return parts
 
 
-def _point_to(save: Path) -> None:
-    marker = save / places.TRACKER
-    marker.with_suffix(".new").write_text(places.RELEASE)
-    marker.with_suffix(".new").replace(marker)
-
-
 @contextmanager
 def _model_files(folder: Path, origin: Path | None) -> Iterator[Path]:
     """A directory with config.json and what belongs to it."""
@@ -250,7 +248,11 @@ def _has_weights(directory: Path) -> bool:
 
 def _said(hf_dir: Path) -> str:
     """The dtype of config.json."""
-    config = json.loads((hf_dir / "config.json").read_text())
+    path = hf_dir / "config.json"
+    try:
+        config: dict[str, Any] = {**json.loads(path.read_text())}
+    except (ValueError, TypeError) as error:
+        raise DataError("not a model's configuration", where=str(path), found=str(error)) from error
     return config.get("dtype") or config.get("torch_dtype") or "float32"
 
 

@@ -58,7 +58,10 @@ class HfWeights:
         index = self._directory / INDEX
         if not index.is_file():
             return sorted(self._directory.glob("*.safetensors"))
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DataError("not an index of safetensors", where=str(index), found=repr(error)) from error
         if absent := [name for name in names if not (self._directory / name).is_file()]:
             raise ConfigError(
                 "the index names a file that is not there", where=str(index), found=", ".join(absent), do="download it again"
@@ -184,13 +187,19 @@ def _header(path: Path) -> dict[str, Any]:
         try:
             if length > size - 8:
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
-            content = json.loads(file.read(length))
-        except ValueError as error:
-            raise DataError("not a safetensors file", where=str(path), found=str(error), do="download it again") from error
-    content.pop("__metadata__", None)
-    if content and (end := 8 + length + max(entry["data_offsets"][1] for entry in content.values())) != size:
+            content = {name: entry for name, entry in json.loads(file.read(length)).items() if name != "__metadata__"}
+            end = 8 + length + max((int(entry["data_offsets"][1]) for entry in content.values()), default=0)
+            if strange := [entry for entry in content.values() if entry["dtype"] not in _DTYPES or not _is_shape(entry["shape"])]:
+                raise ValueError(f"an entry {strange[0]}")
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise DataError("not a safetensors file", where=str(path), found=repr(error), do="download it again") from error
+    if end != size:
         raise DataError("a safetensors file is cut off", where=str(path), found=f"{size} bytes", expected=f"{end} bytes")
     return content
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(length, int) and length >= 0 for length in value)
 
 
 def _scaled(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

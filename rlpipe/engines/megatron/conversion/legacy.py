@@ -51,9 +51,8 @@ class LegacyCheckpoint:
     def __init__(self, folder: Path) -> None:
         self.folder, self.passengers = folder, {}
         self.layout: dict[str, Any] = {}
-        register_safe_globals()
         found = [match for path in folder.iterdir() if (match := _FOLDER.fullmatch(path.name))]
-        self._states = {match: _mapped(folder / match.group()) for match in sorted(found, key=lambda match: match.group())}
+        self._states = {match: mapped(folder / match.group()) for match in sorted(found, key=lambda match: match.group())}
         first: Any = next(iter(self._states.values()), {})
         self.args: Namespace | None = first.get("args")
         self._sizes = {name: int(getattr(self.args, f"{name}_model_parallel_size", 1) or 1) for name in ("pipeline", "expert")}
@@ -148,7 +147,9 @@ class LegacyCheckpoint:
             )
 
 
-def _mapped(folder: Path) -> dict[str, Any]:
+def mapped(folder: Path) -> dict[str, Any]:
+    """What a rank saved in this folder, its tensors in mapped memory. Raises: DataError."""
+    register_safe_globals()
     path = next((folder / name for name in _NAMES if (folder / name).is_file()), None)
     if path is None:
         raise DataError("no weights of a rank", where=str(folder), expected=" or ".join(_NAMES))

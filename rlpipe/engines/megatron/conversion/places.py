@@ -66,6 +66,23 @@ def is_hf(path: Path) -> bool:
     return (path / "config.json").is_file()
 
 
+def refuse_iterations(save: Path, *, force: bool) -> None:
+    """Raises: ConfigError if the folder's latest checkpoint is one of a training, which a release would hide."""
+    tracker = save / TRACKER
+    latest = tracker.read_text().strip() if tracker.is_file() else RELEASE
+    if latest != RELEASE and not force:
+        raise ConfigError(
+            "there are checkpoints of a training", where=str(tracker), found=latest, do="give another place, or --force"
+        )
+
+
+def point_to_release(save: Path) -> None:
+    """Make the release the folder's latest checkpoint."""
+    marker = save / TRACKER
+    marker.with_suffix(".new").write_text(RELEASE)
+    marker.with_suffix(".new").replace(marker)
+
+
 def identity(files: Iterator[Path] | list[Path], **settings: Any) -> str:
     """A digest of what is converted, by name, size and time of change, and of how."""
     seen = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files)]
