@@ -21,6 +21,7 @@ class Point(NamedTuple):
 
 
 FLAGS_TEST = "config/test_flags.py"
+CONVERSION_TEST = "engines/megatron/test_conversion.py"
 PASSED = "config/test_passthrough.py"
 
 POINTS: dict[str, Point] = {
@@ -85,17 +86,17 @@ POINTS: dict[str, Point] = {
     "S-080": Point("--micro-batch-size", "train.micro_batch_size train.max_tokens_per_gpu", "test_packing.py"),
     # checkpoints
     "S-090": Point("--ckpt-format", "", FLAGS_TEST, "torch_dist only; it loads into any layout"),
-    "S-091": Point("either format loads", "", FLAGS_TEST, "the legacy format is refused: convert to Hugging Face first"),
+    "S-091": Point("either format loads", "", CONVERSION_TEST, "into a run through convert_torch_dist_to_hf, which reads both"),
     "S-092": Point("iter_0000100/", "checkpoint.save_interval", "engines/megatron/test_checkpoint.py", "named by weight version"),
     "S-093": Point("--ckpt-step", "fork_from", "tasks/test_fork.py", "--fork RUN@K"),
     "S-094": Point("--ref-load", "advantage.reference", FLAGS_TEST, "the run's first weights; another model is refused"),
     "S-095": Point("--load", "model.start_from", FLAGS_TEST, "a run goes on by itself; another run's weights by start_from"),
     "S-096": Point("--save", "store.root", FLAGS_TEST),
     "S-097": Point("--save-interval", "checkpoint.save_interval", FLAGS_TEST),
-    "S-098": Point("convert_hf_to_torch_dist", "model.source", "engines/megatron/test_engine.py", "not needed: read directly"),
-    "S-099": Point("convert_torch_dist_to_hf", "", "engines/megatron/test_checkpoint.py", "no tool as yet"),
-    "S-100": Point("converted checkpoints lack arguments", "", "tasks/test_begin.py", "a run's records hold its configuration"),
-    "S-101": Point("convert_to_hf under torchrun", "", "engines/megatron/test_engine.py", "no tool as yet"),
+    "S-098": Point("convert_hf_to_torch_dist", "model.source", CONVERSION_TEST, "runs read the directory directly"),
+    "S-099": Point("convert_torch_dist_to_hf", "", CONVERSION_TEST, "a run's by --of RUN@K"),
+    "S-100": Point("converted checkpoints lack arguments", "", CONVERSION_TEST, "ours carry them, with the tokenizer"),
+    "S-101": Point("convert_to_hf under torchrun", "", "tools/test_conversion.py", "the arguments of training, or --recipe"),
     "S-102": Point("--hf-checkpoint stays on resume", "model.source", "tasks/test_begin.py"),
     # SGLang
     "S-110": Point("--hf-checkpoint", "model.source", FLAGS_TEST),

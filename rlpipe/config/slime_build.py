@@ -265,7 +265,8 @@ def _foreign(flag: str, found: str, own: str, model: str) -> ConfigError:
         where=flag,
         found=found,
         expected=f"the folder of {own} (a run goes on by itself), or {model}",
-        do=f"convert it to a Hugging Face directory first and give that as {'--hf-checkpoint' if flag == '--load' else flag}",
+        do=f"make it a Hugging Face directory (tools/convert_torch_dist_to_hf.py) and give that as "
+        f"{'--hf-checkpoint' if flag == '--load' else flag}",
     )
 
 

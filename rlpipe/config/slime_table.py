@@ -149,7 +149,7 @@ SLIME: tuple[Flag, ...] = (
     to("save_interval", "int", None, "checkpoint.save_interval"),
     neutral("async_save", "on", False, "checkpoints are always uploaded in the background"),
     refused("no_save_optim", "on", False, "a checkpoint without optimizer state could not be resumed from"),
-    refused("save_hf", "str", None, "no export of a branch to a Hugging Face directory as yet"),
+    refused("save_hf", "str", None, "python tools/convert_torch_dist_to_hf.py --of RUN@K writes any saved iteration"),
     built("seed", "int", 1234, "seed"),
     to("clip_grad", "float", 1.0, "train.optimizer.clip_grad"),
     to("calculate_per_token_loss", "on", False, "train.loss.calculate_per_token_loss"),

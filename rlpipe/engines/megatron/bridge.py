@@ -96,6 +96,11 @@ def export_weights(bridge: LLMBridge, models: Sequence[torch.nn.Module]) -> Iter
             yield name, tensor.detach()
 
 
+def shown(bridge: LLMBridge, model: torch.nn.Module) -> Any:
+    """The model as mbridge is shown it: `state_dict` and `named_parameters`, in their order, by the names of its tables."""
+    return _Renamed(model, bridge)
+
+
 def _with_own_table(kind: type[LLMBridge], hf_config: Any, dtype: torch.dtype) -> LLMBridge:
     """A tied model edits its class's mapping when a bridge is made; give the edit to the instance and undo it."""
     owner: Any = next(base for base in kind.__mro__ if "_DIRECT_MAPPING" in vars(base))

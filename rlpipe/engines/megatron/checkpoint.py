@@ -1,6 +1,8 @@
 """torch_dist checkpoints in Megatron's layout, which any parallel layout can read again.
 
-    <directory>/iter_0000012/…                      weights, optimizer, schedule, random state; those of a critic as `critic.…`
+    <directory>/iter_0000012/…                      weights, optimizer, schedule, random state; those of a critic as `critic.…`;
+                                                    the architecture's arguments, the small files of the model's directory
+    <directory>/release/…                           weights that no training made (`conversion`), in place of iterations
     <directory>/latest_checkpointed_iteration.txt   "12"
     <directory>/critic/iter_0000012/…               a critic that has ranks of its own, which write it
 
@@ -15,7 +17,7 @@ import contextlib
 import random
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,9 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
+from rlpipe.engines.megatron.conversion.hf_files import CARRIED, pack
+from rlpipe.engines.megatron.conversion.places import RELEASE
+from rlpipe.engines.megatron.conversion.skeleton import arguments
 from rlpipe.engines.megatron.model import Trained
 from rlpipe.engines.megatron.state import inner_optimizers, tensors
 
@@ -50,9 +55,12 @@ SPARE, SPARE_BYTES = 1.1, 16 * 1024**2
 """Room to have beside the state itself."""
 
 
-def save(trained: Trained, directory: str | Path, iteration: int, critic: Trained | None = None) -> Path:
+def save(
+    trained: Trained, directory: str | Path, iteration: int, critic: Trained | None = None, *, model_dir: str | Path | None = None
+) -> Path:
     """Write one checkpoint and return its folder. Collective; complete on disk when it returns on every rank.
 
+    `model_dir`: the model's Hugging Face directory, whose small files go with it, so that it can be turned back without it.
     Raises: StoreFull, on every rank and before anything is written, if one has no room; TrainerError if a rank could not write.
     """
     folder = _folder(directory, iteration)
@@ -68,8 +76,11 @@ def save(trained: Trained, directory: str | Path, iteration: int, critic: Traine
     described = {name: value for name, value in metadata.items() if name != "dp_cp_group"} | {CRITIC: critic is not None}
     with _named_failures("written", unfinished):
         state = _state(trained, iteration, metadata, loading=False, critic=critic)
+        state["args"] = arguments(trained.bridge)
         dist_checkpointing.save(state, str(unfinished), strategy, content_metadata=described)
     if torch.distributed.get_rank() == 0:
+        if model_dir is not None:
+            pack(model_dir, unfinished / CARRIED)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
         marker = Path(directory) / LATEST
@@ -117,23 +128,14 @@ def load(
 ) -> Loaded:
     """Restore all that was saved, or (weights_only) just the weights, keeping the optimizer's own state. Collective.
 
-    `iteration` None: the latest. Raises: TrainerError if there is no such checkpoint. A `critic` that is not in it stays.
+    `iteration` None: the latest (0 for a release, which has weights only). Raises: TrainerError if there is no such checkpoint. A
+    `critic` that is not in it stays.
     (The schedule is put back to 0 first: Megatron's loading adds to where it stands.)
     """
-    iteration = _latest(directory) if iteration is None else iteration
-    folder, described = _described(directory, iteration)
-    within = critic if described.pop(CRITIC, False) else None
-    metadata = {**_metadata(trained), **described}
-    found = _read(_state(trained, iteration, metadata, loading=True, weights_only=weights_only, critic=within), folder)
-    _take(trained, found, weights_only=weights_only)
-    if within is not None:
-        _take(within, found[CRITIC], weights_only=weights_only)
-    if not weights_only:
-        _set_random_state(found["rng_state"][0])
-    beside = critic is not None and within is None and _has_critic_beside(directory, iteration)
-    if critic is not None and beside:
-        load(critic, Path(directory) / CRITIC, iteration=iteration, weights_only=weights_only)
-    return Loaded(int(found["iteration"]), within is not None or beside)
+    folder = _latest(directory) if iteration is None else _folder(directory, iteration)
+    if folder.name == RELEASE and not weights_only:
+        raise TrainerError("a converted checkpoint has no optimizer state", where=str(folder), do="load its weights only")
+    return _load(trained, folder, weights_only=weights_only, critic=critic)
 
 
 def load_critic(critic: Trained, directory: str | Path, *, weights_only: bool = False) -> Loaded:
@@ -141,38 +143,55 @@ def load_critic(critic: Trained, directory: str | Path, *, weights_only: bool = 
 
     Raises: TrainerError if there is no checkpoint at all. A critic that is not in it stays.
     """
-    iteration = _latest(directory)
-    if _has_critic_beside(directory, iteration):
-        load(critic, Path(directory) / CRITIC, iteration=iteration, weights_only=weights_only)
-        return Loaded(iteration, critic=True)
-    folder, described = _described(directory, iteration)
+    folder = _latest(directory)
+    if (beside := _beside(folder)) is not None:
+        return replace(_load(critic, beside, weights_only=weights_only), critic=True)
+    described = _described(folder)
     if not described.pop(CRITIC, False):
-        return Loaded(iteration, critic=False)
+        return Loaded(_number(folder), critic=False)
     metadata = {**_metadata(critic), **described}
     found = _read({CRITIC: _part_of_critic(critic, metadata, loading=True, weights_only=weights_only)}, folder)
     _take(critic, found[CRITIC], weights_only=weights_only)
-    return Loaded(iteration, critic=True)
+    return Loaded(_number(folder), critic=True)
 
 
 def load_decoder(critic: Trained, directory: str | Path) -> None:
     """Give a critic the policy's weights of the latest checkpoint, all but those of the head. Collective."""
-    folder, _ = _described(directory, _latest(directory))
+    folder = _latest(directory)
+    _described(folder)
     shards = critic.model.sharded_state_dict(metadata=_metadata(critic))
     found = _read({"model": {name: shard for name, shard in shards.items() if not name.startswith("output_layer.")}}, folder)
     critic.model.load_state_dict(found["model"], strict=False)
     critic.optimizer.reload_model_params()
 
 
-def _described(directory: str | Path, iteration: int) -> tuple[Path, dict[str, Any]]:
-    """The folder of a checkpoint, and how it was written. Raises: TrainerError if it is not there or not complete."""
-    folder = _folder(directory, iteration)
+def _load(trained: Trained, folder: Path, *, weights_only: bool, critic: Trained | None = None) -> Loaded:
+    described = _described(folder)
+    within = critic if described.pop(CRITIC, False) else None
+    metadata = {**_metadata(trained), **described}
+    found = _read(_state(trained, _number(folder), metadata, loading=True, weights_only=weights_only, critic=within), folder)
+    _take(trained, found, weights_only=weights_only)
+    if within is not None:
+        _take(within, found[CRITIC], weights_only=weights_only)
+    if not weights_only:
+        _set_random_state(found["rng_state"][0])
+    beside = _beside(folder) if critic is not None and within is None else None
+    if critic is not None and beside is not None:
+        _load(critic, beside, weights_only=weights_only)
+    return Loaded(int(found["iteration"]), within is not None or beside is not None)
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    """How a checkpoint was written. Raises: TrainerError if it is not there or not complete."""
     if not (folder / ".metadata").exists():
         raise TrainerError("no such checkpoint", where=str(folder), expected="a complete torch_dist checkpoint")
-    return folder, dist_checkpointing.load_content_metadata(str(folder)) or {}
+    return dist_checkpointing.load_content_metadata(str(folder)) or {}
 
 
-def _has_critic_beside(directory: str | Path, iteration: int) -> bool:
-    return (_folder(Path(directory) / CRITIC, iteration) / ".metadata").exists()
+def _beside(folder: Path) -> Path | None:
+    """The part of a critic that has ranks of its own, of this checkpoint; None if it has none."""
+    found = folder.parent / CRITIC / folder.name
+    return found if (found / ".metadata").exists() else None
 
 
 def _read(state: dict[str, Any], folder: Path) -> Any:
@@ -206,11 +225,17 @@ def _folder(directory: str | Path, iteration: int) -> Path:
     return Path(directory).absolute() / f"iter_{iteration:07d}"
 
 
-def _latest(directory: str | Path) -> int:
+def _number(folder: Path) -> int:
+    """The iteration of a checkpoint's folder; 0 of a release."""
+    return 0 if folder.name == RELEASE else int(folder.name.removeprefix("iter_"))
+
+
+def _latest(directory: str | Path) -> Path:
     marker = Path(directory) / LATEST
     if not marker.exists():
         raise TrainerError("no checkpoint here", where=str(directory), expected=f"a file {LATEST}")
-    return int(marker.read_text())
+    latest = marker.read_text().strip()
+    return Path(directory).absolute() / RELEASE if latest == RELEASE else _folder(directory, int(latest))
 
 
 def _metadata(trained: Trained) -> dict[str, Any]:

@@ -189,7 +189,9 @@ class MegatronEngine:
     def save_checkpoint(self, directory: str | Path, iteration: int) -> Path:
         """Write `directory`/iter_%07d and the marker file beside it; returns the folder. Every rank writes its part."""
         self._memory.require("optimizer")
-        return checkpoint.save(self.trained, directory, iteration, self._critic.trained if self._critic else None)
+        return checkpoint.save(
+            self.trained, directory, iteration, self._critic.trained if self._critic else None, model_dir=self._model_dir
+        )
 
     def save_hf(self, directory: str | Path) -> None:
         """Write a Hugging Face directory (from rank 0)."""

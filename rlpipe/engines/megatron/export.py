@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 
 from rlpipe.engines.megatron.bridge import export_weights
 from rlpipe.engines.megatron.bridges.kept import with_kept
-from rlpipe.engines.megatron.model import Trained
+from rlpipe.engines.megatron.model import Scorer
 
 MAX_FILE_BYTES = 5 * 1024**3
 
 
-def save_hf(trained: Trained, source: str | Path, directory: str | Path) -> None:
+def save_hf(trained: Scorer, source: str | Path, directory: str | Path) -> None:
     """Write the directory from rank 0; the tokenizer and other small files are copied from `source`. Collective."""
     weights = export_weights(trained.bridge, [trained.ddp])
     if torch.distributed.get_rank() != 0:

@@ -1,0 +1,101 @@
+"""What is converted: directories, and a run's checkpoint out of its store; by a process that the flow starts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from flows.conversion import checkpoint_of, converted, job_of
+from rlpipe.errors import ConfigError, ObjectCorrupt, ResourceError, StoreFull
+from rlpipe.inputs import checkpoint_inputs
+from rlpipe.store.branches import Branches
+from rlpipe.store.files import Files
+from rlpipe.store.nodes import Nodes
+from rlpipe.types import Stage
+from tests.store.lineage import Run
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A home whose run has two iterations, with a checkpoint after the first."""
+    files, folder = Files(tmp_path / "home" / "store"), tmp_path / "local"
+    run = Run(files).start()
+    run.iterate()
+    run.iterate()
+    folder.mkdir()
+    for name in (".metadata", "__0_0.distcp"):
+        (folder / name).write_text(name)
+    inputs = checkpoint_inputs(Branches(files).read("run", 0).nodes[Stage.TRAIN])
+    records = [files.put_file(path, f"checkpoints/run/iter_0000001/abc/{path.name}") for path in sorted(folder.iterdir())]
+    Nodes(files).commit(inputs.node(files=tuple(records), outputs={"version": 1}))
+    return tmp_path / "home"
+
+
+@pytest.mark.parametrize("of", ["run", "run@0"])
+def test_a_runs_checkpoint_is_found_in_its_store(home, of):
+    with checkpoint_of(home, of) as stored:
+        assert sorted(path.name for path in stored.folder.iterdir()) == [".metadata", "__0_0.distcp"]
+        assert stored.model_dir is None
+
+
+@pytest.mark.parametrize(
+    ("of", "said"), [("other", "no such run"), ("run@1", "no weights"), ("run@x", "not the name"), ("@1", "not")]
+)
+def test_what_is_not_saved_is_said(home, of, said):
+    with pytest.raises(ConfigError, match=said), checkpoint_of(home, of):
+        pass
+
+
+def test_a_file_that_was_changed_is_not_converted(home):
+    next((home / "store" / "checkpoints").rglob("__0_0.distcp")).write_text("something else")
+    with pytest.raises(ObjectCorrupt, match="not the bytes"), checkpoint_of(home, "run"):
+        pass
+
+
+def test_the_kind_of_the_source_decides_what_is_made(tmp_path):
+    settings: dict[str, Any] = {"dtype": None}
+    back = job_of(tmp_path, tmp_path / "out", None, settings)
+    assert back == {"to": "huggingface", "checkpoint": str(tmp_path), "output": str(tmp_path / "out"), "dtype": None}
+    (tmp_path / "config.json").write_text("{}")
+    there = job_of(tmp_path, tmp_path / "out", None, settings)
+    assert there == {"to": "torch_dist", "hf_dir": str(tmp_path), "save": str(tmp_path / "out"), "dtype": None}
+    with pytest.raises(ConfigError, match="no such directory"):
+        job_of(tmp_path / "absent", tmp_path / "out", None, settings)
+
+
+@pytest.mark.integration
+async def test_a_process_of_its_own_converts_and_says_how_far_it_is(tmp_path):
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_hidden_layers=1, **sizes)).save_pretrained(tmp_path / "model")
+    heard: list[dict[str, Any]] = []
+
+    async def tell(said: dict[str, Any]) -> None:
+        heard.append(said)
+
+    report = await converted(job_of(tmp_path / "model", tmp_path / "dist", None, {"shard_bytes": 10_000}), tell)
+    assert report["files"] > 1 and (tmp_path / "dist" / "release" / ".metadata").is_file()
+    assert [said["done"] for said in heard] == sorted(said["done"] for said in heard)
+    assert heard[-1]["done"] == heard[-1]["total"] == report["total_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("says", "raised"),
+    [
+        ('echo \'{"error": {"type": "StoreFull", "text": "no room"}}\'; exit 1', StoreFull),
+        ("echo something else; exit 3", ResourceError),
+    ],
+)
+async def test_what_goes_wrong_in_the_process_is_raised_here(tmp_path, monkeypatch, says, raised):
+    process = tmp_path / "python"
+    process.write_text(f"#!/bin/sh\n{says}\n")
+    process.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(process))
+
+    async def tell(_said: dict[str, Any]) -> None: ...
+
+    with pytest.raises(raised, match=r"no room|without a word"):
+        await converted({"to": "torch_dist"}, tell)

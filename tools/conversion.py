@@ -1,0 +1,71 @@
+"""What the conversion commands share: sizes, a progress bar, how a result or an error is said.
+
+Not here: converting (`rlpipe.engines.megatron.conversion`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from rlpipe.errors import ConfigError, RlpipeError
+
+if TYPE_CHECKING:
+    from rlpipe.engines.megatron.conversion.convert import Report
+
+_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
+
+
+def size_bytes(text: str) -> int:
+    """ "5GB" → bytes; units of 1024. Raises: ConfigError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if found is None or (size := int(float(found[1]) * _UNITS[found[2].upper()])) <= 0:
+        raise ConfigError("not a size", where="--max-shard-size", found=text, expected="such as 5GB or 500MB")
+    return size
+
+
+def without_gpus() -> None:
+    """These conversions are of files; Megatron must not look for a GPU. Before it is imported."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@contextmanager
+def bar() -> Iterator[Callable[[int, int, str], None]]:
+    """What a conversion reports to: a bar on a terminal, else a line a file."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, total, what: print(f"{done / 1024**2:,.0f} of {total / 1024**2:,.0f} MiB: {what}", file=sys.stderr)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total, what: progress.update(task, completed=done, total=total, description=what)
+
+
+def say(report: Report) -> None:
+    """The result in a few lines."""
+    size = f"{report.total_bytes / 1024**2:,.0f} MiB"
+    print(f"{report.folder}: {report.tensors} tensors, {size} in {report.files} files, {report.dtype}, {report.seconds:.1f} s")
+    if report.reused_files:
+        print(f"{report.reused_files} files were there from an interrupted start")
+    for note in report.notes:
+        print(f"note: {note}")
+
+
+def ended(work: Callable[[], int]) -> int:
+    """The exit code of a command: that of `work`, 2 for an error of ours, 130 after Ctrl-C."""
+    try:
+        return work()
+    except RlpipeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
