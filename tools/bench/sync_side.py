@@ -39,13 +39,13 @@ class Rank(TrainerRank):
         spec = TrainerSpec.of(duty.config, model_dir=duty.model_dir, store_root=str(folder / "store"), work_dir=folder / "work")
         self.setup(spec, (HOST, free_port(HOST)))
         self.initialise("weights 0", None)
-        self._batch, self._steps = duty.batch, 0
+        self._trained, self._steps = duty.batch, 0
 
     def optimize(self) -> str:
         """One optimizer step; the name of the state that is held now."""
         engine, _ = self._ready()
-        packing = plan(self._batch.lengths, global_batch_size=None, max_tokens=engine.max_tokens, data_parallel=1)
-        engine.train(self._batch, packing)
+        packing = plan(self._trained.lengths, global_batch_size=None, max_tokens=engine.max_tokens, data_parallel=1)
+        engine.train(self._trained, packing)
         self._steps += 1
         self._now_holds(f"weights {self._steps}", {})
         return f"weights {self._steps}"
