@@ -15,8 +15,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 from flows.environment import CLIENT_SETTINGS, keep_caches_in
 from rlpipe.errors import ResourceError
@@ -50,40 +52,76 @@ def local_prefect(home: Path) -> Iterator[str]:
     folder = home / ".prefect"
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["PREFECT_HOME"] = str(folder)
-    port = free_port(4200)
-    url = f"http://127.0.0.1:{port}"
-    os.environ["PREFECT_API_URL"] = f"{url}/api"
+    server, url = _started(folder)
+    try:
+        print(f"Prefect's pages of this run: {url}", file=sys.stderr)
+        yield f"{url}/api"
+    finally:
+        _end(server)
+        del os.environ["PREFECT_API_URL"]
+
+
+def _started(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """A server of ours that answers, and its URL. Of runs that start at once one gets the port, the others take another.
+
+    Raises: ResourceError.
+    """
+    for preferred in (4200, 0):
+        url = f"http://127.0.0.1:{free_port(preferred)}"
+        os.environ["PREFECT_API_URL"] = f"{url}/api"
+        server = _start(folder, url)
+        if _wait(server, url):
+            return server, url
+        _end(server)
+        if not answers(f"{url}/api/health"):
+            break
+    ended = f"ended with exit code {server.returncode}" if server.returncode >= 0 else "did not answer"
+    log = folder / "server.log"
+    last = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+    raise ResourceError(
+        "the Prefect server did not come up", where=url, found=f"it {ended}; the end of {log}:\n{last}", do="see the log"
+    )
+
+
+def _start(folder: Path, url: str) -> subprocess.Popen[bytes]:
+    command = [
+        "tools.prefect_server",
+        str(os.getpid()),
+        "server",
+        "start",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        url.rpartition(":")[2],
+    ]
     with (folder / "server.log").open("ab") as log:
-        server = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tools.prefect_server",
-                str(os.getpid()),
-                "server",
-                "start",
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(port),
-            ],
+        return subprocess.Popen(
+            [sys.executable, "-m", *command],
             env={**os.environ, "PREFECT_UI_API_URL": f"{url}/api"},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+
+def _wait(server: subprocess.Popen[bytes], url: str) -> bool:
+    """Does it answer before it ends, and in time? What answers at its port may be another run's."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and server.poll() is None:
+        if answers(f"{url}/api/health") and listens(server.pid, int(url.rpartition(":")[2])):
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
     try:
-        _wait(server, url, folder / "server.log")
-        print(f"Prefect's pages of this run: {url}", file=sys.stderr)
-        yield f"{url}/api"
-    finally:
-        server.terminate()
-        try:
-            server.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            server.kill()
-        del os.environ["PREFECT_API_URL"]
+        server.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
 
 
 async def drain() -> None:
@@ -119,14 +157,12 @@ def answers(url: str) -> bool:
         return False
 
 
-def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and server.poll() is None:
-        if answers(f"{url}/api/health"):
-            return
-        time.sleep(0.2)
-    ended = f"ended with exit code {server.returncode}" if server.poll() is not None else "did not answer"
-    last = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
-    raise ResourceError(
-        "the Prefect server did not come up", where=url, found=f"it {ended}; the end of {log}:\n{last}", do="see the log"
-    )
+def listens(pid: int, port: int) -> bool:
+    """Does this process, or one that it has started, listen at this port?"""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for one in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                if any(known.status == psutil.CONN_LISTEN and known.laddr.port == port for known in one.net_connections("tcp")):
+                    return True
+    return False
