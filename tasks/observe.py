@@ -27,6 +27,7 @@ from rlpipe.observe.sinks import Sinks
 from rlpipe.observe.summary import summarise, write_summary
 from rlpipe.run_history import HistoryReader, iteration_metrics
 from rlpipe.stage_files import read_samples, read_scored
+from rlpipe.store import scalars
 from rlpipe.types import NodeRef, Stage
 from tasks.context import RunContext
 from tasks.machine import show_machines
@@ -128,7 +129,8 @@ class Observer:
         await self.report()
 
     async def report(self) -> dict[str, Any]:
-        """Write summary.json, report.html and report.png as far as the run has come; answers the summary."""
+        """Write summary.json, report.html and report.png as far as the run has come, and bring the branch's tables up to date;
+        answers the summary."""
         summary, page = await asyncio.to_thread(self._write)
         await curve_artifact(self._it.config.run, self._it.directory / "report.png")
         await overview_artifact(self._it.config.run, page)
@@ -136,6 +138,7 @@ class Observer:
 
     def _write(self) -> tuple[dict[str, Any], str]:
         history, directory = self._reader.read(), self._it.directory
+        scalars.update(self._it.files, self._it.config.run)
         write_summary(history, directory / "summary.json")
         write_report(history, directory / "report.html")
         write_figure(history, directory / "report.png")
