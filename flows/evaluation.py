@@ -30,8 +30,14 @@ FIXED = (
     "evaluation.skip_eval_before_train=false",
     "train.optimizer.lr_decay_style=constant",
     "resources.cluster=null",
+    "resources.external_engines=[]",
+    "engine.router_url=null",
+    "gates.bounds=[]",
+    "observe.prometheus_port=null",
+    "observe.use_wandb=false",
 )
-"""Settings of every run that only evaluates: no iterations, actors of its own, and a schedule that needs no length."""
+"""Settings of every run that only evaluates: no iterations, actors, engines, ports and curves of its own, and a schedule that
+needs no length."""
 
 
 def configuration(

@@ -19,6 +19,7 @@
     ├── ResourceError                    a port, a disk, memory: the machine has not what is needed
     ├── Superseded                       what a stage was given is not what counts any more
     ├── Mismatch                         two things that must be equal are not: a replayed state, an engine's weights
+    ├── GateClosed                       a figure is out of its bounds, and nobody lets the run go on
     ├── Fenced                           another driver owns this branch now
     └── DeadlineExceeded (TimeoutError)  something did not finish in its time
 

@@ -1,7 +1,7 @@
 """The gates of an iteration's figures: within their bounds nothing happens, else its flow run pauses until somebody resumes it.
 
-Who resumed it is not known, but that it was, and why it had stopped, is in the store (`gates/<run>/<iteration>.json`): a retry
-does not ask again.
+Who resumed it is not known, but that it was, and why it had stopped, is in the store (`gates/<run>/<iteration>-<weights>.json`):
+a retry does not ask again.
 
 Not here: the bounds (`rlpipe.config.gates`), the gates that are about whose turn it is (`turn`).
 """
@@ -14,7 +14,8 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from uuid import UUID
+from itertools import product
+from uuid import UUID, uuid4
 
 from prefect import task
 from prefect.artifacts import acreate_markdown_artifact
@@ -40,11 +41,12 @@ async def gates(run: str, k: int, nodes: Mapping[str, NodeRef]) -> None:
     Raises: GateClosed if nobody does in time; ConfigError for a gate on a metric that is not there.
     """
     it = await context(run)
-    if not it.config.gates.bounds or it.files.exists(_path(run, k)):
+    passed = _path(run, k, nodes["train"].digest)
+    if not it.config.gates.bounds or it.files.exists(passed):
         return
     wrong = await look(run, k, dict(nodes))
     if wrong:
-        await _ask(it, k, wrong)
+        await _ask(it, k, wrong, passed)
 
 
 @task(name="gates", task_run_name="gates-{k}", cache_policy=NO_CACHE)
@@ -63,7 +65,7 @@ def broken(it: RunContext, k: int, nodes: Mapping[str, NodeRef]) -> list[str]:
             wrong.append(_of_evaluations(it, k, gate))
         elif gate.metric in found:
             wrong.append(gate.broken_by(found[gate.metric]))
-        else:
+        elif not _critic_only(it, nodes):
             raise ConfigError(
                 "nothing measures this",
                 where="gates.bounds",
@@ -72,6 +74,12 @@ def broken(it: RunContext, k: int, nodes: Mapping[str, NodeRef]) -> list[str]:
                 do="the same command with another name goes on from here",
             )
     return [said for said in wrong if said]
+
+
+def _critic_only(it: RunContext, nodes: Mapping[str, NodeRef]) -> bool:
+    """An iteration that warms a critic up has not all figures."""
+    batch = nodes.get(Stage.ADVANTAGE)
+    return batch is not None and bool(it.nodes.get(Stage.ADVANTAGE, batch.digest).outputs.get("critic_only"))
 
 
 def _of_evaluations(it: RunContext, k: int, gate: Gate) -> str | None:
@@ -86,15 +94,15 @@ def _evaluated(it: RunContext, version: int, metric: str) -> float | None:
     """None if these weights were not evaluated, or not for this."""
     if not evaluation_due(it.config, version):
         return None
-    for dataset in it.config.evaluation.datasets:
-        inputs = eval_inputs(it.config, dataset, it.weights_before(version))
-        node = it.nodes.find(Stage.EVAL, inputs.digest)
+    weights = dict.fromkeys((it.weights_before(version), it.recorded_before(version)))
+    for dataset, digest in product(it.config.evaluation.datasets, weights):
+        node = it.nodes.find(Stage.EVAL, eval_inputs(it.config, dataset, digest).digest)
         if node is not None and metric in node.outputs.get("metrics", {}):
             return node.outputs["metrics"][metric]
     return None
 
 
-async def _ask(it: RunContext, k: int, wrong: list[str]) -> None:
+async def _ask(it: RunContext, k: int, wrong: list[str], passed: str) -> None:
     run, asked_s = it.config.run, time.time()
     why = "\n".join(f"- {one}" for one in wrong)
     about = f"# {run}: iteration {k} waits\n\n{why}\n\nIts weights have not reached the engines. Resume or cancel its flow run."
@@ -111,12 +119,12 @@ async def _ask(it: RunContext, k: int, wrong: list[str]) -> None:
         )
     record = {"iteration": k, "broken": wrong, "asked": asked_s, "resumed": time.time()}
     with suppress(ObjectConflict):
-        await asyncio.to_thread(it.files.create, _path(run, k), json.dumps(record).encode())
+        await asyncio.to_thread(it.files.create, passed, json.dumps(record).encode())
 
 
 async def resumed(timeout_s: float, poll_s: float) -> bool:
     """Pause this flow run, and wait until somebody resumes it; False if it is cancelled, or nobody does in time."""
-    pause = asyncio.create_task(apause_flow_run(timeout=math.ceil(timeout_s), poll_interval=math.ceil(poll_s)))
+    pause = asyncio.create_task(apause_flow_run(timeout=math.ceil(timeout_s), poll_interval=math.ceil(poll_s), key=uuid4().hex))
     try:
         async with get_client() as client:
             while not (await asyncio.wait({pause}, timeout=poll_s))[0]:
@@ -131,5 +139,5 @@ async def resumed(timeout_s: float, poll_s: float) -> bool:
     return True
 
 
-def _path(run: str, k: int) -> str:
-    return f"gates/{run}/{k:08d}.json"
+def _path(run: str, k: int, train: str) -> str:
+    return f"gates/{run}/{k:08d}-{train[:16]}.json"

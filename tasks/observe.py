@@ -138,10 +138,13 @@ class Observer:
 
     def _write(self) -> tuple[dict[str, Any], str]:
         history, directory = self._reader.read(), self._it.directory
-        scalars.update(self._it.files, self._it.config.run)
         write_summary(history, directory / "summary.json")
         write_report(history, directory / "report.html")
         write_figure(history, directory / "report.png")
+        try:
+            scalars.update(self._it.files, self._it.config.run, ancestors=False)
+        except RlpipeError as error:  # they can be made again; what is wrong with the records is the audit's to say
+            self._it.progress.say(f"{self._it.config.run}: the tables are not up to date: {type(error).__name__}: {error}")
         return summarise(history), overview(history)
 
     def _spent(self, seconds: float, other: dict[str, float], **entry: float) -> None:

@@ -5,8 +5,9 @@
     python -m tools.gc --remove RUN [--remove RUN ...]             and these runs, with all that only they name
     python -m tools.gc ... --delete                                do it
 
-Without `--delete` nothing is touched. Runs may go on meanwhile; what is younger than `--grace` stays. What may go, and what has
-to stay for what: rlpipe/store/gc.py, rlpipe/store/retention.py. Exit codes: 0 done, 2 it cannot be known what may go.
+Without `--delete` nothing is touched, and runs may go on. With it every run of the store is held meanwhile, and refused if one is
+being driven; start no new one. What is younger than `--grace` stays. What may go, and what has to stay for what:
+rlpipe/store/gc.py, rlpipe/store/retention.py. Exit codes: 0 done, 2 it cannot be known what may go.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from rich.progress import Progress
@@ -23,7 +25,7 @@ from rich.progress import Progress
 from rlpipe.config.load import HOME_VARIABLE, home
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.store.files import Files
-from rlpipe.store.gc import remove, unreachable
+from rlpipe.store.gc import nobody_at_work, remove, unreachable
 from rlpipe.store.retention import Retention, branch_removal, spare_checkpoints
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -36,12 +38,16 @@ def main() -> int:
         os.environ[HOME_VARIABLE] = str(Path(arguments.home).expanduser().absolute())
     try:
         files = Files(arguments.store or home() / "store")
-        paths = removable(files, seconds(arguments.grace), arguments.keep_checkpoints, arguments.keep_every, arguments.remove)
-        print_summary(files, paths, listed=arguments.list)
+        records = [one.path for n, run in enumerate(arguments.remove) for one in branch_removal(files, run, arguments.remove[:n])]
+        with nobody_at_work(files) if arguments.delete else nullcontext():
+            paths = removable(files, seconds(arguments.grace), arguments.keep_checkpoints, arguments.keep_every, records)
+            print_summary(files, paths, listed=arguments.list)
+            if arguments.delete:
+                with Progress(transient=True) as bar:
+                    shown = bar.add_task("deleting", total=len(paths))
+                    remove(files, paths, lambda done, _: bar.update(shown, completed=done))
         if arguments.delete:
-            with Progress(transient=True) as bar:
-                shown = bar.add_task("deleting", total=len(paths))
-                remove(files, paths, lambda done, _: bar.update(shown, completed=done))
+            remove(files, [path for run in arguments.remove for path in files.list(f"branches/{run}/epochs")])
         print(f"{len(paths)} objects {'deleted' if arguments.delete else 'may go; --delete does it'}")
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -70,13 +76,13 @@ def seconds(text: str) -> float:
     raise ConfigError("not a time", where="--grace", found=text, expected="a number and one of s, m, h, d, such as 90m")
 
 
-def removable(files: Files, grace_s: float, keep_last: int | None, keep_every: int | None, runs: Sequence[str]) -> list[str]:
-    """Names of all that may go, in that order. Raises: as `unreachable`, `spare_checkpoints`, `branch_removal`."""
+def removable(files: Files, grace_s: float, keep_last: int | None, keep_every: int | None, records: Sequence[str]) -> list[str]:
+    """Names of all that may go, in that order, with the `records` of runs that are removed. Raises: as `unreachable`,
+    `spare_checkpoints`."""
     if keep_every is not None and keep_last is None:
         raise ConfigError(
             "which are kept beside those?", where="--keep-every", found=keep_every, do="give --keep-checkpoints too"
         )
-    records = [removal.path for place, run in enumerate(runs) for removal in branch_removal(files, run, runs[:place])]
     spare = spare_checkpoints(files, Retention(keep_last, keep_every), grace_s) if keep_last is not None else []
     rest = unreachable(files, grace_s, {*records, *(removal.path for removal in spare)})
     return list(dict.fromkeys([*records, *rest]))

@@ -45,7 +45,7 @@ class CriticRank(Rank[CriticEngine]):
             rank=self.rank,
             world_size=self.world_size,
             master=master,
-            meeting=MeetingPlace(meeting, spec.world_size, spec.critic_ranks),
+            meeting=MeetingPlace(meeting, spec.world_size, spec.critic_ranks, spec.patience_s),
             threads=spec.threads,
             deterministic=spec.deterministic,
             hooks=MegatronHooks(spec.train, spec.hook_args),

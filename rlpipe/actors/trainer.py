@@ -142,7 +142,7 @@ class TrainerRank(Rank[MegatronEngine]):
             deterministic=spec.deterministic,
             critic=spec.critic if meeting is None else None,
             critic_optimizer_steps=spec.critic_optimizer_steps,
-            meeting=MeetingPlace(meeting, spec.world_size, spec.critic_ranks) if meeting else None,
+            meeting=MeetingPlace(meeting, spec.world_size, spec.critic_ranks, spec.patience_s) if meeting else None,
             teacher_dir=spec.teacher.opd_teacher_load if spec.teacher else None,
             hooks=MegatronHooks(spec.train, spec.hook_args),
         )

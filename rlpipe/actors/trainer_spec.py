@@ -58,6 +58,11 @@ class TrainerSpec:
     upload_timeout_s: float = 3600.0
     """Deadline of a checkpoint's way to the store, and of one from it."""
 
+    @property
+    def patience_s(self) -> float:
+        """How long the policy's ranks and the critic's own wait for each other: as training, or a checkpoint's way, may take."""
+        return max(self.train.timeout_s, self.upload_timeout_s)
+
     @classmethod
     def of(cls, config: RunConfig, *, model_dir: str, store_root: str, work_dir: Path) -> TrainerSpec:
         """What a run's configuration says about its trainer."""

@@ -45,8 +45,9 @@ def check_branch(files: Files, branch: str, say: Say | None = None) -> list[Find
     Raises: ObjectMissing if there is no such branch; StoreError if the store does not answer.
     """
     commits, inits, findings = history(Branches(files), branch)
+    whole = not findings
     reader = Reader(files, evaluations_of(files, findings))
-    audit = _Audit(files, reader, findings, whole=not findings)
+    audit = _Audit(files, reader, findings, whole=whole)
     for digest in inits:
         audit.check_init(digest)
     audit.check_segments(dict.fromkeys([branch, *(commit.branch for commit in commits)]))

@@ -7,17 +7,19 @@ nodes grown from them. So a crashed run loses nothing, however long it lies. All
 the grace period, which must outlast a re-scoring (its nodes are bound to no plan) and a checkpoint's upload. Of who drives a
 branch only the renewals of leases go, all but the one that counts.
 
-Listing comes first and reading the branches second: what is committed in between was either young or is seen.
+Listing comes first and reading the branches second: what is committed in between was either young or is seen. Who deletes holds
+all branches meanwhile (`nobody_at_work`): a run that goes on, or begins, may take in what has lain there as garbage until then.
 Not here: parts of S3 uploads that were killed (a bucket's lifecycle rule), and anything outside the store's own folders.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from rlpipe.store.branches import Branches, config_path
-from rlpipe.store.epochs import superseded
+from rlpipe.store.epochs import Epochs, superseded
 from rlpipe.store.files import Files
 from rlpipe.store.local import Entry
 from rlpipe.store.nodes import Nodes
@@ -49,6 +51,21 @@ def unreachable(files: Files, grace_s: float, leaving: Collection[str] = ()) -> 
         *(entry for entry in records if entry.path in renewals),
     ]
     return sorted((entry.path for entry in _older(candidates, now - grace_s)), key=_removal_order)
+
+
+@contextmanager
+def nobody_at_work(files: Files) -> Iterator[None]:
+    """Hold every branch for as long as the block takes, so that no driver goes on with one.
+
+    Raises: Fenced if one is driven now. Not held are branches that begin meanwhile: start no run.
+    """
+    epochs = Epochs(files)
+    with ExitStack() as held:
+        for branch in Branches(files).names():
+            epoch = epochs.acquire(branch)
+            held.callback(epoch.release)
+            epoch.keep()
+        yield
 
 
 def collect(files: Files, grace_s: float, *, dry_run: bool) -> list[str]:

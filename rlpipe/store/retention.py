@@ -89,7 +89,8 @@ def branch_removal(files: Files, branch: str, leaving: Collection[str] = ()) -> 
     last = f"{folder}config.json"
     others = [name for name in names if name not in {*commits, *epochs, last}]
     reason = f"run {branch}"
-    return [Removal(path, reason) for path in (*files.list(f"rollouts/{branch}"), *commits, *others, last, *epochs)]
+    notes = [name for folder in ("rollouts", "gates") for name in files.list(f"{folder}/{branch}")]
+    return [Removal(path, reason) for path in (*notes, *commits, *others, last, *epochs)]
 
 
 def _checkpoints(files: Files, branches: Branches, branch: str) -> Iterator[tuple[int, Node]]:

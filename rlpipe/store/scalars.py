@@ -45,14 +45,15 @@ class Part(NamedTuple):
     path: str
 
 
-def update(files: Files, branch: str, say: Callable[[int, int], object] | None = None) -> int:
-    """Bring the tables of a branch, and of what it was forked from, up to the newest commit; how many iterations were added.
+def update(files: Files, branch: str, say: Callable[[int, int], object] | None = None, *, ancestors: bool = True) -> int:
+    """Bring the tables of a branch, and of what it was forked from (`ancestors`), up to the newest commit; how many iterations
+    were added.
 
     Several processes may do it at once. Raises: ObjectMissing, ObjectCorrupt if an iteration cannot be read; StoreError.
     """
     parent = Branches(files).get(branch).parent
     origin, last = parse_commit_name(parent) if parent else (None, -1)
-    return _update_own(files, branch, last + 1, say) + (update(files, origin, say) if origin else 0)
+    return _update_own(files, branch, last + 1, say) + (update(files, origin, say) if origin and ancestors else 0)
 
 
 def _update_own(files: Files, branch: str, first: int, say: Callable[[int, int], object] | None) -> int:
@@ -140,7 +141,8 @@ def _write(files: Files, branch: str, table: str, first: int, end: int, rows: pa
     pq.write_table(rows, buffer, compression="zstd", write_page_checksum=True)
     data = buffer.getvalue()
     path = f"{_folder(branch, table)}/{first:08d}-{end:08d}-{hashlib.sha256(data).hexdigest()[:16]}.parquet"
-    files.create(path, data)
+    with suppress(ObjectMissing):  # another process wrote the same and has put it together with others since
+        files.create(path, data)
     return path
 
 
@@ -164,7 +166,7 @@ def _put_together(files: Files, branch: str, table: str) -> None:
 def _without_inner(files: Files, parts: list[Part]) -> list[Part]:
     """Those that are left once each that lies within another is removed."""
     kept: list[Part] = []
-    for part in sorted(parts, key=lambda part: (part.first - part.end, part)):
+    for part in sorted(set(parts), key=lambda part: (part.first - part.end, part)):
         if any(other.first <= part.first and part.end <= other.end for other in kept):
             files.delete(part.path)
         else:

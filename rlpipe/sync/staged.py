@@ -61,12 +61,13 @@ class StagedTransport(DistributedTransport):
         *,
         pause: PauseMode = "abort",
         check: bool = False,
+        goes_on: bool = True,
     ) -> PushReport:
         """As `BucketTransport.push`; `named_tensors` are those of stage 0."""
         assert not check, "checked pushes come from one source"
         self._number, self._missing = self._number + 1, set(self.expected)
         try:
-            return super().push(named_tensors, engines, stamp, pause=pause)
+            return super().push(named_tensors, engines, stamp, pause=pause, goes_on=goes_on)
         except BaseException:
             self.close()
             raise
@@ -98,7 +99,6 @@ class StagedTransport(DistributedTransport):
         for stage in range(1, self.stages):
             await self._load_of(session, stage)
         await session.end()
-        await session.resume()
 
     async def _invite(self, session: Session, stage: int) -> None:
         session.doing = f"make a group of engines and stage {stage}"

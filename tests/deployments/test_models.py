@@ -12,7 +12,7 @@ from rlpipe.config.load import load_run
 from rlpipe.config.presets import PRESETS, presets
 from rlpipe.config.run import RunConfig
 from rlpipe.config.text import parse
-from rlpipe.engines.megatron.bridge import BRIDGES, LOCAL
+from rlpipe.engines.megatron.bridge import BRIDGES, LOCAL, with_own_table
 from rlpipe.engines.megatron.bridges.hf_config import flat_rope
 from rlpipe.engines.megatron.model import split_passthrough
 
@@ -128,7 +128,7 @@ def test_a_preset_suits_the_real_model(recipe, preset):
         ep_size=parallel.expert_model_parallel_size,
         etp_size=parallel.expert_tensor_parallel_size,
     )
-    bridge = BRIDGES[config.model_type](config, dtype=torch.bfloat16, parallel_states=sizes)
+    bridge = with_own_table(BRIDGES[config.model_type], config, torch.bfloat16, parallel_states=sizes)
     bridge.set_extra_args(**LOCAL, sequence_parallel=parallel.sequence_parallel, **for_transformer)
     stages = [get_num_layers_to_build(bridge.config, pp_rank=stage) for stage in range(sizes.pp_size)]
     assert sum(stages) == config.num_hidden_layers and min(stages) > 0

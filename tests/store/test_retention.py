@@ -171,6 +171,19 @@ def test_what_makes_no_sense_is_said(
     assert said in capsys.readouterr().err
 
 
+def test_nothing_is_deleted_while_a_run_is_driven(
+    local_files: Files, tool: Callable[..., int], capsys: pytest.CaptureFixture[str]
+):
+    a_run(local_files, 2)
+    driven = Epochs(local_files).acquire("run")
+    before = local_files.list("nodes")
+    assert tool("--grace", "0s") == 0 and tool("--grace", "0s", "--keep-checkpoints", "1", "--delete") == 2
+    assert "Fenced" in capsys.readouterr().err and local_files.list("nodes") == before
+    driven.release()
+    assert tool("--grace", "0s", "--keep-checkpoints", "1", "--delete") == 0
+    assert len(local_files.list("nodes")) < len(before)
+
+
 def test_nothing_goes_while_a_record_cannot_be_read(local_files: Files):
     made = a_run(local_files, 2)
     path = Path(local_files.url(node_path(Stage.CHECKPOINT, made[0].digest)).removeprefix("file://"))

@@ -213,3 +213,11 @@ def test_drift_and_jumps_are_found_by_size(local_files: Files, monkeypatch: pyte
     found = [one for one in found if one.rule != "stale"]
     assert [(one.rule, one.iteration) for one in found] == [("drift", 3), ("grad_norm", 11)]
     assert found[1] == Anomaly("grad_norm", "run", 11, 9.0, found[1].usual)
+
+
+def test_a_file_that_is_listed_and_written_at_once_is_no_part_of_itself(local_files: Files):
+    a_run(local_files, 2)
+    scalars.update(local_files, "run")
+    [part] = scalars._parts(local_files, "run", "samples")
+    assert scalars._without_inner(local_files, [part, part]) == [part]
+    assert local_files.exists(part.path)

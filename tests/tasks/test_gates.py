@@ -155,7 +155,7 @@ async def test_a_paused_iteration_goes_on_when_it_is_resumed_and_does_not_ask_tw
     await gated(1, bad, resume)
     assert "iteration 1 is paused: train/loss is 2, expected at most 1" in stream.getvalue()
     await gated(1, bad, None)
-    assert it.files.list("gates/run") == ["gates/run/00000001.json"]
+    assert it.files.list("gates/run") == [f"gates/run/00000001-{bad['train'].digest[:16]}.json"]
 
 
 @pytest.mark.integration

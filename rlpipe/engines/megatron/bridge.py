@@ -62,7 +62,7 @@ def open_bridge(model_dir: str, dtype: torch.dtype, *, trust_remote_code: bool, 
             found=hf_config.model_type,
             expected=f"one of {', '.join(sorted(BRIDGES))}",
         )
-    bridge = _with_own_table(kind, hf_config, dtype)
+    bridge = with_own_table(kind, hf_config, dtype)
     known = {f.name for f in dataclasses.fields(bridge.config)}
     bridge.set_extra_args(**{name: value for name, value in {**LOCAL, **transformer}.items() if name in known})
     return bridge
@@ -101,13 +101,16 @@ def shown(bridge: LLMBridge, model: torch.nn.Module) -> Any:
     return _Renamed(model, bridge)
 
 
-def _with_own_table(kind: type[LLMBridge], hf_config: Any, dtype: torch.dtype) -> LLMBridge:
-    """A tied model edits its class's mapping when a bridge is made; give the edit to the instance and undo it."""
+def with_own_table(kind: type[LLMBridge], hf_config: Any, dtype: torch.dtype, **more: Any) -> LLMBridge:
+    """mbridge's bridge of this kind (`more`: its further arguments).
+
+    A tied model edits its class's mapping when a bridge is made; the edit is given to the instance, and undone.
+    """
     owner: Any = next(base for base in kind.__mro__ if "_DIRECT_MAPPING" in vars(base))
     table = owner._DIRECT_MAPPING
     owner._DIRECT_MAPPING = dict(table)
     try:
-        bridge: Any = mbridge.AutoBridge.from_config(hf_config, dtype=dtype)
+        bridge: Any = mbridge.AutoBridge.from_config(hf_config, dtype=dtype, **more)
         bridge._DIRECT_MAPPING = owner._DIRECT_MAPPING
         bridge._get_safetensor_io = WeightFiles
     finally:

@@ -22,6 +22,7 @@ from rlpipe.config.model import ModelConfig
 from rlpipe.config.models import CriticConfig
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron import checkpoint, determinism, platform
+from rlpipe.engines.megatron.arguments import give_arguments
 from rlpipe.engines.megatron.critic import Critic
 from rlpipe.engines.megatron.engine import TrainResult, agreed
 from rlpipe.engines.megatron.groups import close_groups, open_groups, replicas
@@ -64,9 +65,10 @@ class CriticEngine:
         platform.claim(rank, threads)
         open_groups(parallel, rank=rank, world_size=world_size, master=master, timeout_s=timeout_s, seed=train.seed)
         try:
+            give_arguments(train)
             (hooks or MegatronHooks(TrainConfig())).init()
             critic = Critic(config, policy_dir, model, self._train, optimizer_steps, deterministic=deterministic)
-            self._meeting: Meeting | None = Meeting(meeting, place=meeting.policy_ranks + rank, timeout_s=timeout_s)
+            self._meeting: Meeting | None = Meeting(meeting, place=meeting.policy_ranks + rank)
         except BaseException:
             close_groups()
             raise

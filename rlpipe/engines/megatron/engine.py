@@ -117,7 +117,7 @@ class MegatronEngine:
                 self._teacher = build_scorer(teacher_dir, model, train, deterministic=deterministic)
                 load_weights(self._teacher.bridge, [self._teacher.ddp], teacher_dir)
             if meeting is not None:
-                self._meeting = Meeting(meeting, place=rank, timeout_s=timeout_s)
+                self._meeting = Meeting(meeting, place=rank)
         except BaseException:
             close_groups()
             raise

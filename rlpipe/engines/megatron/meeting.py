@@ -30,17 +30,19 @@ class MeetingPlace:
     """Host and port; the policy's rank 0 listens there."""
     policy_ranks: int
     critic_ranks: int
+    timeout_s: float = 1800.0
+    """Of one exchange: one side may have to wait for all that the other has to do first."""
 
 
 class Meeting:
     """One rank's part. Collective over all ranks of both."""
 
-    def __init__(self, where: MeetingPlace, *, place: int, timeout_s: float) -> None:
+    def __init__(self, where: MeetingPlace, *, place: int) -> None:
         """Wait for the others. `place`: the policy's rank, or that of the critic after all of those.
 
-        Raises: DistNetworkError, RuntimeError if not all come within `timeout_s`, which is also the deadline of an exchange.
+        Raises: DistNetworkError, RuntimeError if not all come within the place's `timeout_s`, also the deadline of an exchange.
         """
-        timeout, size = timedelta(seconds=timeout_s), where.policy_ranks + where.critic_ranks
+        timeout, size = timedelta(seconds=where.timeout_s), where.policy_ranks + where.critic_ranks
         self._place, self._critic = place, where.policy_ranks
         self._store = TCPStore(*where.master, size, is_master=place == 0, timeout=timeout, wait_for_workers=False)
         self._group = cast(ProcessGroup, ProcessGroupGloo(PrefixStore(NAME, self._store), place, size, timeout))

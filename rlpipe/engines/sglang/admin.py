@@ -57,7 +57,7 @@ class Engine:
 
     async def server_info(self) -> dict[str, Any]:
         """What it was started with and what came of it, SGLang's version among it."""
-        return (await self._call("GET", "/server_info")).json()
+        return await self._ask("GET", "/server_info", read=dict)
 
     async def weight_version(self) -> str:
         """The stamp of the last push, or the one it was started with."""

@@ -67,6 +67,7 @@ def history(ours: Engine, saved: str, *others: str) -> dict[str, Any]:
         found["steps"] += result.steps
     found["trained"] = result.state_digest
     ours.save_checkpoint(saved, 1)
+    ours.state_digest()  # which both take part in: then both have saved
     found["loaded"] = []
     for directory in (saved, *others):
         ours.load_checkpoint(directory, weights_only=directory == others[-1] if others else False)

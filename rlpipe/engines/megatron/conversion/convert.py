@@ -82,11 +82,11 @@ def to_torch_dist(
         files = _split(units(skeleton, passengers), shard_bytes, lambda unit: unit.size_bytes)
         total = sum(unit.size_bytes for file in files for unit in file)
         report = Report(str(target), sum(map(len, files)), total, len(files), str(wanted).removeprefix("torch."))
+        places.refuse_iterations(save, force=force)
         if places.is_made(target, name) and not force:
             places.point_to_release(save)
             report.notes.append("it was there already")
             return report
-        places.refuse_iterations(save, force=force)
         if passengers:
             report.notes.append(f"{len(passengers)} tensors that Megatron's model does not have are stored as they are")
 

@@ -109,7 +109,8 @@ class LegacyCheckpoint:
     def _chunks(self) -> list[tuple[tuple[int, int, int], dict[str, Any]]]:
         """(first layer, first expert, tensor parallel rank) of each part of the model, and its state."""
         found, first_layer = [], 0
-        virtual = sorted({key for state in self._states.values() for key in state if re.fullmatch(r"model\d*", key)})
+        chunks = {key for state in self._states.values() for key in state if re.fullmatch(r"model\d*", key)}
+        virtual = sorted(chunks, key=lambda key: int(key.removeprefix("model") or 0))
         for chunk in virtual:
             for stage in range(self._sizes["pipeline"]):
                 here = [(match, state[chunk]) for match, state in self._states.items() if self._stage(match) == stage]
