@@ -89,7 +89,13 @@ def environment(folder: Path) -> dict[str, str]:
     keep_caches_in(folder)
     caches = {name: os.environ[name] for name in (*CACHES, "HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY") if name in os.environ}
     beats = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)}
-    return {**CLIENT_SETTINGS, **beats, **caches, HOME_VARIABLE: str(folder), "PYTHONPATH": str(ROOT)}
+    return {**CLIENT_SETTINGS, **beats, **caches, HOME_VARIABLE: str(folder), "PYTHONPATH": python_path()}
+
+
+def python_path() -> str:
+    """This checkout before what PYTHONPATH has here: a Megatron-LM checkout may be there."""
+    others = [str(Path(path).absolute()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return os.pathsep.join(dict.fromkeys([str(ROOT), *others]))
 
 
 def place(arguments: argparse.Namespace) -> tuple[Site, Path]:

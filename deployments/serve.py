@@ -27,6 +27,9 @@ from deployments.declared import FLOWS, ROOT, declared, entrypoints
 from deployments.site import Site
 from rlpipe.errors import ConfigError, RlpipeError
 
+OPEN_ITERATIONS = frozenset({"train", "fork", "reprocess"})
+"""Flows whose runs may wait for an iteration's flow run."""
+
 
 async def served(site: Site, chosen: Sequence[str]) -> list[RunnerDeployment]:
     """The deployments of the chosen flows. Raises: ConfigError."""
@@ -46,12 +49,13 @@ async def served(site: Site, chosen: Sequence[str]) -> list[RunnerDeployment]:
 
 def check_limit(chosen: Sequence[str], limit: int | None) -> None:
     """An iteration must never wait for the place of the run that waits for it. Raises: ConfigError."""
-    if limit is not None and {"train", "iteration"} <= set(chosen or FLOWS):
+    flows = set(chosen or FLOWS)
+    if limit is not None and "iteration" in flows and flows & OPEN_ITERATIONS:
         raise ConfigError(
-            "training runs and iterations cannot share a limit: a run would wait for an iteration that waits for its place",
+            "runs and their iterations cannot share a limit: a run would wait for an iteration that waits for its place",
             where="--limit",
-            found=limit,
-            do="serve `train` with a limit, and the others from another process without",
+            found=f"{limit} for {', '.join(sorted(flows & (OPEN_ITERATIONS | {'iteration'})))}",
+            do=f"serve {', '.join(sorted(OPEN_ITERATIONS))} with a limit, and `iteration` from another process without",
         )
 
 

@@ -9,8 +9,8 @@ import asyncio
 import hashlib
 import json
 import os
-import shutil
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,11 +66,19 @@ def checkpoint_of(home: Path, of: str) -> Iterator[Stored]:
     if files.root.startswith("file://"):
         yield Stored(_in_place(files, node), origin, node.digest)
         return
-    folder = home / run / "conversion"
-    try:
-        yield Stored(fetch_checkpoint(files, node, folder), origin, node.digest)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with fetched(files, node, home / run) as folder:
+        yield Stored(folder, origin, node.digest)
+
+
+@contextmanager
+def fetched(files: Files, node: Node, home: Path) -> Iterator[Path]:
+    """A checkpoint's files in a folder of one conversion's own, which is gone afterwards.
+
+    Raises: ObjectMissing, ObjectCorrupt, StoreFull.
+    """
+    home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="conversion-", dir=home, ignore_cleanup_errors=True) as folder:
+        yield fetch_checkpoint(files, node, Path(folder))
 
 
 def job_of(source: Path, destination: Path, origin: Path | None, settings: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,8 @@
     python -m tools.up --status | --down
 
 Each is a process of its own session with a record `{home}/.up/<name>.json`: its PID, when that process began (a number is given
-to another process some day), its port. What runs stays as it is; what died comes back at the same port with the same data.
+to another process some day), its port. What runs stays as it is; what died comes back with the same data, at the same port unless
+somebody else has it now: then Ray and worker, which were told of the old one, are started anew.
 Everything listens on loopback only. The store's key is made at the first start and lies in `{home}/.up/env`, which nobody else
 can read: `. runs/.up/env` in a shell points Prefect's commands and any S3 client here.
 
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,7 +33,7 @@ from deployments.site import load_site
 from flows.environment import keep_caches_in
 from rlpipe.config.load import HOME_VARIABLE, home
 from rlpipe.errors import ResourceError, RlpipeError
-from tools.local_prefect import SETTINGS, answers, free_port
+from tools.local_prefect import SETTINGS, answers, free_port, listens
 from tools.s3_server import PORTS, S3Server, free_ports, s3_environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,10 +67,10 @@ class Record:
 
 
 class Place:
-    """The processes of one home."""
+    """The processes of one home. `without`: names that runs do not use, whether they run or not."""
 
-    def __init__(self, folder: Path) -> None:
-        self.home, self.folder = folder, folder / ".up"
+    def __init__(self, folder: Path, without: Iterable[str] = ()) -> None:
+        self.home, self.folder, self.without = folder, folder / ".up", frozenset(without)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
 
@@ -89,10 +91,14 @@ class Place:
         record = self.record(name)
         return record and record.process
 
+    def used(self, name: str) -> bool:
+        """Does it run, for runs to use?"""
+        return name not in self.without and self.running(name) is not None
+
     def ports(self, name: str, made: Callable[[], list[int]]) -> list[int]:
-        """The ports it had, else new ones."""
+        """The ports it had if nobody else has them now, else new ones."""
         record = self.record(name)
-        return list(record.ports) if record else made()
+        return list(record.ports) if record and all(free_port(port) == port for port in record.ports) else made()
 
     def url(self, name: str) -> str:
         record = self.record(name)
@@ -110,16 +116,16 @@ class Place:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What points a process at the servers that were started here."""
-        store = s3_environment(self.url("s3"), self.secret) if self.record("s3") else {}
-        where = {"PREFECT_API_URL": f"{self.url('prefect')}/api"} if self.record("prefect") else {}
+        """What points a process at the servers that run here."""
+        store = s3_environment(self.url("s3"), self.secret) if self.used("s3") else {}
+        where = {"PREFECT_API_URL": f"{self.url('prefect')}/api"} if self.used("prefect") else {}
         return {**where, **store, HOME_VARIABLE: str(self.home)}
 
     @property
     def overrides(self) -> list[str]:
         """Settings of every run from here."""
-        store = [f"store.root=s3://{BUCKET}/runs"] if self.record("s3") else []
-        return [*store, *([f"resources.ray_address={self.url('ray')}"] if self.record("ray") else [])]
+        store = [f"store.root=s3://{BUCKET}/runs"] if self.used("s3") else []
+        return [*store, *([f"resources.ray_address={self.url('ray')}"] if self.used("ray") else [])]
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
@@ -127,11 +133,12 @@ class Place:
 
 def start(place: Place, name: str, command: list[str], ports: Iterable[int], environment: dict[str, str]) -> None:
     """A process that outlives this one."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     with place.log(name).open("ab") as log:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, **environment, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -166,7 +173,13 @@ def start_prefect(place: Place) -> None:
     url = f"http://127.0.0.1:{port}"
     environment = {**SETTINGS, "PREFECT_HOME": str(place.folder / "prefect"), "PREFECT_UI_API_URL": f"{url}/api"}
     start(place, "prefect", command, [port], {**environment, "PREFECT_API_URL": f"{url}/api"})
-    wait(place, "prefect", lambda: answers(f"{url}/api/health"))
+    wait(place, "prefect", lambda: ours(place, "prefect", port) and answers(f"{url}/api/health"))
+
+
+def ours(place: Place, name: str, port: int) -> bool:
+    """Is it the process that was started here that listens at this port, and nobody else's?"""
+    process = place.running(name)
+    return process is not None and listens(process.pid, port)
 
 
 def start_ray(place: Place) -> None:
@@ -192,12 +205,17 @@ def start_worker(place: Place, pool: str) -> None:
     start(place, "worker", command, [], {**settings, **place.environment, "RAY_AUTH_MODE": "disabled"})
 
 
-def up(place: Place, site: Path | None, without: set[str]) -> None:
-    """Start what does not run, then declare the deployments. Raises: ConfigError, ResourceError."""
+def up(place: Place, site: Path | None) -> int:
+    """Start what does not run, then declare the deployments; the exit code of that, without a worker unless it is 0.
+
+    Raises: ConfigError, ResourceError.
+    """
     own = load_site(site)
     keep_caches_in(place.home)
     for name, begin in (("s3", start_s3), ("prefect", start_prefect), ("ray", start_ray)):
-        if name not in without and not place.running(name):
+        if name == "ray":
+            end_if_elsewhere(place, name)
+        if name not in place.without and not place.running(name):
             print(f"starting {name} …", flush=True)
             begin(place)
     merged = own.model_copy(update={"overrides": (*place.overrides, *own.overrides)})
@@ -206,37 +224,74 @@ def up(place: Place, site: Path | None, without: set[str]) -> None:
     secret = place.folder / "env"
     secret.touch(mode=0o600)
     secret.write_text("".join(lines))
-    declare = [sys.executable, "-m", "deployments.apply", "--site", str(place.folder / "site.yaml"), "--home", str(place.home)]
-    print("declaring the deployments …", flush=True)
-    settings = {**SETTINGS, **place.environment, "PREFECT_HOME": str(place.folder / "prefect"), "PYTHONPATH": str(ROOT)}
-    subprocess.run(declare, cwd=ROOT, env={**os.environ, **settings}, check=True)
+    if code := declare(place):
+        return code
+    end_if_elsewhere(place, "worker")
     if not place.running("worker"):
         start_worker(place, merged.pool)
+    return 0
+
+
+def declare(place: Place) -> int:
+    """Declare the deployments of the place's site; the exit code, and if it is not 0 a word about what stays up."""
+    command = [sys.executable, "-m", "deployments.apply", "--site", str(place.folder / "site.yaml"), "--home", str(place.home)]
+    print("declaring the deployments …", flush=True)
+    settings = {**SETTINGS, **place.environment, "PREFECT_HOME": str(place.folder / "prefect")}
+    code = subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, check=False).returncode
+    if code:
+        stays = ", ".join(name for name in NAMES if place.running(name)) or "nothing"
+        print(
+            f"the deployments were not declared (exit code {code}); up: {stays}. `make up` again goes on from here",
+            file=sys.stderr,
+        )
+    return code
+
+
+def end_if_elsewhere(place: Place, name: str) -> None:
+    """End a process that was started for other servers than those that run now, some of which it would not find."""
+    process, began_with = place.running(name), place.environment
+    if process is not None:
+        with suppress(psutil.Error):
+            began_with = process.environ()
+        if not place.environment.items() <= began_with.items():
+            print(f"ending {name}, which was started for other servers …", flush=True)
+            end(place, name)
 
 
 def down(place: Place) -> list[str]:
     """End them: first the runs, as SIGTERM ends a run; the names of what was running."""
-    ended = []
-    for name in reversed(NAMES):
-        process = place.running(name)
-        if process is None:
-            continue
+    return [name for name in reversed(NAMES) if end(place, name)]
+
+
+def end(place: Place, name: str) -> bool:
+    """End it and what it started, a worker's runs first; False if it was not running."""
+    process = place.running(name)
+    if process is None:
+        return False
+    below: list[psutil.Process] = []
+    with suppress(psutil.NoSuchProcess):
         below = process.children(recursive=True)
-        if name == "worker":
-            _end([child for child in process.children() if "prefect" in " ".join(child.cmdline())])
-        _end([process])
-        _end(below)
-        ended.append(name)
-    return ended
+    if name == "worker":
+        _end([child for child in below if _is_run(child, process)])
+    _end([process])
+    _end(below)
+    return True
+
+
+def _is_run(child: psutil.Process, worker: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return child.ppid() == worker.pid and "prefect" in " ".join(child.cmdline())
+    return False
 
 
 def _end(processes: list[psutil.Process]) -> None:
-    """SIGTERM, and SIGKILL for what has not ended by then."""
+    """SIGTERM, and SIGKILL for what has not ended by then; some may have ended by themselves."""
     for process in processes:
-        if process.is_running():
+        with suppress(psutil.NoSuchProcess):
             process.terminate()
     for process in psutil.wait_procs(processes, timeout=END_TIMEOUT_S)[1]:
-        process.kill()
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def told(place: Place) -> str:
@@ -267,17 +322,18 @@ def main() -> int:
     without = {name for name in arguments.without.split(",") if name}
     if unknown := without - {"ray", "s3"}:
         parser.error(f"--without takes ray and s3, not {', '.join(sorted(unknown))}")
-    place = Place(Path(arguments.home).expanduser().absolute() if arguments.home else home())
+    place = Place(Path(arguments.home).expanduser().absolute() if arguments.home else home(), without)
+    code = 0
     try:
         if arguments.down:
             print(f"ended: {', '.join(down(place)) or 'nothing was running'}")
         elif not arguments.status:
-            up(place, arguments.site, without)
+            code = up(place, arguments.site)
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     print(told(place))
-    return 0
+    return code
 
 
 if __name__ == "__main__":

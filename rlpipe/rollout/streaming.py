@@ -70,7 +70,18 @@ async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]
         for line in lines:
             said = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
             if said and said != b"[DONE]":
-                yield orjson.loads(said)
+                event = orjson.loads(said)
+                if not isinstance(event, dict):
+                    raise TypeError(f"no object: {event!r:.200}")
+                yield event
+
+
+def _part(event: dict[str, Any], name: str) -> dict[str, Any]:
+    """An object in an object, empty if it is not there. Raises: TypeError if it is something else."""
+    part = event.get(name) or {}
+    if not isinstance(part, dict):
+        raise TypeError(f"{name} is {part!r:.200}")
+    return part
 
 
 class _Row:
@@ -88,15 +99,23 @@ class _Row:
         return bool(self._last.get("finish_reason"))
 
     def add(self, event: dict[str, Any], where: str) -> None:
-        """Take an event in. Raises: EngineRejected if it is an error."""
-        error = event.get("error")
-        self._last = event.get("meta_info") or {}
-        reason = self._last.get("finish_reason") or {}
+        """Take an event in. Raises: EngineRejected if it is an error; TypeError or ValueError if it cannot be read."""
+        error = {"message": event["error"]} if isinstance(event.get("error"), str) else _part(event, "error")
+        self._last = _part(event, "meta_info")
+        reason = _part(self._last, "finish_reason")
         if error or reason.get("status_code"):
             status = (error or reason).get("code" if error else "status_code") or 500
             raise rejected(where, self._url, int(status), str((error or reason).get("message")))
-        more = self._last.get("output_token_logprobs") or []
-        self.pairs[self._last.get("output_token_logprobs_length", len(more)) - len(more) :] = more
+        self._extend(self._last.get("output_token_logprobs") or [])
+
+    def _extend(self, more: list[Any]) -> None:
+        """Put an event's tokens where they belong: what the engine queued may be the newest ones, and then all of them again."""
+        length = self._last.get("output_token_logprobs_length", len(more))
+        more = more[max(0, len(more) - length) :]
+        first = length - len(more)
+        if not 0 <= first <= len(self.pairs):
+            raise ValueError(f"{len(more)} of {length} tokens after {len(self.pairs)}")
+        self.pairs[first:] = more
 
     def meta(self) -> dict[str, Any]:
         """SGLang's `meta_info`; of a response that is not finished as if it had been aborted here."""

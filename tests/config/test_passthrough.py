@@ -108,6 +108,15 @@ def test_every_owned_name_is_in_its_table(table):
     assert set(OWNED[table]) <= fields
 
 
+@pytest.mark.parametrize("table", TABLES)
+def test_no_secret_passes_for_it_would_be_stored_with_the_run(table):
+    fields = {entry.get("field", name) for kind in load(table)["receivers"].values() for name, entry in kind.items()}
+    secrets = {name for name in fields if "api_key" in name or "password" in name}
+    assert secrets <= OWNED[table].keys()
+    assert all("stored with the run" in OWNED[table][name] for name in secrets)
+    assert bool(secrets) == (table != "megatron")
+
+
 @pytest.mark.integration
 def test_the_tables_are_those_of_the_installed_packages(repository):
     result = subprocess.run(

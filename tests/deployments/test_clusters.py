@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from deployments.apply import python_path
+from deployments.declared import ROOT
 from deployments.site import load_site
 
 
@@ -73,6 +75,16 @@ def test_no_secret_is_written_in_the_manifest(manifest: list[dict[str, Any]], fo
     assert named(manifest, "Secret") == set()
     values = [one.get("value", "") for several in found(manifest, "env") for one in several]
     assert [value for value in values if "://" in value] == ["postgresql+asyncpg://prefect:$(PASSWORD)@postgres:5432/prefect"]
+
+
+def test_what_pythonpath_has_is_kept_behind_the_checkout(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", f"/opt/Megatron-LM:{ROOT}")
+    assert python_path() == f"{ROOT}:/opt/Megatron-LM"
+    (line,) = [line for line in (folder / "slurm.sbatch").read_text().splitlines() if "PYTHONPATH" in line]
+    for found, expected in ({"PYTHONPATH": "/opt/Megatron-LM"}, "/root:/opt/Megatron-LM"), ({}, "/root"):
+        script = f'set -u; root=/root; {line}; echo "$PYTHONPATH"'
+        said = subprocess.run(["/bin/bash", "-c", script], env=found, capture_output=True, text=True, check=True)
+        assert said.stdout.strip() == expected
 
 
 def test_the_modules_that_are_started_exist(manifest: list[dict[str, Any]], folder: Path):

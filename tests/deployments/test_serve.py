@@ -21,9 +21,10 @@ async def test_the_chosen_flows_are_served_with_their_schedules(repository: Path
     assert all(one.work_pool_name is None for one in made.values())
 
 
-@pytest.mark.parametrize("chosen", [[], ["train", "iteration"]])
+@pytest.mark.parametrize("chosen", [[], *([flow, "iteration"] for flow in ("train", "fork", "reprocess"))])
 def test_runs_and_their_iterations_do_not_share_a_limit(chosen: list[str]):
     with pytest.raises(ConfigError, match="from another process"):
         check_limit(chosen, 1)
     check_limit(chosen, None)
-    check_limit(["train"], 1)
+    check_limit(["train", "fork", "reprocess"], 1)
+    check_limit(["iteration", "evaluate"], 1)

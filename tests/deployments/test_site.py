@@ -18,7 +18,7 @@ def site(place: Path, text: str) -> Site:
 
 def test_the_example_is_a_site(repository: Path):
     example = load_site(repository / "deployments" / "site.example.yaml")
-    assert {name: gpus.limit for name, gpus in example.sets.items()} == {"train": 1, "spare": 2}
+    assert {name: gpus.limit for name, gpus in example.sets.items()} == {"train": 1, "spare": 1}
     assert {f"{entry.flow}/{entry.name}" for entry in example.deployments} >= {"train/nightly", "evaluate/calculator"}
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from flows.conversion import checkpoint_of, converted, job_of
+from flows.conversion import checkpoint_of, converted, fetched, job_of
 from rlpipe.errors import ConfigError, ObjectCorrupt, ResourceError, StoreFull
 from rlpipe.inputs import checkpoint_inputs
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
-from rlpipe.types import Stage
+from rlpipe.types import Node, Stage
 from tests.store.lineage import Run
 
 
@@ -54,6 +54,18 @@ def test_a_file_that_was_changed_is_not_converted(home):
     next((home / "store" / "checkpoints").rglob("__0_0.distcp")).write_text("something else")
     with pytest.raises(ObjectCorrupt, match="not the bytes"), checkpoint_of(home, "run"):
         pass
+
+
+def test_conversions_of_one_run_have_a_folder_each_which_goes_with_them(home, tmp_path):
+    files, version = Files(home / "store"), "iter_0000001"
+    train = Branches(files).read("run", 0).nodes[Stage.TRAIN]
+    node: Node = Nodes(files).get(Stage.CHECKPOINT, checkpoint_inputs(train).digest)
+    with fetched(files, node, tmp_path / "run") as first:
+        with fetched(files, node, tmp_path / "run") as second:
+            assert first != second
+        assert not second.exists()
+        assert sorted(path.name for path in (first / version).iterdir()) == [".metadata", "__0_0.distcp"]
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_the_kind_of_the_source_decides_what_is_made(tmp_path):

@@ -108,6 +108,18 @@ async def test_events_with_all_tokens_and_with_new_ones_are_the_same_response():
     assert (asked["stream"], asked["input_ids"]) == (True, [9])
 
 
+async def test_tokens_that_come_twice_in_one_event_are_taken_once():
+    length = "output_token_logprobs_length"
+    whole, _, _ = await _streamed([_event([1], None, {length: 1}), _event([2, 1, 2], "stop", {length: 2})])
+    assert (whole.response_ids, whole.log_probs) == ([1, 2], [-1.0, -2.0])
+
+
+@pytest.mark.parametrize("length", [5, -1, "2"])
+async def test_tokens_that_do_not_fit_those_before_are_refused(length: Any):
+    with pytest.raises(EngineRejected, match="cannot be read"):
+        await _streamed([_event([1]), _event([2], "stop", {"output_token_logprobs_length": length})])
+
+
 async def test_a_connection_that_breaks_in_the_middle_is_gone_on_from():
     spans = {"weight_versions": [{"version": "b@1@d", "start": 0, "end": 9}]}
     broken = [_event([1]), _event([1, 2], None, spans), httpx.ReadError("gone")]
@@ -130,8 +142,16 @@ async def test_an_error_in_the_stream_is_an_error():
     abort["meta_info"]["finish_reason"] |= {"status_code": 400, "message": "bad parameter"}
     with pytest.raises(EngineRejected, match="bad parameter"):
         await _streamed([abort])
-    with pytest.raises(EngineRejected, match="cannot be read"):
-        await _streamed([{"meta_info": {"output_token_logprobs": [[float("nan"), 1, None]]}}])
+    with pytest.raises(EngineRejected, match=r"HTTP 500.*no memory"):
+        await _streamed([{"error": "no memory"}])
+    for event in (
+        {"meta_info": {"output_token_logprobs": [[float("nan"), 1, None]]}},
+        {"meta_info": "none"},
+        {"error": [1]},
+        [1],
+    ):
+        with pytest.raises(EngineRejected, match="cannot be read"):
+            await _streamed([event])
 
 
 async def test_a_stream_without_an_end_is_no_answer():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import stat
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,9 @@ import psutil
 import pytest
 
 from rlpipe.errors import ResourceError
-from tools.up import Place, down, start, start_s3, told, wait
+from tools import up
+from tools.local_prefect import free_port
+from tools.up import Place, down, end_if_elsewhere, ours, start, start_s3, told, wait
 
 PAUSES = "import signal; signal.pause()"
 SLEEPS = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {PAUSES!r}])"]
@@ -65,9 +69,69 @@ def test_the_store_comes_back_at_its_port_with_its_key_which_nobody_else_can_rea
     assert stat.S_IMODE(place.folder.stat().st_mode) == 0o700
 
 
-def test_ports_are_kept(tmp_path: Path):
+def test_a_port_is_kept_until_somebody_else_has_it(tmp_path: Path):
     place = Place(tmp_path)
-    place.keep("prefect", psutil.Process(), [4207])
-    assert place.ports("prefect", lambda: [1]) == [4207]
-    assert place.url("prefect") == "http://127.0.0.1:4207"
-    assert place.environment["PREFECT_API_URL"] == "http://127.0.0.1:4207/api"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        place.keep("prefect", psutil.Process(), [port])
+        assert place.url("prefect") == f"http://127.0.0.1:{port}"
+        assert place.environment["PREFECT_API_URL"] == f"http://127.0.0.1:{port}/api"
+        assert place.ports("prefect", lambda: [1]) == [1]
+    assert place.ports("prefect", lambda: [1]) == [port]
+
+
+def test_a_server_of_somebody_else_at_the_port_is_not_ours(place: Place, tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        start(place, "prefect", SLEEPS, [port], {})
+        assert not ours(place, "prefect", port)
+        theirs = Place(tmp_path / "theirs")
+        theirs.keep("prefect", psutil.Process(), [port])
+        assert ours(theirs, "prefect", port)
+
+
+def test_runs_use_what_runs_and_is_not_left_out(tmp_path: Path):
+    place = Place(tmp_path)
+    place.keep("ray", psutil.Process(), [6379])
+    place.keep("s3", psutil.Process(), [8333])
+    assert place.overrides == ["store.root=s3://rlpipe/runs", "resources.ray_address=127.0.0.1:6379"]
+    assert "AWS_ENDPOINT_URL" in place.environment
+    without = Place(tmp_path, ["ray", "s3"])
+    assert without.overrides == [] and set(without.environment) == {up.HOME_VARIABLE}
+    for name in ("ray", "s3"):
+        record = place.folder / f"{name}.json"
+        record.write_text(record.read_text().replace('"began_s": ', '"began_s": 9'))
+    assert place.overrides == [] and set(place.environment) == {up.HOME_VARIABLE}
+
+
+def test_a_worker_whose_servers_are_elsewhere_now_is_ended_and_no_other(place: Place):
+    start(place, "worker", SLEEPS, [], {**place.environment, "MORE": "x"})
+    end_if_elsewhere(place, "worker")
+    assert place.running("worker")
+    start(place, "prefect", SLEEPS, [free_port(0)], {})
+    end_if_elsewhere(place, "worker")
+    assert place.running("prefect") and not place.running("worker")
+
+
+def test_a_process_that_ended_by_itself_is_no_error(place: Place):
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    known = psutil.Process(process.pid)
+    process.wait()
+    up._end([known])
+
+
+def test_deployments_that_are_refused_leave_the_place_up_and_their_exit_code(place: Place, monkeypatch, capsys):
+    start(place, "ray", SLEEPS, [6379], {})
+    refuses = place.home / "python"
+    refuses.write_text("#!/bin/sh\nexit 2\n")
+    refuses.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(refuses))
+    assert up.declare(place) == 2
+    assert "were not declared (exit code 2); up: ray." in capsys.readouterr().err
+
+
+def test_what_pythonpath_has_is_kept_behind_the_checkout(place: Place, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", "/opt/Megatron-LM")
+    start(place, "worker", SLEEPS, [], {})
+    worker = place.running("worker")
+    assert worker is not None and worker.environ()["PYTHONPATH"] == f"{up.ROOT}:/opt/Megatron-LM"

@@ -12,6 +12,7 @@ def _same(prefix: str, *names: str) -> dict[str, str]:
 
 _ARCHITECTURE = "it follows from the config.json of the model directory (model.source)"
 _PLACED = "rlpipe places the processes; see resources.*"
+_SECRET = "it would be stored with the run; keep the servers on engine.host"
 
 MEGATRON = {
     **_same(
@@ -70,7 +71,7 @@ SGLANG = {
     "enable_deterministic_inference": "use deterministic",
     "enable_memory_saver": "use resources.colocate and resources.offload_rollout",
     "enable_return_routed_experts": "use train.use_rollout_routing_replay",
-    "api_key": "it would be stored with the run; keep the servers on engine.host",
+    **dict.fromkeys(("api_key", "admin_api_key", "ssl_keyfile_password"), _SECRET),
     "config": "write its keys here",
     **dict.fromkeys(("base_gpu_id", "gpu_id_step", "nnodes", "node_rank", "dist_init_addr", "nccl_port"), _PLACED),
 }
@@ -79,7 +80,8 @@ ROUTER = {
     "host": "use engine.host",
     "port": "rlpipe takes a free one",
     "worker_urls": "engines join by themselves",
-    "api_key": "it would be stored with the run; keep the servers on engine.host",
+    **dict.fromkeys(("api_key", "control_plane_api_keys"), _SECRET),
+    "oracle_password": "it would be stored with the run; keep the router's history elsewhere (history_backend)",
     "request_timeout_secs": "use engine.request_timeout_s",
 }
 
