@@ -47,14 +47,17 @@ async def test_a_paused_engine_keeps_requests_waiting(live):
 
 async def test_abort_returns_what_was_sampled(live):
     async with Engine(live.server.url) as engine, GenerateClient(live.router.url, vocab_size=VOCAB_SIZE, deadline_s=30) as client:
-        stop = asyncio.Event()
-        running = asyncio.create_task(client.generate([5, 6], {"max_new_tokens": 240, "ignore_eos": True}, n=2, stop=stop))
-        await asyncio.sleep(0.3)
-        stop.set()
-        await engine.abort_all()
-        for generation in await running:
-            assert generation.finish_reason == "abort"
-            assert 0 < len(generation.response_ids) < 240
+        for wait_s in (0.3, 0.1, 0.2, 0.05, 0.15, 0.02):  # one of them ends in the middle, however fast the machine is
+            stop = asyncio.Event()
+            running = asyncio.create_task(client.generate([5, 6], {"max_new_tokens": 240, "ignore_eos": True}, n=2, stop=stop))
+            await asyncio.sleep(wait_s)
+            stop.set()
+            await engine.abort_all()
+            found = await running
+            if all(generation.finish_reason == "abort" and generation.response_ids for generation in found):
+                break
+        assert all(0 < len(generation.response_ids) < 240 for generation in found)
+        assert {generation.finish_reason for generation in found} == {"abort"}
 
 
 async def test_an_answer_that_is_something_else_names_engine_and_endpoint(live, monkeypatch):
@@ -129,4 +132,4 @@ async def test_memory_is_given_up_and_taken_back_while_it_is_paused(live):
         await engine.flush()
         await engine.resume_memory(("cuda_graph", "kv_cache"))
         await engine.continue_()
-        assert await engine.score([[5, 9, 20]]) == before
+        np.testing.assert_allclose(await engine.score([[5, 9, 20]]), before, atol=1e-5)
