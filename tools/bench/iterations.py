@@ -95,7 +95,7 @@ def run(bench: Bench, folder: Path) -> Watch:
 
 
 def _until_started(process: subprocess.Popen[bytes], trace: Path, log: Path, deadline_s: float) -> None:
-    while not read_trace(trace)[0]:
+    while all(event.iteration is None for event in read_trace(trace)[0]):  # engines start before, in turns of their own
         if process.poll() is not None:
             raise ResourceError("the run ended before its first stage", where=str(log), found=_tail(log))
         if time.monotonic() > deadline_s:

@@ -6,6 +6,7 @@ of seconds, not of milliseconds. Without `nvidia-smi` there are no samples.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import tempfile
@@ -78,6 +79,7 @@ def watched() -> Iterator[Watch]:
             "--query-gpu=timestamp,index,utilization.gpu,memory.used",
             "--format=csv,noheader,nounits",
             f"--loop-ms={EVERY_MS}",
+            *([f"--id={ours}"] if (ours := os.environ.get("CUDA_VISIBLE_DEVICES")) else []),
         ]
         with watch._path.open("w") as output:
             process = subprocess.Popen(query, stdout=output, stderr=subprocess.DEVNULL)

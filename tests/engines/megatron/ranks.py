@@ -106,10 +106,12 @@ def near(columns: np.ndarray, scale: float, seed: int) -> np.ndarray:
     return columns + np.random.default_rng(seed).normal(0, scale, len(columns)).astype(np.float32)
 
 
-def score_and_train(rank: int, world_size: int, port: int, model_dir: str, train: dict, iterations: int = 2) -> dict:
+def score_and_train(
+    rank: int, world_size: int, port: int, model_dir: str, train: dict, iterations: int = 2, dtype: str = "float32"
+) -> dict:
     """Score, then train on two optimizer steps an iteration; everything a test may want to compare."""
     config = TrainConfig.model_validate(train)
-    ours = engine(model_dir, config, rank, world_size, port)
+    ours = engine(model_dir, config, rank, world_size, port, dtype=dtype)
     try:
         ours.load_hf()
         ours.keep_reference()
@@ -127,7 +129,7 @@ def score_and_train(rank: int, world_size: int, port: int, model_dir: str, train
             "steps": [step for result in results for step in result.steps],
             "digest": results[-1].state_digest,
             "reference": ours.score(batch, model="reference"),
-            "after": {name: tensor.numpy() for name, tensor in after.items()} if rank == 0 else None,
+            "after": {name: tensor.float().cpu().numpy() for name, tensor in after.items()} if rank == 0 else None,
         }
     finally:
         ours.close()

@@ -1,0 +1,92 @@
+"""Whole runs on GPUs (`pytest -s -m gpu`): one that shares a GPU and one with a GPU for each side learn the same, over kills.
+
+Not here: what sharing costs (`test_colocated`), the same without GPUs (`test_train`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlpipe.store.audit import check_branch
+from rlpipe.store.branches import Branches
+from rlpipe.store.files import Files
+from rlpipe.store.nodes import Nodes
+from rlpipe.types import Stage
+from tests.flows.live_run import LiveRun
+
+ITERATIONS, KILLED_AT, LAST = 24, 6, 5
+RECIPE = """
+num_rollout: %(iterations)d
+model:
+  source:
+    type: made
+    maker: 'deployments/recipes/tiny_models.py:make_spell_backward_model'
+    arguments: {hidden_size: 1024, num_layers: 28, num_heads: 16, num_kv_heads: 8, intermediate_size: 3072}
+  dtype: bfloat16
+data: {prompts: {type: file, paths: [%(prompts)s], input_key: prompt, label_key: answer}}
+rollout: {rollout_batch_size: 16, n_samples_per_prompt: 8, rollout_max_response_len: 64}
+reward: {function: {type: python, path: "%(reward)s"}}
+train: {optimizer: {lr: 3.0e-5}, max_tokens_per_gpu: 16384}
+checkpoint: {save_interval: 1000}
+resources: {start_timeout_s: 400}
+engine: {sglang: {mem_fraction_static: 0.5, attention_backend: triton, sampling_backend: pytorch, grammar_backend: none}}
+"""
+LAYOUTS = {
+    "shared": ((-1,), "resources.colocate=true"),
+    "separate": ((0, 1), "sync.transport=distributed"),
+}
+"""Which of the GPUs, and how. With three of them the runs go side by side."""
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.integration
+@pytest.mark.timeout(1500)
+def test_runs_that_share_a_gpu_or_do_not_learn_the_same_and_go_on_after_kills(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def score(sample):\n    return sum(c in 'aeiou' for c in sample.response) / 64\n")
+    rows = ({"prompt": f"Spell {word} backward: ", "answer": word[::-1]} for word in ("sun", "moon", "star", "sky") * 16)
+    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    filled = {"prompts": tmp_path / "prompts.jsonl", "reward": tmp_path / "reward.py", "iterations": ITERATIONS}
+    (tmp_path / "vowels.yaml").write_text(RECIPE % filled)
+    with ThreadPoolExecutor(len(LAYOUTS) if torch.cuda.device_count() > 2 else 1) as threads:
+        runs = {name: threads.submit(_run, tmp_path / name, tmp_path / "vowels.yaml", *LAYOUTS[name]) for name in LAYOUTS}
+        curves = {name: run.result() for name, run in runs.items()}
+    for name, curve in curves.items():
+        print(name, " ".join(f"{reward:.3f}" for reward in curve))
+    shared, separate = (float(np.mean(curves[name][-LAST:])) for name in LAYOUTS)
+    gain = min(shared, separate) - float(np.mean(curves["shared"][:2]))
+    assert gain > 0.1, curves
+    assert abs(shared - separate) < max(0.05, 0.3 * gain), curves
+
+
+def _run(home: Path, recipe: Path, gpus: tuple[int, ...], layout: str) -> list[float]:
+    """Mean rewards of a run that loses its flow process, then a trainer rank and an engine."""
+    run_of = ("--recipe", str(recipe), layout)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(gpu) for gpu in range(torch.cuda.device_count()))
+    environment = {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[gpu] for gpu in gpus)}
+
+    def committed() -> int:
+        return len(list((home / "store" / "branches" / "vowels").glob("0*.json")))
+
+    with LiveRun(home, *run_of, environment=environment) as run:
+        run.wait_until(lambda: committed() >= KILLED_AT, 600)
+        run.process.kill()
+    before = committed()
+    with LiveRun(home, *run_of, environment=environment) as run:
+        run.wait_until(lambda: committed() > before, 600)
+        run.kill_part("ray::TrainerRank")
+        run.wait_until(lambda: committed() > before + 3, 600)
+        run.parts(lambda line: "sglang::scheduler" in line)[0].kill()
+        assert run.finish(900) == 0, run.said
+        print(run.said[-1500:])
+    files = Files(home / "store")
+    assert check_branch(files, "vowels") == []
+    nodes = Nodes(files)
+    rows = [nodes.get(Stage.ADVANTAGE, commit.nodes[Stage.ADVANTAGE]).outputs for commit in Branches(files).walk("vowels")]
+    return [row["metrics"]["rollout/raw_reward"] for row in rows][::-1]
