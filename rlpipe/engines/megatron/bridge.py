@@ -4,7 +4,7 @@ mbridge's tables are written in the names of Transformer Engine layers; ours are
 through `_Renamed`. What else differs from what it expects is mended here (a class-wide table that a tied model edits) and in
 `bridges`, a file for each family and for what is read of a directory.
 
-Not here: building the model (`model`), serving weights to engines (`rlpipe.sync`).
+Not here: building the model (`model`), its weights by Hugging Face name (`stages`).
 """
 
 from __future__ import annotations
@@ -85,17 +85,6 @@ def load_weights(bridge: LLMBridge, models: Sequence[torch.nn.Module], model_dir
     bridge.safetensor_io = None
 
 
-@torch.no_grad()
-def export_weights(bridge: LLMBridge, models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Full tensors by Hugging Face name, on every rank. Collective: exhaust it on all of them. May alias the parameters."""
-    seen: set[str] = set()
-    shown: Any = [_Renamed(model, bridge) for model in models]
-    for name, tensor in bridge.export_weights(shown):
-        if name not in seen:
-            seen.add(name)
-            yield name, tensor.detach()
-
-
 def shown(bridge: LLMBridge, model: torch.nn.Module) -> Any:
     """The model as mbridge is shown it: `state_dict` and `named_parameters`, in their order, by the names of its tables."""
     return _Renamed(model, bridge)
@@ -124,6 +113,7 @@ class _Renamed:
     def __init__(self, model: torch.nn.Module, bridge: LLMBridge) -> None:
         self._model: Any = unwrap_model(model)
         self._critic = isinstance(self._model, ValueModel)
+        self.is_tied = self._model.share_embeddings_and_output_weights
         self._latent = bool(getattr(bridge.config, "multi_latent_attention", False))
         self.decoder = self._model.decoder
         self._routed = {i for i, layer in enumerate(self.decoder.layers) if hasattr(layer.mlp, "router")}

@@ -26,7 +26,7 @@ from rlpipe.config.models import CriticConfig
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron import checkpoint, determinism, platform
 from rlpipe.engines.megatron.arguments import give_arguments
-from rlpipe.engines.megatron.bridge import export_weights, load_weights
+from rlpipe.engines.megatron.bridge import load_weights
 from rlpipe.engines.megatron.critic import Critic
 from rlpipe.engines.megatron.export import save_hf
 from rlpipe.engines.megatron.groups import close_groups, open_groups, replicas
@@ -35,6 +35,7 @@ from rlpipe.engines.megatron.memory import PARTS, DeviceMemory, Part, Resident
 from rlpipe.engines.megatron.model import Scorer, Trained, build, build_scorer
 from rlpipe.engines.megatron.routing import Recording, Replaying, check_routing, layers_with_experts_only, release_routers
 from rlpipe.engines.megatron.score import score
+from rlpipe.engines.megatron.stages import whole_weights
 from rlpipe.engines.megatron.state import fill_adam, joined, state_digest, weights
 from rlpipe.engines.megatron.step import train_steps
 from rlpipe.errors import DataError, TrainerError
@@ -293,7 +294,7 @@ class MegatronEngine:
 
     def named_hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors by Hugging Face name, on every rank; exhaust it on all of them. They may alias the parameters."""
-        return export_weights(self.trained.bridge, [self.trained.ddp])
+        return whole_weights(self.trained.bridge, self.trained.ddp)
 
     def close(self) -> None:
         """Leave all process groups and drop the model; this process may then make another engine. Twice is once."""

@@ -1,6 +1,6 @@
 """Write the weights as a Hugging Face directory: safetensors, config, and the files that came with the source.
 
-Not here: serving tensors to engines (`bridge.export_weights`, `rlpipe.sync`).
+Not here: the tensors by name (`stages`), sending them to engines (`rlpipe.sync`).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from rlpipe.engines.megatron.bridge import export_weights
 from rlpipe.engines.megatron.bridges.kept import with_kept
 from rlpipe.engines.megatron.model import Scorer
+from rlpipe.engines.megatron.stages import whole_weights
 
 MAX_FILE_BYTES = 5 * 1024**3
 
 
 def save_hf(trained: Scorer, source: str | Path, directory: str | Path) -> None:
     """Write the directory from rank 0; the tokenizer and other small files are copied from `source`. Collective."""
-    weights = export_weights(trained.bridge, [trained.ddp])
+    weights = whole_weights(trained.bridge, trained.ddp)
     if torch.distributed.get_rank() != 0:
         for _ in weights:
             pass

@@ -14,16 +14,19 @@ KEYS = {"buffer_size_bytes": 40_000, "timeout_s": 60.0}
 
 
 def export_both_ways(rank: int, world_size: int, port: int, model_dir: str, parallel: dict) -> dict[str, Any]:
-    """Tensors by name: of this rank's stage, and of the whole model; and where this rank is."""
+    """Tensors by name: of this rank's stage, of the whole model, and as mbridge exports it; and where this rank is."""
+    from rlpipe.engines.megatron.bridge import shown
     from rlpipe.engines.megatron.stages import place, stage_weights
 
     ours = engine(model_dir, TrainConfig.model_validate({"parallel": parallel}), rank, world_size, port)
     try:
         ours.load_hf()
-        staged = stage_weights(ours.trained.bridge, ours.trained.ddp)
+        bridge, model = ours.trained.bridge, ours.trained.ddp
+        staged = stage_weights(bridge, model)
         return {
             "stage": {name: tensor.clone().numpy() for name, tensor in staged},
             "whole": {name: tensor.clone().numpy() for name, tensor in ours.named_hf_tensors()},
+            "mbridge's": {name: tensor.detach().numpy() for name, tensor in bridge.export_weights([shown(bridge, model)])},
             "speaks": place().speaks,
         }
     finally:
