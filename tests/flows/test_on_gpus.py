@@ -53,9 +53,7 @@ LAYOUTS = {
 @pytest.mark.integration
 @pytest.mark.timeout(1500)
 def test_runs_that_share_a_gpu_or_do_not_learn_the_same_and_go_on_after_kills(tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text(
-        "def score(sample):\n    return sum(c in 'aeiou' for c in sample.response) / (len(sample.response) or 1)\n"
-    )
+    (tmp_path / "reward.py").write_text(REWARD)
     rows = ({"prompt": f"Spell {word} backward: ", "answer": word[::-1]} for word in ("sun", "moon", "star", "sky") * 16)
     (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     filled = {"prompts": tmp_path / "prompts.jsonl", "reward": tmp_path / "reward.py", "iterations": ITERATIONS}
