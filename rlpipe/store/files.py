@@ -66,7 +66,10 @@ class Files:
         return False
 
     def put_file(self, local: str | os.PathLike[str], path: str) -> FileRecord:
-        """Write a large object from a local file, in chunks; returns its record with sha256. Raises: as `create`."""
+        """Write a large object from a local file; returns its record with sha256. Raises: as `create`.
+
+        The file may be deleted afterwards, but not written to: on the store's own file system it becomes the object.
+        """
         size_bytes, sha256 = _measure(os.fspath(local))
         if not self._backend.create_from(_checked(path), os.fspath(local)):
             self._refuse_other(path, size_bytes, sha256)

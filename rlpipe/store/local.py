@@ -24,6 +24,7 @@ from rlpipe.errors import ObjectMissing, StoreError, StoreFull
 
 TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}$")
 CHUNK_BYTES = 32 * 1024**2
+UNLINKABLE = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS}
 
 
 class Entry(NamedTuple):
@@ -67,13 +68,15 @@ class LocalBackend:
         return self._publish(path, lambda file: file.write(data))
 
     def create_from(self, path: str, local: str) -> bool:
-        """`create` with the content of the file `local`, in chunks."""
+        """`create` with the file `local`: its content, or on the same file system the file itself, so that a checkpoint takes
+        its room once. It must not be written to any more."""
 
         def copy(file: BinaryIO) -> None:
             with Path(local).open("rb") as source:
                 shutil.copyfileobj(source, file, CHUNK_BYTES)
 
-        return self._publish(path, copy)
+        given = self._give(path, Path(local))
+        return self._publish(path, copy) if given is None else given
 
     def read(self, path: str) -> bytes:
         with named_failures(self.url(path)):
@@ -112,6 +115,27 @@ class LocalBackend:
             except FileNotFoundError:
                 return
             _sync_directory(target.parent)
+
+    def _give(self, path: str, local: Path) -> bool | None:
+        """As `create`; None where a file cannot have two names, as between two file systems."""
+        target = self._directory / path
+        with named_failures(self.url(path)):
+            _make_directory(target.parent)
+            with local.open("rb") as file:
+                os.fsync(file.fileno())
+            os.utime(local)  # an object is as old as it is an object
+            local.chmod(0o444)
+            try:
+                target.hardlink_to(local)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno in UNLINKABLE:
+                    return None
+                raise
+            finally:
+                _sync_directory(target.parent)
+        return True
 
     def _publish(self, path: str, write: Callable[[BinaryIO], object]) -> bool:
         target = self._directory / path

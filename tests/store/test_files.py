@@ -140,10 +140,35 @@ def test_large_files_go_up_and_come_down_in_chunks(files: Files, tmp_path: Path,
     assert files.put_file(tmp_path / "source", "big/file") == record
     assert files.get_file("big/file", tmp_path / "deep/copy", record.sha256) == record
     assert (tmp_path / "deep/copy").read_bytes() == data
-    (tmp_path / "source").write_bytes(data[:-1] + b"\x00")
+    (tmp_path / "other").write_bytes(data[:-1] + b"\x00")
     with pytest.raises(ObjectConflict):
-        files.put_file(tmp_path / "source", "big/file")
+        files.put_file(tmp_path / "other", "big/file")
+    (tmp_path / "source").unlink()
     assert files.read("big/file", record.sha256) == data
+
+
+@pytest.mark.parametrize(("code", "names"), [(None, 2), (errno.EXDEV, 1)])
+def test_a_file_of_the_store_s_own_file_system_becomes_the_object_without_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, names: int
+):
+    files, source = Files(tmp_path / "store"), tmp_path / "source"
+    source.write_bytes(b"a checkpoint")
+    os.utime(source, (0, 0))
+    link = Path.hardlink_to
+
+    def between_file_systems(target: Path, local: Path) -> None:
+        if code and Path(local) == source:
+            raise OSError(code, os.strerror(code))
+        link(target, local)
+
+    monkeypatch.setattr(Path, "hardlink_to", between_file_systems)
+    record = files.put_file(source, "checkpoints/x")
+    assert source.stat().st_nlink == names
+    entry = next(files.entries("checkpoints"))
+    assert (entry.size_bytes, entry.modified_s > time.time() - 60) == (12, True)
+    assert files.put_file(source, "checkpoints/x") == record
+    source.unlink()
+    assert files.read("checkpoints/x", record.sha256) == b"a checkpoint"
 
 
 def test_a_corrupt_download_leaves_no_file(files: Files, tmp_path: Path):
