@@ -112,7 +112,7 @@ MEGATRON: tuple[Flag, ...] = (
     neutral("moe_router_group_topk", "int", None, "config.json says it (topk_group)"),
     neutral("moe_router_load_balancing_type", "str", "aux_loss", "there is no auxiliary loss"),
     only("moe_aux_loss_coeff", "float", 0.0, (0.0,), "there is no auxiliary loss"),
-    neutral("moe_grouped_gemm", "on", False, "what is installed decides how experts are multiplied"),
+    neutral("moe_grouped_gemm", "on", False, "experts take turns; train.megatron.moe_grouped_gemm=true computes them together"),
     neutral("moe_permute_fusion", "on", False, "it needs Transformer Engine's layers"),
 )
 

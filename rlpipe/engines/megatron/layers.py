@@ -8,6 +8,7 @@ Not here: sizes and names (`bridge`), wrapping and optimizers (`model`).
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -30,10 +31,14 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from rlpipe.engines.megatron.attention import CoreAttention, PackedLayout
 from rlpipe.engines.megatron.fused import query_key_value, remade, rms_norm, swiglu
+from rlpipe.engines.megatron.grouped import GroupedExperts
+from rlpipe.errors import ConfigError
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -129,7 +134,9 @@ class Attention(SelfAttention):
 
 def block_spec(config: TransformerConfig) -> Any:
     """This pipeline stage's layers (a TransformerBlockSubmodules, whose own annotations are narrower than its use)."""
-    block: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    plain = copy.copy(config)
+    plain.moe_grouped_gemm = False  # of Megatron's own, which needs other packages
+    block: Any = get_gpt_decoder_block_spec(plain, use_transformer_engine=False, normalization=config.normalization)
     for layer in block.layer_specs:
         attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
         attention.submodules.core_attention = CoreAttention
@@ -137,10 +144,23 @@ def block_spec(config: TransformerConfig) -> Any:
             attention.module = Attention
         if getattr(mlp, "module", None) is MLP:
             layer.submodules.mlp = FeedForward
+        elif config.moe_grouped_gemm and getattr(mlp, "module", None) is MoELayer:
+            mlp.submodules.experts = _grouped(config, mlp.submodules.experts)
         _use_our_norm(layer.submodules)
         _use_our_norm(attention.submodules)
     block.layer_norm = Norm
     return block
+
+
+def _grouped(config: TransformerConfig, experts: Any) -> Any:
+    if config.add_bias_linear or not _is_swiglu(config):
+        raise ConfigError(
+            "experts of this model cannot be computed together",
+            where="train.megatron.moe_grouped_gemm",
+            found="biases, or another activation than SwiGLU",
+            do="leave it out",
+        )
+    return ModuleSpec(module=GroupedExperts, submodules=experts.submodules)
 
 
 def _use_our_norm(submodules) -> None:
