@@ -19,7 +19,6 @@ from rlpipe.store.files import Files
 from rlpipe.store.records import now, seal, unseal
 from rlpipe.types import Commit, Record
 
-
 COMMIT = re.compile(r"branches/([^/]+)/([0-9]{8})\.json")
 
 

@@ -12,7 +12,7 @@ from rlpipe.errors import ObjectCorrupt
 from rlpipe.store.audit import check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
-from rlpipe.store.gc import remove, unreachable
+from rlpipe.store.gc import unreachable
 from rlpipe.store.nodes import Nodes, node_path
 from rlpipe.store.plans import Plans
 from rlpipe.store.shards import ShardWriter, adopt, write_data
