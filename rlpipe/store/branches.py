@@ -183,6 +183,13 @@ class Branches:
     def sampled_by(self, branch: str) -> str:
         """The branch that planned and sampled what a branch's iterations are made of: itself, unless it loads another's rollouts
         (`debug.load_debug_rollout_data`), which may load others in turn. Raises: ObjectMissing, ObjectCorrupt."""
+        return [branch, *self.sources(branch)][-1]
+
+    def sources(self, branch: str) -> list[str]:
+        """The branches whose rollouts a branch loads: the one it names, the one which that names, and so on.
+
+        Raises: ObjectMissing, ObjectCorrupt.
+        """
         seen = [branch]
         while found := self.find(seen[-1]):
             debug = found.config.get("debug")
@@ -190,7 +197,7 @@ class Branches:
             if not isinstance(loads, str) or loads in seen:
                 break
             seen.append(loads)
-        return seen[-1]
+        return seen[1:]
 
     def walk(self, branch: str) -> Iterator[Commit]:
         """The commits of a branch and of what it was forked from, newest first. Raises: ObjectMissing, ObjectCorrupt."""
