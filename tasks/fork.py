@@ -21,6 +21,7 @@ from rlpipe.errors import ConfigError, ObjectMissing
 from rlpipe.inputs import checkpoint_inputs
 from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches, commit_name
+from rlpipe.store.epochs import Epochs
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.segments import Segments, current_state
@@ -31,24 +32,30 @@ BEFORE_ALL_EPOCHS = 0
 """The epoch of what is written before the new branch has a driver."""
 
 
-async def fork_point(files: Files, config: RunConfig, home: Path, progress: Progress) -> Commit | None:
+async def fork_point(files: Files, config: RunConfig, home: Path, progress: Progress, *, takeover: bool = False) -> Commit | None:
     """The commit that a new fork begins after, with its weights in the store as a checkpoint.
 
-    None if the run is no fork, or its branch is there already. Raises: ConfigError, ObjectMissing; Mismatch if the weights cannot
-    be had again in deterministic mode; whatever keeps a trainer from rebuilding them.
+    None if the run is no fork, or its branch is there already. Raises: ConfigError, ObjectMissing; Fenced if another process does
+    it, unless `takeover`; Mismatch if the weights cannot be had again in deterministic mode; whatever keeps a trainer from
+    rebuilding them.
     """
     if config.fork_from is None or Branches(files).find(config.run) is not None:
         return None
     origin = origin_of(Branches(files), config)
     check_fits(files, config, origin)
-    recorded, version = origin.nodes[Stage.TRAIN], origin.iteration + 1
-    state = first_state(files, config, origin)
-    if Nodes(files).find(Stage.CHECKPOINT, checkpoint_inputs(state).digest) is None:
-        name = commit_name(origin.branch, origin.iteration)
-        progress.stage("fork", note=f"rebuilding the weights of {name} from the store")
-        await materialise(files, config, origin, state, home)
-    elif state != recorded:
-        Segments(files).record(config.run, version, BEFORE_ALL_EPOCHS, weights=recorded, segment=state)
+    epoch = Epochs(files).acquire(config.run, takeover=takeover)
+    epoch.keep()
+    try:
+        recorded, version = origin.nodes[Stage.TRAIN], origin.iteration + 1
+        state = first_state(files, config, origin)
+        if Nodes(files).find(Stage.CHECKPOINT, checkpoint_inputs(state).digest) is None:
+            name = commit_name(origin.branch, origin.iteration)
+            progress.stage("fork", note=f"rebuilding the weights of {name} from the store")
+            await materialise(files, config, origin, state, home)
+        elif state != recorded:
+            Segments(files).record(config.run, version, BEFORE_ALL_EPOCHS, weights=recorded, segment=state)
+    finally:
+        epoch.release()
     return origin
 
 

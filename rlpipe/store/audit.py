@@ -83,6 +83,7 @@ class _Audit:
         """(plan, group) whose rows lie below that plan, and (None, group)."""
         self._known: set[str] = set()
         self._epochs: dict[str, int] = {}
+        self._planned_by: dict[str, str | None] = {}
         self._next = 0
 
     def add(self, rule: str, where: str, problem: str) -> None:
@@ -159,15 +160,20 @@ class _Audit:
         for number, plan in enumerate(parts):
             if plan.before != before:
                 self.add("cursor", where, f"part {number} starts at {plan.before}, what is before it ended at {before}")
-            if (plan.branch, plan.iteration, plan.part) != (self._sampled_by(commit.branch), commit.iteration, number):
+            sampled_by = self._sampled_by(commit.branch)
+            if sampled_by and (plan.branch, plan.iteration, plan.part) != (sampled_by, commit.iteration, number):
                 self.add("cursor", where, f"part {number} is part {plan.part} of {plan.branch}/{plan.iteration}")
             before = plan.after
         if before.model_copy(update={"buffer": ()}) != commit.data.model_copy(update={"buffer": ()}):
             self.add("cursor", where, f"the plan ends at {before}, the commit at {commit.data}")
 
-    def _sampled_by(self, branch: str) -> str:
-        """The branch that planned what a branch trains on: itself, or the one whose rollouts it loads."""
-        return self._branches.sampled_by(branch)
+    def _sampled_by(self, branch: str) -> str | None:
+        """The branch that planned what a branch trains on: itself, or the one whose rollouts it loads; None if nobody can say."""
+        if branch not in self._planned_by:
+            where = f"what {branch} was sampled by"
+            by = self._reader.readable(self.findings, "records", where, lambda: self._branches.sampled_by(branch))
+            self._planned_by[branch] = by
+        return self._planned_by[branch]
 
     def _check_rollout(self, loaded: Loaded) -> None:
         said, commit, where = loaded.rollout, loaded.commit, loaded.where

@@ -92,7 +92,7 @@ def _read_own(files: Files, branch: str, table: str, last: int | None) -> pa.Tab
     known = _covered(parts)
     fresh = _made(files, branch, [k for k in wanted if k not in known], [table])
     rows = pa.concat_tables([stored, *(one[table] for one in fresh)])
-    kept = rows.filter(pc.is_in(rows["iteration"], pa.array(wanted, pa.int64())))
+    kept = rows.filter(pc.field("iteration").isin(wanted))
     return kept.sort_by("iteration") if fresh else kept
 
 
@@ -143,8 +143,7 @@ def _write(files: Files, branch: str, table: str, first: int, end: int, rows: pa
     pq.write_table(rows, buffer, compression="zstd", write_page_checksum=True)
     data = buffer.getvalue()
     path = f"{_folder(branch, table)}/{first:08d}-{end:08d}-{hashlib.sha256(data).hexdigest()[:16]}.parquet"
-    with suppress(ObjectMissing):  # another process wrote the same and has put it together with others since
-        files.create(path, data)
+    files.create(path, data)
     return path
 
 

@@ -134,3 +134,12 @@ def test_what_follows_an_iteration_that_is_not_there_yet_is_checked_by_itself(lo
     assert check_branch(local_files, "new") == []
     flip(local_files, of(local_files, "new", 3, REWARD).files[0].path)
     assert [one.rule for one in check_branch(local_files, "new")] == ["files"]
+
+
+def test_a_source_that_cannot_be_read_is_a_finding(local_files: Files, config: RunConfig):
+    reprocessed(local_files, config, "new", 0, 1, advantage={"advantage_estimator": "rloo"})
+    local_files.delete("branches/run/config.json")
+    local_files.create("branches/run/config.json", b"{}")
+    found = check_branch(local_files, "new")
+    assert {one.rule for one in found} == {"records"}
+    assert any("branches/run/config.json" in one.problem for one in found)
