@@ -149,9 +149,10 @@ def test_every_branch_is_read_once_however_many_there_are(files: Files, monkeypa
             with monkeypatch.context() as patched:
                 patched.setattr(Files, "read", lambda files, path, *rest: asked.append(path) or plain(files, path, *rest))
                 assert len(descendants(files, {"run": 0})[0]) == 3 + 2 * (number + 1)
+                counts.append(len(asked))
                 forward(files, ["nothing"])
-            counts.append(len(asked))
-    assert counts[1] < 2.1 * counts[0]
+                counts.append(len(asked) - counts[-1])
+    assert counts[2] < 2.1 * counts[0] and counts[3] < 2.1 * counts[1]
 
 
 @pytest.mark.parametrize(("text", "said"), [("nowhere", "no prompt of this run has that text"), ("prompt", "too many prompts")])

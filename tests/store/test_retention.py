@@ -12,7 +12,7 @@ from rlpipe.errors import ConfigError, Fenced, ObjectCorrupt, ObjectMissing
 from rlpipe.store import scalars
 from rlpipe.store.audit import check_branch
 from rlpipe.store.branches import Branches
-from rlpipe.store.epochs import Epochs
+from rlpipe.store.epochs import COLLECTOR, Epochs
 from rlpipe.store.files import Files
 from rlpipe.store.gc import remove, unreachable
 from rlpipe.store.nodes import Nodes, node_path
@@ -255,6 +255,24 @@ def test_a_run_that_begins_while_something_is_removed_is_refused_and_loses_nothi
     assert adopted == [] and refusals == ["what nobody needs is being removed from this store (tools.gc)"]
     assert Nodes(local_files).find(Stage.REWARD, garbage.digest) is None
     assert Epochs(local_files).acquire("new").number == 2
+
+
+def test_a_collector_that_was_replaced_removes_nothing_more(
+    local_files: Files, tool: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    a_run(local_files, 1)
+    garbage = [write_data(local_files, "data/reward/old", f"{number}.bin", b"x").path for number in range(3)]
+
+    def delete_and_be_replaced(files: Files, path: str) -> None:
+        monkeypatch.setattr(Files, "delete", delete)
+        files.delete(path)
+        Epochs(files)._take(COLLECTOR, takeover=True, released=True)
+
+    delete = Files.delete
+    monkeypatch.setattr(Files, "delete", delete_and_be_replaced)
+    assert tool("--grace", "0s", "--delete") == 2
+    assert "taken over" in capsys.readouterr().err
+    assert [local_files.exists(path) for path in garbage] == [False, True, True]
 
 
 def test_nothing_goes_while_a_record_cannot_be_read(local_files: Files):
