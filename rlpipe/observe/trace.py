@@ -88,7 +88,7 @@ def _event(line: bytes, path: Path, at: int) -> Event:
         if event.event in ("begin", "end", "failed"):
             return event
         found = event.event
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         found = error
     do = "take the line out of the file: what it says is said nowhere else, but nothing is decided by it"
     raise ObjectCorrupt("not an event", where=f"{path}, byte {at}", found=f"{line[:80]!r}: {found}", do=do)

@@ -28,7 +28,7 @@ from rlpipe.store.epochs import NAME as EPOCH
 from rlpipe.store.epochs import superseded
 from rlpipe.store.files import Files
 from rlpipe.store.local import Entry
-from rlpipe.store.nodes import Nodes
+from rlpipe.store.nodes import Nodes, node_path
 from rlpipe.store.notes import noted, noted_iterations
 from rlpipe.store.plans import Plans, plan_path
 from rlpipe.store.segments import Segments
@@ -107,23 +107,32 @@ class _Reached:
         return {name for name in left if not EPOCH.fullmatch(name)}
 
     def _add_branch(self, branch: str) -> None:
-        self._add(self._branches.get(branch).init)
+        self._add_named(Stage.INIT, self._branches.get(branch).init)
         newest = self._branches.newest(branch)
         self._next[branch] = newest.iteration + 1 if newest else 0
         for commit in self._branches.walk(branch):
             if commit.branch != branch:
                 break  # the rest is another branch's own
             self.paths.update(map(plan_path, commit.plans))
-            self._add(*commit.nodes.values())
-        self._add(*(segment.segment for segment in Segments(self._files).of(branch)))
+            for stage, digest in commit.nodes.items():
+                self._add_named(stage, digest)
+        for segment in Segments(self._files).of(branch):
+            self._add_named(Stage.SEGMENT, segment.segment)
         for k in noted_iterations(self._files, branch):
             for stage, digest in noted(self._files, branch, k).items():
                 self._add_noted(stage, digest)
 
+    def _add_named(self, stage: Stage, digest: str) -> None:
+        """A node that a branch's own records name. Raises: ObjectMissing if it is lost: its files are not garbage yet."""
+        if digest not in self._homes:
+            self._nodes.get(stage, digest)
+            self._homes[digest] = node_path(stage, digest)
+        self._add(digest)
+
     def _add_noted(self, stage: Stage, digest: str) -> None:
         """A node of an iteration that was sampled or reprocessed, but not trained; with the scores that a filter chose by."""
-        self._add(digest)
-        if stage is Stage.ROLLOUT and digest in self._homes:
+        self._add_named(stage, digest)
+        if stage is Stage.ROLLOUT:
             config = self._read(self._homes[digest]).config
             self._add(*(config[key] for key in ("of", "judged_by") if key in config))
 

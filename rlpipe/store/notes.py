@@ -35,7 +35,7 @@ def noted(files: Files, branch: str, k: int) -> dict[Stage, str]:
         said = json.loads(files.read(path))
         if all(isinstance(digest, str) for digest in said.values()):
             return {Stage(stage): digest for stage, digest in said.items()}
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ObjectCorrupt("not a note of an iteration", where=files.url(path), found=repr(error)) from error
     raise ObjectCorrupt("not a note of an iteration", where=files.url(path), found=said, expected="a digest for each stage")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.errors import ObjectCorrupt
+from rlpipe.errors import ObjectCorrupt, ObjectMissing
 from rlpipe.store.audit import check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
@@ -141,6 +141,20 @@ def test_nothing_goes_while_a_record_cannot_be_read(local_files: Files):
     with pytest.raises(ObjectCorrupt):
         collect(local_files, grace_s=-60)
     assert local_files.list() == before
+
+
+def test_nothing_goes_while_a_record_that_a_commit_names_is_lost(local_files: Files):
+    """Its files are still there: with the record from a copy the run is whole again."""
+    a_run(local_files)
+    newest = Branches(local_files).newest("run")
+    assert newest is not None
+    path = node_path(Stage.ADVANTAGE, newest.nodes[Stage.ADVANTAGE])
+    kept = local_files.read(path)
+    local_files.delete(path)
+    with pytest.raises(ObjectMissing, match=path):
+        collect(local_files, grace_s=-60)
+    local_files.create(path, kept)
+    assert collect(local_files, grace_s=-60) == [] and check_branch(local_files, "run") == []
 
 
 def test_checkpoints_and_evaluations_go_only_with_the_weights_that_they_are_of(local_files: Files):
