@@ -28,6 +28,7 @@ from rlpipe.orphan import FLAG
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.run_file import store_of
 from rlpipe.store.segments import Segments, current_state
 from rlpipe.types import Node, Stage
 
@@ -55,8 +56,7 @@ def checkpoint_of(home: Path, of: str) -> Iterator[Stored]:
     run, _, k = of.partition("@")
     if not run or (k and not k.isdigit()):
         raise ConfigError("not the name of a checkpoint", where="--of", found=of, expected="RUN or RUN@K")
-    record = home / run / "run.json"
-    files = Files(json.loads(record.read_text())["store"] if record.is_file() else home / "store")
+    files = Files(store_of(home, run))
     branches = Branches(files)
     if branches.find(run) is None:
         raise ConfigError("there is no such run", where=f"--of {of}", found=f"no branch {run} in {files.root}")

@@ -6,19 +6,19 @@ starts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from flows.recorded import write_recipe
 from rlpipe.config.load import load_run
 from rlpipe.config.model import BranchModel
 from rlpipe.config.run import RunConfig
-from rlpipe.config.text import dump
 from rlpipe.errors import ConfigError
 from rlpipe.inputs import checkpoint_inputs
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.run_file import get_run
 from rlpipe.store.segments import Segments, current_state
 from rlpipe.types import Stage
 
@@ -84,11 +84,4 @@ def saved(files: Files, run: str, iteration: int | None) -> BranchModel:
 
 def _recorded(home: Path, run: str) -> Path:
     """A recipe file with the configuration that a run was last started with, beside its record."""
-    record = home / run / "run.json"
-    if not record.is_file():
-        raise ConfigError(
-            "there is no such run", where=f"run={run}", found=f"no {record}", do="name one of this home, or a recipe"
-        )
-    recipe = home / run / "configuration.yaml"
-    recipe.write_text(dump(json.loads(record.read_text())["config"]))
-    return recipe
+    return write_recipe(home, run, get_run(home, run).config)

@@ -7,15 +7,16 @@ Imports no Prefect, so that a command line can refuse what is wrong before a ser
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from rlpipe.config.text import dump
 from rlpipe.errors import ConfigError
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
+from rlpipe.store.run_file import find_run
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,10 @@ class Recorded:
 def recorded(home: Path, run: str, store: str | None = None) -> Recorded:
     """The run of this name, in `store` or where the run of this home keeps it, else in the home's own.
 
-    Raises: ConfigError if there is none.
+    Raises: ConfigError if there is none; ObjectCorrupt.
     """
-    path = home / run / "run.json"
-    said = json.loads(path.read_text()) if path.is_file() else {}
-    files = Files(store or said.get("store") or home / "store")
+    said = find_run(home, run)
+    files = Files(store or (said.store if said else home / "store"))
     branches = Branches(files)
     branch = branches.find(run)
     if branch is None:
@@ -48,8 +48,7 @@ def recorded(home: Path, run: str, store: str | None = None) -> Recorded:
             expected=f"one of {', '.join(branches.names()) or 'its runs, but it has none'}",
             do="name one of this store, or give --home or --store",
         )
-    own = said if said and Files(said["store"]).root == files.root else {}
-    config: dict[str, Any] = own.get("config") or branch.config
+    config = said.config if said and Files(said.store).root == files.root else branch.config
     if store is not None or files.root != Files(home / "store").root:
         config = {**config, "store": {**config.get("store", {}), "root": files.root}}
     return Recorded(run, files, config, write_recipe(home, run, config))
@@ -59,7 +58,7 @@ def write_recipe(home: Path, run: str, config: dict[str, Any]) -> Path:
     """A configuration as a recipe file beside the run's other files."""
     recipe = home / run / "configuration.yaml"
     recipe.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = recipe.with_suffix(".unfinished")
+    unfinished = recipe.with_suffix(f".{uuid4().hex[:8]}")
     unfinished.write_text(dump(config), encoding="utf-8")
     return unfinished.replace(recipe)
 

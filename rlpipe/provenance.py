@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rlpipe.errors import ConfigError, ObjectMissing
+from rlpipe.errors import ConfigError, ObjectCorrupt, ObjectMissing
 from rlpipe.inputs import checkpoint_inputs
 from rlpipe.lineage import state_node
 from rlpipe.stage_files import read_packing
 from rlpipe.store import scalars
-from rlpipe.store.branches import Branches, commit_name, parse_commit_name
+from rlpipe.store.branches import Branch, Branches, commit_name, parse_commit_name
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.plans import Plans
@@ -52,12 +52,57 @@ class Leg:
         return self.commits[-1].iteration if self.commits else -1
 
 
+class Makers:
+    """Which iteration of which branch made the weights of a checkpoint; each branch is read once at most, the likely ones first.
+
+    `damaged`: name of each branch that could not be read, and why.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._nodes, self._branches = Nodes(files), Branches(files)
+        self._unread: list[str] | None = None
+        self._places: dict[str, tuple[str, int]] = {}
+        self.damaged: dict[str, str] = {}
+
+    def of(self, checkpoint: str) -> tuple[str, int]:
+        """Branch and iteration; -1: the first weights of the branch.
+
+        Raises: ObjectMissing if no branch that can be read has made them; ObjectCorrupt.
+        """
+        node = self._nodes.get(Stage.CHECKPOINT, checkpoint)
+        weights = node.parents["weights"]
+        state = state_node(self._nodes, weights)
+        recorded = state.parents["weights"] if state.stage is Stage.SEGMENT else weights
+        if self._unread is None:
+            self._unread = self._branches.names()
+        folders = {folder for record in node.files for folder in record.path.split("/")}
+        self._unread.sort(key=lambda name: (name not in folders, name))
+        while recorded not in self._places and self._unread:
+            self._read(self._unread.pop(0))
+        if recorded not in self._places:
+            found = ", ".join([recorded, *(f"{name} cannot be read: {why}" for name, why in self.damaged.items())])
+            where = f"nodes/checkpoint/{checkpoint}.json"
+            raise ObjectMissing("no branch has made these weights", where=where, found=found)
+        return self._places[recorded]
+
+    def _read(self, branch: str) -> None:
+        try:
+            record = self._branches.get(branch)
+            if record.parent is None:
+                self._places.setdefault(record.init, (branch, -1))
+            for k in self._branches.committed(branch):
+                if train := self._branches.read(branch, k).nodes.get(Stage.TRAIN):
+                    self._places.setdefault(train, (branch, k))
+        except (ObjectMissing, ObjectCorrupt) as error:
+            self.damaged[branch] = str(error)
+
+
 def legs(files: Files, branch: str, iteration: int | None = None) -> list[Leg]:
     """The history of the weights after an iteration (None: the newest), newest leg first, through forks and warm starts.
 
     Raises: ObjectMissing if there is no such branch or commit; ObjectCorrupt.
     """
-    branches, nodes = Branches(files), Nodes(files)
+    branches, nodes, makers = Branches(files), Nodes(files), Makers(files)
     found: list[Leg] = []
     place: tuple[str, int | None] | None = (branch, iteration)
     while place is not None:
@@ -69,7 +114,7 @@ def legs(files: Files, branch: str, iteration: int | None = None) -> list[Leg]:
         if len(found) == began:
             found.append(Leg(place[0], nodes.get(Stage.INIT, branches.get(place[0]).init)))
         started = found[-1].init.parents.get("start_from")
-        place = _made_by(files, started, found[-1].branch) if started else None
+        place = makers.of(started) if started else None
     return found
 
 
@@ -106,32 +151,54 @@ def find_prompts(files: Files, branch: str, text: str) -> dict[str, str]:
     return found
 
 
-def forward(files: Files, prompts: Sequence[str]) -> list[dict[str, Any]]:
-    """Every sample of these prompts (by name) in any branch, with the optimizer step that trained on it.
+def forward(files: Files, prompts: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Every sample of these prompts (by name) in any branch, with the optimizer step that trained on it; and the branches that
+    cannot be read, each with why.
 
     Keys: SHOWN of the samples table; `optimizer_step` of the iteration, from 0, and `weight_version`, the first that has it, both
     None if it was not trained. Ordered by branch and iteration.
     """
-    answer = []
+    answer, damaged = list[dict[str, Any]](), {}
     for branch in Branches(files).names():
-        scalars.update(files, branch)
-        rows = scalars.read(files, branch, ancestors=False)
-        found = rows.filter(pc.field("prompt").isin(prompts)).to_pylist()
-        steps = {k: optimizer_steps(files, branch, k) for k in {row["iteration"] for row in found if row["trained"]}}
-        answer += [_forward_row(row, steps) for row in found]
-    return sorted(answer, key=lambda row: (row["branch"], row["iteration"], row["group_id"], row["index"]))
+        try:
+            rows = scalars.read(files, branch, ancestors=False)
+            found = rows.filter(pc.field("prompt").isin(prompts)).to_pylist()
+            steps = {k: optimizer_steps(files, branch, k) for k in {row["iteration"] for row in found if row["trained"]}}
+            answer += [_forward_row(row, steps) for row in found]
+        except (ObjectMissing, ObjectCorrupt) as error:
+            damaged[branch] = str(error)
+    return sorted(answer, key=lambda row: (row["branch"], row["iteration"], row["group_id"], row["index"])), damaged
 
 
-def descendants(files: Files, branch: str, iteration: int) -> list[str]:
-    """`RUN@K` of each branch's newest weights that descend from those after an iteration, that branch's own first."""
-    found = []
-    for name in sorted(Branches(files).names(), key=lambda name: (name != branch, name)):
-        for leg in legs(files, name):
-            if leg.branch == branch and leg.last >= iteration:
-                newest = Branches(files).newest(name)
-                found.append(f"{name}@{newest.iteration if newest and newest.branch == name else 'start'}")
-                break
-    return found
+def descendants(files: Files, first: Mapping[str, int]) -> tuple[list[str], dict[str, str]]:
+    """`RUN@K` of each branch's newest weights that descend from those after an iteration of a branch (`first`), these branches
+    first; and the branches that cannot be read, each with why. Each branch is looked at once."""
+    branches, makers = Branches(files), Makers(files)
+    children: dict[str, list[tuple[str, int]]] = {}
+    for name in branches.names():
+        try:
+            if origin := _began_from(files, branches.get(name), makers):
+                children.setdefault(origin[0], []).append((name, origin[1]))
+        except (ObjectMissing, ObjectCorrupt) as error:
+            makers.damaged[name] = str(error)
+    having, waiting = dict(first), list(first)
+    while waiting:
+        origin = waiting.pop()
+        for name, k in children.get(origin, ()):
+            if k >= having[origin] and having.get(name) != -1:
+                having[name] = -1
+                waiting.append(name)
+    ordered = [*first, *sorted(having.keys() - first.keys())]
+    newest = {name: max(branches.committed(name), default="start") for name in ordered}
+    return [f"{name}@{newest[name]}" for name in ordered], makers.damaged
+
+
+def _began_from(files: Files, branch: Branch, makers: Makers) -> tuple[str, int] | None:
+    """Branch and iteration whose weights a branch began with; None if they were nobody's."""
+    if branch.parent:
+        return parse_commit_name(branch.parent)
+    started = Nodes(files).get(Stage.INIT, branch.init).parents.get("start_from")
+    return makers.of(started) if started else None
 
 
 def _forward_row(row: dict[str, Any], steps: dict[int, dict[tuple[str, int], int]]) -> dict[str, Any]:
@@ -159,25 +226,6 @@ def _back_from(branches: Branches, branch: str, iteration: int | None) -> Iterat
     while commit is not None:
         yield commit
         commit = branches.read(*parse_commit_name(commit.parent)) if commit.parent else None
-
-
-def _made_by(files: Files, checkpoint: str, taker: str) -> tuple[str, int] | None:
-    """Branch and iteration whose weights a checkpoint holds; iteration -1: the first weights of the branch."""
-    nodes, branches = Nodes(files), Branches(files)
-    weights = nodes.get(Stage.CHECKPOINT, checkpoint).parents["weights"]
-    state = state_node(nodes, weights)
-    recorded = state.parents["weights"] if state.stage is Stage.SEGMENT else weights
-    likely = sorted(branches.names(), key=lambda name: (not name.startswith(taker), name))
-    for name in likely:
-        if branches.get(name).init == recorded and name != taker:
-            return name, -1
-        if (commit := _commit_of(branches, name, recorded)) is not None:
-            return commit.branch, commit.iteration
-    raise ObjectMissing("no branch has made these weights", where=f"nodes/checkpoint/{checkpoint}.json", found=recorded)
-
-
-def _commit_of(branches: Branches, branch: str, train: str) -> Commit | None:
-    return next((c for c in branches.walk(branch) if c.branch == branch and c.nodes.get(Stage.TRAIN) == train), None)
 
 
 def _weights(files: Files, leg: Leg) -> dict[str, Any]:
@@ -236,7 +284,6 @@ def _hooks(nodes: Nodes, leg: Leg) -> dict[str, list[str]]:
 
 
 def _trained(files: Files, leg: Leg) -> pa.Table:
-    scalars.update(files, leg.branch)
     rows = scalars.read(files, leg.branch, ancestors=False)
     return rows.filter(pc.field("trained") & (pc.field("iteration") <= leg.last))
 

@@ -69,12 +69,15 @@ class Reprocessed(NamedTuple):
 class Reprocessor:
     """The functions that a configuration names, loaded once, and its reward's workers. Entered and left by one event loop."""
 
-    def __init__(self, files: Files, config: RunConfig) -> None:
-        """Raises: ConfigError if a function is not there or cannot be called as it will be, or if nothing is scored."""
+    def __init__(self, files: Files, config: RunConfig, fence: Callable[[], object] | None = None) -> None:
+        """`fence` is called before an iteration is noted, and raises if this process may not do so any more (`Epoch.check`).
+
+        Raises: ConfigError if a function is not there or cannot be called as it will be, or if nothing is scored.
+        """
         if isinstance(config.reward.function, NoReward) or config.rollout.type == "dataset":
             found = f"reward.function.type={config.reward.function.type}, rollout.type={config.rollout.type}"
             raise ConfigError("there is nothing to score", where="reprocess", found=found, expected="a run that samples")
-        self._files, self._config, self._nodes = files, config, Nodes(files)
+        self._files, self._config, self._nodes, self._fence = files, config, Nodes(files), fence
         self._args = slime_args(config)
         Scorer(config.reward.function, self._args)
         if config.reward.custom_reward_post_process_path is not None:
@@ -96,7 +99,8 @@ class Reprocessor:
     async def iteration(self, stored: StoredRollout, progress: Progress | None = None) -> Reprocessed:
         """The iteration under the configuration, noted under its run's name. `progress(done, total)` counts scored rows.
 
-        Several may be under way at once; they are scored one after another. Raises: RewardError, DeadlineExceeded; ConfigError if
+        Several may be under way at once; they are scored one after another. Raises: RewardError, DeadlineExceeded; what the fence
+        says; ConfigError if
         this iteration of the branch is known with another result; ObjectMissing, ObjectCorrupt.
         """
         work, rollout = _Work(self._files, self._nodes), stored.rollout
@@ -107,6 +111,8 @@ class Reprocessor:
         nodes = {Stage.ROLLOUT: rollout.digest, Stage.REWARD: reward.digest}
         if advantage is not None:
             nodes[Stage.ADVANTAGE] = advantage.digest
+        if self._fence is not None:
+            await asyncio.to_thread(self._fence)
         noted = await asyncio.to_thread(note, self._files, self._config.run, stored.iteration, nodes)
         if noted != nodes:
             raise ConfigError(

@@ -50,9 +50,7 @@ def find(files: Files, run: str, k: int) -> StoredRollout | None:
 
 def iterations(files: Files, run: str) -> list[int]:
     """The iterations of a run that have a rollout, in order; of a fork those of its own."""
-    folder = f"branches/{run}/"
-    names = {path.removeprefix(folder).removesuffix(".json") for path in files.list(folder)}
-    return sorted({int(name) for name in names if name.isdigit()} | set(noted_iterations(files, run)))
+    return sorted({*Branches(files).committed(run), *noted_iterations(files, run)})
 
 
 def sample_rows(files: Files, stored: StoredRollout) -> pa.Table:

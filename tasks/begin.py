@@ -42,7 +42,7 @@ async def begin(config: RunConfig, home: Path, progress: Progress, *, takeover: 
     """
     files = Files(config.store.root or home / "store")
     check_same_run(Branches(files), config)
-    origin = await fork_point(files, config, home, progress)
+    origin = await fork_point(files, config, home, progress, takeover=takeover)
     progress.stage("start", note="Ray, engines, trainer, generator (about half a minute on CPUs)")
     it = await open_context(config, home, progress, takeover=takeover)
     try:

@@ -10,14 +10,12 @@ Not here: anything that decides what happened; that is what the store says.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from prefect.runtime import flow_run as this_flow_run
 
@@ -26,7 +24,7 @@ from rlpipe.actors.cluster import Cluster, open_cluster
 from rlpipe.config.load import home as default_home
 from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
-from rlpipe.errors import ConfigError, ResourceError
+from rlpipe.errors import ResourceError
 from rlpipe.model_dir import model_directory, model_fingerprint
 from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches, parse_commit_name
@@ -34,6 +32,7 @@ from rlpipe.store.epochs import Epoch, Epochs
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.plans import Plans
+from rlpipe.store.run_file import RunFile, get_run, write_run
 from rlpipe.store.segments import Segments, current_state
 from rlpipe.types import Commit, Stage
 
@@ -130,11 +129,8 @@ async def join_context(run: str) -> RunContext:
     Raises: ConfigError if there is no such run; Fenced without a driver; whatever keeps its actors from coming up.
     """
     home = default_home()
-    path = _record_path(home, run)
-    if not path.is_file():
-        raise ConfigError("there is no such run", where=f"run={run}", found=f"no {path}", do="start it with the train flow")
-    record = json.loads(path.read_text())
-    config = validate(record["config"])
+    record = get_run(home, run)
+    config = validate(record.config)
     files = Files(config.store.root or home / "store")
     epoch = Epochs(files).join(run, stand_in=(this_flow_run.run_count or 1) > 1)
     if epoch.joined and config.resources.ray_address is None:
@@ -144,14 +140,14 @@ async def join_context(run: str) -> RunContext:
     return it
 
 
-async def _join_ray(record: dict[str, Any], epoch: Epoch, *, namespace: str) -> None:
+async def _join_ray(record: RunFile, epoch: Epoch, *, namespace: str) -> None:
     """Use the driver's Ray: with another one there would be a second trainer under its epoch. Raises: ResourceError."""
-    address: str | None = record["ray"] if record.get("epoch") == epoch.number else None
+    address: str | None = record.ray if record.epoch == epoch.number else None
     if address is None or not await asyncio.to_thread(local_ray.join, address, namespace=namespace):
         raise ResourceError(
             "the Ray of the process that drives the run cannot be joined",
             where="run.json",
-            found=f"{record['ray']} of epoch {record.get('epoch')}",
+            found=f"{record.ray} of epoch {record.epoch}",
             expected=f"a Ray of epoch {epoch.number} that answers",
             do="it may still be starting: the driver puts this flow run back, or press Retry",
         )
@@ -162,11 +158,11 @@ async def _open(config: RunConfig, home: Path, progress: Progress, files: Files,
     epoch.keep()
     try:
         if not epoch.joined:
-            _record(home, config, epoch)
+            write_run(home, config.run, _record(home, config, epoch))
         model_dir = await asyncio.to_thread(model_directory, config.model, home, seed=config.seed)
         cluster = await open_cluster(config, epoch=epoch.number, home=home, model_dir=model_dir, store_root=files.root)
         if not epoch.joined:
-            _record(home, config, epoch, ray=local_ray.address())
+            write_run(home, config.run, _record(home, config, epoch, ray=local_ray.address()))
     except BaseException:
         epoch.release()
         raise
@@ -174,22 +170,10 @@ async def _open(config: RunConfig, home: Path, progress: Progress, files: Files,
     return _OPEN[config.run]
 
 
-def _record(home: Path, config: RunConfig, epoch: Epoch, *, ray: str | None = None) -> None:
-    """Say where the run of this name is, for who joins it; under which epoch, and once it is up, on which Ray."""
-    record = {
-        "store": config.store.root or str(home / "store"),
-        "epoch": epoch.number,
-        "ray": ray,
-        "config": config.model_dump(mode="json"),
-    }
-    path = _record_path(home, config.run)
-    unfinished = path.with_suffix(f".{uuid4().hex[:8]}")
-    unfinished.write_text(json.dumps(record, indent=1))
-    unfinished.replace(path)
-
-
-def _record_path(home: Path, run: str) -> Path:
-    return home / run / "run.json"
+def _record(home: Path, config: RunConfig, epoch: Epoch, *, ray: str | None = None) -> RunFile:
+    """Where the run of this name is, for who joins it; under which epoch, and once it is up, on which Ray."""
+    store = config.store.root or str(home / "store")
+    return RunFile(store=store, config=config.model_dump(mode="json"), epoch=epoch.number, ray=ray)
 
 
 async def context(run: str) -> RunContext:

@@ -17,10 +17,11 @@ from rlpipe.actors.alone import lone_trainer
 from rlpipe.actors.states import StateKeeper
 from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
-from rlpipe.errors import ConfigError
+from rlpipe.errors import ConfigError, ObjectMissing
 from rlpipe.inputs import checkpoint_inputs
 from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches, commit_name
+from rlpipe.store.epochs import Epochs
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.segments import Segments, current_state
@@ -31,25 +32,38 @@ BEFORE_ALL_EPOCHS = 0
 """The epoch of what is written before the new branch has a driver."""
 
 
-async def fork_point(files: Files, config: RunConfig, home: Path, progress: Progress) -> Commit | None:
+async def fork_point(files: Files, config: RunConfig, home: Path, progress: Progress, *, takeover: bool = False) -> Commit | None:
     """The commit that a new fork begins after, with its weights in the store as a checkpoint.
 
-    None if the run is no fork, or its branch is there already. Raises: ConfigError, ObjectMissing; Mismatch if the weights cannot
-    be had again in deterministic mode; whatever keeps a trainer from rebuilding them.
+    None if the run is no fork, or its branch is there already. Raises: ConfigError, ObjectMissing; Fenced if another process does
+    it, unless `takeover`; Mismatch if the weights cannot be had again in deterministic mode; whatever keeps a trainer from
+    rebuilding them.
     """
     if config.fork_from is None or Branches(files).find(config.run) is not None:
         return None
     origin = origin_of(Branches(files), config)
     check_fits(files, config, origin)
-    segments, version, recorded = Segments(files), origin.iteration + 1, origin.nodes[Stage.TRAIN]
-    state = current_state(segments, config.run, version, current_state(segments, origin.branch, version, recorded))
-    if Nodes(files).find(Stage.CHECKPOINT, checkpoint_inputs(state).digest) is None:
-        name = commit_name(origin.branch, origin.iteration)
-        progress.stage("fork", note=f"rebuilding the weights of {name} from the store")
-        await materialise(files, config, origin, state, home)
-    elif state != recorded:
-        segments.record(config.run, version, BEFORE_ALL_EPOCHS, weights=recorded, segment=state)
+    epoch = Epochs(files).acquire(config.run, takeover=takeover)
+    epoch.keep()
+    try:
+        recorded, version = origin.nodes[Stage.TRAIN], origin.iteration + 1
+        state = first_state(files, config, origin)
+        if Nodes(files).find(Stage.CHECKPOINT, checkpoint_inputs(state).digest) is None:
+            name = commit_name(origin.branch, origin.iteration)
+            progress.stage("fork", note=f"rebuilding the weights of {name} from the store")
+            await materialise(files, config, origin, state, home)
+        elif state != recorded:
+            Segments(files).record(config.run, version, BEFORE_ALL_EPOCHS, weights=recorded, segment=state)
+    finally:
+        epoch.release()
     return origin
+
+
+def first_state(files: Files, config: RunConfig, origin: Commit) -> str:
+    """Digest of the node whose state a fork begins with: what its parent recorded, or a segment of either in its place."""
+    segments, version = Segments(files), origin.iteration + 1
+    parents = current_state(segments, origin.branch, version, origin.nodes[Stage.TRAIN])
+    return current_state(segments, config.run, version, parents)
 
 
 def origin_of(branches: Branches, config: RunConfig) -> Commit:
@@ -137,7 +151,11 @@ async def materialise(files: Files, config: RunConfig, origin: Commit, state: st
 
 
 def begin_fork(files: Files, config: RunConfig, origin: Commit, fingerprint: str) -> None:
-    """Make the branch of a fork. Raises: ConfigError if its model directory is not its parent's; ObjectConflict."""
+    """Make the branch of a fork; its driver holds it by now, so that the checkpoint it begins with stays from here on.
+
+    Raises: ConfigError if its model directory is not its parent's; ObjectMissing if that checkpoint was removed meanwhile;
+    ObjectConflict.
+    """
     branches, nodes = Branches(files), Nodes(files)
     init = branches.get(origin.branch).init
     if nodes.get(Stage.INIT, init).config["model"] != fingerprint:
@@ -149,4 +167,8 @@ def begin_fork(files: Files, config: RunConfig, origin: Commit, fingerprint: str
             do="name the same model directory, or take only the weights: model.start_from",
         )
     parent = commit_name(origin.branch, origin.iteration)
+    state = first_state(files, config, origin)
+    if nodes.find(Stage.CHECKPOINT, checkpoint_inputs(state).digest) is None:
+        do = "start the fork again: it makes it anew"
+        raise ObjectMissing("the checkpoint of a fork's first weights was removed meanwhile", where=parent, found=state, do=do)
     branches.create(config.run, config.model_dump(mode="json"), init, parent)

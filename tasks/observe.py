@@ -142,7 +142,7 @@ class Observer:
         write_report(history, directory / "report.html")
         write_figure(history, directory / "report.png")
         try:
-            scalars.update(self._it.files, self._it.config.run, ancestors=False)
+            scalars.update(self._it.files, self._it.config.run)
         except RlpipeError as error:  # they can be made again; what is wrong with the records is the audit's to say
             self._it.progress.say(f"{self._it.config.run}: the tables are not up to date: {type(error).__name__}: {error}")
         return summarise(history), overview(history)

@@ -32,7 +32,9 @@ from rlpipe.reprocess import Reprocessor
 from rlpipe.reprocess_report import compare
 from rlpipe.run_rollouts import find
 from rlpipe.store.branches import Branches
+from rlpipe.store.epochs import Epochs
 from rlpipe.store.files import Files
+from rlpipe.store.run_file import RunFile, write_run
 from tasks.observe import artifact_key
 from tasks.record import RETRIES_AFTER_S, may_pass
 
@@ -54,13 +56,22 @@ _OPEN: dict[str, Opened] = {}
 
 @asynccontextmanager
 async def opened(of: str, config: RunConfig, files: Files, directory: Path, progress: Progress) -> AsyncIterator[None]:
-    """The branch `config.run` is reprocessed from the run `of` in this process. Raises: ConfigError."""
-    async with Reprocessor(files, config) as reprocessor:
-        _OPEN[config.run] = Opened(of, config, files, directory, reprocessor, progress)
-        try:
-            yield
-        finally:
-            del _OPEN[config.run]
+    """The branch `config.run` is reprocessed from the run `of` in this process, and in no other.
+
+    Raises: Fenced if it is elsewhere; ConfigError.
+    """
+    epoch = await asyncio.to_thread(Epochs(files).acquire, config.run)
+    epoch.keep()
+    try:
+        write_run(directory.parent, config.run, RunFile(store=files.root, config=config.model_dump(mode="json")))
+        async with Reprocessor(files, config, epoch.check) as reprocessor:
+            _OPEN[config.run] = Opened(of, config, files, directory, reprocessor, progress)
+            try:
+                yield
+            finally:
+                del _OPEN[config.run]
+    finally:
+        epoch.release()
 
 
 async def _attempt(run: str, k: int) -> State:

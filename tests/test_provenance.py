@@ -91,21 +91,68 @@ def test_the_rows_behind_weights_are_those_of_every_leg(files: Files):
 def test_forward_names_the_optimizer_step_and_the_first_weights(files: Files):
     [(name, prompt)] = find_prompts(files, "run", "run:00000001").items()
     assert prompt == "prompt of run:00000001"
-    rows = forward(files, [name])
+    rows, damaged = forward(files, [name])
+    assert damaged == {}
     assert [(r["branch"], r["iteration"], r["index"], r["optimizer_step"], r["weight_version"]) for r in rows] == [
         ("run", 0, 0, 3, 1),
         ("run", 0, 1, 2, 1),
     ]
     [waiting] = find_prompts(files, "run", "run:00000009")
-    assert [(row["trained"], row["optimizer_step"], row["weight_version"]) for row in forward(files, [waiting])] == [
+    assert [(row["trained"], row["optimizer_step"], row["weight_version"]) for row in forward(files, [waiting])[0]] == [
         (False, None, None)
     ] * 2
     assert optimizer_steps(files, "run", 0)["run:00000001", 0] == 3
 
 
 def test_descendants_are_all_branches_that_have_it(files: Files):
-    assert descendants(files, "run", 0) == ["run@3", "fork@2", "warm@0"]
-    assert descendants(files, "run", 2) == ["run@3"]
+    assert descendants(files, {"run": 0}) == (["run@3", "fork@2", "warm@0"], {})
+    assert descendants(files, {"run": 2}) == (["run@3"], {})
+    assert descendants(files, {"run": 2, "fork": 2}) == (["run@3", "fork@2"], {})
+    SteppingRun(files, "grandchild").start(parent="fork/00000002")
+    assert descendants(files, {"run": 1})[0] == ["run@3", "fork@2", "grandchild@start", "warm@0"]
+
+
+@pytest.mark.parametrize("broken", ["branches/other/config.json", "branches/other/00000000.json"])
+def test_a_damaged_branch_is_named_and_hides_nothing_of_the_others(files: Files, broken: str):
+    SteppingRun(files, "other").start().iterate()
+    files.delete(broken)
+    files.create(broken, b"{}")
+    [name] = find_prompts(files, "run", "run:00000001")
+    rows, damaged = forward(files, [name])
+    assert [(row["branch"], row["iteration"]) for row in rows] == [("run", 0)] * 2
+    having, more = descendants(files, {"run": 0})
+    assert having == ["run@3", "fork@2", "warm@0"]
+    assert list(damaged | more) == ["other"] and broken in (damaged | more)["other"]
+    assert [leg.branch for leg in legs(files, "warm")] == ["warm", "run"]
+
+
+def test_weights_whose_maker_cannot_be_read_name_the_damaged_branch(files: Files):
+    files.delete("branches/run/00000001.json")
+    files.create("branches/run/00000001.json", b"{}")
+    with pytest.raises(ObjectMissing, match=r"(?s)no branch has made these weights.*run cannot be read"):
+        legs(files, "warm")
+
+
+def test_every_branch_is_read_once_however_many_there_are(files: Files, monkeypatch: pytest.MonkeyPatch):
+    """Forks of forks: requests grow as the branches do, not as their square."""
+    first = Branches(files).read("run", 0).nodes[Stage.TRAIN]
+    checkpoint = Nodes(files).commit(checkpoint_inputs(first).node(outputs={"version": 1})).digest
+    asked, plain = list[str](), Files.read
+    parent, counts = "fork/00000002", list[int]()
+    for number in range(8):
+        SteppingRun(files, f"fork{number}").start(parent=parent).iterate()
+        parent = f"fork{number}/{number + 3:08d}"
+        init = Nodes(files).commit(make_node(Stage.INIT, {"start_from": checkpoint}, number=number))
+        Branches(files).create(f"warm{number}", {}, init.digest)
+        if number in (3, 7):
+            asked.clear()
+            with monkeypatch.context() as patched:
+                patched.setattr(Files, "read", lambda files, path, *rest: asked.append(path) or plain(files, path, *rest))
+                assert len(descendants(files, {"run": 0})[0]) == 3 + 2 * (number + 1)
+                counts.append(len(asked))
+                forward(files, ["nothing"])
+                counts.append(len(asked) - counts[-1])
+    assert counts[2] < 2.1 * counts[0] and counts[3] < 2.1 * counts[1]
 
 
 @pytest.mark.parametrize(("text", "said"), [("nowhere", "no prompt of this run has that text"), ("prompt", "too many prompts")])

@@ -30,6 +30,7 @@ from rlpipe.store.anomalies import find_anomalies
 from rlpipe.store.audit import check_branch
 from rlpipe.store.files import Files
 from rlpipe.store.query import ask
+from rlpipe.store.run_file import store_of
 from rlpipe.token_rows import decoder, shown_samples, tokenizer_of
 
 
@@ -62,12 +63,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
     parser.add_argument("--store", help="URL of the store (default: the one the run was started with)")
     return parser.parse_intermixed_args()
-
-
-def store_of(folder: Path, run: str) -> str | Path:
-    """The store that a run of this home uses, or the home's own."""
-    record = folder / run / "run.json"
-    return json.loads(record.read_text())["store"] if record.is_file() else folder / "store"
 
 
 def verify(files: Files, run: str, _k: int | None, _arguments: argparse.Namespace) -> int:
@@ -105,7 +100,7 @@ def forward(files: Files, run: str, _k: int | None, arguments: argparse.Namespac
     if not arguments.prompt:
         raise ConfigError("which prompt?", where="--prompt", expected="a piece of its text")
     prompts = provenance.find_prompts(files, run, arguments.prompt)
-    rows = provenance.forward(files, list(prompts))
+    rows, damaged = provenance.forward(files, list(prompts))
     for row in rows:
         step = (
             f"step {row['optimizer_step']}, weights {row['weight_version']}"
@@ -113,9 +108,13 @@ def forward(files: Files, run: str, _k: int | None, arguments: argparse.Namespac
             else row["drop_reason"] or "not trained"
         )
         print(f"{row['branch']}/{row['iteration']:<6} {row['group_id']}/{row['index']:<4} reward {row['reward']}  {step}")
-    first = {(row["branch"], row["iteration"]) for row in rows if row["trained"]}
-    having = {name for branch, k in first for name in provenance.descendants(files, branch, k)}
+    first: dict[str, int] = {}
+    for row in (row for row in rows if row["trained"]):
+        first[row["branch"]] = min(row["iteration"], first.get(row["branch"], row["iteration"]))
+    having, unread = provenance.descendants(files, first)
     print(f"in the weights of: {', '.join(sorted(having)) or 'none'}")
+    for branch, why in sorted({**damaged, **unread}.items()):
+        print(f"left out, it cannot be read: {branch}: {why}", file=sys.stderr)
     return 0
 
 

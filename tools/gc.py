@@ -5,9 +5,10 @@
     python -m tools.gc --remove RUN [--remove RUN ...]             and these runs, with all that only they name
     python -m tools.gc ... --delete                                do it
 
-Without `--delete` nothing is touched, and runs may go on. With it every run of the store is held meanwhile, and refused if one is
-being driven; start no new one. What is younger than `--grace` stays. What may go, and what has to stay for what:
-rlpipe/store/gc.py, rlpipe/store/retention.py. Exit codes: 0 done, 2 it cannot be known what may go.
+Without `--delete` nothing is touched, and runs may go on. With it this is alone in the store: it is refused while a run is being
+driven, and a run that begins meanwhile is refused until it is done. Killed half-way, the same command goes on. What is younger
+than `--grace` stays. What may go, and what has to stay for what: rlpipe/store/gc.py, rlpipe/store/retention.py. Exit codes: 0
+done, 2 it cannot be known what may go, or somebody else is at work.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from rich.progress import Progress
 
 from rlpipe.config.load import HOME_VARIABLE, home
 from rlpipe.errors import ConfigError, RlpipeError
+from rlpipe.store.epochs import Epochs
 from rlpipe.store.files import Files
-from rlpipe.store.gc import nobody_at_work, remove, unreachable
+from rlpipe.store.gc import remove, unreachable
 from rlpipe.store.retention import Retention, branch_removal, spare_checkpoints
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -38,16 +40,15 @@ def main() -> int:
         os.environ[HOME_VARIABLE] = str(Path(arguments.home).expanduser().absolute())
     try:
         files = Files(arguments.store or home() / "store")
-        records = [one.path for n, run in enumerate(arguments.remove) for one in branch_removal(files, run, arguments.remove[:n])]
-        with nobody_at_work(files) if arguments.delete else nullcontext():
+        with Epochs(files).alone() if arguments.delete else nullcontext() as own:
+            asked = enumerate(arguments.remove)
+            records = [one.path for n, run in asked for one in branch_removal(files, run, arguments.remove[:n])]
             paths = removable(files, seconds(arguments.grace), arguments.keep_checkpoints, arguments.keep_every, records)
             print_summary(files, paths, listed=arguments.list)
-            if arguments.delete:
+            if own is not None:
                 with Progress(transient=True) as bar:
                     shown = bar.add_task("deleting", total=len(paths))
-                    remove(files, paths, lambda done, _: bar.update(shown, completed=done))
-        if arguments.delete:
-            remove(files, [path for run in arguments.remove for path in files.list(f"branches/{run}/epochs")])
+                    remove(files, paths, own.check, lambda done, _: bar.update(shown, completed=done))
         print(f"{len(paths)} objects {'deleted' if arguments.delete else 'may go; --delete does it'}")
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
 
 from rlpipe.config.load import HOME_VARIABLE, home, validate
-from rlpipe.errors import ConfigError, RlpipeError
+from rlpipe.errors import RlpipeError
 from rlpipe.observe.figure import write_figure
 from rlpipe.observe.report import write_report
 from rlpipe.observe.summary import write_summary
 from rlpipe.run_history import HistoryReader
 from rlpipe.store.files import Files
+from rlpipe.store.run_file import get_run
 
 
 def main() -> int:
@@ -35,11 +35,8 @@ def main() -> int:
 
 def write(directory: Path) -> Path:
     """Write the three files into a run's directory; the page's path. Raises: ConfigError if it is not a run's directory."""
-    path = directory / "run.json"
-    if not path.is_file():
-        raise ConfigError("there is no such run", where=str(directory), found="no run.json", do="start it with tools.train")
-    record = json.loads(path.read_text())
-    history = HistoryReader(Files(record["store"]), validate(record["config"]), directory).read()
+    said = get_run(directory.parent, directory.name)
+    history = HistoryReader(Files(said.store), validate(said.config), directory).read()
     write_summary(history, directory / "summary.json")
     write_figure(history, directory / "report.png")
     return write_report(history, directory / "report.html")

@@ -22,6 +22,7 @@ from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.run_file import get_run
 
 HEADER = ("from", "to", "times", "seconds", "longest", "peak", "kept", "used first", "largest", "last")
 
@@ -50,10 +51,7 @@ def main() -> int:
 
 def switches(directory: Path) -> list[dict[str, Any]]:
     """All switches of a run, oldest first, from the nodes of its commits. Raises: ConfigError if there are none."""
-    record = directory / "run.json"
-    if not record.is_file():
-        raise ConfigError("there is no such run", where=str(directory), found="no run.json", do="start it with tools.train")
-    files = Files(json.loads(record.read_text())["store"])
+    files = Files(get_run(directory.parent, directory.name).store)
     nodes, commits = Nodes(files), [*Branches(files).walk(directory.name)][::-1]
     said = (nodes.get(stage, digest).outputs for commit in commits for stage, digest in commit.nodes.items())
     found = [switch for outputs in said for switch in outputs.get("switches", ())]

@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from rlpipe.errors import ObjectCorrupt
+
 FILE = "trace.jsonl"
 
 
@@ -64,14 +66,32 @@ def traced(folder: Path, stage: str, iteration: int | None) -> Iterator[None]:
 
 
 def read_trace(path: Path, offset: int = 0) -> tuple[list[Event], int]:
-    """The events from byte `offset` on, and where the next ones will begin. A file that is not there yet has none."""
+    """The events from byte `offset` on, and where the next ones will begin. A file that is not there yet has none.
+
+    Raises: ObjectCorrupt naming a line that is none.
+    """
     if not path.exists():
         return [], offset
     with path.open("rb") as trace:
         trace.seek(offset)
         whole = trace.read().rpartition(b"\n")[0]
-    events = [Event(**json.loads(line)) for line in whole.splitlines()]
-    return events, offset + (len(whole) + 1 if whole else 0)
+    events, end = list[Event](), offset
+    for line in whole.split(b"\n") if whole else ():
+        events.append(_event(line, path, end))
+        end += len(line) + 1
+    return events, end
+
+
+def _event(line: bytes, path: Path, at: int) -> Event:
+    try:
+        event = Event(**json.loads(line))
+        if event.event in ("begin", "end", "failed"):
+            return event
+        found = event.event
+    except (ValueError, TypeError, RecursionError) as error:
+        found = error
+    do = "take the line out of the file: what it says is said nowhere else, but nothing is decided by it"
+    raise ObjectCorrupt("not an event", where=f"{path}, byte {at}", found=f"{line[:80]!r}: {found}", do=do)
 
 
 def works(events: Iterable[Event]) -> list[Work]:

@@ -67,14 +67,12 @@ class Anomaly(NamedTuple):
 
 
 def find_anomalies(files: Files, branch: str, limits: Limits | None = None) -> list[Anomaly]:
-    """Everything unusual along a branch, its tables brought up to date first, oldest first.
+    """Everything unusual along a branch, oldest first; each iteration by the configuration of the branch that made it.
 
     Raises: ObjectMissing if there is no such branch; ObjectCorrupt if its rows cannot be read.
     """
     limits = limits or Limits()
-    scalars.update(files, branch)
-    config = Branches(files).config(branch)
-    found = [*_of_samples(scalars.read(files, branch), config, limits), *_of_metrics(files, branch, limits)]
+    found = [*_of_samples(scalars.read(files, branch), Branches(files), limits), *_of_metrics(files, branch, limits)]
     return sorted(found, key=lambda one: (one.iteration, one.rule))
 
 
@@ -113,10 +111,7 @@ def shares(columns: Mapping[str, np.ndarray]) -> dict[str, float]:
     }
 
 
-def _of_samples(rows: pa.Table, config: Mapping[str, Any], limits: Limits) -> Iterator[Anomaly]:
-    allowed = int(config.get("async_buffer_size") or 0)
-    masked = bool((config.get("rollout") or {}).get("mask_offpolicy_in_partial_rollout"))
-    drift = limits.drift or DRIFT.get((config.get("model") or {}).get("dtype", ""), OTHER_DRIFT)
+def _of_samples(rows: pa.Table, branches: Branches, limits: Limits) -> Iterator[Anomaly]:
     lengths: list[float] = []
     for branch, k, columns in by_iteration(rows):
         for rule, share in shares(columns).items():
@@ -124,17 +119,21 @@ def _of_samples(rows: pa.Table, config: Mapping[str, Any], limits: Limits) -> It
                 yield Anomaly(rule, branch, k, share, f"at most {limit:.0%}")
         trained = columns["trained"].astype(bool)
         if trained.any():
-            yield from _of_trained(branch, k, columns, trained, allowed if not masked else None, drift)
+            yield from _of_trained(branch, k, columns, branches.config(branch), limits)
         length = float(columns["response_tokens"].mean())
         yield from _jump("response_tokens", branch, k, length, lengths, limits)
         lengths.append(length)
 
 
 def _of_trained(
-    branch: str, k: int, columns: Mapping[str, np.ndarray], trained: np.ndarray, allowed: int | None, drift: float
+    branch: str, k: int, columns: Mapping[str, np.ndarray], config: Mapping[str, Any], limits: Limits
 ) -> Iterator[Anomaly]:
+    allowed = int(config.get("async_buffer_size") or 0)
+    masked = bool((config.get("rollout") or {}).get("mask_offpolicy_in_partial_rollout"))
+    drift = limits.drift or DRIFT.get((config.get("model") or {}).get("dtype", ""), OTHER_DRIFT)
+    trained = columns["trained"].astype(bool)
     ages = columns["staleness"][trained].astype(float)
-    if allowed is not None and (oldest := np.nanmax(ages, initial=0.0)) > allowed:
+    if not masked and (oldest := np.nanmax(ages, initial=0.0)) > allowed:
         yield Anomaly("stale", branch, k, float(oldest), f"at most {allowed} (async_buffer_size)")
     apart = columns["logprob_difference"][trained].astype(float)
     known = apart[~np.isnan(apart)]

@@ -15,7 +15,9 @@ Along the branch, and through what it was forked from, oldest first:
     records     commits follow each other; nodes are there, have the digest of their inputs, and parents on this branch
     files       data files, checkpoints, evaluations are there with their size, checksum and rows
 
-If a commit of the history is missing, what comes after it is checked by itself: records, files and foreign rows.
+If a commit of the history is missing, what comes after it is checked by itself: records, files and foreign rows. An iteration
+without a commit, only sampled or reprocessed, is checked as if what its last stage chose had been trained; its batch was scored
+with weights of the run that its rollouts are of.
 
 Not here: whether the numbers in them are right (replay), what is unusual (`anomalies`), or repairs.
 """
@@ -24,14 +26,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import pyarrow as pa
 
 from rlpipe.errors import ObjectCorrupt
 from rlpipe.store.audit_reading import Finding, Loaded, Reader, evaluations_of, history, keys, read_ahead
-from rlpipe.store.branches import Branches
+from rlpipe.store.branches import Branches, commit_name
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.notes import noted, noted_iterations
 from rlpipe.store.segments import Segments, segment_problem
 from rlpipe.types import Commit, DataState, Node, Plan, Stage
 
@@ -51,10 +55,17 @@ def check_branch(files: Files, branch: str, say: Say | None = None) -> list[Find
     for digest in inits:
         audit.check_init(digest)
     audit.check_segments(dict.fromkeys([branch, *(commit.branch for commit in commits)]))
-    for number, loaded in enumerate(read_ahead(reader, commits[::-1]), start=1):
+    open_ones = [k for k in noted_iterations(files, branch) if not any((c.branch, c.iteration) == (branch, k) for c in commits)]
+    if open_ones:
+        audit.know_sources(branch)
+    asked = [
+        *(partial(reader.load, commit) for commit in commits[::-1]),
+        *(partial(reader.load_noted, branch, k) for k in open_ones),
+    ]
+    for number, loaded in enumerate(read_ahead(asked), start=1):
         audit.check(loaded)
         if say is not None:
-            say(number, len(commits))
+            say(number, len(asked))
     return audit.findings
 
 
@@ -63,6 +74,7 @@ class _Audit:
 
     def __init__(self, files: Files, reader: Reader, findings: list[Finding], *, whole: bool) -> None:
         self.findings, self._reader, self._whole = findings, reader, whole
+        self._files = files
         self._nodes, self._branches, self._segments = Nodes(files), Branches(files), Segments(files)
         self._data = DataState()
         self._drawn: set[str] = set()
@@ -71,6 +83,8 @@ class _Audit:
         """(plan, group) whose rows lie below that plan, and (None, group)."""
         self._known: set[str] = set()
         self._epochs: dict[str, int] = {}
+        self._planned_by: dict[str, str | None] = {}
+        self._next = 0
 
     def add(self, rule: str, where: str, problem: str) -> None:
         self.findings.append(Finding(rule, where, problem))
@@ -94,9 +108,23 @@ class _Audit:
                 )
                 self.findings += self._reader.check_leaves(segment.segment, named)
 
+    def know_sources(self, branch: str) -> None:
+        """The runs whose rollouts a branch loads: what was made of them there may be a parent here."""
+        for source in self._reader.readable(self.findings, "records", branch, lambda: self._branches.sources(branch)) or ():
+            read = self._reader.readable(self.findings, "records", source, lambda source=source: history(self._branches, source))
+            commits, inits, problems = read or ((), (), ())
+            self.findings += problems
+            self._known.update(inits, *(commit.nodes.values() for commit in commits))
+            for k in noted_iterations(self._files, source):
+                where = commit_name(source, k)
+                nodes = self._reader.readable(self.findings, "records", where, lambda k=k, s=source: noted(self._files, s, k))
+                self._known.update((nodes or {}).values())
+
     def check(self, loaded: Loaded) -> None:
         """One iteration."""
         commit, where = loaded.commit, loaded.where
+        self._whole = self._whole and commit.iteration == self._next
+        self._next = commit.iteration + 1 if commit.plans else -1
         self.findings += loaded.findings
         self._known.update(commit.plans)
         if loaded.plans and self._whole:
@@ -132,15 +160,20 @@ class _Audit:
         for number, plan in enumerate(parts):
             if plan.before != before:
                 self.add("cursor", where, f"part {number} starts at {plan.before}, what is before it ended at {before}")
-            if (plan.branch, plan.iteration, plan.part) != (self._sampled_by(commit.branch), commit.iteration, number):
+            sampled_by = self._sampled_by(commit.branch)
+            if sampled_by and (plan.branch, plan.iteration, plan.part) != (sampled_by, commit.iteration, number):
                 self.add("cursor", where, f"part {number} is part {plan.part} of {plan.branch}/{plan.iteration}")
             before = plan.after
         if before.model_copy(update={"buffer": ()}) != commit.data.model_copy(update={"buffer": ()}):
             self.add("cursor", where, f"the plan ends at {before}, the commit at {commit.data}")
 
-    def _sampled_by(self, branch: str) -> str:
-        """The branch that planned what a branch trains on: itself, or the one whose rollouts it loads."""
-        return self._branches.sampled_by(branch)
+    def _sampled_by(self, branch: str) -> str | None:
+        """The branch that planned what a branch trains on: itself, or the one whose rollouts it loads; None if nobody can say."""
+        if branch not in self._planned_by:
+            where = f"what {branch} was sampled by"
+            by = self._reader.readable(self.findings, "records", where, lambda: self._branches.sampled_by(branch))
+            self._planned_by[branch] = by
+        return self._planned_by[branch]
 
     def _check_rollout(self, loaded: Loaded) -> None:
         said, commit, where = loaded.rollout, loaded.commit, loaded.where
@@ -194,7 +227,11 @@ class _Audit:
         for plan, table in loaded.rows.get(Stage.ROLLOUT, ()):
             self._rows |= {(place, group) for group in set(table["group_id"].to_pylist()) for place in (None, plan)}
         batch = loaded.table(Stage.ADVANTAGE)
-        if batch is not None and (groups := set(batch["group_id"].to_pylist())) != set(loaded.commit.trained):
+        if (
+            batch is not None
+            and loaded.commit.plans
+            and (groups := set(batch["group_id"].to_pylist())) != set(loaded.commit.trained)
+        ):
             self.add("batches", loaded.where, f"batch rows and commit differ in {sorted(groups ^ set(loaded.commit.trained))}")
 
     def _check_foreign(self, loaded: Loaded) -> None:

@@ -7,7 +7,7 @@ Not here: whether what was read fits together (`audit`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -19,9 +19,10 @@ from rlpipe.errors import ObjectCorrupt, ObjectMissing
 from rlpipe.store.branches import Branches, commit_name, parse_commit_name
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes, input_digest
+from rlpipe.store.notes import noted
 from rlpipe.store.plans import Plans, plan_of_rows
 from rlpipe.store.schema import BATCH, KIND, REWARDS, SAMPLES, decode
-from rlpipe.types import Commit, FileRecord, Node, Plan, Stage
+from rlpipe.types import Commit, DataState, FileRecord, Node, Plan, Stage
 
 AHEAD = 4
 """Iterations that are read ahead of the one that is looked at; from an object store most of the time is waiting."""
@@ -49,6 +50,13 @@ class RolloutSaid(BaseModel):
     accepted: list[str] = []
     dropped: dict[str, str] = {}
     after: dict[str, Any] = {}
+
+
+class BatchSaid(BaseModel):
+    """What a batch says of its groups."""
+
+    groups: list[str]
+    dropped: dict[str, str] = {}
 
 
 class Rows(NamedTuple):
@@ -106,6 +114,36 @@ class Reader:
         if Stage.TRAIN in commit.nodes:
             loaded.findings += self.check_leaves(commit.nodes[Stage.TRAIN], loaded.where)
         return loaded
+
+    def load_noted(self, branch: str, k: int) -> Loaded:
+        """An iteration without a commit, as the one that would be its commit if what its last stage chose were trained."""
+        commit = Commit(branch=branch, iteration=k, plans=(), nodes={}, data=DataState(), config_digest="")
+        findings: list[Finding] = []
+        where = commit_name(branch, k)
+        if nodes := self.readable(findings, "records", where, lambda: noted(self._files, branch, k)):
+            commit = commit.model_copy(update={"nodes": nodes})
+            if chosen := self.readable(list[Finding](), "records", where, lambda: self._chosen(nodes)):
+                commit = commit.model_copy(update=chosen)
+        loaded = self.load(commit)
+        loaded.findings[:0] = findings
+        if rollout := loaded.nodes.get(Stage.ROLLOUT):
+            if judged := rollout.config.get("judged_by"):
+                self.readable(loaded.findings, "records", f"{where} judged by", lambda: self._nodes.get(Stage.REWARD, judged))
+        elif nodes is not None and Stage.ROLLOUT not in nodes:
+            loaded.findings.append(Finding("records", where, "its note names no rollout"))
+        return loaded
+
+    def _chosen(self, nodes: Mapping[Stage, str]) -> dict[str, Any] | None:
+        """What a commit of these nodes would say; None if they are not of the right form, which `load` says."""
+        rollout = self._nodes.get(Stage.ROLLOUT, nodes.get(Stage.ROLLOUT, ""))
+        batch = self._nodes.get(Stage.ADVANTAGE, nodes[Stage.ADVANTAGE]).outputs if Stage.ADVANTAGE in nodes else None
+        try:
+            said, data = RolloutSaid.model_validate(rollout.outputs), DataState.model_validate(rollout.outputs.get("after"))
+            fixed = BatchSaid(groups=said.accepted) if batch is None else BatchSaid.model_validate(batch)
+        except ValidationError:
+            return None
+        fates = {"trained": tuple(fixed.groups), "dropped": {**said.dropped, **fixed.dropped}}
+        return {"plans": tuple(said.plans), **fates, "data": data}
 
     def check_leaves(self, weights: str, where: str) -> list[Finding]:
         """The checkpoint and the evaluations of a state, if there are any."""
@@ -196,12 +234,12 @@ def evaluations_of(files: Files, findings: list[Finding]) -> dict[str, list[Node
     return found
 
 
-def read_ahead(reader: Reader, commits: Sequence[Commit]) -> Iterator[Loaded]:
-    """Each commit's iteration, in order; some are read while the one before is looked at."""
+def read_ahead(asked: Iterable[Callable[[], Loaded]]) -> Iterator[Loaded]:
+    """What these calls load, in order; some are read while the one before is looked at."""
     with ThreadPoolExecutor(AHEAD) as pool:
         waiting: deque[Future[Loaded]] = deque()
-        for commit in commits:
-            waiting.append(pool.submit(reader.load, commit))
+        for load in asked:
+            waiting.append(pool.submit(load))
             if len(waiting) > AHEAD:
                 yield waiting.popleft().result()
         while waiting:

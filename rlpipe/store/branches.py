@@ -9,6 +9,7 @@ Not here: who may commit (`epochs`), or what a commit's nodes hold (`nodes`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from uuid import uuid4
@@ -17,6 +18,8 @@ from rlpipe.errors import Fenced, ObjectConflict, ObjectCorrupt, ObjectMissing, 
 from rlpipe.store.files import Files
 from rlpipe.store.records import now, seal, unseal
 from rlpipe.types import Commit, Record
+
+COMMIT = re.compile(r"branches/([^/]+)/([0-9]{8})\.json")
 
 
 class Branch(Record):
@@ -112,12 +115,13 @@ class Branches:
             while self._files.exists(_path(commit_name(branch, after + 1))):
                 after += 1
             return self.read(branch, after)
-        folder = f"branches/{branch}"
-        numbers = [path.removeprefix(f"{folder}/").removesuffix(".json") for path in self._files.list(folder)]
-        committed = [int(number) for number in numbers if number.isdigit()]
-        if committed:
-            return self.read(branch, max(committed))
+        if committed := self.committed(branch):
+            return self.read(branch, committed[-1])
         return self.read(*parse_commit_name(record.parent)) if record.parent else None
+
+    def committed(self, branch: str) -> list[int]:
+        """The iterations that a branch has committed itself, in order."""
+        return [int(match[2]) for path in self._files.list(f"branches/{branch}") if (match := COMMIT.fullmatch(path))]
 
     def read(self, branch: str, iteration: int) -> Commit:
         """One commit. Raises: ObjectMissing; ObjectCorrupt also if it is another one, or does not follow the one before it."""
@@ -179,6 +183,13 @@ class Branches:
     def sampled_by(self, branch: str) -> str:
         """The branch that planned and sampled what a branch's iterations are made of: itself, unless it loads another's rollouts
         (`debug.load_debug_rollout_data`), which may load others in turn. Raises: ObjectMissing, ObjectCorrupt."""
+        return [branch, *self.sources(branch)][-1]
+
+    def sources(self, branch: str) -> list[str]:
+        """The branches whose rollouts a branch loads: the one it names, the one which that names, and so on.
+
+        Raises: ObjectMissing, ObjectCorrupt.
+        """
         seen = [branch]
         while found := self.find(seen[-1]):
             debug = found.config.get("debug")
@@ -186,7 +197,7 @@ class Branches:
             if not isinstance(loads, str) or loads in seen:
                 break
             seen.append(loads)
-        return seen[-1]
+        return seen[1:]
 
     def walk(self, branch: str) -> Iterator[Commit]:
         """The commits of a branch and of what it was forked from, newest first. Raises: ObjectMissing, ObjectCorrupt."""
@@ -217,6 +228,11 @@ class Branches:
 def config_path(branch: str) -> str:
     """Where the record of a branch lives."""
     return f"branches/{branch}/config.json"
+
+
+def is_commit(path: str) -> bool:
+    """Is this the name of a commit's record?"""
+    return COMMIT.fullmatch(path) is not None
 
 
 def _path(name: str) -> str:

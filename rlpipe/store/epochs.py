@@ -12,13 +12,22 @@ for dead. Both cost a driver, never a record.
 
 A renewal every lease_s / 3: one look for epoch n + 1, one write, one removal of the renewal before the last. At 60 s that is
 180 of each an hour and at most three objects; a killed driver's last ones are garbage (`superseded`) once it is replaced.
-Acquiring is one listing, one read, one write; `check` is one request for an object that is not there.
+Acquiring is two listings, two reads, one write; `check` is one request for an object that is not there.
 
 Between a check and the write that follows it a takeover may still come. Then first writer wins: the new driver finds that
 commit and goes on from it, or is told that it differs. No batch is trained twice on one branch either way.
 
 A process that does a part of a driver's work (an iteration in a flow run of its own) joins its epoch: it carries that
 number, checks as its driver does, and is refused with it.
+
+Whoever removes things from the store (`gc`) is alone in it. It has epochs of its own, under a name that no run has:
+
+    collector                                    driver
+    1. writes an epoch of its own                1. writes an epoch of its branch
+    2. looks at every branch's newest one        2. looks at the collector's newest one
+
+Both write before they look, so whichever looks second sees the other, and gives up. A driver that may only be asleep is
+replaced by the collector, and so is such a collector by a driver: each is told before its next commit or removal.
 
 Not here: when to check (`Branches.commit`, and whoever opens a run), or ending the other driver's processes.
 """
@@ -29,8 +38,8 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from uuid import uuid4
@@ -47,6 +56,8 @@ SKEW_S = 10.0
 """How far the clocks of two machines may be apart."""
 KEPT_RENEWALS = 2
 """A reader that has listed them has a whole interval to read the last one."""
+COLLECTOR = ".gc"
+"""In place of a branch: whose epochs are the collector's."""
 NAME = re.compile(r"branches/([^/]+)/epochs/(\d{8})(?:/(\d{8}))?\.json")
 
 
@@ -123,21 +134,72 @@ class Epochs:
         """Become the driver of a branch; call `keep` on what this returns, or `renew` in time.
 
         A `stand_in` is replaced by the next driver without being asked.
-        Raises: Fenced while another driver's lease runs (with `takeover`: if a third one was faster); StoreError.
+        Raises: Fenced while another driver's lease runs (with `takeover`: if a third one was faster), or the collector is at
+        work; StoreError.
         """
+        return self._admitted(self._take(branch, takeover=takeover, stand_in=stand_in, lease_s=lease_s))
+
+    @contextmanager
+    def alone(self) -> Iterator[Epoch]:
+        """Keep every driver out of the store for as long as the block takes; `check` the epoch before each thing done in it.
+
+        Raises: Fenced if there is a driver now, or another collector; StoreError.
+        """
+        own = self._take(COLLECTOR)
+        own.keep()
+        try:
+            for branch in sorted({match[1] for name in self._files.list("branches") if (match := NAME.fullmatch(name))}):
+                held = self.newest(branch) if branch != COLLECTOR else None
+                if held is not None and not held.released and not held.holder.dead:
+                    self._take(branch, stand_in=True, released=True)
+            yield own
+        finally:
+            own.release()
+
+    def _take(
+        self,
+        branch: str,
+        *,
+        takeover: bool = False,
+        stand_in: bool = False,
+        lease_s: float = LEASE_S,
+        released: bool = False,
+    ) -> Epoch:
+        """The next epoch, `released` from the start if it is only to replace the one before. Raises: Fenced; StoreError."""
         held = self.newest(branch)
         if held is not None and not takeover and not held.over(self._skew_s) and (stand_in or not held.stand_in):
             raise self._refusal(held)
         now = clock().isoformat(timespec="milliseconds")
         number = held.epoch + 1 if held else 1
-        holder = Holder.here()
-        lease = Lease(branch=branch, epoch=number, holder=holder, since=now, renewed=now, lease_s=lease_s, stand_in=stand_in)
+        lease = Lease(
+            branch=branch,
+            epoch=number,
+            holder=Holder.here(),
+            since=now,
+            renewed=now,
+            lease_s=lease_s,
+            released=released,
+            stand_in=stand_in,
+        )
         path = _path(branch, number)
         try:
             self._files.create(path, seal(lease, path))
         except ObjectConflict as error:
             raise self._refusal(unseal(Lease, self._files.read(path), self._files.url(path))) from error
         return Epoch(self._files, lease)
+
+    def _admitted(self, epoch: Epoch) -> Epoch:
+        """The epoch, given back if the collector is at work. One that died or sleeps is replaced, and removes nothing more."""
+        try:
+            while (held := self.newest(COLLECTOR)) is not None and not held.released:
+                if not held.over(self._skew_s):
+                    raise self._refusal(held)
+                with suppress(Fenced):  # somebody was faster: look again
+                    self._take(COLLECTOR, released=True)
+        except (Fenced, StoreError):
+            epoch.release()
+            raise
+        return epoch
 
     def join(self, branch: str, *, stand_in: bool) -> Epoch:
         """Work under the newest epoch while its driver lives (checked, never renewed here); else become a stand-in for one.
@@ -156,17 +218,25 @@ class Epochs:
                     expected="a driver whose lease runs",
                     do="start the run again (or Retry its flow run): it puts this one back; Retry on this one does it alone",
                 )
+            epoch = None
             with suppress(Fenced):  # somebody was faster: join them
-                return self.acquire(branch, stand_in=True)
+                epoch = self._take(branch, stand_in=True)
+            if epoch is not None:
+                return self._admitted(epoch)
 
     def _refusal(self, held: Lease) -> Fenced:
         allowed = 0 if held.holder.near else self._skew_s
         left_s = (held.until - clock()).total_seconds() + allowed
         until = f"{held.until + timedelta(seconds=allowed):%H:%M:%S} UTC"
+        where = self._files.url(_path(held.branch, held.epoch))
+        found = f"{_who(held)}; its lease, last renewed {held.renewed}, is over at {until} unless it renews it again"
+        if held.branch == COLLECTOR:
+            do = f"wait until it is done, or stop it (if it is dead already: {max(left_s, 0):.0f} s); then start again"
+            return Fenced("what nobody needs is being removed from this store (tools.gc)", where=where, found=found, do=do)
         return Fenced(
             "another driver runs this branch",
-            where=self._files.url(_path(held.branch, held.epoch)),
-            found=f"{_who(held)}; its lease, last renewed {held.renewed}, is over at {until} unless it renews it again",
+            where=where,
+            found=found,
             expected="no driver, or one that is dead, done or silent for its whole lease",
             do=f"stop it, or wait until it ends (if it is dead already: {max(left_s, 0):.0f} s); to replace it while it runs, "
             "start again with --takeover; or give the new run another name: --run NAME",

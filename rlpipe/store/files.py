@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from rlpipe.errors import ObjectConflict, ObjectCorrupt, ObjectMissing, StoreError
 from rlpipe.store.local import TEMPORARY, Entry, LocalBackend, named_failures, temporary_name
 from rlpipe.types import FileRecord
+
+ATTEMPTS = 3
 
 
 class Backend(Protocol):
@@ -60,19 +63,16 @@ class Files:
 
         Raises: ObjectConflict if it is there with other bytes; StoreFull; StoreError.
         """
-        if self._backend.create(_checked(path), data):
-            return True
-        self._refuse_other(path, len(data), hashlib.sha256(data).hexdigest())
-        return False
+        checked = _checked(path)
+        return self._first(path, lambda: self._backend.create(checked, data), lambda: hashlib.sha256(data).hexdigest())
 
     def put_file(self, local: str | os.PathLike[str], path: str) -> FileRecord:
         """Write a large object from a local file; returns its record with sha256. Raises: as `create`.
 
         The file may be deleted afterwards, but not written to: on the store's own file system it becomes the object.
         """
-        size_bytes, sha256 = _measure(os.fspath(local))
-        if not self._backend.create_from(_checked(path), os.fspath(local)):
-            self._refuse_other(path, size_bytes, sha256)
+        checked, (size_bytes, sha256) = _checked(path), _measure(os.fspath(local))
+        self._first(path, lambda: self._backend.create_from(checked, os.fspath(local)), lambda: sha256)
         return FileRecord(path=path, size_bytes=size_bytes, sha256=sha256)
 
     def read(self, path: str, sha256: str | None = None) -> bytes:
@@ -93,7 +93,8 @@ class Files:
             self._backend.download(_checked(path), str(temporary))
             size_bytes, found = _measure(str(temporary))
             self._verify(path, found, sha256)
-            temporary.replace(local)
+            with named_failures(os.fspath(local)):
+                temporary.replace(local)
         finally:
             temporary.unlink(missing_ok=True)
         return FileRecord(path=path, size_bytes=size_bytes, sha256=found)
@@ -133,15 +134,23 @@ class Files:
             opened = self._opened = (os.getpid(), _open(self.root))
         return opened[1]
 
-    def _refuse_other(self, path: str, size_bytes: int, sha256: str) -> None:
-        if (found := self._backend.sha256(path)) != sha256:
-            raise ObjectConflict(
-                "another writer was first, with other content",
-                where=self.url(path),
-                found=f"sha256 {found}",
-                expected=f"sha256 {sha256} ({size_bytes} bytes)",
-                do="read the object and go on from it, or write under another name",
-            )
+    def _first(self, path: str, put: Callable[[], bool], sha256: Callable[[], str]) -> bool:
+        """Were we the first to write? A name that was taken and is free again (its object was removed, or an upload in parts was
+        aborted) is written after all."""
+        for _ in range(ATTEMPTS):
+            if put():
+                return True
+            with suppress(ObjectMissing):
+                if (found := self._backend.sha256(path)) == (expected := sha256()):
+                    return False
+                raise ObjectConflict(
+                    "another writer was first, with other content",
+                    where=self.url(path),
+                    found=f"sha256 {found}",
+                    expected=f"sha256 {expected}",
+                    do="read the object and go on from it, or write under another name",
+                )
+        raise StoreError("a name is taken, and nothing is there", where=self.url(path), found=f"{ATTEMPTS} times", do="try again")
 
     def _verify(self, path: str, found: str | None, sha256: str | None) -> None:
         if sha256 and found != sha256:

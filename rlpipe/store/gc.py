@@ -4,31 +4,39 @@ Reached are all branches and their commits, the plans and nodes they name, their
 Checkpoints and evaluations of reached weights are reached too: they are recorded beside the commits, some after them. Kept as
 well is what a branch may still adopt when it goes on: plans of iterations it has not committed, their finished groups, and
 nodes grown from them. So a crashed run loses nothing, however long it lies. All else goes once it is older than
-the grace period, which must outlast a re-scoring (its nodes are bound to no plan) and a checkpoint's upload. Of who drives a
-branch only the renewals of leases go, all but the one that counts.
+the grace period, which must outlast a checkpoint's upload: draws of plans that go, and what is left of a run whose removal was
+killed, too. Of who drives a branch only the renewals of leases go, all but the one that counts; the epochs of a run that was
+removed stay, half a kilobyte each, so that a driver that slept meanwhile is refused.
 
-Listing comes first and reading the branches second: what is committed in between was either young or is seen. Who deletes holds
-all branches meanwhile (`nobody_at_work`): a run that goes on, or begins, may take in what has lain there as garbage until then.
+Garbage may be adopted by whoever begins: its inputs are the same as then. So nothing is removed beside a driver. Who removes is
+alone in the store (`Epochs.alone`): it is refused while anyone drives a branch, whoever begins meanwhile is refused, and it asks
+before every single removal whether that still holds. The promise: what a commit names is there. The window: a collector whose
+machine stands still for longer than its lease, between that question and the request after it, removes that one object.
+
+Listing comes first and reading the branches second: what is committed in between was either young or is seen.
 Not here: parts of S3 uploads that were killed (a bucket's lifecycle rule), and anything outside the store's own folders.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from rlpipe.store.branches import Branches, config_path
-from rlpipe.store.epochs import Epochs, superseded
+from rlpipe.errors import ObjectMissing
+from rlpipe.store.branches import Branches, config_path, is_commit
+from rlpipe.store.epochs import NAME as EPOCH
+from rlpipe.store.epochs import superseded
 from rlpipe.store.files import Files
 from rlpipe.store.local import Entry
-from rlpipe.store.nodes import Nodes
+from rlpipe.store.nodes import Nodes, node_path
 from rlpipe.store.notes import noted, noted_iterations
 from rlpipe.store.plans import Plans, plan_path
 from rlpipe.store.segments import Segments
 from rlpipe.types import Node, Stage
 
-FOLDERS = ("nodes", "plans", "data", "checkpoints")
+NAMING = ("draws", "rollouts", "gates")
+"""Folders of what branches say, beside their own."""
+FOLDERS = (*NAMING, "nodes", "plans", "data", "checkpoints")
 """In the order of removal: a record goes before what it names."""
 LEAVES = (Stage.CHECKPOINT, Stage.EVAL)
 """Stages about weights, from which nothing is made along the branch."""
@@ -42,81 +50,89 @@ def unreachable(files: Files, grace_s: float, leaving: Collection[str] = ()) -> 
     """
     now = time.time()
     entries = [entry for folder in FOLDERS for entry in files.entries(folder)]
-    reached = _Reached(files, {entry.path for entry in entries}, leaving)
     records = list(files.entries("branches"))
     renewals = superseded(entry.path for entry in records)
+    reached = _Reached(files, {entry.path for entry in (*entries, *records)}, leaving)
     candidates = [
         *files.entries(temporary=True),
         *(entry for entry in entries if entry.path not in reached.paths),
-        *(entry for entry in records if entry.path in renewals),
+        *(entry for entry in records if entry.path in renewals or entry.path in reached.left),
     ]
     return sorted((entry.path for entry in _older(candidates, now - grace_s)), key=_removal_order)
 
 
-@contextmanager
-def nobody_at_work(files: Files) -> Iterator[None]:
-    """Hold every branch for as long as the block takes, so that no driver goes on with one.
-
-    Raises: Fenced if one is driven now. Not held are branches that begin meanwhile: start no run.
+def remove(
+    files: Files, paths: Sequence[str], check: Callable[[], object], say: Callable[[int, int], object] | None = None
+) -> None:
+    """Remove objects, in this order; killed half-way it can be done again. `check` is called before each, and raises if nothing
+    may be removed any more (`Epochs.alone`). `say` is told how many are done, and of how many.
     """
-    epochs = Epochs(files)
-    with ExitStack() as held:
-        for branch in Branches(files).names():
-            epoch = epochs.acquire(branch)
-            held.callback(epoch.release)
-            epoch.keep()
-        yield
-
-
-def collect(files: Files, grace_s: float, *, dry_run: bool) -> list[str]:
-    """Remove what `unreachable` names, or only say what would go. Killed half-way it can simply be run again."""
-    paths = unreachable(files, grace_s)
-    if not dry_run:
-        remove(files, paths)
-    return paths
-
-
-def remove(files: Files, paths: Sequence[str], say: Callable[[int, int], object] | None = None) -> None:
-    """Remove objects, in this order. `say` is told how many are done, and of how many."""
     for number, path in enumerate(paths, start=1):
+        check()
         files.delete(path)
         if say is not None:
             say(number, len(paths))
 
 
 class _Reached:
-    """The closure over one listing of the store: `paths` may not go."""
+    """The closure over one listing of the store: `paths` may not go. `left`: records of branches that are there no more."""
 
     def __init__(self, files: Files, names: set[str], leaving: Collection[str] = ()) -> None:
         self._files, self._nodes, self._plans, self._branches = files, Nodes(files), Plans(files), Branches(files)
         self._homes = {_digest(name): name for name in names.difference(leaving) if name.startswith("nodes/")}
         self._next: dict[str, int] = {}
         self.paths: set[str] = set()
-        for branch in self._branches.names():
+        known = self._branches.names()
+        for branch in known:
             if config_path(branch) not in leaving:
                 self._add_branch(branch)
+        self.left = self._left(names.difference(leaving), set(known))
         plans = {name.split("/")[1] for name in names if name.startswith("plans/") and name.endswith("/plan.json")}
         self._add_pending({digest for digest in plans if self._is_open(digest)})
         self._add_leaves()
+        for name in names:
+            folder, _, rest = name.partition("/")
+            if (folder == "draws" and plan_path(self._plans.drawn_in(name)) in self.paths) or (
+                folder in ("rollouts", "gates") and rest.split("/")[0] in known
+            ):
+                self.paths.add(name)
+
+    def _left(self, names: Iterable[str], known: Collection[str]) -> set[str]:
+        """Records of branches without a configuration, but epochs. Raises: ObjectMissing if commits are among them."""
+        left = {name for name in names if name.startswith("branches/") and name.split("/")[1] not in known}
+        if lost := next((name for name in sorted(left) if is_commit(name)), None):
+            branch = lost.split("/")[1]
+            where, do = self._files.url(config_path(branch)), f"bring it back from a copy, or remove the run: --remove {branch}"
+            raise ObjectMissing("a run has commits and no configuration", where=where, found=lost, do=do)
+        return {name for name in left if not EPOCH.fullmatch(name)}
 
     def _add_branch(self, branch: str) -> None:
-        self._add(self._branches.get(branch).init)
+        self._add_named(Stage.INIT, self._branches.get(branch).init)
         newest = self._branches.newest(branch)
         self._next[branch] = newest.iteration + 1 if newest else 0
         for commit in self._branches.walk(branch):
             if commit.branch != branch:
                 break  # the rest is another branch's own
             self.paths.update(map(plan_path, commit.plans))
-            self._add(*commit.nodes.values())
-        self._add(*(segment.segment for segment in Segments(self._files).of(branch)))
+            for stage, digest in commit.nodes.items():
+                self._add_named(stage, digest)
+        for segment in Segments(self._files).of(branch):
+            self._add_named(Stage.SEGMENT, segment.segment)
         for k in noted_iterations(self._files, branch):
             for stage, digest in noted(self._files, branch, k).items():
                 self._add_noted(stage, digest)
 
+    def _add_named(self, stage: Stage, digest: str) -> None:
+        """A node that a branch's own records name. Raises: ObjectMissing if it is lost: its files are not garbage yet."""
+        if digest not in self._homes:
+            self._nodes.get(stage, digest)
+            self._homes[digest] = node_path(stage, digest)
+        self._add(digest)
+
     def _add_noted(self, stage: Stage, digest: str) -> None:
         """A node of an iteration that was sampled or reprocessed, but not trained; with the scores that a filter chose by."""
-        self._add(digest)
-        if stage is Stage.ROLLOUT and digest in self._homes:
+        self._add_named(stage, digest)
+        if stage is Stage.ROLLOUT:
             config = self._read(self._homes[digest]).config
             self._add(*(config[key] for key in ("of", "judged_by") if key in config))
 

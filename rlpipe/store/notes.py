@@ -8,6 +8,7 @@ Not here: what such rollouts are read for (`rlpipe.run_rollouts`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 
 from rlpipe.errors import ObjectConflict, ObjectCorrupt
@@ -34,15 +35,15 @@ def noted(files: Files, branch: str, k: int) -> dict[Stage, str]:
         said = json.loads(files.read(path))
         if all(isinstance(digest, str) for digest in said.values()):
             return {Stage(stage): digest for stage, digest in said.items()}
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ObjectCorrupt("not a note of an iteration", where=files.url(path), found=repr(error)) from error
     raise ObjectCorrupt("not a note of an iteration", where=files.url(path), found=said, expected="a digest for each stage")
 
 
 def noted_iterations(files: Files, branch: str) -> list[int]:
     """The iterations of a branch that are noted, in order."""
-    names = {path.rpartition("/")[2].removesuffix(".json") for path in files.list(f"rollouts/{branch}")}
-    return sorted(int(name) for name in names if name.isdigit())
+    found = (re.fullmatch(r"rollouts/[^/]+/([0-9]{8})\.json", path) for path in files.list(f"rollouts/{branch}"))
+    return [int(match[1]) for match in found if match]
 
 
 def note_path(branch: str, k: int) -> str:

@@ -9,8 +9,9 @@ Not here: making one (`rlpipe.data`), or its groups' rows (`shards`).
 from __future__ import annotations
 
 import hashlib
+import re
 
-from rlpipe.errors import ObjectConflict
+from rlpipe.errors import ObjectConflict, ObjectCorrupt
 from rlpipe.store.files import Files
 from rlpipe.store.records import seal, unseal
 from rlpipe.types import DataState, Plan
@@ -40,9 +41,19 @@ class Plans:
         return digest if self._files.exists(plan_path(digest)) else None
 
     def drawn(self, branch: str, iteration: int, part: int, before: DataState) -> str | None:
-        """Digest of the plan that was drawn first from this state, where a draw cannot be repeated; None: nothing was."""
+        """Digest of the plan that was drawn first from this state, where a draw cannot be repeated; None: nothing was.
+
+        Raises: ObjectCorrupt.
+        """
         path = _draw_path(branch, iteration, part, before)
-        return self._files.read(path).decode() if self._files.exists(path) else None
+        return self.drawn_in(path) if self._files.exists(path) else None
+
+    def drawn_in(self, path: str) -> str:
+        """Digest of the plan that the record of a draw names. Raises: ObjectMissing, ObjectCorrupt."""
+        said = self._files.read(path)
+        if not re.fullmatch(rb"[0-9a-f]{64}", said):
+            raise ObjectCorrupt("not the digest of a plan", where=self._files.url(path), found=said[:80])
+        return said.decode()
 
     def draw(self, plan: Plan) -> str:
         """Store a plan that a user's function drew, unless one was drawn before from the same state: the digest that counts."""
@@ -50,7 +61,7 @@ class Plans:
         try:
             self._files.create(path, digest.encode())
         except ObjectConflict:
-            return self._files.read(path).decode()
+            return self.drawn_in(path)
         return digest
 
     def read(self, digest: str) -> Plan:

@@ -54,7 +54,6 @@ def ask(files: Files, branch: str, question: str, iterations: range | None = Non
 
     Raises: ConfigError if DuckDB refuses it; ObjectMissing if there is no such branch; ObjectCorrupt.
     """
-    scalars.update(files, branch)
     commits = [commit for commit in Branches(files).walk(branch) if iterations is None or commit.iteration in iterations][::-1]
     made: dict[str, Callable[[], pa.Table]] = {
         "samples": lambda: _within(scalars.read(files, branch), iterations),

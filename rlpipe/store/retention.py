@@ -9,8 +9,9 @@ So of a branch's checkpoints all may go but
     those of every refresh of the reference: later states need it
 
 A whole run may go if nothing else names it: no fork, no run that started from its weights or trains on its rollouts, no driver.
-Its newest commits go first, so that a removal that is killed leaves a shorter run, and the same command goes on. Rows of a run
-that stays are never removed: they are what it can be audited, replayed and re-scored from.
+Its tables go first, then its newest commits, its configuration last: a removal that is killed leaves a shorter run whose tables
+are made anew, and the same command goes on. Rows of a run that stays are never removed: they are what it can be audited, replayed
+and re-scored from.
 
 Not here: what nothing names (`gc`), which is also what a removal leaves behind.
 """
@@ -22,7 +23,8 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from rlpipe.errors import ConfigError
-from rlpipe.store.branches import Branches, parse_commit_name
+from rlpipe.store.branches import Branches, config_path, is_commit, parse_commit_name
+from rlpipe.store.epochs import NAME as EPOCH
 from rlpipe.store.epochs import SKEW_S, Epochs
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes, input_digest, node_path
@@ -74,23 +76,24 @@ def branch_removal(files: Files, branch: str, leaving: Collection[str] = ()) -> 
     """The records of a branch in the order in which they go; its nodes and files are garbage then.
 
     `leaving`: branches that are removed before it.
-    Raises: ObjectMissing if there is no such branch; ConfigError if something else names it, or it is being driven.
+    Raises: ObjectMissing if there is no such branch, nor anything left of one; ConfigError if something else names it, or it is
+    being driven.
     """
     known = Branches(files)
-    known.get(branch)
+    names = files.list(f"branches/{branch}")
+    if not names:
+        known.get(branch)
     if users := sorted(user for user in _users(files, known, branch) if user[0] not in leaving):
         do = f"remove first: {', '.join(sorted({user for user, _ in users}))}; or wait for its driver to end"
         found = "; ".join(f"{user}: {why}" for user, why in users)
         raise ConfigError("this run is still needed", where=f"run {branch}", found=found, do=do)
-    folder = f"branches/{branch}/"
-    names = files.list(folder)
-    commits = sorted((name for name in names if name.removeprefix(folder).removesuffix(".json").isdigit()), reverse=True)
-    epochs = [name for name in names if name.startswith(f"{folder}epochs/")]
-    last = f"{folder}config.json"
-    others = [name for name in names if name not in {*commits, *epochs, last}]
-    reason = f"run {branch}"
-    notes = [name for folder in ("rollouts", "gates") for name in files.list(f"{folder}/{branch}")]
-    return [Removal(path, reason) for path in (*notes, *commits, *others, last, *epochs)]
+    last = config_path(branch)
+    tables = [name for name in names if name.startswith(f"branches/{branch}/scalars/")]
+    notes = [name for folder in ("rollouts", "gates") for name in reversed(files.list(f"{folder}/{branch}"))]
+    commits = [name for name in reversed(names) if is_commit(name)]
+    others = [name for name in names if name not in {*tables, *commits, last} and not EPOCH.fullmatch(name)]
+    own = [*tables, *notes, *commits, *others, *([last] if last in names else [])]
+    return [Removal(path, f"run {branch}") for path in own]
 
 
 def _checkpoints(files: Files, branches: Branches, branch: str) -> Iterator[tuple[int, Node]]:
@@ -131,8 +134,9 @@ def _users(files: Files, branches: Branches, branch: str) -> Iterator[tuple[str,
     lease = Epochs(files).newest(branch)
     if lease is not None and not lease.over(SKEW_S):
         yield branch, f"driven by process {lease.holder.pid} on {lease.holder.host}"
-    nodes = Nodes(files)
-    mine = {node.digest for _, node in _checkpoints(files, branches, branch)} | {_of(branches.get(branch).init)}
+    nodes, mine = Nodes(files), set[str]()
+    if (record := branches.find(branch)) is not None:
+        mine = {node.digest for _, node in _checkpoints(files, branches, branch)} | {_of(record.init)}
     for name in branches.names():
         record = branches.get(name)
         if name != branch:

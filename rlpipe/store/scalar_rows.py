@@ -8,7 +8,7 @@ Not here: keeping them (`scalars`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -73,10 +73,11 @@ READ = (
 )  # fmt: skip
 
 
-def rows_of(files: Files, commit: Commit) -> dict[str, pa.Table]:
-    """Both tables of an iteration. Raises: ObjectMissing, ObjectCorrupt."""
+def rows_of(files: Files, commit: Commit, tables: Iterable[str] = tuple(TABLES)) -> dict[str, pa.Table]:
+    """These tables of an iteration. Raises: ObjectMissing, ObjectCorrupt."""
     nodes = {stage: Nodes(files).get(stage, digest) for stage, digest in commit.nodes.items()}
-    return {"samples": _samples(files, commit, nodes), "metrics": _metrics(commit, nodes)}
+    made = {"samples": lambda: _samples(files, commit, nodes), "metrics": lambda: _metrics(commit, nodes)}
+    return {table: made[table]() for table in tables}
 
 
 def prompt_name(prompt: str) -> str:

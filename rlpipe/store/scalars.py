@@ -2,8 +2,9 @@
 
     branches/<branch>/scalars/<table>/%08d-%08d-<sha256[:16]>.parquet       the rows of iterations first … end - 1
 
-They are drawn from the records and can be made again at any time: `update` adds the iterations that were committed since it last
-ran, and puts files together, 16 of one size into one of the next, so that a thousand iterations are a few dozen files at most.
+They are drawn from the records and can be made again at any time: `update`, which a run's driver calls, adds the iterations
+that were committed since it last ran, and puts files together, 16 of one size into one of the next, so that a thousand iterations
+are a few dozen files at most. To read them needs no permission to write.
 What is put together goes once the larger file is there; of iterations that are in two files, the larger one counts.
 
 Not here: tokens and texts, which stay where they are (`query` joins them), or what is unusual (`anomalies`).
@@ -14,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
@@ -45,60 +46,61 @@ class Part(NamedTuple):
     path: str
 
 
-def update(files: Files, branch: str, say: Callable[[int, int], object] | None = None, *, ancestors: bool = True) -> int:
-    """Bring the tables of a branch, and of what it was forked from (`ancestors`), up to the newest commit; how many iterations
-    were added.
+def update(files: Files, branch: str) -> int:
+    """Bring the tables of a branch up to its newest commit; how many iterations were added. Whoever drives it does that.
 
     Several processes may do it at once. Raises: ObjectMissing, ObjectCorrupt if an iteration cannot be read; StoreError.
     """
-    parent = Branches(files).get(branch).parent
-    origin, last = parse_commit_name(parent) if parent else (None, -1)
-    return _update_own(files, branch, last + 1, say) + (update(files, origin, say) if origin and ancestors else 0)
-
-
-def _update_own(files: Files, branch: str, first: int, say: Callable[[int, int], object] | None) -> int:
-    branches = Branches(files)
-    newest = branches.newest(branch)
-    if newest is None or newest.branch != branch:
-        return 0
     known = set.intersection(*(_covered(_parts(files, branch, table)) for table in TABLES))
-    missing = [k for k in range(first, newest.iteration + 1) if k not in known]
-    done = 0
-    with ThreadPoolExecutor(READERS) as pool:
-        for chunk in _chunks(missing):
-            made = list(pool.map(lambda k: rows_of(files, branches.read(branch, k)), chunk))
-            for table in TABLES:
-                rows = pa.concat_tables([one[table] for one in made])
-                _write(files, branch, table, chunk[0], chunk[-1] + 1, rows)
-            done += len(chunk)
-            if say is not None:
-                say(done, len(missing))
+    missing = [k for k in Branches(files).committed(branch) if k not in known]
+    for chunk in _chunks(missing):
+        made = _made(files, branch, chunk, tuple(TABLES))
+        for table in TABLES:
+            _write(files, branch, table, chunk[0], chunk[-1] + 1, pa.concat_tables([one[table] for one in made]))
     for table in TABLES:
         _put_together(files, branch, table)
-    return done
+    return len(missing)
 
 
 def read(files: Files, branch: str, table: str = "samples", *, ancestors: bool = True) -> pa.Table:
-    """The rows of a branch so far (`update` first), oldest first; with those of what it was forked from, up to there.
+    """The rows of a branch so far, oldest first; with those of what it was forked from, up to there. Writes nothing: what the
+    tables have not yet is drawn from the records.
 
-    Raises: ObjectMissing if there is no such branch; ObjectCorrupt if a file is not what its name says.
+    Raises: ObjectMissing if there is no such branch; ObjectCorrupt if a file is not what its name says, or an iteration cannot
+    be read.
     """
     branches, tables = Branches(files), []
     name: str | None = branch
     last: int | None = None
     while name is not None:
-        rows = _read_own(files, name, table)
-        tables.append(rows if last is None else rows.filter(pc.field("iteration") <= last))
+        tables.append(_read_own(files, name, table, last))
         parent = branches.get(name).parent if ancestors else None
         name, last = parse_commit_name(parent) if parent else (None, None)
     return pa.concat_tables(tables[::-1]).combine_chunks()
 
 
-def _read_own(files: Files, branch: str, table: str) -> pa.Table:
+def _read_own(files: Files, branch: str, table: str, last: int | None) -> pa.Table:
+    """The rows of a branch's own commits, up to iteration `last`."""
+    wanted = [k for k in Branches(files).committed(branch) if last is None or k <= last]
     for _ in range(ATTEMPTS):
         with suppress(ObjectMissing):  # put together since the listing: list again
-            return _read_parts(files, table, _parts(files, branch, table))
-    raise StoreError("the files of a table do not stay long enough to be read", where=_folder(branch, table), do="try again")
+            parts = _parts(files, branch, table)
+            stored = _read_parts(files, table, parts)
+            break
+    else:
+        raise StoreError("the files of a table do not stay long enough to be read", where=_folder(branch, table), do="try again")
+    known = _covered(parts)
+    fresh = _made(files, branch, [k for k in wanted if k not in known], [table])
+    rows = pa.concat_tables([stored, *(one[table] for one in fresh)])
+    kept = rows.filter(pc.field("iteration").isin(wanted))
+    return kept.sort_by("iteration") if fresh else kept
+
+
+def _made(files: Files, branch: str, iterations: Sequence[int], tables: Sequence[str]) -> list[dict[str, pa.Table]]:
+    """What the records say, iteration by iteration."""
+    branches = Branches(files)
+    with ThreadPoolExecutor(READERS) as pool:
+        return list(pool.map(lambda k: rows_of(files, branches.read(branch, k), tables), iterations))
 
 
 def _read_parts(files: Files, table: str, parts: Sequence[Part]) -> pa.Table:
@@ -141,8 +143,7 @@ def _write(files: Files, branch: str, table: str, first: int, end: int, rows: pa
     pq.write_table(rows, buffer, compression="zstd", write_page_checksum=True)
     data = buffer.getvalue()
     path = f"{_folder(branch, table)}/{first:08d}-{end:08d}-{hashlib.sha256(data).hexdigest()[:16]}.parquet"
-    with suppress(ObjectMissing):  # another process wrote the same and has put it together with others since
-        files.create(path, data)
+    files.create(path, data)
     return path
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.errors import ObjectCorrupt
 from rlpipe.observe.trace import FILE, read_trace, traced
 
 LINES = 200
@@ -62,3 +63,14 @@ def test_processes_that_write_at_once_lose_and_mix_nothing(tmp_path: Path):
         pool.map(write_many, [tmp_path] * 3)
     events, _ = read_trace(tmp_path / FILE)
     assert len(events) == 3 * 2 * LINES
+
+
+@pytest.mark.parametrize("line", ["", "nonsense", "[]", '{"time": 1.0}', '{"time": 1.0, "iter{"time": 2.0}', "\xff", '"x"'])
+def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: str):
+    with traced(tmp_path, "train", 0):
+        pass
+    path = tmp_path / FILE
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes() + line.encode("latin-1") + b"\n")
+    with pytest.raises(ObjectCorrupt, match=f"{FILE}, byte {size}: not an event"):
+        read_trace(path)

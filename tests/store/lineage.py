@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from rlpipe.store.branches import Branches, commit_name
 from rlpipe.store.files import Files
+from rlpipe.store.gc import remove, unreachable
 from rlpipe.store.nodes import Nodes, input_digest
 from rlpipe.store.plans import Plans
 from rlpipe.store.rows import rewards_to_table
@@ -72,6 +73,13 @@ def make_node(stage: Stage, parents: dict[str, str], files: Sequence[FileRecord]
     """A node whose digest is that of its inputs."""
     digest = input_digest(stage, parents, config, {})
     return Node(stage=stage, digest=digest, parents=parents, config=config, files=tuple(files))
+
+
+def collect(files: Files, grace_s: float) -> list[str]:
+    """Remove what is unreachable, with nobody else in the store: what went."""
+    paths = unreachable(files, grace_s)
+    remove(files, paths, lambda: None)
+    return paths
 
 
 @dataclass

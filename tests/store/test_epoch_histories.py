@@ -15,7 +15,7 @@ from rlpipe.errors import Fenced
 from rlpipe.store import epochs
 from rlpipe.store.epochs import Epoch, Epochs, Holder
 from rlpipe.store.files import Files
-from rlpipe.store.gc import collect
+from tests.store.lineage import collect
 
 
 class Drivers(RuleBasedStateMachine):
@@ -96,7 +96,28 @@ class Drivers(RuleBasedStateMachine):
 
     @rule()
     def clean(self) -> None:
-        collect(self.files, -1e6, dry_run=False)
+        collect(self.files, -1e6)
+
+    @rule(machine=st.sampled_from(["here", "there", "far"]))
+    def clean_alone(self, machine: str) -> None:
+        """With everybody kept out; who sleeps is replaced by nobody."""
+        near, killed = self.home == machine, len(self.epochs) in self.dead
+        silent = self.now > self.until + timedelta(seconds=0 if near else epochs.SKEW_S)
+        self.machine = machine
+        try:
+            with Epochs(self.files).alone() as own:
+                assert self.free or silent or (near and killed)
+                own.check()
+                with pytest.raises(Fenced):
+                    Epochs(self.files).acquire("run", takeover=True)
+                self.free = True
+        except Fenced:
+            assert not (self.free or silent or (near and killed))
+        if (newest := Epochs(self.files).newest("run")) is None:
+            return
+        for number in range(len(self.epochs) + 1, newest.epoch + 1):
+            self.epochs.append(Epoch(self.files, newest.model_copy(update={"epoch": number})))
+            self.epochs[-1].release()
 
     @invariant()
     def only_the_newest_may_commit(self) -> None:

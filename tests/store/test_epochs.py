@@ -19,9 +19,8 @@ from rlpipe.store.audit import check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import Epoch, Epochs, Holder, superseded
 from rlpipe.store.files import Files
-from rlpipe.store.gc import collect
 from tests.store.drivers import Driver, a_commit, refused
-from tests.store.lineage import Run
+from tests.store.lineage import Run, collect
 
 RUN = "branches/run/epochs"
 
@@ -324,11 +323,11 @@ def test_garbage_are_the_renewals_that_count_no_more(files: Files):
     names = files.list()
     gone = [f"{RUN}/00000001/00000002.json", f"{RUN}/00000001/00000003.json", "branches/other/epochs/00000001/00000002.json"]
     assert superseded(names) == set(gone)
-    assert collect(files, 3600.0, dry_run=False) == []
-    assert collect(files, -60.0, dry_run=False) == sorted(gone)
+    assert collect(files, 3600.0) == []
+    assert collect(files, -60.0) == sorted(gone)
     run.renew()
     run.renew()
-    assert collect(files, -60.0, dry_run=False) == [f"{RUN}/00000002/00000001.json"]
+    assert collect(files, -60.0) == [f"{RUN}/00000002/00000001.json"]
     assert files.list(RUN) == [f"{RUN}/00000001.json", f"{RUN}/00000002.json", f"{RUN}/00000002/00000002.json"]
     with refused("epoch 2"):
         Epochs(files).acquire("run")

@@ -373,3 +373,26 @@ def test_busy_answers_are_tried_again_until_they_end(s3_root: str, monkeypatch: 
 def s3_error(code: str) -> OSError:
     """An error as s3fs raises it for an S3 error code."""
     return translate_boto_error(ClientError({"Error": {"Code": code, "Message": code}}, "PutObject"))
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_name_that_was_taken_and_is_free_again_is_written(
+    local_files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+):
+    """As S3 says of an upload in parts that was aborted, or of an object that is removed just then."""
+    (tmp_path / "file").write_bytes(b"bytes")
+
+    def write() -> object:
+        return local_files.put_file(tmp_path / "file", "name") if large else local_files.create("name", b"bytes")
+
+    for name in ("create", "create_from"):
+        monkeypatch.setattr(local.LocalBackend, name, lambda *_: False)
+    with pytest.raises(StoreError, match="a name is taken, and nothing is there") as caught:
+        write()
+    assert not isinstance(caught.value, ObjectMissing), "a stage that meets it is tried again"
+    monkeypatch.undo()
+    method, answers = "create_from" if large else "create", [False]
+    plain = getattr(local.LocalBackend, method)
+    monkeypatch.setattr(local.LocalBackend, method, lambda *given: answers.pop() if answers else plain(*given))
+    write()
+    assert local_files.read("name") == b"bytes"

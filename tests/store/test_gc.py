@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.errors import ObjectCorrupt
+from rlpipe.errors import ObjectCorrupt, ObjectMissing
 from rlpipe.store.audit import check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
-from rlpipe.store.gc import collect, unreachable
+from rlpipe.store.gc import unreachable
 from rlpipe.store.nodes import Nodes, node_path
 from rlpipe.store.plans import Plans
 from rlpipe.store.shards import ShardWriter, adopt, write_data
 from rlpipe.types import Stage
-from tests.store.lineage import Run, group, make_node
+from tests.store.lineage import Run, collect, group, make_node
 
 
 def a_run(files: Files, iterations: int = 2) -> Run:
@@ -44,9 +44,9 @@ def test_what_no_branch_reaches_goes_and_nothing_else(files: Files):
     foreign = "notes/readme.txt"
     files.create(foreign, b"not ours to remove")
     garbage = [node_path(Stage.REWARD, node.digest), late.path, data.path]
-    assert collect(files, grace_s=-60, dry_run=True) == garbage
+    assert unreachable(files, grace_s=-60) == garbage
     assert len(files.list()) == len(before) + 4
-    assert collect(files, grace_s=-60, dry_run=False) == garbage
+    assert collect(files, grace_s=-60) == garbage
     assert files.list() == sorted([*before, foreign])
     assert check_branch(files, "run") == []
     assert run.iterate() is not None
@@ -74,7 +74,7 @@ def test_an_iteration_that_crashed_long_ago_can_still_be_finished(files: Files, 
     run = a_run(files)
     run.iterate(stop_after=stage)
     before = files.list()
-    assert collect(files, grace_s=-60, dry_run=False) == []
+    assert collect(files, grace_s=-60) == []
     assert files.list() == before
     nodes = {path: files.read(path) for path in files.list("nodes")}
     run.iterate()
@@ -126,7 +126,7 @@ def test_what_killed_writers_left_goes_after_the_grace_period(local_files: Files
     assert unreachable(local_files, grace_s=60) == []
     long_ago = time.time() - 120
     os.utime(left, (long_ago, long_ago))
-    assert collect(local_files, grace_s=60, dry_run=False) == [f"data/{left.name}"]
+    assert collect(local_files, grace_s=60) == [f"data/{left.name}"]
     assert not left.exists()
 
 
@@ -139,8 +139,22 @@ def test_nothing_goes_while_a_record_cannot_be_read(local_files: Files):
     path.write_bytes(path.read_bytes().replace(b"batch-", b"batch_"))
     before = local_files.list()
     with pytest.raises(ObjectCorrupt):
-        collect(local_files, grace_s=-60, dry_run=False)
+        collect(local_files, grace_s=-60)
     assert local_files.list() == before
+
+
+def test_nothing_goes_while_a_record_that_a_commit_names_is_lost(local_files: Files):
+    """Its files are still there: with the record from a copy the run is whole again."""
+    a_run(local_files)
+    newest = Branches(local_files).newest("run")
+    assert newest is not None
+    path = node_path(Stage.ADVANTAGE, newest.nodes[Stage.ADVANTAGE])
+    kept = local_files.read(path)
+    local_files.delete(path)
+    with pytest.raises(ObjectMissing, match=path):
+        collect(local_files, grace_s=-60)
+    local_files.create(path, kept)
+    assert collect(local_files, grace_s=-60) == [] and check_branch(local_files, "run") == []
 
 
 def test_checkpoints_and_evaluations_go_only_with_the_weights_that_they_are_of(local_files: Files):
@@ -159,5 +173,5 @@ def test_checkpoints_and_evaluations_go_only_with_the_weights_that_they_are_of(l
     stays = [leaf(stage, weights) for stage in (Stage.CHECKPOINT, Stage.EVAL) for weights in (newest.nodes[Stage.TRAIN], init)]
     goes = [leaf(stage, weights) for stage in (Stage.CHECKPOINT, Stage.EVAL) for weights in (lost, "never heard of")]
     expected = {node_path(Stage.TRAIN, lost), *(path for pair in goes for path in pair)}
-    assert set(collect(local_files, grace_s=-60, dry_run=False)) == expected
+    assert set(collect(local_files, grace_s=-60)) == expected
     assert {path for pair in stays for path in pair} <= set(local_files.list())

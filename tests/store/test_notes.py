@@ -30,7 +30,7 @@ def test_the_first_note_stays_and_is_the_answer(local_files: Files):
         noted(local_files, "run", 4)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"rollout": 1}', '{"sleep": "a"}', "\xff"])
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"rollout": 1}', '{"sleep": "a"}', "\xff", '{"rollout":' * 100_000])
 def test_a_note_that_is_none_is_named(local_files: Files, text: str):
     local_files.create(note_path("run", 0), text.encode("latin-1"))
     with pytest.raises(ObjectCorrupt, match="not a note of an iteration"):

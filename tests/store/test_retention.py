@@ -8,18 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.errors import ConfigError, ObjectCorrupt, ObjectMissing
+from rlpipe.errors import ConfigError, Fenced, ObjectCorrupt, ObjectMissing
 from rlpipe.store import scalars
 from rlpipe.store.audit import check_branch
 from rlpipe.store.branches import Branches
-from rlpipe.store.epochs import Epochs
+from rlpipe.store.epochs import COLLECTOR, Epochs
 from rlpipe.store.files import Files
 from rlpipe.store.gc import remove, unreachable
 from rlpipe.store.nodes import Nodes, node_path
+from rlpipe.store.notes import note
+from rlpipe.store.plans import Plans
 from rlpipe.store.retention import Retention, branch_removal, spare_checkpoints
 from rlpipe.store.segments import Segments
 from rlpipe.store.shards import write_data
-from rlpipe.types import Node, Stage
+from rlpipe.types import DataState, Node, Stage
 from tests.store.lineage import Run, make_node
 from tools import gc
 
@@ -48,6 +50,15 @@ def spare(files: Files, made: list[Node], *policy: int) -> list[int]:
         for number, node in enumerate(made)
         if {node_path(Stage.CHECKPOINT, node.digest), *(record.path for record in node.files)} <= paths
     ]
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    def call(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["tools.gc", "--store", str(tmp_path / "store"), *words])
+        return gc.main()
+
+    return call
 
 
 def test_all_but_the_newest_and_the_regular_ones_may_go(local_files: Files):
@@ -92,7 +103,7 @@ def test_a_run_goes_on_and_audits_clean_without_its_spare_checkpoints(files: Fil
     paths = [removal.path for removal in spare_checkpoints(files, Retention(1), grace_s=-60)]
     gone = unreachable(files, -60, paths)
     assert set(gone) == set(paths)
-    remove(files, gone)
+    remove(files, gone, lambda: None)
     assert check_branch(files, "run") == []
     assert Nodes(files).find(Stage.CHECKPOINT, made[0].digest) is None
     assert Run(files).iterate() is not None
@@ -121,21 +132,58 @@ def test_a_removal_that_is_killed_leaves_a_shorter_run(local_files: Files):
     a_run(local_files, 3)
     scalars.update(local_files, "run")
     paths = [removal.path for removal in branch_removal(local_files, "run")]
-    remove(local_files, paths[:2])
-    newest = Branches(local_files).newest("run")
-    assert newest is not None and newest.iteration == 0
-    assert check_branch(local_files, "run") == []
-    remove(local_files, [removal.path for removal in branch_removal(local_files, "run")])
+    tables = len(local_files.list("branches/run/scalars"))
+    for gone in (tables, tables + 2):
+        remove(local_files, paths[:gone], lambda: None)
+        newest = Branches(local_files).newest("run")
+        assert newest is not None and newest.iteration == 2 + tables - gone
+        assert check_branch(local_files, "run") == [] and local_files.list("branches/run/scalars") == []
+    Run(local_files).iterate()
+    scalars.update(local_files, "run")
+    assert set(scalars.read(local_files, "run")["iteration"].to_pylist()) == {0, 1}, "of what there is now, not of what was"
+    remove(local_files, [removal.path for removal in branch_removal(local_files, "run")], lambda: None)
     assert local_files.list("branches") == []
 
 
-@pytest.fixture
-def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    def call(*words: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["tools.gc", "--store", str(tmp_path / "store"), *words])
-        return gc.main()
+@pytest.mark.parametrize("done", range(10))
+def test_a_removal_goes_on_wherever_it_was_killed(local_files: Files, tool: Callable[..., int], done: int):
+    a_run(local_files, 2)
+    note(local_files, "run", 5, {Stage.ROLLOUT: "d"})
+    local_files.create("gates/run/00000001-0.json", b"{}")
+    Plans(local_files).draw(Run(local_files).plan(2, DataState()))
+    scalars.update(local_files, "run")
+    Epochs(local_files).acquire("run").release()
+    paths = [removal.path for removal in branch_removal(local_files, "run")]
+    assert len(paths) == 7, "two tables, a note, a gate, two commits, the configuration"
+    remove(local_files, paths[:done], lambda: None)
+    assert tool("--grace", "0s", "--remove", "run", "--delete") == 0
+    assert all("/epochs/" in name for name in local_files.list())
+    assert tool("--grace", "0s", "--remove", "run", "--delete") == 0, "nothing is left to do"
+    assert Epochs(local_files).acquire("run").number == 2, "who slept through all of it holds an older one"
 
-    return call
+
+def test_what_a_run_left_that_is_there_no_more_goes_without_being_named(local_files: Files, tool: Callable[..., int]):
+    a_run(local_files, 2)
+    before = local_files.list()
+    for name in ("rollouts/gone/00000000.json", "gates/gone/00000000-0.json", "branches/gone/segments/x.json"):
+        local_files.create(name, b"{}")
+    Plans(local_files).draw(Run(local_files, "gone").plan(0, DataState()))
+    kept = Plans(local_files).draw(Run(local_files).plan(2, DataState()))
+    assert tool("--grace", "0s", "--delete") == 0
+    left = [name for name in local_files.list() if name not in before and not name.startswith("branches/.gc/")]
+    assert len(left) == 2 and f"plans/{kept}/plan.json" in left and local_files.read(left[0]).decode() == kept
+
+
+def test_nothing_goes_while_a_run_has_commits_and_no_configuration(
+    local_files: Files, tool: Callable[..., int], capsys: pytest.CaptureFixture[str]
+):
+    a_run(local_files, 2)
+    local_files.delete("branches/run/config.json")
+    before = local_files.list("nodes")
+    assert tool("--grace", "0s", "--delete") == 2
+    assert "commits and no configuration" in capsys.readouterr().err and local_files.list("nodes") == before
+    assert tool("--grace", "0s", "--remove", "run", "--delete") == 0
+    assert local_files.list("nodes") == []
 
 
 def test_the_command_says_first_and_deletes_only_when_told(
@@ -153,7 +201,7 @@ def test_the_command_says_first_and_deletes_only_when_told(
     assert tool("--grace", "0s", "--remove", "run") == 2
     assert "fork: a fork of run/00000002" in capsys.readouterr().err
     assert tool("--grace", "0s", "--remove", "fork", "--remove", "run", "--delete") == 0
-    assert local_files.list() == []
+    assert [name for name in local_files.list() if not name.startswith("branches/.gc/")] == []
 
 
 @pytest.mark.parametrize(
@@ -182,6 +230,49 @@ def test_nothing_is_deleted_while_a_run_is_driven(
     driven.release()
     assert tool("--grace", "0s", "--keep-checkpoints", "1", "--delete") == 0
     assert len(local_files.list("nodes")) < len(before)
+
+
+def test_a_run_that_begins_while_something_is_removed_is_refused_and_loses_nothing(
+    local_files: Files, tool: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+):
+    a_run(local_files, 1)
+    adopted: list[Node] = []
+    garbage = Nodes(local_files).commit(make_node(Stage.REWARD, {"rollout": "of a run that was removed"}))
+
+    def begin(files: Files, path: str) -> None:
+        """What a run does that begins just now, before the object goes."""
+        monkeypatch.setattr(Files, "delete", delete)
+        try:
+            Epochs(files).acquire("new", takeover=True)
+            adopted.append(Nodes(files).get(Stage.REWARD, garbage.digest))
+        except Fenced as error:
+            refusals.append(error.problem)
+        files.delete(path)
+
+    delete, refusals = Files.delete, list[str]()
+    monkeypatch.setattr(Files, "delete", begin)
+    assert tool("--grace", "0s", "--delete") == 0
+    assert adopted == [] and refusals == ["what nobody needs is being removed from this store (tools.gc)"]
+    assert Nodes(local_files).find(Stage.REWARD, garbage.digest) is None
+    assert Epochs(local_files).acquire("new").number == 2
+
+
+def test_a_collector_that_was_replaced_removes_nothing_more(
+    local_files: Files, tool: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    a_run(local_files, 1)
+    garbage = [write_data(local_files, "data/reward/old", f"{number}.bin", b"x").path for number in range(3)]
+
+    def delete_and_be_replaced(files: Files, path: str) -> None:
+        monkeypatch.setattr(Files, "delete", delete)
+        files.delete(path)
+        Epochs(files)._take(COLLECTOR, takeover=True, released=True)
+
+    delete = Files.delete
+    monkeypatch.setattr(Files, "delete", delete_and_be_replaced)
+    assert tool("--grace", "0s", "--delete") == 2
+    assert "taken over" in capsys.readouterr().err
+    assert [local_files.exists(path) for path in garbage] == [False, True, True]
 
 
 def test_nothing_goes_while_a_record_cannot_be_read(local_files: Files):

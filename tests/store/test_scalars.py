@@ -15,11 +15,12 @@ from rlpipe.store.audit import check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.gc import unreachable
+from rlpipe.store.nodes import Nodes
 from rlpipe.store.query import ask
 from rlpipe.store.rows import rewards_to_table
 from rlpipe.store.shards import data_folder, write_table
 from rlpipe.types import FileRecord, Node, Sample, Stage, Status
-from tests.store.lineage import Reward, Run
+from tests.store.lineage import Reward, Run, make_node
 
 
 def a_run(files: Files, iterations: int, branch: str = "run") -> Run:
@@ -63,6 +64,23 @@ def test_an_update_adds_what_is_new_and_puts_blocks_together(local_files: Files,
     assert scalars.read(local_files, "run").num_rows == len(ask(local_files, "run", "select * from samples"))
 
 
+def test_what_the_tables_have_not_yet_is_read_from_the_records_and_nothing_is_written(local_files: Files):
+    run = a_run(local_files, 3)
+    scalars.update(local_files, "run")
+    for _ in range(2):
+        run.iterate()
+    [behind] = [path for path in local_files.list() if "/scalars/metrics/" in path]
+    local_files.delete(behind)
+    Run(local_files, "fork").start(parent="run/00000003").iterate()
+    before = local_files.list()
+    rows = [scalars.read(local_files, "fork", table) for table in ("samples", "metrics")]
+    assert local_files.list() == before
+    for branch in ("run", "fork"):
+        scalars.update(local_files, branch)
+    assert rows == [scalars.read(local_files, "fork", table) for table in ("samples", "metrics")]
+    assert sorted(set(rows[0]["iteration"].to_pylist())) == list(range(5))
+
+
 def test_one_iteration_in_two_files_counts_once(local_files: Files):
     run = a_run(local_files, 3)
     scalars.update(local_files, "run")
@@ -86,7 +104,7 @@ def test_a_fork_shows_its_history_up_to_where_it_left(local_files: Files):
     a_run(local_files, 4)
     fork = Run(local_files, "fork").start(parent="run/00000001")
     fork.iterate()
-    assert scalars.update(local_files, "fork") == 5
+    assert scalars.update(local_files, "fork") == 1
     rows = scalars.read(local_files, "fork")
     assert sorted(set(zip(rows["branch"].to_pylist(), rows["iteration"].to_pylist(), strict=True))) == [
         ("fork", 2),
@@ -194,6 +212,17 @@ def test_unusual_samples_are_found(local_files: Files, monkeypatch: pytest.Monke
     found = {one.rule: one for one in find_anomalies(local_files, "run", Limits(no_signal=1.0))}
     assert set(found) == {rule}
     assert found[rule][1:3] == ("run", 0)
+
+
+def test_each_iteration_is_judged_by_the_configuration_of_the_branch_that_made_it(local_files: Files):
+    """Shared history was sampled as its own branch allowed: the weights of iteration 3 are 3 versions newer than its tokens."""
+    init = Nodes(local_files).commit(make_node(Stage.INIT, {}, model="tiny")).digest
+    for branch, parent, allowed in (("run", None, 3), ("fork", "run/00000003", 0), ("loose", "fork/00000004", 9)):
+        Branches(local_files).create(branch, {"async_buffer_size": allowed}, init, parent)
+        for _ in range(4 if branch == "run" else 1):
+            Run(local_files, branch).iterate()
+    stale = {one.iteration: one.branch for one in find_anomalies(local_files, "loose") if one.rule == "stale"}
+    assert stale == {4: "fork"}
 
 
 def test_drift_and_jumps_are_found_by_size(local_files: Files, monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from rlpipe.errors import StoreError
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
+from rlpipe.store.local import LocalBackend
 from rlpipe.store.nodes import Nodes
 from rlpipe.types import Stage
 from tests.test_provenance import SteppingRun
@@ -58,6 +61,30 @@ def test_lineage_forward_and_questions_are_printed(tool: Tool, tmp_path: Path, c
     assert capsys.readouterr().out == '{"n": 8}\n'
     assert tool("unusual") == 0
     assert "no_signal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("audit", "verify", "--run", "run"),
+        ("audit", "unusual", "--run", "run"),
+        ("audit", "lineage", "--run", "run@1"),
+        ("audit", "forward", "--run", "run", "--prompt", "run:00000001"),
+        ("audit", "sql", "--run", "run", "SELECT count(*) FROM samples, metrics, commits"),
+        ("rollouts", "--run", "run"),
+        ("gc", "--keep-checkpoints", "1"),
+    ],
+)
+def test_reading_needs_no_permission_to_write(
+    tool: Tool, tmp_path: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(_self: object, path: str, *_rest: object) -> bool:
+        raise StoreError("the file system said no", where=path, found="Read-only file system")
+
+    for name in ("create", "create_from", "delete"):
+        monkeypatch.setattr(LocalBackend, name, refuse)
+    monkeypatch.setattr(sys, "argv", [f"tools.{words[0]}", "--store", str(tmp_path / "store"), *words[1:]])
+    assert importlib.import_module(f"tools.{words[0]}").main() == 0
 
 
 def test_the_page_shows_every_token_and_escapes_what_was_sampled(tool: Tool, tmp_path: Path):

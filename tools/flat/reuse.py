@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from rlpipe.config.load import HOME_VARIABLE, home, validate
+from rlpipe.store.run_file import get_run
 from tools.local_prefect import drain, local_prefect
 
 TIMES = 5
@@ -44,7 +45,7 @@ async def measure(run: str, k: int) -> list[float]:
     from rlpipe.observe.progress import Progress
     from tasks.context import close_context, open_context
 
-    config = validate(json.loads((home() / run / "run.json").read_text())["config"])
+    config = validate(get_run(home(), run).config)
     found: list[float] = []
 
     @flow(name="reuse")

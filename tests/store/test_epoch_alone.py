@@ -1,0 +1,98 @@
+"""The collector and drivers: each keeps the other out, whoever comes first, and one that sleeps is told when it wakes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from rlpipe.errors import Fenced
+from rlpipe.store import epochs
+from rlpipe.store.epochs import COLLECTOR, Epoch, Epochs, Holder
+from rlpipe.store.files import Files
+from tests.store.drivers import refused
+
+REMOVING = "what nobody needs is being removed from this store"
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Moves this machine's clock by so many seconds."""
+    moved = [0.0]
+    monkeypatch.setattr(epochs, "clock", lambda: datetime.now(UTC) + timedelta(seconds=moved[0]))
+    return lambda seconds: moved.__setitem__(0, moved[0] + seconds)
+
+
+def test_no_driver_begins_goes_on_or_stands_in_beside_the_collector(files: Files):
+    Epochs(files).acquire("run").release()
+    with Epochs(files).alone() as own:
+        own.check()
+        for branch, takeover in (("run", False), ("run", True), ("new", False), ("new", True)):
+            with refused(REMOVING, f"branches/{COLLECTOR}/epochs/00000001"):
+                Epochs(files).acquire(branch, takeover=takeover)
+        with refused(REMOVING):
+            Epochs(files).join("run", stand_in=True)
+        with refused(REMOVING), Epochs(files).alone():
+            pass
+    assert Epochs(files).join("run", stand_in=True).number > 1
+
+
+@pytest.mark.parametrize("stand_in", [False, True])
+def test_no_collector_begins_beside_a_driver(files: Files, stand_in: bool):
+    driver = Epochs(files).acquire("run", stand_in=stand_in)
+    with refused("another driver runs this branch"), Epochs(files).alone():
+        pass
+    driver.renew()
+    assert Epochs(files).acquire("other").number == 1, "a collector that was refused keeps nobody out"
+    driver.release()
+
+
+def test_of_a_driver_and_a_collector_that_begin_at_once_never_both_do(local_files: Files):
+    def drive(branch: str, begun: list[object], barrier: threading.Barrier) -> None:
+        barrier.wait()
+        try:
+            begun.append(Epochs(Files(local_files.root)).acquire(branch))
+        except Fenced as error:
+            begun.append(error)
+
+    for attempt in range(12):
+        begun: list[object] = []
+        barrier = threading.Barrier(2)
+        driver = threading.Thread(target=drive, args=(f"run-{attempt}", begun, barrier))
+        driver.start()
+        barrier.wait()
+        try:
+            with Epochs(local_files).alone():
+                driver.join()
+                assert isinstance(begun[0], Fenced)
+        except Fenced:
+            driver.join()
+        for epoch in begun:
+            if isinstance(epoch, Epoch):
+                epoch.release()
+
+
+def test_a_driver_that_sleeps_is_told_after_the_collector_was_there(
+    local_files: Files, later: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+):
+    elsewhere = Holder.here().model_copy(update={"pid_space": "another machine"})
+    monkeypatch.setattr(Holder, "here", lambda: elsewhere)
+    asleep = Epochs(local_files).acquire("run", lease_s=30.0)
+    later(45.0)
+    with Epochs(local_files).alone():
+        pass
+    with refused("another driver has taken over"):
+        asleep.check()
+
+
+def test_a_collector_that_sleeps_removes_nothing_once_a_driver_has_begun(local_files: Files, later: Callable[[float], None]):
+    with Epochs(local_files).alone() as own:
+        own.check()
+        later(epochs.LEASE_S + 1)
+        driver = Epochs(local_files).acquire("run")
+        with refused("another driver has taken over"):
+            own.check()
+        driver.check()
+    assert Epochs(local_files).acquire("another").number == 1

@@ -1,0 +1,77 @@
+"""What a home says of its runs (rlpipe.store.run_file), and that who reads it damaged says so by name."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.recorded import write_recipe
+from rlpipe.errors import ConfigError, ObjectCorrupt
+from rlpipe.store.run_file import RunFile, find_run, get_run, run_path, store_of, write_run
+
+DAMAGED = ["", "{", "[]", "null", '{"store": 7, "config": {}}', '{"config": {}}', '{"store": "s3://b/p"}', "\xff"]
+
+
+def test_what_was_written_is_read_and_without_it_the_store_is_the_home_s_own(tmp_path: Path):
+    said = RunFile(store="s3://bucket/prefix", config={"run": "run"}, epoch=3, ray="10.0.0.1:6379")
+    assert find_run(tmp_path, "run") is None and store_of(tmp_path, "run") == tmp_path / "store"
+    with pytest.raises(ConfigError, match="there is no such run"):
+        get_run(tmp_path, "run")
+    write_run(tmp_path, "run", said)
+    assert find_run(tmp_path, "run") == get_run(tmp_path, "run") == said
+    assert store_of(tmp_path, "run") == said.store
+    assert list((tmp_path / "run").iterdir()) == [run_path(tmp_path, "run")]
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_record_that_is_none_is_named(tmp_path: Path, text: str):
+    write_run(tmp_path, "run", RunFile(store="x", config={}))
+    run_path(tmp_path, "run").write_bytes(text.encode("latin-1"))
+    for read in (find_run, get_run, store_of):
+        with pytest.raises(ObjectCorrupt, match="not the record of a run"):
+            read(tmp_path, "run")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("audit", "verify", "--run", "run"),
+        ("rollouts", "--run", "run"),
+        ("replay", "--run", "run"),
+        ("report", "--run", "run"),
+        ("switches", "--run", "run"),
+        ("timeline", "--run", "run"),
+        ("fork", "run", "--run", "new"),
+        ("reprocess", "--of", "run"),
+        ("evaluate", "--of", "run"),
+    ],
+)
+def test_a_command_that_cannot_read_it_says_which_and_what_to_do(
+    tmp_path: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    write_run(tmp_path, "run", RunFile(store="x", config={}))
+    run_path(tmp_path, "run").write_text('{"store": ')
+    monkeypatch.setenv("RLPIPE_HOME", str(tmp_path))
+    tool = importlib.import_module(f"tools.{words[0]}")
+    monkeypatch.setattr(sys, "argv", [f"tools.{words[0]}", *words[1:]])
+    assert tool.main() == 2
+    said = capsys.readouterr().err
+    assert "ObjectCorrupt" in said and str(run_path(tmp_path, "run")) in said and "start the run again" in said
+
+
+def test_of_two_that_write_a_recipe_at_once_neither_fails_or_is_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plain = Path.write_text
+
+    def interrupted(path: Path, text: str, **options: str) -> int:
+        """Another one writes the same recipe when this one has written half of what it does."""
+        done = plain(path, text, **options)
+        monkeypatch.undo()
+        write_recipe(tmp_path, "run", {"by": "the other"})
+        return done
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    recipe = write_recipe(tmp_path, "run", {"by": "this one"})
+    assert "this one" in recipe.read_text() and [recipe] == list(recipe.parent.iterdir())

@@ -1,0 +1,64 @@
+"""A fork and the removal of what nobody needs, beside each other: the checkpoint it begins with stays, or is missed in time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rlpipe.config.run import RunConfig
+from rlpipe.errors import Fenced, ObjectMissing
+from rlpipe.inputs import checkpoint_inputs
+from rlpipe.observe.progress import Progress
+from rlpipe.store.branches import Branches
+from rlpipe.store.epochs import Epochs
+from rlpipe.store.files import Files
+from rlpipe.store.nodes import Nodes, node_path
+from rlpipe.types import Commit, Stage
+from tasks import fork
+from tests.reprocessed import History, configuration
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    """With a run of two iterations, without checkpoints."""
+    files = Files(tmp_path / "store")
+    History(files, configuration(tmp_path, num_rollout=5)).iterate(2)
+    return files
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """Of a fork of it."""
+    return configuration(tmp_path, "new", num_rollout=5, fork_from={"branch": "run", "iteration": 1})
+
+
+def test_nothing_is_removed_while_a_fork_makes_its_checkpoint(
+    files: Files, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made: list[str] = []
+
+    async def materialise(files: Files, config: RunConfig, origin: Commit, state: str, home: Path) -> str:
+        with pytest.raises(Fenced, match="another driver runs this branch"), Epochs(files).alone():
+            pass
+        made.append(Nodes(files).commit(checkpoint_inputs(state).node()).digest)
+        return state
+
+    monkeypatch.setattr(fork, "materialise", materialise)
+
+    async def point() -> Commit | None:
+        return await fork.fork_point(files, config, tmp_path, Progress("new", 5))
+
+    origin = asyncio.run(point())
+    assert origin is not None and origin == Branches(files).read("run", 1) and len(made) == 1
+    with Epochs(files).alone():
+        pass
+    fingerprint = Nodes(files).get(Stage.INIT, Branches(files).get("run").init).config["model"]
+    files.delete(node_path(Stage.CHECKPOINT, made[0]))
+    with pytest.raises(ObjectMissing, match="was removed meanwhile"):
+        fork.begin_fork(files, config, origin, fingerprint)
+    assert Branches(files).find("new") is None, "the same command begins it"
+    asyncio.run(point())
+    fork.begin_fork(files, config, origin, fingerprint)
+    assert Branches(files).get("new").parent == "run/00000001"
