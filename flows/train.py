@@ -85,7 +85,7 @@ async def drive(config: RunConfig, home: Path, stopping: Stopping, *, takeover: 
     with Progress(config.run, config.num_rollout) as progress:
         started = time.perf_counter()
         first = await stopping.unless_asked(begin(config, home, progress, takeover=takeover))
-        completed = False
+        completed = cancelled = False
         try:
             if first:
                 progress.say(f"{config.run}: going on from iteration {first} of {config.num_rollout}, the last one committed")
@@ -94,13 +94,14 @@ async def drive(config: RunConfig, home: Path, stopping: Stopping, *, takeover: 
                 try:
                     await run_iterations(config, first, observer, stopping)
                 except Preempted:
+                    cancelled = await being_cancelled()
                     await keep_if_held(config.run, within_s=config.resources.stop_grace_s)
                     raise
                 await keep_last(config.run)
                 summary = await observer.report()
             completed = True
         finally:
-            await close_context(config.run, end_actors=completed and config.resources.cluster is None)
+            await close_context(config.run, end_actors=cancelled or (completed and config.resources.cluster is None))
     return summary
 
 
