@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.actors.local_ray import connect
+from rlpipe.config.model import ResourcesConfig
+from rlpipe.errors import ResourceError
+
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
@@ -22,6 +26,11 @@ time.sleep(0.1)
 disconnect()
 sys.exit(7 if asked else 1)
 """
+
+
+def test_an_address_where_no_cluster_is_is_said_at_once(tmp_path: Path):
+    with pytest.raises(ResourceError, match=r"127.0.0.1:1: .*refused"):
+        connect(ResourcesConfig(ray_address="127.0.0.1:1"), tmp_path, namespace="nowhere")
 
 
 @pytest.mark.integration
