@@ -22,8 +22,9 @@ from rlpipe.actors.named import namespace
 from rlpipe.config.load import home as default_home
 from rlpipe.config.load import load_run
 from rlpipe.config.run import RunConfig
+from rlpipe.errors import RlpipeError
 from rlpipe.observe.progress import Progress
-from rlpipe.preflight import check
+from rlpipe.preflight import check, say_if_full
 from tasks.begin import begin
 from tasks.checkpoint import keep_if_held, keep_last
 from tasks.configuration import configuration_artifact
@@ -77,6 +78,9 @@ async def train(
         except Preempted as error:
             if await being_cancelled():
                 return cast("dict[str, Any]", Cancelled(message=str(error)))
+            raise
+        except RlpipeError as error:
+            say_if_full(error, home)
             raise
 
 

@@ -19,7 +19,7 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.config.slime import slime_args
 from rlpipe.data.prompts import load_prompts
-from rlpipe.errors import ConfigError, ResourceError
+from rlpipe.errors import ConfigError, ResourceError, RlpipeError
 from rlpipe.model_dir import model_directory
 from rlpipe.observe.functions import LogFunctions
 from rlpipe.rewards.python import Scorer
@@ -29,6 +29,7 @@ from rlpipe.rollout.tools import load_tools
 from rlpipe.routed import routed_width
 
 LEAST_FREE_BYTES = 512 * 1024**2
+FULL_BYTES = 16 * 1024**2
 
 
 def check(config: RunConfig, home: Path) -> None:
@@ -105,11 +106,23 @@ def _check_maker(source: MadeModel) -> None:
         ) from error
 
 
-def _check_room(home: Path) -> None:
+def say_if_full(error: RlpipeError, home: Path) -> None:
+    """Note on an error that the disk is full: processes that end for want of room cannot say so."""
+    folder, free = _room(home)
+    if free < FULL_BYTES:
+        error.add_note(f"the disk is full: {free / 1024**2:.0f} MiB free at {folder}; make room, and the same command goes on")
+
+
+def _room(home: Path) -> tuple[Path, int]:
+    """The nearest folder that is there, and the bytes free on its disk."""
     folder = home
     while not folder.exists():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    return folder, shutil.disk_usage(folder).free
+
+
+def _check_room(home: Path) -> None:
+    folder, free = _room(home)
     if free < LEAST_FREE_BYTES:
         raise ResourceError(
             "too little room on the disk",
