@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from difflib import get_close_matches
 from itertools import product
 from uuid import UUID, uuid4
 
@@ -69,11 +70,12 @@ def broken(it: RunContext, k: int, nodes: Mapping[str, NodeRef]) -> list[str]:
         elif gate.metric in found:
             wrong.append(gate.broken_by(found[gate.metric]))
         elif not _critic_only(it, nodes):
+            nearest = "".join(f"{name}; or " for name in get_close_matches(gate.metric, found, n=1))
             raise ConfigError(
                 "nothing measures this",
                 where="gates.bounds",
                 found=gate.metric,
-                expected=f"one of {', '.join(sorted(found))}",
+                expected=f"{nearest}one of {', '.join(sorted(found))}",
                 do="the same command with another name goes on from here",
             )
     return [said for said in wrong if said]
