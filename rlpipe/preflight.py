@@ -27,15 +27,16 @@ from rlpipe.rollout.custom import SampleHooks, load_generate
 from rlpipe.rollout.function import load_rollout_function
 from rlpipe.rollout.tools import load_tools
 from rlpipe.routed import routed_width
+from rlpipe.store.files import Files
 
 LEAST_FREE_BYTES = 512 * 1024**2
 FULL_BYTES = 16 * 1024**2
 
 
 def check(config: RunConfig, home: Path) -> None:
-    """Prompt files and their rows, hooks, the model directory, room on the disk.
+    """Prompt files and their rows, hooks, the model directory, a store that answers, room on the disk.
 
-    Raises: DataError naming file and line; ConfigError naming the key; ResourceError.
+    Raises: DataError naming file and line; ConfigError naming the key; StoreError; ResourceError.
     """
     for source in (config.data.prompts, *(dataset.prompts for dataset in config.evaluation.datasets)):
         if source is not None:
@@ -50,6 +51,7 @@ def check(config: RunConfig, home: Path) -> None:
     elif isinstance(config.model.source, MadeModel):
         _check_maker(config.model.source)
     _check_functions(config.rollout)
+    _check_store(config)
     _check_room(home)
 
 
@@ -104,6 +106,12 @@ def _check_maker(source: MadeModel) -> None:
             found=f"{source.arguments}: {error}",
             expected=f"those of {source.maker}{inspect.signature(maker)}",
         ) from error
+
+
+def _check_store(config: RunConfig) -> None:
+    """One request to a store in S3: address, credentials and bucket. Raises: StoreError."""
+    if config.store.root is not None and config.store.root.startswith("s3://"):
+        Files(config.store.root).list(f"branches/{config.run}/config.json")
 
 
 def say_if_full(error: RlpipeError, home: Path) -> None:
