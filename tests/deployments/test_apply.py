@@ -190,8 +190,8 @@ def test_a_scheduled_run_whose_iteration_failed_is_retried_and_its_rollout_is_re
     assert prefect.automations() == ["rlpipe: a silent run is crashed"]
 
 
-def test_a_recipe_of_ones_own_is_in_the_list_of_its_form_and_in_no_others():
-    own, other = (train.to_deployment(name) for name in ("own", "other"))
+async def test_a_recipe_of_ones_own_is_in_the_list_of_its_form_and_in_no_others():
+    own, other = [await train.ato_deployment(name) for name in ("own", "other")]
     offer(own, "/mine.yaml")
     offer(other, "spell_backward")
     names = [one._parameter_openapi_schema.properties["recipe"]["anyOf"][0]["enum"] for one in (own, other)]
