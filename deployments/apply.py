@@ -25,6 +25,7 @@ from prefect import Flow
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.filters import WorkPoolFilter, WorkPoolFilterName
+from prefect.deployments.runner import RunnerDeployment
 from prefect.exceptions import ObjectAlreadyExists
 
 from deployments.automations import HEARTBEAT_S, keep_automations
@@ -72,7 +73,17 @@ async def deploy(flow: Flow[..., Any], one: Declaration, pool: str, variables: d
         concurrency_limit=None,
         description=flow.description,
     )
+    offer(made, one.parameters.get("recipe"))
     await made.aapply()
+
+
+def offer(made: RunnerDeployment, recipe: str | None) -> None:
+    """Put a deployment's own recipe, a file, among those that the form's list has: a value that is in no list is not shown."""
+    properties = made._parameter_openapi_schema.properties
+    if recipe is not None:
+        names = properties["recipe"]["anyOf"][0]["enum"]
+        if recipe not in names:
+            names.append(recipe)
 
 
 async def undeclared(pool: str, names: list[str]) -> list[str]:

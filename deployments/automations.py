@@ -30,6 +30,8 @@ OURS: dict[str, str | list[str]] = {"prefect.resource.role": "tag", "prefect.res
 RUNS = ["train", "fork", "evaluate", "reprocess", "convert", "audit"]
 """Flows that nobody puts back by themselves, as iterations are."""
 RUN = "{{ flow.name }}/{{ flow_run.name }}"
+WHY_IT_WAITS = "{{ flow_run.labels['rlpipe.waits'] or flow_run.state.message or 'paused by somebody' }}"
+"""A gate says why in a label (`tasks.gates.WHY`)."""
 PREFIX = "rlpipe: "
 
 
@@ -76,7 +78,7 @@ def _waiting(block: UUID) -> AutomationCore:
     return AutomationCore(
         name=f"{PREFIX}a run waits for somebody",
         trigger=_seen("Paused", "Suspended", related=[_flows([*RUNS, "iteration"])]),
-        actions=[_told(block, f"{RUN} waits", "{{ flow_run.state.message }}\nResume or cancel it: {{ flow_run|ui_url }}")],
+        actions=[_told(block, f"{RUN} waits", f"{WHY_IT_WAITS}\nResume or cancel it: {{{{ flow_run|ui_url }}}}")],
     )
 
 

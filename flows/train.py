@@ -22,8 +22,9 @@ from rlpipe.actors.named import namespace
 from rlpipe.config.load import home as default_home
 from rlpipe.config.load import load_run
 from rlpipe.config.run import RunConfig
+from rlpipe.errors import RlpipeError
 from rlpipe.observe.progress import Progress
-from rlpipe.preflight import check
+from rlpipe.preflight import check, say_if_full
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from tasks.begin import begin, check_same_run
@@ -81,6 +82,9 @@ async def train(
             if await being_cancelled():
                 return cast("dict[str, Any]", Cancelled(message=str(error)))
             raise
+        except RlpipeError as error:
+            say_if_full(error, home)
+            raise
 
 
 async def drive(config: RunConfig, home: Path, stopping: Stopping, *, takeover: bool) -> dict[str, Any]:
@@ -88,7 +92,7 @@ async def drive(config: RunConfig, home: Path, stopping: Stopping, *, takeover: 
     with Progress(config.run, config.num_rollout) as progress:
         started = time.perf_counter()
         first = await stopping.unless_asked(begin(config, home, progress, takeover=takeover))
-        completed = False
+        completed = cancelled = False
         try:
             if first:
                 progress.say(f"{config.run}: going on from iteration {first} of {config.num_rollout}, the last one committed")
@@ -97,13 +101,14 @@ async def drive(config: RunConfig, home: Path, stopping: Stopping, *, takeover: 
                 try:
                     await run_iterations(config, first, observer, stopping)
                 except Preempted:
+                    cancelled = await being_cancelled()
                     await keep_if_held(config.run, within_s=config.resources.stop_grace_s)
                     raise
                 await keep_last(config.run)
                 summary = await observer.report()
             completed = True
         finally:
-            await close_context(config.run, end_actors=completed and config.resources.cluster is None)
+            await close_context(config.run, end_actors=cancelled or (completed and config.resources.cluster is None))
     return summary
 
 

@@ -19,7 +19,7 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.config.slime import slime_args
 from rlpipe.data.prompts import load_prompts
-from rlpipe.errors import ConfigError, ResourceError
+from rlpipe.errors import ConfigError, ResourceError, RlpipeError
 from rlpipe.model_dir import model_directory
 from rlpipe.observe.functions import LogFunctions
 from rlpipe.rewards.python import Scorer
@@ -27,14 +27,16 @@ from rlpipe.rollout.custom import SampleHooks, load_generate
 from rlpipe.rollout.function import load_rollout_function
 from rlpipe.rollout.tools import load_tools
 from rlpipe.routed import routed_width
+from rlpipe.store.files import Files
 
 LEAST_FREE_BYTES = 512 * 1024**2
+FULL_BYTES = 16 * 1024**2
 
 
 def check(config: RunConfig, home: Path) -> None:
-    """Prompt files and their rows, hooks, the model directory, room on the disk.
+    """Prompt files and their rows, hooks, the model directory, a store that answers, room on the disk.
 
-    Raises: DataError naming file and line; ConfigError naming the key; ResourceError.
+    Raises: DataError naming file and line; ConfigError naming the key; StoreError; ResourceError.
     """
     for source in (config.data.prompts, *(dataset.prompts for dataset in config.evaluation.datasets)):
         if source is not None:
@@ -49,6 +51,7 @@ def check(config: RunConfig, home: Path) -> None:
     elif isinstance(config.model.source, MadeModel):
         _check_maker(config.model.source)
     _check_functions(config.rollout)
+    _check_store(config)
     _check_room(home)
 
 
@@ -105,11 +108,29 @@ def _check_maker(source: MadeModel) -> None:
         ) from error
 
 
-def _check_room(home: Path) -> None:
+def _check_store(config: RunConfig) -> None:
+    """One request to a store in S3: address, credentials and bucket. Raises: StoreError."""
+    if config.store.root is not None and config.store.root.startswith("s3://"):
+        Files(config.store.root).list(f"branches/{config.run}/config.json")
+
+
+def say_if_full(error: RlpipeError, home: Path) -> None:
+    """Note on an error that the disk is full: processes that end for want of room cannot say so."""
+    folder, free = _room(home)
+    if free < FULL_BYTES:
+        error.add_note(f"the disk is full: {free / 1024**2:.0f} MiB free at {folder}; make room, and the same command goes on")
+
+
+def _room(home: Path) -> tuple[Path, int]:
+    """The nearest folder that is there, and the bytes free on its disk."""
     folder = home
     while not folder.exists():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    return folder, shutil.disk_usage(folder).free
+
+
+def _check_room(home: Path) -> None:
+    folder, free = _room(home)
     if free < LEAST_FREE_BYTES:
         raise ResourceError(
             "too little room on the disk",

@@ -14,10 +14,11 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from difflib import get_close_matches
 from itertools import product
 from uuid import UUID, uuid4
 
-from prefect import task
+from prefect import get_run_logger, task
 from prefect.artifacts import acreate_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
@@ -33,6 +34,9 @@ from rlpipe.types import NodeRef, Stage
 from tasks.context import RunContext, context
 from tasks.observe import artifact_key
 from tasks.turn import evaluation_due
+
+WHY = "rlpipe.waits"
+"""Label of a flow run that is paused: why."""
 
 
 async def gates(run: str, k: int, nodes: Mapping[str, NodeRef]) -> None:
@@ -66,11 +70,12 @@ def broken(it: RunContext, k: int, nodes: Mapping[str, NodeRef]) -> list[str]:
         elif gate.metric in found:
             wrong.append(gate.broken_by(found[gate.metric]))
         elif not _critic_only(it, nodes):
+            nearest = "".join(f"{name}; or " for name in get_close_matches(gate.metric, found, n=1))
             raise ConfigError(
                 "nothing measures this",
                 where="gates.bounds",
                 found=gate.metric,
-                expected=f"one of {', '.join(sorted(found))}",
+                expected=f"{nearest}one of {', '.join(sorted(found))}",
                 do="the same command with another name goes on from here",
             )
     return [said for said in wrong if said]
@@ -109,6 +114,7 @@ async def _ask(it: RunContext, k: int, wrong: list[str], passed: str) -> None:
     await acreate_markdown_artifact(about, key=artifact_key(run, "gate"), description=f"iteration {k}: {wrong[0]}")
     it.progress.say(f"{run}: iteration {k} is paused: {'; '.join(wrong)}")
     it.progress.say(f"{run}: to go on: Resume in Prefect's pages, or prefect flow-run resume {flow_run.id}")
+    await tell_why("; ".join(wrong))
     if not await resumed(it.config.gates.timeout_s, it.config.gates.poll_s):
         raise GateClosed(
             "the iteration's figures are out of bounds, and nobody lets it go on",
@@ -120,6 +126,13 @@ async def _ask(it: RunContext, k: int, wrong: list[str], passed: str) -> None:
     record = {"iteration": k, "broken": wrong, "asked": asked_s, "resumed": time.time()}
     with suppress(ObjectConflict):
         await asyncio.to_thread(it.files.create, passed, json.dumps(record).encode())
+
+
+async def tell_why(why: str) -> None:
+    """To who looks at the flow run's logs, and to an alert: the state Paused has no message of its own."""
+    get_run_logger().warning("waits, its weights have not reached the engines: %s", why)
+    async with get_client() as client:
+        await client.update_flow_run_labels(UUID(flow_run.id), {WHY: why})
 
 
 async def resumed(timeout_s: float, poll_s: float) -> bool:

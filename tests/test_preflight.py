@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,8 @@ import pytest
 from rlpipe.config.load import validate
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
-from rlpipe.errors import ConfigError, DataError, ResourceError
-from rlpipe.preflight import LEAST_FREE_BYTES, check
+from rlpipe.errors import ActorLost, ConfigError, DataError, ResourceError, StoreError
+from rlpipe.preflight import FULL_BYTES, LEAST_FREE_BYTES, check, say_if_full
 
 ROW = '{"prompt": "1 + 1 =", "answer": "2"}\n'
 
@@ -157,3 +158,24 @@ def test_a_function_that_logs_is_told_what_it_will_get(place: Path, key: str, so
         check(config(place, observe={key: f"{place}/log.py"}), place / "home")
     assert caught.value.where == f"observe.{key}"
     assert expected in str(caught.value.expected)
+
+
+def test_what_fails_on_a_full_disk_says_that_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    said = []
+    for free in (FULL_BYTES, FULL_BYTES - 1):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        error = ActorLost("the actor's process is gone", where="trainer.address")
+        say_if_full(error, tmp_path / "home")
+        said.append(str(error))
+    assert said[0] == "trainer.address: the actor's process is gone"
+    assert said[1] == f"{said[0]}\n  (the disk is full: 16 MiB free at {tmp_path}; make room, and the same command goes on)"
+
+
+def test_a_store_that_does_not_know_us_is_said_before_anything_starts(place: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(place / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(place / "none"))
+    with pytest.raises(StoreError, match=r"(?s)s3://bucket/runs.*Unable to locate credentials.*AWS_ACCESS_KEY_ID"):
+        check(config(place, store={"root": "s3://bucket/runs"}), place)

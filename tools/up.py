@@ -5,7 +5,7 @@
 
 Each is a process of its own session with a record `{home}/.up/<name>.json`: its PID, when that process began (a number is given
 to another process some day), its port. What runs stays as it is; what died comes back with the same data, at the same port unless
-somebody else has it now: then Ray and worker, which were told of the old one, are started anew.
+somebody else has it now: then Ray and worker, which were told of the old one, are started anew, unless runs are under way.
 Everything listens on loopback only. The store's key is made at the first start and lies in `{home}/.up/env`, which nobody else
 can read: `. runs/.up/env` in a shell points Prefect's commands and any S3 client here.
 
@@ -43,6 +43,8 @@ START_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 45.0
 """A run that is asked to end gets `resources.stop_grace_s` (20 s) for its iteration, and some for a checkpoint."""
 BUCKET = "rlpipe"
+ENGINE = "prefect.engine"
+"""The module that a worker starts a flow run with."""
 MIN_CPUS = 16
 """Ray counts a CPU for each actor, most of which wait for a GPU or for each other."""
 
@@ -248,40 +250,54 @@ def declare(place: Place) -> int:
 
 
 def end_if_elsewhere(place: Place, name: str) -> None:
-    """End a process that was started for other servers than those that run now, some of which it would not find."""
+    """End a process that was started for other servers than those that run now, some of which it would not find.
+
+    Raises: ResourceError if that would end runs.
+    """
     process, began_with = place.running(name), place.environment
     if process is not None:
         with suppress(psutil.Error):
             began_with = process.environ()
         if not place.environment.items() <= began_with.items():
+            if runs := under_way(place):
+                raise ResourceError(
+                    f"{name} was started for other servers than those that run now, and starting it anew would end runs",
+                    where=str(place.folder),
+                    found=", ".join(f"flow run {number} (PID {run.pid})" for number, run in runs.items()),
+                    expected="no run under way",
+                    do="wait for them or cancel them, then the same command; or `make down`, which stops them as SIGTERM does",
+                )
             print(f"ending {name}, which was started for other servers …", flush=True)
             end(place, name)
 
 
+def under_way(place: Place) -> dict[str, psutil.Process]:
+    """The processes of flow runs of this home by the runs' ids, also of those whose worker has died."""
+    found = {}
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        given = process.info["environ"] or {}
+        if ENGINE in (process.info["cmdline"] or ()) and given.get(HOME_VARIABLE) == str(place.home):
+            found[given.get("PREFECT__FLOW_RUN_ID", "?")] = process
+    return found
+
+
 def down(place: Place) -> list[str]:
     """End them: first the runs, as SIGTERM ends a run; the names of what was running."""
+    _end([*under_way(place).values()])
     return [name for name in reversed(NAMES) if end(place, name)]
 
 
 def end(place: Place, name: str) -> bool:
-    """End it and what it started, a worker's runs first; False if it was not running."""
+    """End it and what it started; False if it was not running."""
     process = place.running(name)
     if process is None:
         return False
     below: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
         below = process.children(recursive=True)
-    if name == "worker":
-        _end([child for child in below if _is_run(child, process)])
     _end([process])
     _end(below)
     return True
-
-
-def _is_run(child: psutil.Process, worker: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return child.ppid() == worker.pid and "prefect" in " ".join(child.cmdline())
-    return False
 
 
 def _end(processes: list[psutil.Process]) -> None:

@@ -46,6 +46,8 @@ def connect(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
             "_temp_dir": str(temporary_folder(home)),
         }
     try:
+        if resources.ray_address:
+            _listens(resources.ray_address)
         _init(**where, **common)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         address = resources.ray_address or "a local cluster"
@@ -64,14 +66,20 @@ def address() -> str:
 
 def join(address: str, *, namespace: str) -> bool:
     """Make this process a driver of the cluster at `address`, if it is still there. Is it one now?"""
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+        _listens(address)
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         _init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
     except (ConnectionError, OSError, RuntimeError):
         return False
     return True
+
+
+def _listens(address: str) -> None:
+    """Ray itself asks for minutes where nobody answers. Raises: OSError. `auto` and such, which name no port, are left to Ray."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
 
 
 def _init(**arguments: Any) -> None:

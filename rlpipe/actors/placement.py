@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 from ray.util import get_node_ip_address, get_placement_group
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlpipe.config.model import ResourcesConfig
@@ -126,11 +126,17 @@ class Placement:
             raise ResourceError(
                 "the cluster has not enough room",
                 where="resources",
-                found=f"{ray.cluster_resources()}, of which free {ray.available_resources()}",
+                found=f"{ray.cluster_resources()}, of which free {ray.available_resources()}; held: {held() or 'nothing'}",
                 expected=f"{bundles} for the placement group {name}",
-                do="ask for fewer ranks or engines, wait for other runs, or join a larger cluster with resources.ray_address",
+                do="ask for fewer ranks or engines, wait for other runs, or join a larger cluster with resources.ray_address; a "
+                "run that failed keeps its places: start it again, and let it end or cancel it",
             )
         return group
+
+
+def held() -> str:
+    """The places that are taken in this Ray cluster, by name: those of a run are `rlpipe-<its cluster>-…`."""
+    return ", ".join(sorted(group["name"] for group in placement_group_table().values() if group["state"] == "CREATED"))
 
 
 def in_order(places: Sequence[tuple[str, str]]) -> list[tuple[int, str]]:

@@ -76,7 +76,7 @@ def _times(history: RunHistory) -> list[str]:
     return found + ([f"Between stages: {overhead:.2f} s an iteration."] if overhead is not None else [])
 
 
-def sparkline(values: Sequence[float], width: int = 24) -> str:
+def sparkline(values: Sequence[float], width: int = 16) -> str:
     """The values, in order, as so many small bars at the most; each the mean of its part."""
     if not values:
         return ""

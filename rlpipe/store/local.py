@@ -44,7 +44,7 @@ def named_failures(where: str) -> Iterator[None]:
         raise ObjectMissing("there is no such object", where=where) from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            do = "free some space (`python -m tools.gc` says what nothing refers to) or move store.root"
+            do = "make room (`python -m tools.gc` says what may go) or move store.root"
             raise StoreFull("no space left", where=where, found=error.strerror, do=do) from error
         raise StoreError("the file system said no", where=where, found=error.strerror or error) from error
 

@@ -7,6 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
+
+from rlpipe.actors.local_ray import connect
+from rlpipe.config.model import ResourcesConfig
+from rlpipe.errors import ResourceError
 
 PROGRAM = """
 import os, signal, sys, time
@@ -22,6 +27,12 @@ time.sleep(0.1)
 disconnect()
 sys.exit(7 if asked else 1)
 """
+
+
+def test_an_address_where_no_cluster_is_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(ResourceError, match=r"127.0.0.1:1: .*refused"):
+        connect(ResourcesConfig(ray_address="127.0.0.1:1"), tmp_path, namespace="nowhere")
 
 
 @pytest.mark.integration

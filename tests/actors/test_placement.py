@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 
-from rlpipe.actors.placement import LOOPBACK, Placement, in_order, own_address
+from rlpipe.actors.placement import LOOPBACK, Placement, held, in_order, own_address
 from rlpipe.config.model import ResourcesConfig
 
 
@@ -44,6 +44,7 @@ def test_a_rank_and_an_engine_that_share_a_gpu_are_in_one_bundle(placed: Placeme
     actors = [remote.options(**one).remote() for one in options]
     bundles = ray.get([actor.bundle.remote() for actor in actors], timeout=60)
     assert bundles[0] == bundles[1] is not None
+    assert "rlpipe-shares-shared" in held()
     assert [one["scheduling_strategy"].placement_group_bundle_index for one in options] == [0, 0]
     for actor in actors:
         ray.kill(actor)

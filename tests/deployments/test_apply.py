@@ -17,6 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
+from deployments.apply import offer
+from flows.train import train
+from rlpipe.config.load import recipes
 from rlpipe.store.audit import check_branch
 from rlpipe.store.files import Files
 from tests.flows.test_train import SAMPLING
@@ -185,3 +188,11 @@ def test_a_scheduled_run_whose_iteration_failed_is_retried_and_its_rollout_is_re
     assert [(run["name"], run["auto_scheduled"]) for run in prefect.made_by("train/once")] == [("run-on", True)]
     assert "num_rollout: 2" in prefect.artifact("run-on-configuration")
     assert prefect.automations() == ["rlpipe: a silent run is crashed"]
+
+
+async def test_a_recipe_of_ones_own_is_in_the_list_of_its_form_and_in_no_others():
+    own, other = [await train.ato_deployment(name) for name in ("own", "other")]
+    offer(own, "/mine.yaml")
+    offer(other, "spell_backward")
+    names = [one._parameter_openapi_schema.properties["recipe"]["anyOf"][0]["enum"] for one in (own, other)]
+    assert names == [[*recipes(), "/mine.yaml"], recipes()]

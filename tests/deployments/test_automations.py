@@ -12,6 +12,7 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 
 from deployments.automations import HEARTBEAT_S, PREFIX, automations
 from deployments.site import Alerts, Site
+from tasks.gates import WHY
 
 BLOCK, POOL = uuid4(), uuid4()
 
@@ -61,6 +62,11 @@ def test_the_block_is_told(name: str, event: str):
     assert isinstance(action, SendNotification)
     assert action.block_document_id == BLOCK
     assert event in trigger(one).expect
+
+
+def test_who_is_told_that_a_run_waits_is_told_why():
+    (action,) = by_name(BLOCK)["a run waits for somebody"].actions
+    assert isinstance(action, SendNotification) and f"flow_run.labels['{WHY}']" in action.body
 
 
 @pytest.mark.parametrize(("name", "told"), [("a run failed", False), ("a run waits for somebody", True)])

@@ -23,4 +23,4 @@ def test_a_run_that_has_only_begun_has_a_page_too():
 
 def test_a_sparkline_shows_lowest_and_highest_and_a_flat_one_is_in_the_middle():
     assert sparkline([0.0, 1.0, 0.5]) == "▁█▅" and sparkline([2.0, 2.0]) == "▄▄" and sparkline([]) == ""
-    assert len(sparkline(list(range(1000)))) == 24
+    assert len(sparkline(list(range(1000)))) == 16

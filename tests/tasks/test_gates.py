@@ -27,7 +27,7 @@ from rlpipe.store.files import Files
 from rlpipe.types import NodeRef, Stage
 from tasks import context as contexts
 from tasks.context import RunContext
-from tasks.gates import broken, gates
+from tasks.gates import WHY, broken, gates
 from tests.tasks.test_begin import config
 from tests.tasks.test_observe import record
 from tests.tasks.test_turn import commit
@@ -99,7 +99,7 @@ def test_figures_are_those_of_the_stages_and_a_misspelt_one_is_named(opened: Ope
     ]
     with pytest.raises(ConfigError, match="nothing measures this") as caught:
         broken(it, 0, trained(it, loss=0.5, gradnorm=1.0))
-    assert caught.value.found == "train/grad_norm" and "train/gradnorm" in str(caught.value.expected)
+    assert caught.value.found == "train/grad_norm" and "train/gradnorm; or one of" in str(caught.value.expected)
 
 
 def test_an_evaluation_is_held_against_the_best_before_it(opened: Opened):
@@ -139,6 +139,8 @@ async def gated(k: int, nodes: dict[str, NodeRef], answer: Callable[[], Coroutin
 
 
 async def resume() -> None:
+    async with get_client() as client:
+        assert (await client.read_flow_run(UUID(flow_run.id))).labels[WHY] == "train/loss is 2, expected at most 1"
     await aresume_flow_run(UUID(flow_run.id))
 
 

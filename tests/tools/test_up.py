@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import stat
 import subprocess
@@ -111,6 +112,29 @@ def test_a_worker_whose_servers_are_elsewhere_now_is_ended_and_no_other(place: P
     start(place, "prefect", SLEEPS, [free_port(0)], {})
     end_if_elsewhere(place, "worker")
     assert place.running("prefect") and not place.running("worker")
+
+
+def test_what_would_end_runs_is_refused_and_down_ends_them_also_without_their_worker(place: Place):
+    start(place, "worker", SLEEPS, [], place.environment)
+    start(place, "prefect", SLEEPS, [free_port(0)], {})
+    command = [sys.executable, "-c", PAUSES, up.ENGINE]
+    settings = {**os.environ, up.HOME_VARIABLE: str(place.home), "PREFECT__FLOW_RUN_ID": "b9a2"}
+    run = subprocess.Popen(command, env=settings)
+    other = subprocess.Popen(command, env={**settings, up.HOME_VARIABLE: str(place.home / "other")})
+    try:
+        assert [process.pid for process in up.under_way(place).values()] == [run.pid]
+        with pytest.raises(
+            ResourceError, match=f"(?s)worker was started for other servers.*flow run b9a2 .PID {run.pid}.*make down"
+        ):
+            end_if_elsewhere(place, "worker")
+        assert place.running("worker")
+        up.end(place, "worker")
+        down(place)
+        assert not psutil.pid_exists(run.pid) and other.poll() is None
+    finally:
+        for process in (run, other):
+            process.kill()
+            process.wait()
 
 
 def test_a_process_that_ended_by_itself_is_no_error(place: Place):
