@@ -1,8 +1,8 @@
 """The store: immutable objects under names that are written once, and the records that say what they mean.
 
 From the bytes up: `files` (first writer wins, over `local` and `s3`), `records` (sealed JSON), `schema` (Arrow and Parquet),
-`shards` (tables under names that carry their checksum), `plans`, `nodes`, `branches`, `epochs` (who may commit to one, and who may
-remove anything), then `audit` and `gc` over all of it. Beside the store: `run_file`, what a home says of its runs.
+`shards` (tables under names that carry their checksum), `plans`, `nodes`, `branches`, `epochs` (who may commit to one, and who
+may remove anything), then `audit` and `gc` over all of it. Beside the store: `run_file`, what a home says of its runs.
 
     branches/<branch>/config.json, %08d.json      what a run is; its commits
     branches/<branch>/epochs/%08d.json, %08d/*    its drivers, one after another, and their leases; of `.gc` the collectors
