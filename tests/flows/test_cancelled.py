@@ -80,7 +80,8 @@ async def test_a_fork_that_is_cancelled_ends_its_training_without_a_grace_and_is
 ):
     endless = Endless(monkeypatch, cancelled=True)
     monkeypatch.setattr(training, "drive", endless)
-    state: Any = await fork(parent, run="again", return_state=True)
+    call: Any = fork
+    state = await call(parent, run="again", return_state=True)
     assert endless.ended == {"again": "an iteration abandoned after 0 s"}
     assert state.type is StateType.CANCELLED
 
