@@ -51,9 +51,9 @@ class TrainerGroup:
         """As many ranks as a configuration asks for."""
         return cls(start, resources.trainer_ranks, critic_ranks=resources.critic_ranks, start_timeout_s=resources.start_timeout_s)
 
-    def has(self, resources: ResourcesConfig) -> bool:
-        """Is it as many?"""
-        return (self.world_size, self.critic_ranks) == (resources.trainer_ranks, resources.critic_ranks)
+    def is_from(self, start: Start) -> bool:
+        """Are the ranks started by this?"""
+        return self._start == start
 
     async def call(self, method: str, *, deadline_s: float, **arguments: Any) -> list[Any]:
         """Call all ranks; their answers in order of rank. After a failure the group is not usable until `ensure`."""

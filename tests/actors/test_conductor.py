@@ -57,6 +57,12 @@ class FakeActors:
     def generator(self) -> Any:
         return find_or_start(FakeGenerator, "conductor-generator")
 
+    def make_way(self, *, engines: bool) -> None:
+        assert not engines
+
+    def everyone(self) -> list[Any]:
+        return [self.generator(), *(self.trainer(rank) for rank in range(2))]
+
 
 def spec(folder: Path, run: str = "run") -> ClusterSpec:
     config = {

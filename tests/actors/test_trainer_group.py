@@ -5,7 +5,6 @@ The ranks are real actors of a small class that behaves as `TrainerRank` does to
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -239,7 +238,7 @@ async def test_a_push_whose_caller_died_is_waited_for_although_the_critic_has_no
     rank: Any = with_critic.ranks[0]
     pushing = rank.push.remote(alone=0, seconds=1.0)
     while (await rank.status.options(concurrency_group=trainer_group.STATUS).remote())["busy"] != "push":
-        await asyncio.sleep(0.01)
+        pass
     await with_critic.setup(SPEC)
     assert await with_critic.holds("a")
     assert await ask(with_critic, "pid") == pids
