@@ -11,6 +11,7 @@ Not here: the mathematics (`critic`); hooks but the first, reference and teacher
 from __future__ import annotations
 
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron import checkpoint, determinism, platform
 from rlpipe.engines.megatron.arguments import give_arguments
 from rlpipe.engines.megatron.critic import Critic
-from rlpipe.engines.megatron.engine import TrainResult, agreed
+from rlpipe.engines.megatron.engine import TrainResult, agreed, room_of_both
 from rlpipe.engines.megatron.groups import close_groups, open_groups, replicas
 from rlpipe.engines.megatron.meeting import Meeting, MeetingPlace
 from rlpipe.engines.megatron.routing import release_routers
@@ -105,8 +106,11 @@ class CriticEngine:
         return loaded.iteration
 
     def save_checkpoint(self, directory: str | Path, iteration: int) -> Path:
-        """Write `directory`/critic/iter_%07d; returns the folder. Every rank of the critic writes its part."""
-        return checkpoint.save(self.critic.trained, Path(directory) / checkpoint.CRITIC, iteration)
+        """Write `directory`/critic/iter_%07d; returns the folder. Every rank of the critic writes its part, and the policy is
+        saved at the same time."""
+        critic, meeting = self._open()
+        together = partial(room_of_both, meeting)
+        return checkpoint.save(critic.trained, Path(directory) / checkpoint.CRITIC, iteration, together=together)
 
     def values(self, batch: BatchColumns, *, max_tokens: int | None = None) -> np.ndarray:
         """[R] float32: the value before every response token (masked or not). Collective over the policy's ranks too.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -60,6 +60,14 @@ def agreed(meeting: Meeting, digest: str, steps: list[dict[str, float]]) -> Trai
     policy, critic = meeting.exchange({"digest": digest, "steps": steps})
     both = [mine | other for mine, other in zip(policy["steps"], critic["steps"], strict=True)]
     return TrainResult(both, joined(policy["digest"], critic["digest"]))
+
+
+def room_of_both(meeting: Meeting | None, mine: checkpoint.Room) -> checkpoint.Room:
+    """What the checkpoints of policy and critic need together, from what this rank's one of them does: the same on every rank."""
+    if meeting is None:
+        return mine
+    policy, critic = (checkpoint.Room(**said) for said in meeting.exchange(asdict(mine)))
+    return policy.beside(critic)
 
 
 class MegatronEngine:
@@ -187,11 +195,11 @@ class MegatronEngine:
         self.keep_reference()
 
     def save_checkpoint(self, directory: str | Path, iteration: int) -> Path:
-        """Write `directory`/iter_%07d and the marker file beside it; returns the folder. Every rank writes its part."""
+        """Write `directory`/iter_%07d and the marker file beside it; returns the folder. Every rank writes its part, and
+        a critic that has ranks of its own is saved at the same time."""
         self._memory.require("optimizer")
-        return checkpoint.save(
-            self.trained, directory, iteration, self._critic.trained if self._critic else None, model_dir=self._model_dir
-        )
+        critic, together = self._critic.trained if self._critic else None, partial(room_of_both, self._meeting)
+        return checkpoint.save(self.trained, directory, iteration, critic, model_dir=self._model_dir, together=together)
 
     def save_hf(self, directory: str | Path) -> None:
         """Write a Hugging Face directory (from rank 0)."""
