@@ -17,7 +17,7 @@ import ipaddress
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ray
@@ -63,15 +63,18 @@ class Placement:
         there = self._there()
         others = [group for name, group in there.items() if name not in map(self._name, self._shapes)]
         wanted = [what for what in self._shapes if engines or what != "engines"]
-        made = [what for what in wanted if self._name(what) not in there]
-        self._groups |= {what: there.get(self._name(what)) or self._made(what) for what in wanted}
-        if others and not self._placed(made, BESIDE_S) and self._fit_instead(made, others):
+        made = {what: self._made(what) for what in wanted if self._name(what) not in there}
+        self._groups |= {what: made.get(what) or there[self._name(what)] for what in wanted}
+        for what in made:
+            self._orders.pop(what, None)
+        blank = [what for what in wanted if what in made or self._is_waiting(what)]
+        if others and not self._placed(blank, BESIDE_S) and self._fit_instead(blank, others):
             leave()
             _remove(others)
             others = []
         if not self._placed(wanted, self.resources.start_timeout_s):
             found = f"{ray.cluster_resources()}, of which free {ray.available_resources()}"
-            _remove(self._groups.pop(what) for what in made)
+            _remove(self._groups.pop(what) for what in blank)
             raise ResourceError(
                 "the cluster has not enough room",
                 where="resources",
@@ -142,12 +145,16 @@ class Placement:
         end_s = time.monotonic() + timeout_s
         return all(self._groups[what].wait(max(end_s - time.monotonic(), 0.0)) for what in which)
 
-    def _fit_instead(self, made: Collection[str], others: Iterable[PlacementGroup]) -> bool:
-        """Are there as many GPUs as groups that were made ask for, once others are gone?"""
+    def _is_waiting(self, what: str) -> bool:
+        """Has this group never been placed? Also one that was made by who was killed since then."""
+        return placement_group_table(self._groups[what])["state"] in ("PENDING", "PREPARED")
+
+    def _fit_instead(self, blank: Iterable[str], others: Iterable[PlacementGroup]) -> bool:
+        """Are there as many GPUs as these groups ask for, once others are gone?"""
         free = ray.available_resources().get(self._kind, 0.0)
         free += sum(bundle.get(self._kind, 0.0) for group in others for bundle in group.bundle_specs)
-        waiting = (self._shapes[what] for what in made if not self._placed([what], 0.0))
-        return sum(size * width for size, width in waiting) <= free
+        asked = (self._shapes[what] for what in blank if self._is_waiting(what))
+        return sum(size * width for size, width in asked) <= free
 
     def _options(self, name: str, bundle: int, *, share: float) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(self._groups[name], placement_group_bundle_index=bundle)

@@ -114,13 +114,23 @@ def three(local_ray: str) -> Iterator[Actors]:
 
 
 @pytest.mark.integration
-def test_ranks_of_another_number_end_for_those_that_fit_in_their_place(three: Actors):
+@pytest.mark.parametrize("number", [4, 1], ids=["in their place", "beside them"])
+def test_ranks_of_another_number_end_for_those_that_fit(three: Actors, number: int):
     before = three.pids()
+    others = Actors(number)
+    others.make_way(engines=False)
+    assert others.groups() == [f"rlpipe-moves-trainer-{number}x1"]
+    assert len(others.everyone()) == 0
+    assert len({*before, *others.pids()}) == 3 + number
+
+
+@pytest.mark.integration
+def test_places_that_were_asked_for_by_who_was_killed_since_then_are_had_by_the_next(three: Actors):
+    Actors(4).placement._made("trainer")
     four = Actors(4)
     four.make_way(engines=False)
     assert four.groups() == ["rlpipe-moves-trainer-4x1"]
-    assert len(four.everyone()) == 0
-    assert len({*before, *four.pids()}) == 3 + 4
+    assert len(four.pids()) == 4
 
 
 @pytest.mark.integration
