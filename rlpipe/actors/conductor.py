@@ -21,7 +21,7 @@ from typing import Any
 
 from ray.actor import ActorHandle
 
-from rlpipe.actors.calls import call, end
+from rlpipe.actors.calls import call_or_end, end
 from rlpipe.actors.engine import EngineSpec
 from rlpipe.actors.files_sync import FilesSync
 from rlpipe.actors.fleet import Fleet, KeptEngine, Weights
@@ -248,9 +248,10 @@ class Conductor:
         group = self._turn.group
         anew = group is None or not group.is_from(actors.trainer)
         async with self._turn.alone("open", self._patience_s()) if anew else nullcontext():
+            if anew:  # ranks that have to go may be gone when what takes their place does not fit after all
+                self._set_up = self._turn.group = None
             await asyncio.to_thread(lambda: actors.make_way(engines=config.needs_engines))
             if anew:
-                self._set_up = None
                 self._turn.group = await asyncio.to_thread(TrainerGroup.of, actors.trainer, config.resources)
 
     async def _leave_engines(self) -> None:
@@ -261,9 +262,10 @@ class Conductor:
 
     async def _open_engines(self, driver: Driver, spec: ClusterSpec) -> None:
         setup = GeneratorSpec(spec.config, spec.model_dir, spec.store_root)
-        assert self._generator is not None and self._actors is not None
-        start_timeout_s = spec.config.resources.start_timeout_s
-        ready = call(self._generator.setup.remote(driver, setup), where="generator.setup", deadline_s=start_timeout_s)
+        generator = self._generator
+        assert generator is not None
+        asked, timeout_s = generator.setup.remote(driver, setup), spec.config.resources.start_timeout_s
+        ready = call_or_end(generator, asked, where="generator.setup", deadline_s=timeout_s)
         if not spec.config.needs_engines:
             await ready
             return
