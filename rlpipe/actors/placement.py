@@ -73,7 +73,7 @@ class Placement:
             _remove(others)
             others = []
         if not self._placed(wanted, self.resources.start_timeout_s):
-            found = f"{ray.cluster_resources()}, of which free {ray.available_resources()}"
+            found = f"{ray.cluster_resources()}, of which free {ray.available_resources()}; held: {held() or 'nothing'}"
             _remove(self._groups.pop(what) for what in blank)
             raise ResourceError(
                 "the cluster has not enough room",
@@ -82,7 +82,8 @@ class Placement:
                 expected="; ".join(
                     f"{size} × {width} {self._kind} for the {what}" for what, (size, width) in self._shapes.items()
                 ),
-                do="ask for fewer ranks or engines, wait for other runs, or join a larger cluster with resources.ray_address",
+                do="ask for fewer ranks or engines, wait for other runs, or join a larger cluster with resources.ray_address; a "
+                "run that failed keeps its places: start it again, and let it end or cancel it",
             )
         leave()
         _remove(others)
@@ -172,6 +173,11 @@ class Placement:
         remote: Any = ray.remote(_where_am_i)
         looks = [remote.options(**self._options(name, bundle, share=LOOK)).remote() for bundle in range(size)]
         return ray.get(looks, timeout=self.resources.start_timeout_s)
+
+
+def held() -> str:
+    """The places that are taken in this Ray cluster, by name: those of a run are `rlpipe-<its cluster>-…`."""
+    return ", ".join(sorted(group["name"] for group in placement_group_table().values() if group["state"] == "CREATED"))
 
 
 def _remove(groups: Iterable[PlacementGroup]) -> None:
