@@ -19,7 +19,7 @@ from prefect.runtime import flow_run
 from flows.evaluation import configuration
 from flows.output import outlive_the_worker
 from flows.parameters import Recipe
-from flows.stopping import Stopping, hear_sigterm
+from flows.stopping import Stopping, hear_sigterm, or_cancelled
 from flows.train import drive
 from rlpipe.config.load import home as default_home
 from rlpipe.config.run import RunConfig
@@ -48,7 +48,7 @@ async def evaluate(
     takeover: bool = False,
     site: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Measure every held-out set once: the summary, with a value for each metric under `evaluation`.
+    """Measure every held-out set once: the summary, with a value for each metric under `evaluation`; `Cancelled` if it was.
 
     Raises: ConfigError, DataError at once for bad input; as the train flow.
 
@@ -66,7 +66,12 @@ async def evaluate(
     await configuration_artifact(config, recipe or f"of the run {run}", overrides)
     check(config, home)
     with Stopping(config.resources.stop_grace_s) as stopping:
-        summary = await drive(config, home, stopping, takeover=takeover)
+        return await or_cancelled(evaluated(config, home, stopping, takeover=takeover))
+
+
+async def evaluated(config: RunConfig, home: Path, stopping: Stopping, *, takeover: bool) -> dict[str, Any]:
+    """The run that evaluates: its summary, and what it measured."""
+    summary = await drive(config, home, stopping, takeover=takeover)
     return {**summary, "evaluation": measured(Files(config.store.root or home / "store"), config)}
 
 

@@ -14,6 +14,7 @@ from prefect.runtime import flow_run
 
 from flows.forking import forked
 from flows.output import outlive_the_worker
+from flows.stopping import or_cancelled
 from flows.train import train
 from rlpipe.config.load import home as default_home
 
@@ -28,7 +29,7 @@ def run_name() -> str:
 async def fork(
     of: str, run: str | None = None, overrides: Sequence[str] = (), store: str | None = None, takeover: bool = False
 ) -> dict[str, Any]:
-    """Train a fork to its end, going on from what the store has of it. Answers the train flow's summary.
+    """Train a fork to its end, going on from what the store has of it. Answers the train flow's summary; `Cancelled` if it was.
 
     Raises: ConfigError at once for bad input; as the train flow.
 
@@ -40,4 +41,4 @@ async def fork(
         takeover: Replace the process that drives the fork now, wherever it is.
     """
     config, recipe = forked(default_home(), of, run, overrides, store)
-    return await train(str(recipe), (), config.run, takeover)
+    return await or_cancelled(train(str(recipe), (), config.run, takeover))

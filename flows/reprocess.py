@@ -18,6 +18,7 @@ from prefect.runtime import flow_run
 
 from flows.output import outlive_the_worker
 from flows.reprocessing import reprocessing, training
+from flows.stopping import or_cancelled
 from flows.train import train as train_flow
 from rlpipe.config.load import home as default_home
 from rlpipe.observe.progress import Progress
@@ -43,7 +44,7 @@ async def reprocess(
     store: str | None = None,
     jobs: int = 2,
 ) -> dict[str, Any]:
-    """Old and new figures; with `train` also that run's summary, under `trained`.
+    """Old and new figures; with `train` also that run's summary, under `trained`, or `Cancelled` if it was.
 
     Raises: ConfigError at once for bad input; RewardError, DeadlineExceeded; ObjectMissing, ObjectCorrupt; as the train flow.
 
@@ -72,7 +73,12 @@ async def reprocess(
             notes = {one["iteration"]: one["without"] for one in made if one["without"]}
             said = await put_side_by_side(config.run, asked.iterations, notes)
     said = {**said, "reused": sum(one["reused"] for one in made), "seconds": seconds}
-    return {**said, "trained": await train_flow(str(recipe), (), train)} if recipe else said
+    return await or_cancelled(and_trained(said, str(recipe), train)) if recipe else said
+
+
+async def and_trained(said: dict[str, Any], recipe: str, run: str | None) -> dict[str, Any]:
+    """The old and new figures, and the summary of the run that is trained from the result."""
+    return {**said, "trained": await train_flow(recipe, (), run)}
 
 
 async def all_of(run: str, iterations: Sequence[int], jobs: int) -> list[dict[str, Any]]:

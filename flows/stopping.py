@@ -14,18 +14,22 @@ Not here: Ctrl-C, which abandons at once; nothing that is finished is lost by ei
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 from collections.abc import Coroutine
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import get_client
+from prefect.exceptions import CancelledRun
 from prefect.runtime import flow_run as this_flow_run
+from prefect.states import Cancelled
 
+from flows.output import UNDER_A_WORKER
 from rlpipe.errors import RlpipeError
 
 Result = TypeVar("Result")
@@ -93,17 +97,29 @@ class Stopping:
         self._loop.call_soon_threadsafe(self._asked.set)
 
 
+async def or_cancelled(work: Coroutine[Any, Any, Result]) -> Result:
+    """What a flow answers: the result of `work`, or its state `Cancelled` if that ended because somebody cancelled it.
+
+    Raises: what `work` raises.
+    """
+    try:
+        return await work
+    except (Preempted, CancelledRun) as error:
+        if await being_cancelled():
+            return cast("Result", Cancelled(message=str(error)))
+        raise
+
+
 async def being_cancelled() -> bool:
-    """Has somebody cancelled the flow run that runs here? A server that does not say so at once counts as no."""
-    found: str | None = this_flow_run.get_id()
-    if found is None:
-        return False
+    """Has somebody cancelled the flow run that runs here, or the one that a worker started this process for, of which this one
+    is a part (a fork's training, a warm start)? A server that does not say so at once counts as no."""
+    found = {this_flow_run.get_id(), os.environ.get(UNDER_A_WORKER)} - {None}
     try:
         async with asyncio.timeout(LOOK_TIMEOUT_S), get_client() as client:
-            state = (await client.read_flow_run(UUID(found))).state
+            states = [(await client.read_flow_run(UUID(run))).state for run in found]
     except (TimeoutError, httpx.HTTPError):
         return False
-    return state is not None and (state.is_cancelling() or state.is_cancelled())
+    return any(state is not None and (state.is_cancelling() or state.is_cancelled()) for state in states)
 
 
 def hear_sigterm(flow: Any, flow_run: Any, state: Any) -> None:

@@ -7,16 +7,15 @@ import json
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from prefect import flow
 from prefect.runtime import flow_run
-from prefect.states import Cancelled
 
 from flows.deployed import open_iterations
 from flows.output import outlive_the_worker
 from flows.parameters import Fork, Recipe, as_settled, name_of, named_at
-from flows.stopping import Preempted, Stopping, being_cancelled, hear_sigterm
+from flows.stopping import Preempted, Stopping, being_cancelled, hear_sigterm, or_cancelled
 from rlpipe.actors.local_ray import connect
 from rlpipe.actors.named import namespace
 from rlpipe.config.load import home as default_home
@@ -73,18 +72,19 @@ async def train(
     check(config, home)
     with Stopping(config.resources.stop_grace_s) as stopping:
         try:
-            if config.warm_start:
-                check_same_run(Branches(Files(config.store.root or home / "store")), config)  # before hours of another run
-                connect(config.resources, home, namespace=namespace(config.cluster))  # a Ray that has room for the run too
-                await train(config.warm_start, warm_start_overrides(config), f"{config.run}.warm_start", takeover)
-            return await drive(config, home, stopping, takeover=takeover)
-        except Preempted as error:
-            if await being_cancelled():
-                return cast("dict[str, Any]", Cancelled(message=str(error)))
-            raise
+            return await or_cancelled(warmed_up(config, home, stopping, takeover=takeover))
         except RlpipeError as error:
             say_if_full(error, home)
             raise
+
+
+async def warmed_up(config: RunConfig, home: Path, stopping: Stopping, *, takeover: bool) -> dict[str, Any]:
+    """The run, after its warm start if it has one."""
+    if config.warm_start:
+        check_same_run(Branches(Files(config.store.root or home / "store")), config)  # before hours of another run
+        connect(config.resources, home, namespace=namespace(config.cluster))  # a Ray that has room for the run too
+        await train(config.warm_start, warm_start_overrides(config), f"{config.run}.warm_start", takeover)
+    return await drive(config, home, stopping, takeover=takeover)
 
 
 async def drive(config: RunConfig, home: Path, stopping: Stopping, *, takeover: bool) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from rlpipe.store.files import Files
 async def lone_trainer(
     config: RunConfig, files: Files, *, home: Path, name: str, options: dict[str, Any] | None = None
 ) -> AsyncIterator[TrainerGroup]:
-    """The ranks that a run's configuration asks for, set up for it. `name`: of its placement group. `options`: more for Ray.
+    """The ranks that a run's configuration asks for, set up for it. `name`: of its namespace. `options`: more for Ray.
 
     Raises: ResourceError if the cluster has no room for them; whatever keeps a rank from coming up.
     """
@@ -36,7 +36,8 @@ async def lone_trainer(
 
     connect(config.resources, home, namespace=f"rlpipe-{name}")
     model_dir = await asyncio.to_thread(model_directory, config.model, home, seed=config.seed)
-    placement = Placement(name, config.resources)
+    placement = Placement(None, config.resources)
+    await asyncio.to_thread(lambda: placement.claim(engines=False))
     make: Any = ray.remote
     with tempfile.TemporaryDirectory(prefix=".trainer-", dir=home, ignore_cleanup_errors=True) as work_dir:
 

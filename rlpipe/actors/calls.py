@@ -16,6 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 from rlpipe.errors import ActorLost, DeadlineExceeded, RlpipeError
 
 END_TIMEOUT_S = 10.0
+READY_TIMEOUT_S = 60.0
 
 
 async def gather(refs: Sequence[ray.ObjectRef], *, where: str, deadline_s: float) -> list[Any]:
@@ -57,6 +58,37 @@ def end(actors: Sequence[ActorHandle]) -> None:
             ray.get(actor.__ray_ready__.remote(), timeout=END_TIMEOUT_S)
         except RayError:
             continue
+
+
+class Patience:
+    """With an actor that is looked at again and again: one that hangs is ended, so that the next look finds it lost."""
+
+    def __init__(self, looks: int = 3) -> None:
+        """`looks`: so many in a row without an answer are enough."""
+        self._looks, self._missed = looks, 0
+
+    def answered(self) -> None:
+        """It did."""
+        self._missed = 0
+
+    async def missed(self, actor: ActorHandle) -> None:
+        """It did not."""
+        self._missed += 1
+        if self._missed >= self._looks:
+            self._missed = 0
+            await asyncio.to_thread(end, [actor])
+
+
+async def call_or_end(actor: ActorHandle, ref: ray.ObjectRef, *, where: str, deadline_s: float) -> Any:
+    """As `call`. An actor that is late, and does not say either that it is there, is ended: who asks for it next gets another."""
+    try:
+        return await call(ref, where=where, deadline_s=deadline_s)
+    except DeadlineExceeded:
+        try:
+            await call(actor.__ray_ready__.remote(), where=where, deadline_s=READY_TIMEOUT_S)
+        except DeadlineExceeded:
+            await asyncio.to_thread(end, [actor])
+        raise
 
 
 async def _result(ref: ray.ObjectRef, where: str) -> Any:

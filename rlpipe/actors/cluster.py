@@ -15,7 +15,7 @@ import ray
 from ray.actor import ActorHandle
 
 from rlpipe.actors import named
-from rlpipe.actors.calls import call, end
+from rlpipe.actors.calls import call, call_or_end, end
 from rlpipe.actors.fleet import Weights
 from rlpipe.actors.local_ray import connect
 from rlpipe.actors.specs import ClusterSpec, Driver
@@ -133,6 +133,7 @@ async def open_cluster(config: RunConfig, *, epoch: int, home: Path, model_dir: 
     driver = Driver(config.run, epoch)
     spec = ClusterSpec(config, str(home), model_dir, store_root)
     deadline_s = 3 * config.resources.start_timeout_s
-    await call(conductor.open.remote(driver, spec), where="conductor.open", deadline_s=deadline_s)
+    asked = conductor.open.remote(driver, spec)
+    await call_or_end(conductor, asked, where="conductor.open", deadline_s=deadline_s)
     generator = ray.get_actor("generator", namespace=space)
     return Cluster(driver, conductor, generator, config)

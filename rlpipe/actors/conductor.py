@@ -21,10 +21,11 @@ from typing import Any
 
 from ray.actor import ActorHandle
 
-from rlpipe.actors.calls import call, end
+from rlpipe.actors.calls import call_or_end, end
 from rlpipe.actors.engine import EngineSpec
 from rlpipe.actors.files_sync import FilesSync
 from rlpipe.actors.fleet import Fleet, KeptEngine, Weights
+from rlpipe.actors.layout import engine_names
 from rlpipe.actors.named import NamedActors
 from rlpipe.actors.requests import Requests
 from rlpipe.actors.sending import places, restore
@@ -72,11 +73,14 @@ class Conductor:
             known = self._spec
             if self._fleet is not None and (known is None or known.branch != spec.branch):
                 self._fleet.forget()
-            if self._actors is None or self._spec is None or self._spec.config.resources != spec.config.resources:
+            if self._actors is None or known is None or known.config.resources != spec.config.resources:
+                if known is not None and engine_names(known.config.resources) != engine_names(spec.config.resources):
+                    await self._leave_engines()
                 self._actors = self._make_actors(self._cluster, spec.config.resources, self._cwd)
             self._share_gpus_of(spec)
             self._spec = spec
             self._generator = await asyncio.to_thread(self._actors.generator)
+            await self._find_ranks(self._actors, spec.config)
             if self._sharing.active:
                 await self._open_in_turn(driver, spec)
                 return
@@ -147,16 +151,11 @@ class Conductor:
     async def close(self, driver: Driver) -> None:
         """End every other actor, and with it its server, and give their places back."""
         self._refuse(driver)
-        actors = [] if self._generator is None else [self._generator]
-        if self._fleet is not None:
-            await self._fleet.close()
-            actors += [self._fleet.router, *(engine.actor for engine in self._fleet.engines)]
-        if self._turn.group is not None:
-            actors += self._turn.group.ranks
-        await asyncio.to_thread(end, actors)
+        await self._leave_engines()
         if self._actors is not None:
+            await asyncio.to_thread(end, await asyncio.to_thread(self._actors.everyone))
             await asyncio.to_thread(self._actors.placement.remove)
-        self._turn.group = self._set_up = self._generator = self._fleet = self._spec = self._driver = None
+        self._turn.group = self._set_up = self._generator = self._spec = self._driver = None
         self._sharing = Sharing()
 
     async def _take_over(self, driver: Driver, spec: ClusterSpec) -> None:
@@ -216,7 +215,6 @@ class Conductor:
 
     async def _open_in_turn(self, driver: Driver, spec: ClusterSpec) -> None:
         """Engines come up while the trainer has given up its memory, and it is set up while they have given up theirs."""
-        await self._find_ranks(spec)
         engines_are_up = self._has_engines_of(spec)
         if not engines_are_up:
             async with self._turn.exclusive("open", self._patience_s()):
@@ -234,7 +232,6 @@ class Conductor:
 
     async def _open_trainer(self, spec: ClusterSpec) -> None:
         """Ranks that somebody calls were set up; who calls them hears of it if one has died, and sees to it."""
-        await self._find_ranks(spec)
         wanted = trainer_spec(spec)
         if self._turn.taken and self._set_up == wanted:
             return
@@ -246,21 +243,29 @@ class Conductor:
         await trainer.setup(wanted)
         self._set_up = wanted
 
-    async def _find_ranks(self, spec: ClusterSpec) -> None:
-        """The trainer's ranks, found or started; not set up yet. Those of another number of ranks are ended first."""
-        resources, group = spec.config.resources, self._turn.group
-        if group is None or not group.has(resources):
-            assert self._actors is not None
-            self._set_up = None
-            if group is not None:
-                await asyncio.to_thread(group.kill)
-            self._turn.group = await asyncio.to_thread(TrainerGroup.of, self._actors.trainer, resources)
+    async def _find_ranks(self, actors: NamedActors, config: RunConfig) -> None:
+        """The trainer's ranks, found or started once there is a place for everybody; not set up yet."""
+        group = self._turn.group
+        anew = group is None or not group.is_from(actors.trainer)
+        async with self._turn.alone("open", self._patience_s()) if anew else nullcontext():
+            if anew:  # ranks that have to go may be gone when what takes their place does not fit after all
+                self._set_up = self._turn.group = None
+            await asyncio.to_thread(lambda: actors.make_way(engines=config.needs_engines))
+            if anew:
+                self._turn.group = await asyncio.to_thread(TrainerGroup.of, actors.trainer, config.resources)
+
+    async def _leave_engines(self) -> None:
+        """Let go of the engines: their keepers would start those again that are to go. A new fleet finds those that stay."""
+        if self._fleet is not None:
+            await self._fleet.close()
+            self._fleet = None
 
     async def _open_engines(self, driver: Driver, spec: ClusterSpec) -> None:
         setup = GeneratorSpec(spec.config, spec.model_dir, spec.store_root)
-        assert self._generator is not None and self._actors is not None
-        start_timeout_s = spec.config.resources.start_timeout_s
-        ready = call(self._generator.setup.remote(driver, setup), where="generator.setup", deadline_s=start_timeout_s)
+        generator = self._generator
+        assert generator is not None
+        asked, timeout_s = generator.setup.remote(driver, setup), spec.config.resources.start_timeout_s
+        ready = call_or_end(generator, asked, where="generator.setup", deadline_s=timeout_s)
         if not spec.config.needs_engines:
             await ready
             return
@@ -272,9 +277,7 @@ class Conductor:
         if self._has_engines_of(spec):
             return
         assert self._actors is not None
-        if self._fleet is not None:
-            await self._fleet.close()
-            self._fleet = None
+        await self._leave_engines()
         actors, num_engines = self._actors, spec.config.resources.num_engines
         engines = await asyncio.to_thread(lambda: [KeptEngine(number, actors.engine) for number in range(num_engines)])
         devices = await asyncio.to_thread(actors.placement.engine_devices)

@@ -18,15 +18,17 @@ from typing import Any, Literal, Protocol
 
 from ray.actor import ActorHandle
 
-from rlpipe.actors.calls import call, gather
+from rlpipe.actors.calls import Patience, call, gather
 from rlpipe.actors.engine import FILES, EngineSpec
 from rlpipe.actors.external import attempts, start_all
+from rlpipe.actors.kept_router import KeptRouter
 from rlpipe.actors.sharing import OF_ENGINES, Sharing
 from rlpipe.config.model import EngineConfig
 from rlpipe.errors import ActorLost, DeadlineExceeded, EngineUnavailable, RlpipeError, SyncError
 from rlpipe.lineage import Lineage
 
 CALL_TIMEOUT_S = 60.0
+STATUS_TIMEOUT_S = 120.0
 MEMORY_TIMEOUT_S = 200.0
 LOOK_INTERVAL_S = 2.0
 ATTEMPTS = 3
@@ -75,14 +77,19 @@ class KeptEngine:
         self.trouble: Exception | None = None
         self.tested_s = time.monotonic()
         self.starting = False
+        self._patience = Patience()
 
     async def look(self) -> bool:
-        """Ask it how it is; whether it is alive. One whose actor died is made anew."""
+        """Ask it how it is; whether it is alive. One whose actor died is made anew; one whose actor hangs is ended."""
         try:
-            status = await self._call("status", 2 * CALL_TIMEOUT_S)
+            status = await self._call("status", STATUS_TIMEOUT_S)
+            self._patience.answered()
         except ActorLost:
             self.actor = await asyncio.to_thread(self._make, self.number)
             status = {"url": None, "alive": False, "stamp": None, "pid": None, "facts": {}}
+        except DeadlineExceeded:
+            await self._patience.missed(self.actor)
+            raise
         self.stamp, self.pid, self.facts = status["stamp"], status["pid"], status["facts"]
         if status["url"] != self.url or not status["alive"]:
             self.admitted = False
@@ -156,7 +163,7 @@ class Fleet:
         """
         self._sharing, self._make_room = sharing or Sharing(), make_room
         self.engines, self.spec = engines, spec
-        self._make_router, self.router = make_router, make_router()
+        self.router = KeptRouter(make_router)
         self._send, self._can_send, self._on_router = send, can_send, on_router
         self.weights: Weights | None = None
         self._acceptable: set[str] = set()
@@ -176,7 +183,7 @@ class Fleet:
         """Bring everything up, then keep it so. Raises: what keeps an engine or the router from coming up."""
         await start_all(self.engines, self.spec)
         await self._start_router()
-        routed = await call(self.router.workers.remote(), where="router.workers", deadline_s=CALL_TIMEOUT_S)
+        routed = await self.router.look()
         for engine in self.engines:
             await engine.look()
             engine.admitted = engine.url is not None and engine.url in (routed or ())
@@ -296,22 +303,18 @@ class Fleet:
         while True:
             await asyncio.sleep(LOOK_INTERVAL_S)
             with suppress(Exception):  # as in `_keep`; the next look tries again
-                try:
-                    known = await call(self.router.workers.remote(), where="router.workers", deadline_s=CALL_TIMEOUT_S)
-                except ActorLost:
-                    self.router, known = await asyncio.to_thread(self._make_router), None
+                known = await self.router.look()
                 if known is None:
                     await self._start_router()
                     known = []
                 for engine in self.engines:
                     engine.admitted = engine.admitted and engine.url in known
                 if gone := sorted(set(known) - {engine.url for engine in self.engines}):
-                    await call(self.router.remove.remote(gone), where="router.remove", deadline_s=CALL_TIMEOUT_S)
+                    await self.router.remove(gone)
 
     async def _start_router(self) -> None:
         urls = [engine.url for engine in self.engines if engine.url]
-        start = self.router.start.remote(self.config, self.spec.resources, self.spec.logs, urls)
-        await self._on_router(await call(start, where="router.start", deadline_s=self.start_timeout_s))
+        await self._on_router(await self.router.start(self.spec, urls))
 
     async def _until_one_is_up(self) -> None:
         try:
@@ -378,8 +381,7 @@ class Fleet:
 
     async def _admit(self, engines: list[KeptEngine]) -> None:
         if engines:
-            urls = [engine.url for engine in engines]
-            await call(self.router.admit.remote(urls), where="router.admit", deadline_s=2 * CALL_TIMEOUT_S)
+            await self.router.admit([str(engine.url) for engine in engines])
             for engine in engines:
                 engine.admitted = True
 
@@ -388,7 +390,7 @@ class Fleet:
         urls = [engine.url for engine in engines if engine.url]
         if urls:
             with suppress(RlpipeError):
-                await call(self.router.remove.remote(urls), where="router.remove", deadline_s=CALL_TIMEOUT_S)
+                await self.router.remove(urls)
         for engine in engines:
             with suppress(RlpipeError):
                 await engine.stop()

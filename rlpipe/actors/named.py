@@ -9,14 +9,20 @@ Not here: what they are set up with (`conductor`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.util import list_named_actors
 
+from rlpipe.actors.calls import end
+from rlpipe.actors.layout import engine_names, rank_names
 from rlpipe.actors.placement import Placement
 from rlpipe.config.model import ResourcesConfig
 
+CONDUCTOR, GENERATOR, ROUTER = "conductor", "generator", "router"
+"""The names of those that are the same in every layout."""
 GENERATOR_CALLS = 64
 CONDUCTOR_CALLS = 256
 
@@ -35,7 +41,7 @@ def conductor(cluster: str, cwd: str) -> ActorHandle:
         return Conductor
 
     options = {"num_cpus": 0, "max_concurrency": CONDUCTOR_CALLS}
-    return named(kind, "conductor", namespace(cluster), (cluster, cwd), lambda: options)
+    return named(kind, CONDUCTOR, namespace(cluster), (cluster, cwd), lambda: options)
 
 
 class NamedActors:
@@ -44,6 +50,31 @@ class NamedActors:
     def __init__(self, cluster: str, resources: ResourcesConfig, cwd: str) -> None:
         self.placement = Placement(cluster, resources)
         self._resources, self._namespace, self._cwd = resources, namespace(cluster), cwd
+        self._ranks, self._engines = rank_names(resources), engine_names(resources)
+
+    def make_way(self, *, engines: bool) -> None:
+        """Have places for the ranks, and for `engines` if the run has any; actors of another layout are ended for it.
+
+        Raises: ResourceError if it does not fit; the others stay.
+        """
+        self.placement.claim(engines=engines, leave=lambda: end(self._others()))
+
+    def everyone(self) -> list[ActorHandle]:
+        """All that are there but the conductor, of whatever layout."""
+        return self._found(lambda name: name != CONDUCTOR)
+
+    def _others(self) -> list[ActorHandle]:
+        known = {CONDUCTOR, GENERATOR, ROUTER, *self._ranks, *self._engines}
+        return self._found(lambda name: name not in known)
+
+    def _found(self, chosen: Callable[[str], bool]) -> list[ActorHandle]:
+        actors: list[ActorHandle] = []
+        rows: list[Any] = list_named_actors(all_namespaces=True)
+        for row in rows:
+            if row["namespace"] == self._namespace and chosen(row["name"]):
+                with suppress(ValueError):  # it has ended meanwhile
+                    actors.append(ray.get_actor(row["name"], namespace=self._namespace))
+        return actors
 
     def trainer(self, rank: int) -> ActorHandle:
         """The rank of this number, the critic's own after the policy's."""
@@ -52,24 +83,24 @@ class NamedActors:
 
         made = RankActor.of(rank, self._resources, self._cwd)
         options = lambda: {**self.placement.trainer(rank), "concurrency_groups": {STATUS: 1}}  # noqa: E731 - see `engine`
-        return named(lambda: made.kind, made.name, self._namespace, made.arguments, options)
+        return named(lambda: made.kind, self._ranks[rank], self._namespace, made.arguments, options)
 
     def engine(self, number: int) -> ActorHandle:
         from rlpipe.actors.engine import FILES, EngineActor
 
         options = lambda: {**self.placement.engine(number), "concurrency_groups": {FILES: 1}}  # noqa: E731 - a thunk: places are taken only for a new actor
-        return named(lambda: EngineActor, f"engine-{number}", self._namespace, (number, self._cwd), options)
+        return named(lambda: EngineActor, self._engines[number], self._namespace, (number, self._cwd), options)
 
     def router(self) -> ActorHandle:
         from rlpipe.actors.engine import RouterActor
 
-        return named(lambda: RouterActor, "router", self._namespace, (self._cwd,), lambda: {"num_cpus": 0})
+        return named(lambda: RouterActor, ROUTER, self._namespace, (self._cwd,), lambda: {"num_cpus": 0})
 
     def generator(self) -> ActorHandle:
         from rlpipe.actors.generator import Generator
 
         options = {"num_cpus": 0, "max_concurrency": GENERATOR_CALLS}
-        return named(lambda: Generator, "generator", self._namespace, (self._cwd,), lambda: options)
+        return named(lambda: Generator, GENERATOR, self._namespace, (self._cwd,), lambda: options)
 
 
 def named(

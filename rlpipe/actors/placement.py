@@ -1,4 +1,4 @@
-"""Where actors run: named placement groups of a cluster.
+"""Where actors run: named placement groups of a cluster, whose names say how large they are.
 
     separate     one group for the trainer, a bundle of one GPU for each rank; one for the engines, a bundle for each engine
     critic       of its own ranks, if it has any: one group more, a bundle of one GPU for each, also beside colocated ones
@@ -6,7 +6,7 @@
 
 Where the cluster has no GPU, a CPU stands for one. On GPUs bundles are taken in the order of machines, and on each of its
 GPUs, so that neighbouring ranks are neighbours; Ray itself promises no order. Groups outlive the process that made them, so
-that the next run of the cluster, or a retry, takes no second set.
+that the next run of the cluster, or a retry, takes no second set; what another layout left is given up for this one.
 
 Not here: who uses a shared GPU when (`sharing`).
 """
@@ -15,20 +15,26 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Sequence
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ray
-from ray.util import get_node_ip_address, get_placement_group
+from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlpipe.actors.layout import shapes
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ResourceError
 
 LOOPBACK = "127.0.0.1"
 RANK, ENGINE, LOOK = 0.5, 0.3, 0.1
 """What an actor or a look asks of a bundle of one GPU; together less than all of it. It only says that they fit."""
+
+BESIDE_S = 2.0
+"""So long groups may take to be placed beside those of another layout, before it is asked whether they fit in their place."""
 
 
 def own_address() -> str:
@@ -38,19 +44,57 @@ def own_address() -> str:
 
 
 class Placement:
-    """The bundles of one cluster; a group is made when its first actor is."""
+    """The bundles of one cluster. `claim` them first."""
 
-    def __init__(self, cluster: str, resources: ResourcesConfig) -> None:
+    def __init__(self, cluster: str | None, resources: ResourcesConfig) -> None:
+        """`cluster` None: they are this process's alone, and go with it."""
         self.cluster, self.resources = cluster, resources
         self.on_gpus = ray.cluster_resources().get("GPU", 0) > 0
+        self._shapes = shapes(resources)
         self._groups: dict[str, PlacementGroup] = {}
         self._orders: dict[str, list[tuple[int, str]]] = {}
+
+    def claim(self, *, engines: bool, leave: Callable[[], None] = lambda: None) -> None:
+        """Have the groups of this layout, found or made; those of `engines` only if the run has any.
+
+        What the cluster has of another layout is given up, and `leave` ends who is in there: not before it is known that this
+        layout fits beside it, or by number in its place. Raises: ResourceError if it does not fit; the other one stays.
+        """
+        there = self._there()
+        others = [group for name, group in there.items() if name not in map(self._name, self._shapes)]
+        wanted = [what for what in self._shapes if engines or what != "engines"]
+        made = {what: self._made(what) for what in wanted if self._name(what) not in there}
+        self._groups |= {what: made.get(what) or there[self._name(what)] for what in wanted}
+        for what in made:
+            self._orders.pop(what, None)
+        blank = [what for what in wanted if what in made or self._is_waiting(what)]
+        if others and not self._placed(blank, BESIDE_S) and self._fit_instead(blank, others):
+            leave()
+            _remove(others)
+            others = []
+        if not self._placed(wanted, self.resources.start_timeout_s):
+            found = f"{ray.cluster_resources()}, of which free {ray.available_resources()}; held: {held() or 'nothing'}"
+            _remove(self._groups.pop(what) for what in blank)
+            raise ResourceError(
+                "the cluster has not enough room",
+                where="resources",
+                found=found,
+                expected="; ".join(
+                    f"{size} × {width} {self._kind} for the {what}" for what, (size, width) in self._shapes.items()
+                ),
+                do="ask for fewer ranks or engines, wait for other runs, or join a larger cluster with resources.ray_address; a "
+                "run that failed keeps its places: start it again, and let it end or cancel it",
+            )
+        leave()
+        _remove(others)
 
     def trainer(self, rank: int) -> dict[str, Any]:
         """Ray options of a trainer rank; those after the policy's are the critic's own."""
         within_critic = rank - self.resources.trainer_ranks
-        name = self._made_for_ranks() if within_critic < 0 else self._make("critic", self.resources.critic_ranks, 1)
-        return self._options(name, self._bundles(name)[rank if within_critic < 0 else within_critic][0], share=RANK)
+        if within_critic >= 0:
+            return self._options("critic", self._bundles("critic")[within_critic][0], share=RANK)
+        what = "shared" if self.resources.colocate else "trainer"
+        return self._options(what, self._bundles(what)[rank][0], share=RANK)
 
     def engine(self, number: int) -> dict[str, Any]:
         """Ray options of an engine. Separate, its server sees all GPUs of its bundle; colocated, see `engine_devices`; one that
@@ -59,37 +103,59 @@ class Placement:
         if self.resources.external_engines:
             return {"num_cpus": 0}
         if self.resources.colocate:
-            name = self._made_for_ranks()
-            return self._options(name, self._bundles(name)[number * width][0], share=ENGINE)
-        self._make("engines", self.resources.num_engines, width)
+            return self._options("shared", self._bundles("shared")[number * width][0], share=ENGINE)
         return self._options("engines", number, share=width)
 
     def engine_devices(self) -> tuple[tuple[str, ...], ...] | None:
         """CUDA_VISIBLE_DEVICES of each engine's server, in the order of its tensor parallel ranks; None: what its actor sees."""
         if not (self.on_gpus and self.resources.colocate):
             return None
-        devices = [device for _, device in self._bundles(self._made_for_ranks())]
+        devices = [device for _, device in self._bundles("shared")]
         width = self.resources.rollout_num_gpus_per_engine
         return tuple(tuple(devices[n * width : (n + 1) * width]) for n in range(self.resources.num_engines))
 
     def remove(self) -> None:
-        """Give the places back, once the actors are gone."""
-        for group in self._groups.values():
-            remove_placement_group(group)
+        """Give all places of the cluster back, once the actors are gone."""
+        _remove(self._groups.values() if self.cluster is None else self._there().values())
         self._groups.clear()
         self._orders.clear()
 
-    def _made_for_ranks(self) -> str:
-        resources = self.resources
-        if not resources.colocate:
-            return self._make("trainer", resources.trainer_ranks, 1)
-        return self._make("shared", max(resources.trainer_ranks, resources.rollout_num_gpus), 1)
+    @property
+    def _kind(self) -> str:
+        return "GPU" if self.on_gpus else "CPU"
 
-    def _make(self, what: str, size: int, width: int) -> str:
-        if what not in self._groups:
-            bundle = {"GPU" if self.on_gpus else "CPU": float(width)}
-            self._groups[what] = self._found_or_made(f"rlpipe-{self.cluster}-{what}", [bundle] * size)
-        return what
+    def _name(self, what: str) -> str:
+        size, width = self._shapes[what]
+        return f"rlpipe-{self.cluster}-{what}-{size}x{width}"
+
+    def _there(self) -> dict[str, PlacementGroup]:
+        """The groups that the cluster has, of whatever layout, by name."""
+        if self.cluster is None:
+            return {}
+        ours = re.compile(rf"rlpipe-{re.escape(self.cluster)}-(trainer|engines|shared|critic)-\d+x\d+")
+        known = [row for row in placement_group_table().values() if row["state"] != "REMOVED" and ours.fullmatch(row["name"])]
+        return {row["name"]: PlacementGroup(ray.PlacementGroupID.from_hex(row["placement_group_id"])) for row in known}
+
+    def _made(self, what: str) -> PlacementGroup:
+        size, width = self._shapes[what]
+        named: dict[str, Any] = {} if self.cluster is None else {"name": self._name(what), "lifetime": "detached"}
+        return placement_group([{self._kind: float(width)}] * size, strategy="PACK", **named)
+
+    def _placed(self, which: Iterable[str], timeout_s: float) -> bool:
+        """Are these groups placed, within that time?"""
+        end_s = time.monotonic() + timeout_s
+        return all(self._groups[what].wait(max(end_s - time.monotonic(), 0.0)) for what in which)
+
+    def _is_waiting(self, what: str) -> bool:
+        """Has this group never been placed? Also one that was made by who was killed since then."""
+        return placement_group_table(self._groups[what])["state"] in ("PENDING", "PREPARED")
+
+    def _fit_instead(self, blank: Iterable[str], others: Iterable[PlacementGroup]) -> bool:
+        """Are there as many GPUs as these groups ask for, once others are gone?"""
+        free = ray.available_resources().get(self._kind, 0.0)
+        free += sum(bundle.get(self._kind, 0.0) for group in others for bundle in group.bundle_specs)
+        asked = (self._shapes[what] for what in blank if self._is_waiting(what))
+        return sum(size * width for size, width in asked) <= free
 
     def _options(self, name: str, bundle: int, *, share: float) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(self._groups[name], placement_group_bundle_index=bundle)
@@ -99,7 +165,7 @@ class Placement:
     def _bundles(self, name: str) -> list[tuple[int, str]]:
         """The bundles of a group in the order of its machines and their GPUs, each with its GPU's name there."""
         if name not in self._orders:
-            size = self._groups[name].bundle_count
+            size, _ = self._shapes[name]
             self._orders[name] = in_order(self._looked_at(name, size)) if self.on_gpus else [(n, "") for n in range(size)]
         return self._orders[name]
 
@@ -108,35 +174,15 @@ class Placement:
         looks = [remote.options(**self._options(name, bundle, share=LOOK)).remote() for bundle in range(size)]
         return ray.get(looks, timeout=self.resources.start_timeout_s)
 
-    def _found_or_made(self, name: str, bundles: list[dict[str, float]]) -> PlacementGroup:
-        try:
-            group = get_placement_group(name)
-        except ValueError:
-            group = placement_group(bundles, strategy="PACK", name=name, lifetime="detached")
-        if group.bundle_specs != bundles:
-            raise ResourceError(
-                "the cluster's actors are placed for another number of processes",
-                where="resources",
-                found=f"{group.bundle_specs} in the placement group {name}",
-                expected=f"{bundles}",
-                do="give this run a cluster of its own: resources.cluster=NAME",
-            )
-        if not group.wait(self.resources.start_timeout_s):
-            remove_placement_group(group)
-            raise ResourceError(
-                "the cluster has not enough room",
-                where="resources",
-                found=f"{ray.cluster_resources()}, of which free {ray.available_resources()}; held: {held() or 'nothing'}",
-                expected=f"{bundles} for the placement group {name}",
-                do="ask for fewer ranks or engines, wait for other runs, or join a larger cluster with resources.ray_address; a "
-                "run that failed keeps its places: start it again, and let it end or cancel it",
-            )
-        return group
-
 
 def held() -> str:
     """The places that are taken in this Ray cluster, by name: those of a run are `rlpipe-<its cluster>-…`."""
     return ", ".join(sorted(group["name"] for group in placement_group_table().values() if group["state"] == "CREATED"))
+
+
+def _remove(groups: Iterable[PlacementGroup]) -> None:
+    for group in groups:
+        remove_placement_group(group)
 
 
 def in_order(places: Sequence[tuple[str, str]]) -> list[tuple[int, str]]:

@@ -17,6 +17,7 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -50,15 +51,22 @@ Address = tuple[str, int]
 
 
 def collective(method: Callable[..., Any]) -> Callable[..., Any]:
-    """While this method of a rank runs, its status says so."""
+    """While this method of a rank runs, its status says so; after that, how often it was called and whether it failed."""
+    name = method.__name__
 
     @wraps(method)
     def call(self: Rank[Any], *arguments: Any, **keywords: Any) -> Any:
-        outer, self.busy = self.busy, self.busy or method.__name__
+        if self.busy:
+            return method(self, *arguments, **keywords)
+        self._calls[name] += 1
+        self.busy, self._failed = name, None
         try:
             return method(self, *arguments, **keywords)
+        except BaseException:
+            self._failed = name
+            raise
         finally:
-            self.busy = outer
+            self.busy = None
 
     return call
 
@@ -77,6 +85,8 @@ class Rank(ABC, Generic[E]):
         self.held: str | None = None
         self.dirty = False
         self.busy: str | None = None
+        self._calls: Counter[str] = Counter()
+        self._failed: str | None = None
         self._result: dict[str, Any] = {}
         self._engine: E | None = None
         self._spec: TrainerSpec | None = None
@@ -94,12 +104,15 @@ class Rank(ABC, Generic[E]):
         return address, free_port(address)
 
     def status(self) -> dict[str, Any]:
-        """What this rank holds and does: `{"rank", "held", "dirty", "ready", "busy", …}`. It answers while a call runs, from
-        another thread (concurrency group `status`); `busy` names that call."""
-        ready = self._engine is not None
-        state = {"held": self.held, "dirty": self.dirty, "ready": ready, "busy": self.busy}
+        """What this rank holds and does: `{"rank", "held", "dirty", "ready", "busy", "calls", "failed", …}`. It answers while a
+        call runs, from another thread (concurrency group `status`).
+
+        `busy` names that call, `failed` the last one if it ended with an error; `calls`: how many of each have begun.
+        """
+        state = {"held": self.held, "dirty": self.dirty, "ready": self._engine is not None}
+        work = {"busy": self.busy, "calls": dict(self._calls), "failed": self._failed}
         deterministic = self._spec.deterministic if self._spec else None
-        return {"rank": self.number, **state, "deterministic": deterministic, "pid": os.getpid()}
+        return {"rank": self.number, **state, **work, "deterministic": deterministic, "pid": os.getpid()}
 
     @collective
     def setup(self, spec: TrainerSpec, master: Address, meeting: Address | None = None) -> None:

@@ -1,4 +1,5 @@
-"""`RankActor`: which actor a trainer rank is, by its number. Not here: where it is placed (`placement`)."""
+"""`RankActor`: which actor a trainer rank is, by its number. Not here: its name (`layout`), where it is placed
+(`placement`)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,6 @@ from rlpipe.config.model import ResourcesConfig
 class RankActor:
     """What one is started from."""
 
-    name: str
     kind: type[TrainerRank | CriticRank]
     arguments: tuple[Any, ...]
 
@@ -23,6 +23,6 @@ class RankActor:
         """The policy's ranks, and after them those that the critic has to itself."""
         policy_ranks = resources.trainer_ranks
         if number < policy_ranks:
-            return cls(f"trainer-{number}", TrainerRank, (number, policy_ranks, cwd))
+            return cls(TrainerRank, (number, policy_ranks, cwd))
         rank = number - policy_ranks
-        return cls(f"critic-{rank}", CriticRank, (rank, resources.critic_ranks, policy_ranks, cwd))
+        return cls(CriticRank, (rank, resources.critic_ranks, policy_ranks, cwd))

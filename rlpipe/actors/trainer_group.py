@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ray.actor import ActorHandle
 
@@ -24,6 +24,7 @@ from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ActorLost, DeadlineExceeded, RlpipeError, TrainerError
 from rlpipe.lineage import Lineage
 
+Each = TypeVar("Each")
 Start = Callable[[int], ActorHandle]
 STATUS = "status"
 """Concurrency group of the ranks' `status`: it answers while a call runs."""
@@ -50,14 +51,13 @@ class TrainerGroup:
         """As many ranks as a configuration asks for."""
         return cls(start, resources.trainer_ranks, critic_ranks=resources.critic_ranks, start_timeout_s=resources.start_timeout_s)
 
-    def has(self, resources: ResourcesConfig) -> bool:
-        """Is it as many?"""
-        return (self.world_size, self.critic_ranks) == (resources.trainer_ranks, resources.critic_ranks)
+    def is_from(self, start: Start) -> bool:
+        """Are the ranks started by this?"""
+        return self._start == start
 
     async def call(self, method: str, *, deadline_s: float, **arguments: Any) -> list[Any]:
         """Call all ranks; their answers in order of rank. After a failure the group is not usable until `ensure`."""
-        ranks = self.ranks[: self.world_size] if method in OF_POLICY else self.ranks
-        return await self._answers(method, [(rank, arguments) for rank in ranks], deadline_s)
+        return await self._answers(method, [(rank, arguments) for rank in self._of(method, self.ranks)], deadline_s)
 
     async def _answers(self, method: str, calls: Sequence[tuple[ActorHandle, Mapping[str, Any]]], deadline_s: float) -> list[Any]:
         refs = [getattr(rank, method).remote(**arguments) for rank, arguments in calls]
@@ -160,8 +160,8 @@ class TrainerGroup:
     async def _settled(self) -> list[dict[str, Any]] | None:
         """The ranks' statuses once none of them is busy: a caller before us may have died in the middle of its calls.
 
-        None if one is dead, or if they are busy with different calls for longer than it takes to send one: then some wait
-        in a collective that the others will not join.
+        None if one is dead, or if they are apart for longer than it takes to send a call: then some wait in a collective that
+        the others will not join.
         """
         apart_s: float | None = None
         end_s = time.monotonic() + self._start_timeout_s
@@ -170,15 +170,29 @@ class TrainerGroup:
                 statuses = await self._statuses()
             except RlpipeError:
                 return None
-            calls = {status["busy"] for status in statuses}
-            if calls == {None}:
+            if not any(status["busy"] for status in statuses):
                 return statuses
             now_s = time.monotonic()
-            apart_s = None if len(calls) == 1 else apart_s or now_s
+            apart_s = (apart_s or now_s) if self._apart(statuses) else None
             if apart_s is not None and now_s - apart_s > APART_S:
                 return None
             await asyncio.sleep(LOOK_INTERVAL_S)
         return None
+
+    def _apart(self, statuses: Sequence[Mapping[str, Any]]) -> bool:
+        """Is a rank busy with a call that another one, whom it concerns, has not got, or has left with an error?
+
+        One that has done its part is not apart: to speak with engines, or with a teacher, is left to the first.
+        """
+        for method in {status["busy"] for status in statuses} - {None}:
+            got = {(status["calls"].get(method, 0), status["failed"] == method) for status in self._of(method, statuses)}
+            if len(got) > 1:
+                return True
+        return False
+
+    def _of(self, method: str, each: Sequence[Each]) -> Sequence[Each]:
+        """Of what there is one for each rank, those for the ranks that a method is called on."""
+        return each[: self.world_size] if method in OF_POLICY else each
 
     async def _statuses(self) -> list[dict[str, Any]]:
         refs = [rank.status.options(concurrency_group=STATUS).remote() for rank in self.ranks]

@@ -32,6 +32,13 @@ class TrainerTurn:
 
         Raises: DeadlineExceeded naming who has it.
         """
+        async with self.alone(what, deadline_s):
+            assert self.group is not None, "open the cluster first"
+            yield self.group
+
+    @asynccontextmanager
+    async def alone(self, what: str, deadline_s: float) -> AsyncIterator[None]:
+        """As `exclusive`, whether there is a group or not: to put another one in its place."""
         try:
             async with asyncio.timeout(deadline_s):
                 await self._lock.acquire()
@@ -44,7 +51,6 @@ class TrainerTurn:
             ) from error
         self._user = what
         try:
-            assert self.group is not None, "open the cluster first"
-            yield self.group
+            yield
         finally:
             self._lock.release()

@@ -81,12 +81,21 @@ class ResourcesConfig(Config):
     rollout_num_gpus: int = Tuning(default=1, ge=1)
     """GPUs of all inference engines together. With `colocate`, if it is not given, as many as the trainer has."""
     rollout_num_gpus_per_engine: int = Tuning(default=1, ge=1)
-    """GPUs of one engine (its tensor parallel size)."""
+    """GPUs of one engine (its tensor parallel size), all of one machine: engines over several machines are not supported."""
     external_engines: tuple[Address, ...] = Tuning(())
-    """SGLang servers that others start and end, by address; then the run starts none, and rollout_num_gpus is not used. Each is
-    asked what it serves before it gets weights: the same architecture, dtype and tensor parallel size. All weights of it are
-    replaced, so it must serve this run alone. One that does not answer is left out, and taken in again once it does. (): the
-    run's own engines."""
+    """SGLang servers (0.5.15 or later) that others start and end, by address; the run starts none then, and does not use
+    rollout_num_gpus. (): the run's own engines.
+
+    Each is asked what it serves before it gets weights, and again when it has been away: architecture, dtype and quantization of
+    the run, tp_size = rollout_num_gpus_per_engine, dp_size and pp_size 1, no disaggregation; the model's sizes too, where its
+    directory can be seen from here; and what the run needs of the tokenizer, of routed experts, of deterministic inference. All
+    its weights are replaced, so it must serve this run alone, which is not checked. One that does not answer is left out, and
+    taken in once it does; one that hangs, or got no weights, is left out, never ended. A run begins if one of them is there.
+
+    Supported are plain addresses, no API keys and no path behind the port. engine.sglang is refused (they have their arguments
+    already), and so is colocate. Elsewhere than on this machine, weights get there with sync.transport distributed; with disk or
+    delta if a directory is shared with their machines; not with tensor. An evaluation by a flow run of its own uses engines of
+    its own instead."""
     colocate: bool = Tuning(False)
     """Trainer and engines lie on the same GPUs and use them in turns: engine j on those of the ranks from j ×
     rollout_num_gpus_per_engine on; GPUs beyond the trainer's are the engines' alone. What one of them holds is out of the way
@@ -178,9 +187,14 @@ class EngineConfig(Config):
     router: dict[str, Any] = Tuning(default_factory=dict)
     """sglang-router arguments by their own names (`policy: cache_aware`)."""
     router_url: Address | None = Tuning(None)
-    """A router that others start and end, by address; the run registers its engines there and takes them off while they have no
-    known weights. It must serve this run alone: any other engine would be asked too, so those are taken off. None: the run
-    starts one."""
+    """An sglang-router that others start and end, by address, for external engines or the run's own. None: the run starts one.
+
+    The run registers its engines there (`/workers`) and takes them off while they have no known weights. It must serve this run
+    alone: a run does not begin while it routes to a living engine of others, and takes off any other that it finds there later.
+    Supported are plain addresses, no API keys. engine.router is refused: it has its arguments already, of which one matters. Its
+    health check must be answered by a paused engine (`--health-check-endpoint /model_info`, not the default `/health`), or it
+    takes engines off during pushes. On another machine than the engines it has to reach them: set engine.host.
+    With train.use_rollout_routing_replay generation requests go past it, to the engines that it lists."""
     server_concurrency: int = Tuning(default=512, ge=1)
     """Requests in flight per engine."""
     request_timeout_s: float = Tuning(default=600.0, gt=0)

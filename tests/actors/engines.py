@@ -6,6 +6,7 @@ Not here: the real actors (rlpipe.actors.engine), which tests/flows use with rea
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import ray
@@ -23,6 +24,7 @@ class FakeEngine:
         self.stamp: str | None = None
         self.unknown = True
         self.stuck = False
+        self.hangs_s = 0.0
         self.awake = {"weights", "kv_cache", "cuda_graph"}
 
     def start(self, spec: Any) -> str:
@@ -37,6 +39,7 @@ class FakeEngine:
         return f"http://engine-{self.number}/{self.starts}"
 
     def status(self) -> dict[str, Any]:
+        time.sleep(self.hangs_s)
         stamp = None if self.unknown or not self.alive else self.stamp
         url = self.url() if self.alive else None
         state = {"url": url, "alive": self.alive, "stamp": stamp, "pid": os.getpid()}
@@ -71,7 +74,7 @@ class FakeRouter:
     """Remembers whom it routes to."""
 
     def __init__(self) -> None:
-        self.alive, self.starts = False, 0
+        self.alive, self.starts, self.silent = False, 0, False
         self.routed: list[str] = []
         self.log: list[tuple[str, list[str]]] = []
 
@@ -83,6 +86,8 @@ class FakeRouter:
         return "http://router"
 
     def workers(self) -> list[str] | None:
+        if self.silent:
+            raise EngineUnavailable("no answer", where="router")
         return list(self.routed) if self.alive else None
 
     def admit(self, workers: list[str]) -> None:

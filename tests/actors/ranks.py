@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from functools import wraps
 from typing import Any
 
@@ -22,10 +23,16 @@ def busy(method: Any) -> Any:
 
     @wraps(method)
     def call(self: Rank, *arguments: Any, **keywords: Any) -> Any:
-        self.busy = method.__name__
-        answer = method(self, *arguments, **keywords)
-        self.busy = None
-        return answer
+        name = method.__name__
+        self.busy, self.failed = name, None
+        self.calls[name] += 1
+        try:
+            return method(self, *arguments, **keywords)
+        except Exception:
+            self.failed = name
+            raise
+        finally:
+            self.busy = None
 
     return call
 
@@ -38,6 +45,8 @@ class Rank:
         self.held: str | None = None
         self.dirty = self.ready = False
         self.busy: str | None = None
+        self.failed: str | None = None
+        self.calls: Counter[str] = Counter()
         self.deterministic: bool | None = None
         self.heard: list[str] = []
 
@@ -45,8 +54,9 @@ class Rank:
         return "127.0.0.1", 29500 + self.rank
 
     def status(self) -> dict[str, Any]:
-        state = {"held": self.held, "dirty": self.dirty, "ready": self.ready, "busy": self.busy}
-        return {"rank": self.rank, **state, "deterministic": self.deterministic, "pid": os.getpid()}
+        state = {"held": self.held, "dirty": self.dirty, "ready": self.ready}
+        work = {"busy": self.busy, "calls": dict(self.calls), "failed": self.failed}
+        return {"rank": self.rank, **state, **work, "deterministic": self.deterministic, "pid": os.getpid()}
 
     def setup(self, spec: Any, master: tuple[str, int], meeting: tuple[str, int] | None = None) -> None:
         met = f" and {meeting[0]}:{meeting[1]}" if meeting else ""
@@ -78,6 +88,12 @@ class Rank:
             time.sleep(600)
         self.held, self.dirty = key, False
         return f"{key} on {self.rank}"
+
+    @busy
+    def push(self, alone: int, seconds: float) -> None:
+        """One rank works longer than the others, as the one that speaks with engines does."""
+        if self.rank == alone:
+            time.sleep(seconds)
 
     def become(self, rank: int, **state: Any) -> None:
         if rank == self.rank:

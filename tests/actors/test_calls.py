@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import ray
 
-from rlpipe.actors.calls import ActorLost, call, end, gather
+from rlpipe.actors import calls
+from rlpipe.actors.calls import ActorLost, call, call_or_end, end, gather
 from rlpipe.errors import ConfigError, DeadlineExceeded, RlpipeError
 
 pytestmark = pytest.mark.integration
@@ -116,6 +117,19 @@ async def test_a_dead_actor_is_lost_by_name_during_a_call_and_after(local_ray):
             await call(ref, where="engine.status", deadline_s=60)
         assert caught.value.where == "engine.status"
         assert caught.value.found
+
+
+async def test_who_is_late_and_hangs_is_ended_and_who_is_only_late_is_not(pair, local_ray, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(DeadlineExceeded):
+        await call_or_end(pair[0], pair[0].say.remote("late", 1.5), where="conductor.open", deadline_s=0.2)
+    assert await call(pair[0].say.remote("again"), where="echo", deadline_s=60) == "again"
+    monkeypatch.setattr(calls, "READY_TIMEOUT_S", 0.2)
+    hung = start("one-that-hangs")
+    await call(hung.pid.remote(), where="echo", deadline_s=60)
+    with pytest.raises(DeadlineExceeded):
+        await call_or_end(hung, hung.say.remote("never", 600.0), where="conductor.open", deadline_s=0.2)
+    with pytest.raises(ValueError, match="one-that-hangs"):
+        ray.get_actor("one-that-hangs", namespace=local_ray)
 
 
 async def test_the_name_of_an_actor_that_was_ended_is_free_at_once(local_ray):

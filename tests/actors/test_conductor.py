@@ -19,7 +19,8 @@ import ray
 from rlpipe.actors.conductor import Conductor
 from rlpipe.actors.specs import ClusterSpec, Driver
 from rlpipe.config.load import validate
-from rlpipe.errors import ActorLost, DataError, DeadlineExceeded, Fenced
+from rlpipe.config.model import ResourcesConfig
+from rlpipe.errors import ActorLost, DataError, DeadlineExceeded, Fenced, ResourceError
 from rlpipe.lineage import Lineage
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.files import Files
@@ -48,7 +49,8 @@ class FakeGenerator:
 class FakeActors:
     """Two ranks and a generator."""
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, _cluster: str, resources: ResourcesConfig, _cwd: str) -> None:
+        self.resources = resources
         self.placement = SimpleNamespace(remove=lambda: None, on_gpus=False)
 
     def trainer(self, rank: int) -> Any:
@@ -56,6 +58,14 @@ class FakeActors:
 
     def generator(self) -> Any:
         return find_or_start(FakeGenerator, "conductor-generator")
+
+    def make_way(self, *, engines: bool) -> None:
+        assert not engines
+        if self.resources.trainer_ranks > 2:
+            raise ResourceError("the cluster has not enough room")
+
+    def everyone(self) -> list[Any]:
+        return [self.generator(), *(self.trainer(rank) for rank in range(2))]
 
 
 def spec(folder: Path, run: str = "run") -> ClusterSpec:
@@ -185,6 +195,16 @@ async def test_ranks_that_a_lost_caller_left_apart_are_started_again(conductor: 
     async with asyncio.timeout(60):
         await conductor.open(FIRST, spec(tmp_path))
         assert await heard(conductor, FIRST) == [[], []]
+
+
+async def test_a_layout_that_does_not_fit_leaves_the_ranks_with_what_they_hold(conductor: Conductor, tmp_path: Path):
+    await conductor.collective(FIRST, "train", 60, {"key": "a"})
+    fits = spec(tmp_path)
+    wide = fits.config.resources.model_copy(update={"actor_num_gpus_per_node": 3})
+    with pytest.raises(ResourceError, match="not enough room"):
+        await conductor.open(FIRST, replace(fits, config=fits.config.model_copy(update={"resources": wide})))
+    await conductor.open(FIRST, fits)
+    assert await conductor.holds(FIRST, "a")
 
 
 async def test_what_keeps_an_actor_from_coming_up_is_the_error_and_nothing_is_half_open(conductor: Conductor, tmp_path: Path):

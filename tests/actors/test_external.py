@@ -89,7 +89,7 @@ async def make(local_ray: str, live: Live, tmp_path: Path, monkeypatch: pytest.M
     yield fleet
     for one in made:
         await one.close()
-        for actor in (one.router, *(engine.actor for engine in one.engines)):
+        for actor in (one.router.actor, *(engine.actor for engine in one.engines)):
             ray.kill(actor)
     sender.transport.close()
     live.router.add(live.server.url)

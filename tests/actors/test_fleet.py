@@ -89,7 +89,7 @@ async def fleet(local_ray: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatc
     assert urls == ["http://router"]
     yield made
     await made.close()
-    for actor in (made.router, *(engine.actor for engine in made.engines)):
+    for actor in (made.router.actor, *(engine.actor for engine in made.engines)):
         ray.kill(actor)
 
 
@@ -111,7 +111,7 @@ def actor(handle: Any) -> Any:
 
 
 async def routed(fleet: Fleet) -> list[str]:
-    return await actor(fleet.router).workers.remote() or []
+    return await actor(fleet.router.actor).workers.remote() or []
 
 
 def stamps(fleet: Fleet) -> list[str | None]:
@@ -203,7 +203,7 @@ async def test_an_engine_that_the_weights_did_not_reach_is_replaced_while_the_ot
         return stamps(fleet) == [weights(2).stamp] * 2 and "http://engine-1/2" in await routed(fleet)
 
     await until(both)
-    history = await actor(fleet.router).history.remote()
+    history = await actor(fleet.router.actor).history.remote()
     assert ("remove", ["http://engine-1/1"]) in history
 
 
@@ -221,7 +221,7 @@ async def test_engines_that_a_push_left_in_the_middle_get_no_more_requests_whate
     trainer.fails_after = KeyError("weight_version")
     with pytest.raises(KeyError):
         await fleet.publish(weights(2), everyone=True)
-    history = await actor(fleet.router).history.remote()
+    history = await actor(fleet.router.actor).history.remote()
     assert ("remove", ["http://engine-0/1", "http://engine-1/1"]) in history
     assert not set(stamps(fleet)) & {weights(1).stamp, weights(2).stamp}
 
@@ -272,9 +272,34 @@ async def test_older_weights_replace_newer_ones_only_when_everyone_gets_them(fle
     assert stamps(fleet) == [weights(1, "other ").stamp] * 2
 
 
+async def test_an_engine_whose_actor_hangs_is_ended_and_comes_back_with_the_weights(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+):
+    await fleet.publish(weights(1), everyone=True)
+    before = fleet.engines[0].actor
+    monkeypatch.setattr(module, "STATUS_TIMEOUT_S", 0.5)
+    await actor(before).become.remote(hangs_s=600.0)
+
+    async def reached() -> bool:
+        return fleet.engines[0].actor != before and stamps(fleet) == [weights(1).stamp] * 2
+
+    await until(reached, 60.0)
+
+
+async def test_a_router_that_runs_but_does_not_answer_is_ended_and_another_knows_the_engines(fleet: Fleet):
+    await fleet.publish(weights(1), everyone=True)
+    before = fleet.router.actor
+    await actor(before).become.remote(silent=True)
+
+    async def reached() -> bool:
+        return fleet.router.actor != before and len(await routed(fleet)) == 2
+
+    await until(reached, 60.0)
+
+
 async def test_a_router_that_died_comes_back_and_knows_the_engines(fleet: Fleet):
     await fleet.publish(weights(1), everyone=True)
-    await actor(fleet.router).become.remote(alive=False)
+    await actor(fleet.router.actor).become.remote(alive=False)
 
     async def back() -> bool:
         return await routed(fleet) == ["http://engine-0/1", "http://engine-1/1"]

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import ray
 
+from rlpipe.actors import trainer_group
 from rlpipe.actors.calls import ActorLost, call
 from rlpipe.actors.trainer_group import TrainerGroup
 from rlpipe.errors import DeadlineExceeded, TrainerError
@@ -171,6 +172,39 @@ async def test_a_second_driver_finds_the_ranks_that_are_there(group: TrainerGrou
         await call(other.ranks[0].status.remote(), where="trainer.status", deadline_s=60)
 
 
+def in_calls(*ranks: tuple[str | None, dict[str, int], str | None]) -> list[dict[str, Any]]:
+    """Statuses of ranks that are in these calls, have begun so many of each, and have failed in the last one or not."""
+    return [{"busy": busy, "calls": calls, "failed": failed} for busy, calls, failed in ranks]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "apart"),
+    [
+        ([("train", {"train": 1}, None), ("train", {"train": 1}, None), ("train", {"train": 1}, None)], False),
+        ([("push", {"push": 2}, None), ("push", {"push": 2}, None), (None, {}, None)], False),
+        ([("push", {"push": 2}, None), (None, {"push": 1}, None), (None, {}, None)], True),
+        ([("push", {"push": 2}, None), (None, {"push": 2}, None), (None, {}, None)], False),
+        ([("push", {"push": 2}, None), (None, {"push": 2}, "push"), (None, {}, None)], True),
+        ([("train", {"train": 1}, None), ("train", {"train": 1}, None), (None, {}, None)], True),
+        ([("advantage", {"advantage": 3}, None), (None, {"advantage": 3}, None), (None, {"advantage": 3}, None)], False),
+        ([(None, {"train": 1}, None), (None, {"train": 1}, None), (None, {}, None)], False),
+    ],
+    ids=[
+        "all in one call",
+        "a push is none of the critic's",
+        "a rank of the policy has not got the push",
+        "the first speaks with engines after the others have sent",
+        "a rank has left the push with an error",
+        "the critic has not got the optimizer steps",
+        "the first asks a teacher after the others have scored",
+        "nobody works",
+    ],
+)
+def test_ranks_are_apart_when_one_waits_for_another_that_will_not_come(ranks: list[Any], apart: bool):
+    group = TrainerGroup(lambda rank: rank, 2, critic_ranks=1, start_timeout_s=1.0)  # type: ignore[arg-type]
+    assert group._apart(in_calls(*ranks)) is apart
+
+
 @pytest.fixture
 def with_critic(local_ray: str) -> Iterator[TrainerGroup]:
     """One rank of the policy, and one that is the critic's own."""
@@ -192,3 +226,20 @@ async def test_a_critic_s_own_rank_is_one_of_the_group_but_in_a_world_of_its_own
     await with_critic.ensure(to("a"), deadline_s=60)
     assert await with_critic.holds("a")
     assert not set(pids) & set(await ask(with_critic, "pid")), "both were started again"
+
+
+async def test_a_push_whose_caller_died_is_waited_for_although_the_critic_has_no_part_in_it(
+    with_critic: TrainerGroup, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(trainer_group, "APART_S", 0.2)
+    await with_critic.setup(SPEC)
+    await with_critic.call("train", key="a", deadline_s=60)
+    pids = await ask(with_critic, "pid")
+    rank: Any = with_critic.ranks[0]
+    pushing = rank.push.remote(alone=0, seconds=1.0)
+    while (await rank.status.options(concurrency_group=trainer_group.STATUS).remote())["busy"] != "push":
+        pass
+    await with_critic.setup(SPEC)
+    assert await with_critic.holds("a")
+    assert await ask(with_critic, "pid") == pids
+    await pushing

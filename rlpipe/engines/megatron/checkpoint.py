@@ -14,23 +14,20 @@ Not here: uploading, and which checkpoint counts (the store).
 from __future__ import annotations
 
 import contextlib
-import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rlpipe.engines.megatron import platform
+from rlpipe.engines.megatron import randomness
 from rlpipe.errors import StoreFull, TrainerError
 
 # isort: split
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
@@ -55,16 +52,35 @@ SPARE, SPARE_BYTES = 1.1, 16 * 1024**2
 """Room to have beside the state itself."""
 
 
+@dataclass(slots=True, frozen=True)
+class Room:
+    """What a checkpoint needs on the local disk, and what is free there."""
+
+    needed_bytes: int
+    free_bytes: int
+
+    def beside(self, other: Room) -> Room:
+        """For two that are written at once: as if both went to the disk that has less."""
+        return Room(self.needed_bytes + other.needed_bytes, min(self.free_bytes, other.free_bytes))
+
+
 def save(
-    trained: Trained, directory: str | Path, iteration: int, critic: Trained | None = None, *, model_dir: str | Path | None = None
+    trained: Trained,
+    directory: str | Path,
+    iteration: int,
+    critic: Trained | None = None,
+    *,
+    model_dir: str | Path | None = None,
+    together: Callable[[Room], Room] = lambda room: room,
 ) -> Path:
     """Write one checkpoint and return its folder. Collective; complete on disk when it returns on every rank.
 
     `model_dir`: the model's Hugging Face directory, whose small files go with it, so that it can be turned back without it.
+    `together`: what this one and all that are written at the same time need, of what this one needs.
     Raises: StoreFull, on every rank and before anything is written, if one has no room; TrainerError if a rank could not write.
     """
     folder = _folder(directory, iteration)
-    _require_room([trained] if critic is None else [trained, critic], folder)
+    _require(together(_room([trained] if critic is None else [trained, critic], folder)), folder)
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     if torch.distributed.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -90,20 +106,24 @@ def save(
     return folder
 
 
-def _require_room(models: list[Trained], folder: Path) -> None:
-    """A disk that fills up half-way is a torch error that does not say so, on one rank, while the others wait for it."""
+def _room(models: list[Trained], folder: Path) -> Room:
+    """Of all ranks together, on the disk that has least. Collective."""
     model_parallel = torch.distributed.get_world_size() // parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     needed = int(SPARE * model_parallel * sum(tensor.nbytes for trained in models for _, tensor in tensors(trained)))
-    needed += SPARE_BYTES
     existing = next(parent for parent in folder.parents if parent.exists())
     found: list[int] = [0] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, shutil.disk_usage(existing).free)
-    if min(found) < needed:
+    return Room(needed + SPARE_BYTES, min(found))
+
+
+def _require(room: Room, folder: Path) -> None:
+    """A disk that fills up half-way is a torch error that does not say so, on one rank, while the others wait for it."""
+    if room.free_bytes < room.needed_bytes:
         raise StoreFull(
             "no room for a checkpoint on the local disk",
             where=str(folder),
-            found=f"{min(found) / 1024**2:,.0f} MiB free",
-            expected=f"{needed / 1024**2:,.0f} MiB",
+            found=f"{room.free_bytes / 1024**2:,.0f} MiB free",
+            expected=f"{room.needed_bytes / 1024**2:,.0f} MiB",
             do="make room and start the same command again, or keep fewer with checkpoint.keep_local",
         )
 
@@ -147,6 +167,8 @@ def load_critic(critic: Trained, directory: str | Path, *, weights_only: bool = 
     if (beside := _beside(folder)) is not None:
         return replace(_load(critic, beside, weights_only=weights_only), critic=True)
     described = _described(folder)
+    if not weights_only:
+        randomness.begin_again()
     if not described.pop(CRITIC, False):
         return Loaded(_number(folder), critic=False)
     metadata = {**_metadata(critic), **described}
@@ -165,19 +187,24 @@ def load_decoder(critic: Trained, directory: str | Path) -> None:
     critic.optimizer.reload_model_params()
 
 
-def _load(trained: Trained, folder: Path, *, weights_only: bool, critic: Trained | None = None) -> Loaded:
+def _load(trained: Trained, folder: Path, *, weights_only: bool, critic: Trained | None = None, draws: bool = True) -> Loaded:
+    """`draws`: take the random state too, with all else (`randomness`)."""
     described = _described(folder)
     within = critic if described.pop(CRITIC, False) else None
     metadata = {**_metadata(trained), **described}
-    found = _read(_state(trained, _number(folder), metadata, loading=True, weights_only=weights_only, critic=within), folder)
+    kept = draws and not weights_only and randomness.is_kept(folder)
+    asked = _state(trained, _number(folder), metadata, loading=True, weights_only=weights_only, critic=within, draws=kept)
+    found = _read(asked, folder)
     _take(trained, found, weights_only=weights_only)
     if within is not None:
         _take(within, found[CRITIC], weights_only=weights_only)
-    if not weights_only:
-        _set_random_state(found["rng_state"][0])
+    if kept:
+        randomness.take(found[randomness.KEY][0])
+    elif draws and not weights_only:
+        randomness.begin_again()
     beside = _beside(folder) if critic is not None and within is None else None
     if critic is not None and beside is not None:
-        _load(critic, beside, weights_only=weights_only)
+        _load(critic, beside, weights_only=weights_only, draws=False)
     return Loaded(int(found["iteration"]), within is not None or beside is not None)
 
 
@@ -250,14 +277,21 @@ def _metadata(trained: Trained) -> dict[str, Any]:
 
 
 def _state(
-    trained: Trained, iteration: int, metadata, *, loading: bool, weights_only: bool = False, critic: Trained | None = None
+    trained: Trained,
+    iteration: int,
+    metadata,
+    *,
+    loading: bool,
+    weights_only: bool = False,
+    critic: Trained | None = None,
+    draws: bool = True,
 ) -> dict[str, Any]:
     state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": iteration}
     state |= _of_model(trained, metadata, loading=loading, weights_only=weights_only)
     if critic is not None:
         state[CRITIC] = _part_of_critic(critic, metadata, loading=loading, weights_only=weights_only)
-    if not weights_only:
-        state["rng_state"] = _sharded_random_state()
+    if draws:
+        state[randomness.KEY] = randomness.sharded()
     return state
 
 
@@ -305,35 +339,3 @@ def _adam_states(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
     for part in state.values():
         if isinstance(part, dict):
             yield from _adam_states(part)
-
-
-def _tracker() -> Any:
-    """Megatron's random states of tensor parallel regions; made with the process groups."""
-    return tensor_parallel.get_cuda_rng_tracker()
-
-
-def _sharded_random_state() -> ShardedObject:
-    state = {
-        "random_rng_state": random.getstate(),
-        "np_rng_state": np.random.get_state(),
-        "torch_rng_state": torch.get_rng_state(),
-        "rng_tracker_states": _tracker().get_states(),
-    }
-    if platform.CUDA_FOUND:
-        state["cuda_rng_state"] = torch.cuda.get_rng_state()
-    return ShardedObject(
-        "rng_state",
-        [state],
-        (parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size()),
-        (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
-        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
-    )
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["random_rng_state"])
-    np.random.set_state(state["np_rng_state"])
-    torch.set_rng_state(state["torch_rng_state"])
-    _tracker().set_states(state["rng_tracker_states"])
-    if platform.CUDA_FOUND and "cuda_rng_state" in state:
-        torch.cuda.set_rng_state(state["cuda_rng_state"])

@@ -10,30 +10,28 @@ Not here: the mathematics (`critic`); hooks but the first, reference and teacher
 
 from __future__ import annotations
 
-import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.models import CriticConfig
 from rlpipe.config.train import TrainConfig
-from rlpipe.engines.megatron import checkpoint, determinism, platform
+from rlpipe.engines.megatron import checkpoint
 from rlpipe.engines.megatron.arguments import give_arguments
 from rlpipe.engines.megatron.critic import Critic
-from rlpipe.engines.megatron.engine import TrainResult, agreed
-from rlpipe.engines.megatron.groups import close_groups, open_groups, replicas
+from rlpipe.engines.megatron.engine import TrainResult, agreed, room_of_both
 from rlpipe.engines.megatron.meeting import Meeting, MeetingPlace
-from rlpipe.engines.megatron.routing import release_routers
+from rlpipe.engines.megatron.member import Member
 from rlpipe.engines.megatron.state import state_digest
 from rlpipe.errors import TrainerError
 from rlpipe.packing import BatchColumns, PackingPlan
 
 
-class CriticEngine:
+class CriticEngine(Member):
     """One rank. All methods are collective over the critic's ranks, and those that say so over the policy's too."""
 
     def __init__(
@@ -58,31 +56,18 @@ class CriticEngine:
         `train`: the policy's settings, which are the critic's where it has none of its own.
         Raises: ConfigError for a configuration or model directory that cannot be trained.
         """
-        parallel = config.parallel or train.parallel
-        self._train = train.model_copy(update={"parallel": parallel})
-        self._data_parallel = replicas(parallel, world_size, where="critic.parallel")
-        determinism.switch(deterministic)
-        platform.claim(rank, threads)
-        open_groups(parallel, rank=rank, world_size=world_size, master=master, timeout_s=timeout_s, seed=train.seed)
+        own = train.model_copy(update={"parallel": config.parallel or train.parallel})
+        place = {"rank": rank, "world_size": world_size, "master": master, "timeout_s": timeout_s}
+        self._join(own, where="critic.parallel", threads=threads, deterministic=deterministic, **place)
         try:
             give_arguments(train)
             (hooks or MegatronHooks(TrainConfig())).init()
-            critic = Critic(config, policy_dir, model, self._train, optimizer_steps, deterministic=deterministic)
+            critic = Critic(config, policy_dir, model, own, optimizer_steps, deterministic=deterministic)
             self._meeting: Meeting | None = Meeting(meeting, place=meeting.policy_ranks + rank)
         except BaseException:
-            close_groups()
+            self._leave()
             raise
         self._critic: Critic | None = critic
-
-    @property
-    def data_parallel(self) -> int:
-        """Data parallel ranks, for `rlpipe.packing.plan`. Not collective."""
-        return self._data_parallel
-
-    @property
-    def max_tokens(self) -> int:
-        """Packed tokens of a micro-batch over all context parallel ranks, for `rlpipe.packing.plan`. Not collective."""
-        return self._train.max_tokens_per_gpu * self._train.parallel.context_parallel_size
 
     @property
     def critic(self) -> Critic:
@@ -105,8 +90,11 @@ class CriticEngine:
         return loaded.iteration
 
     def save_checkpoint(self, directory: str | Path, iteration: int) -> Path:
-        """Write `directory`/critic/iter_%07d; returns the folder. Every rank of the critic writes its part."""
-        return checkpoint.save(self.critic.trained, Path(directory) / checkpoint.CRITIC, iteration)
+        """Write `directory`/critic/iter_%07d; returns the folder. Every rank of the critic writes its part, and the policy is
+        saved at the same time."""
+        critic, meeting = self._open()
+        together = partial(room_of_both, meeting)
+        return checkpoint.save(critic.trained, Path(directory) / checkpoint.CRITIC, iteration, together=together)
 
     def values(self, batch: BatchColumns, *, max_tokens: int | None = None) -> np.ndarray:
         """[R] float32: the value before every response token (masked or not). Collective over the policy's ranks too.
@@ -139,11 +127,7 @@ class CriticEngine:
         """Leave all process groups and drop the model; this process may then make another engine. Twice is once."""
         if self._critic is not None:
             self._critic = self._meeting = None
-            close_groups()
-            release_routers()
-            gc.collect()
-            if platform.CUDA_FOUND:
-                torch.cuda.empty_cache()
+            self._leave()
 
     def _open(self) -> tuple[Critic, Meeting]:
         if self._critic is None or self._meeting is None:

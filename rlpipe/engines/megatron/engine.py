@@ -10,9 +10,8 @@ Not here: which batch is trained when (the train stage), records, retries.
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,16 +23,16 @@ from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.models import CriticConfig
 from rlpipe.config.train import TrainConfig
-from rlpipe.engines.megatron import checkpoint, determinism, platform
+from rlpipe.engines.megatron import checkpoint
 from rlpipe.engines.megatron.arguments import give_arguments
 from rlpipe.engines.megatron.bridge import load_weights
 from rlpipe.engines.megatron.critic import Critic
 from rlpipe.engines.megatron.export import save_hf
-from rlpipe.engines.megatron.groups import close_groups, open_groups, replicas
 from rlpipe.engines.megatron.meeting import Meeting, MeetingPlace
+from rlpipe.engines.megatron.member import Member
 from rlpipe.engines.megatron.memory import PARTS, DeviceMemory, Part, Resident
 from rlpipe.engines.megatron.model import Scorer, Trained, build, build_scorer
-from rlpipe.engines.megatron.routing import Recording, Replaying, check_routing, layers_with_experts_only, release_routers
+from rlpipe.engines.megatron.routing import Recording, Replaying, check_routing, layers_with_experts_only
 from rlpipe.engines.megatron.score import score
 from rlpipe.engines.megatron.stages import whole_weights
 from rlpipe.engines.megatron.state import fill_adam, joined, state_digest, weights
@@ -63,7 +62,15 @@ def agreed(meeting: Meeting, digest: str, steps: list[dict[str, float]]) -> Trai
     return TrainResult(both, joined(policy["digest"], critic["digest"]))
 
 
-class MegatronEngine:
+def room_of_both(meeting: Meeting | None, mine: checkpoint.Room) -> checkpoint.Room:
+    """What the checkpoints of policy and critic need together, from what this rank's one of them does: the same on every rank."""
+    if meeting is None:
+        return mine
+    policy, critic = (checkpoint.Room(**said) for said in meeting.exchange(asdict(mine)))
+    return policy.beside(critic)
+
+
+class MegatronEngine(Member):
     """One rank. Raises: ConfigError for a configuration or model directory that cannot be trained."""
 
     def __init__(
@@ -94,11 +101,9 @@ class MegatronEngine:
         and gets the calls that it has too at the same time. `teacher_dir`: the teacher's Hugging Face directory. `hooks`:
         functions of the user. `timeout_s`: deadline of every collective.
         """
-        self._model_dir, self._train, self._temperature = model_dir, train, rollout_temperature
-        self._data_parallel = replicas(train.parallel, world_size, where="train.parallel")
-        determinism.switch(deterministic)
-        platform.claim(rank, threads)
-        open_groups(train.parallel, rank=rank, world_size=world_size, master=master, timeout_s=timeout_s, seed=train.seed)
+        self._model_dir, self._temperature = model_dir, rollout_temperature
+        place = {"rank": rank, "world_size": world_size, "master": master, "timeout_s": timeout_s}
+        self._join(train, where="train.parallel", threads=threads, deterministic=deterministic, **place)
         self._reference: list[torch.Tensor] | None = None
         self._critic: Critic | None = None
         self._teacher: Scorer | None = None
@@ -120,20 +125,10 @@ class MegatronEngine:
             if meeting is not None:
                 self._meeting = Meeting(meeting, place=rank)
         except BaseException:
-            close_groups()
+            self._leave()
             raise
         fill_adam(self._trained.optimizer)
         self._memory = DeviceMemory()
-
-    @property
-    def data_parallel(self) -> int:
-        """Data parallel ranks, for `rlpipe.packing.plan`. Not collective."""
-        return self._data_parallel
-
-    @property
-    def max_tokens(self) -> int:
-        """Packed tokens of a micro-batch over all context parallel ranks, for `rlpipe.packing.plan`. Not collective."""
-        return self._train.max_tokens_per_gpu * self._train.parallel.context_parallel_size
 
     @property
     def trained(self) -> Trained:
@@ -188,11 +183,11 @@ class MegatronEngine:
         self.keep_reference()
 
     def save_checkpoint(self, directory: str | Path, iteration: int) -> Path:
-        """Write `directory`/iter_%07d and the marker file beside it; returns the folder. Every rank writes its part."""
+        """Write `directory`/iter_%07d and the marker file beside it; returns the folder. Every rank writes its part, and
+        a critic that has ranks of its own is saved at the same time."""
         self._memory.require("optimizer")
-        return checkpoint.save(
-            self.trained, directory, iteration, self._critic.trained if self._critic else None, model_dir=self._model_dir
-        )
+        critic, together = self._critic.trained if self._critic else None, partial(room_of_both, self._meeting)
+        return checkpoint.save(self.trained, directory, iteration, critic, model_dir=self._model_dir, together=together)
 
     def save_hf(self, directory: str | Path) -> None:
         """Write a Hugging Face directory (from rank 0)."""
@@ -300,11 +295,7 @@ class MegatronEngine:
         """Leave all process groups and drop the model; this process may then make another engine. Twice is once."""
         if self._trained is not None:
             self._trained = self._reference = self._critic = self._teacher = self._meeting = None
-            close_groups()
-            release_routers()
-            gc.collect()
-            if platform.CUDA_FOUND:
-                torch.cuda.empty_cache()
+            self._leave()
 
     def _score_by_teacher(self, batch: BatchColumns, temperature: float, max_tokens: int) -> np.ndarray:
         teacher = self._teacher

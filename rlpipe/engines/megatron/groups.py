@@ -10,11 +10,11 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from rlpipe.config.train import ParallelConfig
-from rlpipe.engines.megatron import platform
+from rlpipe.engines.megatron import platform, randomness
 from rlpipe.errors import ConfigError, TrainerError
 
 # isort: split
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 
@@ -54,7 +54,7 @@ def open_groups(
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    randomness.begin(seed)
 
 
 def close_groups() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,11 @@ import numpy as np
 from rlpipe.config.model import HuggingFaceModel, ModelConfig
 from rlpipe.config.models import CriticConfig
 from rlpipe.config.train import TrainConfig
+from rlpipe.engines.megatron import checkpoint
 from rlpipe.engines.megatron.critic_engine import CriticEngine
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.engines.megatron.meeting import MeetingPlace
+from rlpipe.errors import StoreFull
 from rlpipe.packing import plan
 from tests.engines.megatron.ranks import engine, make_batch, with_returns
 
@@ -93,9 +97,23 @@ def one_rank_each(
     else:
         ours = critic_of_its_own(0, 1, ports[1], model_dir, train, critic, place)
     try:
-        return history(ours, *directories)
+        return {"no room": without_room_for_both(ours, directories[0]), **history(ours, *directories)}
     finally:
         ours.close()
+
+
+def without_room_for_both(ours: Engine, directory: str) -> str:
+    """What saving says where there is room for one of the two, on a disk that both write to."""
+    model = ours.trained if isinstance(ours, MegatronEngine) else ours.critic.trained
+    needed = checkpoint._room([model], Path(directory) / "iter_0000001").needed_bytes
+    there, shutil.disk_usage = shutil.disk_usage, lambda _: SimpleNamespace(free=needed * 3 // 2)  # type: ignore[assignment]
+    try:
+        ours.save_checkpoint(directory, 1)
+    except StoreFull as error:
+        return error.problem
+    finally:
+        shutil.disk_usage = there
+    return "it was saved"
 
 
 def of_critic(

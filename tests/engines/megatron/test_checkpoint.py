@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from rlpipe.config.train import TrainConfig
+from rlpipe.engines.megatron import checkpoint
 from rlpipe.engines.megatron.state import inner_optimizers
 from rlpipe.errors import StoreFull, TrainerError
 from rlpipe.packing import plan
@@ -117,6 +118,17 @@ def test_without_room_nothing_is_written_and_the_error_says_how_much_is_needed(m
     ours.close()
     assert "MiB" in str(caught.value)
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_there_must_be_room_for_all_that_is_written_at_the_same_time(models, tmp_path, monkeypatch):
+    ours = engine(models["qwen3"], TrainConfig(), 0, 1, free_port())
+    ours.load_hf()
+    needed = checkpoint._room([ours.trained], tmp_path / "iter_0000001").needed_bytes
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=needed * 3 // 2))
+    with pytest.raises(StoreFull, match="no room"):
+        checkpoint.save(ours.trained, tmp_path / "two", 1, together=lambda room: room.beside(room))
+    assert checkpoint.save(ours.trained, tmp_path / "one", 1).is_dir()
+    ours.close()
 
 
 @pytest.mark.integration

@@ -43,6 +43,7 @@ def test_in_ranks_of_its_own_it_has_the_same_state_steps_and_values_and_reads_th
     ports, directories = (free_port(), free_port(), free_port()), (str(tmp_path), together["saved"], together["alone"])
     found = two_ranks.run(apart.one_rank_each, model, TRAIN, CRITIC, ports, directories)
     for side in found:
+        assert side["no room"] == "no room for a checkpoint on the local disk"
         assert (side["begun"], side["trained"], side["steps"]) == (together["begun"], together["trained"], together["steps"])
         assert side["loaded"] == [together["trained"], together["trained"], together["loaded"][-1]]
         assert apart.same_values(side, together)
