@@ -114,7 +114,7 @@ class Branches:
             return self.read(branch, after)
         folder = f"branches/{branch}"
         numbers = [path.removeprefix(f"{folder}/").removesuffix(".json") for path in self._files.list(folder)]
-        committed = [int(number) for number in numbers if number.isdigit()]
+        committed = [int(number) for number in numbers if number.isdecimal()]
         if committed:
             return self.read(branch, max(committed))
         return self.read(*parse_commit_name(record.parent)) if record.parent else None

@@ -33,9 +33,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Annotated
 from uuid import uuid4
 
-from rlpipe.errors import Fenced, ObjectConflict, ObjectMissing, StoreError
+from pydantic import AfterValidator, Field
+
+from rlpipe.errors import Fenced, ObjectConflict, ObjectCorrupt, ObjectMissing, StoreError
 from rlpipe.store.files import Files
 from rlpipe.store.records import seal, unseal
 from rlpipe.types import Record
@@ -50,6 +53,17 @@ KEPT_RENEWALS = 2
 NAME = re.compile(r"branches/([^/]+)/epochs/(\d{8})(?:/(\d{8}))?\.json")
 
 
+def _time(value: str) -> str:
+    """A time that a lease can run from. Raises: ValueError."""
+    found = datetime.fromisoformat(value)
+    if found.tzinfo is None or found.year > 2999:
+        raise ValueError("not a time with its zone, before the year 3000")
+    return value
+
+
+Time = Annotated[str, AfterValidator(_time)]
+
+
 class Holder(Record):
     """A process that drives a branch."""
 
@@ -57,7 +71,7 @@ class Holder(Record):
     """Name of its machine, for people."""
     pid_space: str
     """Where its pid is one: this boot of the machine, this PID namespace."""
-    pid: int
+    pid: int = Field(gt=0, lt=2**31)
     started: int
     """Clock ticks from boot to its start: tells it from a later process with its pid."""
     attempt: str
@@ -87,9 +101,9 @@ class Lease(Record):
     branch: str
     epoch: int
     holder: Holder
-    since: str
-    renewed: str
-    lease_s: float
+    since: Time
+    renewed: Time
+    lease_s: float = Field(ge=0, lt=1e9)
     released: bool = False
     stand_in: bool = False
     """Does it only finish what somebody asked for while there is no driver? A driver need not wait for it."""
@@ -116,7 +130,7 @@ class Epochs:
         while names := [name for name in self._files.list(_folder(branch)) if NAME.fullmatch(name)]:
             newest = max(names)
             with suppress(ObjectMissing):  # renewed twice since the listing: list again
-                return unseal(Lease, self._files.read(newest), self._files.url(newest))
+                return _read(self._files, newest)
         return None
 
     def acquire(self, branch: str, *, takeover: bool = False, stand_in: bool = False, lease_s: float = LEASE_S) -> Epoch:
@@ -136,7 +150,7 @@ class Epochs:
         try:
             self._files.create(path, seal(lease, path))
         except ObjectConflict as error:
-            raise self._refusal(unseal(Lease, self._files.read(path), self._files.url(path))) from error
+            raise self._refusal(_read(self._files, path)) from error
         return Epoch(self._files, lease)
 
     def join(self, branch: str, *, stand_in: bool) -> Epoch:
@@ -205,7 +219,7 @@ class Epoch:
     def check(self) -> None:
         """Ask the store whether this is still the newest epoch. Raises: Fenced, now and ever after; StoreError."""
         if self.lost is None and self._files.exists(path := _path(self._lease.branch, self.number + 1)):
-            newer = unseal(Lease, self._files.read(path), self._files.url(path))
+            newer = _read(self._files, path)
             self.lost = Fenced(
                 "another driver has taken over this branch",
                 where=self._files.url(path),
@@ -311,6 +325,17 @@ def _folder(branch: str) -> str:
 
 def _path(branch: str, number: int, renewal: int = 0) -> str:
     return f"{_folder(branch)}/{number:08d}" + (f"/{renewal:08d}.json" if renewal else ".json")
+
+
+def _read(files: Files, path: str) -> Lease:
+    """The lease of this name. Raises: ObjectMissing; ObjectCorrupt, also if it is another epoch's."""
+    lease = unseal(Lease, files.read(path), files.url(path))
+    if path.removesuffix(".json").partition("/epochs/")[2].partition("/")[0] != f"{lease.epoch:08d}" or not path.startswith(
+        f"{_folder(lease.branch)}/"
+    ):
+        found = f"epoch {lease.epoch} of {lease.branch}"
+        raise ObjectCorrupt("this is another lease", where=files.url(path), found=found, expected="the epoch of its name")
+    return lease
 
 
 def _who(lease: Lease) -> str:

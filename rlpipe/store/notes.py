@@ -34,7 +34,7 @@ def noted(files: Files, branch: str, k: int) -> dict[Stage, str]:
         said = json.loads(files.read(path))
         if all(isinstance(digest, str) for digest in said.values()):
             return {Stage(stage): digest for stage, digest in said.items()}
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ObjectCorrupt("not a note of an iteration", where=files.url(path), found=repr(error)) from error
     raise ObjectCorrupt("not a note of an iteration", where=files.url(path), found=said, expected="a digest for each stage")
 
@@ -42,7 +42,7 @@ def noted(files: Files, branch: str, k: int) -> dict[Stage, str]:
 def noted_iterations(files: Files, branch: str) -> list[int]:
     """The iterations of a branch that are noted, in order."""
     names = {path.rpartition("/")[2].removesuffix(".json") for path in files.list(f"rollouts/{branch}")}
-    return sorted(int(name) for name in names if name.isdigit())
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def note_path(branch: str, k: int) -> str:

@@ -9,8 +9,9 @@ Not here: making one (`rlpipe.data`), or its groups' rows (`shards`).
 from __future__ import annotations
 
 import hashlib
+import re
 
-from rlpipe.errors import ObjectConflict
+from rlpipe.errors import ObjectConflict, ObjectCorrupt
 from rlpipe.store.files import Files
 from rlpipe.store.records import seal, unseal
 from rlpipe.types import DataState, Plan
@@ -40,9 +41,12 @@ class Plans:
         return digest if self._files.exists(plan_path(digest)) else None
 
     def drawn(self, branch: str, iteration: int, part: int, before: DataState) -> str | None:
-        """Digest of the plan that was drawn first from this state, where a draw cannot be repeated; None: nothing was."""
+        """Digest of the plan that was drawn first from this state, where a draw cannot be repeated; None: nothing was.
+
+        Raises: ObjectCorrupt.
+        """
         path = _draw_path(branch, iteration, part, before)
-        return self._files.read(path).decode() if self._files.exists(path) else None
+        return self._drawn(path) if self._files.exists(path) else None
 
     def draw(self, plan: Plan) -> str:
         """Store a plan that a user's function drew, unless one was drawn before from the same state: the digest that counts."""
@@ -50,8 +54,14 @@ class Plans:
         try:
             self._files.create(path, digest.encode())
         except ObjectConflict:
-            return self._files.read(path).decode()
+            return self._drawn(path)
         return digest
+
+    def _drawn(self, path: str) -> str:
+        data = self._files.read(path)
+        if not re.fullmatch(rb"[0-9a-f]{64}", data):
+            raise ObjectCorrupt("not the digest of a plan", where=self._files.url(path), found=data[:80])
+        return data.decode()
 
     def read(self, digest: str) -> Plan:
         """The plan of this digest. Raises: ObjectMissing, ObjectCorrupt."""
