@@ -7,8 +7,6 @@ It needs no GPU and starts no engine or trainer; the run may go on meanwhile. No
 from __future__ import annotations
 
 import asyncio
-import json
-from pathlib import Path
 from typing import Any
 
 from prefect import flow
@@ -16,6 +14,7 @@ from prefect.artifacts import acreate_table_artifact
 from prefect.runtime import flow_run
 
 from rlpipe.config.load import home as default_home
+from rlpipe.config.run_record import store_of
 from rlpipe.errors import Mismatch
 from rlpipe.store.anomalies import find_anomalies
 from rlpipe.store.audit import check_branch
@@ -51,12 +50,6 @@ async def audit(run: str, store: str | None = None) -> dict[str, Any]:
     unusual = await asyncio.to_thread(find_anomalies, files, run)
     await _table(run, "unusual", [one._asdict() for one in unusual], f"unusual in {run}: {len(unusual)}")
     return {"run": run, "findings": 0, "unusual": len(unusual)}
-
-
-def store_of(folder: Path, run: str) -> str | Path:
-    """The store that a run of this home uses, or the home's own."""
-    record = folder / run / "run.json"
-    return json.loads(record.read_text())["store"] if record.is_file() else folder / "store"
 
 
 async def _table(run: str, what: str, rows: list[dict[str, Any]], about: str) -> None:

@@ -21,6 +21,7 @@ import rlpipe.errors
 from flows.evaluation import saved
 from rlpipe.actors.checkpoints import fetch_checkpoint
 from rlpipe.config.load import validate
+from rlpipe.config.run_record import store_of
 from rlpipe.errors import ConfigError, ObjectCorrupt, ObjectMissing, ResourceError, RlpipeError
 from rlpipe.inputs import checkpoint_inputs
 from rlpipe.model_dir import model_directory
@@ -55,8 +56,7 @@ def checkpoint_of(home: Path, of: str) -> Iterator[Stored]:
     run, _, k = of.partition("@")
     if not run or (k and not k.isdigit()):
         raise ConfigError("not the name of a checkpoint", where="--of", found=of, expected="RUN or RUN@K")
-    record = home / run / "run.json"
-    files = Files(json.loads(record.read_text())["store"] if record.is_file() else home / "store")
+    files = Files(store_of(home, run))
     branches = Branches(files)
     if branches.find(run) is None:
         raise ConfigError("there is no such run", where=f"--of {of}", found=f"no branch {run} in {files.root}")

@@ -6,13 +6,13 @@ starts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from rlpipe.config.load import load_run
 from rlpipe.config.model import BranchModel
 from rlpipe.config.run import RunConfig
+from rlpipe.config.run_record import read_record, record_path
 from rlpipe.config.text import dump
 from rlpipe.errors import ConfigError
 from rlpipe.inputs import checkpoint_inputs
@@ -84,11 +84,11 @@ def saved(files: Files, run: str, iteration: int | None) -> BranchModel:
 
 def _recorded(home: Path, run: str) -> Path:
     """A recipe file with the configuration that a run was last started with, beside its record."""
-    record = home / run / "run.json"
+    record = record_path(home, run)
     if not record.is_file():
         raise ConfigError(
             "there is no such run", where=f"run={run}", found=f"no {record}", do="name one of this home, or a recipe"
         )
     recipe = home / run / "configuration.yaml"
-    recipe.write_text(dump(json.loads(record.read_text())["config"]))
+    recipe.write_text(dump(read_record(record)["config"]))
     return recipe

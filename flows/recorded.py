@@ -7,11 +7,11 @@ Imports no Prefect, so that a command line can refuse what is wrong before a ser
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlpipe.config.run_record import read_record, record_path
 from rlpipe.config.text import dump
 from rlpipe.errors import ConfigError
 from rlpipe.store.branches import Branches
@@ -35,8 +35,8 @@ def recorded(home: Path, run: str, store: str | None = None) -> Recorded:
 
     Raises: ConfigError if there is none.
     """
-    path = home / run / "run.json"
-    said = json.loads(path.read_text()) if path.is_file() else {}
+    path = record_path(home, run)
+    said = read_record(path) if path.is_file() else {}
     files = Files(store or said.get("store") or home / "store")
     branches = Branches(files)
     branch = branches.find(run)

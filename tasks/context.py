@@ -26,6 +26,7 @@ from rlpipe.actors.cluster import Cluster, open_cluster
 from rlpipe.config.load import home as default_home
 from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
+from rlpipe.config.run_record import read_record, record_path
 from rlpipe.errors import ConfigError, ResourceError
 from rlpipe.model_dir import model_directory, model_fingerprint
 from rlpipe.observe.progress import Progress
@@ -130,10 +131,10 @@ async def join_context(run: str) -> RunContext:
     Raises: ConfigError if there is no such run; Fenced without a driver; whatever keeps its actors from coming up.
     """
     home = default_home()
-    path = _record_path(home, run)
+    path = record_path(home, run)
     if not path.is_file():
         raise ConfigError("there is no such run", where=f"run={run}", found=f"no {path}", do="start it with the train flow")
-    record = json.loads(path.read_text())
+    record = read_record(path)
     config = validate(record["config"])
     files = Files(config.store.root or home / "store")
     epoch = Epochs(files).join(run, stand_in=(this_flow_run.run_count or 1) > 1)
@@ -146,12 +147,12 @@ async def join_context(run: str) -> RunContext:
 
 async def _join_ray(record: dict[str, Any], epoch: Epoch, *, namespace: str) -> None:
     """Use the driver's Ray: with another one there would be a second trainer under its epoch. Raises: ResourceError."""
-    address: str | None = record["ray"] if record.get("epoch") == epoch.number else None
+    address: str | None = record.get("ray") if record.get("epoch") == epoch.number else None
     if address is None or not await asyncio.to_thread(local_ray.join, address, namespace=namespace):
         raise ResourceError(
             "the Ray of the process that drives the run cannot be joined",
             where="run.json",
-            found=f"{record['ray']} of epoch {record.get('epoch')}",
+            found=f"{record.get('ray')} of epoch {record.get('epoch')}",
             expected=f"a Ray of epoch {epoch.number} that answers",
             do="it may still be starting: the driver puts this flow run back, or press Retry",
         )
@@ -182,14 +183,10 @@ def _record(home: Path, config: RunConfig, epoch: Epoch, *, ray: str | None = No
         "ray": ray,
         "config": config.model_dump(mode="json"),
     }
-    path = _record_path(home, config.run)
+    path = record_path(home, config.run)
     unfinished = path.with_suffix(f".{uuid4().hex[:8]}")
     unfinished.write_text(json.dumps(record, indent=1))
     unfinished.replace(path)
-
-
-def _record_path(home: Path, run: str) -> Path:
-    return home / run / "run.json"
 
 
 async def context(run: str) -> RunContext:

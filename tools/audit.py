@@ -23,6 +23,7 @@ from rich.progress import Progress
 
 from rlpipe import provenance
 from rlpipe.config.load import HOME_VARIABLE, home
+from rlpipe.config.run_record import store_of
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.observe.viewer import write_viewer
 from rlpipe.run_rollouts import iterations
@@ -62,12 +63,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
     parser.add_argument("--store", help="URL of the store (default: the one the run was started with)")
     return parser.parse_intermixed_args()
-
-
-def store_of(folder: Path, run: str) -> str | Path:
-    """The store that a run of this home uses, or the home's own."""
-    record = folder / run / "run.json"
-    return json.loads(record.read_text())["store"] if record.is_file() else folder / "store"
 
 
 def verify(files: Files, run: str, _k: int | None, _arguments: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from rlpipe.actors.local_ray import disconnect
 from rlpipe.actors.replay import Compared, Replay, replay
 from rlpipe.config.load import HOME_VARIABLE, home
+from rlpipe.config.run_record import store_of
 from rlpipe.errors import RlpipeError
 from rlpipe.store.files import Files
 
@@ -49,12 +50,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--store", help="URL of the store (default: the one the run was started with)")
     parser.add_argument("--json", help="write all digests to this file")
     return parser.parse_args()
-
-
-def store_of(folder: Path, run: str) -> str | Path:
-    """The store that a run of this home uses, or the home's own."""
-    record = folder / run / "run.json"
-    return json.loads(record.read_text())["store"] if record.is_file() else folder / "store"
 
 
 def report(state: Compared) -> None:

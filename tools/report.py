@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
 
 from rlpipe.config.load import HOME_VARIABLE, home, validate
+from rlpipe.config.run_record import read_record
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.observe.figure import write_figure
 from rlpipe.observe.report import write_report
@@ -38,7 +38,7 @@ def write(directory: Path) -> Path:
     path = directory / "run.json"
     if not path.is_file():
         raise ConfigError("there is no such run", where=str(directory), found="no run.json", do="start it with tools.train")
-    record = json.loads(path.read_text())
+    record = read_record(path)
     history = HistoryReader(Files(record["store"]), validate(record["config"]), directory).read()
     write_summary(history, directory / "summary.json")
     write_figure(history, directory / "report.png")

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlpipe.config.load import HOME_VARIABLE, home
+from rlpipe.config.run_record import store_of
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.run_rollouts import find, iterations, sample_rows
 from rlpipe.store.files import Files
@@ -60,12 +61,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
     parser.add_argument("--store", help="URL of the store (default: the one the run was started with)")
     return parser.parse_args()
-
-
-def store_of(folder: Path, run: str) -> str | Path:
-    """The store that a run of this home uses, or the home's own."""
-    record = folder / run / "run.json"
-    return json.loads(record.read_text())["store"] if record.is_file() else folder / "store"
 
 
 def chosen(files: Files, run: str, said: str | None) -> list[int]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.config.load import HOME_VARIABLE, home
+from rlpipe.config.run_record import read_record
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
@@ -53,7 +54,7 @@ def switches(directory: Path) -> list[dict[str, Any]]:
     record = directory / "run.json"
     if not record.is_file():
         raise ConfigError("there is no such run", where=str(directory), found="no run.json", do="start it with tools.train")
-    files = Files(json.loads(record.read_text())["store"])
+    files = Files(read_record(record)["store"])
     nodes, commits = Nodes(files), [*Branches(files).walk(directory.name)][::-1]
     said = (nodes.get(stage, digest).outputs for commit in commits for stage, digest in commit.nodes.items())
     found = [switch for outputs in said for switch in outputs.get("switches", ())]

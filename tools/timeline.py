@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlpipe.config.load import HOME_VARIABLE, home
+from rlpipe.config.run_record import store_of
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.observe.timeline import Response, write_timeline
 from rlpipe.observe.trace import FILE, read_trace, works
 from rlpipe.run_rollouts import find, sample_rows
 from rlpipe.store.files import Files
-from tools.rollouts import chosen, store_of
+from tools.rollouts import chosen
 
 COLUMNS = ("iteration", "group_id", "index", "engine", "t_start_s", "t_end_s", "response_ids", "status", "reward")
 
