@@ -14,6 +14,8 @@ from rlpipe.stage_files import write_packing
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.retention import branch_removal
+from rlpipe.store.segments import Segments
 from rlpipe.types import FileRecord, Node, Plan, Stage
 from tests.store.lineage import Run, make_node
 
@@ -106,6 +108,23 @@ def test_forward_names_the_optimizer_step_and_the_first_weights(files: Files):
 def test_descendants_are_all_branches_that_have_it(files: Files):
     assert descendants(files, "run", 0) == ["run@3", "fork@2", "warm@0"]
     assert descendants(files, "run", 2) == ["run@3"]
+
+
+def test_weights_that_a_replay_made_are_traced_to_the_iteration_that_they_stand_for(tmp_path: Path):
+    files = Files(tmp_path / "store")
+    run = SteppingRun(files).start()
+    commits = [run.iterate() for _ in range(2)]
+    nodes, recorded = Nodes(files), [commit.nodes[Stage.TRAIN] for commit in commits if commit]
+    made = nodes.commit(make_node(Stage.SEGMENT, {"weights": recorded[0], "base": Branches(files).get("run").init})).digest
+    Segments(files).record("run", 1, 1, weights=recorded[0], segment=made)
+    checkpoint = nodes.commit(checkpoint_inputs(made).node(outputs={"version": 1})).digest
+    Branches(files).create("warm", {}, nodes.commit(make_node(Stage.INIT, {"start_from": checkpoint})).digest)
+    assert [(leg.branch, leg.last) for leg in legs(files, "warm")] == [("warm", -1), ("run", 0)]
+    weights = backward(files, "run", 0)["weights"]
+    assert (weights["node"], weights["checkpoint"]) == (made, checkpoint)
+    assert backward(files, "run", 1)["weights"]["node"] == recorded[1]
+    with pytest.raises(ConfigError, match="warm: started from its weights"):
+        branch_removal(files, "run")
 
 
 @pytest.mark.parametrize(("text", "said"), [("nowhere", "no prompt of this run has that text"), ("prompt", "too many prompts")])
