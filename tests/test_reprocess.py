@@ -255,7 +255,7 @@ def test_a_filter_sees_samples_in_their_order_however_they_were_written(files: F
 def at_version(files: Files, config: RunConfig, version: int) -> set[float]:
     """Values of the loss mask of the batch that the rows of iteration 0 make for these weights; empty: there is none."""
     old = stored(files, "run", 0)
-    assert old.advantage is not None
+    assert old.advantage is not None and old.reward is not None
     made = reestimated(files, config, scored=old.advantage, rollout=old.rollout, reward=old.reward, version=version)
     return set() if isinstance(made, str) else set(made[1].loss_mask.tolist())
 
