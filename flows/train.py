@@ -24,7 +24,9 @@ from rlpipe.config.load import load_run
 from rlpipe.config.run import RunConfig
 from rlpipe.observe.progress import Progress
 from rlpipe.preflight import check
-from tasks.begin import begin
+from rlpipe.store.branches import Branches
+from rlpipe.store.files import Files
+from tasks.begin import begin, check_same_run
 from tasks.checkpoint import keep_if_held, keep_last
 from tasks.configuration import configuration_artifact
 from tasks.context import close_context, context
@@ -71,6 +73,7 @@ async def train(
     with Stopping(config.resources.stop_grace_s) as stopping:
         try:
             if config.warm_start:
+                check_same_run(Branches(Files(config.store.root or home / "store")), config)  # before hours of another run
                 connect(config.resources, home, namespace=namespace(config.cluster))  # a Ray that has room for the run too
                 await train(config.warm_start, warm_start_overrides(config), f"{config.run}.warm_start", takeover)
             return await drive(config, home, stopping, takeover=takeover)

@@ -17,8 +17,9 @@ import torch
 
 from rlpipe.engines.megatron.bridges.files import WeightFiles
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+"""Name within a layer → the tensor of the model that it is a copy of."""
 
 
 def with_kept(
@@ -27,12 +28,12 @@ def with_kept(
     """An export by Hugging Face name, and after it what the source has beyond the model's own layers."""
     trained: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
-        if name in _COPIES.values():
+        if name in COPIES.values():
             trained[name] = tensor
         yield name, tensor
     files = WeightFiles(str(source))
     for name in sorted(files.names):
-        found = _LAYER.fullmatch(name)
+        found = LAYER.fullmatch(name)
         if found and int(found[1]) >= hf_config.num_hidden_layers:
-            copied = trained.get(_COPIES.get(found[2], ""))
+            copied = trained.get(COPIES.get(found[2], ""))
             yield name, files.load_one_hf_weight(name) if copied is None else copied

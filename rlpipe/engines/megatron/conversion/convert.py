@@ -9,7 +9,6 @@ its architecture, so that it can be turned back without that directory. Not here
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 import rlpipe.engines.megatron.platform  # noqa: F401
+from rlpipe.engines.megatron.bridges.kept import COPIES, LAYER
 from rlpipe.engines.megatron.conversion import hf_files, places
 from rlpipe.engines.megatron.conversion.hf_files import HfWeights
 from rlpipe.engines.megatron.conversion.legacy import LegacyCheckpoint
@@ -30,8 +30,6 @@ from rlpipe.errors import ConfigError, DataError
 
 SHARD_BYTES = 5 * 1024**3
 """How large a file gets at most, unless one tensor is larger."""
-_COPY = re.compile(r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight")
-_COPIED = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}
 """What layers that predict further tokens have a copy of."""
 Progress = Callable[[int, int, str], None]
 """Called with bytes done, bytes in all, and the file that is written."""
@@ -181,7 +179,7 @@ class _Plan:
         self._maker = {part: name for name, parts in names.items() for part in parts}
         if missing and origin is not None:
             passengers |= {("origin", name): origin.meta(name) for name in missing}
-            self._copies = {name: _COPIED[found[1]] for name in missing if (found := _COPY.fullmatch(name))}
+            self._copies = {name: COPIES[found[2]] for name in missing if (found := LAYER.fullmatch(name)) and found[2] in COPIES}
             self.notes.append(f"{len(missing)} tensors that training does not know are the original's: {missing[0]} …")
         self.makes |= {unit: [unit[1]] for unit in passengers}
         self.sizes |= {unit: tensor.nbytes for unit, tensor in passengers.items()}

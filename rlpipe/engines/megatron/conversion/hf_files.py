@@ -18,12 +18,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from rlpipe.engines.megatron.bridges.files import INDEX, SCALE, from_blocks
 from rlpipe.errors import ConfigError, DataError
 
-INDEX = "model.safetensors.index.json"
 CARRIED = "huggingface.zip"
 """In a checkpoint's folder: the small files of the model's directory."""
-SCALE = "_scale_inv"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".distcp")
 _DTYPES = {
     "F64": torch.float64,
@@ -93,7 +92,7 @@ class HfWeights:
                     "an FP8 weight without scales", where=str(self._directory), found=name, expected=f"{name}{SCALE} beside it"
                 )
             return tensor
-        return _scaled(tensor, self._stored(f"{name}{SCALE}")).to(self._dtype)
+        return from_blocks(tensor, self._stored(f"{name}{SCALE}")).to(self._dtype)
 
     def _stored(self, name: str) -> torch.Tensor:
         if name not in self._headers:
@@ -206,19 +205,3 @@ def _header(path: Path) -> dict[str, Any]:
 
 def _is_shape(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(length, int) and length >= 0 for length in value)
-
-
-def _scaled(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """weight [R, C] times scale [⌈R / b⌉, ⌈C / b⌉] of its blocks of b × b, in float32."""
-    rows, columns = weight.shape
-    block = _power_of_two(rows, scale.shape[0]), _power_of_two(columns, scale.shape[1])
-    spread = scale.float().repeat_interleave(max(block), 0)[:rows].repeat_interleave(max(block), 1)[:, :columns]
-    return weight.float() * spread
-
-
-def _power_of_two(length: int, blocks: int) -> int:
-    """The block size b, a power of two, with ⌈length / b⌉ = blocks (the smallest if one block is all)."""
-    size = 1
-    while -(-length // size) > blocks:
-        size *= 2
-    return size
