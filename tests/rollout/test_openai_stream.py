@@ -128,6 +128,14 @@ async def test_an_engine_that_is_lost_for_good_is_an_error_in_the_stream_and_bef
             assert sessions.samples(Sample(session_id="s")) == [], "what was not finished is no reply"
 
 
+async def test_log_probs_of_tokens_without_text_go_out_too():
+    engine = Engine("yes", half=3)
+    async with opened(engine) as (client, _, _):
+        early, whole = await _read(engine, client, logprobs=True)
+    assert early == ["yes"]
+    assert [one.token_id for one in whole.choices[0].logprobs.content] == engine.ids
+
+
 async def test_slimes_streams_have_all_tokens_so_far():
     engine = Engine("good", half=2)
     engine.go.set()
