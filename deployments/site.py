@@ -38,7 +38,7 @@ class Schedule(Config):
 
     cron: str | None = None
     """Five fields: `0 2 * * *` is every night at two."""
-    interval_s: float | None = Field(default=None, gt=0)
+    interval_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Seconds from one to the next."""
     rrule: str | None = None
     """iCalendar, such as `FREQ=WEEKLY;BYDAY=SA`, or once: `DTSTART:20270101T020000Z\\nRRULE:FREQ=DAILY;COUNT=1`."""

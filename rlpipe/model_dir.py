@@ -9,8 +9,11 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from rlpipe.config.hooks import hook_digest, load_hook
 from rlpipe.config.model import HuggingFaceModel, MadeModel, ModelConfig
@@ -29,7 +32,7 @@ def model_fingerprint(model_dir: str, remembered: Path) -> str:
 
     Digests of files are remembered by path, size and time of change in the JSON file `remembered`, because weights are large.
     """
-    known: dict[str, str] = json.loads(remembered.read_text()) if remembered.is_file() else {}
+    known = _remembered(remembered)
     seen = hashlib.sha256()
     for path in sorted(Path(model_dir).iterdir()):
         if path.is_file() and not path.name.startswith(".") and path.suffix != ".md":
@@ -46,6 +49,55 @@ def model_fingerprint(model_dir: str, remembered: Path) -> str:
     return seen.hexdigest()
 
 
+def _remembered(path: Path) -> dict[str, str]:
+    """Digests as they were noted; none if the notes cannot be read, and then they are made again."""
+    with suppress(OSError, ValueError, RecursionError):
+        known = json.loads(path.read_text())
+        if isinstance(known, dict) and all(isinstance(digest, str) for digest in known.values()):
+            return known
+    return {}
+
+
+def check_files(directory: Path, key: str) -> None:
+    """Is config.json an object, and does the index of the weights, if there is one, name files of this directory?
+
+    Raises: ConfigError naming the file.
+    """
+    config = directory / "config.json"
+    check_sizes(_object(config, key), f"{key}: {config}")
+    if not (index := directory / "model.safetensors.index.json").is_file():
+        return
+    files = _object(index, key).get("weight_map")
+    names = set(map(str, files.values())) if isinstance(files, dict) else set()
+    if not names or not all(map(_BESIDE.fullmatch, names)):
+        found = sorted(name for name in names if not _BESIDE.fullmatch(name)) or "no weight_map"
+        raise ConfigError("not an index of weights", where=f"{key}: {index}", found=found, expected="names of files beside it")
+
+
+def check_sizes(config: Any, where: str) -> None:
+    """Raises: ConfigError for a config.json in which a size, if it is there, is no size."""
+    if not isinstance(config, dict):
+        raise ConfigError("not a JSON object", where=where, found=type(config).__name__, do="download it again")
+    for name in _SIZES:
+        size = config.get(name)
+        if size is not None and not (type(size) is int and 0 < size < 2**31):
+            raise ConfigError("not the size of a model", where=f"{where}: {name}", found=size, expected="a whole number above 0")
+
+
+_BESIDE = re.compile(r"[^/\\\0]+\.safetensors")
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+
+
+def _object(path: Path, key: str) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError("not a file in JSON", where=f"{key}: {path}", found=error, do="download it again") from error
+    if not isinstance(found, dict):
+        raise ConfigError("not a JSON object", where=f"{key}: {path}", found=type(found).__name__, do="download it again")
+    return found
+
+
 def _given(source: HuggingFaceModel) -> Path:
     path = Path(source.hf_checkpoint).expanduser().absolute()
     if not (path / "config.json").is_file():
@@ -56,6 +108,7 @@ def _given(source: HuggingFaceModel) -> Path:
             expected="a directory with config.json, *.safetensors and a tokenizer",
             do="download the model first, for instance with `huggingface-cli download`",
         )
+    check_files(path, "model.source.hf_checkpoint")
     return path
 
 
@@ -67,6 +120,7 @@ def _require_model(directory: Path, maker: str) -> None:
             found=f"no config.json from {maker}",
             expected="config.json, *.safetensors and a tokenizer",
         )
+    check_files(directory, "model.source.maker")
 
 
 def _made(source: MadeModel, folder: Path, seed: int) -> Path:

@@ -59,11 +59,13 @@ def _check_model(config: RunConfig, directory: Path) -> None:
     model = json.loads((directory / "config.json").read_text())
     if config.train.use_rollout_routing_replay:
         routed_width(model)
-    if config.needs_engines and (found := model.get("quantization_config")) and not config.engine.quantization:
+    found = model.get("quantization_config")
+    if config.needs_engines and found and not config.engine.quantization:
+        method = found.get("quant_method") if isinstance(found, dict) else found
         raise ConfigError(
             "engines would sample with quantised weights, and get whole ones from the trainer",
             where="engine.quantization",
-            found=f"none, and {found.get('quant_method')} in the model's config.json",
+            found=f"none, and {method} in the model's config.json",
             do="set engine.quantization=fp8, or take the model's bf16 directory",
         )
 

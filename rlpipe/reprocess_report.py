@@ -5,7 +5,6 @@ Not here: figures and pages of them (`observe.comparison`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from rlpipe.observe.comparison import Comparison, Example, IterationRow
 from rlpipe.run_rollouts import StoredRollout, find
 from rlpipe.stage_files import read_rewards
 from rlpipe.store.files import Files
+from rlpipe.store.rows import from_json
 from rlpipe.store.schema import ragged
 from rlpipe.store.shards import read_rows
 from rlpipe.types import Node
@@ -160,5 +160,6 @@ def _texts(files: Files, rollout: Node) -> dict[Key, tuple[str, str]]:
 
 
 def _prompt(text: str) -> str:
-    prompt = json.loads(text)
-    return prompt if isinstance(prompt, str) else "\n".join(str(message.get("content", "")) for message in prompt)
+    prompt = from_json(text, "prompt")
+    messages = prompt if isinstance(prompt, list) else [prompt]
+    return "\n".join(str(message.get("content", "") if isinstance(message, dict) else message) for message in messages)

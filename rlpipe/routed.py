@@ -34,14 +34,17 @@ NOT_ROUTED = 0xFFFF
 def routed_width(model: Mapping[str, Any]) -> int:
     """Numbers in a row, from a Hugging Face config.json. Raises: ConfigError for a model without experts."""
     text = model.get("text_config") or model
-    if not text.get("num_experts_per_tok"):
+    if not isinstance(text, Mapping) or not text.get("num_experts_per_tok"):
         raise ConfigError(
             "the model has no experts whose routing could be replayed",
             where="train.use_rollout_routing_replay",
             found="no num_experts_per_tok in config.json",
             do="leave it out",
         )
-    return int(text["num_hidden_layers"]) * int(text["num_experts_per_tok"])
+    try:
+        return int(text["num_hidden_layers"]) * int(text["num_experts_per_tok"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError("not the sizes of a model", where="config.json", found=repr(error), expected="whole numbers") from error
 
 
 def read_rows(encoded: str, rows: int, width: int) -> np.ndarray:

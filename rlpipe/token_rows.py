@@ -5,7 +5,6 @@ Not here: the page (`observe.viewer`), or tables for analysis (`run_rollouts`, `
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from rlpipe.run_rollouts import find, sample_rows
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.rows import from_json
 from rlpipe.store.shards import read_rows
 from rlpipe.types import Node, Stage
 
@@ -97,8 +97,12 @@ def _trained(files: Files, advantage: Node | None) -> dict[tuple[str, int], dict
     return {(row["group_id"], row["index"]): row for row in read_rows(files, advantage.files, BATCH).to_pylist()}
 
 
+def _said(message: Any) -> str:
+    return f"{message.get('role')}: {message.get('content')}" if isinstance(message, dict) else str(message)
+
+
 def _shown(row: dict[str, Any], trained: dict[str, Any] | None, decode: Decode | None) -> ShownSample:
-    prompt = json.loads(row["prompt"])
+    prompt = from_json(row["prompt"], "prompt")
     batch = trained or {}
     apart = None
     if batch.get("rollout_log_probs") is not None and batch.get("proximal_log_probs") is not None:
@@ -106,7 +110,7 @@ def _shown(row: dict[str, Any], trained: dict[str, Any] | None, decode: Decode |
     return ShownSample(
         group=row["group_id"],
         index=row["index"],
-        prompt=prompt if isinstance(prompt, str) else "\n".join(f"{m.get('role')}: {m.get('content')}" for m in prompt),
+        prompt="\n".join(map(_said, prompt)) if isinstance(prompt, list) else str(prompt),
         label=row["label"],
         texts=pieces(row["response_ids"], decode),
         ids=row["response_ids"],

@@ -91,8 +91,7 @@ def _of_evaluations(it: RunContext, k: int, gate: Gate) -> str | None:
     """Of the weights after k iterations, against those of all versions before."""
     values = [value for version in range(k + 1) if (value := _evaluated(it, version, gate.metric)) is not None]
     now = _evaluated(it, k, gate.metric)
-    before = [value for value in values[:-1] if not math.isnan(value)]
-    return None if now is None else gate.broken_by(now, max(before, default=None))
+    return None if now is None else gate.broken_by(now, max(values[:-1], default=None))
 
 
 def _evaluated(it: RunContext, version: int, metric: str) -> float | None:

@@ -14,6 +14,8 @@ from rlpipe.stage_files import write_packing
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.retention import branch_removal
+from rlpipe.store.segments import Segments
 from rlpipe.types import FileRecord, Node, Plan, Stage
 from tests.store.lineage import Run, make_node
 
@@ -153,6 +155,23 @@ def test_every_branch_is_read_once_however_many_there_are(files: Files, monkeypa
                 forward(files, ["nothing"])
                 counts.append(len(asked) - counts[-1])
     assert counts[2] < 2.1 * counts[0] and counts[3] < 2.1 * counts[1]
+
+
+def test_weights_that_a_replay_made_are_traced_to_the_iteration_that_they_stand_for(tmp_path: Path):
+    files = Files(tmp_path / "store")
+    run = SteppingRun(files).start()
+    commits = [run.iterate() for _ in range(2)]
+    nodes, recorded = Nodes(files), [commit.nodes[Stage.TRAIN] for commit in commits if commit]
+    made = nodes.commit(make_node(Stage.SEGMENT, {"weights": recorded[0], "base": Branches(files).get("run").init})).digest
+    Segments(files).record("run", 1, 1, weights=recorded[0], segment=made)
+    checkpoint = nodes.commit(checkpoint_inputs(made).node(outputs={"version": 1})).digest
+    Branches(files).create("warm", {}, nodes.commit(make_node(Stage.INIT, {"start_from": checkpoint})).digest)
+    assert [(leg.branch, leg.last) for leg in legs(files, "warm")] == [("warm", -1), ("run", 0)]
+    weights = backward(files, "run", 0)["weights"]
+    assert (weights["node"], weights["checkpoint"]) == (made, checkpoint)
+    assert backward(files, "run", 1)["weights"]["node"] == recorded[1]
+    with pytest.raises(ConfigError, match="warm: started from its weights"):
+        branch_removal(files, "run")
 
 
 @pytest.mark.parametrize(("text", "said"), [("nowhere", "no prompt of this run has that text"), ("prompt", "too many prompts")])

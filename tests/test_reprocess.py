@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import numpy as np
 import pytest
 
 from rlpipe.config.run import RunConfig
-from rlpipe.errors import ConfigError
-from rlpipe.reprocess import Reprocessed, Reprocessor
+from rlpipe.errors import ConfigError, DataError
+from rlpipe.reprocess import Reprocessed, Reprocessor, finished_groups
+from rlpipe.reprocess_batch import lacking, reestimated
 from rlpipe.run_rollouts import StoredRollout, find
 from rlpipe.stage_files import read_batch, read_rewards
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
-from rlpipe.types import Stage
+from rlpipe.types import Node, PlannedGroup, Sample, Stage
 from tests.reprocessed import FILTER, History, configuration
 
 LONGER = "def score(sample):\n    return {'reward': len(sample.response) + int(sample.response) / 100, 'right': 1.0}\n"
@@ -212,3 +214,83 @@ def test_what_was_reprocessed_can_be_reprocessed_again(files: Files, tmp_path: P
         "by the newer function, not by scores of before"
     )
     assert stored(files, "newer", 0).reward == second.reward
+
+
+def test_a_filter_or_reward_whose_source_was_changed_chooses_anew(files: Files, tmp_path: Path):
+    (tmp_path / "keep.py").write_text("def keep(samples):\n    return True, None\n")
+    config = configuration(tmp_path, rollout={"dynamic_sampling_filter_path": f"{tmp_path}/keep.py:keep"})
+    History(files, config).iterate()
+    (same,) = reprocessed(files, changed(config, "same"), 0)
+    assert same.rollout == stored(files, "run", 0).rollout
+    (tmp_path / "right.py").write_text("def score(sample):\n    return 0.5\n")
+    (scored,) = reprocessed(files, changed(config, "scored"), 0)
+    assert scored.rollout.digest != same.rollout.digest, "a filter chooses by rewards"
+    (tmp_path / "keep.py").write_text("def keep(samples):\n    return samples[0].group_id.endswith('1'), 'other'\n")
+    (kept,) = reprocessed(files, changed(config, "kept", train={"global_batch_size": 4}), 0)
+    assert kept.rollout.outputs["accepted"] == ["run:00000001"]
+
+
+def test_what_is_made_of_scores_later_or_how_many_groups_are_kept_scores_nothing_again(files: Files, tmp_path: Path):
+    config = configuration(tmp_path)
+    History(files, config).iterate()
+    (tmp_path / "post.py").write_text("def halve(args, samples):\n    return [1.0] * len(samples), [0.5] * len(samples)\n")
+    filtered = changed(config, rollout={"dynamic_sampling_filter_path": FILTER})
+    few = changed(filtered, "few", rollout={"rollout_batch_size": 1}, train={"global_batch_size": 4})
+    post = changed(filtered, "post", reward={"custom_reward_post_process_path": f"{tmp_path}/post.py:halve"})
+    made = [reprocessed(files, one, 0)[0] for one in (filtered, few, post)]
+    assert len({one.rollout.config["judged_by"] for one in made}) == 1
+    assert [len(one.rollout.outputs["accepted"]) for one in made[:2]] == [2, 1]
+
+
+def test_a_filter_sees_samples_in_their_order_however_they_were_written(files: Files, tmp_path: Path):
+    class Reversed(History):
+        def _samples(self, group: PlannedGroup, k: int) -> list[Sample]:
+            return super()._samples(group, k)[::-1]
+
+    Reversed(files, configuration(tmp_path)).iterate()
+    groups = finished_groups(files, stored(files, "run", 0).rollout)
+    assert [[sample.index for sample in group] for group in groups.values()] == [[0, 1, 2, 3]] * 4
+
+
+def at_version(files: Files, config: RunConfig, version: int) -> set[float]:
+    """Values of the loss mask of the batch that the rows of iteration 0 make for these weights; empty: there is none."""
+    old = stored(files, "run", 0)
+    assert old.advantage is not None and old.reward is not None
+    made = reestimated(files, config, scored=old.advantage, rollout=old.rollout, reward=old.reward, version=version)
+    return set() if isinstance(made, str) else set(made[1].loss_mask.tolist())
+
+
+def test_rows_may_be_as_old_as_the_run_allows_and_older_tokens_count_only_masked(tmp_path: Path):
+    class Continued(History):
+        def _samples(self, group: PlannedGroup, k: int) -> list[Sample]:
+            return [replace(sample, weight_versions=[(1, 0), (2, 1)]) for sample in super()._samples(group, k)]
+
+    config = configuration(tmp_path)
+    files = Continued(Files(tmp_path / "store"), config).iterate().files
+    allowed = config.model_copy(update={"async_buffer_size": 1})
+    assert at_version(files, config, 0) == at_version(files, allowed, 1) == {1.0}
+    assert at_version(files, config, 1) == at_version(files, allowed, 2) == set()
+    masked = changed(config, rollout={"partial_rollout": True, "mask_offpolicy_in_partial_rollout": True})
+    assert at_version(files, masked, 1) == {0.0, 1.0}
+
+
+def test_distillation_needs_what_the_policy_and_its_teacher_said(files: Files, tmp_path: Path):
+    config = configuration(tmp_path)
+    History(files, config).iterate()
+    advantage = stored(files, "run", 0).advantage
+    assert advantage is not None
+    columns = replace(read_batch(files, advantage), proximal_log_probs=None)
+    distilled = config.model_copy(update={"advantage": config.advantage.model_copy(update={"use_opd": True})})
+    assert lacking(distilled, columns) == ["proximal_log_probs", "teacher_log_probs"]
+    assert lacking(config, columns) == []
+
+
+def test_a_batch_of_other_tokens_than_its_samples_is_an_error(files: Files, tmp_path: Path):
+    class Other(History):
+        def _batch(self, samples: list[Sample], *others: Any) -> Node:
+            return super()._batch([replace(sample, response_ids=[9, 9, 9]) for sample in samples], *others)
+
+    config = configuration(tmp_path)
+    Other(files, config).iterate()
+    with pytest.raises(DataError, match="other tokens"):
+        at_version(files, config, 0)

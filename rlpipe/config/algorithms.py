@@ -158,7 +158,7 @@ class LossConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _clips_of_the_paper(cls, values: Any) -> Any:
-        if isinstance(values, dict) and (clips := PAPER_CLIPS.get(values.get("surrogate", ""))):
+        if isinstance(values, dict) and (clips := PAPER_CLIPS.get(str(values.get("surrogate")))):
             given = {"eps_clip", "eps_clip_high"} & set(values)
             return values if given else {**clips, **values}
         return values
@@ -208,7 +208,7 @@ def set_surrogate(values: dict[str, Any]) -> dict[str, Any]:
     loss = train.get("loss", {}) if isinstance(train, dict) else None
     if not isinstance(advantage, dict) or not isinstance(loss, dict):
         return values
-    if (estimator := advantage.get("advantage_estimator")) not in PAPER_CLIPS or loss.get("type", "policy") != "policy":
+    if (estimator := str(advantage.get("advantage_estimator"))) not in PAPER_CLIPS or loss.get("type", "policy") != "policy":
         return values
     return {**values, "train": {**train, "loss": {"surrogate": estimator, **loss}}}
 

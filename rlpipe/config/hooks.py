@@ -93,12 +93,12 @@ def _split_dotted(path: str) -> tuple[str, str]:
 def _read(file: Path, path: str) -> bytes:
     try:
         return file.read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         near = get_close_matches(file.name, _python_files(file.parent), n=3)
         raise ConfigError(
             "the hook's file cannot be read",
             where=path,
-            found=f"{file.absolute()}: {error.strerror}",
+            found=ascii(f"{file.absolute()}: {getattr(error, 'strerror', error)}")[1:-1],
             expected="a Python file" + (f"; in that folder there is {', '.join(near)}" if near else ""),
             do="give a path from the folder the run is started in, or an absolute one",
         ) from error
@@ -136,14 +136,14 @@ def _import_file(file: Path, path: str) -> ModuleType:
 def _import_module(name: str, path: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except (ImportError, SyntaxError) as error:
+    except (ImportError, SyntaxError, RecursionError) as error:
         raise ConfigError("the hook's module cannot be imported", where=path, found=_said(error), expected=_FORMS) from error
 
 
 def _source_of(module: str, path: str) -> Path:
     try:
         spec = importlib.util.find_spec(module)
-    except ImportError as error:
+    except (ImportError, ValueError, RecursionError) as error:
         raise ConfigError("the hook's module cannot be found", where=path, found=_said(error), expected=_FORMS) from error
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         found = f"no module {module!r}" if spec is None else f"module {module!r} without a source file"

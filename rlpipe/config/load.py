@@ -9,15 +9,17 @@ Not here: flags in slime's style, and anything that needs torch, ray or prefect.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from rlpipe.config.passthrough import check_megatron, check_router, check_sglang
-from rlpipe.config.presets import with_preset
+from rlpipe.config.presets import is_file, with_preset
 from rlpipe.config.problems import Origin, explain, nearest
 from rlpipe.config.run import RunConfig
 from rlpipe.config.text import dump as dump_yaml
@@ -56,6 +58,7 @@ def load_run(recipe: str | Path, overrides: Sequence[str] = (), run: str | None 
 
 def validate(values: dict[str, Any], origin: Origin | None = None) -> RunConfig:
     """A `RunConfig` of plain data, its passthrough arguments checked by name. Raises: ConfigError."""
+    _refuse_unstorable(values, origin or Origin("configuration", {}))
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
@@ -64,6 +67,34 @@ def validate(values: dict[str, Any], origin: Origin | None = None) -> RunConfig:
     check_sglang(config.engine.sglang)
     check_router(config.engine.router)
     return config
+
+
+def _refuse_unstorable(values: Any, origin: Origin) -> None:
+    """Raises: ConfigError for a value that no record of the run may hold, wherever it stands."""
+    for key, value in _leaves(values, ""):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError("not a finite number", where=f"{key} ({origin.of(key)})", found=value)
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ConfigError(
+                "a number of more than 64 bits", where=f"{key} ({origin.of(key)})", found=f"{value.bit_length()} bits"
+            )
+        if isinstance(value, str) and _PASSWORD.search(value):
+            raise ConfigError(
+                "a URL with a password, which would be stored with the run",
+                where=key,
+                expected="credentials in the environment of the run's processes, and a URL without",
+            )
+
+
+_PASSWORD = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s@:]*:[^/?#\s@]+@")
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list | tuple):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
 
 
 def dump(config: RunConfig) -> str:
@@ -80,11 +111,11 @@ def find_recipe(recipe: str | Path) -> Path:
     """The YAML file of a recipe given by name or path. Raises: ConfigError with the nearest names."""
     path = Path(recipe)
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-        if path.is_file():
+        if is_file(path):
             return path
         raise ConfigError("there is no such recipe file", where=str(recipe), do="give its path, or the name of a recipe")
     path = RECIPES / f"{recipe}.yaml"
-    if path.is_file():
+    if is_file(path):
         return path
     known = recipes()
     close = nearest(str(recipe), known) or known
@@ -126,7 +157,7 @@ def _child(target: Any, name: str, parent: str, override: str) -> Any:
 def _index(target: Any, name: str, parent: str, override: str) -> int:
     if not isinstance(target, list):
         raise ConfigError(f"{parent} is a value and has no keys", where=f"override {override}", found=repr(target))
-    if not (name.isdigit() and int(name) < len(target)):
+    if not (name.isdecimal() and int(name) < len(target)):
         raise ConfigError(
             f"{parent} is a list",
             where=f"override {override}",

@@ -10,6 +10,7 @@ Not here: the model's architecture, which is its directory's config.json; what i
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,18 @@ def with_preset(values: dict[str, Any], origin: Origin) -> dict[str, Any]:
     return _over(rest, below)
 
 
+def is_file(path: Path) -> bool:
+    """Is there one? Not under a name that no file can have."""
+    with suppress(OSError):
+        return path.is_file()
+    return False
+
+
 def _find(name: Any, origin: Origin) -> Path:
     path = Path(str(name))
     if path.suffix not in (".yaml", ".yml"):
         path = PRESETS / f"{name}.yaml"
-    if path.is_file():
+    if is_file(path):
         return path
     close = [known for known in presets() if known.startswith(str(name))] or nearest(str(name), presets()) or presets()
     where = f"{KEY} ({origin.of(KEY)})"

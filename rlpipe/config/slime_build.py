@@ -120,7 +120,10 @@ def check_model(values: Values, directory: str) -> None:
     path = Path(directory) / "config.json"
     if not path.is_file():
         return
-    said = json.loads(path.read_text())
+    try:
+        said = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError("not a model's configuration", where=str(path), found=repr(error)) from error
     if "kv_lora_rank" in said:
         said.pop("head_dim", None)
     else:

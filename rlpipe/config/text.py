@@ -3,6 +3,9 @@
 PyYAML speaks YAML 1.1, where `1e-5` is a string, `010` is 8, `1:30` is 90 and `no` is false. Here the scalars are those of
 the YAML 1.2 core schema, and a key written twice is an error. What `dump` writes, `parse` reads back unchanged.
 
+What no configuration needs is an error too, because nobody else would say so: other types (`!!binary`), aliases that make the
+document endless or too large, text that no file can hold.
+
 Not here: what the keys mean (`run`), or where recipes are kept (`load`).
 """
 
@@ -25,6 +28,9 @@ _SCALARS = (
         list("-+.0123456789"),
     ),
 )
+_PATTERNS = {"tag:yaml.org,2002:str": ".*", **{tag: pattern for tag, pattern, _ in _SCALARS}}
+_COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+_DEEPEST, _MOST_VALUES, _MOST_DIGITS = 50, 100_000, 100
 
 
 class _Loader(yaml.SafeLoader):
@@ -40,6 +46,8 @@ class _Dumper(yaml.SafeDumper):
 
 def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node)
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
     return int(text, 0) if text.startswith(("0o", "0x")) else int(text)
 
 
@@ -58,13 +66,16 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _float)
 def parse(text: str, where: str) -> tuple[Any, dict[str, int]]:
     """The value of a YAML document, and dotted key → line (from 1) of everything in it.
 
-    Raises: ConfigError naming `where` and the line, for bad YAML and for a key that is written twice.
+    Raises: ConfigError naming `where` and the line, for bad YAML, for a key that is written twice, for what is no plain data.
     """
-    loader = _Loader(text)
+    loader: _Loader | None = None
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         lines: dict[str, int] = {}
         return (None if node is None else _construct(loader, node, "", lines, where)), lines
+    except RecursionError as error:
+        raise ConfigError("not valid YAML", where=where, found="it is nested too deeply") from error
     except (yaml.YAMLError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -73,22 +84,46 @@ def parse(text: str, where: str) -> tuple[Any, dict[str, int]]:
             "not valid YAML", where=f"{where}:{mark.line + 1}" if mark else where, found=getattr(error, "problem", None) or error
         ) from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
-def _construct(loader: _Loader, node: yaml.Node, key: str, lines: dict[str, int], where: str) -> Any:
-    lines[key] = node.start_mark.line + 1
+def _construct(loader: _Loader, node: yaml.Node, key: str, lines: dict[str, int], where: str, depth: int = 0) -> Any:
+    line = lines[key] = node.start_mark.line + 1
+    if depth > _DEEPEST or len(lines) > _MOST_VALUES:
+        found = f"more than {_MOST_VALUES} values" if depth <= _DEEPEST else f"more than {_DEEPEST} levels"
+        raise ConfigError("not valid YAML", where=f"{where}:{line}", found=found, do="look at its aliases (*name)")
+    if isinstance(node, yaml.CollectionNode) and node.tag not in _COLLECTIONS:
+        raise _foreign(node.tag, f"{where}:{line}")
     if isinstance(node, yaml.MappingNode):
-        return _mapping(loader, node, key, lines, where)
+        return _mapping(loader, node, key, lines, where, depth + 1)
     if isinstance(node, yaml.SequenceNode):
-        return [_construct(loader, child, _join(key, index), lines, where) for index, child in enumerate(node.value)]
-    return loader.construct_object(node)
+        return [_construct(loader, child, _join(key, index), lines, where, depth + 1) for index, child in enumerate(node.value)]
+    return _scalar(loader, node, f"{where}:{line}")
 
 
-def _mapping(loader: _Loader, node: yaml.MappingNode, key: str, lines: dict[str, int], where: str) -> dict[str, Any]:
+def _scalar(loader: _Loader, node: yaml.Node, where: str) -> Any:
+    if node.tag not in _PATTERNS or not re.fullmatch(_PATTERNS[node.tag], node.value, re.DOTALL):
+        raise _foreign(f"{node.tag} {node.value[:80]}", where)
+    if re.search("[\0\ud800-\udfff]", node.value):
+        raise ConfigError("not valid YAML", where=where, found=ascii(node.value[:80]), expected="text that a file can hold")
+    try:
+        return loader.construct_object(node)
+    except ValueError as error:
+        raise ConfigError("not valid YAML", where=where, found=error) from error
+
+
+def _foreign(found: str, where: str) -> ConfigError:
+    return ConfigError("not valid YAML", where=where, found=found, expected="a value of its core schema, without a tag")
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode, key: str, lines: dict[str, int], where: str, depth: int) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name_node, child in node.value:
-        name, line = str(loader.construct_object(name_node, deep=True)), name_node.start_mark.line + 1
+        line = name_node.start_mark.line + 1
+        if not isinstance(name_node, yaml.ScalarNode):
+            raise ConfigError("not valid YAML", where=f"{where}:{line}", found="a list or mapping as a key", expected="a name")
+        name = str(_scalar(loader, name_node, f"{where}:{line}"))
         dotted = _join(key, name)
         if name in values:
             raise ConfigError(
@@ -97,7 +132,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode, key: str, lines: dict[str,
                 found=f"{dotted}, first on line {lines[dotted]}",
                 do="keep one of them",
             )
-        values[name] = _construct(loader, child, dotted, lines, where)
+        values[name] = _construct(loader, child, dotted, lines, where, depth)
         lines[dotted] = line
     return values
 

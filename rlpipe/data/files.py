@@ -13,6 +13,7 @@ import re
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -24,7 +25,7 @@ from rlpipe.data.rows import short
 from rlpipe.errors import DataError
 
 Row = tuple[str, dict[str, Any]]
-SLICE = re.compile(r"(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
+SLICE = re.compile(r"(?P<path>.*)@\[(?P<start>-?\d{0,15}):(?P<stop>-?\d{0,15})\]")
 
 
 def split_slice(path: str) -> tuple[str, slice]:
@@ -95,7 +96,7 @@ class _Lines:
             raise _changed(where)
         try:
             content = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError("the line is not JSON", where=where, found=f"{short(line)} ({error})") from error
         if not isinstance(content, dict):
             raise DataError("the line is not a JSON object", where=where, found=short(content), expected="{...}")
@@ -110,11 +111,8 @@ class _Groups:
 
     def __init__(self, path: str) -> None:
         self._path, self._held = path, bytes_of(path)
-        try:
-            described = pq.ParquetFile(pa.BufferReader(self._held)).metadata
-        except pa.ArrowException as error:
-            raise DataError("the file is not Parquet", where=path, found=str(error)) from error
-        counts = [described.row_group(number).num_rows for number in range(described.num_row_groups)]
+        with _parquet_of(path, self._held) as file:
+            counts = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
         self._starts, self._size_bytes = [0, *accumulate(counts)], len(self._held)
         self._group, self._rows = -1, []
 
@@ -127,11 +125,21 @@ class _Groups:
             content = self._held or bytes_of(self._path)
             if len(content) != self._size_bytes:
                 raise _changed(self._path)
-            self._group, self._rows = group, pq.ParquetFile(pa.BufferReader(content)).read_row_group(group).to_pylist()
+            with _parquet_of(self._path, content) as file:
+                self._group, self._rows = group, file.read_row_group(group).to_pylist()
         return f"{self._path}:row {index}", self._rows[index - self._starts[group]]
 
     def forget(self) -> None:
         self._held, self._group, self._rows = b"", -1, []
+
+
+@contextmanager
+def _parquet_of(path: str, content: bytes) -> Iterator[pq.ParquetFile]:
+    """To be read within. Raises: DataError for what Arrow cannot read."""
+    try:
+        yield pq.ParquetFile(pa.BufferReader(content))
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DataError("the file is not Parquet", where=path, found=str(error)) from error
 
 
 def _changed(where: str) -> DataError:
@@ -151,7 +159,7 @@ def _part_of(path: str, start: int, length: int | None) -> bytes:
             if start:
                 stream.seek(start)  # pyright: ignore[reportAttributeAccessIssue]
             return stream.read() if length is None else stream.read(length)  # pyright: ignore[reportAttributeAccessIssue]
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, TypeError, ImportError) as error:  # TypeError: a protocol that needs more than a URL
         raise DataError(
             "the prompt file cannot be read",
             where=path,

@@ -6,6 +6,7 @@ Not here: reading files (`files`).
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from rlpipe.errors import DataError
@@ -27,9 +28,9 @@ def value_of(content: dict[str, Any], key: str, setting: str, where: str) -> Any
 def prompt_of(value: Any, where: str) -> Prompt:
     """A string, or a list of messages. Raises: DataError for anything else."""
     if isinstance(value, str) and value:
-        return value
+        return _storable(value, "prompt", where)
     if isinstance(value, list) and value and all(isinstance(item, dict) and isinstance(item.get("role"), str) for item in value):
-        return value
+        return _storable(value, "prompt", where)
     raise DataError(
         "not a prompt",
         where=where,
@@ -41,8 +42,8 @@ def prompt_of(value: Any, where: str) -> Prompt:
 def label_of(value: Any, where: str) -> str:
     """A string; a number becomes one. Raises: DataError for anything else."""
     if isinstance(value, str):
-        return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _storable(value, "label", where)
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
     raise DataError("not a label", where=where, found=f"{type(value).__name__} {short(value)}", expected="a string or a number")
 
@@ -55,15 +56,11 @@ def metadata_of(content: dict[str, Any], key: str | None, where: str) -> dict[st
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError("the metadata is not JSON", where=where, found=short(value)) from error
     if not isinstance(value, dict):
         raise DataError("the metadata is not an object", where=where, found=short(value), expected="{...}")
-    try:
-        json.dumps(value)
-    except TypeError as error:
-        raise DataError("the metadata cannot be written as JSON", where=where, found=str(error)) from error
-    return value
+    return _storable(value, "metadata", where)
 
 
 def tools_of(content: dict[str, Any], key: str | None, where: str) -> list[Any] | None:
@@ -72,12 +69,21 @@ def tools_of(content: dict[str, Any], key: str | None, where: str) -> list[Any] 
     if isinstance(value, str) and value:
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError("the tools are not JSON", where=where, found=short(value)) from error
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise DataError("not a list of tools", where=where, found=short(value), expected='[{"type": "function", ...}]')
+    return _storable(value, "tools", where)
+
+
+def _storable(value: Any, what: str, where: str) -> Any:
+    """The value, if a plan can hold it: plain and finite, with whole characters. Raises: DataError."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"the {what} cannot be written as JSON", where=where, found=str(error)) from error
     return value
 
 

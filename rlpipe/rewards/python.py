@@ -117,9 +117,14 @@ def _score(result: Any, key: str | None) -> Score:
 def _number(value: Any, what: str) -> float:
     if getattr(value, "ndim", None) == 0:
         value = value.item()  # a NumPy or torch scalar
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise RewardError(f"{what} is not a finite number", found=f"{type(value).__name__} {value!r}"[:200])
-    return float(value)
+    try:
+        number = float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        found = f"{type(value).__name__} {value!r}"[:200] if number != math.inf else "one beyond 1e308"
+        raise RewardError(f"{what} is not a finite number", found=found)
+    return number
 
 
 async def _awaited(result: Any) -> Any:

@@ -28,6 +28,7 @@ LONGEST_PAUSE_S = 30.0
 LATER = (408, 429)
 KEY_VARIABLE = "RLPIPE_JUDGE_KEY"
 _SHOWN_CHARACTERS = 300
+_LARGEST_ANSWER_BYTES = 16 * 1024**2
 
 
 def make_remote(config: RemoteReward) -> Callable[[Sample], Awaitable[Any]]:
@@ -68,17 +69,30 @@ async def post(url: str, content: Any, *, tries: int, headers: dict[str, str] | 
         if number:
             await asyncio.sleep(min(2 ** (number - 1), LONGEST_PAUSE_S) + random.random())
         try:
-            async with httpx.AsyncClient(verify=_certificates(), timeout=None) as client:
-                answer = await client.post(url, json=content, headers=headers)
-        except httpx.TransportError as error:
+            answer = await _posted(url, content, headers)
+        except httpx.RequestError as error:
             said = f"{type(error).__name__}: {error}"
             continue
-        if answer.status_code < 400:
+        if answer.is_success:
             return _json(answer, url)
         said = f"HTTP {answer.status_code}: {answer.text[:_SHOWN_CHARACTERS]}"
         if answer.status_code < 500 and answer.status_code not in LATER:
             break
     raise RewardError("the reward's server did not answer as it should", where=url, found=f"{said} (try {number + 1} of {tries})")
+
+
+async def _posted(url: str, content: Any, headers: dict[str, str] | None) -> httpx.Response:
+    """Raises: httpx.RequestError, also for an answer that is larger than any reward."""
+    body = bytearray()
+    async with (
+        httpx.AsyncClient(verify=_certificates(), timeout=None) as client,
+        client.stream("POST", url, json=content, headers=headers) as answer,
+    ):
+        async for piece in answer.aiter_bytes():
+            body += piece
+            if len(body) > _LARGEST_ANSWER_BYTES:
+                raise httpx.DecodingError(f"more than {_LARGEST_ANSWER_BYTES} bytes")
+    return httpx.Response(answer.status_code, content=bytes(body))
 
 
 def filled(config: JudgeReward, sample: Sample) -> str:
@@ -105,7 +119,7 @@ def _judged(answer: Any, pattern: re.Pattern[str]) -> float:
     found = [match.group(1) for match in pattern.finditer(text)]
     try:
         return float(found[-1])
-    except (IndexError, ValueError) as error:
+    except (IndexError, TypeError, ValueError) as error:
         raise RewardError(
             "the judge gave no score", where="judge", found=repr(text[-_SHOWN_CHARACTERS:]), expected=pattern.pattern
         ) from error
@@ -114,7 +128,7 @@ def _judged(answer: Any, pattern: re.Pattern[str]) -> float:
 def _json(answer: httpx.Response, url: str) -> Any:
     try:
         return answer.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RewardError(
             "the reward's server did not answer in JSON", where=url, found=answer.text[:_SHOWN_CHARACTERS]
         ) from error

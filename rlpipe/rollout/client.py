@@ -27,8 +27,17 @@ from rlpipe.errors import DataError, DeadlineExceeded, EngineError, EngineReject
 from rlpipe.rollout.asked import Asked, Key, Together, fail
 from rlpipe.rollout.direct import Direct
 from rlpipe.rollout.gate import Gate
-from rlpipe.rollout.generation import Generation, RoutingWanted, joined, no_spans, nothing_yet, read_generations, settled
-from rlpipe.rollout.http import Connections, call, deadline_exceeded
+from rlpipe.rollout.generation import (
+    Generation,
+    RoutingWanted,
+    check_asked,
+    joined,
+    no_spans,
+    nothing_yet,
+    read_generations,
+    settled,
+)
+from rlpipe.rollout.http import Connections, call, deadline_exceeded, read_workers
 from rlpipe.rollout.streaming import Watch, stream
 
 HoldMode = Literal["drain", "abort", "in_place"]
@@ -185,7 +194,7 @@ class GenerateClient:
 
     async def _workers(self, where: str) -> list[dict[str, Any]]:
         answer = await call(self._http, "GET", f"{self.router_url}/workers", deadline_s=self.deadline_s, where=where)
-        return list(answer.json()["workers"])
+        return read_workers(answer, where)
 
     def _undrained(self, deadline_s: float) -> DeadlineExceeded:
         waiting = sorted({asked.where for batch in self._in_flight.values() for asked in batch})
@@ -322,6 +331,7 @@ class GenerateClient:
         if answer is None:
             return [nothing_yet(self.router_url)] * samples
         generations = read_generations(answer, samples, self.router_url, start_s, where, routing)
+        check_asked(generations, self.vocab_size, json.loads(key[0]).get("max_new_tokens"), where)
         self._has_spans = all(generation.has_spans for generation in generations)
         if moves != self._moves and not self._has_spans:
             raise no_spans(where)

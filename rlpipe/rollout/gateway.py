@@ -28,6 +28,7 @@ from rlpipe.rollout.events import Events, followed
 from rlpipe.rollout.generate import version_of
 from rlpipe.rollout.generation import Generation
 from rlpipe.rollout.journal import Answer, Journal
+from rlpipe.rollout.requests import Generate, read_body
 from rlpipe.rollout.streaming import Watch
 from rlpipe.routed import within, write_rows
 
@@ -114,7 +115,11 @@ class Gateway:
         return generation
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text as it stands."""
+        """Token ids of a text as it stands. Raises: DataError for half a character, which no tokenizer takes."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError("text with half a character", where="gateway", found=str(error)) from error
         return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -137,7 +142,7 @@ class Gateway:
         return {*self.client.end_ids, *(sampling.get("stop_token_ids") or ())}
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
+        body: Any = await read_body(request, Generate)
         if (named := bool(body.get("return_routed_experts"))) and not self.routed:
             do = "set train.use_rollout_routing_replay; an evaluation has none"
             raise DataError("engines do not say their routing here", where="POST /generate", found="return_routed_experts", do=do)
@@ -211,7 +216,7 @@ async def _errors_as_json(request: web.Request, handler: Callable[[web.Request],
     """400 for what was asked wrongly, 504 and 503 for engines that do not answer; the body is shaped as OpenAI's is."""
     try:
         return await handler(request)
-    except (KeyError, TypeError, ValueError, EngineRejected) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, EngineRejected) as error:
         return _problem(400, error)
     except DeadlineExceeded as error:
         return _problem(504, error)

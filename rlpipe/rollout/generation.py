@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,10 @@ import orjson
 
 from rlpipe.errors import EngineError, EngineRejected
 from rlpipe.routed import appended, read_rows
+
+FINISH_REASONS = ("stop", "length", "abort")
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+"""What reading an answer raises that is not as it should be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,7 @@ def read_generations(
         rows = [read_meta(meta, engine, start_s, end_s) for meta in metas]
         if routing is not None and len(rows) == expected:
             rows = [_routed(row, meta.get("routed_experts"), routing, n, where) for n, (row, meta) in enumerate(zip(rows, metas))]  # noqa: B905
-    except (KeyError, TypeError, ValueError) as error:
+    except UNREADABLE as error:
         raise EngineRejected("the answer cannot be read", where=where, found=f"{error!r} in {answer.text[:300]}") from error
     if len(rows) != expected:
         raise EngineRejected("the answer has not one row per sample", where=where, found=len(rows), expected=expected)
@@ -134,25 +138,55 @@ def read_generations(
 def read_meta(meta: dict[str, Any], engine: str, start_s: float, end_s: float) -> Generation:
     """Read SGLang's `meta_info`. Token spans of weight versions exist from 0.5.21 on; before, one version per response.
 
-    Raises: KeyError, TypeError or ValueError if it is none.
+    Raises: one of `UNREADABLE` if it is none.
     """
     reason = meta["finish_reason"]["type"]
+    if reason not in FINISH_REASONS:
+        raise ValueError(f"finish_reason {reason!r}")
     pairs = meta.get("output_token_logprobs", []) if reason == "abort" else meta["output_token_logprobs"]
-    if not all(map(math.isfinite, (pair[0] for pair in pairs))):
-        raise ValueError("a log-probability is not finite")
     said = meta.get("weight_versions")
     spans = said or [{"version": meta["weight_version"], "start": 0, "end": len(pairs)}]
+    if reason == "abort":  # of one that waited again when it was aborted, the engine may not know all versions
+        pairs = pairs[: spans[-1]["end"]]
+    ids, log_probs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
+    if not set(map(type, ids)) <= {int}:
+        raise TypeError("a token id is not a whole number")
+    if not (set(map(type, log_probs)) <= {float, int} and all(map(math.isfinite, log_probs))):
+        raise ValueError("a log-probability is not a finite number")
     return Generation(
-        response_ids=[pair[1] for pair in pairs],
-        log_probs=[pair[0] for pair in pairs],
+        response_ids=ids,
+        log_probs=log_probs,
         finish_reason=reason,
-        weight_versions=[(span["end"] - span["start"], span["version"]) for span in spans if span["end"] > span["start"]],
+        weight_versions=_runs(spans, len(pairs)),
         engine=engine,
-        cached_tokens=meta.get("cached_tokens", 0),
+        cached_tokens=int(meta.get("cached_tokens") or 0),
         t_start_s=start_s,
         t_end_s=end_s,
         has_spans=bool(said) or not pairs,
     )
+
+
+def _runs(spans: Sequence[dict[str, Any]], tokens: int) -> list[tuple[int, str]]:
+    """(tokens, version) of spans, which follow each other up to the last token. Raises: ValueError if they do not."""
+    ends = [0, *(span["end"] for span in spans)]
+    if not all(span["start"] == end <= span["end"] for span, end in zip(spans, ends, strict=False)) or ends[-1] != tokens:
+        raise ValueError(f"weight_versions do not cover the {tokens} tokens once")
+    if any(not isinstance(span["version"], str) for span in spans):
+        raise TypeError("a weight version is not text")
+    return [(span["end"] - span["start"], span["version"]) for span in spans if span["end"] > span["start"]]
+
+
+def check_asked(generations: Sequence[Generation], vocab_size: int, max_new_tokens: int | None, where: str) -> None:
+    """Raises: EngineRejected for a response that is longer than was asked for (an aborted one is cut: `settled`), or has tokens
+    that are not in the vocabulary."""
+    for generation in generations:
+        ids = generation.response_ids
+        if max_new_tokens is not None and len(ids) > max_new_tokens and generation.finish_reason != "abort":
+            found, expected = f"{len(ids)} tokens", f"at most {max_new_tokens} (max_new_tokens)"
+            raise EngineRejected("the answer is longer than was asked for", where=where, found=found, expected=expected)
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            found, expected = next(token for token in ids if not 0 <= token < vocab_size), f"0 <= id < {vocab_size}"
+            raise EngineRejected("a sampled token is not in the vocabulary", where=where, found=found, expected=expected)
 
 
 def _routed(generation: Generation, encoded: str | None, routing: RoutingWanted, row: int, where: str) -> Generation:

@@ -6,7 +6,8 @@ Not a client: it never retries.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Collection
 from typing import Any
 
 import aiohttp
@@ -17,6 +18,8 @@ from rlpipe.errors import DeadlineExceeded, EngineRejected, EngineUnavailable
 
 STREAMED = "rlpipe.streamed"
 """Extension of an httpx request whose answer is to be read piece by piece."""
+LARGEST_ANSWER_BYTES = 4 * 1024**3
+"""No answer is larger: with more, something else than an engine answers."""
 _SHOWN_CHARACTERS = 500
 
 
@@ -33,7 +36,7 @@ class Connections(httpx.AsyncBaseTransport):
         self._session: aiohttp.ClientSession | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Raises: httpx.TransportError if there is no connection, or it broke."""
+        """Raises: httpx.TransportError if there is no connection, or it broke; httpx.DecodingError for a body that is none."""
         session, body = self._opened(), await request.aread()
         headers = {name: value for name, value in request.headers.items() if name not in ("host", "accept-encoding")}
         url = URL(str(request.url), encoded=True)
@@ -43,9 +46,8 @@ class Connections(httpx.AsyncBaseTransport):
                 begun = await session.request(request.method, url, **keep)
                 return httpx.Response(begun.status, headers=list(begun.headers.items()), stream=_Body(begun), request=request)
             async with session.request(request.method, url, **keep) as answer:
-                return httpx.Response(
-                    answer.status, headers=list(answer.headers.items()), content=await answer.read(), request=request
-                )
+                content = await _whole(answer)
+                return httpx.Response(answer.status, headers=list(answer.headers.items()), content=content, request=request)
         except (aiohttp.ClientError, OSError) as error:
             raise httpx.TransportError(f"{type(error).__name__}: {error}") from error
 
@@ -61,6 +63,16 @@ class Connections(httpx.AsyncBaseTransport):
             plain = {"Accept-Encoding": "identity"}
             self._session = aiohttp.ClientSession(connector=connector, timeout=no_limit, headers=plain)
         return self._session
+
+
+async def _whole(answer: aiohttp.ClientResponse) -> bytes:
+    pieces, size_bytes = [], 0
+    async for piece in answer.content.iter_any():
+        pieces.append(piece)
+        size_bytes += len(piece)
+        if size_bytes > LARGEST_ANSWER_BYTES:
+            raise httpx.DecodingError(f"more than {LARGEST_ANSWER_BYTES} bytes")
+    return b"".join(pieces)
 
 
 class _Body(httpx.AsyncByteStream):
@@ -91,10 +103,10 @@ async def call(
     content: bytes | None = None,
     headers: dict[str, str] | None = None,
 ) -> httpx.Response:
-    """Send one request and return its answer, whose status is below 400.
+    """Send one request and return its answer, whose status is 2xx.
 
     `where` names who waits for what and opens every error's message; `content` is a JSON body already encoded.
-    Raises: EngineUnavailable (no connection, or it broke), EngineRejected (status ≥ 400), DeadlineExceeded.
+    Raises: EngineUnavailable (no connection, or it broke), EngineRejected (another status, or no body), DeadlineExceeded.
     """
     headers = {**(headers or {}), **({"Content-Type": "application/json"} if content is not None else {})}
     try:
@@ -106,9 +118,37 @@ async def call(
         raise EngineUnavailable(
             "no answer", where=where, found=f"{error or type(error).__name__} at {url}", do="look at the end of its log"
         ) from error
-    if answer.status_code >= 400:
+    except httpx.DecodingError as error:
+        raise EngineRejected("the answer cannot be read", where=where, found=f"{error} from {url}") from error
+    if not answer.is_success:
         raise rejected(where, url, answer.status_code, answer.text)
     return answer
+
+
+def fetch(method: str, url: str, *, deadline_s: float, json: Any = None) -> httpx.Response:
+    """`call` for those who wait: one request and its answer of any status, also from one who never stops answering.
+
+    Raises: httpx.TransportError (httpx.ReadTimeout also after `deadline_s` in all); httpx.DecodingError for a body that is none.
+    """
+    end_s, body = time.monotonic() + deadline_s, bytearray()
+    with httpx.Client(timeout=deadline_s) as client, client.stream(method, url, json=json) as answer:
+        for piece in answer.iter_bytes():
+            body += piece
+            if time.monotonic() > end_s:
+                raise httpx.ReadTimeout(f"no end after {deadline_s:g} s and {len(body)} bytes")
+    return httpx.Response(answer.status_code, content=bytes(body))
+
+
+def read_workers(answer: httpx.Response, where: str, keys: Collection[str] = ("url",)) -> list[dict[str, Any]]:
+    """The engines in a router's answer to `/workers`. Raises: EngineRejected if one of them is without one of `keys`."""
+    try:
+        workers = list(answer.json()["workers"])
+        if all({*keys} <= {*worker} and str(worker["url"]).startswith(("http://", "https://")) for worker in workers):
+            return workers
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        found = f"{answer.text[:_SHOWN_CHARACTERS]} ({error!r})"
+        raise EngineRejected("the router's answer cannot be read", where=where, found=found) from error
+    raise EngineRejected("not a router's list of engines", where=where, found=workers, expected=f"{', '.join(keys)} of each")
 
 
 def deadline_exceeded(where: str, url: str, deadline_s: float) -> DeadlineExceeded:

@@ -29,6 +29,7 @@ from rlpipe.rollout.gateway import Gateway
 from rlpipe.rollout.generate import version_of
 from rlpipe.rollout.generation import Generation
 from rlpipe.rollout.openai_stream import TOOL_CALL, ChatStream, begun_with
+from rlpipe.rollout.requests import Chat, read_body
 from rlpipe.rollout.sessions import Conversation, Reply, Turn
 from rlpipe.rollout.tool_calls import read_hermes, without_calls
 from rlpipe.types import Message, Sample
@@ -51,7 +52,7 @@ class ChatText:
         options = {**self._options, **({"tools": tools} if tools else {}), "add_generation_prompt": prompt}
         try:
             return str(tokenizer.apply_chat_template([dict(one) for one in messages], tokenize=False, **options))
-        except (TemplateError, TypeError, KeyError) as error:
+        except (TemplateError, TypeError, LookupError, ValueError, AttributeError) as error:
             found = f"{type(error).__name__}: {error}"
             raise DataError("the chat template refuses the messages", where="chat.completions", found=found) from error
 
@@ -99,7 +100,7 @@ class ChatSessions:
         return web.json_response({"object": "list", "data": [entry]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        body, session = await request.json(), request.match_info.get("session")
+        body, session = await read_body(request, Chat), request.match_info.get("session")
         conversation = Conversation(self._text) if session is None else self._open.get(session)
         if conversation is None:
             raise DataError("there is no such session", where=str(request.path), found=session, expected="a sample's session_id")
@@ -195,8 +196,6 @@ def _message(text: str, reason: str, *, with_tools: bool) -> tuple[Message, str]
 
 
 def _refuse_what_is_not_there(body: dict[str, Any]) -> None:
-    if not isinstance(body.get("messages"), list) or not body["messages"]:
-        raise DataError("no messages", where="chat.completions", found=body.get("messages"), expected="a list of messages")
     if (body.get("n") or 1) != 1:
         raise DataError(
             "one reply a request", where="chat.completions", found=f"n: {body['n']}", expected="n: 1, or more requests"

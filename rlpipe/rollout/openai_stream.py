@@ -41,9 +41,13 @@ class GrowingText:
 
 def certain(text: str, stops: Sequence[str], *, with_tools: bool) -> str:
     """The beginning of an unfinished text that stays as it is, whatever follows."""
-    for end in (*stops, *([TOOL_CALL] if with_tools else [])):
-        text = text.partition(end)[0]
-        text = text[: len(text) - next(size for size in range(len(end) - 1, -1, -1) if text.endswith(end[:size]))]
+    ends, ended = (*stops, *([TOOL_CALL] if with_tools else [])), False
+    for end in ends:
+        text, found, _ = text.partition(end)
+        ended |= bool(found)
+    if not ended:
+        begun = (next(size for size in range(len(end) - 1, -1, -1) if text.endswith(end[:size])) for end in ends)
+        text = text[: len(text) - max(begun, default=0)]
     return text.rstrip() if with_tools else text
 
 

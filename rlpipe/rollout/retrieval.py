@@ -71,7 +71,7 @@ def _read(path: Path) -> list[tuple[str, str]]:
 def _document(line: str, where: str) -> tuple[str, str]:
     try:
         content = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError("the line is not JSON", where=where, found=error) from error
     if isinstance(content, dict) and isinstance(content.get("contents"), str):
         title, _, text = content["contents"].partition("\n")

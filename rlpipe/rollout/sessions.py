@@ -213,5 +213,8 @@ _KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_con
 def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments") or "{}"
-    parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    try:
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError) as error:
+        raise DataError("the arguments of a call are not JSON", where="chat.completions", found=arguments[:200]) from error
     return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": parsed}}

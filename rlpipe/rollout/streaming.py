@@ -17,11 +17,12 @@ import httpx
 import orjson
 
 from rlpipe.errors import EngineRejected, EngineUnavailable
-from rlpipe.rollout.generation import Generation, read_meta
+from rlpipe.rollout.generation import UNREADABLE, Generation, read_meta
 from rlpipe.rollout.http import STREAMED, deadline_exceeded, rejected
 
 Watch = Callable[[Generation], None]
 """Called with what there is of a response, each time there is more; its finish reason is `abort` until it is finished."""
+_LONGEST_EVENT_BYTES = 256 * 1024**2
 
 
 async def stream(
@@ -52,7 +53,7 @@ async def stream(
                     watch(row.generation())
     except TimeoutError as error:
         raise deadline_exceeded(where, url, deadline_s) from error
-    except (KeyError, TypeError, ValueError) as error:
+    except UNREADABLE as error:
         raise EngineRejected("the answer cannot be read", where=where, found=f"{error!r} in an event of {url}") from error
     except httpx.TransportError as error:
         row.broken = f"{error or type(error).__name__} at {url}"
@@ -67,6 +68,8 @@ async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]
     held = b""
     async for piece in pieces:
         *lines, held = (held + piece).split(b"\n")
+        if len(held) > _LONGEST_EVENT_BYTES:
+            raise ValueError(f"an event of more than {_LONGEST_EVENT_BYTES} bytes")
         for line in lines:
             said = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
             if said and said != b"[DONE]":

@@ -29,23 +29,24 @@ Whoever removes things from the store (`gc`) is alone in it. It has epochs of it
 Both write before they look, so whichever looks second sees the other, and gives up. A driver that may only be asleep is
 replaced by the collector, and so is such a collector by a driver: each is told before its next commit or removal.
 
-Not here: when to check (`Branches.commit`, and whoever opens a run), or ending the other driver's processes.
+Not here: which process holds one, and whether it lives (`holders`), when to check (`Branches.commit`, and whoever opens a run),
+or ending the other driver's processes.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import socket
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from uuid import uuid4
+from typing import Annotated
 
-from rlpipe.errors import Fenced, ObjectConflict, ObjectMissing, StoreError
+from pydantic import AfterValidator, Field
+
+from rlpipe.errors import Fenced, ObjectConflict, ObjectCorrupt, ObjectMissing, StoreError
 from rlpipe.store.files import Files
+from rlpipe.store.holders import Holder
 from rlpipe.store.records import seal, unseal
 from rlpipe.types import Record
 
@@ -61,34 +62,15 @@ COLLECTOR = ".gc"
 NAME = re.compile(r"branches/([^/]+)/epochs/(\d{8})(?:/(\d{8}))?\.json")
 
 
-class Holder(Record):
-    """A process that drives a branch."""
+def _time(value: str) -> str:
+    """A time that a lease can run from. Raises: ValueError."""
+    found = datetime.fromisoformat(value)
+    if found.tzinfo is None or found.year > 2999:
+        raise ValueError("not a time with its zone, before the year 3000")
+    return value
 
-    host: str
-    """Name of its machine, for people."""
-    pid_space: str
-    """Where its pid is one: this boot of the machine, this PID namespace."""
-    pid: int
-    started: int
-    """Clock ticks from boot to its start: tells it from a later process with its pid."""
-    attempt: str
 
-    @classmethod
-    def here(cls) -> Holder:
-        """This process, in a new attempt."""
-        pid = os.getpid()
-        _, started = _state_and_start(pid)
-        return cls(host=socket.gethostname(), pid_space=pid_space(), pid=pid, started=started, attempt=uuid4().hex[:12])
-
-    @property
-    def near(self) -> bool:
-        """Has it this process's clock and PIDs?"""
-        return self.pid_space == pid_space()
-
-    @property
-    def dead(self) -> bool:
-        """Is it known to be? What runs elsewhere never is."""
-        return self.near and _ended(self.pid, self.started)
+Time = Annotated[str, AfterValidator(_time)]
 
 
 class Lease(Record):
@@ -98,9 +80,9 @@ class Lease(Record):
     branch: str
     epoch: int
     holder: Holder
-    since: str
-    renewed: str
-    lease_s: float
+    since: Time
+    renewed: Time
+    lease_s: float = Field(ge=0, lt=1e9)
     released: bool = False
     stand_in: bool = False
     """Does it only finish what somebody asked for while there is no driver? A driver need not wait for it."""
@@ -127,7 +109,7 @@ class Epochs:
         while names := [name for name in self._files.list(_folder(branch)) if NAME.fullmatch(name)]:
             newest = max(names)
             with suppress(ObjectMissing):  # renewed twice since the listing: list again
-                return unseal(Lease, self._files.read(newest), self._files.url(newest))
+                return _read(self._files, newest)
         return None
 
     def acquire(self, branch: str, *, takeover: bool = False, stand_in: bool = False, lease_s: float = LEASE_S) -> Epoch:
@@ -185,7 +167,7 @@ class Epochs:
         try:
             self._files.create(path, seal(lease, path))
         except ObjectConflict as error:
-            raise self._refusal(unseal(Lease, self._files.read(path), self._files.url(path))) from error
+            raise self._refusal(_read(self._files, path)) from error
         return Epoch(self._files, lease)
 
     def _admitted(self, epoch: Epoch) -> Epoch:
@@ -275,7 +257,7 @@ class Epoch:
     def check(self) -> None:
         """Ask the store whether this is still the newest epoch. Raises: Fenced, now and ever after; StoreError."""
         if self.lost is None and self._files.exists(path := _path(self._lease.branch, self.number + 1)):
-            newer = unseal(Lease, self._files.read(path), self._files.url(path))
+            newer = _read(self._files, path)
             self.lost = Fenced(
                 "another driver has taken over this branch",
                 where=self._files.url(path),
@@ -348,39 +330,23 @@ def clock() -> datetime:
     return datetime.now(UTC)
 
 
-def pid_space() -> str:
-    """What tells the PIDs of this process's machine, since it was booted, and container from all others."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-
-
-def _ended(pid: int, started: int) -> bool:
-    """Has the process ended, waited for or not? One that this user may not look at has not."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    try:
-        state, start = _state_and_start(pid)
-    except OSError:
-        return False
-    return state in "ZX" or start != started
-
-
-def _state_and_start(pid: int) -> tuple[str, int]:
-    """A process's state (a letter, proc(5)) and the clock ticks from boot to its start. Raises: OSError."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], int(fields[19])
-
-
 def _folder(branch: str) -> str:
     return f"branches/{branch}/epochs"
 
 
 def _path(branch: str, number: int, renewal: int = 0) -> str:
     return f"{_folder(branch)}/{number:08d}" + (f"/{renewal:08d}.json" if renewal else ".json")
+
+
+def _read(files: Files, path: str) -> Lease:
+    """The lease of this name. Raises: ObjectMissing; ObjectCorrupt, also if it is another epoch's."""
+    lease = unseal(Lease, files.read(path), files.url(path))
+    if path.removesuffix(".json").partition("/epochs/")[2].partition("/")[0] != f"{lease.epoch:08d}" or not path.startswith(
+        f"{_folder(lease.branch)}/"
+    ):
+        found = f"epoch {lease.epoch} of {lease.branch}"
+        raise ObjectCorrupt("this is another lease", where=files.url(path), found=found, expected="the epoch of its name")
+    return lease
 
 
 def _who(lease: Lease) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from rlpipe.errors import DataError
+from rlpipe.errors import DataError, ObjectCorrupt
 from rlpipe.routed import one_per_token, rows_of
 from rlpipe.store.schema import REWARDS, SAMPLES, from_experts, make_table, ragged
 from rlpipe.types import Sample, Status
@@ -67,7 +67,7 @@ def samples_to_table(
 def table_to_samples(table: pa.Table) -> list[Sample]:
     """The samples of a table; `iteration` and `drop_reason` stay behind, and routed experts if they are not there.
 
-    Raises: ValueError if another column is missing.
+    Raises: ValueError if another column is missing; ObjectCorrupt if one that is JSON is not.
     """
     if missing := set(FIELDS) - {EXPERTS} - set(table.column_names):
         raise ValueError(f"samples need all of their columns, missing {sorted(missing)}")
@@ -98,6 +98,21 @@ def _to_json(value: Any, where: str, row: int) -> str:
         return json.dumps(value, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError("prompt or metadata cannot be written as JSON", where=f"{where} row {row}", found=error) from error
+
+
+def from_json(text: str, what: str) -> Any:
+    """The value of a column of JSON text. Raises: ObjectCorrupt."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ObjectCorrupt(f"the {what} of a row is not JSON", where="samples", found=f"{text[:80]!r} ({error})") from error
+
+
+def _metadata(text: str) -> dict[str, Any]:
+    value = from_json(text, "metadata")
+    if not isinstance(value, dict):
+        raise ObjectCorrupt("the metadata of a row is no object", where="samples", found=text[:80])
+    return value
 
 
 def _to_plain(column: pa.ChunkedArray) -> list[Any]:
@@ -133,8 +148,8 @@ def _to_arrays(column: pa.ChunkedArray) -> list[np.ndarray | None]:
 
 
 READERS: dict[str, Callable[[pa.ChunkedArray], list[Any]]] = {
-    "prompt": lambda column: [json.loads(text) for text in column.to_pylist()],
-    "metadata": lambda column: [json.loads(text) for text in column.to_pylist()],
+    "prompt": lambda column: [from_json(text, "prompt") for text in column.to_pylist()],
+    "metadata": lambda column: [_metadata(text) for text in column.to_pylist()],
     "prompt_ids": _to_lists,
     "response_ids": _to_lists,
     "rollout_log_probs": _to_lists,

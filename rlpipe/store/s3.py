@@ -13,10 +13,12 @@ Not here: comparing with what another writer wrote (`files`). Not fork-safe: `fi
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import s3fs
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
@@ -69,6 +71,10 @@ class S3Backend:
     """Objects under one prefix of one bucket. Thread-safe."""
 
     def __init__(self, root: str) -> None:
+        for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+            if urlsplit(os.environ.get(name, "")).password:
+                do = "give the keys in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: every error of the store repeats its address"
+                raise StoreError("a password in an address", where=name, do=do)
         self._bucket, _, prefix = root.partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
         self._s3: Any = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)

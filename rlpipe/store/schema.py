@@ -108,7 +108,7 @@ BATCH = pa.schema(
     metadata={KIND: b"batch/2"},
 )
 """All that `train` needs: prompt + response tokens; a number for the rollout that a sample is of; W experts of every token; one
-value per response token in each of the other lists."""
+value per response token in each of the other lists. What may be null is in all rows or in none."""
 
 KINDS = {schema.metadata[KIND]: schema for schema in (SAMPLES, REWARDS, BATCH)}
 PER_TOKEN = (
@@ -231,8 +231,9 @@ def _broken_rules(table: pa.Table) -> Iterator[tuple[np.ndarray, str]]:
     """One flag per row, and what is wrong where it is set; only the rules of the columns that are there."""
     names = set(table.column_names)
     for field in table.schema:
-        if not field.nullable:
-            yield _nulls(table[field.name]), f"{field.name} is null"
+        nulls = _nulls(table[field.name])
+        if not field.nullable or (_kind(table.schema) is BATCH and not nulls.all()):
+            yield nulls, f"{field.name} is null"
     yield _numpy(table["index"]) < 0, "index is negative"
     yield repeated_keys(table), "two rows have the same group_id and index"
     for name in names & {"prompt_ids", "response_ids", "tokens"}:
@@ -274,7 +275,8 @@ def _broken_experts(table: pa.Table, name: str) -> np.ndarray:
 def _broken_runs(table: pa.Table) -> np.ndarray:
     column = _array(table["weight_versions"])
     ends = np.cumsum(_lengths(column))
-    tokens = np.concatenate([[0], np.cumsum(_numpy(column.flatten().field("tokens")), dtype=np.int64)])
+    runs = _numpy(column.flatten().field("tokens"))
+    tokens = np.concatenate([[0], np.cumsum(np.where(runs < 0, 2**31, runs), dtype=np.int64)])
     total = np.diff(tokens[ends], prepend=0)
     return (_lengths(column) > 0) & (total != _response_lengths(table))
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 
-from rlpipe.errors import ObjectConflict
+from rlpipe.errors import ObjectConflict, ObjectCorrupt
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes, input_digest
 from rlpipe.store.records import now, seal, unseal
@@ -53,7 +53,7 @@ class Segments:
         The segment and its checkpoint must be in the store already.
         """
         ours = Segment(branch=branch, version=version, epoch=epoch, weights=weights, segment=segment, created=now())
-        path = f"{_folder(branch)}/{version:08d}-{epoch:08d}-{weights[:12]}.json"
+        path = _path(ours)
         try:
             self._files.create(path, seal(ours, path))
         except ObjectConflict:
@@ -77,7 +77,10 @@ class Segments:
         return sorted(name for name in self._files.list(_folder(branch)) if NAME.fullmatch(name))
 
     def _read(self, path: str) -> Segment:
-        return unseal(Segment, self._files.read(path), self._files.url(path))
+        segment = unseal(Segment, self._files.read(path), self._files.url(path))
+        if _path(segment) != path:
+            raise ObjectCorrupt("this is another segment", where=self._files.url(path), found=_path(segment), expected=path)
+        return segment
 
 
 def current_state(segments: Segments, branch: str, version: int, recorded: str) -> str:
@@ -112,6 +115,10 @@ def segment_problem(nodes: Nodes, digest: str, known: Container[str]) -> str | N
 
 def _folder(branch: str) -> str:
     return f"branches/{branch}/segments"
+
+
+def _path(segment: Segment) -> str:
+    return f"{_folder(segment.branch)}/{segment.version:08d}-{segment.epoch:08d}-{segment.weights[:12]}.json"
 
 
 def _numbers(name: str) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlpipe.errors import ConfigError, SyncError
@@ -30,8 +30,11 @@ def expected_shapes(model_dir: str | Path) -> dict[str, tuple[int, ...]]:
         raise ConfigError("the model directory has no weights", where="model.source", found=f"no *.safetensors in {model_dir}")
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118 - no mapping
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118 - no mapping
+        except SafetensorError as error:
+            raise ConfigError("not a safetensors file", where=str(file), found=error, do="download it again") from error
     config = json.loads((Path(model_dir) / "config.json").read_text())
     if config.get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)

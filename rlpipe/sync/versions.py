@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 
 from rlpipe.config.train import SyncConfig
@@ -160,6 +160,8 @@ class WeightStore:
             sizes = [self._files.size(f"{self.folder(stamp)}/{file.name}") for file in version.files]
         except ObjectMissing:
             return None
+        except ValidationError as error:
+            raise SyncError("not the record of a version", where=self._files.url(self.folder(stamp)), found=error) from error
         return version if sizes == [file.size_bytes for file in version.files] else None
 
     def chain(self, stamp: str, *, after: str | None = None) -> list[Version]:

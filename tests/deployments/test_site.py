@@ -36,6 +36,7 @@ def test_without_a_file_there_is_one_set_of_gpus_for_one_run_at_a_time():
             "deployments:\n  - flow: train\n    name: n\n    schedules:\n      - cron: '* * * * *'\n        rrule: FREQ=DAILY\n",
             "5: .*one of",
         ),
+        ("deployments: [{flow: train, name: n, schedules: [{active: false}]}]\n", "exactly one of cron"),
         ("deployments: [{flow: train, name: n, schedules: [{interval_s: 0}]}]\n", "interval_s: .*greater than 0"),
         ("deployments: [{flow: train, name: n, schedules: [{interval_s: 9, timezone: Mars}]}]\n", "Europe/Berlin"),
         ("deployments: [{flow: sleep, name: n}]\n", "flow: .*'train'"),

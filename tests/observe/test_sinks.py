@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,6 +14,7 @@ import pytest
 from rlpipe.config.observe import ObserveConfig
 from rlpipe.errors import ConfigError, ResourceError
 from rlpipe.observe.sinks import Sinks
+from rlpipe.observe.tensorboard import TensorBoardSink
 from rlpipe.ports import free_port
 
 
@@ -45,3 +48,29 @@ def test_weights_and_biases_is_asked_for_by_name_where_it_is_not_installed(tmp_p
     with pytest.raises(ConfigError, match="is not installed") as caught:
         sinks(tmp_path, tensorboard=False, use_wandb=True)
     assert "pip install wandb" in str(caught.value)
+
+
+def test_what_was_opened_is_closed_when_the_next_one_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    closed: list[TensorBoardSink] = []
+    monkeypatch.setattr(TensorBoardSink, "close", lambda sink: closed.append(sink))
+    with pytest.raises(ConfigError):
+        sinks(tmp_path, use_wandb=True)
+    assert len(closed) == 1
+
+
+def test_a_run_goes_on_at_weights_and_biases_under_its_name_or_the_id_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[dict[str, Any]] = []
+    run = SimpleNamespace(define_metric=lambda *_, **__: None, log=asked.append, finish=lambda: None)
+    fake = SimpleNamespace(init=lambda **said: (asked.append(said), run)[1], Settings=dict, Error=RuntimeError)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for given in ({}, {"wandb_run_id": "given"}):
+        with sinks(tmp_path, tensorboard=False, use_wandb=True, **given) as made:
+            made.write(3, {"train/loss": 0.5})
+    assert [(said["id"], said["name"], said["resume"]) for said in asked[::2]] == [
+        ("my-run", "my.run", "allow"),
+        ("given", "my.run", "allow"),
+    ]
+    assert asked[1] == {"train/loss": 0.5, "iteration": 3}
+    assert "api_key" not in str(asked).lower()

@@ -6,8 +6,8 @@ import gzip
 import json
 from pathlib import Path
 
-from rlpipe.observe.timeline import ENGINES, STAGES, Response, write_timeline
-from rlpipe.observe.trace import Event, works
+from rlpipe.observe.timeline import ENGINES, STAGES, Response, timeline, write_timeline
+from rlpipe.observe.trace import Event, Work, works
 
 EVENTS = [
     Event(10.0, 0, "rollout", "begin", 1),
@@ -50,3 +50,8 @@ def test_each_engine_has_as_many_rows_as_responses_at_once(tmp_path: Path):
     counts = [event["args"]["responses"] for event in events if event["ph"] == "C" and event["name"].startswith("http://e:1")]
     assert max(counts) == 2 and counts[-1] == 0
     assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {"http://e:1", "http://e:2"}
+
+
+def test_work_that_a_clock_set_back_ends_before_it_begins_takes_no_time():
+    (span,) = [event for event in timeline([Work("train", 0, 2.0, 1.0)], []) if event["ph"] == "X"]
+    assert (span["ts"], span["dur"]) == (2_000_000, 0)

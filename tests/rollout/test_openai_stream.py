@@ -40,7 +40,7 @@ class _Letters:
         return said + ("a:" if add_generation_prompt else "")
 
 
-class _Engine:
+class Engine:
     """Says it in two halves, the second when it is let go; or ends in an error there."""
 
     end_ids = frozenset({END})
@@ -61,7 +61,7 @@ class _Engine:
 
 
 @asynccontextmanager
-async def _opened(engine: _Engine) -> AsyncIterator[tuple[openai.AsyncOpenAI, ChatSessions, str]]:
+async def opened(engine: Engine) -> AsyncIterator[tuple[openai.AsyncOpenAI, ChatSessions, str]]:
     made: list[ChatSessions] = []
 
     def routes(gateway: Gateway):
@@ -76,7 +76,7 @@ async def _opened(engine: _Engine) -> AsyncIterator[tuple[openai.AsyncOpenAI, Ch
             yield client, made[0], gateway.url
 
 
-async def _read(engine: _Engine, client: openai.AsyncOpenAI, **keywords: Any) -> tuple[list[str], Any]:
+async def _read(engine: Engine, client: openai.AsyncOpenAI, **keywords: Any) -> tuple[list[str], Any]:
     """The texts that came before the engine was let go, and the whole message as the client's own library puts it together."""
     early: list[str] = []
     async with client.chat.completions.stream(model="m", messages=HELLO, **keywords) as stream:
@@ -88,8 +88,8 @@ async def _read(engine: _Engine, client: openai.AsyncOpenAI, **keywords: Any) ->
 
 
 async def test_what_is_sampled_goes_out_before_the_reply_is_finished():
-    engine = _Engine("good morning to you", half=9)
-    async with _opened(engine) as (client, sessions, _):
+    engine = Engine("good morning to you", half=9)
+    async with opened(engine) as (client, sessions, _):
         early, whole = await _read(engine, client, logprobs=True, stream_options={"include_usage": True})
         message = whole.choices[0].message
         again: Any = [*HELLO, {"role": "assistant", "content": message.content}, {"role": "user", "content": "so"}]
@@ -104,10 +104,10 @@ async def test_what_is_sampled_goes_out_before_the_reply_is_finished():
 
 @pytest.mark.parametrize(("said", "early", "content"), [(f"let me see\n{CALL}", "let me", "let me see"), (CALL, None, None)])
 async def test_a_call_goes_out_whole_and_the_text_before_it_as_it_comes(said, early, content):
-    engine = _Engine(said, half=7)
+    engine = Engine(said, half=7)
     if early is None:
         engine.go.set()
-    async with _opened(engine) as (client, _, _):
+    async with opened(engine) as (client, _, _):
         first, whole = await _read(engine, client, tools=TOOLS)
     message = whole.choices[0].message
     assert (first, message.content or None) == ([early] if early else [], content)
@@ -119,19 +119,27 @@ async def test_a_call_goes_out_whole_and_the_text_before_it_as_it_comes(said, ea
 async def test_an_engine_that_is_lost_for_good_is_an_error_in_the_stream_and_before_it_a_status():
     error = EngineUnavailable("no engine answered", where="w")
     for half, kind in ((5, openai.APIError), (0, openai.InternalServerError)):
-        engine = _Engine("good morning", half, error)
+        engine = Engine("good morning", half, error)
         if not half:
             engine.go.set()
-        async with _opened(engine) as (client, sessions, _):
+        async with opened(engine) as (client, sessions, _):
             with pytest.raises(kind, match="no engine answered"):
                 await _read(engine, client)
             assert sessions.samples(Sample(session_id="s")) == [], "what was not finished is no reply"
 
 
+async def test_log_probs_of_tokens_without_text_go_out_too():
+    engine = Engine("yes", half=3)
+    async with opened(engine) as (client, _, _):
+        early, whole = await _read(engine, client, logprobs=True)
+    assert early == ["yes"]
+    assert [one.token_id for one in whole.choices[0].logprobs.content] == engine.ids
+
+
 async def test_slimes_streams_have_all_tokens_so_far():
-    engine = _Engine("good", half=2)
+    engine = Engine("good", half=2)
     engine.go.set()
-    async with _opened(engine) as (_, _, url), httpx.AsyncClient() as client:
+    async with opened(engine) as (_, _, url), httpx.AsyncClient() as client:
         body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 9}, "stream": True}
         lines = (await client.post(f"{url}/generate", json=body)).text.split("\n\n")
         several = await client.post(f"{url}/generate", json={**body, "input_ids": [[5], [6]]})

@@ -102,6 +102,14 @@ def test_a_reply_that_the_template_rewrites_later_begins_another_sample_and_each
     assert [_shown(sample) for sample in agent.samples()] == [("u:hi#\na:", "(hm)yes#"), ("u:hi#\na:yes#\nu:so#\na:", "ok#")]
 
 
+def test_a_reply_is_not_gone_on_from_with_other_tools():
+    agent = _Agent(_Letters())
+    agent.say([_user("hi")], "yes#")
+    messages = [_user("hi"), _said("yes"), _user("so")]
+    assert agent.conversation.ask(messages).before is not None
+    assert agent.conversation.ask(messages, [{"type": "function"}]).before is None
+
+
 def test_two_requests_that_continue_one_reply_begin_a_sample_each_with_the_very_tokens_before():
     agent = _Agent(_Letters())
     agent.say([_user("hi")], " yes#", " yes")

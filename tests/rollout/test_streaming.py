@@ -183,6 +183,7 @@ def test_what_goes_out_of_a_growing_text_is_never_taken_back(text: str, data):
         ("yes", "yes"),
         ("yes ST", "yes "),
         ("yes STOP no", "yes "),
+        ("yes SSTOP", "yes S"),
         ("a <tool", "a"),
         ("a <tool_call>{", "a"),
         ("a <b", "a <b"),

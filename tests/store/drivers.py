@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rlpipe.errors import Fenced, RlpipeError
-from rlpipe.store import epochs
+from rlpipe.store import holders
 from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.files import Files
@@ -33,7 +33,7 @@ def a_commit(iteration: int, epoch: int = 0) -> Commit:
 def drive(files: Files, pipe: Connection, options: dict[str, Any]) -> None:
     """A driver in a process of its own: acquires, then does as it is told; answers what came of it."""
     if elsewhere := options.pop("pid_space", None):
-        epochs.pid_space = lambda: elsewhere
+        holders.pid_space = lambda: elsewhere
     epoch: Any = None
     calls: dict[str, Callable[..., object]] = {
         "acquire": lambda: None,

@@ -10,8 +10,9 @@ import pytest
 
 from rlpipe.errors import Fenced
 from rlpipe.store import epochs
-from rlpipe.store.epochs import COLLECTOR, Epoch, Epochs, Holder
+from rlpipe.store.epochs import COLLECTOR, Epoch, Epochs
 from rlpipe.store.files import Files
+from rlpipe.store.holders import Holder
 from tests.store.drivers import refused
 
 REMOVING = "what nobody needs is being removed from this store"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from rlpipe.errors import Fenced
-from rlpipe.store import epochs
+from rlpipe.store import epochs, holders
 from rlpipe.store.epochs import Epoch, Epochs, Holder
 from rlpipe.store.files import Files
 from tests.store.lineage import collect
@@ -29,8 +29,8 @@ class Drivers(RuleBasedStateMachine):
         self.epochs: list[Epoch] = []
         self.home, self.until, self.free = "", self.now, True
         self.patches.setattr(epochs, "clock", lambda: self.now)
-        self.patches.setattr(epochs, "pid_space", lambda: self.machine)
-        self.patches.setattr(epochs, "_ended", lambda pid, _: pid in self.dead)
+        self.patches.setattr(holders, "pid_space", lambda: self.machine)
+        self.patches.setattr(holders, "_ended", lambda pid, _: pid in self.dead)
         self.patches.setattr(Holder, "here", self.holder)
 
     def holder(self) -> Holder:

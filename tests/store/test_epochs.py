@@ -14,11 +14,12 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from rlpipe.errors import Fenced, ObjectMissing
-from rlpipe.store import epochs
+from rlpipe.store import epochs, holders
 from rlpipe.store.audit import check_branch
 from rlpipe.store.branches import Branches
-from rlpipe.store.epochs import Epoch, Epochs, Holder, superseded
+from rlpipe.store.epochs import Epoch, Epochs, superseded
 from rlpipe.store.files import Files
+from rlpipe.store.holders import Holder
 from tests.store.drivers import Driver, a_commit, refused
 from tests.store.lineage import Run, collect
 
@@ -211,12 +212,12 @@ def test_a_driver_of_another_user_is_not_taken_for_dead(monkeypatch: pytest.Monk
     holder = Holder.here()
     monkeypatch.setattr(os, "kill", hidden)
     assert not holder.dead
-    monkeypatch.setattr(epochs, "_state_and_start", hidden)
+    monkeypatch.setattr(holders, "_state_and_start", hidden)
     assert not holder.dead
 
 
 def test_the_pid_of_a_dead_process_says_nothing_about_another_machine(local_files: Files, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(epochs, "pid_space", lambda: "another boot")
+    monkeypatch.setattr(holders, "pid_space", lambda: "another boot")
     gone = Holder.here().model_copy(update={"pid": 2**22 + 1})
     monkeypatch.setattr(Holder, "here", lambda: gone)
     Epochs(local_files).acquire("run")

@@ -15,6 +15,7 @@ from rlpipe.store.files import Files
 from rlpipe.store.gc import unreachable
 from rlpipe.store.nodes import Nodes, node_path
 from rlpipe.store.plans import Plans
+from rlpipe.store.segments import Segments
 from rlpipe.store.shards import ShardWriter, adopt, write_data
 from rlpipe.types import Stage
 from tests.store.lineage import Run, collect, group, make_node
@@ -175,3 +176,24 @@ def test_checkpoints_and_evaluations_go_only_with_the_weights_that_they_are_of(l
     expected = {node_path(Stage.TRAIN, lost), *(path for pair in goes for path in pair)}
     assert set(collect(local_files, grace_s=-60)) == expected
     assert {path for pair in stays for path in pair} <= set(local_files.list())
+
+
+def test_a_state_that_a_replay_made_stays_with_what_it_was_made_of(local_files: Files):
+    a_run(local_files, 1)
+    newest, nodes = Branches(local_files).newest("run"), Nodes(local_files)
+    assert newest is not None
+    base = nodes.commit(make_node(Stage.CHECKPOINT, {"weights": "lost"}))
+    parents = {"weights": newest.nodes[Stage.TRAIN], "base": base.digest}
+    segment = nodes.commit(make_node(Stage.SEGMENT, parents))
+    paths = [node_path(Stage.CHECKPOINT, base.digest), node_path(Stage.SEGMENT, segment.digest)]
+    assert unreachable(local_files, grace_s=-60) == sorted(paths)
+    Segments(local_files).record("run", 1, 1, weights=newest.nodes[Stage.TRAIN], segment=segment.digest)
+    assert unreachable(local_files, grace_s=-60) == []
+
+
+def test_an_evaluation_of_which_anything_is_lost_goes(local_files: Files):
+    a_run(local_files, 1)
+    init, nodes = Branches(local_files).get("run").init, Nodes(local_files)
+    kept = nodes.commit(make_node(Stage.EVAL, {"weights": init}))
+    lost = nodes.commit(make_node(Stage.EVAL, {"weights": init, "judge": "lost"}))
+    assert unreachable(local_files, grace_s=-60) == [node_path(Stage.EVAL, lost.digest)] != [node_path(Stage.EVAL, kept.digest)]

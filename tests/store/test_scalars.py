@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from rlpipe.errors import ConfigError, ObjectCorrupt, ObjectMissing
-from rlpipe.store import scalars
+from rlpipe.store import anomalies, scalars
 from rlpipe.store.anomalies import Anomaly, Limits, find_anomalies
 from rlpipe.store.audit import check_branch
 from rlpipe.store.branches import Branches
@@ -250,3 +252,36 @@ def test_a_file_that_is_listed_and_written_at_once_is_no_part_of_itself(local_fi
     [part] = scalars._parts(local_files, "run", "samples")
     assert scalars._without_inner(local_files, [part, part]) == [part]
     assert local_files.exists(part.path)
+
+
+def test_iterations_that_do_not_follow_each_other_are_files_of_their_own():
+    assert list(scalars._chunks([0, 1, 3, 15, 16, 17])) == [[0, 1], [3], [15], [16, 17]]
+
+
+def test_tokens_that_are_masked_for_their_age_are_not_unusual(local_files: Files):
+    a_run(local_files, 1)
+    scalars.update(local_files, "run")
+    rows = scalars.read(local_files, "run")
+    older = rows.set_column(rows.schema.get_field_index("staleness"), "staleness", pa.array([3] * rows.num_rows, pa.int32()))
+
+    _, _, columns = next(anomalies.by_iteration(older))
+
+    def rules(config: dict[str, Any]) -> set[str]:
+        return {one.rule for one in anomalies._of_trained("run", 0, columns, config, Limits())}
+
+    assert rules({"async_buffer_size": 2}) == {"stale"}
+    assert rules({"async_buffer_size": 3}) == rules({"rollout": {"mask_offpolicy_in_partial_rollout": True}}) == set()
+
+
+def test_a_group_of_one_sample_has_no_signal_to_lose():
+    def columns(*groups: str) -> dict[str, np.ndarray]:
+        number = len(groups)
+        values = {"status": ["completed"] * number, "error": [None] * number, "reward": [1.0] * number}
+        flags = {"response_tokens": [3] * number, "trained": [True] * number, "group_id": groups}
+        return {
+            name: np.array(value, object if name in ("group_id", "error") else None)
+            for name, value in {**values, **flags}.items()
+        }
+
+    assert anomalies.shares(columns("a", "b"))["no_signal"] == 0.0
+    assert anomalies.shares(columns("a", "a", "b", "b"))["no_signal"] == 1.0

@@ -24,6 +24,7 @@ from rlpipe.inputs import eval_inputs
 from rlpipe.observe.progress import Progress
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.files import Files
+from rlpipe.store.segments import Segments
 from rlpipe.types import NodeRef, Stage
 from tasks import context as contexts
 from tasks.context import RunContext
@@ -66,6 +67,7 @@ def measure(it: RunContext, version: int, accuracy: float) -> None:
 def test_a_value_is_held_against_every_bound_and_nan_against_none_of_them():
     gate = Gate(metric="eval/held/accuracy", at_most=1, at_least=0.2, falls_by=0.1)
     assert gate.broken_by(0.5, 0.55) is None and gate.broken_by(0.5) is None
+    assert Gate(metric="eval/held/accuracy", falls_by=0.25, at_most=0.5, at_least=0.5).broken_by(0.5, 0.75) is None, "bounds hold"
     assert gate.broken_by(0.4, 0.55) == "eval/held/accuracy is 0.4, expected at least 0.45, 0.1 below the best"
     assert gate.broken_by(0.1) == "eval/held/accuracy is 0.1, expected at least 0.2"
     assert "at most 1 and at least 0.2" in str(gate.broken_by(math.nan))
@@ -112,6 +114,22 @@ def test_an_evaluation_is_held_against_the_best_before_it(opened: Opened):
     assert broken(it, 3, found) == [], "not measured"
     measure(it, 3, 0.55)
     assert broken(it, 3, found) == ["eval/held/accuracy is 0.55, expected at least 0.6, 0.1 below the best"]
+
+
+def test_weights_that_took_the_place_of_those_that_were_evaluated_count_as_them(opened: Opened):
+    it, _ = opened({"metric": "eval/held/accuracy", "falls_by": 0.1})
+    commit(it, 0)
+    measure(it, 1, 0.7)
+    Segments(it.files).record("run", 1, 1, weights="t0", segment="made")
+    commit(it, 1)
+    measure(it, 2, 0.5)
+    assert len(broken(it, 2, trained(it, loss=0.0))) == 1
+
+
+def test_an_iteration_that_only_warms_a_critic_up_need_not_have_every_figure(opened: Opened):
+    it, _ = opened({"metric": "train/grad_norm", "at_most": 10})
+    batch = record(it, Stage.ADVANTAGE, seconds=1.0, critic_only=True)
+    assert broken(it, 0, {**trained(it, value_loss=0.5), "advantage": batch}) == []
 
 
 @pytest.fixture(scope="module")

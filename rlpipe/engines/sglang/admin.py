@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import chain
 from operator import itemgetter
 from typing import Any, Literal, TypeVar, get_args
 
@@ -229,14 +232,14 @@ class Engine:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        return await self._ask("POST", "/generate", body, read=_scores)
+        return await self._ask("POST", "/generate", body, read=partial(_scores, sequences))
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None, *, read: Callable[[Any], Answer]) -> Answer:
         """What `read` makes of the JSON of an answer. Raises also: EngineRejected if there is none, or another than it reads."""
         answer = await self._call(method, path, body)
         try:
             return read(answer.json())
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise EngineRejected(
                 "its answer cannot be read",
                 where=f"engine {self.url} {path}",
@@ -248,15 +251,20 @@ class Engine:
             self._http, method, f"{self.url}{path}", json=body, deadline_s=self.deadline_s, where=f"engine {self.url} {path}"
         )
         if "json" in answer.headers.get("content-type", ""):
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 said = answer.json()
                 if isinstance(said, dict) and said.get("success") is False:
                     raise EngineRejected("it failed", where=f"engine {self.url} {path}", found=said.get("message", said))
         return answer
 
 
-def _scores(rows: list[dict[str, Any]]) -> list[list[float]]:
-    return [[float(pair[0]) for pair in row["meta_info"]["input_token_logprobs"][1:]] for row in rows]
+def _scores(sequences: Sequence[Sequence[int]], rows: list[dict[str, Any]]) -> list[list[float]]:
+    scores = [[float(pair[0]) for pair in row["meta_info"]["input_token_logprobs"][1:]] for row in rows]
+    if [len(row) + 1 for row in scores] != [len(sequence) for sequence in sequences]:
+        raise ValueError("not a log-probability for each token but the first")
+    if not all(map(math.isfinite, chain.from_iterable(scores))):
+        raise ValueError("a log-probability is not finite")
+    return scores
 
 
 def _missing(error: EngineRejected) -> bool:

@@ -20,6 +20,7 @@ import httpx
 
 from rlpipe.engines.sglang.routes import Routes
 from rlpipe.errors import ConfigError, EngineUnavailable, ResourceError
+from rlpipe.rollout.http import fetch
 
 LOOK_S = 10.0
 """A server that does not say in so many seconds what it serves is away."""
@@ -190,8 +191,8 @@ class ExternalRouter(Routes):
 def _answer(url: str) -> dict[str, Any] | None:
     """What it says; None if it says nothing of use in time."""
     try:
-        answer = httpx.get(url, timeout=LOOK_S)
+        answer = fetch("GET", url, deadline_s=LOOK_S)
         said = answer.json() if answer.status_code == 200 else None
-    except (httpx.TransportError, ValueError):
+    except (httpx.RequestError, ValueError, RecursionError):
         return None
     return said if isinstance(said, dict) else None

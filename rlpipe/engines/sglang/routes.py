@@ -12,8 +12,10 @@ from typing import Any
 import httpx
 
 from rlpipe.errors import DeadlineExceeded, EngineRejected, EngineUnavailable
+from rlpipe.rollout.http import fetch, read_workers
 
 _POLL_S = 0.01
+_CALL_S = 30.0
 
 
 class Routes:
@@ -30,7 +32,7 @@ class Routes:
 
     def workers(self) -> list[dict[str, Any]]:
         """The engines it routes to, as it describes them: `id`, `url`, `is_healthy`, `load` …"""
-        return self._call("GET", "/workers").json()["workers"]
+        return read_workers(self._call("GET", "/workers"), self.name, ("id", "url", "is_healthy"))
 
     def add(self, url: str, deadline_s: float = 60.0) -> None:
         """Route to the engine at `url` from now on; harmless if it is there already."""
@@ -62,10 +64,10 @@ class Routes:
 
     def _call(self, method: str, path: str, body: dict | None = None) -> httpx.Response:
         try:
-            answer = httpx.request(method, f"{self.url}{path}", json=body, timeout=30.0)
-        except httpx.TransportError as error:
+            answer = fetch(method, f"{self.url}{path}", json=body, deadline_s=_CALL_S)
+        except httpx.RequestError as error:
             raise EngineUnavailable("no answer", where=self.name, found=f"{type(error).__name__}: {error}", do=self.do) from error
-        if answer.status_code >= 400:
+        if not answer.is_success:
             raise EngineRejected(
                 f"{method} {path} was refused", where=self.name, found=f"HTTP {answer.status_code}: {answer.text[:300]}"
             )

@@ -15,6 +15,7 @@ import httpx
 from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.engines.sglang.process import LOOPBACK, ServerProcess, flags
 from rlpipe.errors import ConfigError
+from rlpipe.model_dir import check_sizes
 
 OWNED = {
     "model_path": "model.source",
@@ -140,17 +141,22 @@ def _cpu_defaults(model_path: Path) -> dict[str, object]:
     """What the CPU engine needs, and a cache of at most 1 GiB or 65536 tokens (SGLang would take a share of all memory)."""
     try:
         model = json.loads((model_path / "config.json").read_text())
+        check_sizes(model, f"{model_path}/config.json")
     except FileNotFoundError as error:
         raise ConfigError(
             "not a Hugging Face model directory", where="model.source", found=f"no config.json in {model_path}"
         ) from error
-    heads = model.get("num_key_value_heads") or model["num_attention_heads"]
-    size = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-    token_bytes = 2 * 4 * model["num_hidden_layers"] * heads * size
+    try:
+        heads = model.get("num_key_value_heads") or model["num_attention_heads"]
+        size = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+        cache_tokens = _CPU_CACHE_BYTES // (2 * 4 * model["num_hidden_layers"] * heads * size)
+    except (LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
+        where = f"{model_path}/config.json"
+        raise ConfigError("not the sizes of a model", where=where, found=repr(error), expected="whole numbers above 0") from error
     return {
         "device": "cpu",
         "attention_backend": "torch_native",
         "disable_overlap_schedule": True,
         "sleep_on_idle": True,
-        "max_total_tokens": min(_CPU_CACHE_TOKENS, _CPU_CACHE_BYTES // token_bytes),
+        "max_total_tokens": min(_CPU_CACHE_TOKENS, cache_tokens),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlpipe.config.train import TrainConfig
+from rlpipe.engines.megatron.bridges.deepseek import _rotation
 from rlpipe.engines.megatron.bridges.files import SCALE, WeightFiles, from_blocks
 from rlpipe.engines.megatron.bridges.hf_config import read_config
 from rlpipe.engines.megatron.bridges.kept import with_kept
+from rlpipe.engines.megatron.bridges.latent import DownProjection
 from rlpipe.errors import ConfigError
 from rlpipe.ports import free_port
 from tests.engines.megatron.families import make
@@ -163,3 +166,17 @@ def test_a_source_without_draft_layers_adds_nothing(moonlight):
     config = read_config(moonlight, trust_remote_code=False)
     tensors = [("lm_head.weight", torch.zeros(1))]
     assert list(with_kept(tensors, moonlight, config)) == tensors
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_whole_down_projections_are_summed_over_sequence_parallel_ranks(shared: bool):
+    config: Any = Namespace(hidden_size=4, params_dtype=torch.float32, sequence_parallel=shared)
+    projection = DownProjection(config, 3)
+    assert projection.weight.sequence_parallel is shared and projection.weight.shape == (3, 4)
+
+
+def test_a_rotation_has_what_the_model_says_of_it():
+    said = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16, "beta_slow": 2}
+    found = _rotation({**said, "mscale": 0.7, "mscale_all_dim": 0.5})
+    assert [found[name] for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")] == [16, 2, 0.7, 0.5]
+    assert [_rotation(said)[name] for name in ("mscale", "mscale_all_dim")] == [1.0, 0.0]

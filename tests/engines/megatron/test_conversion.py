@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron.conversion import hf_files, places
-from rlpipe.engines.megatron.conversion.convert import to_hf, to_torch_dist
+from rlpipe.engines.megatron.conversion.convert import _others, _split, to_hf, to_torch_dist
 from rlpipe.engines.megatron.conversion.hf_files import HfWeights, different
 from rlpipe.engines.megatron.conversion.torch_dist import Checkpoint
 from rlpipe.errors import ConfigError, DataError, StoreFull
@@ -278,3 +279,30 @@ def test_training_goes_on_from_a_converted_checkpoint(model, tmp_path):
         ours.score(batch)
         ours.close()
     assert scores[0] == scores[1]
+
+
+def test_what_an_interrupted_start_left_is_there_for_the_same_conversion_only(tmp_path):
+    def begun(name: str) -> bool:
+        """Was there a file already? Leaves one, and is interrupted."""
+        with (
+            suppress(KeyboardInterrupt),
+            places.unfinished(tmp_path / "out", name, needed_bytes=0, force=False) as folder,
+        ):
+            found.append((folder / "a.safetensors").exists())
+            (folder / "a.safetensors").write_text("x")
+            raise KeyboardInterrupt
+        return found[-1]
+
+    found: list[bool] = []
+    assert [begun("one"), begun("one"), begun("other"), begun("other")] == [False, True, False, True]
+
+
+def test_a_tensor_that_is_larger_than_a_file_has_one_of_its_own():
+    assert _split([7, 1, 2, 3, 9], 5, int) == [[7], [1, 2], [3], [9]]
+
+
+@pytest.mark.parametrize(("tied", "others"), [(True, ["extra"]), (False, ["lm_head.weight", "extra"])])
+def test_only_the_copy_of_a_tied_embedding_is_no_tensor_of_its_own(tied: bool, others: list[str]):
+    names: Any = Namespace(names=["model.embed_tokens.weight", "lm_head.weight", "extra"])
+    skeleton: Any = Namespace(tied=tied)
+    assert _others(names, {"embedding": ["model.embed_tokens.weight"]}, skeleton) == others

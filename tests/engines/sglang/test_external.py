@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rlpipe.config.model import EngineConfig
+from rlpipe.engines.sglang import external
 from rlpipe.engines.sglang.external import ExternalRouter, ExternalServer, Wanted, unfit
 from rlpipe.engines.sglang.router import Router
 from rlpipe.errors import ConfigError, EngineUnavailable, ResourceError
@@ -69,6 +70,19 @@ def test_one_that_does_not_answer_is_not_there(wanted: Wanted):
     with pytest.raises(EngineUnavailable, match=r"(?s)external_engines: http://127\.0\.0\.1:9.*once it answers it is taken in"):
         server.start()
     assert not server.alive
+
+
+def test_one_that_answers_is_not_there_until_it_has_said_what_it_serves(wanted: Wanted, monkeypatch: pytest.MonkeyPatch):
+    said = {"model_info": MODEL, "server_info": SERVER}
+    monkeypatch.setattr(external, "_answer", lambda url: said.get(url.rpartition("/")[2]))
+    server = ExternalServer(NOBODY, wanted)
+    assert not server.alive
+    server.start()
+    assert server.alive
+    del said["model_info"]
+    assert not server.alive
+    said["model_info"] = MODEL
+    assert not server.alive, "another may be there now"
 
 
 @pytest.mark.integration

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 import rlpipe.engines.megatron.platform  # noqa: F401
 
@@ -22,6 +22,7 @@ import rlpipe.engines.megatron.platform  # noqa: F401
 from mbridge.core.safetensor_io import SafeTensorIO
 
 from rlpipe.errors import ConfigError
+from rlpipe.model_dir import check_files
 
 BLOCK = 128
 SCALE = "_scale_inv"
@@ -33,6 +34,7 @@ class WeightFiles(SafeTensorIO):
 
     def __init__(self, directory: str) -> None:
         """Reads the index, or the names in every file. Raises: ConfigError if there are no weights."""
+        check_files(Path(directory), "model")
         super().__init__(directory)
         self._folder, self._open = Path(directory), {}
         self._file_of = self.index or {name: path.name for path in self._paths() for name in self._names_in(path.name)}
@@ -74,7 +76,11 @@ class WeightFiles(SafeTensorIO):
         if file not in self._open:
             if not (self._folder / file).is_file():
                 raise ConfigError("a file of the index is missing", where=str(self._folder / INDEX), found=f"no {file}")
-            self._open[file] = safe_open(self._folder / file, framework="pt", device="cpu")
+            try:
+                self._open[file] = safe_open(self._folder / file, framework="pt", device="cpu")
+            except SafetensorError as error:
+                where = str(self._folder / file)
+                raise ConfigError("not a safetensors file", where=where, found=error, do="download it again") from error
         return self._open[file]
 
     def _names_in(self, file: str) -> list[str]:

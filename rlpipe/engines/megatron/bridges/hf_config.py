@@ -16,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from rlpipe.errors import ConfigError
+from rlpipe.model_dir import check_sizes
 
 SAME_AS = {"kimi_k2": "deepseek_v3"}
 """Types that transformers does not know, and those that they are by another name."""
@@ -32,12 +33,13 @@ def read_config(model_dir: str, *, trust_remote_code: bool) -> PretrainedConfig:
     path = Path(model_dir) / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
+        check_sizes(raw, str(path))
         kind = str(SAME_AS.get(raw.get("model_type"), raw.get("model_type")))
         if kind in CONFIG_MAPPING:
             config = CONFIG_MAPPING[kind].from_dict({**raw, "model_type": kind})
         else:
             config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, StrictDataclassError) as error:
         raise ConfigError("not a model's configuration", where=str(path), found=f"{type(error).__name__}: {error}") from error
     _check_rope(config, model_dir)
     _check_quantisation(config, model_dir)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from rlpipe.engines.megatron.bridges.files import INDEX, SCALE, from_blocks
@@ -59,8 +59,10 @@ class HfWeights:
             return sorted(self._directory.glob("*.safetensors"))
         try:
             names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise DataError("not an index of safetensors", where=str(index), found=repr(error)) from error
+        if elsewhere := [name for name in names if Path(name).name != name]:
+            raise DataError("the index names a file of another directory", where=str(index), found=", ".join(elsewhere))
         if absent := [name for name in names if not (self._directory / name).is_file()]:
             raise ConfigError(
                 "the index names a file that is not there", where=str(index), found=", ".join(absent), do="download it again"
@@ -95,8 +97,12 @@ class HfWeights:
     def _stored(self, name: str) -> torch.Tensor:
         if name not in self._headers:
             raise DataError("a weight is missing", where=str(self._directory), expected=name)
-        with safe_open(self._headers[name][0], framework="pt", device="cpu") as file:
-            return file.get_tensor(name).clone()
+        path = self._headers[name][0]
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                return file.get_tensor(name).clone()
+        except SafetensorError as error:
+            raise DataError("not a safetensors file", where=str(path), found=error, do="download it again") from error
 
 
 def small_files(directory: str | Path) -> list[Path]:
@@ -190,7 +196,7 @@ def _header(path: Path) -> dict[str, Any]:
             end = 8 + length + max((int(entry["data_offsets"][1]) for entry in content.values()), default=0)
             if strange := [entry for entry in content.values() if entry["dtype"] not in _DTYPES or not _is_shape(entry["shape"])]:
                 raise ValueError(f"an entry {strange[0]}")
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise DataError("not a safetensors file", where=str(path), found=repr(error), do="download it again") from error
     if end != size:
         raise DataError("a safetensors file is cut off", where=str(path), found=f"{size} bytes", expected=f"{end} bytes")
