@@ -92,6 +92,7 @@ def test_every_file_has_exactly_one_rank_that_uploads_it(tmp_path_factory, writt
 
 def test_another_upload_under_the_same_prefix_is_refused_and_the_same_one_is_not(files: Files, saved: Path):
     assert upload(files, saved) == upload(files, saved)
+    (saved / "__1_0.distcp").unlink()
     (saved / "__1_0.distcp").write_bytes(b"other")
     with pytest.raises(ObjectConflict):
         upload(files, saved)

@@ -14,7 +14,7 @@ import pytest
 from rlpipe.actors import scoring
 from rlpipe.actors.scoring import with_server_s_scores
 from rlpipe.actors.trainer_spec import TrainerSpec
-from rlpipe.errors import DataError
+from rlpipe.errors import EngineRejected
 from tests.actors.trained import configuration
 from tests.engines.megatron.ranks import make_batch
 
@@ -71,7 +71,7 @@ def test_it_is_asked_for_whole_samples_in_turns_and_its_answer_is_cut_to_the_res
 
 def test_an_answer_of_another_length_is_an_error(url, tmp_path):
     Teacher.short = 1
-    with pytest.raises(DataError, match="not one number per token"):
+    with pytest.raises(EngineRejected, match="cannot be read"):
         with_server_s_scores(make_batch(4), spec(tmp_path, opd_type="sglang", url=url))
 
 
