@@ -23,15 +23,18 @@ from rich.progress import Progress
 
 from rlpipe import provenance
 from rlpipe.config.load import HOME_VARIABLE, home
+from rlpipe.config.problems import nearest
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.observe.viewer import write_viewer
 from rlpipe.run_rollouts import iterations
 from rlpipe.store.anomalies import find_anomalies
 from rlpipe.store.audit import check_branch
+from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.query import ask
 from rlpipe.store.run_file import store_of
 from rlpipe.token_rows import decoder, shown_samples, tokenizer_of
+from tools.piped import piped
 
 
 def main() -> int:
@@ -44,6 +47,10 @@ def main() -> int:
         if number and not number.isdigit():
             raise ConfigError("not an iteration", where="--run", found=arguments.run, expected="RUN or RUN@K")
         files = Files(arguments.store or store_of(home(), run))
+        if not files.list(f"branches/{run}"):
+            known = Branches(files).names()
+            near = ", ".join(nearest(run, known) or known[:5]) or "none yet"
+            raise ConfigError("there is no such run", where=f"--run {run}", found=files.root, expected=f"one of: {near}")
         return COMMANDS[arguments.command](files, run, int(number) if number else None, arguments)
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -143,4 +150,4 @@ def view(files: Files, run: str, k: int | None, arguments: argparse.Namespace) -
 COMMANDS = {"verify": verify, "unusual": unusual, "lineage": lineage, "forward": forward, "sql": sql, "view": view}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from rlpipe.config import passthrough
 from rlpipe.config.flag import Flag
 from rlpipe.config.slime import FLAGS, absent
+from tools.piped import piped
 from tools.points import POINTS
 
 PREFIX = {"megatron": "--", "sglang": "--sglang-", "router": "--router-"}
@@ -59,4 +60,4 @@ def points() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

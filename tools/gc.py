@@ -29,6 +29,7 @@ from rlpipe.store.epochs import Epochs
 from rlpipe.store.files import Files
 from rlpipe.store.gc import remove, unreachable
 from rlpipe.store.retention import Retention, branch_removal, spare_checkpoints
+from tools.piped import piped
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -103,4 +104,4 @@ def print_summary(files: Files, paths: Sequence[str], *, listed: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

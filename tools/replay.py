@@ -20,6 +20,7 @@ from rlpipe.config.load import HOME_VARIABLE, home
 from rlpipe.errors import RlpipeError
 from rlpipe.store.files import Files
 from rlpipe.store.run_file import store_of
+from tools.piped import piped
 
 
 def main() -> int:
@@ -70,4 +71,4 @@ def summary(result: Replay) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

@@ -25,6 +25,7 @@ from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.run_rollouts import find, iterations, sample_rows
 from rlpipe.store.files import Files
 from rlpipe.store.run_file import store_of
+from tools.piped import piped
 
 HEADER = ("iteration", "group", "n", "status", "tokens", "reward", "advantage", "dropped", "response")
 WIDTHS = (9, 24, 3, 9, 6, 8, 9, 14, 60)
@@ -143,4 +144,4 @@ def _line(cells: tuple[Any, ...]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

@@ -97,7 +97,7 @@ def test_the_page_shows_every_token_and_escapes_what_was_sampled(tool: Tool, tmp
 @pytest.mark.parametrize(
     ("words", "run", "said"),
     [
-        (("verify",), "nobody", "there is no such object"),
+        (("verify",), "nobody", "there is no such run"),
         (("verify",), "run@x", "not an iteration"),
         (("sql",), "run", "what is the question?"),
         (("sql", "nonsense"), "run", "not a question"),
@@ -110,3 +110,8 @@ def test_what_cannot_be_found_out_is_exit_code_2(
 ):
     assert tool(*words, run=run) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_run_that_is_not_there_is_answered_with_the_nearest_that_is(tool: Tool, capsys: pytest.CaptureFixture[str]):
+    assert tool("verify", run="runn") == 2
+    assert "there is no such run" in (said := capsys.readouterr().err) and "one of: run\n" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -67,3 +68,12 @@ def test_the_tables_are_printed(
 def test_a_name_that_nothing_has_ends_with_1(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "argv", ["tools.flags", "no such flag"])
     assert flags.main() == 1
+
+
+def test_a_list_of_which_only_the_head_is_read_ends_without_a_word():
+    command = [sys.executable, "-m", "tools.flags"]
+    with subprocess.Popen(command, cwd=TESTS.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr and process.stderr.read() == ""
+    assert process.returncode in (0, 141)
