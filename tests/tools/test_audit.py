@@ -113,5 +113,5 @@ def test_what_cannot_be_found_out_is_exit_code_2(
 
 
 def test_a_run_that_is_not_there_is_answered_with_the_nearest_that_is(tool: Tool, capsys: pytest.CaptureFixture[str]):
-    assert tool("verify", run="runn") == 2
+    assert tool("verify", run="run2") == 2
     assert "there is no such run" in (said := capsys.readouterr().err) and "one of: run\n" in said
