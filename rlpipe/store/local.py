@@ -24,7 +24,8 @@ from rlpipe.errors import ObjectMissing, StoreError, StoreFull
 
 TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}$")
 CHUNK_BYTES = 32 * 1024**2
-UNLINKABLE = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS}
+UNLINKABLE = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS}
+"""Where a file cannot have a second name, or not by us: it is copied."""
 
 
 class Entry(NamedTuple):
@@ -123,10 +124,10 @@ class LocalBackend:
             _make_directory(target.parent)
             with local.open("rb") as file:
                 os.fsync(file.fileno())
-            os.utime(local)  # an object is as old as it is an object
-            local.chmod(0o444)
             try:
+                os.utime(local)  # an object is as old as it is an object
                 target.hardlink_to(local)
+                local.chmod(0o444)
             except FileExistsError:
                 return False
             except OSError as error:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from rlpipe.errors import DeadlineExceeded
 from rlpipe.observe.trace import Event
+from tools.bench import iterations
 from tools.bench.__main__ import main
 from tools.bench.bench import open_bench
 from tools.bench.shapes import SHAPES
+from tools.bench.utilisation import watched
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -77,3 +83,32 @@ def test_a_shape_is_a_run_with_its_own_work(tmp_path):
     prompts = [json.loads(line)["prompt"] for line in (tmp_path / "0.6b.jsonl").read_text().splitlines()]
     assert {len(prompt) for prompt in prompts} == {shape.prompt_tokens} and len(set(prompts)) == len(prompts)
     assert not bench.model_dir.exists(), "made when a part needs it"
+
+
+def test_a_run_has_begun_with_the_first_stage_of_an_iteration_not_with_its_engines(tmp_path):
+    trace, log = tmp_path / "trace.jsonl", tmp_path / "train.log"
+    log.write_text("")
+    engines, rollout = (
+        json.dumps(Event(1.0, k, stage, "begin", 1)._asdict()) for k, stage in ((None, "switch to start"), (0, "rollout"))
+    )
+    with subprocess.Popen(["sleep", "60"]) as process:
+        trace.write_text(f"{engines}\n")
+        with pytest.raises(DeadlineExceeded):
+            iterations._until_started(process, trace, log, time.monotonic())
+        trace.write_text(f"{engines}\n{rollout}\n")
+        iterations._until_started(process, trace, log, time.monotonic())
+        process.kill()
+
+
+def test_only_the_gpus_that_a_run_sees_are_watched(tmp_path, monkeypatch):
+    asked = tmp_path / "asked"
+    (tmp_path / "nvidia-smi").write_text(f'#!/bin/sh\necho "$@" > {asked}.new && mv {asked}.new {asked}\nexec sleep 60\n')
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for visible, expected in (("2,3", True), ("", False)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        with watched():
+            while not asked.exists():
+                time.sleep(0.01)
+        assert ("--id=2,3" in asked.read_text()) is expected
+        asked.unlink()
