@@ -1,11 +1,13 @@
-"""Write the tables of names that pass through to Megatron-core, SGLang and its router (rlpipe/config/passthrough/*.json).
+"""Write the tables of names that pass through to the Megatron-core, SGLang and router that are installed
+(rlpipe/config/passthrough/{table}-{version}.json).
 
     python -m tools.passthrough_tables            write them
     python -m tools.passthrough_tables --check    compare them, exit 1 if they differ
 
-Run it after changing the pin of one of those packages. A name is an argument as the package itself spells it: a dataclass
-field for Megatron, a command line option with underscores for SGLang and its router. Options that are other spellings of one
-field carry that field. The packages are named as data here, not imported: this tool only looks at classes.
+Run it after changing the pin of one of those packages, and delete the tables of versions that are no longer supported. A name is
+an argument as the package itself spells it: a dataclass field for Megatron, a command line option with underscores for SGLang and
+its router. Options that are other spellings of one field carry that field. The packages are named as data here, not imported:
+this tool only looks at classes.
 """
 
 from __future__ import annotations
@@ -20,10 +22,9 @@ import sys
 import types
 import typing
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Literal, Union
 
-from rlpipe.config.passthrough import FOLDER, OBJECT, TABLES
+from rlpipe.config.passthrough import FOLDER, OBJECT, TABLES, installed
 
 RECEIVERS = {
     "megatron": (
@@ -117,7 +118,7 @@ def main() -> int:
     check = parser.parse_args().check
     differences = []
     for name in TABLES:
-        path, new = Path(FOLDER) / f"{name}.json", table(name)
+        path, new = FOLDER / f"{name}-{installed(RECEIVERS[name][0])}.json", table(name)
         old = path.read_text(encoding="utf-8") if path.is_file() else ""
         if not check:
             path.write_text(new, encoding="utf-8")

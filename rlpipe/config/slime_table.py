@@ -18,7 +18,7 @@ SLIME: tuple[Flag, ...] = (
     to("critic_num_gpus_per_node", "int", None, "resources.critic_num_gpus_per_node"),
     built("rollout_num_gpus", "int", None, "resources.rollout_num_gpus"),
     to("rollout_num_gpus_per_engine", "int", 1, "resources.rollout_num_gpus_per_engine"),
-    neutral("num_gpus_per_node", "int", 8, "Ray knows how many each node has"),
+    to("num_gpus_per_node", "int", 8, "resources.num_gpus_per_node"),
     to("colocate", "on", False, "resources.colocate"),
     built("offload", "on", False, "resources.offload_train"),
     to("offload_train", "either", None, "resources.offload_train"),

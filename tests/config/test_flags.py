@@ -151,6 +151,7 @@ def test_a_refused_flag_that_says_what_is_the_case_anyway_is_taken():
         ("--loss-mask-type qwen3", "rollout.loss_mask_type", "all_assistant"),
         ("--balance-by-flops", "train.balance_by_flops", True),
         ("--num-critic-only-steps 3", "critic.num_critic_only_steps", 3),
+        ("--num-gpus-per-node 4", "resources.num_gpus_per_node", 4),
         ("--critic-num-gpus-per-node 4", "resources.critic_num_gpus_per_node", 4),
         ("--critic-lr 1e-5 --critic-save /models/c", "critic.lr", 1e-5),
         ("--critic-lr-warmup-iters 5 --critic-load /nowhere", "critic.lr_warmup_steps", 5),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
+from packaging.version import Version
 
-from rlpipe.config.passthrough import TABLES, accepts, check_megatron, check_router, check_sglang, load, receivers
+from rlpipe.config import passthrough
+from rlpipe.config.passthrough import TABLES, accepts, check_megatron, check_router, check_sglang, load, receivers, stored
 from rlpipe.config.passthrough.owned import OWNED
 from rlpipe.errors import ConfigError
 
@@ -108,9 +111,21 @@ def test_every_owned_name_is_in_its_table(table):
     assert set(OWNED[table]) <= fields
 
 
+@pytest.mark.parametrize(
+    ("version", "older", "newer"), [("0.5.15", True, False), ("0.5.18", True, True), ("0.5.21", False, True), (None, False, True)]
+)
+def test_names_are_those_of_the_version_that_is_installed(monkeypatch, version, older, newer):
+    monkeypatch.setattr(passthrough, "installed", lambda package: Version(version) if version else None)
+    monkeypatch.setattr(passthrough, "load", load.__wrapped__)
+    for name, there in (("cuda_graph_max_bs", older), ("prefill_decode_interval", newer), ("chunked_prefill_size", True)):
+        with nullcontext() if there else pytest.raises(ConfigError, match="no argument of this name"):
+            check_sglang({name: None})
+
+
 @pytest.mark.parametrize("table", TABLES)
 def test_no_secret_passes_for_it_would_be_stored_with_the_run(table):
-    fields = {entry.get("field", name) for kind in load(table)["receivers"].values() for name, entry in kind.items()}
+    kinds = [kind for content in stored(table).values() for kind in content["receivers"].values()]
+    fields = {entry.get("field", name) for kind in kinds for name, entry in kind.items()}
     secrets = {name for name in fields if "api_key" in name or "password" in name}
     assert secrets <= OWNED[table].keys()
     assert all("stored with the run" in OWNED[table][name] for name in secrets)

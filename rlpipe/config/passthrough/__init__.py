@@ -1,8 +1,10 @@
 """Arguments that go to Megatron-core, SGLang and its router untouched, under their own names: checked here, read there.
 
-`megatron.json`, `sglang.json` and `router.json` list every name with its type and default, per receiving class
+`{table}-{version}.json` lists every name with its type and default, per receiving class
 ({"package", "version", "receivers": {class: {name: {"type", "default", "field"?}}}}); `tools/passthrough_tables.py` writes
-them. Names that rlpipe sets itself are *owned*: passing one is an error that says which key to use.
+it. There is one for each end of a range of versions, and what is checked against is the one of the version that is installed; of
+another version all of them together, and where none is, on a machine that only submits runs, the newest. Names that rlpipe sets
+itself are *owned*: passing one is an error that says which key to use.
 
 Types are checked as far as JSON goes (a string where a number belongs); whether a value makes sense is found out by the
 receiving class itself when it is built. Nothing here imports torch, megatron or sglang.
@@ -15,8 +17,11 @@ import difflib
 import json
 from collections.abc import Mapping
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 from rlpipe.config.passthrough.checkout import arguments, checkout
 from rlpipe.config.passthrough.owned import OWNED
@@ -55,12 +60,39 @@ def check_router(given: Mapping[str, Any]) -> None:
 
 @cache
 def load(table: str) -> dict[str, Any]:
-    """One table as it is stored; Megatron's with the arguments of a checkout that is imported in place of the wheel."""
-    stored = json.loads((FOLDER / f"{table}.json").read_text(encoding="utf-8"))
+    """The table of what is installed; Megatron's with the arguments of a checkout that is imported in place of the wheel."""
     folder = checkout() if table == "megatron" else None
-    if folder is None:
-        return stored
-    return {"package": "Megatron-LM", "version": f"at {folder}", "receivers": arguments(folder)}
+    if folder is not None:
+        return {"package": "Megatron-LM", "version": f"at {folder}", "receivers": arguments(folder)}
+    known = stored(table)
+    version = installed(next(iter(known.values()))["package"])
+    if version is None:
+        return known[max(known)]
+    return known[version] if version in known else _together(known)
+
+
+def stored(table: str) -> dict[Version, dict[str, Any]]:
+    """The tables that lie here, by version."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in FOLDER.glob(f"{table}-*.json")]
+    return {Version(content["version"]): content for content in found}
+
+
+def installed(package: str) -> Version | None:
+    """Its version, without what a build adds to it; None if it is not there."""
+    try:
+        return Version(Version(metadata.version(package)).base_version)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _together(known: Mapping[Version, dict[str, Any]]) -> dict[str, Any]:
+    """Names of any of the versions; of one that several have, as the newest has it."""
+    receivers: dict[str, dict[str, Any]] = {}
+    for version in sorted(known):
+        for kind, names in known[version]["receivers"].items():
+            receivers.setdefault(kind, {}).update(names)
+    versions = " or ".join(map(str, sorted(known)))
+    return {"package": known[min(known)]["package"], "version": versions, "receivers": receivers}
 
 
 def receivers(table: str, name: str) -> list[str]:
