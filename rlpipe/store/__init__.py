@@ -5,6 +5,7 @@ From the bytes up: `files` (first writer wins, over `local` and `s3`), `records`
 may remove anything), then `audit` and `gc` over all of it. Beside the store: `run_file`, what a home says of its runs.
 
     branches/<branch>/config.json, %08d.json      what a run is; its commits
+    branches/<branch>/receipts/%08d.json          that they were there
     branches/<branch>/epochs/%08d.json, %08d/*    its drivers, one after another, and their leases; of `.gc` the collectors
     branches/<branch>/segments/*, scalars/*       states that took a recorded one's place; tables over the branch
     rollouts/, gates/<branch>/*, draws/*          notes of what has no commit; gates that were opened; plans that chance drew

@@ -12,8 +12,10 @@ Along the branch, and through what it was forked from, oldest first:
     cursor      each plan starts where the commit before it (or the part before it) left the data source, and the commit ends
                 where its rollout says
     epochs      no commit was made under an older epoch than one before it
-    records     commits follow each other; nodes are there, have the digest of their inputs, and parents on this branch
-    files       data files, checkpoints, evaluations are there with their size, checksum and rows
+    records     commits follow each other, and none is gone or another than it was; nodes are there, have the digest of their
+                inputs, and parents on this branch
+    files       data files, checkpoints, evaluations are there with their size, checksum and rows; nothing lies in the folders
+                of the run that no writer put there
 
 If a commit of the history is missing, what comes after it is checked by itself: records, files and foreign rows. An iteration
 without a commit, only sampled or reprocessed, is checked as if what its last stage chose had been trained; its batch was scored
@@ -31,7 +33,18 @@ from functools import partial
 import pyarrow as pa
 
 from rlpipe.errors import ObjectCorrupt
-from rlpipe.store.audit_reading import Finding, Loaded, Reader, evaluations_of, history, keys, read_ahead
+from rlpipe.store import strays
+from rlpipe.store.audit_reading import (
+    Finding,
+    Loaded,
+    Reader,
+    committed_before,
+    evaluations_of,
+    gone,
+    history,
+    keys,
+    read_ahead,
+)
 from rlpipe.store.branches import Branches, commit_name
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
@@ -48,8 +61,11 @@ def check_branch(files: Files, branch: str, say: Say | None = None) -> list[Find
 
     Raises: ObjectMissing if there is no such branch; StoreError if the store does not answer.
     """
+    committed = committed_before(files, branch)  # first: what a driver commits meanwhile is no matter
     commits, inits, findings = history(Branches(files), branch)
     whole = not findings
+    findings += gone(files, branch, committed)
+    findings += [Finding("records", files.url(stray.path), stray.problem) for stray in strays.of_branch(files, branch)]
     reader = Reader(files, evaluations_of(files, findings))
     audit = _Audit(files, reader, findings, whole=whole)
     for digest in inits:
@@ -90,11 +106,15 @@ class _Audit:
         self.findings.append(Finding(rule, where, problem))
 
     def check_init(self, digest: str) -> None:
-        """The node of the first weights; its own parents may lie on another branch."""
+        """The node of the first weights, and the checkpoint of another branch that they were taken from."""
         self._known.add(digest)
         where = f"init {digest}"
         if node := self._reader.readable(self.findings, "records", where, lambda: self._nodes.get(Stage.INIT, digest)):
             self._reader.check_files(self.findings, node)
+            if source := node.parents.get("start_from"):
+                find = partial(self._nodes.get, Stage.CHECKPOINT, source)
+                if checkpoint := self._reader.readable(self.findings, "records", f"{where} start_from", find):
+                    self._reader.check_files(self.findings, checkpoint)
         self.findings += self._reader.check_leaves(digest, where)
 
     def check_segments(self, branches: Iterable[str]) -> None:

@@ -10,18 +10,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
 from rlpipe.errors import ObjectCorrupt, ObjectMissing
+from rlpipe.store import receipts, scalars, strays
 from rlpipe.store.branches import Branches, commit_name, parse_commit_name
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes, input_digest
 from rlpipe.store.notes import noted
 from rlpipe.store.plans import Plans, plan_of_rows
+from rlpipe.store.receipts import Receipt, Receipts
 from rlpipe.store.schema import BATCH, KIND, REWARDS, SAMPLES, decode
+from rlpipe.store.strays import Stray
 from rlpipe.types import Commit, DataState, FileRecord, Node, Plan, Stage
 
 AHEAD = 4
@@ -93,11 +97,19 @@ class Reader:
     """Reads what belongs to commits. Methods raise only what a store raises that is away, or full."""
 
     def __init__(self, files: Files, evaluations: dict[str, list[Node]]) -> None:
-        self._files, self._nodes, self._plans = files, Nodes(files), Plans(files)
+        self._files, self._nodes, self._plans, self._receipts = files, Nodes(files), Plans(files), Receipts(files)
         self._evaluations = evaluations
 
     def load(self, commit: Commit) -> Loaded:
         """An iteration, with the checkpoint and the evaluations of the weights it made."""
+        loaded = self._load(commit)
+        find = partial(self._receipts.find, commit.branch, commit.iteration)
+        receipt = self.readable(loaded.findings, "records", f"{loaded.where} receipt", find)
+        if receipt is not None and receipt != Receipt.of(commit):
+            loaded.findings.append(Finding("records", loaded.where, "another commit was here: its receipt does not fit this one"))
+        return loaded
+
+    def _load(self, commit: Commit) -> Loaded:
         loaded = Loaded(commit)
         for digest in commit.plans:
             if plan := self.readable(loaded.findings, "records", loaded.where, lambda digest=digest: self._plans.read(digest)):
@@ -109,7 +121,12 @@ class Reader:
                 rows = self.check_files(loaded.findings, node)
                 if rows is not None:
                     loaded.rows[stage] = rows
-        if rollout := loaded.nodes.get(Stage.ROLLOUT):
+        rollout = loaded.nodes.get(Stage.ROLLOUT)
+        named = {record.path for record in rollout.files} if rollout else ()
+        if len(loaded.plans) == len(commit.plans):
+            for digest, plan in zip(commit.plans, loaded.plans, strict=True):
+                self._add_strays(loaded.findings, strays.of_plan(self._files, digest, plan, named))
+        if rollout:
             loaded.rollout = self._said(loaded, rollout)
         if Stage.TRAIN in commit.nodes:
             loaded.findings += self.check_leaves(commit.nodes[Stage.TRAIN], loaded.where)
@@ -124,7 +141,7 @@ class Reader:
             commit = commit.model_copy(update={"nodes": nodes})
             if chosen := self.readable(list[Finding](), "records", where, lambda: self._chosen(nodes)):
                 commit = commit.model_copy(update=chosen)
-        loaded = self.load(commit)
+        loaded = self._load(commit)
         loaded.findings[:0] = findings
         if rollout := loaded.nodes.get(Stage.ROLLOUT):
             if judged := rollout.config.get("judged_by"):
@@ -155,7 +172,8 @@ class Reader:
         return findings
 
     def check_files(self, findings: list[Finding], node: Node) -> list[Rows] | None:
-        """Every file of a node; the rows of its tables, None if one of them could not be read."""
+        """Every file of a node, and what lies beside them; the rows of its tables, None if one of them could not be read."""
+        self._add_strays(findings, strays.of_node(self._files, node))
         rows: list[Rows] | None = []
         for record in node.files:
             url = self._files.url(record.path)
@@ -165,6 +183,9 @@ class Reader:
             if table is None and record.rows is not None:
                 rows = None
         return rows
+
+    def _add_strays(self, findings: list[Finding], found: Iterable[Stray]) -> None:
+        findings += [Finding("files", self._files.url(stray.path), stray.problem) for stray in found]
 
     def _file(self, findings: list[Finding], record: FileRecord, url: str) -> pa.Table | None:
         size, table = self._read(findings, record, url)
@@ -220,6 +241,19 @@ def history(branches: Branches, branch: str) -> tuple[list[Commit], list[str], l
     except (ObjectMissing, ObjectCorrupt) as error:
         findings.append(Finding("records", where, f"the history cannot be read: {error}"))
     return commits, list(dict.fromkeys(inits)), findings
+
+
+def committed_before(files: Files, branch: str) -> set[int]:
+    """Iterations of a branch that were committed by now, by what is only written after a commit: receipts, and tables."""
+    names = files.list(f"branches/{branch}/receipts")
+    return {int(match[1]) for name in names if (match := receipts.NAME.fullmatch(name))} | scalars.newest_covered(files, branch)
+
+
+def gone(files: Files, branch: str, committed: Iterable[int]) -> list[Finding]:
+    """The newest commits of a branch that were there once; one that is missing among others breaks the history."""
+    newest = max(Branches(files).committed(branch), default=-1)
+    problem = "it was committed: its receipt, or the tables of the run, say so; its commit is gone"
+    return [Finding("records", commit_name(branch, k), problem) for k in sorted(committed) if k > newest]
 
 
 def evaluations_of(files: Files, findings: list[Finding]) -> dict[str, list[Node]]:

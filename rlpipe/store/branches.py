@@ -2,7 +2,7 @@
 
 Iterations are numbered without gaps. The first commit of a root branch has iteration 0 and no parent; that of a fork goes
 on from its parent's. A commit is refused unless its parent is there, so what `newest` returns always has its whole history.
-Along a branch the epochs of its commits never go down.
+Along a branch the epochs of its commits never go down. After each commit its receipt is written, which outlives it.
 
 Not here: who may commit (`epochs`), or what a commit's nodes hold (`nodes`).
 """
@@ -16,9 +16,11 @@ from uuid import uuid4
 
 from rlpipe.errors import Fenced, ObjectConflict, ObjectCorrupt, ObjectMissing, StoreError
 from rlpipe.store.files import Files
+from rlpipe.store.receipts import WHO_AND_WHEN, Receipts
 from rlpipe.store.records import now, seal, unseal
 from rlpipe.types import Commit, Record
 
+CONFIG = re.compile(r"branches/[^/]+/config\.json")
 COMMIT = re.compile(r"branches/([^/]+)/([0-9]{8})\.json")
 
 
@@ -52,7 +54,7 @@ class Branches:
     """The branches of a store."""
 
     def __init__(self, files: Files) -> None:
-        self._files = files
+        self._files, self._receipts = files, Receipts(files)
         self._known: dict[str, Branch] = {}
 
     def names(self) -> list[str]:
@@ -163,6 +165,8 @@ class Branches:
         self._refuse_gap(commit)
         commit = commit.model_copy(update={"attempt": commit.attempt or uuid4().hex[:12], "created": commit.created or now()})
         path = _path(commit_name(commit.branch, commit.iteration))
+        if not self._files.exists(path):
+            self._receipts.refuse_other(commit)
         if fence is not None:
             fence()
         try:
@@ -171,6 +175,7 @@ class Branches:
             winner = self.read(commit.branch, commit.iteration)
             self._refuse_older(commit, winner)
             if _content(winner) == _content(commit):
+                self._receipts.write(winner)
                 return winner
             raise ObjectConflict(
                 "this iteration was committed by another driver, with another result",
@@ -178,6 +183,7 @@ class Branches:
                 found=f"other values of {_differing_keys(winner, commit)} by attempt {winner.attempt}",
                 do="stop this driver; start it again to go on from the newest commit",
             ) from error
+        self._receipts.write(commit)
         return commit
 
     def sampled_by(self, branch: str) -> str:
@@ -255,9 +261,9 @@ def _follows(commit: Commit) -> bool:
 
 def _content(commit: Commit) -> dict[str, Any]:
     """What a commit says, less who wrote it when and with what."""
-    return commit.model_dump(exclude={"attempt", "created", "epoch", "packages"})
+    return commit.model_dump(exclude=WHO_AND_WHEN)
 
 
 def _differing_keys(first: Record, second: Record) -> list[str]:
     one, other = first.model_dump(), second.model_dump()
-    return [key for key in one if one[key] != other[key] and key not in ("attempt", "created", "epoch", "packages")]
+    return [key for key in one if one[key] != other[key] and key not in WHO_AND_WHEN]

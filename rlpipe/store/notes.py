@@ -1,19 +1,31 @@
 """Which nodes make an iteration of a branch that has no commit for it: of one that only sampled, or was reprocessed.
 
-    rollouts/<branch>/<k>.json     stage → digest of its node
+    rollouts/<branch>/<k>.json     stage → digest of its node, sealed like every record
 
 Not here: what such rollouts are read for (`rlpipe.run_rollouts`).
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 
 from rlpipe.errors import ObjectConflict, ObjectCorrupt
 from rlpipe.store.files import Files
-from rlpipe.types import Stage
+from rlpipe.store.records import seal, unseal
+from rlpipe.types import Record, Stage
+
+NAME = re.compile(r"rollouts/[^/]+/([0-9]{8})\.json")
+AGAIN = "delete it and start again what wrote it (sampling, reprocessing): its nodes are found and noted anew"
+
+
+class Note(Record):
+    """The nodes of iteration k of a branch."""
+
+    format: int = 1
+    branch: str
+    iteration: int
+    nodes: dict[Stage, str]
 
 
 def note(files: Files, branch: str, k: int, nodes: Mapping[Stage, str]) -> dict[Stage, str]:
@@ -21,29 +33,27 @@ def note(files: Files, branch: str, k: int, nodes: Mapping[Stage, str]) -> dict[
 
     Raises: ObjectCorrupt if what is there is no such record; StoreError.
     """
+    ours, path = Note(branch=branch, iteration=k, nodes=dict(nodes)), note_path(branch, k)
     try:
-        files.create(note_path(branch, k), json.dumps({str(stage): digest for stage, digest in nodes.items()}).encode())
+        files.create(path, seal(ours, path))
     except ObjectConflict:
         return noted(files, branch, k)
     return dict(nodes)
 
 
 def noted(files: Files, branch: str, k: int) -> dict[Stage, str]:
-    """The nodes of iteration k of a branch. Raises: ObjectMissing, ObjectCorrupt."""
+    """The nodes of iteration k of a branch. Raises: ObjectMissing; ObjectCorrupt, also if it is another iteration's note."""
     path = note_path(branch, k)
-    try:
-        said = json.loads(files.read(path))
-        if all(isinstance(digest, str) for digest in said.values()):
-            return {Stage(stage): digest for stage, digest in said.items()}
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ObjectCorrupt("not a note of an iteration", where=files.url(path), found=repr(error)) from error
-    raise ObjectCorrupt("not a note of an iteration", where=files.url(path), found=said, expected="a digest for each stage")
+    found = unseal(Note, files.read(path), files.url(path), do=AGAIN)
+    if (found.branch, found.iteration) != (branch, k):
+        said = f"iteration {found.iteration} of {found.branch}"
+        raise ObjectCorrupt("this is another note", where=files.url(path), found=said, expected="that of its name", do=AGAIN)
+    return found.nodes
 
 
 def noted_iterations(files: Files, branch: str) -> list[int]:
     """The iterations of a branch that are noted, in order."""
-    found = (re.fullmatch(r"rollouts/[^/]+/([0-9]{8})\.json", path) for path in files.list(f"rollouts/{branch}"))
-    return [int(match[1]) for match in found if match]
+    return [int(match[1]) for path in files.list(f"rollouts/{branch}") if (match := NAME.fullmatch(path))]
 
 
 def note_path(branch: str, k: int) -> str:

@@ -46,18 +46,18 @@ def seal(record: Record, where: str) -> bytes:
     return canonical({**content, "sha256": digest(content, where)}, where) + b"\n"
 
 
-def unseal(kind: type[RecordType], data: bytes, where: str) -> RecordType:
-    """The record in sealed bytes. Raises: ObjectCorrupt naming what does not fit."""
+def unseal(kind: type[RecordType], data: bytes, where: str, *, do: str | None = None) -> RecordType:
+    """The record in sealed bytes. Raises: ObjectCorrupt naming what does not fit, and what to `do`."""
     try:
         content = json.loads(data)
         sha256 = content.pop("sha256")
         if sha256 != digest(content, where):
-            raise ObjectCorrupt("the record was changed after it was written", where=where, expected=f"sha256 {sha256}")
+            raise ObjectCorrupt("the record was changed after it was written", where=where, expected=f"sha256 {sha256}", do=do)
         return kind.model_validate(content)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problem = f"not a readable {kind.__name__.lower()} record"
         found = _first_problem(error) if isinstance(error, ValidationError) else repr(error)
-        raise ObjectCorrupt(problem, where=where, found=found) from error
+        raise ObjectCorrupt(problem, where=where, found=found, do=do) from error
 
 
 def _first_problem(error: ValidationError) -> str:

@@ -9,9 +9,9 @@ So of a branch's checkpoints all may go but
     those of every refresh of the reference: later states need it
 
 A whole run may go if nothing else names it: no fork, no run that started from its weights or trains on its rollouts, no driver.
-Its tables go first, then its newest commits, its configuration last: a removal that is killed leaves a shorter run whose tables
-are made anew, and the same command goes on. Rows of a run that stays are never removed: they are what it can be audited, replayed
-and re-scored from.
+What is drawn from its commits or says that they were there goes first (tables, receipts), then its newest commits, its
+configuration last: a removal that is killed leaves a shorter run whose tables are made anew, and the same command goes on. Rows
+of a run that stays are never removed: they are what it can be audited, replayed and re-scored from.
 
 Not here: what nothing names (`gc`), which is also what a removal leaves behind.
 """
@@ -88,11 +88,11 @@ def branch_removal(files: Files, branch: str, leaving: Collection[str] = ()) -> 
         found = "; ".join(f"{user}: {why}" for user, why in users)
         raise ConfigError("this run is still needed", where=f"run {branch}", found=found, do=do)
     last = config_path(branch)
-    tables = [name for name in names if name.startswith(f"branches/{branch}/scalars/")]
+    witnesses = [name for name in names if name.startswith((f"branches/{branch}/scalars/", f"branches/{branch}/receipts/"))]
     notes = [name for folder in ("rollouts", "gates") for name in reversed(files.list(f"{folder}/{branch}"))]
     commits = [name for name in reversed(names) if is_commit(name)]
-    others = [name for name in names if name not in {*tables, *commits, last} and not EPOCH.fullmatch(name)]
-    own = [*tables, *notes, *commits, *others, *([last] if last in names else [])]
+    others = [name for name in names if name not in {*witnesses, *commits, last} and not EPOCH.fullmatch(name)]
+    own = [*witnesses, *notes, *commits, *others, *([last] if last in names else [])]
     return [Removal(path, f"run {branch}") for path in own]
 
 

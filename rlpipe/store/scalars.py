@@ -79,6 +79,19 @@ def read(files: Files, branch: str, table: str = "samples", *, ancestors: bool =
     return pa.concat_tables(tables[::-1]).combine_chunks()
 
 
+def newest_covered(files: Files, branch: str) -> set[int]:
+    """Iterations that the newest file of each of a branch's tables has rows of: they were committed. A file that is not what its
+    name says, or is put together with others meanwhile, says nothing."""
+    found = set[int]()
+    for table in TABLES:
+        for part in sorted(_parts(files, branch, table), key=lambda part: -part.end):
+            with suppress(ObjectCorrupt, ObjectMissing):
+                own = _read_part(files, table, part).filter(pc.field("branch") == branch)
+                found |= set(own["iteration"].to_pylist())
+                break
+    return found
+
+
 def _read_own(files: Files, branch: str, table: str, last: int | None) -> pa.Table:
     """The rows of a branch's own commits, up to iteration `last`."""
     wanted = [k for k in Branches(files).committed(branch) if last is None or k <= last]
@@ -177,7 +190,8 @@ def _without_inner(files: Files, parts: list[Part]) -> list[Part]:
 
 def _parts(files: Files, branch: str, table: str) -> list[Part]:
     found = ((NAME.fullmatch(path), path) for path in files.list(_folder(branch, table)))
-    return [Part(int(match[1]), int(match[2]), path) for match, path in found if match and int(match[1]) < int(match[2])]
+    parts = (Part(int(match[1]), int(match[2]), path) for match, path in found if match)
+    return [part for part in parts if 0 < part.end - part.first <= BLOCKS[-1]]
 
 
 def _covered(parts: Sequence[Part]) -> set[int]:

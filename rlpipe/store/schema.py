@@ -185,8 +185,9 @@ def decode(data: bytes, where: str, columns: Sequence[str] | None = None) -> pa.
     try:
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
         found, kind = file.schema_arrow, _kind(file.schema_arrow)
-        if kind is None or not _readable(found, kind):
-            raise ObjectCorrupt("not one of the store's tables", where=where, found=found.names, expected=_expected(found))
+        if kind is None or not _readable(found, kind) or set(columns or ()) - set(kind.names):
+            expected = _expected(found, columns or ())
+            raise ObjectCorrupt("not the table it should be", where=where, found=found.names, expected=expected)
         wanted = kind.names if columns is None else _with_companions(kind, columns)
         table = _completed(file.read(columns=[name for name in wanted if name in found.names]), kind, wanted)
         table.validate(full=True)
@@ -275,8 +276,8 @@ def _broken_experts(table: pa.Table, name: str) -> np.ndarray:
 def _broken_runs(table: pa.Table) -> np.ndarray:
     column = _array(table["weight_versions"])
     ends = np.cumsum(_lengths(column))
-    runs = _numpy(column.flatten().field("tokens"))
-    tokens = np.concatenate([[0], np.cumsum(np.where(runs < 0, 2**31, runs), dtype=np.int64)])
+    runs = _numpy(column.flatten().field("tokens")).astype(np.int64)
+    tokens = np.concatenate([[0], np.cumsum(np.where(runs < 0, 2**31, runs))])
     total = np.diff(tokens[ends], prepend=0)
     return (_lengths(column) > 0) & (total != _response_lengths(table))
 
@@ -374,11 +375,11 @@ def _kind(schema: pa.Schema) -> pa.Schema | None:
     return KINDS.get((schema.metadata or {}).get(KIND, b""))
 
 
-def _expected(found: pa.Schema) -> str:
+def _expected(found: pa.Schema, columns: Sequence[str]) -> str:
     kind = _kind(found)
     if kind is None:
         return f"the kind in the schema's metadata to be one of {[name.decode() for name in KINDS]}"
-    return "; ".join(str(field) for field in kind if field not in list(found))
+    return "; ".join([*(str(field) for field in kind if field not in list(found)), *sorted(set(columns) - set(kind.names))])
 
 
 def _write_options(schema: pa.Schema) -> dict[str, Any]:

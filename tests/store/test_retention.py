@@ -132,7 +132,7 @@ def test_a_removal_that_is_killed_leaves_a_shorter_run(local_files: Files):
     a_run(local_files, 3)
     scalars.update(local_files, "run")
     paths = [removal.path for removal in branch_removal(local_files, "run")]
-    tables = len(local_files.list("branches/run/scalars"))
+    tables = len(local_files.list("branches/run/scalars") + local_files.list("branches/run/receipts"))
     for gone in (tables, tables + 2):
         remove(local_files, paths[:gone], lambda: None)
         newest = Branches(local_files).newest("run")
@@ -154,7 +154,7 @@ def test_a_removal_goes_on_wherever_it_was_killed(local_files: Files, tool: Call
     scalars.update(local_files, "run")
     Epochs(local_files).acquire("run").release()
     paths = [removal.path for removal in branch_removal(local_files, "run")]
-    assert len(paths) == 7, "two tables, a note, a gate, two commits, the configuration"
+    assert len(paths) == 9, "two receipts, two tables, a note, a gate, two commits, the configuration"
     remove(local_files, paths[:done], lambda: None)
     assert tool("--grace", "0s", "--remove", "run", "--delete") == 0
     assert all("/epochs/" in name for name in local_files.list())

@@ -1,0 +1,151 @@
+"""Receipts of commits: a commit that is gone is named, one that never was is not (rlpipe.store.receipts)."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlpipe.errors import ObjectConflict, ObjectCorrupt, StoreError
+from rlpipe.store import scalars
+from rlpipe.store.audit import Finding, check_branch
+from rlpipe.store.branches import Branches
+from rlpipe.store.files import Files
+from rlpipe.store.gc import unreachable
+from rlpipe.store.receipts import Receipt, Receipts, receipt_path
+from rlpipe.types import Stage
+from tests.store.lineage import Run
+
+
+def a_run(files: Files, iterations: int = 3) -> Run:
+    run = Run(files).start()
+    for _ in range(iterations):
+        run.iterate()
+    return run
+
+
+def commit_path(k: int, branch: str = "run") -> str:
+    return f"branches/{branch}/{k:08d}.json"
+
+
+def found(files: Files, branch: str = "run") -> list[tuple[str, str]]:
+    return [(finding.rule, finding.where) for finding in check_branch(files, branch)]
+
+
+def test_the_newest_commits_that_are_gone_are_named(files: Files):
+    a_run(files)
+    files.delete(commit_path(2))
+    assert check_branch(files, "run") == [
+        Finding("records", "run/00000002", "it was committed: its receipt, or the tables of the run, say so; its commit is gone")
+    ]
+    files.delete(commit_path(1))
+    assert found(files) == [("records", "run/00000001"), ("records", "run/00000002")]
+    files.delete(commit_path(0))
+    assert found(files) == [("records", f"run/0000000{k}") for k in range(3)]
+
+
+def test_a_fork_whose_only_commit_is_gone_is_named_and_its_parent_is_well(local_files: Files):
+    a_run(local_files)
+    Run(local_files, "fork").start(parent="run/00000001").iterate()
+    local_files.delete(commit_path(2, "fork"))
+    assert found(local_files, "fork") == [("records", "fork/00000002")]
+    assert found(local_files) == []
+
+
+def test_tables_tell_of_a_commit_whose_receipt_is_gone_too(local_files: Files):
+    a_run(local_files)
+    scalars.update(local_files, "run")
+    for path in (commit_path(2), receipt_path("run", 2)):
+        local_files.delete(path)
+    assert found(local_files) == [("records", "run/00000002")]
+
+
+@pytest.mark.parametrize("name", ["00000000-00000009-{}", "00000000-99999999-{}", "00000000-00000009-0123456789abcdef"])
+def test_tables_under_names_that_say_too_much_tell_of_no_commit(local_files: Files, name: str):
+    a_run(local_files)
+    scalars.update(local_files, "run")
+    (path,) = local_files.list("branches/run/scalars/samples")
+    copy = name.format(path[-24:-8])
+    local_files.create(f"branches/run/scalars/samples/{copy}.parquet", local_files.read(path))
+    assert check_branch(local_files, "run") == []
+    theirs = path.replace("/run/", "/fork/")
+    Run(local_files, "fork").start(parent="run/00000000")
+    local_files.create(theirs, local_files.read(path))
+    assert check_branch(local_files, "fork") == []
+
+
+@pytest.mark.parametrize("stage", [Stage.ROLLOUT, Stage.TRAIN])
+def test_an_iteration_that_was_killed_before_its_commit_is_no_finding(local_files: Files, stage: Stage):
+    run = a_run(local_files)
+    run.iterate(stop_after=stage)
+    assert check_branch(local_files, "run") == [] and unreachable(local_files, grace_s=-60) == []
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_driver_that_is_killed_beside_the_commit_leaves_no_finding(
+    local_files: Files, monkeypatch: pytest.MonkeyPatch, committed: bool
+):
+    run = a_run(local_files)
+    create = Files.create
+
+    def killed(self: Files, path: str, data: bytes) -> bool:
+        if path == (receipt_path("run", 3) if committed else commit_path(3)):
+            raise StoreError("killed", where=path)
+        return create(self, path, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Files, "create", killed)
+        with pytest.raises(StoreError, match="killed"):
+            run.iterate()
+    assert local_files.exists(commit_path(3)) is committed and not local_files.exists(receipt_path("run", 3))
+    assert check_branch(local_files, "run") == []
+    run.iterate()
+    assert Branches(local_files).committed("run")[-1] == 3 + committed and check_branch(local_files, "run") == []
+
+
+def test_the_same_commit_again_writes_the_receipt_that_is_missing(local_files: Files):
+    a_run(local_files)
+    local_files.delete(receipt_path("run", 2))
+    branches = Branches(local_files)
+    branches.commit(branches.read("run", 2).model_copy(update={"attempt": "later", "created": ""}))
+    assert Receipts(local_files).find("run", 2) == Receipt.of(branches.read("run", 2))
+
+
+def test_a_run_goes_on_over_a_commit_that_is_gone_if_the_result_is_the_same(local_files: Files):
+    run = a_run(local_files)
+    local_files.delete(commit_path(2))
+    assert run.iterate() is not None, "its nodes were there"
+    run.iterate()
+    assert check_branch(local_files, "run") == []
+
+
+def test_a_commit_that_is_gone_is_not_replaced_by_another(local_files: Files):
+    a_run(local_files)
+    branches = Branches(local_files)
+    other = branches.read("run", 2).model_copy(update={"trained": ("another",), "attempt": "", "created": ""})
+    local_files.delete(commit_path(2))
+    with pytest.raises(ObjectConflict, match="committed before with another result, and that commit is gone") as caught:
+        branches.commit(other)
+    assert receipt_path("run", 2) in str(caught.value) and not local_files.exists(commit_path(2))
+    local_files.delete(receipt_path("run", 2))
+    assert branches.commit(other).trained == ("another",)
+
+
+def test_a_commit_in_place_of_another_is_named(local_files: Files):
+    a_run(local_files)
+    theirs = local_files.read(receipt_path("run", 2))
+    branches = Branches(local_files)
+    other = branches.read("run", 2).model_copy(update={"config_digest": "1" * 64, "attempt": "", "created": ""})
+    for path in (commit_path(2), receipt_path("run", 2)):
+        local_files.delete(path)
+    branches.commit(other)
+    local_files.delete(receipt_path("run", 2))
+    local_files.create(receipt_path("run", 2), theirs)
+    assert [(one.where, one.problem) for one in check_branch(local_files, "run")] == [
+        ("run/00000002", "another commit was here: its receipt does not fit this one")
+    ]
+
+
+def test_a_receipt_of_another_iteration_is_corrupt(local_files: Files):
+    a_run(local_files)
+    local_files.create(receipt_path("run", 7), local_files.read(receipt_path("run", 2)))
+    with pytest.raises(ObjectCorrupt, match="another receipt"):
+        Receipts(local_files).find("run", 7)
