@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from rlpipe.data.tokens import load_tokenizer
 from rlpipe.errors import DataError
@@ -37,10 +37,10 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return opened
 
 
-@pytest.mark.parametrize(("name", "millions"), [("tiny", 0.66), ("0.6b", 596), ("4b", 4022)])
+@pytest.mark.parametrize(("name", "millions"), [("tiny", 0.66), ("0.6b", 596), ("4b", 4022), ("tiny-moe", 1.1), ("moe", 4050)])
 def test_a_shape_has_the_parameters_of_its_name(name, millions):
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(hf_config(SHAPES[name]))
+        model = AutoModelForCausalLM.from_config(hf_config(SHAPES[name]))
     counted = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim > 1)
     assert SHAPES[name].parameters == counted
     assert counted / 1e6 == pytest.approx(millions, rel=0.01)

@@ -1,10 +1,11 @@
-"""The models that are measured: Qwen3 shapes with random weights, what they are fed, and how many FLOPs that takes.
+"""The models that are measured: Qwen3 shapes, dense or with experts, random weights; what they are fed, and the FLOPs it takes.
 
 A directory is complete (config, bfloat16 safetensors, tokenizer) and made once. Its model has no end-of-sequence token, so every
 response is exactly as long as it was asked to be. The tokenizer has a token for each ASCII character, so a prompt of n characters
 has n tokens, and a word for every other id, so reading responses costs what it costs with a real one.
 
-Legend: L layers, h heads of size d, H hidden size, I width of the MLP, V vocabulary, S tokens of prompt and response.
+Legend: L layers, h heads of size d, H hidden size, I width of the MLP or of an expert, E experts of which a token goes to k,
+V vocabulary, S tokens of prompt and response.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +31,7 @@ class Shape:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
+    """Of an expert, where there are some."""
     vocab_size: int
     prompts: int
     """Of a rollout."""
@@ -43,17 +46,25 @@ class Shape:
     """Of an optimizer step."""
     together: bool = True
     """Do the trainer and its baseline fit on a GPU together?"""
+    num_experts: int = 0
+    experts_per_token: int = 0
 
     @property
     def layer_parameters(self) -> int:
-        """Of all layers' matrices: L (2 H h d + 2 H h_kv d + 3 H I)."""
+        """Of all layers' matrices that a token goes through: L (2 H h d + 2 H h_kv d + 3 H I), with experts 3 k H I + H E."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+        router = self.hidden_size * self.num_experts
+        return self.num_layers * (attention + router + (self.experts_per_token or 1) * self._mlp_parameters)
 
     @property
     def parameters(self) -> int:
-        """With the embedding, which is the output layer's matrix too; norms are left out."""
-        return self.layer_parameters + self.vocab_size * self.hidden_size
+        """With the embedding, which is the output layer's matrix too, and all experts; norms are left out."""
+        passed_by = self.num_layers * (self.num_experts - self.experts_per_token) * self._mlp_parameters
+        return self.layer_parameters + passed_by + self.vocab_size * self.hidden_size
+
+    @property
+    def _mlp_parameters(self) -> int:
+        return 3 * self.hidden_size * self.intermediate_size
 
     def forward_flops(self, lengths: np.ndarray, responses: np.ndarray) -> float:
         """FLOPs that a forward pass over samples needs: 2 Σ S × layer_parameters + 2 Σ R × V H + 2 L h d Σ S².
@@ -73,8 +84,13 @@ SHAPES = {
     "tiny": Shape(128, 3, 4, 2, 32, 384, 512, 8, 4, 32, 32, 128, 1024, 2),
     "0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151_936, 32, 8, 128, 512, 2048, 16_384, 4),
     "4b": Shape(2560, 36, 32, 8, 128, 9728, 151_936, 32, 8, 128, 512, 2048, 16_384, 2, together=False),
+    "tiny-moe": Shape(128, 3, 4, 2, 32, 96, 512, 8, 4, 32, 32, 128, 1024, 2, num_experts=8, experts_per_token=2),
+    "moe": Shape(
+        2048, 6, 32, 4, 128, 768, 151_936, 32, 8, 128, 512, 2048, 16_384, 2, together=False, num_experts=128, experts_per_token=8
+    ),
 }
-"""`0.6b` and `4b` have the sizes of Qwen3-0.6B and Qwen3-4B; `tiny` is for CPUs."""
+"""`0.6b` and `4b` have the sizes of Qwen3-0.6B and Qwen3-4B, `moe` those of six layers of Qwen3-30B-A3B; `tiny` and `tiny-moe`
+are for CPUs."""
 CONTEXT_LEN = 40_960
 FIRST_CHARACTER, LAST_CHARACTER = " ", "~"
 
@@ -85,14 +101,14 @@ def make_directory(shape: Shape, directory: Path, seed: int = 0) -> None:
     The random weights are those of transformers (normal, 0.02), so responses are noise.
     """
     import torch
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     torch.manual_seed(seed)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen3ForCausalLM(hf_config(shape))
+        model = AutoModelForCausalLM.from_config(hf_config(shape))
     unfinished = directory.with_name(f"{directory.name}.{os.getpid()}")
     model.save_pretrained(unfinished)
     tokenizer(shape.vocab_size).save_pretrained(unfinished)
@@ -104,9 +120,17 @@ def make_directory(shape: Shape, directory: Path, seed: int = 0) -> None:
 
 def hf_config(shape: Shape):
     """transformers' configuration of a shape."""
-    from transformers import Qwen3Config
+    from transformers import Qwen3Config, Qwen3MoeConfig
 
-    return Qwen3Config(
+    experts = {
+        "num_experts": shape.num_experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "moe_intermediate_size": shape.intermediate_size,
+        "norm_topk_prob": True,
+    }
+    kind: Any = Qwen3MoeConfig if shape.num_experts else Qwen3Config
+    return kind(
+        **(experts if shape.num_experts else {}),
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,

@@ -68,7 +68,7 @@ def _settled(gpu: int | None) -> None:
 
 
 class RankProcess:
-    """Calls a rank in its own process, as `TrainerGroup` calls those in actors."""
+    """Calls a rank in its own process, as `TrainerGroup` calls those in actors. A context manager, which ends it."""
 
     def __init__(self, duty: Duty) -> None:
         """Begins to load; the first call waits for it."""
@@ -77,6 +77,12 @@ class RankProcess:
         self._process = context.Process(target=serve, args=(theirs, duty), daemon=True)
         self._process.start()
         theirs.close()
+
+    def __enter__(self) -> RankProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def ask(self, method: str, **keywords: Any) -> Any:
         """The answer of a method. Raises: what it raises; ResourceError if the process ended."""

@@ -20,7 +20,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -148,13 +148,14 @@ def measure(bench: Bench, *, separate: bool = False, only: Sequence[str] = ()) -
     gpu = 1 if separate and bench.on_gpus else None
     if gpu and torch.cuda.device_count() <= bench.config.resources.rollout_num_gpus:
         raise ResourceError("too few GPUs for engines of their own", where="bench sync", found=torch.cuda.device_count())
-    with serving(bench, say, more=ENGINE, over=SHARED_MEMORY if bench.on_gpus and gpu is None else {}, first_gpu=gpu or 0) as up:
-        batch = trained_batch(bench.shape).select(range(TRAINED_SAMPLES))
-        trainer = RankProcess(Duty(str(bench.model_dir), str(folder), bench.config, batch))
-        try:
-            return _rows(bench, Pushes(bench, up, trainer, folder, gpu), only, say)
-        finally:
-            trainer.stop()
+    batch = trained_batch(bench.shape).select(range(TRAINED_SAMPLES))
+    duty = Duty(str(bench.model_dir), str(folder), bench.config, batch)
+    more = SHARED_MEMORY if bench.on_gpus and gpu is None else {}  # of what is free when engines start: they come first
+    with ExitStack() as stack:
+        early = None if more else stack.enter_context(RankProcess(duty))
+        up = stack.enter_context(serving(bench, say, more=ENGINE, over=more, first_gpu=gpu or 0))
+        trainer = early or stack.enter_context(RankProcess(duty))
+        return _rows(bench, Pushes(bench, up, trainer, folder, gpu), only, say)
 
 
 def transports(*, on_gpus: bool, shared: bool) -> list[str]:
