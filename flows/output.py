@@ -49,7 +49,7 @@ def _forward(ours: int, theirs: int) -> None:
         while read and chunk:
             try:
                 chunk = chunk[os.write(theirs, chunk) :]
-            except BrokenPipeError:
+            except OSError:
                 read = False
 
 

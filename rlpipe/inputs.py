@@ -49,8 +49,15 @@ def init_inputs(config: RunConfig, fingerprint: str, start_from: str | None) -> 
     parents = {"start_from": start_from} if start_from else {}
     settings = {"model": fingerprint, "dtype": config.model.dtype, "optimizer": config.train.optimizer.identity()}
     if config.uses_critic:
-        settings["critic"] = {"hf_checkpoint": config.critic.hf_checkpoint, "optimizer": _critic_optimizer(config).identity()}
-    return Inputs(Stage.INIT, parents, {**settings, "seed": config.train.seed, "layout": layout(config)})
+        own = config.critic.parallel
+        settings["critic"] = {
+            "hf_checkpoint": config.critic.hf_checkpoint,
+            "optimizer": _critic_optimizer(config).identity(),
+            "parallel": own.identity() if own else None,
+        }
+    settings |= {"parallel": config.train.parallel.identity(), "megatron": config.train.megatron}
+    settings |= {"use_distributed_optimizer": config.train.use_distributed_optimizer, "seed": config.train.seed}
+    return Inputs(Stage.INIT, parents, {**settings, "layout": layout(config)})
 
 
 def rollout_inputs(config: RunConfig, fingerprint: str, plan: str) -> Inputs:

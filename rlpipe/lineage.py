@@ -42,7 +42,7 @@ class Lineage:
 
     base_stage: Stage
     base: str
-    """Digest of the init node or checkpoint node to load."""
+    """Digest of the checkpoint node to load, or of the init node: first weights are loaded from where they came from."""
     base_state: str
     """Digest of the node whose state that is: the init node, a train node or a segment node."""
     init: str

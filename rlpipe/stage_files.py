@@ -20,13 +20,15 @@ from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+from pydantic import ValidationError
 
 from rlpipe.batch import Batch
+from rlpipe.errors import ObjectCorrupt
 from rlpipe.packing import COLUMNS, BatchColumns, PackingPlan
 from rlpipe.rewards.base import RewardRow
 from rlpipe.store.files import Files
 from rlpipe.store.rows import EXPERTS, rewards_to_table, samples_to_table, table_to_rewards, table_to_samples
-from rlpipe.store.schema import BATCH, SAMPLES, from_experts, from_ragged, make_table, ragged
+from rlpipe.store.schema import BATCH, REWARDS, SAMPLES, from_experts, from_ragged, make_table, ragged
 from rlpipe.store.shards import data_folder, read_rows, write_data, write_table
 from rlpipe.types import FileRecord, Node, Sample, Stage
 
@@ -56,7 +58,7 @@ def write_rewards(files: Files, digest: str, rows: Sequence[RewardRow]) -> FileR
 
 def read_rewards(files: Files, reward: Node) -> list[RewardRow]:
     """The rows of a reward node. Raises: ObjectMissing, ObjectCorrupt."""
-    return [RewardRow(**row) for row in table_to_rewards(read_rows(files, reward.files))]
+    return [RewardRow(**row) for row in table_to_rewards(read_rows(files, reward.files, REWARDS.names))]
 
 
 def read_scored(files: Files, rollout: Node, reward: Node) -> list[Sample]:
@@ -88,7 +90,7 @@ def write_batch(files: Files, digest: str, batch: Batch, columns: BatchColumns) 
 
 def read_batch(files: Files, advantage: Node) -> BatchColumns:
     """The batch of an advantage node. Raises: ObjectMissing, ObjectCorrupt."""
-    return batch_columns(read_rows(files, advantage.files))
+    return batch_columns(read_rows(files, advantage.files, BATCH.names))
 
 
 def batch_columns(table: pa.Table) -> BatchColumns:
@@ -122,8 +124,22 @@ def read_packing(files: Files, train: Node, *, critic: bool = False) -> PackingP
 
     Raises: ObjectMissing, ObjectCorrupt.
     """
+    where, do = f"nodes/{train.stage}/{train.digest}.json", "audit the run; fork it from the commit before"
+    if not train.files:
+        raise ObjectCorrupt("a train node without a packing plan", where=files.url(where), found="no files", do=do)
     record = train.files[-1 if critic else 0]
-    return PackingPlan.model_validate_json(files.read(record.path, sha256=record.sha256))
+    data = files.read(record.path, sha256=record.sha256)
+    try:
+        return PackingPlan.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ObjectCorrupt(
+            "not a packing plan",
+            where=files.url(record.path),
+            found=f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}",
+            expected=f"JSON of {', '.join(PackingPlan.model_fields)}",
+            do=do,
+        ) from error
 
 
 def write_evaluation(

@@ -1,13 +1,15 @@
-"""Before the first iteration: actors up, first weights stored as weight version 0, the branch there (or found to go on)."""
+"""Before the first iteration: actors up, first weights known as weight version 0, the branch there (or found to go on)."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from rlpipe.actors.checkpoints import prune
 from rlpipe.config.load import validate
 from rlpipe.config.model import BranchModel
 from rlpipe.config.run import RunConfig
@@ -20,7 +22,6 @@ from rlpipe.store.segments import Segments, current_state
 from rlpipe.types import Commit, Stage
 from tasks.context import RunContext, close_context, open_context
 from tasks.fork import begin_fork, fork_point
-from tasks.uploads import begin_checkpoint, settle
 
 
 class _Absent:
@@ -101,15 +102,17 @@ def check_same_model(it: RunContext) -> None:
 
 
 async def first_weights(it: RunContext) -> str:
-    """Digest of the init node: weights of version 0, loaded and stored as a checkpoint unless they are."""
+    """Digest of the init node: weights of version 0, loaded once to say what they are. They are not stored: whoever needs them
+    loads them again from the model directory, or the checkpoint they started from, and compares."""
     start = _start_from(it)
     inputs = init_inputs(it.config, it.fingerprint, start)
     if it.nodes.find(Stage.INIT, inputs.digest) is None:
         deadline_s = it.config.resources.start_timeout_s
-        state = await it.cluster.trainer.initialise(inputs.digest, start, deadline_s=deadline_s)
-        await begin_checkpoint(it, inputs, inputs.digest, 0, state_digest=state)
-        await settle(it, wait=True)
-        it.nodes.get(inputs.stage, inputs.digest)
+        made = await it.cluster.trainer.initialise(inputs.digest, start, deadline_s=deadline_s)
+        if it.config.num_rollout and not it.config.debug.debug_rollout_only:
+            await it.cluster.trainer.call("require_room", deadline_s=deadline_s)
+        it.nodes.commit(inputs.node(outputs={"version": 0, **made}))
+        await asyncio.to_thread(prune, it.directory / "checkpoints", it.config.checkpoint.keep_local)
     return inputs.digest
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from prefect.runtime import flow_run as this_flow_run
 
 from rlpipe.actors import local_ray, named
+from rlpipe.actors.checkpoints import prune
 from rlpipe.actors.cluster import Cluster, open_cluster
 from rlpipe.config.load import home as default_home
 from rlpipe.config.load import validate
@@ -134,16 +135,16 @@ async def join_context(run: str) -> RunContext:
     files = Files(config.store.root or home / "store")
     epoch = Epochs(files).join(run, stand_in=(this_flow_run.run_count or 1) > 1)
     if epoch.joined and config.resources.ray_address is None:
-        await _join_ray(record, epoch, namespace=named.namespace(config.cluster))
+        await _join_ray(record, epoch, home, namespace=named.namespace(config.cluster))
     it = await _open(config, home, Progress(run, config.num_rollout), files, epoch)
     it.driven = epoch.joined and not epoch.stand_in
     return it
 
 
-async def _join_ray(record: RunFile, epoch: Epoch, *, namespace: str) -> None:
+async def _join_ray(record: RunFile, epoch: Epoch, home: Path, *, namespace: str) -> None:
     """Use the driver's Ray: with another one there would be a second trainer under its epoch. Raises: ResourceError."""
     address: str | None = record.ray if record.epoch == epoch.number else None
-    if address is None or not await asyncio.to_thread(local_ray.join, address, namespace=namespace):
+    if address is None or not await asyncio.to_thread(local_ray.join, address, home, namespace=namespace):
         raise ResourceError(
             "the Ray of the process that drives the run cannot be joined",
             where="run.json",
@@ -203,6 +204,7 @@ async def close_context(run: str, *, end_actors: bool) -> None:
     try:
         if end_actors:
             await it.cluster.close()
+            await asyncio.to_thread(prune, it.directory / "checkpoints", it.config.checkpoint.keep_local)
     finally:
         it.epoch.release()
 

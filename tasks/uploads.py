@@ -16,7 +16,7 @@ from tasks.context import RunContext
 
 async def begin_checkpoint(it: RunContext, inputs: Inputs, held: str, weight_version: int, **outputs: Any) -> None:
     """Write the state that the trainer holds under this name, and upload it in the background; `settle` records it."""
-    prefix = f"checkpoints/{it.config.run}/iter_{weight_version:07d}/{uuid4().hex[:12]}"
+    prefix = f"{_folder(it)}iter_{weight_version:07d}/{uuid4().hex[:12]}"
     upload = Upload(prefix, inputs, {"version": weight_version, **outputs})
     deadline_s = it.config.checkpoint.timeout_s
     await it.cluster.trainer.call("save", held=held, version=weight_version, upload=upload, deadline_s=deadline_s)
@@ -42,7 +42,12 @@ async def settle(it: RunContext, *, wait: bool = False) -> None:
 
 
 async def pending(it: RunContext) -> tuple[Upload, bool] | None:
-    """The upload that some rank still has, and whether all of them have it complete."""
+    """The upload of this run that some rank still has, and whether all of them have it complete."""
     answers = await it.cluster.trainer.call("upload", deadline_s=it.config.checkpoint.timeout_s)
-    there = [answer for answer in answers if answer is not None]
+    own = _folder(it)  # ranks that served another run before may have one of it
+    there = [answer for answer in answers if answer is not None and answer[0].prefix.startswith(own)]
     return (there[0][0], all(done for _, done in there)) if there else None
+
+
+def _folder(it: RunContext) -> str:
+    return f"checkpoints/{it.config.run}/"

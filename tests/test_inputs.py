@@ -70,6 +70,9 @@ EXPECTED = {
     "deterministic": {Stage.TRAIN},
     "engine.quantization": {Stage.ROLLOUT, HELD, SCORED},
     "train.optimizer.": {Stage.INIT, Stage.TRAIN},
+    "train.parallel.": {Stage.INIT, Stage.TRAIN},
+    "train.use_distributed_optimizer": {Stage.INIT, Stage.TRAIN},
+    "train.megatron": {Stage.INIT, Stage.TRAIN},
     "train.seed": {Stage.INIT, Stage.TRAIN},
     "model.dtype": {Stage.INIT},
     "data.": {HELD, SCORED},
@@ -106,8 +109,8 @@ TUNING = {
     "engine": "sglang router router_url server_concurrency request_timeout_s host "
     "rollout_health_check_interval rollout_health_check_timeout",
     "resources": "actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node "
-    "rollout_num_gpus rollout_num_gpus_per_engine external_engines "
-    "colocate offload_train offload_rollout cluster ray_address threads_per_process start_timeout_s stop_grace_s",
+    "rollout_num_gpus rollout_num_gpus_per_engine num_gpus_per_node external_engines "
+    "colocate offload_train offload_rollout cluster ray_address keep_idle_s threads_per_process start_timeout_s stop_grace_s",
     "store": "root",
     "observe": "tensorboard samples_in_report profile_target profile_step_start profile_step_end profile_ranks "
     "custom_rollout_log_function_path custom_eval_rollout_log_function_path record_memory_history report_interval "
@@ -289,7 +292,7 @@ def test_a_critic_in_ranks_of_its_own_decides_by_their_number_and_layout():
         return validate({**BASE, "advantage": {"advantage_estimator": "ppo"}, "critic": critic, "resources": resources})
 
     assert differing(config(0), config(2)) == differing(config(2), config(4)) == {Stage.INIT, Stage.TRAIN}
-    assert differing(config(2), config(2, tensor_model_parallel_size=2)) == {Stage.TRAIN}
+    assert differing(config(2), config(2, tensor_model_parallel_size=2)) == {Stage.INIT, Stage.TRAIN}
 
 
 def test_a_teacher_decides_the_batches_of_a_run_that_distils_and_of_no_other():

@@ -33,7 +33,7 @@ from rlpipe.store.files import Files
 from rlpipe.store.nodes import input_digest
 from rlpipe.store.rows import samples_to_table
 from rlpipe.store.schema import BATCH, decode, make_table
-from rlpipe.store.shards import write_table
+from rlpipe.store.shards import write_data, write_table
 from rlpipe.types import FileRecord, Node, Sample, Stage, Status
 
 DIGEST = "d" * 64
@@ -192,3 +192,24 @@ def test_a_batch_with_a_number_that_is_none_is_not_written(files: Files):
     with pytest.raises(DataError, match="advantages has a value that is not finite"):
         write_batch(files, DIGEST, Batch(columns, ("g",), (0,), np.zeros(1), {}, None), columns)
     assert files.list() == []
+
+
+@pytest.mark.parametrize("text", [b"[]", b"{", b'{"num_samples": 1}', b"\xff"])
+def test_a_packing_plan_that_is_none_is_named(files: Files, text: bytes):
+    record = write_data(files, f"data/train/{DIGEST}", "packing.json", text)
+    with pytest.raises(ObjectCorrupt, match="not a packing plan") as caught:
+        read_packing(files, node(Stage.TRAIN, record))
+    assert caught.value.where == files.url(record.path) and caught.value.found and caught.value.expected and caught.value.do
+
+
+def test_a_train_node_without_a_packing_plan_is_named(files: Files):
+    for critic in (False, True):
+        with pytest.raises(ObjectCorrupt, match="a train node without a packing plan"):
+            read_packing(files, node(Stage.TRAIN), critic=critic)
+
+
+@pytest.mark.parametrize("read", [read_batch, read_samples])
+def test_a_table_of_another_kind_is_named(files: Files, read: Any):
+    record = write_rewards(files, DIGEST, [RewardRow("g", 0, 1.0)])
+    with pytest.raises(ObjectCorrupt, match=r"(?s)not the table it should be.*prompt"):
+        read(files, node(Stage.ADVANTAGE, record))

@@ -46,7 +46,9 @@ POINTS: dict[str, Point] = {
     "S-050": Point("--actor-num-nodes", "resources.actor_num_nodes", FLAGS_TEST),
     "S-051": Point("--actor-num-gpus-per-node", "resources.actor_num_gpus_per_node", FLAGS_TEST),
     "S-052": Point("--rollout-num-gpus", "resources.rollout_num_gpus", FLAGS_TEST),
-    "S-053": Point("--rollout-num-gpus-per-engine", "resources.rollout_num_gpus_per_engine", FLAGS_TEST),
+    "S-053": Point(
+        "--rollout-num-gpus-per-engine", "resources.rollout_num_gpus_per_engine resources.num_gpus_per_node", FLAGS_TEST
+    ),
     "S-054": Point("--sglang-tp-size is refused", "engine.sglang", FLAGS_TEST, "dp_size, enable_dp_attention pass through"),
     "S-055": Point("training and inference GPUs apart", "resources.rollout_num_gpus", "actors/test_conductor.py"),
     "S-056": Point(

@@ -120,6 +120,8 @@ class S3Server:
             *(f"-{name}.port={port}" for name, port in self._ports.items()),
             f"-s3.config={self.directory / 's3.json'}",
             "-s3.autoCreateBucket=false",
+            "-s3.port.iceberg=0",  # off: it would be the same port for every server of this machine
+            "-s3.port.lance=0",
             "-master.telemetry=false",
             "-admin.ui=false",
             "-webdav=false",

@@ -31,6 +31,8 @@ import yaml
 
 from deployments.site import load_site
 from flows.environment import keep_caches_in
+from rlpipe.actors.ray_access import BEYOND_THIS_MACHINE
+from rlpipe.actors.ray_access import settings as ray_settings
 from rlpipe.config.load import HOME_VARIABLE, home
 from rlpipe.errors import ResourceError, RlpipeError
 from tools.local_prefect import SETTINGS, answers, free_port, listens
@@ -39,6 +41,7 @@ from tools.s3_server import PORTS, S3Server, free_ports, s3_environment
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("s3", "prefect", "ray", "worker")
 """In the order in which they start; they end in the opposite one."""
+BEGINNING_S = 5.0
 START_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 45.0
 """A run that is asked to end gets `resources.stop_grace_s` (20 s) for its iteration, and some for a checkpoint."""
@@ -121,7 +124,8 @@ class Place:
         """What points a process at the servers that run here."""
         store = s3_environment(self.url("s3"), self.secret) if self.used("s3") else {}
         where = {"PREFECT_API_URL": f"{self.url('prefect')}/api"} if self.used("prefect") else {}
-        return {**where, **store, HOME_VARIABLE: str(self.home)}
+        access = ray_settings(self.home) if self.used("ray") else {}
+        return {**where, **store, **access, HOME_VARIABLE: str(self.home)}
 
     @property
     def overrides(self) -> list[str]:
@@ -194,9 +198,10 @@ def start_ray(place: Place) -> None:
     head = ["start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", f"--num-cpus={cpus}"]
     quiet = ["--include-dashboard=false", "--disable-usage-stats", f"--object-store-memory={256 * 1024**2}"]
     quiet.append(f"--temp-dir={temporary_folder(place.home)}")
-    start(place, "ray", [*ray, *head, *quiet], [port], {**place.environment, "RAY_AUTH_MODE": "disabled"})
-    status = [*ray, "status", f"--address=127.0.0.1:{port}"]
-    wait(place, "ray", lambda: subprocess.run(status, cwd=ROOT, capture_output=True, check=False).returncode == 0)
+    access = ray_settings(place.home)
+    start(place, "ray", [*ray, *head, *quiet], [port], {**place.environment, **access})
+    asks = {"args": [*ray, "status", f"--address=127.0.0.1:{port}"], "cwd": ROOT, "env": {**os.environ, **access}}
+    wait(place, "ray", lambda: subprocess.run(**asks, capture_output=True, check=False).returncode == 0)
 
 
 def start_worker(place: Place, pool: str) -> None:
@@ -204,7 +209,7 @@ def start_worker(place: Place, pool: str) -> None:
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
     settings = {**SETTINGS, "PREFECT_HOME": str(place.folder / "prefect")}
     settings["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "INFO"
-    start(place, "worker", command, [], {**settings, **place.environment, "RAY_AUTH_MODE": "disabled"})
+    start(place, "worker", command, [], {**settings, **place.environment})
 
 
 def up(place: Place, site: Path | None) -> int:
@@ -222,16 +227,20 @@ def up(place: Place, site: Path | None) -> int:
             begin(place)
     merged = own.model_copy(update={"overrides": (*place.overrides, *own.overrides)})
     (place.folder / "site.yaml").write_text(yaml.safe_dump(merged.model_dump(mode="json")))
-    lines = [f"export {key}='{value}'\n" for key, value in place.environment.items()]
     secret = place.folder / "env"
     secret.touch(mode=0o600)
-    secret.write_text("".join(lines))
+    secret.write_text(exports(place))
     if code := declare(place):
         return code
     end_if_elsewhere(place, "worker")
     if not place.running("worker"):
         start_worker(place, merged.pool)
     return 0
+
+
+def exports(place: Place) -> str:
+    """What a shell sources to be pointed here. A Ray of several machines can still be started from it."""
+    return "".join(f"export {key}='{value}'\n" for key, value in place.environment.items() if key != BEYOND_THIS_MACHINE)
 
 
 def declare(place: Place) -> int:
@@ -249,6 +258,14 @@ def declare(place: Place) -> int:
     return code
 
 
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    """What it was started with. In its first moments a process has none yet. Raises: psutil.Error."""
+    end_s = time.monotonic() + BEGINNING_S
+    while not (found := process.environ()) and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return found
+
+
 def end_if_elsewhere(place: Place, name: str) -> None:
     """End a process that was started for other servers than those that run now, some of which it would not find.
 
@@ -257,7 +274,7 @@ def end_if_elsewhere(place: Place, name: str) -> None:
     process, began_with = place.running(name), place.environment
     if process is not None:
         with suppress(psutil.Error):
-            began_with = process.environ()
+            began_with = environment_of(process)
         if not place.environment.items() <= began_with.items():
             if runs := under_way(place):
                 raise ResourceError(

@@ -8,6 +8,7 @@ Not here: which weights they hold (the stages), what the actors do (`conductor`,
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rlpipe.actors.fleet import Weights
 from rlpipe.actors.local_ray import connect
 from rlpipe.actors.specs import ClusterSpec, Driver
 from rlpipe.config.run import RunConfig
-from rlpipe.errors import RlpipeError
+from rlpipe.errors import ActorLost, RlpipeError
 from rlpipe.lineage import Lineage
 from rlpipe.types import DataState
 
@@ -51,8 +52,8 @@ class RemoteTrainer(_Asked):
         """Does it hold this state? One that does not answer holds nothing."""
         return await self._ask("holds", 4 * CALL_TIMEOUT_S, state)
 
-    async def initialise(self, key: str, start_from: str | None, *, deadline_s: float) -> str:
-        """Load the first weights of a branch; the state's digest."""
+    async def initialise(self, key: str, start_from: str | None, *, deadline_s: float) -> dict[str, str]:
+        """Load the first weights of a branch; what `TrainerGroup.initialise` answers."""
         return await self._ask("initialise", 2 * deadline_s, key, start_from, deadline_s)
 
     async def ensure(self, lineage: Lineage, *, deadline_s: float) -> dict[str, Any] | None:
@@ -86,6 +87,7 @@ class Cluster(_Asked):
     def __init__(self, driver: Driver, conductor: ActorHandle, generator: ActorHandle, config: RunConfig) -> None:
         super().__init__(driver, conductor)
         self.has_engines, self.shares_gpus = config.needs_engines, config.resources.colocate
+        self._config = config
         self._switch_s = config.train.timeout_s + 2 * config.resources.start_timeout_s
         self.trainer = RemoteTrainer(driver, conductor)
         self.generator = RemoteGenerator(driver, generator, "generator")
@@ -117,7 +119,12 @@ class Cluster(_Asked):
 
     async def close(self) -> None:
         """End every actor, and with it its server, and give their places back."""
-        await self._ask("close", CALL_TIMEOUT_S)
+        try:
+            await self._ask("close", CALL_TIMEOUT_S)
+        except ActorLost:
+            if await asyncio.to_thread(_has_conductor, self._config):
+                raise
+            await asyncio.to_thread(_end_unconducted, self._config)
         end([self._actor])
 
 
@@ -129,11 +136,32 @@ async def open_cluster(config: RunConfig, *, epoch: int, home: Path, model_dir: 
     space = named.namespace(config.cluster)
     connect(config.resources, home, namespace=space)
     (home / config.cluster / "logs").mkdir(parents=True, exist_ok=True)
-    conductor = named.conductor(config.cluster, str(Path.cwd()))
     driver = Driver(config.run, epoch)
     spec = ClusterSpec(config, str(home), model_dir, store_root)
-    deadline_s = 3 * config.resources.start_timeout_s
-    asked = conductor.open.remote(driver, spec)
-    await call_or_end(conductor, asked, where="conductor.open", deadline_s=deadline_s)
+    try:
+        conductor = await _opened(driver, spec)
+    except ActorLost:  # it ended just now, as nobody had driven the run for long
+        conductor = await _opened(driver, spec)
     generator = ray.get_actor("generator", namespace=space)
     return Cluster(driver, conductor, generator, config)
+
+
+async def _opened(driver: Driver, spec: ClusterSpec) -> ActorHandle:
+    conductor = named.conductor(spec.config.cluster, str(Path.cwd()))
+    deadline_s = 3 * spec.config.resources.start_timeout_s
+    await call_or_end(conductor, conductor.open.remote(driver, spec), where="conductor.open", deadline_s=deadline_s)
+    return conductor
+
+
+def _has_conductor(config: RunConfig) -> bool:
+    try:
+        return bool(ray.get_actor(named.CONDUCTOR, namespace=named.namespace(config.cluster)))
+    except ValueError:
+        return False
+
+
+def _end_unconducted(config: RunConfig) -> None:
+    """End the actors of a cluster whose conductor is gone, and give their places back."""
+    actors = named.NamedActors(config.cluster, config.resources, str(Path.cwd()))
+    end(actors.everyone())
+    actors.placement.remove()

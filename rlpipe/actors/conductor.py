@@ -24,7 +24,9 @@ from ray.actor import ActorHandle
 from rlpipe.actors.calls import call_or_end, end
 from rlpipe.actors.engine import EngineSpec
 from rlpipe.actors.files_sync import FilesSync
-from rlpipe.actors.fleet import Fleet, KeptEngine, Weights
+from rlpipe.actors.fleet import Fleet, Weights
+from rlpipe.actors.idle import Idle, is_driven
+from rlpipe.actors.kept_engine import KeptEngine
 from rlpipe.actors.layout import engine_names
 from rlpipe.actors.named import NamedActors
 from rlpipe.actors.requests import Requests
@@ -38,8 +40,6 @@ from rlpipe.config.model import ResourcesConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import Fenced, RlpipeError
 from rlpipe.lineage import Lineage
-from rlpipe.store.epochs import SKEW_S, Epochs
-from rlpipe.store.files import Files
 
 CALL_TIMEOUT_S = 60.0
 
@@ -49,8 +49,7 @@ class Conductor:
 
     def __init__(self, cluster: str, cwd: str, actors: Callable[[str, ResourcesConfig, str], NamedActors] = NamedActors) -> None:
         os.chdir(cwd)
-        self._make_actors = actors
-        self._cluster, self._cwd = cluster, cwd
+        self._make_actors, self._cluster, self._cwd = actors, cluster, cwd
         self._driver: Driver | None = None
         self._spec: ClusterSpec | None = None
         self._actors: NamedActors | None = None
@@ -61,6 +60,7 @@ class Conductor:
         self._router_url: str | None = None
         self._set_up: TrainerSpec | None = None
         self._open_lock = asyncio.Lock()
+        self._idle = Idle(lambda: self.close(None), self._open_lock)
 
     async def open(self, driver: Driver, spec: ClusterSpec) -> None:
         """Bring up what is not up, for this driver from now on. Repeated, it starts again what died.
@@ -79,6 +79,7 @@ class Conductor:
                 self._actors = self._make_actors(self._cluster, spec.config.resources, self._cwd)
             self._share_gpus_of(spec)
             self._spec = spec
+            self._idle.watch(spec, driver.epoch)
             self._generator = await asyncio.to_thread(self._actors.generator)
             await self._find_ranks(self._actors, spec.config)
             if self._sharing.active:
@@ -103,7 +104,7 @@ class Conductor:
         async with self._trainer_for(driver, "holds", CALL_TIMEOUT_S) as trainer:
             return await trainer.holds(state)
 
-    async def initialise(self, driver: Driver, key: str, start_from: str | None, deadline_s: float) -> str:
+    async def initialise(self, driver: Driver, key: str, start_from: str | None, deadline_s: float) -> dict[str, str]:
         """As `TrainerGroup.initialise`."""
         async with self._trainer_for(driver, "initialise", deadline_s) as trainer:
             await self._enter("train")
@@ -118,8 +119,7 @@ class Conductor:
 
     async def publish(self, driver: Driver, weights: Weights, *, everyone: bool) -> dict[str, Any]:
         """As `Fleet.publish`. Engines that share GPUs are always all given them now: later there is no room."""
-        all_now = everyone or self._sharing.active
-        return await self._kept().publish(weights, everyone=all_now, check=lambda: self._refuse(driver))
+        return await self._kept().publish(weights, everyone=everyone or self._sharing.active, check=lambda: self._refuse(driver))
 
     async def sample(self, driver: Driver) -> None:
         """Requests will come: where GPUs are shared, engines have them from now on."""
@@ -148,9 +148,10 @@ class Conductor:
         self._refuse(driver)
         await self._kept().stop_engines()
 
-    async def close(self, driver: Driver) -> None:
-        """End every other actor, and with it its server, and give their places back."""
-        self._refuse(driver)
+    async def close(self, driver: Driver | None) -> None:
+        """End every other actor, and with it its server, and give their places back. None: nobody drives them any more."""
+        if driver is not None:
+            self._refuse(driver)
         await self._leave_engines()
         if self._actors is not None:
             await asyncio.to_thread(end, await asyncio.to_thread(self._actors.everyone))
@@ -162,8 +163,7 @@ class Conductor:
         """Let this driver have the actors, unless a newer one of its run has them, or another run is still at work."""
         now, known = self._driver, self._spec
         if now is not None and known is not None and known.branch != spec.branch:
-            held = await asyncio.to_thread(Epochs(Files(known.store_root)).newest, now.run)
-            if held is not None and held.epoch == now.epoch and not held.over(SKEW_S):
+            if await asyncio.to_thread(is_driven, known.store_root, now.run, epoch=now.epoch):
                 raise Fenced(
                     "another run uses the cluster's actors",
                     where=f"resources.cluster={self._cluster}",
@@ -177,6 +177,7 @@ class Conductor:
 
     def _refuse(self, driver: Driver) -> None:
         driver.require(self._driver, where=f"cluster {self._cluster}")
+        self._idle.called()
 
     @asynccontextmanager
     async def _trainer_for(self, driver: Driver, method: str, deadline_s: float) -> AsyncIterator[TrainerGroup]:
@@ -276,10 +277,10 @@ class Conductor:
         """Engines of this spec, up and kept. One that did not come up as a whole is opened anew the next time."""
         if self._has_engines_of(spec):
             return
-        assert self._actors is not None
         await self._leave_engines()
-        actors, num_engines = self._actors, spec.config.resources.num_engines
-        engines = await asyncio.to_thread(lambda: [KeptEngine(number, actors.engine) for number in range(num_engines)])
+        actors = self._actors
+        assert actors is not None
+        engines = await asyncio.to_thread(KeptEngine.all_of, spec.config.resources, actors.engine)
         devices = await asyncio.to_thread(actors.placement.engine_devices)
         fleet = Fleet(
             engines,
@@ -302,9 +303,7 @@ class Conductor:
 
     def _has_engines_of(self, spec: ClusterSpec) -> bool:
         fleet = self._fleet
-        if fleet is None or len(fleet.engines) != spec.config.resources.num_engines:
-            return False
-        return fleet.spec == EngineSpec.of(spec, self._cluster, fleet.spec.devices)
+        return fleet is not None and fleet.spec == EngineSpec.of(spec, self._cluster, fleet.spec.devices)
 
     async def _make_room(self) -> None:
         async with self._turn.exclusive("make room for engines", self._patience_s()):

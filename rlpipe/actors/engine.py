@@ -1,6 +1,7 @@
 """`EngineActor` and `RouterActor`: the processes of inference, supervised by Ray.
 
-An engine knows which weights it holds by what its server answers, never by what it was told.
+An engine knows which weights it holds by what its server answers, never by what it was told. One that spans nodes has an actor
+with a server on each; the first one's answers for the engine (`kept_engine` has them start, live and end together).
 
 Not here: the servers themselves (`engines.sglang`), generation requests (they go through the router over HTTP).
 """
@@ -14,21 +15,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlpipe.actors.placement import own_address
+from rlpipe.actors.placement import LOOPBACK, own_address
 from rlpipe.actors.specs import ClusterSpec
 from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.engines.sglang.admin import MEMORY_TAGS, Engine, MemoryTag
 from rlpipe.engines.sglang.external import ExternalRouter, ExternalServer, Wanted
 from rlpipe.engines.sglang.facts import facts
 from rlpipe.engines.sglang.router import Router
-from rlpipe.engines.sglang.server import Server
+from rlpipe.engines.sglang.server import Part, Server
 from rlpipe.errors import DeadlineExceeded, EngineError, EngineUnavailable
+from rlpipe.ports import free_port
 from rlpipe.sync.fp8 import fp8_directory
 from rlpipe.sync.mirror import Mirror
 from rlpipe.sync.versions import WeightStore
 
 FILES = "files"
 """Concurrency group of `bring`: the other calls are answered meanwhile."""
+
+MORE_PORTS = 15
+"""After the one at which servers of several nodes meet; with data parallel attention SGLang listens on some of them."""
 
 MEMORY_TIMEOUT_S = 50.0
 """For each call about GPU memory; less than what the fleet waits for all of them."""
@@ -49,7 +54,7 @@ class EngineSpec:
     reads_text: bool = False
     names_experts: bool = False
     devices: tuple[tuple[str, ...], ...] | None = None
-    """Of each engine, its GPUs as CUDA_VISIBLE_DEVICES names them; None: those that its actor sees."""
+    """Of each server (`layout.engine_names`), its GPUs as CUDA_VISIBLE_DEVICES names them; None: those that its actor sees."""
 
     @classmethod
     def of(cls, spec: ClusterSpec, cluster: str, devices: tuple[tuple[str, ...], ...] | None) -> EngineSpec:
@@ -90,64 +95,82 @@ class EngineSpec:
 
 
 class EngineActor:
-    """One SGLang server: its own, or one that others start and end, which it asks and never ends."""
+    """One SGLang server: its own, or one that others start and end, which it asks and never ends.
 
-    def __init__(self, number: int, cwd: str) -> None:
+    Of an engine that spans nodes it is the server on one of them; only node 0 is asked about weights, memory and tokens.
+    """
+
+    def __init__(self, number: int, cwd: str, node: int = 0) -> None:
         os.chdir(cwd)
-        self.number = number
+        self.number, self.node = number, node
         self._spec: EngineSpec | None = None
+        self._meeting: str | None = None
         self._server: Server | ExternalServer | None = None
         self._unknown = True
         self._facts: dict[str, Any] = {}
         self._awake: set[MemoryTag] = set(MEMORY_TAGS)
 
-    def start(self, spec: EngineSpec) -> str:
-        """Bring the server of a spec up, unless it is up and answers; its URL.
+    def meeting(self, spec: EngineSpec) -> str | None:
+        """Where the servers of this engine have met, if ours is up for this spec and answers."""
+        return self._meeting if self._is_up(spec) else None
+
+    def meeting_point(self) -> str:
+        """Where they can meet: here, at a free port."""
+        return f"{own_address()}:{free_port(own_address(), following=MORE_PORTS)}"
+
+    def start(self, spec: EngineSpec, meeting: str | None = None) -> str:
+        """Bring the server of a spec up, unless it is up and answers; its URL. `meeting`: of an engine that spans nodes, where
+        its servers meet; each waits for all of them.
 
         Raises: as `Server` and its `wait_ready`, or as `ExternalServer.start`.
         """
-        if (
-            self._spec == spec
-            and self._server is not None
-            and self._server.alive
-            and asyncio.run(_stamp(self._server.url)) is not None
-        ):
+        if self._server is not None and self._meeting == meeting and self._is_up(spec):
             return self._server.url
         self.stop()
-        self._spec, self._unknown, self._awake = spec, True, set(MEMORY_TAGS)
+        self._spec, self._meeting, self._unknown, self._awake = spec, meeting, True, set(MEMORY_TAGS)
         self._server = self._made(spec)
         self._server.start()
         self._server.wait_ready(spec.resources.start_timeout_s)
-        self._facts = asyncio.run(_facts(self._server.url))
+        self._facts = {} if self.node else asyncio.run(_facts(self._server.url))
         return self._server.url
+
+    def _is_up(self, spec: EngineSpec) -> bool:
+        if self._spec != spec or self._server is None or not self._server.alive:
+            return False
+        return self.node > 0 or asyncio.run(_stamp(self._server.url)) is not None
 
     def _made(self, spec: EngineSpec) -> Server | ExternalServer:
         if external := spec.resources.external_engines:
             return ExternalServer(external[self.number], spec.wanted())
+        nodes, part = spec.resources.engine_nodes, None
+        if nodes > 1:
+            assert self._meeting is not None, "servers of several nodes have to meet"
+            part = Part(self.node, nodes, self._meeting)
         return Server(
             spec.served_dir(),
-            _at_home(spec.engine),
+            _at_home(spec.engine) if self.node == 0 else spec.engine.model_copy(update={"host": LOOPBACK}),
             spec.resources,
             dtype=spec.dtype,
             port=None,
-            log_path=Path(spec.logs) / f"engine-{self.number}.log",
+            log_path=Path(spec.logs) / f"engine-{self.number}{f'-{self.node}' if self.node else ''}.log",
             seed=spec.seed + self.number,
             trust_remote_code=spec.trust_remote_code,
             deterministic=spec.deterministic,
             reads_text=spec.reads_text,
-            devices=None if spec.devices is None else spec.devices[self.number],
+            devices=None if spec.devices is None else spec.devices[self.number * nodes + self.node],
             names_experts=spec.names_experts,
+            part=part,
         )
 
     def status(self) -> dict[str, Any]:
         """`{"number", "url", "alive", "stamp", "pid", "facts"}`; `stamp` is the weight version the server itself names.
 
-        None if it does not answer, or if a push to it began and was not seen to end.
+        None if it does not answer, or if a push to it began and was not seen to end; always of other nodes than the first.
         """
         server = self._server
         if server is None or not server.alive:
             return {"number": self.number, "url": None, "alive": False, "stamp": None, "pid": None, "facts": {}}
-        stamp = None if self._unknown else asyncio.run(_stamp(server.url))
+        stamp = None if self._unknown or self.node else asyncio.run(_stamp(server.url))
         state = {"url": server.url, "alive": True, "stamp": stamp, "pid": server.pid}
         return {"number": self.number, **state, "facts": self._facts}
 

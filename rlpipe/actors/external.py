@@ -14,7 +14,7 @@ from rlpipe.errors import EngineUnavailable
 
 if TYPE_CHECKING:
     from rlpipe.actors.engine import EngineSpec
-    from rlpipe.actors.fleet import KeptEngine
+    from rlpipe.actors.kept_engine import KeptEngine
 
 
 def attempts(spec: EngineSpec, usual: int, interval_s: float) -> int:

@@ -18,7 +18,8 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from rlpipe.actors.fleet import KeptEngine, Weights
+from rlpipe.actors.fleet import Weights
+from rlpipe.actors.kept_engine import KeptEngine
 from rlpipe.actors.specs import ClusterSpec
 from rlpipe.actors.trainer_group import TrainerGroup
 from rlpipe.engines.sglang.admin import Engine

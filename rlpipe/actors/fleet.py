@@ -4,7 +4,8 @@ Each engine has a keeper: a coroutine that starts it again when it died, ends it
 and only then lets it take requests. A push to all goes through `publish`. What an engine holds is what its server says; from
 before the first byte of a push until its echo it is unknown, and nobody samples from it.
 
-Not here: which weights are published (the driver says), how they are sent (`send`, given by the conductor), or requests.
+Not here: what is asked of one engine (`kept_engine`), which weights are published (the driver says), how they are sent (`send`,
+given by the conductor), or requests.
 """
 
 from __future__ import annotations
@@ -14,22 +15,21 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from ray.actor import ActorHandle
 
-from rlpipe.actors.calls import Patience, call, gather
-from rlpipe.actors.engine import FILES, EngineSpec
+from rlpipe.actors.calls import gather
+from rlpipe.actors.engine import EngineSpec
 from rlpipe.actors.external import attempts, start_all
+from rlpipe.actors.kept_engine import KeptEngine
 from rlpipe.actors.kept_router import KeptRouter
 from rlpipe.actors.sharing import OF_ENGINES, Sharing
 from rlpipe.config.model import EngineConfig
-from rlpipe.errors import ActorLost, DeadlineExceeded, EngineUnavailable, RlpipeError, SyncError
+from rlpipe.errors import DeadlineExceeded, EngineUnavailable, RlpipeError, SyncError
 from rlpipe.lineage import Lineage
 
 CALL_TIMEOUT_S = 60.0
-STATUS_TIMEOUT_S = 120.0
-MEMORY_TIMEOUT_S = 200.0
 LOOK_INTERVAL_S = 2.0
 ATTEMPTS = 3
 """An engine that could not be brought back so many times in a row is in trouble; its keeper goes on trying."""
@@ -60,85 +60,6 @@ class Send(Protocol):
         and the answer is None, if the trainer would have to give up other weights for these.
         """
         ...
-
-
-class KeptEngine:
-    """One engine as its keeper sees it."""
-
-    def __init__(self, number: int, make: Callable[[int], ActorHandle]) -> None:
-        self.number, self._make = number, make
-        self.actor = make(number)
-        self.url: str | None = None
-        self.stamp: str | None = None
-        self.pid: int | None = None
-        self.facts: dict[str, Any] = {}
-        self.admitted = False
-        self.failures = 0
-        self.trouble: Exception | None = None
-        self.tested_s = time.monotonic()
-        self.starting = False
-        self._patience = Patience()
-
-    async def look(self) -> bool:
-        """Ask it how it is; whether it is alive. One whose actor died is made anew; one whose actor hangs is ended."""
-        try:
-            status = await self._call("status", STATUS_TIMEOUT_S)
-            self._patience.answered()
-        except ActorLost:
-            self.actor = await asyncio.to_thread(self._make, self.number)
-            status = {"url": None, "alive": False, "stamp": None, "pid": None, "facts": {}}
-        except DeadlineExceeded:
-            await self._patience.missed(self.actor)
-            raise
-        self.stamp, self.pid, self.facts = status["stamp"], status["pid"], status["facts"]
-        if status["url"] != self.url or not status["alive"]:
-            self.admitted = False
-        self.url = status["url"] if status["alive"] else None
-        return status["alive"]
-
-    async def start(self, spec: EngineSpec, deadline_s: float) -> None:
-        """Bring its server up; it holds no weights of ours yet. Raises: as `EngineActor.start`."""
-        self.starting = True
-        try:
-            url = await self._call("start", deadline_s, spec)
-        finally:
-            self.starting = False
-        self.admitted = self.admitted and url == self.url
-        self.url, self.tested_s = url, time.monotonic()
-
-    async def mark(self, *, unknown: bool) -> None:
-        await call(self.actor.mark.remote(unknown=unknown), where=f"engine/{self.number}.mark", deadline_s=CALL_TIMEOUT_S)
-
-    async def bring(self, root: str, stamp: str, folder: str, deadline_s: float) -> str:
-        """Have a version of the weights on its machine. As `EngineActor.bring`."""
-        ref = self.actor.bring.options(concurrency_group=FILES).remote(root, stamp, folder, deadline_s)
-        return await call(ref, where=f"engine/{self.number}.bring", deadline_s=deadline_s)
-
-    async def stop(self) -> None:
-        """End its server; its keeper starts another."""
-        self.url, self.stamp, self.admitted = None, None, False
-        await self._call("stop", CALL_TIMEOUT_S)
-
-    async def move(self, method: Literal["keep", "take"], tags: Collection[str]) -> None:
-        """Give up GPU memory, or take it back (`EngineActor.keep` and `take`). One that cannot is ended."""
-        if self.url is None:
-            return
-        try:
-            await self._call(method, MEMORY_TIMEOUT_S, tuple(tags))
-        except RlpipeError:
-            with suppress(RlpipeError):
-                await self.stop()
-        if method == "keep" and "weights" not in tags:
-            self.stamp = None
-
-    async def generates(self, timeout_s: float) -> bool:
-        """Did it generate a token within that time?"""
-        self.tested_s = time.monotonic()
-        return await self._call("generates", timeout_s + CALL_TIMEOUT_S, timeout_s)
-
-    async def _call(self, method: str, deadline_s: float, *arguments: Any) -> Any:
-        ref = getattr(self.actor, method).remote(*arguments)
-        return await call(ref, where=f"engine/{self.number}.{method}", deadline_s=deadline_s)
 
 
 class Fleet:

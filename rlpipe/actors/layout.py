@@ -8,7 +8,10 @@ Not here: where bundles lie (`placement`), how actors are started (`named`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rlpipe.config.model import ResourcesConfig
+from rlpipe.errors import ResourceError
 
 Shape = tuple[int, int]
 """Bundles of a placement group, and GPUs of each."""
@@ -22,7 +25,7 @@ def shapes(resources: ResourcesConfig) -> dict[str, Shape]:
     else:
         found["trainer"] = (resources.trainer_ranks, 1)
         if not resources.external_engines:
-            found["engines"] = (resources.num_engines, resources.rollout_num_gpus_per_engine)
+            found["engines"] = (resources.num_engines * resources.engine_nodes, resources.engine_gpus_per_node)
     if resources.critic_ranks:
         found["critic"] = (resources.critic_ranks, 1)
     return found
@@ -36,10 +39,32 @@ def rank_names(resources: ResourcesConfig) -> list[str]:
 
 
 def engine_names(resources: ResourcesConfig) -> list[str]:
-    """The inference engines."""
-    layout = f"{resources.num_engines}x{resources.rollout_num_gpus_per_engine}{_within(resources)}"
-    kind = "external" if resources.external_engines else "engine"
-    return [f"{kind}-{number}.{layout}" for number in range(resources.num_engines)]
+    """The inference engines, one after another; of one that spans nodes each of its servers, the first of them under its name."""
+    kind, nodes = "external" if resources.external_engines else "engine", resources.engine_nodes
+    engines = f"{resources.num_engines}x" + (f"{nodes}x" if nodes > 1 else "")
+    layout = f"{engines}{resources.engine_gpus_per_node}{_within(resources)}"
+    numbers = ((number, node) for number in range(resources.num_engines) for node in range(nodes))
+    return [f"{kind}-{number}{f'-{node}' if node else ''}.{layout}" for number, node in numbers]
+
+
+def server_devices(places: Sequence[tuple[str, str]], resources: ResourcesConfig) -> tuple[tuple[str, ...], ...]:
+    """GPUs of each server of the engines (as `engine_names`), of the (machine, GPU) of all bundles in order.
+
+    Raises: ResourceError if those of one server are not of one machine.
+    """
+    width, found = resources.engine_gpus_per_node, []
+    for number in range(resources.num_engines * resources.engine_nodes):
+        part = places[number * width : (number + 1) * width]
+        if len({machine for machine, _ in part}) > 1:
+            raise ResourceError(
+                f"engine {number // resources.engine_nodes} would have a server with GPUs of two machines",
+                where="resources.num_gpus_per_node",
+                found=", ".join(f"GPU {device} of {machine}" for machine, device in part),
+                expected=f"{width} of one machine",
+                do="take a rollout_num_gpus_per_engine, or num_gpus_per_node, that divides what each machine gives to the run",
+            )
+        found.append(tuple(device for _, device in part))
+    return tuple(found)
 
 
 def _shared(resources: ResourcesConfig) -> int:

@@ -1,9 +1,9 @@
 """Joining a Ray cluster, or starting a local one for this process.
 
 The local one is the embedded default: everything it writes goes under `{home}/.ray`, it takes no usage statistics, starts
-no dashboard, and ends with the process that started it.
+no dashboard, serves only who has its token, on this machine, and ends with the process that started it.
 
-Not here: what runs on it (`cluster`).
+Not here: what runs on it (`cluster`), the token (`ray_access`).
 """
 
 from __future__ import annotations
@@ -13,49 +13,58 @@ import signal
 import socket
 import tempfile
 import threading
+from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
+from ray.util import get_node_ip_address
 
+from rlpipe.actors import ray_access
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ResourceError
 
 LONGEST_SOCKET_FOLDER = 107 - len("/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store.12345")
 CONNECT_TIMEOUT_S = 5.0
 OBJECT_STORE_BYTES = 256 * 1024**2
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+JOINING = (
+    "check the address with `ray status`; who joins a cluster that asks for a token needs RAY_AUTH_MODE=token and RAY_AUTH_TOKEN "
+    "or RAY_AUTH_TOKEN_PATH (the cluster of `make up`: `. runs/.up/env`)"
+)
 
 
 def connect(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
     """Make this process a Ray driver, unless it is one already.
 
-    Raises: ResourceError if the cluster at `resources.ray_address` cannot be joined or a local one does not start.
+    Raises: ResourceError if the cluster at `resources.ray_address` or RAY_ADDRESS cannot be joined, or a local one not started.
     """
     if ray.is_initialized():
         return
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    common = {"namespace": namespace, "log_to_driver": False, "configure_logging": False}
-    if resources.ray_address:
-        where: dict[str, Any] = {"address": resources.ray_address}
-    else:
-        where = {
-            "num_cpus": resources.trainer_ranks + resources.critic_ranks + resources.rollout_num_gpus + 2,
-            "include_dashboard": False,
-            "object_store_memory": OBJECT_STORE_BYTES,
-            "_temp_dir": str(temporary_folder(home)),
-        }
+    of_environment = os.environ.get("RAY_ADDRESS")
+    address = resources.ray_address or (None if of_environment == "local" else of_environment)
     try:
-        if resources.ray_address:
-            _listens(resources.ray_address)
-        _init(**where, **common)
-    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-        address = resources.ray_address or "a local cluster"
+        if address:
+            _init(_way_in(address, home), address=address, namespace=namespace)
+        else:
+            _init(
+                ray_access.settings(home),
+                address="local",
+                namespace=namespace,
+                num_cpus=resources.trainer_ranks + resources.critic_ranks + resources.rollout_num_gpus + 2,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(temporary_folder(home)),
+            )
+    except (OSError, RayError, RuntimeError, ValueError) as error:
         raise ResourceError(
             "Ray did not start or cannot be reached",
-            where="resources.ray_address",
-            found=f"{address}: {error}",
-            do=f"check the address with `ray status`, or the logs under {home}/.ray",
+            where="resources.ray_address" if resources.ray_address or not address else "RAY_ADDRESS",
+            found=f"{address or 'a local cluster'}: {error}",
+            do=JOINING if address else f"see the logs under {home}/.ray",
         ) from error
 
 
@@ -64,28 +73,50 @@ def address() -> str:
     return ray.get_runtime_context().gcs_address
 
 
-def join(address: str, *, namespace: str) -> bool:
-    """Make this process a driver of the cluster at `address`, if it is still there. Is it one now?"""
+def join(address: str, home: Path, *, namespace: str) -> bool:
+    """Make this process a driver of the cluster that another process of this home is in, if it is still there. Is it one now?"""
     try:
-        _listens(address)
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-        _init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
-    except (ConnectionError, OSError, RuntimeError):
+        _init(_way_in(address, home), address=address, namespace=namespace)
+    except (OSError, RayError, RuntimeError):
         return False
     return True
 
 
-def _listens(address: str) -> None:
-    """Ray itself asks for minutes where nobody answers. Raises: OSError. `auto` and such, which name no port, are left to Ray."""
+def _way_in(address: str, home: Path) -> dict[str, str]:
+    """What to join the Ray at this address with, beside the user's environment. One that listens on the loopback interface alone
+    was started for a home, which is taken to be this one.
+
+    Raises: OSError where nobody listens: Ray itself would ask for minutes. `auto` and such, which name no port, are left to Ray.
+    """
     host, _, port = address.rpartition(":")
-    if host and port.isdecimal() and "/" not in host:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    if not host or not port.isdecimal() or "/" in host:
+        return {}
+    _listens(host.strip("[]"), int(port))
+    if host not in LOOPBACK:
+        return {ray_access.BEYOND_THIS_MACHINE: "1"}
+    try:
+        if not ip_address(own := get_node_ip_address()).is_loopback:
+            _listens(own, int(port))
+            return {}
+    except OSError:
+        pass
+    return ray_access.settings(home)
 
 
-def _init(**arguments: Any) -> None:
+def _listens(host: str, port: int) -> None:
+    """Raises: OSError if nobody does."""
+    socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
+
+
+def _init(access: Mapping[str, str], **arguments: Any) -> None:
     """`ray.init`, after which SIGTERM is for whom it was before: Ray would print a stack and abort."""
     before = signal.getsignal(signal.SIGTERM)
-    ray.init(**arguments)
+    ray_access.use(access)
+    try:
+        ray.init(log_to_driver=False, configure_logging=False, **arguments)
+    except BaseException:
+        ray_access.restore()
+        raise
     if threading.current_thread() is threading.main_thread() and before is not None:
         signal.signal(signal.SIGTERM, before)
 
@@ -94,12 +125,13 @@ def disconnect() -> None:
     """Leave the cluster; a local one ends with it."""
     if ray.is_initialized():
         ray.shutdown()
+        ray_access.restore()
 
 
 def temporary_folder(home: Path) -> Path:
-    """`{home}/.ray`, or where that path is too long for Unix sockets (107 bytes) one in TMPDIR, else in /tmp."""
+    """`{home}/.ray`, or where that path is too long for Unix sockets (107 bytes) one in TMPDIR, else in /tmp. Nobody
+    else can look into it. Raises: ResourceError."""
     name = f"rlpipe-ray-{os.getuid()}"
     places = (home / ".ray", Path(tempfile.gettempdir()) / name, Path("/tmp") / name)
     folder = next((place for place in places if len(str(place)) <= LONGEST_SOCKET_FOLDER), places[-1])
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    return ray_access.private(folder)

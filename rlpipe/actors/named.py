@@ -85,11 +85,13 @@ class NamedActors:
         options = lambda: {**self.placement.trainer(rank), "concurrency_groups": {STATUS: 1}}  # noqa: E731 - see `engine`
         return named(lambda: made.kind, self._ranks[rank], self._namespace, made.arguments, options)
 
-    def engine(self, number: int) -> ActorHandle:
+    def engine(self, number: int, node: int) -> ActorHandle:
+        """The server of this engine on one of its nodes."""
         from rlpipe.actors.engine import FILES, EngineActor
 
-        options = lambda: {**self.placement.engine(number), "concurrency_groups": {FILES: 1}}  # noqa: E731 - a thunk: places are taken only for a new actor
-        return named(lambda: EngineActor, self._engines[number], self._namespace, (number, self._cwd), options)
+        options = lambda: {**self.placement.engine(number, node), "concurrency_groups": {FILES: 1}}  # noqa: E731 - a thunk: places are taken only for a new actor
+        name = self._engines[number * self._resources.engine_nodes + node]
+        return named(lambda: EngineActor, name, self._namespace, (number, self._cwd, node), options)
 
     def router(self) -> ActorHandle:
         from rlpipe.actors.engine import RouterActor

@@ -1,8 +1,10 @@
 """Where actors run: named placement groups of a cluster, whose names say how large they are.
 
-    separate     one group for the trainer, a bundle of one GPU for each rank; one for the engines, a bundle for each engine
+    separate     one group for the trainer, a bundle of one GPU for each rank; one for the engines, a bundle for each server:
+                 of an engine, or of its part on each of its nodes (Ray never cuts a bundle in two)
     critic       of its own ranks, if it has any: one group more, a bundle of one GPU for each, also beside colocated ones
-    colocated    one group with a bundle for each GPU: rank i has GPU i, engine j the GPUs from j × its number of GPUs on
+    colocated    one group with a bundle for each GPU: rank i has GPU i, engine j the GPUs from j × its number of GPUs on,
+                 of each server on one machine
 
 Where the cluster has no GPU, a CPU stands for one. On GPUs bundles are taken in the order of machines, and on each of its
 GPUs, so that neighbouring ranks are neighbours; Ray itself promises no order. Groups outlive the process that made them, so
@@ -18,14 +20,14 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlpipe.actors.layout import shapes
+from rlpipe.actors.layout import server_devices, shapes
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ResourceError
 
@@ -43,6 +45,16 @@ def own_address() -> str:
     return get_node_ip_address() if len(machines) > 1 else LOOPBACK
 
 
+class Bundle(NamedTuple):
+    """A bundle of one GPU, where that matters."""
+
+    number: int
+    machine: str
+    """Its address."""
+    device: str
+    """The GPU, as CUDA_VISIBLE_DEVICES names it there."""
+
+
 class Placement:
     """The bundles of one cluster. `claim` them first."""
 
@@ -52,7 +64,7 @@ class Placement:
         self.on_gpus = ray.cluster_resources().get("GPU", 0) > 0
         self._shapes = shapes(resources)
         self._groups: dict[str, PlacementGroup] = {}
-        self._orders: dict[str, list[tuple[int, str]]] = {}
+        self._orders: dict[str, list[Bundle]] = {}
 
     def claim(self, *, engines: bool, leave: Callable[[], None] = lambda: None) -> None:
         """Have the groups of this layout, found or made; those of `engines` only if the run has any.
@@ -82,8 +94,9 @@ class Placement:
                 expected="; ".join(
                     f"{size} × {width} {self._kind} for the {what}" for what, (size, width) in self._shapes.items()
                 ),
-                do="ask for fewer ranks or engines, wait for other runs, or join a larger cluster with resources.ray_address; a "
-                "run that failed keeps its places: start it again, and let it end or cancel it",
+                do="ask for fewer ranks or engines, wait for other runs, or join a larger cluster with resources.ray_address; an "
+                "engine of more GPUs than a node has spans nodes with resources.num_gpus_per_node; a run that failed keeps its "
+                "places for resources.keep_idle_s: start it again, and let it end or cancel it",
             )
         leave()
         _remove(others)
@@ -92,27 +105,28 @@ class Placement:
         """Ray options of a trainer rank; those after the policy's are the critic's own."""
         within_critic = rank - self.resources.trainer_ranks
         if within_critic >= 0:
-            return self._options("critic", self._bundles("critic")[within_critic][0], share=RANK)
+            return self._options("critic", self._bundles("critic")[within_critic].number, share=RANK)
         what = "shared" if self.resources.colocate else "trainer"
-        return self._options(what, self._bundles(what)[rank][0], share=RANK)
+        return self._options(what, self._bundles(what)[rank].number, share=RANK)
 
-    def engine(self, number: int) -> dict[str, Any]:
-        """Ray options of an engine. Separate, its server sees all GPUs of its bundle; colocated, see `engine_devices`; one that
-        others started takes no place."""
-        width = self.resources.rollout_num_gpus_per_engine
+    def engine(self, number: int, node: int = 0) -> dict[str, Any]:
+        """Ray options of an engine's server on one of its nodes. Separate, it sees all GPUs of its bundle; colocated, see
+        `engine_devices`; one that others started takes no place."""
+        width, server = self.resources.engine_gpus_per_node, number * self.resources.engine_nodes + node
         if self.resources.external_engines:
             return {"num_cpus": 0}
         if self.resources.colocate:
-            return self._options("shared", self._bundles("shared")[number * width][0], share=ENGINE)
-        return self._options("engines", number, share=width)
+            return self._options("shared", self._bundles("shared")[server * width].number, share=ENGINE)
+        return self._options("engines", server, share=width)
 
     def engine_devices(self) -> tuple[tuple[str, ...], ...] | None:
-        """CUDA_VISIBLE_DEVICES of each engine's server, in the order of its tensor parallel ranks; None: what its actor sees."""
+        """CUDA_VISIBLE_DEVICES of each server, in the order of its tensor parallel ranks; None: what its actor sees.
+
+        Raises: as `server_devices`.
+        """
         if not (self.on_gpus and self.resources.colocate):
             return None
-        devices = [device for _, device in self._bundles("shared")]
-        width = self.resources.rollout_num_gpus_per_engine
-        return tuple(tuple(devices[n * width : (n + 1) * width]) for n in range(self.resources.num_engines))
+        return server_devices([(bundle.machine, bundle.device) for bundle in self._bundles("shared")], self.resources)
 
     def remove(self) -> None:
         """Give all places of the cluster back, once the actors are gone."""
@@ -162,11 +176,12 @@ class Placement:
         kind = {"num_gpus": share, "num_cpus": 0} if self.on_gpus else {"num_cpus": share}
         return {**kind, "scheduling_strategy": strategy}
 
-    def _bundles(self, name: str) -> list[tuple[int, str]]:
-        """The bundles of a group in the order of its machines and their GPUs, each with its GPU's name there."""
+    def _bundles(self, name: str) -> list[Bundle]:
+        """The bundles of a group in the order of its machines and their GPUs."""
         if name not in self._orders:
             size, _ = self._shapes[name]
-            self._orders[name] = in_order(self._looked_at(name, size)) if self.on_gpus else [(n, "") for n in range(size)]
+            unknown = [Bundle(number, "", "") for number in range(size)]
+            self._orders[name] = in_order(self._looked_at(name, size)) if self.on_gpus else unknown
         return self._orders[name]
 
     def _looked_at(self, name: str, size: int) -> list[tuple[str, str]]:
@@ -185,8 +200,8 @@ def _remove(groups: Iterable[PlacementGroup]) -> None:
         remove_placement_group(group)
 
 
-def in_order(places: Sequence[tuple[str, str]]) -> list[tuple[int, str]]:
-    """Bundles by (machine's address, GPU as CUDA_VISIBLE_DEVICES names it), sorted: (number of the bundle, GPU).
+def in_order(places: Sequence[tuple[str, str]]) -> list[Bundle]:
+    """Bundles by (machine's address, GPU as CUDA_VISIBLE_DEVICES names it), sorted.
 
     Addresses and numbers of GPUs count as numbers; GPUs with other names (UUIDs) follow by name.
     """
@@ -195,7 +210,7 @@ def in_order(places: Sequence[tuple[str, str]]) -> list[tuple[int, str]]:
         address, device = places[bundle]
         return int(ipaddress.ip_address(address)), int(device) if device.isdecimal() else 1 << 30, device
 
-    return [(bundle, places[bundle][1]) for bundle in sorted(range(len(places)), key=key)]
+    return [Bundle(bundle, *places[bundle]) for bundle in sorted(range(len(places)), key=key)]
 
 
 def _where_am_i() -> tuple[str, str]:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from rlpipe.actors.checkpoints import Upload, fetch_checkpoint, upload_share
+from rlpipe.actors.first import check_first, made_with
 from rlpipe.actors.placement import own_address
 from rlpipe.actors.profiling import Part as Work
 from rlpipe.actors.profiling import check, profiled
@@ -43,7 +44,7 @@ from rlpipe.stage_files import read_batch, read_packing, read_rewards, read_samp
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.sync.group import use_nccl_as_engines_do
-from rlpipe.types import FileRecord, Stage
+from rlpipe.types import FileRecord, Node, Stage
 
 E = TypeVar("E", MegatronEngine, CriticEngine)
 Address = tuple[str, int]
@@ -88,6 +89,8 @@ class Rank(ABC, Generic[E]):
         self._calls: Counter[str] = Counter()
         self._failed: str | None = None
         self._result: dict[str, Any] = {}
+        self.fresh = False
+        """Has its optimizer no past? Only then first weights make a first state."""
         self._engine: E | None = None
         self._spec: TrainerSpec | None = None
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="upload")
@@ -104,12 +107,12 @@ class Rank(ABC, Generic[E]):
         return address, free_port(address)
 
     def status(self) -> dict[str, Any]:
-        """What this rank holds and does: `{"rank", "held", "dirty", "ready", "busy", "calls", "failed", …}`. It answers while a
-        call runs, from another thread (concurrency group `status`).
+        """What this rank holds and does: `{"rank", "held", "dirty", "fresh", "ready", "busy", "calls", "failed", …}`. It answers
+        while a call runs, from another thread (concurrency group `status`).
 
         `busy` names that call, `failed` the last one if it ended with an error; `calls`: how many of each have begun.
         """
-        state = {"held": self.held, "dirty": self.dirty, "ready": self._engine is not None}
+        state = {"held": self.held, "dirty": self.dirty, "fresh": self.fresh, "ready": self._engine is not None}
         work = {"busy": self.busy, "calls": dict(self._calls), "failed": self._failed}
         deterministic = self._spec.deterministic if self._spec else None
         return {"rank": self.number, **state, **work, "deterministic": deterministic, "pid": os.getpid()}
@@ -124,20 +127,26 @@ class Rank(ABC, Generic[E]):
             return
         self.close()
         self._engine = self._made(spec, master, meeting)
-        self._spec, self.dirty = spec, False
+        self._spec, self.dirty, self.fresh = spec, False, True
         self._files = Files(spec.store_root)
         self._nodes = Nodes(self._files)
 
     @collective
     def initialise(self, key: str, start_from: str | None) -> dict[str, Any]:
-        """Load the first weights of a branch, from the model directory or from another branch's checkpoint node."""
-        engine, _ = self._ready()
-        if start_from is None:
-            engine.load_hf()
-        else:
-            engine.load_checkpoint(self._fetched(Stage.CHECKPOINT, start_from), weights_only=True)
+        """Load the first weights of a branch, from the model directory or from another branch's checkpoint node: the digests that
+        its init node has."""
+        engine, spec = self._ready()
+        self._load_first(start_from)
         self._remember_reference(0)
-        return self._now_holds(key, {"state_digest": engine.state_digest()})
+        return self._now_holds(
+            key, {"state_digest": engine.state_digest(), "made_with": made_with(spec.train), **self._of_weights()}
+        )
+
+    @collective
+    def require_room(self) -> None:
+        """Is there room for a checkpoint on local disk? Raises: StoreFull."""
+        engine, spec = self._ready()
+        engine.require_room(Path(spec.work_dir) / "checkpoints" / "iter_0000000")
 
     @collective
     def restore(self, lineage: Lineage) -> dict[str, Any]:
@@ -150,8 +159,12 @@ class Rank(ABC, Generic[E]):
         start = time.perf_counter()
         engine, _ = self._ready()
         self.dirty, self.held = True, None
-        self._load_reference(lineage)
-        engine.load_checkpoint(self._fetched(lineage.base_stage, lineage.base))
+        if lineage.base_stage is Stage.INIT:
+            self._load_init(self._nodes.get(Stage.INIT, lineage.base))
+        else:
+            self.fresh = False
+            self._load_reference(lineage)
+            engine.load_checkpoint(self._fetched(lineage.base_stage, lineage.base))
         result = self._now_holds(lineage.base_state, {"state_digest": engine.state_digest()})
         mismatch = None
         for digest in lineage.replay:
@@ -177,7 +190,7 @@ class Rank(ABC, Generic[E]):
         columns = read_batch(self._files, batch)
         packing = self._recorded_packing(key) or self._planned(columns)
         version = weight_version(self._nodes, before)
-        self.dirty, self.held = True, None
+        self.dirty, self.held, self.fresh = True, None, False
         critic_only = batch.outputs.get("critic_only", False)
         with self._profiled("train_actor", version):
             result = engine.train(columns, packing, version=version, critic_only=critic_only, hook_args=spec.hook_args)
@@ -242,10 +255,32 @@ class Rank(ABC, Generic[E]):
         if self._engine is not None:
             self._engine.close()
         self._engine = self._spec = self.held = None
+        self.fresh = False
 
     @abstractmethod
     def _made(self, spec: TrainerSpec, master: Address, meeting: Address | None) -> E:
         """The engine of a spec."""
+
+    def _load_first(self, start_from: str | None) -> None:
+        """The first weights of a branch; the optimizer stays what it is."""
+        engine, _ = self._ready()
+        if start_from is None:
+            engine.load_hf()
+        else:
+            engine.load_checkpoint(self._fetched(Stage.CHECKPOINT, start_from), weights_only=True)
+
+    def _load_init(self, init: Node) -> None:
+        """The first state of a branch, from where its weights came. Raises: Mismatch if it is another one than it was."""
+        engine, spec = self._ready()
+        if not self.fresh:
+            raise TrainerError("the first state needs ranks that have trained nothing", where=self.name, do="start them anew")
+        self._load_first(init.parents.get("start_from"))
+        check_first(init, spec, "state_digest", engine.state_digest())
+        self._remember_reference(0)
+
+    def _of_weights(self) -> dict[str, str]:
+        """What an init node says of the weights alone."""
+        return {}
 
     @abstractmethod
     def _load_reference(self, lineage: Lineage) -> None:

@@ -178,8 +178,8 @@ class _Leg:
         start = time.perf_counter()
         node = self._nodes.get(Stage.INIT, self._leg.init)
         deadline_s = self._leg.config.resources.start_timeout_s
-        digest = await self._trainer.initialise(node.digest, node.parents.get("start_from"), deadline_s=deadline_s)
-        self._compare(node, 0, digest, start)
+        made = await self._trainer.initialise(node.digest, node.parents.get("start_from"), deadline_s=deadline_s)
+        self._compare(node, 0, made["state_digest"], start)
 
     async def _train(self, node: Node) -> None:
         start = time.perf_counter()

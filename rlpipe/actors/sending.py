@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rlpipe.actors.fleet import KeptEngine, Weights
+from rlpipe.actors.fleet import Weights
+from rlpipe.actors.kept_engine import KeptEngine
 from rlpipe.actors.trainer_group import TrainerGroup
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.config.run import RunConfig

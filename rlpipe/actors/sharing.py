@@ -56,6 +56,7 @@ PHASE_OF: dict[str, Phase] = {
     "restore": "train",
     "advantage": "score",
     "train": "train",
+    "require_room": "train",
     "save": "train",
     "push": "push",
     "probe": "push",

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from rlpipe.actors.first import check_first
 from rlpipe.actors.probe import largest_difference
 from rlpipe.actors.pushing import Pusher, served_dir, served_tensors
 from rlpipe.actors.rank import Address, Rank, collective
@@ -150,10 +151,19 @@ class TrainerRank(Rank[MegatronEngine]):
     def _load_reference(self, lineage: Lineage) -> None:
         engine, spec = self._ready()
         if spec.advantage.reference:
-            refreshed = lineage.reference
-            source = (Stage.CHECKPOINT, refreshed.checkpoint) if refreshed else (Stage.INIT, lineage.init)
-            engine.load_reference(self._fetched(*source))
+            refreshed, init = lineage.reference, self._nodes.get(Stage.INIT, lineage.init)
+            kept = refreshed.checkpoint if refreshed else init.parents.get("start_from")
+            if kept:
+                engine.load_reference(self._fetched(Stage.CHECKPOINT, kept))
+            else:
+                engine.load_hf()
+                check_first(init, spec, "weights_digest", engine.weights_digest())
+                engine.keep_reference()
             self._reference_version = refreshed.version if refreshed else 0
+
+    def _of_weights(self) -> dict[str, str]:
+        engine, _ = self._ready()
+        return {"weights_digest": engine.weights_digest()}
 
     def _remember_reference(self, version: int) -> None:
         engine, spec = self._ready()

@@ -23,6 +23,7 @@ from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ActorLost, DeadlineExceeded, RlpipeError, TrainerError
 from rlpipe.lineage import Lineage
+from rlpipe.types import Stage
 
 Each = TypeVar("Each")
 Start = Callable[[int], ActorHandle]
@@ -107,15 +108,15 @@ class TrainerGroup:
             await self.restart()
         return await self.call("occupy", parts=tuple(parts), deadline_s=deadline_s)
 
-    async def initialise(self, key: str, start_from: str | None, *, deadline_s: float) -> str:
-        """Load the first weights into a trainer that has trained nothing (started anew if need be); the state's digest."""
+    async def initialise(self, key: str, start_from: str | None, *, deadline_s: float) -> dict[str, str]:
+        """Load the first weights into a trainer that has trained nothing (started anew if need be); what `Rank.initialise`
+        answers."""
         assert self._spec is not None, "set up the group first"
         statuses = await self._statuses()
         if any(status["held"] or status["dirty"] for status in statuses):
             await self.restart()
             await self.setup(self._spec)
-        answers = await self.call("initialise", key=key, start_from=start_from, deadline_s=deadline_s)
-        return answers[0]["state_digest"]
+        return (await self.call("initialise", key=key, start_from=start_from, deadline_s=deadline_s))[0]
 
     async def holds(self, state: str) -> bool:
         """Do all ranks hold this state? A group that does not answer holds nothing."""
@@ -137,7 +138,7 @@ class TrainerGroup:
         if await self.holds(lineage.target):
             return None
         assert self._spec is not None, "set up the group first"
-        if self._broken or not await self._usable():
+        if self._broken or not await self._usable(fresh=lineage.base_stage is Stage.INIT):
             await self.restart()
             await self.setup(self._spec)
         return (await self.call("restore", lineage=lineage, deadline_s=deadline_s))[0]
@@ -152,10 +153,11 @@ class TrainerGroup:
         found = {status["deterministic"] for status in await self._statuses()}
         return bool(found - {None, spec.deterministic})
 
-    async def _usable(self) -> bool:
-        """Are all ranks alive, set up, and out of any half-finished call?"""
+    async def _usable(self, *, fresh: bool) -> bool:
+        """Are all ranks alive, set up, and out of any half-finished call? `fresh`: and have they trained nothing?"""
         statuses = await self._settled()
-        return statuses is not None and all(status["ready"] and not status["dirty"] for status in statuses)
+        usable = statuses is not None and all(status["ready"] and not status["dirty"] for status in statuses)
+        return usable and (not fresh or all(status["fresh"] for status in statuses or ()))
 
     async def _settled(self) -> list[dict[str, Any]] | None:
         """The ranks' statuses once none of them is busy: a caller before us may have died in the middle of its calls.

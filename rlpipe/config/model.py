@@ -81,7 +81,10 @@ class ResourcesConfig(Config):
     rollout_num_gpus: int = Tuning(default=1, ge=1)
     """GPUs of all inference engines together. With `colocate`, if it is not given, as many as the trainer has."""
     rollout_num_gpus_per_engine: int = Tuning(default=1, ge=1)
-    """GPUs of one engine (its tensor parallel size), all of one machine: engines over several machines are not supported."""
+    """GPUs of one engine (its tensor parallel size). One of more than num_gpus_per_node spans nodes: a server process on each of
+    them, of which the first answers requests. They live and die together."""
+    num_gpus_per_node: int = Tuning(default=8, ge=1)
+    """Most GPUs that an engine has on one node; one of more has so many on each of several. Set it where nodes have not 8."""
     external_engines: tuple[Address, ...] = Tuning(())
     """SGLang servers (0.5.15 or later) that others start and end, by address; the run starts none then, and does not use
     rollout_num_gpus. (): the run's own engines.
@@ -109,7 +112,12 @@ class ResourcesConfig(Config):
     cluster: str | None = Tuning(None)
     """Name under which the actors live; runs of the same name share them one after another. None is the run's own name."""
     ray_address: str | None = Tuning(None)
-    """Ray cluster to join; None starts a local one that ends with the flow."""
+    """Ray cluster to join; None: that of RAY_ADDRESS, else a local one is started, which ends with the flow and serves only who
+    has its token, on this machine."""
+    keep_idle_s: float | None = Tuning(default=3600.0, gt=0)
+    """On a Ray cluster that was joined: how long the actors of a run that nobody drives any more (it failed; or it has ended, and
+    `cluster` names them) keep their places for a Retry or the next run. Later both start others, from the store. None: until
+    there is one, or a Cancel."""
     threads_per_process: int = Tuning(default=1, ge=1)
     """CPU threads of each trainer rank and engine on a machine without CUDA."""
     stop_grace_s: float = Tuning(default=20.0, ge=0)
@@ -129,6 +137,16 @@ class ResourcesConfig(Config):
     @property
     def num_engines(self) -> int:
         return len(self.external_engines) or self.rollout_num_gpus // self.rollout_num_gpus_per_engine
+
+    @property
+    def engine_nodes(self) -> int:
+        """Nodes that one engine spans, as far as the run starts it."""
+        return 1 if self.external_engines else -(-self.rollout_num_gpus_per_engine // self.num_gpus_per_node)
+
+    @property
+    def engine_gpus_per_node(self) -> int:
+        """GPUs of one engine on each of its nodes."""
+        return self.rollout_num_gpus_per_engine // self.engine_nodes
 
     @property
     def trainer_sleeps(self) -> bool:
@@ -168,10 +186,21 @@ class ResourcesConfig(Config):
                 f"rollout_num_gpus ({self.rollout_num_gpus}) must be a multiple of "
                 f"rollout_num_gpus_per_engine ({self.rollout_num_gpus_per_engine})"
             )
-        if self.colocate and self.actor_num_gpus_per_node % self.rollout_num_gpus_per_engine:
+        if self.engine_nodes > 1 and self.rollout_num_gpus_per_engine % self.num_gpus_per_node:
             raise ValueError(
-                f"colocate: an engine of rollout_num_gpus_per_engine = {self.rollout_num_gpus_per_engine} GPUs would lie on two "
-                f"nodes of actor_num_gpus_per_node = {self.actor_num_gpus_per_node}; take a divisor of it"
+                f"rollout_num_gpus_per_engine ({self.rollout_num_gpus_per_engine}), which is more than a node has, must be a "
+                f"multiple of num_gpus_per_node ({self.num_gpus_per_node}); set that to what your nodes have"
+            )
+        if self.colocate and self.actor_num_gpus_per_node % self.engine_gpus_per_node:
+            raise ValueError(
+                f"colocate: the {self.engine_gpus_per_node} GPUs that an engine has on one node (rollout_num_gpus_per_engine, "
+                f"num_gpus_per_node) would lie on two nodes of actor_num_gpus_per_node = {self.actor_num_gpus_per_node}; take a "
+                f"divisor of it"
+            )
+        if self.colocate and self.trainer_ranks % self.rollout_num_gpus_per_engine:
+            raise ValueError(
+                f"colocate: an engine of rollout_num_gpus_per_engine = {self.rollout_num_gpus_per_engine} GPUs would lie on some "
+                f"of the trainer's {self.trainer_ranks} GPUs and on others beside; take a divisor of them"
             )
         moved = [name for name in ("offload_train", "offload_rollout") if getattr(self, name)]
         if moved and not self.colocate:

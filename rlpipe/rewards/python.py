@@ -49,7 +49,7 @@ class Scorer:
             result = self._function(self._argument(samples))
             if inspect.isawaitable(result):
                 result = asyncio.run(_awaited(result))
-        except Exception as error:  # a verifier may raise anything; it becomes the error of its rows
+        except (Exception, SystemExit) as error:  # a verifier may raise anything; it becomes the error of its rows
             raise RewardError(_said(error)) from error
         return self._scores(result, samples)
 
@@ -57,7 +57,7 @@ class Scorer:
         """The same on the running event loop, for an async function."""
         try:
             result = await self._function(self._argument(samples))
-        except Exception as error:  # a verifier may raise anything; it becomes the error of its rows
+        except (Exception, SystemExit) as error:  # a verifier may raise anything; it becomes the error of its rows
             raise RewardError(_said(error)) from error
         return self._scores(result, samples)
 
@@ -131,5 +131,5 @@ async def _awaited(result: Any) -> Any:
     return await result
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

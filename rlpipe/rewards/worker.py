@@ -18,11 +18,12 @@ import queue
 import signal
 import sys
 import threading
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from rlpipe.errors import RewardError, RlpipeError
 from rlpipe.rewards.python import Scorer
 from rlpipe.rewards.workers import HEADER
+from rlpipe.types import Sample
 
 PR_SET_PDEATHSIG = 1
 
@@ -32,9 +33,9 @@ def main() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    messages: queue.SimpleQueue = queue.SimpleQueue()
+    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sys.stdin.buffer, messages), daemon=True).start()
-    path, function, args = messages.get()
+    path, function, args = pickle.loads(messages.get())
     sys.path.extend(entry for entry in path if entry not in sys.path)
     try:
         scorer = Scorer(function, args)
@@ -43,17 +44,25 @@ def main() -> None:
         return
     _send(answers, None)
     while True:
-        samples = messages.get()
+        content = messages.get()
         try:
-            answer: object = scorer.score(samples)
+            answer: object = scorer.score(_samples(content))
         except RewardError as error:
             answer = error
         _send(answers, answer)
 
 
-def _read(stream: BinaryIO, messages: queue.SimpleQueue[Any]) -> None:
+def _samples(content: bytes) -> list[Sample]:
+    """Raises: RewardError if something in them is of a class that this process cannot import."""
+    try:
+        return pickle.loads(content)
+    except Exception as error:  # whatever a class of theirs comes up with
+        raise RewardError(f"the samples cannot be read in the reward's process: {type(error).__name__}: {error}") from error
+
+
+def _read(stream: BinaryIO, messages: queue.SimpleQueue[bytes]) -> None:
     while len(header := stream.read(HEADER.size)) == HEADER.size:
-        messages.put(pickle.loads(stream.read(HEADER.unpack(header)[0])))
+        messages.put(stream.read(HEADER.unpack(header)[0]))
     os._exit(0)
 
 

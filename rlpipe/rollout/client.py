@@ -18,7 +18,6 @@ import contextlib
 import json
 import time
 from collections.abc import Awaitable, Collection, Iterator, Sequence
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import httpx
@@ -92,7 +91,7 @@ class GenerateClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Cancel what is still in flight and close the connections."""
+        """Cancel what is still in flight, of which its callers hear, and close the connections."""
         for task in self._posts:
             task.cancel()
         await asyncio.gather(*self._posts, return_exceptions=True)
@@ -233,7 +232,6 @@ class GenerateClient:
         watch: Watch | None = None,
     ) -> list[Generation]:
         """Ask for the rest of what was aborted, until it is finished or `stop` is set."""
-
         sampling = key.sampling
 
         async def finished(generation: Generation) -> Generation:
@@ -242,7 +240,7 @@ class GenerateClient:
                 generation = settled(generation, sampling, self.end_ids)
                 if generation.finish_reason != "abort" or (stop is not None and stop.is_set()):
                     return generation
-                rest = partial(_watched, watch, generation) if watch else None
+                rest = None if watch is None else lambda more, tell=watch, begun=generation: tell(joined(begun, more))
                 (more,) = await self._ask(ids + generation.response_ids, key.after(generation), 1, where, stop, rest)
                 generation = joined(generation, more)
                 if not more.response_ids and more.finish_reason == "abort":
@@ -308,7 +306,10 @@ class GenerateClient:
                 await asyncio.gather(*(self._answer(key, [asked]) for asked in batch))
             else:
                 fail(batch, error)
-        except (EngineError, DeadlineExceeded) as error:
+        except asyncio.CancelledError:
+            fail(batch, EngineUnavailable("the client was closed before it was answered", where=batch[0].where))
+            raise
+        except Exception as error:  # noqa: BLE001 - who waits hears of it at once, whatever it is
             fail(batch, error)
         else:
             start = 0
@@ -394,7 +395,3 @@ class GenerateClient:
             yield
         finally:
             del self._in_flight[number]
-
-
-def _watched(watch: Watch, begun: Generation, more: Generation) -> None:
-    watch(joined(begun, more))

@@ -13,9 +13,8 @@ import json
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
-
 from rlpipe.errors import DeadlineExceeded
+from rlpipe.rendezvous import store
 
 CALL_S = 60.0
 _POLL_S = 0.002
@@ -27,10 +26,10 @@ class Board:
     def __init__(self, address: str, port: int | None = None) -> None:
         """`address`: of rank 0's machine, as this rank reaches it."""
         within = timedelta(seconds=CALL_S)
-        self._server = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=within) if port is None else None
+        self._server = store(address, 0, listens=True, timeout=within) if port is None else None
         self.port = self._server.port if self._server is not None else port
         assert self.port is not None
-        self._store = TCPStore(address, self.port, is_master=False, wait_for_workers=False, timeout=within)
+        self._store = store(address, self.port, listens=False, timeout=within)
 
     def put(self, key: str, message: Any) -> None:
         self._store.set(key, json.dumps(message))

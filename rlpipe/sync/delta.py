@@ -33,6 +33,7 @@ CHECKSUMS: dict[str, Callable[[Bytes], str]] = {
 }
 COMPRESSION_LEVEL = 1
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+ELEMENT_SIZES = tuple(_WORDS)
 _COUNT_BYTES, _STEP_BYTES = 8, 4
 
 
@@ -60,7 +61,7 @@ def apply(change: Bytes, memory: Bytes, element_size: int, encoding: str) -> int
     """Put a change on top of `memory`, in place; the number of elements that it changes. Raises: SyncError if it does not fit."""
     try:
         plain = np.frombuffer(zstandard.ZstdDecompressor().decompress(change.data), np.uint8)
-    except zstandard.ZstdError as error:
+    except (zstandard.ZstdError, MemoryError) as error:  # it may say that it is of any size
         raise SyncError("a change of a tensor cannot be read", found=error) from error
     count = int.from_bytes(plain[:_COUNT_BYTES].tobytes(), "little")
     steps, values = np.split(plain[_COUNT_BYTES:], [min(count * _STEP_BYTES, len(plain))])

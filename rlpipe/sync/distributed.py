@@ -68,8 +68,8 @@ class DistributedTransport(BucketTransport[Flat]):
             return
         self.close()
         ranks = self.tensor_parallel_size
-        group = BroadcastGroup(ranks * len(members), backend=backend_of(self.device), timeout_s=self.timeout_s)
-        address = meeting_address(members)
+        address, backend = meeting_address(members), backend_of(self.device)
+        group = BroadcastGroup(ranks * len(members), address=address, backend=backend, timeout_s=self.timeout_s)
         first = {url: 1 + ranks * number for number, url in enumerate(members)}
         session.doing = "make a group of trainer and engines"
         joining = [
@@ -79,7 +79,7 @@ class DistributedTransport(BucketTransport[Flat]):
                 port=group.port,
                 first_rank=first[engine.url],
                 world_size=group.world_size,
-                backend=backend_of(self.device),
+                backend=backend,
             )
             for engine in session.active
         ]

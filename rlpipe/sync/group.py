@@ -22,9 +22,10 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, TCPStore, _unregister_process_group
+from torch._C._distributed_c10d import PrefixStore, _unregister_process_group
 from torch.distributed import distributed_c10d as c10d
 
+from rlpipe.rendezvous import gloo_at, store
 from rlpipe.sync.tensor import is_here
 from rlpipe.sync.threads import start
 
@@ -42,14 +43,15 @@ def use_nccl_as_engines_do() -> None:
 
 
 class BroadcastGroup:
-    """One group. Make it, have every engine join at `port` meanwhile, and `join`."""
+    """One group. Make it, have every engine join at `address` and `port` meanwhile, and `join`."""
 
-    def __init__(self, engine_ranks: int, *, backend: str, timeout_s: float, name: str = NAME) -> None:
-        """Opens the store on a free port of all interfaces. `timeout_s`: after it, a broadcast gives itself up on gloo."""
+    def __init__(self, engine_ranks: int, *, address: str, backend: str, timeout_s: float, name: str = NAME) -> None:
+        """Opens the store on a free port of `address`. `timeout_s`: after it, a broadcast gives itself up on gloo."""
         self.world_size, self._backend, self._timeout = 1 + engine_ranks, backend, timedelta(seconds=timeout_s)
         self._name = name
         self._meet = timedelta(seconds=min(MEET_S, timeout_s))
-        self._server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=self._meet)
+        self.address = address
+        self._server = store(address, 0, listens=True, timeout=self._meet)
         self._group: dist.ProcessGroup | None = None
 
     @property
@@ -59,17 +61,18 @@ class BroadcastGroup:
 
     def join(self) -> None:
         """Wait for all engines and open the group. Blocks. Raises: RuntimeError if not all of them come."""
-        store = TCPStore("127.0.0.1", self.port, self.world_size, is_master=False, timeout=self._meet)
-        store.set_timeout(self._timeout)
-        self._group, _ = c10d._new_process_group_helper(
-            self.world_size,
-            0,
-            [],
-            dist.Backend(self._backend),
-            PrefixStore(self._name, store),
-            group_name=cast("Any", self._name),
-            timeout=self._timeout,
-        )
+        meeting = store(self.address, self.port, listens=False, timeout=self._meet, world_size=self.world_size, wait=True)
+        meeting.set_timeout(self._timeout)
+        with gloo_at(self.address):
+            self._group, _ = c10d._new_process_group_helper(
+                self.world_size,
+                0,
+                [],
+                dist.Backend(self._backend),
+                PrefixStore(self._name, meeting),
+                group_name=cast("Any", self._name),
+                timeout=self._timeout,
+            )
         _forget(self._group)
 
     def broadcast(self, tensor: Tensor) -> dist.Work:

@@ -18,9 +18,9 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,12 +30,13 @@ import safetensors.numpy
 
 from rlpipe.errors import DeadlineExceeded, SyncError
 from rlpipe.store.local import named_failures
-from rlpipe.sync.delta import CHECKSUMS, Bytes, apply
+from rlpipe.sync.delta import CHECKSUMS, ELEMENT_SIZES, ENCODINGS, Bytes, apply
 from rlpipe.sync.versions import Version, WeightFile, WeightStore
 
 WORKERS = min(8, os.cpu_count() or 1)
 LOOK_INTERVAL_S = 0.05
 SUFFIX = ".safetensors"
+ANEW = "the next push of all weights writes and fetches them anew"
 
 
 class Place(NamedTuple):
@@ -56,8 +57,12 @@ class Mirror:
         self._record = self.folder / "held.json"
 
     def held(self) -> str | None:
-        """Stamp of what it holds."""
-        return json.loads(self._record.read_text())["stamp"] if self._record.is_file() else None
+        """Stamp of what it holds; None if nobody can say, as after a power cut: it is brought anew then. Raises: StoreError."""
+        with named_failures(str(self._record)), suppress(ValueError, RecursionError):
+            said = json.loads(self._record.read_bytes()) if self._record.is_file() else None
+            if isinstance(said, dict) and isinstance(said.get("stamp"), str):
+                return said["stamp"]
+        return None
 
     def bring(self, store: WeightStore, stamp: str, *, timeout_s: float) -> Path:
         """Hold this version; the folder that an engine can load. `timeout_s`: how long to wait for other processes.
@@ -107,7 +112,7 @@ class Mirror:
         self._fetched(store, version, self.weights)
         if version.checksum:
             memory = _Memory(self.weights)
-            _each(version.checksums, lambda name: _check(version, name, memory.of(name)))
+            _each(memory.require(version.checksums), lambda name: _check(version, name, memory.of(name)))
         self._hold(version.stamp)
 
     def _fetched(self, store: WeightStore, version: Version, folder: Path) -> list[Path]:
@@ -122,13 +127,20 @@ class Mirror:
 
     def _patch(self, version: Version, files: Sequence[Path]) -> None:
         memory = _Memory(self.weights)
-        assert version.encoding is not None
         encoding = version.encoding
+        if encoding not in ENCODINGS:
+            raise SyncError(
+                "changes in an unknown form", where=version.stamp, found=encoding, expected=f"one of {ENCODINGS}", do=ANEW
+            )
         for file in files:
             changes = _changes(file)
 
             def patch(name: str, changes: dict[str, Bytes] = changes) -> None:
-                apply(changes[name], memory.of(name), memory.places[name].element_size, encoding)
+                try:
+                    apply(changes[name], memory.of(name), memory.places[name].element_size, encoding)
+                except SyncError as error:
+                    error.where = error.where or f"{name} of {version.stamp}"
+                    raise
                 _check(version, name, memory.of(name))
 
             _each(memory.require(changes), patch)
@@ -136,8 +148,9 @@ class Mirror:
 
     def _hold(self, stamp: str) -> None:
         written = self._record.with_suffix(".new")
-        written.write_text(json.dumps({"stamp": stamp}))
-        written.replace(self._record)
+        with named_failures(str(self._record)):
+            written.write_text(json.dumps({"stamp": stamp}))
+            written.replace(self._record)
 
     @contextmanager
     def _alone(self, timeout_s: float) -> Iterator[None]:
@@ -164,16 +177,23 @@ class _Memory:
     def __init__(self, folder: Path) -> None:
         files = sorted(folder.glob(f"*{SUFFIX}"))
         self.places = {name: place for file in files for name, place in places(file)}
-        self._maps = {file: np.memmap(file, np.uint8, "r+") for file in files}
+        with named_failures(str(folder)):
+            self._maps = {file: np.memmap(file, np.uint8, "r+") for file in files}
 
     def of(self, name: str) -> Bytes:
         place = self.places[name]
         return self._maps[place.file][place.start : place.start + place.size_bytes]
 
-    def require(self, names: dict[str, Any]) -> list[str]:
+    def require(self, names: Mapping[str, Any]) -> list[str]:
         """These names. Raises: SyncError if one is of no tensor."""
         if unknown := sorted(names.keys() - self.places.keys()):
-            raise SyncError("a change of a tensor that is not here", where=unknown[0])
+            raise SyncError(
+                "a tensor that is not here",
+                where=unknown[0],
+                found=f"{len(self.places)} others in the mirror",
+                expected="the tensors of the full version",
+                do=ANEW,
+            )
         return list(names)
 
     def flush(self) -> None:
@@ -182,35 +202,69 @@ class _Memory:
 
 
 def places(file: Path) -> Iterator[tuple[str, Place]]:
-    """Where each tensor of a safetensors file lies: 8 bytes size of a JSON header, the header, the bytes. Not of empty ones.
+    """Where each tensor of a safetensors file lies: 8 bytes size of a JSON header, the header, the bytes.
 
-    Raises: SyncError if the header is none.
+    Raises: SyncError if the header is none, or an entry of it is of no bytes that are there; ObjectMissing, StoreError.
     """
-    with file.open("rb") as stream:
+    with named_failures(str(file)), file.open("rb") as stream:
+        room = os.fstat(stream.fileno()).st_size
         size = int.from_bytes(stream.read(8), "little")
-        try:
-            header: dict[str, Any] = json.loads(stream.read(min(size, file.stat().st_size)))
-        except ValueError as error:
-            raise SyncError("a file of weights cannot be read", where=str(file), found=error) from error
+        text = stream.read(min(size, room))
+    try:
+        header: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(file, error) from error
+    if not isinstance(header, dict):
+        raise _unreadable(file, f"a header that is a {type(header).__name__}")
     header.pop("__metadata__", None)
     for name, entry in header.items():
-        start, end = entry["data_offsets"]
-        if end > start:
-            yield name, Place(file, 8 + size + start, end - start, (end - start) // math.prod(entry["shape"]))
+        try:
+            start, end = entry["data_offsets"]
+            elements = math.prod(entry["shape"])
+            fits = 0 <= start <= end <= room - 8 - size and min(entry["shape"], default=0) >= 0
+            element_size = (end - start) // elements if elements else 1
+            fits = fits and elements * element_size == end - start and element_size in ELEMENT_SIZES
+        except (KeyError, TypeError, ValueError) as error:
+            raise _unreadable(file, f"tensor {name}: {error!r}") from error
+        if not fits:
+            raise _unreadable(file, f"tensor {name}: {entry} in {room - 8 - size} bytes")
+        yield name, Place(file, 8 + size + start, end - start, element_size)
+
+
+def _unreadable(file: Path, found: object) -> SyncError:
+    expected = "a safetensors file: a JSON header with shape and data_offsets of every tensor, then their bytes"
+    return SyncError("a file of weights cannot be read", where=str(file), found=found, expected=expected, do=ANEW)
 
 
 def _changes(file: Path) -> dict[str, Bytes]:
     try:
-        return safetensors.numpy.load_file(file)
-    except safetensors.SafetensorError as error:
-        raise SyncError("a file of changes cannot be read", where=str(file), found=error) from error
+        found = safetensors.numpy.load_file(file)
+    except (safetensors.SafetensorError, KeyError, ValueError, OSError) as error:  # a dtype that NumPy has not is a KeyError
+        raise SyncError("a file of changes cannot be read", where=str(file), found=error, do=ANEW) from error
+    if other := next((name for name, change in found.items() if change.dtype != np.uint8), None):
+        raise SyncError(
+            "a file of changes cannot be read", where=str(file), found=f"{other}: {found[other].dtype}", expected="uint8"
+        )
+    return found
 
 
 def _check(version: Version, name: str, data: Bytes) -> None:
-    found, expected = CHECKSUMS[version.checksum](data), version.checksums[name]
-    if found != expected:
+    checksum, expected = CHECKSUMS.get(version.checksum), version.checksums.get(name)
+    if checksum is None or expected is None:
         raise SyncError(
-            "a tensor is not what the trainer has", where=f"{name} of {version.stamp}", found=found, expected=expected
+            "a version whose changes cannot be checked",
+            where=f"{name} of {version.stamp}",
+            found=f"checksum {version.checksum!r}: {expected}",
+            expected=f"one of {', '.join(CHECKSUMS)}, of every tensor in its files",
+            do=ANEW,
+        )
+    if (found := checksum(data)) != expected:
+        raise SyncError(
+            "a tensor is not what the trainer has",
+            where=f"{name} of {version.stamp}",
+            found=found,
+            expected=expected,
+            do=ANEW,
         )
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rlpipe.engines.sglang.admin import Engine, PauseMode
-from rlpipe.errors import DeadlineExceeded, RlpipeError, SyncError
+from rlpipe.errors import DeadlineExceeded, SyncError
 from rlpipe.sync.base import PushReport
 from rlpipe.sync.board import Board
 from rlpipe.sync.distributed import DistributedTransport, broadcast
@@ -224,7 +224,7 @@ class StageSource:
                 await self._go()
                 return {}
             self._bucket, last = await anext(ready)
-        except (RlpipeError, RuntimeError, StopAsyncIteration) as error:
+        except Exception as error:  # noqa: BLE001 - rank 0 waits for an answer, whatever it is
             return {"error": f"{type(error).__name__}: {error}"}
         parts = [(part.name, part.dtype_name, part.shape) for part in self._bucket.parts]
         return {"tensors": parts, "bytes": self._bucket.memory.nbytes, "last": last}
@@ -240,9 +240,13 @@ class StageSource:
         """A store where engines meet us; they come, and so do we, with the next order."""
         self.close()
         self._joining = BroadcastGroup(
-            order["ranks"], backend=backend_of(self.device), timeout_s=self.timeout_s, name=group_of(self.stage)
+            order["ranks"],
+            address=meeting_address(order["engines"]),
+            backend=backend_of(self.device),
+            timeout_s=self.timeout_s,
+            name=group_of(self.stage),
         )
-        return {"address": meeting_address(order["engines"]), "port": self._joining.port}
+        return {"address": self._joining.address, "port": self._joining.port}
 
     async def _go(self) -> None:
         """Join the group that was opened; or broadcast the bucket that was named last."""

@@ -105,9 +105,12 @@ class WeightStore:
         """Where others can open the files in place; None of an object store."""
 
     def folder(self, stamp: str) -> str:
-        """A version's folder, relative to the root. Raises: ValueError if it is no stamp."""
-        branch, version, digest = stamp.rsplit("@", 2)
-        return f"{quote(branch, safe='')}/weight_v{int(version):06d}-{quote(digest, safe='')}"
+        """A version's folder, relative to the root. Raises: SyncError if it is no stamp."""
+        try:
+            branch, version, digest = stamp.rsplit("@", 2)
+            return f"{quote(branch, safe='')}/weight_v{int(version):06d}-{quote(digest, safe='')}"
+        except ValueError as error:
+            raise SyncError("not the stamp of weights", where=self.root, found=stamp, expected="branch@version@digest") from error
 
     def write(self, stamp: str, name: str, save: Callable[[Path], None], tensors: Iterable[str] = ()) -> WeightFile:
         """Let `save` write a file of a version that is not published yet, over what another attempt may have left."""
@@ -162,6 +165,9 @@ class WeightStore:
             return None
         except ValidationError as error:
             raise SyncError("not the record of a version", where=self._files.url(self.folder(stamp)), found=error) from error
+        if version.stamp != stamp:
+            where = self._files.url(self.folder(stamp))
+            raise SyncError("the record of another version", where=where, found=version.stamp, expected=stamp)
         return version if sizes == [file.size_bytes for file in version.files] else None
 
     def chain(self, stamp: str, *, after: str | None = None) -> list[Version]:

@@ -17,8 +17,11 @@ from rlpipe.errors import EngineUnavailable
 class FakeEngine:
     """Has a server as long as nobody ends it. Each start is another server: another URL."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self.starts = number, 0
+    def __init__(self, number: int, node: int = 0) -> None:
+        self.number, self.node, self.starts = number, node, 0
+        self.met: str | None = None
+        self.brought: list[str] = []
+        self.waits_s = 0.0
         self.generating = True
         self.alive = self.refuses = False
         self.stamp: str | None = None
@@ -27,13 +30,27 @@ class FakeEngine:
         self.hangs_s = 0.0
         self.awake = {"weights", "kv_cache", "cuda_graph"}
 
-    def start(self, spec: Any) -> str:
+    def start(self, spec: Any, meeting: str | None = None) -> str:
         if self.refuses:
             raise EngineUnavailable("it ended at once", where=f"engine/{self.number}")
+        time.sleep(self.waits_s)
         if not self.alive:
-            self.starts += 1
+            self.starts, self.met = self.starts + 1, meeting
             self.alive, self.generating, self.stamp, self.unknown = True, True, None, True
         return self.url()
+
+    def meeting(self, spec: Any) -> str | None:
+        return self.met if self.alive else None
+
+    def meeting_point(self) -> str:
+        return f"here:{self.starts}"
+
+    def bring(self, root: str, stamp: str, folder: str, timeout_s: float) -> str:
+        self.brought.append(stamp)
+        return folder
+
+    def was_brought(self) -> list[str]:
+        return self.brought
 
     def url(self) -> str:
         return f"http://engine-{self.number}/{self.starts}"

@@ -16,6 +16,7 @@ import ray
 from rlpipe.actors.trainer_group import STATUS
 from rlpipe.errors import TrainerError
 from rlpipe.lineage import Lineage
+from rlpipe.types import Stage
 
 
 def busy(method: Any) -> Any:
@@ -44,6 +45,7 @@ class Rank:
         self.rank = rank
         self.held: str | None = None
         self.dirty = self.ready = False
+        self.fresh = True
         self.busy: str | None = None
         self.failed: str | None = None
         self.calls: Counter[str] = Counter()
@@ -54,7 +56,7 @@ class Rank:
         return "127.0.0.1", 29500 + self.rank
 
     def status(self) -> dict[str, Any]:
-        state = {"held": self.held, "dirty": self.dirty, "ready": self.ready}
+        state = {"held": self.held, "dirty": self.dirty, "fresh": self.fresh, "ready": self.ready}
         work = {"busy": self.busy, "calls": dict(self.calls), "failed": self.failed}
         return {"rank": self.rank, **state, **work, "deterministic": self.deterministic, "pid": os.getpid()}
 
@@ -73,15 +75,17 @@ class Rank:
     def restore(self, lineage: Lineage) -> dict[str, Any]:
         if not self.ready:
             raise TrainerError("this rank has not been set up", where=f"trainer/{self.rank}")
+        if lineage.base_stage is Stage.INIT and not self.fresh:
+            raise TrainerError("first weights into a trained engine", where=f"trainer/{self.rank}")
         self.heard.append("restore")
-        self.held, self.dirty = lineage.target, False
+        self.held, self.dirty, self.fresh = lineage.target, False, False
         return {"replayed": len(lineage.replay), "mismatch": None, "rank": self.rank}
 
     @busy
     def train(self, key: str, *, dies: int | None = None, raises: int | None = None) -> str:
         if self.rank == raises:
             raise TrainerError("no such batch", where=f"trainer/{self.rank}")
-        self.dirty, self.held = True, None
+        self.dirty, self.held, self.fresh = True, None, False
         if self.rank == dies:
             os._exit(1)
         if (dies, raises) != (None, None):

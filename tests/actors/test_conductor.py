@@ -156,6 +156,50 @@ async def test_another_run_is_refused_while_the_first_is_at_work(conductor: Cond
     await conductor.open(Driver("other", 1), spec(tmp_path, "other"))
 
 
+async def test_actors_that_nobody_drives_end_after_a_while_and_are_there_again_for_who_comes_then(
+    conductor: Conductor, tmp_path: Path
+):
+    def rank() -> Any:
+        return ray.get_actor("trainer-0")
+
+    left = spec(tmp_path)
+    resources = left.config.resources.model_copy(update={"keep_idle_s": 0.5})
+    left = replace(left, config=left.config.model_copy(update={"resources": resources}))
+    driven = Epochs(Files(tmp_path / "store")).acquire("run")
+    await conductor.open(FIRST, left)
+    await conductor.collective(FIRST, "train", 60, {"key": "a"})
+    await asyncio.sleep(1.2)
+    assert await conductor.holds(FIRST, "a")
+    driven.release()
+    for _ in range(6):
+        await asyncio.sleep(0.2)
+        assert await conductor.holds(FIRST, "a")
+    await asyncio.sleep(2.0)
+    with pytest.raises(ValueError, match="trainer-0"):
+        rank()
+    assert "nobody has driven run for 0.5 s" in (tmp_path / "run" / "logs" / "conductor.log").read_text()
+    await conductor.open(FIRST, left)
+    assert rank() and not await conductor.holds(FIRST, "a")
+
+
+async def test_a_driver_at_work_elsewhere_keeps_no_actors_here_and_nor_does_a_log_that_cannot_be_written(
+    conductor: Conductor, tmp_path: Path
+):
+    left = spec(tmp_path)
+    resources = left.config.resources.model_copy(update={"keep_idle_s": 0.5})
+    left = replace(left, config=left.config.model_copy(update={"resources": resources}))
+    (tmp_path / "run").write_text("where its logs should go")
+    Epochs(Files(tmp_path / "store")).acquire("run").release()
+    await conductor.open(FIRST, left)
+    elsewhere = Epochs(Files(tmp_path / "store")).acquire("run")
+    assert elsewhere.number == SECOND.epoch
+    await asyncio.sleep(2.0)
+    with pytest.raises(ValueError, match="trainer-0"):
+        ray.get_actor("trainer-0")
+    elsewhere.release()
+    await conductor.open(SECOND, left)
+
+
 async def test_opened_while_the_ranks_work_it_waits_only_if_they_are_to_become_others(conductor: Conductor, tmp_path: Path):
     long = asyncio.create_task(conductor.collective(FIRST, "note", 60, {"what": "long", "seconds": 1.0}))
     await asyncio.sleep(0.2)

@@ -19,7 +19,7 @@ from rlpipe.actors.trainer_group import STATUS
 from rlpipe.algorithms.values import gae
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ActorLost, TrainerError
-from rlpipe.inputs import advantage_inputs, train_inputs
+from rlpipe.inputs import advantage_inputs, checkpoint_inputs, train_inputs
 from rlpipe.lineage import lineage_to
 from rlpipe.stage_files import read_batch
 from rlpipe.store.branches import Branches
@@ -93,7 +93,9 @@ async def restored(run: Trained, *, replayed: int) -> None:
     assert newest is not None
     state = newest.nodes[Stage.TRAIN]
     lineage = lineage_to(run.nodes, state, run.branches.get(branch).init, ref_update_interval=2)
-    answer = (await run.trainer.call("restore", lineage=lineage, deadline_s=60))[0]
+    await run.trainer.initialise(lineage.init, None, deadline_s=60)
+    answer = await run.trainer.ensure(lineage, deadline_s=60)
+    assert answer is not None
     assert (answer["replayed"], answer["mismatch"]) == (replayed, None)
     assert answer["state_digest"] == run.nodes.get(Stage.TRAIN, state).outputs["state_digest"]
 
@@ -209,9 +211,10 @@ def test_in_a_rank_of_its_own_the_critic_leads_to_the_same_bits_although_it_was_
 
 def test_its_part_of_a_checkpoint_lies_beside_the_policy_s(apart: Path):
     files = Files(apart / "store")
-    init = Nodes(files).get(Stage.INIT, Branches(files).get("apart").init)
-    folders = {str(Path(record.path).parent.relative_to("checkpoints/apart/iter_0000000")) for record in init.files}
+    state = Branches(files).read("apart", 1).nodes[Stage.TRAIN]
+    checkpoint = Nodes(files).get(Stage.CHECKPOINT, checkpoint_inputs(state).digest)
+    folders = {str(Path(record.path).parent.relative_to("checkpoints/apart/iter_0000002")) for record in checkpoint.files}
     assert len(folders) == 2
     assert sum(folder.endswith("/critic") for folder in folders) == 1
-    described = [record.path for record in init.files if record.path.endswith("/.metadata")]
+    described = [record.path for record in checkpoint.files if record.path.endswith("/.metadata")]
     assert len(described) == 2

@@ -14,7 +14,8 @@ import torch
 from rlpipe.actors import fleet as module
 from rlpipe.actors.engine import EngineActor, EngineSpec, RouterActor
 from rlpipe.actors.external import attempts
-from rlpipe.actors.fleet import Fleet, KeptEngine, Weights
+from rlpipe.actors.fleet import Fleet, Weights
+from rlpipe.actors.kept_engine import KeptEngine
 from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.errors import ConfigError, EngineUnavailable
 from rlpipe.lineage import Lineage
@@ -73,7 +74,7 @@ async def make(local_ray: str, live: Live, tmp_path: Path, monkeypatch: pytest.M
 
     def fleet(*engines: str, **keywords: Any) -> Fleet:
         cwd = str(Path.cwd())
-        kept = [KeptEngine(n, lambda n: find_or_start(EngineActor, f"external-{n}", n, cwd)) for n in range(len(engines))]
+        kept = [KeptEngine(n, lambda n, _: find_or_start(EngineActor, f"external-{n}", n, cwd)) for n in range(len(engines))]
         made.append(
             Fleet(
                 kept,

@@ -15,7 +15,9 @@ import pytest
 import ray
 
 from rlpipe.actors import fleet as module
-from rlpipe.actors.fleet import Fleet, KeptEngine, Weights
+from rlpipe.actors import kept_engine
+from rlpipe.actors.fleet import Fleet, Weights
+from rlpipe.actors.kept_engine import KeptEngine
 from rlpipe.actors.sharing import OF_ENGINES, Sharing
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import DeadlineExceeded, EngineUnavailable, Fenced, RlpipeError, SyncError
@@ -71,7 +73,7 @@ def trainer() -> Trainer:
 async def fleet(local_ray: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
     """Two engines that are up, without weights, looked at twenty times a second."""
     monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.05)
-    engines = [KeptEngine(number, lambda n: find_or_start(FakeEngine, f"fleet-engine-{n}", n)) for number in range(ENGINES)]
+    engines = [KeptEngine(number, lambda n, _: find_or_start(FakeEngine, f"fleet-engine-{n}", n)) for number in range(ENGINES)]
     urls: list[str] = []
 
     async def on_router(url: str) -> None:
@@ -277,7 +279,7 @@ async def test_an_engine_whose_actor_hangs_is_ended_and_comes_back_with_the_weig
 ):
     await fleet.publish(weights(1), everyone=True)
     before = fleet.engines[0].actor
-    monkeypatch.setattr(module, "STATUS_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(kept_engine, "STATUS_TIMEOUT_S", 0.5)
     await actor(before).become.remote(hangs_s=600.0)
 
     async def reached() -> bool:

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from rlpipe.actors.calls import end
-from rlpipe.actors.layout import engine_names, rank_names, shapes
+from rlpipe.actors.layout import engine_names, rank_names, server_devices, shapes
 from rlpipe.actors.named import NamedActors, named, namespace
 from rlpipe.actors.placement import LOOPBACK, Placement, held, in_order, own_address
 from rlpipe.config.model import ResourcesConfig
@@ -21,11 +21,12 @@ CLUSTER = "moves"
 
 def test_bundles_are_in_the_order_of_machines_and_their_gpus():
     found = [("10.0.0.11", "1"), ("10.0.0.2", "10"), ("10.0.0.2", "9"), ("10.0.0.11", "0")]
-    assert in_order(found) == [(2, "9"), (1, "10"), (3, "0"), (0, "1")]
+    assert in_order(found) == [(2, "10.0.0.2", "9"), (1, "10.0.0.2", "10"), (3, "10.0.0.11", "0"), (0, "10.0.0.11", "1")]
 
 
 def test_gpus_that_are_named_otherwise_are_in_the_order_of_their_names():
-    assert in_order([("10.0.0.1", "GPU-b"), ("10.0.0.1", "GPU-a"), ("10.0.0.1", "3")]) == [(2, "3"), (1, "GPU-a"), (0, "GPU-b")]
+    found = in_order([("10.0.0.1", "GPU-b"), ("10.0.0.1", "GPU-a"), ("10.0.0.1", "3")])
+    assert [(bundle.number, bundle.device) for bundle in found] == [(2, "3"), (1, "GPU-a"), (0, "GPU-b")]
 
 
 def layout(**resources: Any) -> tuple[Any, ...]:
@@ -42,8 +43,29 @@ def test_whatever_a_rank_or_an_engine_keeps_for_life_is_in_its_name():
     assert with_critic[1] == ["trainer-0.2+1", "trainer-1.2+1", "critic-0.2+1"]
     shared = layout(actor_num_gpus_per_node=2, rollout_num_gpus=4, rollout_num_gpus_per_engine=2, colocate=True)
     assert shared == ({"shared": (4, 1)}, ["trainer-0.2@4", "trainer-1.2@4"], ["engine-0.2x2@4", "engine-1.2x2@4"])
+    over_nodes = layout(rollout_num_gpus=8, rollout_num_gpus_per_engine=4, num_gpus_per_node=2)
+    assert over_nodes[0]["engines"] == (4, 2), "a bundle for each server, which is on one node"
+    assert over_nodes[2] == ["engine-0.2x2x2", "engine-0-1.2x2x2", "engine-1.2x2x2", "engine-1-1.2x2x2"]
     external = layout(external_engines=["a:1", "b:1"])
     assert external == ({"trainer": (1, 1)}, ["trainer-0.1"], ["external-0.2x1", "external-1.2x1"])
+
+
+def on(*machines: str) -> list[tuple[str, str]]:
+    """Four GPUs of each."""
+    return [(machine, str(gpu)) for machine in machines for gpu in range(4)]
+
+
+def test_each_server_of_colocated_engines_has_gpus_of_one_machine():
+    wide = ResourcesConfig(
+        colocate=True, actor_num_nodes=3, actor_num_gpus_per_node=4, rollout_num_gpus_per_engine=4, num_gpus_per_node=2
+    )
+    pairs = (("0", "1"), ("2", "3"))
+    assert server_devices(on("a", "b", "c"), wide) == pairs * 3, "three engines, of two servers each"
+    shifted = [*on("a")[1:], *on("b", "c"), ("d", "0")]
+    with pytest.raises(ResourceError, match=r"engine 0 would have.* two machines") as caught:
+        server_devices(shifted, wide)
+    assert caught.value.found == "GPU 3 of a, GPU 0 of b"
+    assert server_devices(shifted, wide.model_copy(update={"rollout_num_gpus_per_engine": 1}))[2:4] == (("3",), ("0",))
 
 
 class Process:
@@ -78,6 +100,25 @@ def test_a_rank_and_an_engine_that_share_a_gpu_are_in_one_bundle(placed: Placeme
     for actor in actors:
         ray.kill(actor)
     assert placed.engine_devices() is None, "without GPUs an engine sees what its actor sees"
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("colocate", [True, False])
+def test_each_server_of_an_engine_that_spans_nodes_has_the_bundle_after_the_one_before(local_ray: str, colocate: bool):
+    resources = ResourcesConfig(
+        colocate=colocate,
+        actor_num_gpus_per_node=4 if colocate else 1,
+        rollout_num_gpus=4 if colocate else 2,
+        rollout_num_gpus_per_engine=2,
+        num_gpus_per_node=1,
+        start_timeout_s=60,
+    )
+    placement = Placement("spanning", resources)
+    placement.claim(engines=True)
+    servers = [(number, node) for number in range(resources.num_engines) for node in range(2)]
+    strategies = [placement.engine(*server)["scheduling_strategy"] for server in servers]
+    placement.remove()
+    assert [strategy.placement_group_bundle_index for strategy in strategies] == list(range(len(servers)))
 
 
 @pytest.mark.integration

@@ -38,7 +38,7 @@ def group(local_ray: str) -> Iterator[TrainerGroup]:
 
 
 def to(state: str, *replay: str) -> Lineage:
-    return Lineage(Stage.INIT, "init", state, "init", replay)
+    return Lineage(Stage.CHECKPOINT, "saved", state, "init", replay)
 
 
 async def ask(group: TrainerGroup, what: str) -> list[Any]:
@@ -85,6 +85,18 @@ async def test_ensure_restores_living_ranks_without_starting_them_again(group: T
     assert await group.ensure(to("a", "c", "d"), deadline_s=60) == {"replayed": 2, "mismatch": None, "rank": 0}
     assert await group.holds("d")
     assert await ask(group, "pid") == pids
+
+
+async def test_the_first_state_is_made_in_ranks_that_have_trained_nothing(group: TrainerGroup):
+    first = Lineage(Stage.INIT, "init", "init", "init", ("a",))
+    await group.setup(SPEC)
+    pids = await ask(group, "pid")
+    await group.initialise("init", None, deadline_s=60)
+    await group.ensure(first, deadline_s=60)
+    assert await group.holds("a") and await ask(group, "pid") == pids
+    await group.call("train", key="b", deadline_s=60)
+    await group.ensure(first, deadline_s=60)
+    assert await group.holds("a") and not set(pids) & set(await ask(group, "pid"))
 
 
 async def test_after_the_death_of_one_rank_all_are_started_again_and_restored(group: TrainerGroup):
@@ -144,10 +156,10 @@ async def test_an_error_that_nobody_raised_on_purpose_is_the_trainer_s(group: Tr
 async def test_first_weights_go_into_ranks_that_have_trained_nothing(group: TrainerGroup):
     await group.setup(SPEC)
     pids = await ask(group, "pid")
-    assert await group.initialise("a", None, deadline_s=60) == "state of a"
+    assert await group.initialise("a", None, deadline_s=60) == {"state_digest": "state of a"}
     assert await group.holds("a")
     assert await ask(group, "pid") == pids
-    assert await group.initialise("b", "checkpoint", deadline_s=60) == "state of b"
+    assert await group.initialise("b", "checkpoint", deadline_s=60) == {"state_digest": "state of b"}
     assert await group.holds("b")
     assert not set(pids) & set(await ask(group, "pid"))
     assert await group.call("log", deadline_s=60) == [["setup m 127.0.0.1:29500", "initialise from checkpoint"]] * 2

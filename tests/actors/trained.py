@@ -90,13 +90,12 @@ class Trained:
         return StateKeeper(self.trainer, self.files, config.run, init, config.deterministic, 60.0, 60.0, {}, interval)
 
     async def begin(self, start_from: str | None = None) -> str:
-        """First weights with their checkpoint, and the branch; the init node's digest."""
+        """First weights, and the branch; the init node's digest."""
         source: Any = self.config.model.source
         fingerprint = model_fingerprint(source.hf_checkpoint, self.home / "models" / "fingerprints.json")
         inputs = init_inputs(self.config, fingerprint, start_from)
-        state = await self.trainer.initialise(inputs.digest, start_from, deadline_s=60)
-        keeper = StateKeeper(self.trainer, self.files, self.config.run, inputs.digest, False, 60.0, 60.0)
-        await keeper.save(inputs, inputs.digest, 0, state_digest=state)
+        made = await self.trainer.initialise(inputs.digest, start_from, deadline_s=60)
+        self.nodes.commit(inputs.node(outputs={"version": 0, **made}))
         self.branches.create(self.config.run, self.config.model_dump(mode="json"), inputs.digest)
         return inputs.digest
 

@@ -34,6 +34,18 @@ def test_colocated_engines_have_all_gpus_of_the_trainer_unless_they_are_given_ot
     assert resources(actor_num_gpus_per_node=4).rollout_num_gpus == 1
 
 
+def test_an_engine_of_more_gpus_than_a_node_has_is_spread_evenly_over_several():
+    def nodes(**values: Any) -> tuple[int, int]:
+        found = resources(rollout_num_gpus=16, **values)
+        return found.engine_nodes, found.engine_gpus_per_node
+
+    assert nodes(rollout_num_gpus_per_engine=8) == (1, 8)
+    assert nodes(rollout_num_gpus_per_engine=16) == (2, 8)
+    assert nodes(rollout_num_gpus_per_engine=16, num_gpus_per_node=4) == (4, 4)
+    assert nodes(rollout_num_gpus_per_engine=2, num_gpus_per_node=4) == (1, 2)
+    assert nodes(rollout_num_gpus_per_engine=16, external_engines=["a:1"]) == (1, 16), "others have started it"
+
+
 def test_both_make_room_for_the_other_unless_they_are_told_not_to():
     shared = resources(colocate=True)
     assert (shared.trainer_sleeps, shared.engines_sleep) == (True, True)
@@ -57,6 +69,22 @@ def test_both_make_room_for_the_other_unless_they_are_told_not_to():
                 }
             },
             "would lie on two nodes of actor_num_gpus_per_node = 6",
+        ),
+        (
+            {"resources": {"rollout_num_gpus": 12, "rollout_num_gpus_per_engine": 12}},
+            "must be a multiple of num_gpus_per_node (8)",
+        ),
+        (
+            {
+                "resources": {
+                    "colocate": True,
+                    "actor_num_nodes": 3,
+                    "actor_num_gpus_per_node": 8,
+                    "rollout_num_gpus": 32,
+                    "rollout_num_gpus_per_engine": 16,
+                }
+            },
+            "would lie on some of the trainer's 24 GPUs and on others beside",
         ),
         (
             {"resources": {"colocate": True}, "async_buffer_size": 1},

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import time
+import types
+from typing import Any
 
 import psutil
 import pytest
@@ -72,6 +74,26 @@ async def test_an_error_is_the_rows_and_never_0(hook, kind, workers):
     rows = await score(samples(), hook("return 1 / int(x.response)", kind, workers=workers))
     assert rows[0] == RewardRow("g0", 0, None, {}, "ZeroDivisionError: division by zero")
     assert [row.reward for row in rows[1:]] == [1.0, 1 / 10, 1 / 11, 1 / 20, 1 / 21]
+
+
+@KINDS
+async def test_a_verifier_that_exits_is_an_error_of_its_rows_at_once(hook, kind, workers):
+    config = hook("if x.response == '00':\n    raise SystemExit(3)\nreturn 1.0", kind, workers=workers)
+    rows = await score(samples(2, 1), config)
+    assert [row.reward for row in rows] == [None, 1.0]
+    assert "SystemExit: 3" in str(rows[0].error)
+
+
+@pytest.mark.integration
+async def test_a_sample_that_cannot_reach_the_reward_s_process_is_an_error_at_once(hook, monkeypatch: pytest.MonkeyPatch):
+    module: Any = types.ModuleType("only_here")
+    module.Unknown = type("Unknown", (), {"__module__": "only_here"})
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    bad, good = samples(2, 1)
+    bad.metadata["extra"] = module.Unknown()
+    rows = await score([bad, good], hook("return 1.0", workers=1))
+    assert [row.reward for row in rows] == [None, 1.0]
+    assert "No module named 'only_here'" in str(rows[0].error)
 
 
 @KINDS

@@ -26,7 +26,7 @@ from rlpipe.rewards import remote
 from rlpipe.rewards.base import score
 from rlpipe.rollout import http
 from rlpipe.rollout.client import GenerateClient
-from rlpipe.rollout.generation import check_asked, read_generations
+from rlpipe.rollout.generation import Generation, check_asked, read_generations
 from rlpipe.rollout.streaming import stream
 from rlpipe.types import Sample, Status
 
@@ -99,6 +99,28 @@ async def test_a_response_that_was_not_asked_for_is_rejected_by_name(change: dic
         with pytest.raises(EngineRejected, match=said) as caught:
             await client.generate([1], {"max_new_tokens": 2}, where="group b:7")
     assert caught.value.where == "group b:7"
+
+
+async def test_what_nobody_expected_is_told_to_who_waits_at_once():
+    said = orjson.dumps({"meta_info": {**META, "finish_reason": None}})
+
+    def breaks(_: Generation) -> None:
+        raise RuntimeError("the one who watched has gone")
+
+    async with _server(lambda _: b"data: " + said + b"\n\n") as url, _client(url) as client:
+        async with asyncio.timeout(2.5):
+            with pytest.raises(RuntimeError, match="the one who watched has gone"):
+                await client.generate([1], {"max_new_tokens": 2}, watch=breaks)
+
+
+async def test_who_waits_for_a_client_that_is_closed_hears_of_it():
+    async with _server(_endless) as url, _client(url) as client:
+        waiting = asyncio.create_task(client.generate([1], {"max_new_tokens": 2}, where="group b:7"))
+        await asyncio.sleep(0.2)
+        async with asyncio.timeout(2.5):
+            await client.aclose()
+            with pytest.raises(EngineUnavailable, match=r"(?s)group b:7.*closed"):
+                await waiting
 
 
 def test_an_aborted_response_ends_where_the_engine_still_knows_its_weights():

@@ -37,7 +37,7 @@ WAYS = ("ipc", "tensor", "fp8", "distributed")
 BUFFER_BYTES = 512 * 1024**2
 START_S = 400.0
 SGLANG = {
-    "mem_fraction_static": 0.3,
+    "mem_fraction_static": 0.15,
     "attention_backend": "triton",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",

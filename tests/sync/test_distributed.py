@@ -113,7 +113,7 @@ def test_engines_elsewhere_meet_us_at_the_address_of_the_interface_that_leads_to
 
 
 def test_a_group_that_nobody_joins_is_given_up():
-    group = BroadcastGroup(1, backend="gloo", timeout_s=0.5)
+    group = BroadcastGroup(1, address="127.0.0.1", backend="gloo", timeout_s=0.5)
     with pytest.raises(RuntimeError, match=r"(?i)time"):
         group.join()
     group.drop()

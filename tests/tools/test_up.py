@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlpipe.actors import ray_access
 from rlpipe.errors import ResourceError
 from tools import up
 from tools.local_prefect import free_port
@@ -97,6 +98,9 @@ def test_runs_use_what_runs_and_is_not_left_out(tmp_path: Path):
     place.keep("s3", psutil.Process(), [8333])
     assert place.overrides == ["store.root=s3://rlpipe/runs", "resources.ray_address=127.0.0.1:6379"]
     assert "AWS_ENDPOINT_URL" in place.environment
+    assert Path(place.environment[ray_access.TOKEN_PATH]).read_text()
+    assert ray_access.settings(place.home).items() <= place.environment.items()
+    assert ray_access.TOKEN_PATH in up.exports(place) and ray_access.BEYOND_THIS_MACHINE not in up.exports(place)
     without = Place(tmp_path, ["ray", "s3"])
     assert without.overrides == [] and set(without.environment) == {up.HOME_VARIABLE}
     for name in ("ray", "s3"):
@@ -158,4 +162,4 @@ def test_what_pythonpath_has_is_kept_behind_the_checkout(place: Place, monkeypat
     monkeypatch.setenv("PYTHONPATH", "/opt/Megatron-LM")
     start(place, "worker", SLEEPS, [], {})
     worker = place.running("worker")
-    assert worker is not None and worker.environ()["PYTHONPATH"] == f"{up.ROOT}:/opt/Megatron-LM"
+    assert worker is not None and up.environment_of(worker)["PYTHONPATH"] == f"{up.ROOT}:/opt/Megatron-LM"

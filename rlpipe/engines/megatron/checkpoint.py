@@ -80,7 +80,7 @@ def save(
     Raises: StoreFull, on every rank and before anything is written, if one has no room; TrainerError if a rank could not write.
     """
     folder = _folder(directory, iteration)
-    _require(together(_room([trained] if critic is None else [trained, critic], folder)), folder)
+    require_room([trained] if critic is None else [trained, critic], folder, together)
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     if torch.distributed.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -104,6 +104,11 @@ def save(
         marker.with_suffix(".new").replace(marker)
     torch.distributed.barrier()
     return folder
+
+
+def require_room(models: list[Trained], folder: Path, together: Callable[[Room], Room] = lambda room: room) -> None:
+    """Is there room for a checkpoint of these models? Collective; `together` as of `save`. Raises: StoreFull, on every rank."""
+    _require(together(_room(models, folder)), folder)
 
 
 def _room(models: list[Trained], folder: Path) -> Room:

@@ -96,6 +96,11 @@ class CriticEngine(Member):
         together = partial(room_of_both, meeting)
         return checkpoint.save(critic.trained, Path(directory) / checkpoint.CRITIC, iteration, together=together)
 
+    def require_room(self, directory: str | Path) -> None:
+        """As the policy's, which asks at the same time. Raises: StoreFull."""
+        critic, meeting = self._open()
+        checkpoint.require_room([critic.trained], Path(directory), partial(room_of_both, meeting))
+
     def values(self, batch: BatchColumns, *, max_tokens: int | None = None) -> np.ndarray:
         """[R] float32: the value before every response token (masked or not). Collective over the policy's ranks too.
 

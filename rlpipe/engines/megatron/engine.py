@@ -35,7 +35,7 @@ from rlpipe.engines.megatron.model import Scorer, Trained, build, build_scorer
 from rlpipe.engines.megatron.routing import Recording, Replaying, check_routing, layers_with_experts_only
 from rlpipe.engines.megatron.score import score
 from rlpipe.engines.megatron.stages import whole_weights
-from rlpipe.engines.megatron.state import fill_adam, joined, state_digest, weights
+from rlpipe.engines.megatron.state import fill_adam, joined, state_digest, weights, weights_digest
 from rlpipe.engines.megatron.step import train_steps
 from rlpipe.errors import DataError, TrainerError
 from rlpipe.packing import BatchColumns, PackingPlan
@@ -189,6 +189,11 @@ class MegatronEngine(Member):
         critic, together = self._critic.trained if self._critic else None, partial(room_of_both, self._meeting)
         return checkpoint.save(self.trained, directory, iteration, critic, model_dir=self._model_dir, together=together)
 
+    def require_room(self, directory: str | Path) -> None:
+        """Is there room for a checkpoint below `directory`? Collective, as `save_checkpoint`. Raises: StoreFull."""
+        models = [self.trained] if self._critic is None else [self.trained, self._critic.trained]
+        checkpoint.require_room(models, Path(directory), partial(room_of_both, self._meeting))
+
     def save_hf(self, directory: str | Path) -> None:
         """Write a Hugging Face directory (from rank 0)."""
         save_hf(self.trained, self._model_dir, directory)
@@ -286,6 +291,10 @@ class MegatronEngine(Member):
         if self._meeting is not None:
             return agreed(self._meeting, state_digest(self.trained), []).state_digest
         return state_digest(self.trained, *([self._critic.trained] if self._critic else []))
+
+    def weights_digest(self) -> str:
+        """128 bits in hex over the policy's weights of all ranks; on all the same."""
+        return weights_digest(self.trained)
 
     def named_hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors by Hugging Face name, on every rank; exhaust it on all of them. They may alias the parameters."""

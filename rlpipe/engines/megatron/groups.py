@@ -5,6 +5,7 @@ One process can hold one set at a time; after `close_groups` it may open another
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from rlpipe.config.train import ParallelConfig
 from rlpipe.engines.megatron import platform, randomness
 from rlpipe.errors import ConfigError, TrainerError
+from rlpipe.rendezvous import gloo_at, store
 
 # isort: split
 from megatron.core import parallel_state
@@ -39,21 +41,19 @@ def open_groups(
     """
     if dist.is_initialized():
         raise TrainerError("this process is a training rank already", where=f"trainer/rank {rank}", do="close the other engine")
-    dist.init_process_group(
-        platform.backend(),
-        init_method=f"tcp://{master[0]}:{master[1]}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-        expert_model_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
-    )
+    timeout = timedelta(seconds=timeout_s)
+    listens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun listens there itself
+    with gloo_at(master[0]):
+        meeting = store(*master, listens=listens, timeout=timeout, world_size=world_size, wait=True)
+        dist.init_process_group(platform.backend(), store=meeting, rank=rank, world_size=world_size, timeout=timeout)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            context_parallel_size=parallel.context_parallel_size,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
+            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+            distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        )
     randomness.begin(seed)
 
 

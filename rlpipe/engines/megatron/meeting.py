@@ -16,8 +16,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroup, ProcessGroupGloo
+
+from rlpipe.rendezvous import gloo_at, store
 
 NAME = "policy and critic"
 
@@ -44,8 +46,9 @@ class Meeting:
         """
         timeout, size = timedelta(seconds=where.timeout_s), where.policy_ranks + where.critic_ranks
         self._place, self._critic = place, where.policy_ranks
-        self._store = TCPStore(*where.master, size, is_master=place == 0, timeout=timeout, wait_for_workers=False)
-        self._group = cast(ProcessGroup, ProcessGroupGloo(PrefixStore(NAME, self._store), place, size, timeout))
+        self._store = store(*where.master, listens=place == 0, timeout=timeout, world_size=size)
+        with gloo_at(where.master[0]):
+            self._group = cast(ProcessGroup, ProcessGroupGloo(PrefixStore(NAME, self._store), place, size, timeout))
 
     def exchange(self, said: Any) -> tuple[Any, Any]:
         """What the policy's ranks said, and what the critic's did (the first of each speaks): plain values, the same on all."""

@@ -7,7 +7,7 @@ if there is one. Random numbers are not part of it: they are derived from the se
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -76,6 +76,11 @@ def state_digest(*models: Trained) -> str:
     return joined(*[_digest(trained) for trained in models])
 
 
+def weights_digest(trained: Trained) -> str:
+    """Digest over all ranks' weights alone, the same on every rank. Collective."""
+    return _digest_of("weights", weights(trained.model))
+
+
 def joined(*digests: str) -> str:
     """The digest of a state that has parts, from theirs: of the policy alone it is the policy's. Parts of the same ranks, or
     each in ranks of its own, are the same state."""
@@ -83,10 +88,14 @@ def joined(*digests: str) -> str:
 
 
 def _digest(trained: Trained) -> str:
-    found = [(name, tensor, _content(tensor)) for name, tensor in tensors(trained)]
+    return _digest_of(f"schedule {trained.scheduler.num_steps}", tensors(trained))
+
+
+def _digest_of(about: str, named: Iterable[tuple[str, torch.Tensor]]) -> str:
+    found = [(name, tensor, _content(tensor)) for name, tensor in named]
     hashes = iter(_on_host([content for *_, content in found if isinstance(content, torch.Tensor)]))
     digest = xxhash.xxh3_128()
-    digest.update(f"schedule {trained.scheduler.num_steps}".encode())
+    digest.update(about.encode())
     for name, tensor, content in found:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(next(hashes) if isinstance(content, torch.Tensor) else content)

@@ -1,14 +1,16 @@
 """`Server`: one SGLang server as a child process, with the arguments that follow from our configuration.
 
-Without CUDA it is SGLang's CPU engine behind `cpu_launch`. Not here: talking to it (`admin`), finding it (`router`).
+It is an engine, or the part of one on one of its nodes. Without CUDA it is SGLang's CPU engine behind `cpu_launch`.
+Not here: talking to it (`admin`), finding it (`router`).
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import httpx
 
@@ -16,6 +18,7 @@ from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.engines.sglang.process import LOOPBACK, ServerProcess, flags
 from rlpipe.errors import ConfigError
 from rlpipe.model_dir import check_sizes
+from rlpipe.rendezvous import gloo_settings
 
 OWNED = {
     "model_path": "model.source",
@@ -27,6 +30,9 @@ OWNED = {
     "tensor_parallel_size": "resources.rollout_num_gpus_per_engine",
     "host": "engine.host",
     "port": "nothing: a free port is chosen",
+    "nnodes": "resources.num_gpus_per_node",
+    "node_rank": "nothing: it follows from resources.num_gpus_per_node",
+    "dist_init_addr": "nothing: the first node's, with a free port",
     "device": "nothing: CUDA is used where there is any",
     "random_seed": "data.rollout_seed",
     "enable_deterministic_inference": "deterministic",
@@ -39,6 +45,9 @@ OWNED = {
 
 _CPU_CACHE_BYTES = 1024**3
 _CPU_CACHE_TOKENS = 65536
+
+BOUND = "SGLANG_CPU_OMP_THREADS_BIND"
+"""The CPU engine's own choice is a NUMA node for each rank of the engine; it ends where there are fewer."""
 
 Device = Literal["cpu", "cuda"]
 
@@ -54,6 +63,20 @@ SHARED = {True: 0.8, False: 0.4}
 """`mem_fraction_static` on GPUs that the trainer is on too, if none is given: both make room for the other, or not both."""
 WITH_MEMORY_SAVER = {"enable_memory_saver": True, "cuda_graph_backend_prefill": "disabled"}
 """Only graphs of decoding can be: with those of prefill, of which there are any by default, the server does not start."""
+
+
+class Part(NamedTuple):
+    """Which of an engine's servers it is, if the engine spans nodes."""
+
+    node: int
+    """0 answers all requests; the others do what it tells them, and say only that they are there."""
+    nodes: int
+    meeting: str
+    """`host:port` of node 0, where the servers find each other; another for each start of the engine."""
+
+    def arguments(self) -> dict[str, object]:
+        """SGLang's."""
+        return {"nnodes": self.nodes, "node_rank": self.node, "dist_init_addr": self.meeting}
 
 
 class Server(ServerProcess):
@@ -76,6 +99,7 @@ class Server(ServerProcess):
         names_experts: bool = False,
         device: Device | None = None,
         devices: Sequence[str] | None = None,
+        part: Part | None = None,
     ) -> None:
         """`port` None picks a free one. `weight_version` is the stamp of the directory's weights, until the first push.
 
@@ -84,14 +108,15 @@ class Server(ServerProcess):
         `names_experts`: it can say which experts it routed tokens to (a mixture of experts; it keeps them for all cached tokens,
         4 bytes × layers × experts a token in CPU memory).
         `device` None is CUDA if torch sees any. `devices`: its GPUs as CUDA_VISIBLE_DEVICES names them, None those we see.
+        `part`: of an engine that spans nodes; None: it is all of it.
         Raises: ConfigError for an argument in `engine.sglang` that is not yours to set.
         """
         self.device: Device = device or _device()
         module = f"rlpipe.engines.sglang.{'cpu_launch' if self.device == 'cpu' else 'launch'}"
         super().__init__("SGLang server", module, config.host or LOOPBACK, port, log_path)
         self.name = f"SGLang server {self.url}"
-        self.threads, self._devices = resources.threads_per_process, devices
-        self._sleeps = resources.engines_sleep
+        self.threads, self._sleeps = resources.threads_per_process, resources.engines_sleep
+        self._ranks, self._devices, self._part = resources.rollout_num_gpus_per_engine, devices, part
         self._saves_memory = self._sleeps and self.device == "cuda"
         self._arguments = {
             "model_path": model_path,
@@ -99,6 +124,7 @@ class Server(ServerProcess):
             "port": self.port,
             "dtype": dtype,
             "tp_size": resources.rollout_num_gpus_per_engine,
+            **(part.arguments() if part else {}),
             "random_seed": seed,
             "trust_remote_code": trust_remote_code,
             "weight_version": weight_version,
@@ -122,8 +148,11 @@ class Server(ServerProcess):
 
     def environment(self) -> dict[str, str]:
         threads = {"OMP_NUM_THREADS": str(self.threads)} if self.device == "cpu" else {}
+        if self.device == "cpu" and self._ranks > 1 and BOUND not in os.environ:
+            threads[BOUND] = _cpus(self._ranks // (self._part.nodes if self._part else 1), self.threads)
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(self._devices)} if self._devices else {}
-        return {**DIE_AT_ONCE, **threads, **devices, **(SLEEPS if self._sleeps else {})}
+        met_at = self._part.meeting.rpartition(":")[0] if self._part else self.host
+        return {**DIE_AT_ONCE, **gloo_settings(met_at), **threads, **devices, **(SLEEPS if self._sleeps else {})}
 
     def wait_ready(self, deadline_s: float) -> None:
         """As the base, then freezes the server's long-lived objects: a cache flush takes 1 ms then, 0.3 s else."""
@@ -135,6 +164,13 @@ def _device() -> Device:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _cpus(ranks: int, threads: int) -> str:
+    """The CPUs of each rank on this machine, as `BOUND` takes them."""
+    ours = sorted(os.sched_getaffinity(0))
+    of_ranks = ([ours[(rank * threads + n) % len(ours)] for n in range(threads)] for rank in range(ranks))
+    return "|".join(",".join(map(str, one)) for one in of_ranks)
 
 
 def _cpu_defaults(model_path: Path) -> dict[str, object]:

@@ -13,11 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlpipe import ports
 from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.engines.sglang.process import flags
 from rlpipe.engines.sglang.router import Router
-from rlpipe.engines.sglang.server import Device, Server
+from rlpipe.engines.sglang.server import BOUND, Device, Part, Server
 from rlpipe.errors import ConfigError, DeadlineExceeded, EngineUnavailable, ResourceError
+from rlpipe.rendezvous import GLOO
 from tests.live_engine import START_S, make_model, make_server
 
 CHILD = """
@@ -90,6 +92,28 @@ def test_an_engine_that_shares_gpus_can_give_up_their_memory_and_sees_those_in_i
     assert environment.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH") == ("true" if saves else None)
 
 
+def test_servers_of_an_engine_that_spans_nodes_know_their_number_and_the_cpus_of_their_ranks(tmp_path, monkeypatch):
+    make_model(tmp_path / "model", seed=0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 7})
+    monkeypatch.delenv(GLOO, raising=False)
+
+    def made(part: Part | None) -> Server:
+        resources = ResourcesConfig(rollout_num_gpus=4, rollout_num_gpus_per_engine=4, num_gpus_per_node=2)
+        common = {"dtype": "float32", "port": None, "log_path": tmp_path / "log", "seed": 1}
+        return Server(tmp_path / "model", EngineConfig(), resources, device="cpu", part=part, **common)
+
+    server = made(Part(1, 2, "10.0.0.1:20000"))
+    line = " ".join(server.arguments())
+    assert "--tp-size 4 --nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:20000" in line
+    assert server.environment()[BOUND] == "4|5"
+    assert GLOO not in server.environment(), "the others are on other machines"
+    assert made(Part(1, 2, "127.0.0.1:20000")).environment()[GLOO] == made(None).environment()[GLOO] == "lo"
+    assert made(None).environment()[BOUND] == "4|5|7|4"
+    assert "--nnodes" not in made(None).arguments()
+    monkeypatch.setenv(BOUND, "0-3|4-7")
+    assert BOUND not in server.environment(), "what the user says goes"
+
+
 @pytest.mark.parametrize(
     ("device", "deterministic", "asked"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
 )
@@ -112,6 +136,15 @@ def test_engines_on_gpus_sample_by_seed_in_a_deterministic_run(tmp_path, device:
 def test_a_directory_without_a_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="not a Hugging Face model directory"):
         _server(tmp_path, tmp_path / "log")
+
+
+def test_a_port_is_chosen_with_those_that_follow_it(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = listener.getsockname()[1]
+        monkeypatch.setattr(ports, "RANGE", range(taken - 100, taken))
+        assert ports.free_port(following=3) < taken - 3
+        with pytest.raises(ResourceError, match="no port is free"):
+            ports.free_port(following=100)
 
 
 @pytest.mark.integration
