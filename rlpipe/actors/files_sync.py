@@ -81,7 +81,7 @@ class FilesSync:
             report = await self._loaded(weights.stamp, folders, end_s)
         share = version.size_bytes / max(version.full_bytes, 1)
         seconds = time.monotonic() - start_s
-        outcome = {"share": share, "paused_s": report.paused_s, "unknown": unknown | report.unknown}
+        outcome = {"share": share, "paused_s": report.paused_s, "steps": report.steps, "unknown": unknown | report.unknown}
         return {"bytes": version.size_bytes, "seconds": seconds, **outcome}
 
     async def _write(self, trainer: TrainerGroup, weights: Weights) -> Version:

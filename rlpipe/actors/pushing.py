@@ -9,6 +9,7 @@ Not here: which weights are held (`trainer`), weights as files, which engines ge
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ class Pusher:
         self._staged: StagedPush | None = None
 
     def push(self, engines: Sequence[str], stamp: str, sync: SyncConfig, places: Places) -> dict[str, Any]:
-        """Send the weights: `{"bytes", "paused_s", "unknown": {url: why}}`. Collective; only rank 0 speaks to engines.
+        """Send the weights: `{"bytes", "paused_s", "steps", "unknown": {url: why}}`, `steps` in seconds. Collective; only rank 0
+        speaks to engines.
 
         Raises: SyncError (on rank 0) if they arrived nowhere.
         """
@@ -50,6 +52,7 @@ class Pusher:
             self.close()
             self._sync = sync
         sent_bytes, paused_s, unknown, arrived = 0, 0.0, {}, False
+        steps = Counter[str]()
         for kind, urls in _kinds(engines, sync, places):
             found = self._push_to(kind, urls, stamp, sync, places)
             sent_bytes += found["bytes"]
@@ -57,9 +60,10 @@ class Pusher:
                 unknown |= found["unknown"]
                 arrived |= len(found["unknown"]) < len(urls)
                 paused_s = max(paused_s, found["paused_s"])
+                steps.update(found["steps"])
         if self.rank == 0 and not arrived:
             raise SyncError("the weights arrived nowhere", where=f"push of {stamp}", found=unknown)
-        return {"bytes": sent_bytes, "paused_s": paused_s, "unknown": unknown}
+        return {"bytes": sent_bytes, "paused_s": paused_s, "steps": dict(steps), "unknown": unknown}
 
     def close(self) -> None:
         """Leave what is open to engines."""
@@ -117,8 +121,8 @@ class Pusher:
         except SyncError as error:
             if not isinstance(error.found, dict):
                 raise
-            return {"bytes": 0, "paused_s": 0.0, "unknown": error.found}
-        return {"bytes": report.size_bytes, "paused_s": report.paused_s, "unknown": report.unknown}
+            return {"bytes": 0, "paused_s": 0.0, "steps": {}, "unknown": error.found}
+        return {"bytes": report.size_bytes, "paused_s": report.paused_s, "steps": report.steps, "unknown": report.unknown}
 
     def _transport(self, kind: type[Transport], sync: SyncConfig) -> Transport:
         if kind not in self._transports:

@@ -24,6 +24,7 @@ from typing import Any
 
 import httpx
 
+from rlpipe.certificates import certificates
 from rlpipe.types import Sample
 
 ATTEMPTS, PAUSE_S = 60, 1.0
@@ -98,7 +99,7 @@ async def get(url: str) -> Any:
 
 
 async def _asked(method: str, url: str, tries: int, **keywords: Any) -> Any:
-    async with httpx.AsyncClient(timeout=None) as client:
+    async with httpx.AsyncClient(timeout=None, verify=certificates()) as client:
         for left in range(tries - 1, -1, -1):
             try:
                 answer = await client.request(method, url, **keywords)

@@ -13,13 +13,12 @@ import asyncio
 import os
 import random
 import re
-import ssl
 from collections.abc import Awaitable, Callable
-from functools import lru_cache
 from typing import Any
 
 import httpx
 
+from rlpipe.certificates import certificates
 from rlpipe.config.data import JudgeReward, RemoteReward
 from rlpipe.errors import ConfigError, RewardError
 from rlpipe.types import Sample
@@ -85,7 +84,7 @@ async def _posted(url: str, content: Any, headers: dict[str, str] | None) -> htt
     """Raises: httpx.RequestError, also for an answer that is larger than any reward."""
     body = bytearray()
     async with (
-        httpx.AsyncClient(verify=_certificates(), timeout=None) as client,
+        httpx.AsyncClient(verify=certificates(), timeout=None) as client,
         client.stream("POST", url, json=content, headers=headers) as answer,
     ):
         async for piece in answer.aiter_bytes():
@@ -149,8 +148,3 @@ def _pattern(text: str) -> re.Pattern[str]:
     if pattern.groups < 1:
         raise ConfigError("the pattern has no group", where="reward.function.score_pattern", found=text, expected="one (...)")
     return pattern
-
-
-@lru_cache(maxsize=1)
-def _certificates() -> ssl.SSLContext:
-    return ssl.create_default_context()

@@ -14,6 +14,7 @@ import aiohttp
 import httpx
 from yarl import URL
 
+from rlpipe.certificates import certificates
 from rlpipe.errors import DeadlineExceeded, EngineRejected, EngineUnavailable
 
 STREAMED = "rlpipe.streamed"
@@ -131,7 +132,7 @@ def fetch(method: str, url: str, *, deadline_s: float, json: Any = None) -> http
     Raises: httpx.TransportError (httpx.ReadTimeout also after `deadline_s` in all); httpx.DecodingError for a body that is none.
     """
     end_s, body = time.monotonic() + deadline_s, bytearray()
-    with httpx.Client(timeout=deadline_s) as client, client.stream(method, url, json=json) as answer:
+    with httpx.Client(timeout=deadline_s, verify=certificates()) as client, client.stream(method, url, json=json) as answer:
         for piece in answer.iter_bytes():
             body += piece
             if time.monotonic() > end_s:

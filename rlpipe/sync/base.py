@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ class PushReport:
     seconds: float
     paused_s: float = 0.0
     """Of those, how long engines sampled nothing."""
+    steps: dict[str, float] = field(default_factory=dict)
+    """Seconds by what was done: `tensors` is waiting for the next bucket to be gathered and packed, `bucket` engines loading."""
 
 
 class Transport(Protocol):

@@ -28,6 +28,8 @@ from rlpipe.sync.tensors import Bucket, buckets, checked, expected_shapes, with_
 from rlpipe.sync.threads import Ahead
 
 Packed = TypeVar("Packed")
+TENSORS, BUCKET = "tensors", "bucket"
+"""Steps of a push (`PushReport.steps`)."""
 
 
 class BucketTransport(ABC, Generic[Packed]):
@@ -110,8 +112,10 @@ class BucketTransport(ABC, Generic[Packed]):
         await self.connect(session)
         await session.begin()
         again = False
+        session.turn_to(TENSORS)
         async for packed, last in ready:
             await self.load(session, packed, last=last)
+            session.turn_to(TENSORS)
             if last:
                 await session.end()
             if last and again:

@@ -20,7 +20,7 @@ import torch
 
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import EngineError, RlpipeError, SyncError
-from rlpipe.sync.bucketed import BucketTransport
+from rlpipe.sync.bucketed import BUCKET, BucketTransport
 from rlpipe.sync.flat import Flat, flatten
 from rlpipe.sync.group import NAME, BroadcastGroup, backend_of, meeting_address
 from rlpipe.sync.session import CALLS_PER_PUSH, Session
@@ -71,7 +71,7 @@ class DistributedTransport(BucketTransport[Flat]):
         address, backend = meeting_address(members), backend_of(self.device)
         group = BroadcastGroup(ranks * len(members), address=address, backend=backend, timeout_s=self.timeout_s)
         first = {url: 1 + ranks * number for number, url in enumerate(members)}
-        session.doing = "make a group of trainer and engines"
+        session.turn_to("make a group of trainer and engines", kind="group")
         joining = [
             engine.join_group(
                 NAME,
@@ -94,7 +94,7 @@ class DistributedTransport(BucketTransport[Flat]):
         group = self._group
         if group is None or tuple(engine.url for engine in session.active) != self.members:
             raise SyncError("an engine left the group", where=f"push of {session.stamp}", found=session.unknown)
-        session.doing = f"bucket {session.buckets}"
+        session.turn_to(f"bucket {session.buckets}", kind=BUCKET)
         tensors = [(part.name, part.dtype_name, part.shape) for part in packed.parts]
         stamp = session.stamp if last else None
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.engines.sglang.handles import flattened_bucket
 from rlpipe.errors import ResourceError, SyncError
-from rlpipe.sync.bucketed import BucketTransport
+from rlpipe.sync.bucketed import BUCKET, BucketTransport
 from rlpipe.sync.flat import flatten
 from rlpipe.sync.session import Session
 from rlpipe.sync.shared import by_name, shared_block
@@ -111,7 +111,7 @@ class IpcTransport(BucketTransport[Handles]):
             handles = [packed.by_rank[rank] for rank in self._place(engine.url)]
             return engine.update_from_tensors(handles, weight_version=stamp, flush_cache=last, flattened=True)
 
-        await session.each(f"bucket {session.buckets}", told)
+        await session.each(f"bucket {session.buckets}", told, kind=BUCKET)
         session.count(packed.tensors, packed.size_bytes)
         with self._changed:
             self._loaded += 1

@@ -32,14 +32,22 @@ class Session:
         self.unknown: dict[str, str] = {}
         self.current: list[str] = []
         self.tensors = self.size_bytes = self.buckets = 0
-        self.doing = "start"
+        self.doing = self._kind = "start"
+        self.steps: dict[str, float] = {}
+        """Seconds by what was done; all buckets are one."""
         self.paused_s = 0.0
         self._updating: set[str] = set()
-        self._held_at_s = time.monotonic()
+        self._held_at_s = self._since_s = time.monotonic()
 
-    async def each(self, doing: str, step: Step) -> None:
+    def turn_to(self, doing: str, *, kind: str | None = None) -> None:
+        """What the push does from here on. `kind`: under what it is counted in `steps`, if there are several of it."""
+        now_s = time.monotonic()
+        self.steps[self._kind] = self.steps.get(self._kind, 0.0) + now_s - self._since_s
+        self.doing, self._kind, self._since_s = doing, kind or doing, now_s
+
+    async def each(self, doing: str, step: Step, *, kind: str | None = None) -> None:
         """Take one step on every engine at once; one that fails is out. Raises: SyncError when none is left."""
-        self.doing = doing
+        self.turn_to(doing, kind=kind)
         errors = await asyncio.gather(*(_error_of(step(engine)) for engine in self.active))
         for engine, error in zip(self.active, errors, strict=True):
             if error is not None:
@@ -50,7 +58,7 @@ class Session:
 
     async def all(self, doing: str, step: Step) -> None:
         """Take one step of a check on every engine at once. Raises: SyncError if any of them does not pass it."""
-        self.doing = doing
+        self.turn_to(doing)
         errors = await asyncio.gather(*(_error_of(step(engine)) for engine in self.active))
         if found := {engine.url: str(error) for engine, error in zip(self.active, errors, strict=True) if error is not None}:
             raise SyncError(
@@ -98,6 +106,7 @@ class Session:
             await self.each("continue", Engine.continue_)
         self.current = [engine.url for engine in self.active]
         self.paused_s = time.monotonic() - self._held_at_s
+        self.turn_to("over")
 
     def count(self, tensors: int, size_bytes: int) -> None:
         """Another bucket was sent."""
@@ -138,7 +147,8 @@ async def push_session(
     if not session.current:
         raise SyncError("the weights arrived nowhere", where=f"push of {stamp}", found=session.unknown)
     sent = session.tensors, session.size_bytes, session.buckets
-    return PushReport(stamp, tuple(session.current), session.unknown, *sent, time.monotonic() - start_s, session.paused_s)
+    seconds = time.monotonic() - start_s
+    return PushReport(stamp, tuple(session.current), session.unknown, *sent, seconds, session.paused_s, session.steps)
 
 
 async def _error_of(step: Awaitable[None]) -> Exception | None:

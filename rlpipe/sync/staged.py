@@ -28,6 +28,7 @@ from rlpipe.engines.sglang.admin import Engine, PauseMode
 from rlpipe.errors import DeadlineExceeded, SyncError
 from rlpipe.sync.base import PushReport
 from rlpipe.sync.board import Board
+from rlpipe.sync.bucketed import BUCKET, TENSORS
 from rlpipe.sync.distributed import DistributedTransport, broadcast
 from rlpipe.sync.flat import Flat, flatten
 from rlpipe.sync.group import NAME, BroadcastGroup, backend_of, meeting_address
@@ -94,14 +95,16 @@ class StagedTransport(DistributedTransport):
         await session.hold(pause)
         await self.connect(session)
         await session.begin()
+        session.turn_to(TENSORS)
         async for packed, last in ready:
             await self.load(session, packed, last=last)
+            session.turn_to(TENSORS)
         for stage in range(1, self.stages):
             await self._load_of(session, stage)
         await session.end()
 
     async def _invite(self, session: Session, stage: int) -> None:
-        session.doing = f"make a group of engines and stage {stage}"
+        session.turn_to(f"make a group of engines and stage {stage}", kind="group")
         ranks = self.tensor_parallel_size
         order = {"do": JOIN, "ranks": ranks * len(session.active), "engines": [engine.url for engine in session.active]}
         found = await self._ask(stage, order)
@@ -123,8 +126,9 @@ class StagedTransport(DistributedTransport):
         """All buckets of another stage; with the last one of the last stage, engines take the session's stamp."""
         whole = False
         while not whole:
-            session.doing = f"bucket {session.buckets}, of stage {stage}"
+            session.turn_to(f"tensors of stage {stage}", kind=TENSORS)
             found = await self._ask(stage, {"do": NEXT})
+            session.turn_to(f"bucket {session.buckets}, of stage {stage}", kind=BUCKET)
             whole = found["last"]
             self._missing -= {name for name, _, _ in found["tensors"]}
             last = whole and stage == self.stages - 1

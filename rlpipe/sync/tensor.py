@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from torch import Tensor
 
-from rlpipe.sync.bucketed import BucketTransport
+from rlpipe.sync.bucketed import BUCKET, BucketTransport
 from rlpipe.sync.session import Session
 from rlpipe.sync.shared import SharedBuffer, references
 from rlpipe.sync.tensors import Bucket, checked
@@ -48,6 +48,7 @@ class TensorTransport(BucketTransport[Bucket]):
                 weight_version=stamp,
                 flush_cache=last,
             ),
+            kind=BUCKET,
         )
         session.count(len(packed), sum(tensor.nbytes for _, tensor in packed))
 

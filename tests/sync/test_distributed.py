@@ -49,7 +49,7 @@ def test_after_a_broadcast_the_engine_is_the_new_model_and_the_group_is_kept(liv
         live.model = make_model(tmp_path / str(seed), seed=seed)
         report = transport.push(live.model.state_dict().items(), [live.server.url], f"b@{seed}@x")
         assert report.engines == (live.server.url,) and report.buckets > 1
-        assert report.tensors == len(transport.expected)
+        assert report.tensors == len(transport.expected) and ("group" in report.steps) == (not groups)
         _require_equal(live.server.url, live.model)
         groups.add(transport._group)
     assert len(groups) == 1

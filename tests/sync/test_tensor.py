@@ -45,6 +45,8 @@ def test_after_a_push_the_engine_is_the_new_model(live, tmp_path, buffer_size_by
     report = transport.push(model.state_dict().items(), [live.server.url], f"b@0@{buffer_size_bytes}")
     live.model = model
     assert report.tensors == len(transport.expected) and report.engines == (live.server.url,)
+    assert report.paused_s < sum(report.steps.values()) < report.seconds
+    assert {"pause", "tensors", "bucket", "echo", "continue"} < report.steps.keys()
     assert report.buckets == {1: report.tensors, 512 * 1024**2: 1}.get(buffer_size_bytes, report.buckets)
     (scores,) = _scores(live.server.url, [[5, 9, 20, 31]])
     np.testing.assert_allclose(scores, log_probs(model, [5], [9, 20, 31]), atol=1e-4)

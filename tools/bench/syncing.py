@@ -5,7 +5,8 @@ rate 1e-6), then its weights are pushed; so it goes, push and copy in turns, for
 
     push     seconds from asking the trainer to the last engine that samples again, export of the weights included
     paused   seconds between telling the engines to pause and all of them sampling again. No request is in flight: one that is
-             costs about a second more, until the engine has aborted it
+             costs about a second more, until the engine has aborted it. Its note says what the push's time went to, step by
+             step: `tensors` is waiting for them to be gathered and packed, `bucket` engines receiving and loading
     GB/s     bytes of all weights / seconds of the push
     share    bytes that were sent / bytes of all weights (less than 1 for changes)
     export   seconds of gathering all weights under their names, which every push does, by itself
@@ -18,10 +19,11 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ from rlpipe.config.train import SyncConfig
 from rlpipe.errors import ResourceError, SyncError
 from rlpipe.types import WeightVersion
 from tools.bench.bench import Bench
-from tools.bench.measures import Row, alternate
+from tools.bench.measures import Row, alternate, figure
 from tools.bench.serving import Serving, serving
 from tools.bench.shapes import trained_batch
 from tools.bench.sync_side import Duty, RankProcess
@@ -55,6 +57,8 @@ class Pushed:
     seconds: float
     paused_s: float
     sent_bytes: int
+    steps: dict[str, float] = field(default_factory=dict)
+    """Seconds, as `PushReport.steps`."""
 
 
 class Pushes:
@@ -81,7 +85,7 @@ class Pushes:
         seconds = time.perf_counter() - begun_s
         if sent["unknown"]:
             raise SyncError("not all engines took the weights", where=f"bench sync: {name}", found=sent["unknown"])
-        return Pushed(seconds, sent["paused_s"], sent["bytes"])
+        return Pushed(seconds, sent["paused_s"], sent["bytes"], sent["steps"])
 
     def copy(self, size_bytes: int) -> Pushed:
         """The baseline."""
@@ -188,8 +192,15 @@ def of_transport(
     shares = tuple(one.sent_bytes / whole for one in found)
     rows = [
         Row("sync", f"{name}: push", "s", tuple(one.seconds for one in found), note=f"{bench.name}, {whole / 1e9:.3g} GB"),
-        Row("sync", f"{name}: paused", "s", tuple(one.paused_s for one in found)),
+        Row("sync", f"{name}: paused", "s", tuple(one.paused_s for one in found), note=by_step(found)),
         Row("sync", f"{name}: rate", "GB/s", rates, best, against),
     ]
     sent = Row("sync", f"{name}: share", "%", tuple(100 * share for share in shares), note="of all weights, after one step")
     return [*rows, sent] if min(shares) < 1 else rows
+
+
+def by_step(found: Sequence[Pushed]) -> str:
+    """Where the time of pushes goes: the median of each step that takes a millisecond or more, the longest first."""
+    medians = {step: 1000 * statistics.median(one.steps.get(step, 0.0) for one in found) for step in found[0].steps}
+    longest = sorted(medians.items(), key=lambda item: -item[1])
+    return f"ms by step: {', '.join(f'{step} {figure(spent)}' for step, spent in longest if spent >= 1)}" if longest else ""

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import httpx
 
+from rlpipe.certificates import certificates
 from rlpipe.errors import DeadlineExceeded, EngineRejected
 from rlpipe.rollout.generation import no_spans
 from rlpipe.rollout.http import call
@@ -38,7 +39,7 @@ class Engine:
     def __init__(self, url: str, *, deadline_s: float = 120.0) -> None:
         """`deadline_s` is for each call."""
         self.url, self.deadline_s = url.rstrip("/"), deadline_s
-        self._http = httpx.AsyncClient(timeout=None)
+        self._http = httpx.AsyncClient(timeout=None, verify=certificates())
 
     async def __aenter__(self) -> Engine:
         return self
