@@ -10,6 +10,7 @@ Not here: what such a flow run does (`iteration_run`), or the deployment's decla
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
@@ -32,6 +33,7 @@ from tasks.context import RunContext, context
 from tasks.record import handle
 from tasks.turn import is_committed
 
+GPUS = "CUDA_VISIBLE_DEVICES"
 LOOK_INTERVAL_S = 0.5
 CRASH_REPORTS_S = 15.0
 """A worker reports a crash twice, up to 11 s apart; a state set in between would be overwritten."""
@@ -92,7 +94,7 @@ class Deployed(Iterations):
                 flow_run_name=f"{self._config.run}-{k}",
                 timeout=0,
                 idempotency_key=key,
-                job_variables={f"env.{HOME_VARIABLE}": str(default_home())},
+                job_variables={f"env.{name}": value for name, value in self._environment().items()},
             )
         except ObjectNotFound as error:
             raise ConfigError(
@@ -101,6 +103,11 @@ class Deployed(Iterations):
                 found=self._policy.deployment,
                 do="declare it with `python -m deployments.apply`, and start a worker: `prefect worker start --pool rlpipe`",
             ) from error
+
+    def _environment(self) -> dict[str, str]:
+        """Of its process: our home, and the GPUs that we see, which it uses if it is retried when we have ended."""
+        gpus = {GPUS: os.environ[GPUS]} if GPUS in os.environ else {}
+        return {HOME_VARIABLE: str(default_home()), **gpus}
 
     async def result(self, k: int) -> dict[str, NodeRef]:
         """Wait for its commit. A flow run that ends without is put back, as often as it may be.

@@ -125,7 +125,7 @@ async def open_context(config: RunConfig, home: Path, progress: Progress, *, tak
 
 async def join_context(run: str) -> RunContext:
     """Open a run that another process drives, from what `{home}/{run}/run.json` says. If none does any more, on our own, but only
-    in a flow run that somebody has retried: one that was opened ahead of a driver's end is left to the next driver.
+    in a flow run that was put back and whose iteration is the next: one that was opened ahead is left to the next driver.
 
     Raises: ConfigError if there is no such run; Fenced without a driver; whatever keeps its actors from coming up.
     """
@@ -133,12 +133,19 @@ async def join_context(run: str) -> RunContext:
     record = get_run(home, run)
     config = validate(record.config)
     files = Files(config.store.root or home / "store")
-    epoch = Epochs(files).join(run, stand_in=(this_flow_run.run_count or 1) > 1)
+    put_back = (this_flow_run.run_count or 1) > 1
+    epoch = Epochs(files).join(run, stand_in=put_back and _is_next(files, run, this_flow_run.parameters.get("k")))
     if epoch.joined and config.resources.ray_address is None:
         await _join_ray(record, epoch, home, namespace=named.namespace(config.cluster))
     it = await _open(config, home, Progress(run, config.num_rollout), files, epoch)
     it.driven = epoch.joined and not epoch.stand_in
     return it
+
+
+def _is_next(files: Files, run: str, k: int | None) -> bool:
+    """Is the iteration before this one committed, so that it could go on without a driver?"""
+    newest = Branches(files).newest(run)
+    return k is None or k <= (newest.iteration + 1 if newest else 0)
 
 
 async def _join_ray(record: RunFile, epoch: Epoch, home: Path, *, namespace: str) -> None:

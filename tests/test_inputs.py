@@ -110,7 +110,8 @@ TUNING = {
     "rollout_health_check_interval rollout_health_check_timeout",
     "resources": "actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node "
     "rollout_num_gpus rollout_num_gpus_per_engine num_gpus_per_node external_engines "
-    "colocate offload_train offload_rollout cluster ray_address keep_idle_s threads_per_process start_timeout_s stop_grace_s",
+    "colocate offload_train offload_rollout cluster ray_address exclusive_gpus keep_idle_s "
+    "threads_per_process start_timeout_s stop_grace_s",
     "store": "root",
     "observe": "tensorboard samples_in_report profile_target profile_step_start profile_step_end profile_ranks "
     "custom_rollout_log_function_path custom_eval_rollout_log_function_path record_memory_history report_interval "

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from rlpipe.actors.local_ray import connect
+from rlpipe.actors.local_ray import connect, have_gpus
 from rlpipe.actors.placement import Placement
 from rlpipe.actors.trainer_group import STATUS, TrainerGroup
 from rlpipe.actors.trainer_spec import TrainerSpec
@@ -35,6 +35,7 @@ async def lone_trainer(
     from rlpipe.actors.ranks import RankActor  # Megatron takes seconds, which a flow that restores nothing need not wait
 
     connect(config.resources, home, namespace=f"rlpipe-{name}")
+    await have_gpus(config.resources, who=f"{name}, of run {config.run}")
     model_dir = await asyncio.to_thread(model_directory, config.model, home, seed=config.seed)
     placement = Placement(None, config.resources)
     await asyncio.to_thread(lambda: placement.claim(engines=False))

@@ -18,7 +18,7 @@ from ray.actor import ActorHandle
 from rlpipe.actors import named
 from rlpipe.actors.calls import call, call_or_end, end
 from rlpipe.actors.fleet import Weights
-from rlpipe.actors.local_ray import connect
+from rlpipe.actors.local_ray import connect, have_gpus
 from rlpipe.actors.specs import ClusterSpec, Driver
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ActorLost, RlpipeError
@@ -135,6 +135,7 @@ async def open_cluster(config: RunConfig, *, epoch: int, home: Path, model_dir: 
     """
     space = named.namespace(config.cluster)
     connect(config.resources, home, namespace=space)
+    await have_gpus(config.resources, who=f"run {config.run}")
     (home / config.cluster / "logs").mkdir(parents=True, exist_ok=True)
     driver = Driver(config.run, epoch)
     spec = ClusterSpec(config, str(home), model_dir, store_root)

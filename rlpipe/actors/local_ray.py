@@ -1,9 +1,10 @@
 """Joining a Ray cluster, or starting a local one for this process.
 
 The local one is the embedded default: everything it writes goes under `{home}/.ray`, it takes no usage statistics, starts
-no dashboard, serves only who has its token, on this machine, and ends with the process that started it.
+no dashboard, serves only who has its token, on this machine, and ends with the process that started it. Its GPUs are the
+process's alone, as far as runs are concerned.
 
-Not here: what runs on it (`cluster`), the token (`ray_access`).
+Not here: what runs on it (`cluster`), the token (`ray_access`), the locks of GPUs (`gpu_locks`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util import get_node_ip_address
 
-from rlpipe.actors import ray_access
+from rlpipe.actors import gpu_locks, ray_access
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ResourceError
 
@@ -34,6 +35,8 @@ JOINING = (
     "check the address with `ray status`; who joins a cluster that asks for a token needs RAY_AUTH_MODE=token and RAY_AUTH_TOKEN "
     "or RAY_AUTH_TOKEN_PATH (the cluster of `make up`: `. runs/.up/env`)"
 )
+_own = threading.Event()
+"""Has this process started the Ray that it uses?"""
 
 
 def connect(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
@@ -59,6 +62,7 @@ def connect(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
                 object_store_memory=OBJECT_STORE_BYTES,
                 _temp_dir=str(temporary_folder(home)),
             )
+            _own.set()
     except (OSError, RayError, RuntimeError, ValueError) as error:
         raise ResourceError(
             "Ray did not start or cannot be reached",
@@ -71,6 +75,16 @@ def connect(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
 def address() -> str:
     """`host:port` at which another process can join the cluster that this one is in."""
     return ray.get_runtime_context().gcs_address
+
+
+async def have_gpus(resources: ResourcesConfig, who: str) -> None:
+    """Have the GPUs of a Ray that this process has started, which other runs on this machine would use too.
+
+    Raises: ResourceError if another run has one of them for longer than `resources.start_timeout_s`.
+    """
+    if _own.is_set() and resources.exclusive_gpus:
+        gpus = gpu_locks.visible(int(ray.cluster_resources().get("GPU", 0)))
+        await gpu_locks.hold(gpus, who=who, timeout_s=resources.start_timeout_s)
 
 
 def join(address: str, home: Path, *, namespace: str) -> bool:
@@ -126,6 +140,8 @@ def disconnect() -> None:
     if ray.is_initialized():
         ray.shutdown()
         ray_access.restore()
+        _own.clear()
+        gpu_locks.release()
 
 
 def temporary_folder(home: Path) -> Path:

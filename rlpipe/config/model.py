@@ -114,6 +114,9 @@ class ResourcesConfig(Config):
     ray_address: str | None = Tuning(None)
     """Ray cluster to join; None: that of RAY_ADDRESS, else a local one is started, which ends with the flow and serves only who
     has its token, on this machine."""
+    exclusive_gpus: bool = Tuning(True)
+    """On a Ray of its own: no other run of this user on this machine uses the GPUs that it sees. Who comes second waits for
+    `start_timeout_s`, then fails with the name of the first. With `false` both use them at once: see that the memory suffices."""
     keep_idle_s: float | None = Tuning(default=3600.0, gt=0)
     """On a Ray cluster that was joined: how long the actors of a run that nobody drives any more (it failed; or it has ended, and
     `cluster` names them) keep their places for a Retry or the next run. Later both start others, from the store. None: until

@@ -14,6 +14,7 @@ from prefect.states import AwaitingRetry, Cancelled, Cancelling, Completed, Cras
 
 from flows import deployed
 from flows.deployed import Deployed, IterationFailed
+from rlpipe.config.load import home as default_home
 from rlpipe.errors import ConfigError, DeadlineExceeded
 from rlpipe.inputs import Inputs
 from rlpipe.observe.progress import Progress
@@ -32,6 +33,7 @@ class Server:
         self.it, self.log = it, list[str]()
         self.scripts: dict[int, list[State | str]] = {}
         self.deployed = True
+        self.variables: dict[str, str] = {}
         self._runs: dict[UUID, FlowRun] = {}
         self._keys: dict[str, UUID] = {}
         self._numbers: dict[UUID, int] = {}
@@ -47,9 +49,12 @@ class Server:
         self._runs[run.id], self._keys[key], self._numbers[run.id] = run, run.id, k
         return run
 
-    async def run_deployment(self, name: str, *, parameters: dict[str, Any], idempotency_key: str, **_: Any) -> FlowRun:
+    async def run_deployment(
+        self, name: str, *, parameters: dict[str, Any], idempotency_key: str, job_variables: dict[str, str], **_: Any
+    ) -> FlowRun:
         if not self.deployed:
             raise ObjectNotFound(Exception())
+        self.variables = job_variables
         self.log.append(f"open {parameters['k']}")
         return self.add(parameters["k"], idempotency_key, Pending())
 
@@ -102,6 +107,17 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
     monkeypatch.setattr(deployed, "LOOK_INTERVAL_S", 0.01)
     monkeypatch.setattr(deployed, "CRASH_REPORTS_S", 0.2)
     return made
+
+
+@pytest.mark.parametrize("gpus", [None, "2,3"])
+async def test_its_process_has_the_home_and_sees_the_gpus_of_the_run(server: Server, gpus: str | None, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if gpus:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    async with Deployed(server.it.config) as iterations:
+        await iterations.open(0)
+    seen = {name: value for name, value in server.variables.items() if value != str(default_home())}
+    assert seen == ({"env.CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
 
 
 async def test_one_more_than_is_in_flight_is_open_and_what_is_left_is_cancelled(server: Server):

@@ -34,7 +34,7 @@ rollout: {rollout_batch_size: 16, n_samples_per_prompt: 8, rollout_max_response_
 reward: {function: {type: python, path: "%(reward)s"}}
 train: {optimizer: {lr: 3.0e-5}, max_tokens_per_gpu: 16384}
 checkpoint: {save_interval: 1000}
-resources: {start_timeout_s: 400}
+resources: {start_timeout_s: 400, exclusive_gpus: false}
 engine: {sglang: {mem_fraction_static: 0.25, attention_backend: triton, sampling_backend: pytorch, grammar_backend: none}}
 """
 REWARD = """
