@@ -26,31 +26,34 @@ HEARTBEAT_S = 60
 """How often the process of a flow run says that it lives; what `alerts.silent_after_s` waits for."""
 HEARTBEAT = "prefect.flow-run.heartbeat"
 OVER = ("Completed", "Failed", "Crashed", "Cancelled", "AwaitingRetry", "Paused", "Suspended")
-OURS: dict[str, str | list[str]] = {"prefect.resource.role": "tag", "prefect.resource.id": "prefect.tag.rlpipe"}
 RUNS = ["train", "fork", "evaluate", "reprocess", "convert", "audit"]
 """Flows that nobody puts back by themselves, as iterations are."""
 RUN = "{{ flow.name }}/{{ flow_run.name }}"
 WHY_IT_WAITS = "{{ flow_run.labels['rlpipe.waits'] or flow_run.state.message or 'paused by somebody' }}"
 """A gate says why in a label (`tasks.gates.WHY`)."""
-PREFIX = "rlpipe: "
 
 
 def automations(site: Site, block: UUID | None, pool: UUID) -> list[AutomationCore]:
     """Every automation of a site. `block`: the notification block's id; without it nobody is told of anything."""
-    made = [] if site.alerts.silent_after_s is None else [_silent(site.alerts.silent_after_s)]
+    made = [] if site.alerts.silent_after_s is None else [_silent(site, site.alerts.silent_after_s)]
     if block is not None:
-        made += [_failed(block), _waiting(block), _alone(block, pool)]
+        made += [_failed(site, block), _waiting(site, block), _alone(site, block, pool)]
     return made
 
 
-def _silent(after_s: float) -> AutomationCore:
+def prefix(site: Site) -> str:
+    """How the names of a site's automations begin."""
+    return f"{site.tag}: "
+
+
+def _silent(site: Site, after_s: float) -> AutomationCore:
     over = {f"prefect.flow-run.{state}" for state in OVER}
     return AutomationCore(
-        name=f"{PREFIX}a silent run is crashed",
+        name=f"{prefix(site)}a silent run is crashed",
         description=f"no sign of life of its process for {after_s:g} s, so that Retry can be pressed",
         trigger=EventTrigger(
             match={"prefect.resource.id": "prefect.flow-run.*"},
-            match_related=OURS,
+            match_related=_tagged(site),
             after={HEARTBEAT},
             expect={HEARTBEAT, *over},
             for_each={"prefect.resource.id"},
@@ -66,25 +69,26 @@ def _silent(after_s: float) -> AutomationCore:
     )
 
 
-def _failed(block: UUID) -> AutomationCore:
+def _failed(site: Site, block: UUID) -> AutomationCore:
     return AutomationCore(
-        name=f"{PREFIX}a run failed",
-        trigger=_seen("Failed", "Crashed", "TimedOut", related=[OURS, _flows(RUNS)]),
+        name=f"{prefix(site)}a run failed",
+        trigger=_seen("Failed", "Crashed", "TimedOut", related=[_tagged(site), _flows(RUNS)]),
         actions=[_told(block, f"{RUN} {{{{ flow_run.state.name }}}}", "{{ flow_run.state.message }}\n{{ flow_run|ui_url }}")],
     )
 
 
-def _waiting(block: UUID) -> AutomationCore:
+def _waiting(site: Site, block: UUID) -> AutomationCore:
+    """Of any place on the server: an iteration within its run's process has no tags of a deployment."""
     return AutomationCore(
-        name=f"{PREFIX}a run waits for somebody",
+        name=f"{prefix(site)}a run waits for somebody",
         trigger=_seen("Paused", "Suspended", related=[_flows([*RUNS, "iteration"])]),
         actions=[_told(block, f"{RUN} waits", f"{WHY_IT_WAITS}\nResume or cancel it: {{{{ flow_run|ui_url }}}}")],
     )
 
 
-def _alone(block: UUID, pool: UUID) -> AutomationCore:
+def _alone(site: Site, block: UUID, pool: UUID) -> AutomationCore:
     return AutomationCore(
-        name=f"{PREFIX}no worker",
+        name=f"{prefix(site)}no worker",
         trigger=EventTrigger(
             match={"prefect.resource.id": f"prefect.work-pool.{pool}"},
             expect={"prefect.work-pool.not-ready"},
@@ -95,12 +99,16 @@ def _alone(block: UUID, pool: UUID) -> AutomationCore:
     )
 
 
+def _tagged(site: Site) -> dict[str, str | list[str]]:
+    return {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{site.tag}"}
+
+
 def _flows(names: list[str]) -> dict[str, str | list[str]]:
     return {"prefect.resource.role": "flow", "prefect.resource.name": names}
 
 
 def _seen(*states: str, related: list[dict[str, str | list[str]]]) -> EventTrigger:
-    """A flow run enters one of these states. (An iteration within its run's process does not have the tags of a deployment.)"""
+    """A flow run enters one of these states."""
     return EventTrigger(
         match={"prefect.resource.id": "prefect.flow-run.*"},
         match_related=[*related],
@@ -116,10 +124,13 @@ def _told(block: UUID, subject: str, body: str) -> SendNotification:
 
 
 async def keep_automations(client: PrefectClient, site: Site) -> list[str]:
-    """Make, change or remove our automations of the server, by name; the names. Raises: ConfigError if there is no such block."""
+    """Make, change or remove a site's automations of the server, by name; the names. Those of other places stay as they are.
+
+    Raises: ConfigError if there is no such block.
+    """
     pool = await client.read_work_pool(site.pool)
     wanted = {one.name: one for one in automations(site, await block_of(client, site.alerts), pool.id)}
-    there = {one.name: one for one in await client.read_automations() if one.name.startswith(PREFIX)}
+    there = {one.name: one for one in await client.read_automations() if one.name.startswith(prefix(site))}
     for name, automation in wanted.items():
         if name in there:
             await client.update_automation(there[name].id, automation)

@@ -75,7 +75,7 @@ def declared(site: Site, kinds: set[str]) -> list[Declaration]:
 def _everywhere(site: Site) -> Iterator[Declaration]:
     for flow in FLOWS:
         queue, gpus = _place(site, None, flow)
-        yield Declaration(flow, flow, _with_site(site, flow, {}), queue, gpus, tags=("rlpipe", flow))
+        yield Declaration(flow, flow, _with_site(site, flow, {}), queue, gpus, tags=("rlpipe", site.tag, flow))
 
 
 def _recipes(site: Site) -> Iterator[Declaration]:
@@ -83,7 +83,7 @@ def _recipes(site: Site) -> Iterator[Declaration]:
         load_run(recipe, site.overrides)
         queue, gpus = _place(site, None, "train")
         parameters = _with_site(site, "train", {"recipe": recipe})
-        yield Declaration("train", recipe, parameters, queue, gpus, tags=("rlpipe", "train", "recipe"))
+        yield Declaration("train", recipe, parameters, queue, gpus, tags=("rlpipe", site.tag, "train", "recipe"))
 
 
 def _own(site: Site) -> Iterator[Declaration]:
@@ -94,7 +94,8 @@ def _own(site: Site) -> Iterator[Declaration]:
             _check(schedule, f"{entry.flow}/{entry.name}")
         queue, gpus = _place(site, entry, entry.flow)
         parameters = _with_site(site, entry.flow, entry.parameters)
-        yield Declaration(entry.flow, entry.name, parameters, queue, gpus, entry.schedules, ("rlpipe", entry.flow, *entry.tags))
+        tags = ("rlpipe", site.tag, entry.flow, *entry.tags)
+        yield Declaration(entry.flow, entry.name, parameters, queue, gpus, entry.schedules, tags)
 
 
 def _place(site: Site, entry: Entry | None, flow: str) -> tuple[str, tuple[int, ...] | None]:

@@ -113,6 +113,12 @@ class Site(Config):
         return self
 
     @property
+    def tag(self) -> str:
+        """Tag of the runs of its deployments, and how the names of its automations begin: another place may have the same Prefect
+        server."""
+        return f"rlpipe/{self.pool}"
+
+    @property
     def sets(self) -> dict[str, GpuSet]:
         """All sets of GPUs by name."""
         return {ANY_GPUS: GpuSet(), **self.gpu_sets}

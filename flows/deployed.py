@@ -23,11 +23,11 @@ from prefect.deployments import arun_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.states import AwaitingRetry, Cancelled, Cancelling
 
-from flows.in_flight import InProcess, Iterations
+from flows.in_flight import InProcess, IterationFailed, Iterations
 from rlpipe.config.load import HOME_VARIABLE
 from rlpipe.config.load import home as default_home
 from rlpipe.config.run import RunConfig
-from rlpipe.errors import ConfigError, DeadlineExceeded, RlpipeError
+from rlpipe.errors import ConfigError, DeadlineExceeded
 from rlpipe.types import NodeRef
 from tasks.context import RunContext, context
 from tasks.record import handle
@@ -41,10 +41,6 @@ END_TIMEOUT_S = 20.0
 """A worker gives a cancelled process 30 s, of which this one needs some for a checkpoint."""
 CANCELLED_WITHIN_S = 45.0
 """A flow run that we see being cancelled for longer has no worker any more that would end it (Prefect itself takes minutes)."""
-
-
-class IterationFailed(RlpipeError):
-    """The flow run of an iteration did not come to its commit, as often as it may be put back."""
 
 
 def open_iterations(config: RunConfig) -> Iterations:

@@ -14,12 +14,22 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from functools import wraps
 from types import TracebackType
+from typing import Any
+
+from prefect import Flow
 
 from flows.iteration import iteration
 from rlpipe.config.run import RunConfig
+from rlpipe.errors import RlpipeError
 from rlpipe.types import NodeRef
-from tasks.turn import abandon
+from tasks.context import context
+from tasks.turn import abandon, is_committed
+
+
+class IterationFailed(RlpipeError):
+    """The flow run of an iteration did not come to its commit, as often as it may be put back."""
 
 
 class Iterations(ABC):
@@ -67,15 +77,23 @@ class InProcess(Iterations):
 
     async def open(self, k: int) -> None:
         """Begin iteration k as a task of this event loop."""
-        self._open[k] = asyncio.create_task(iteration(self._config.run, k), name=f"iteration {k}")
+        self._open[k] = asyncio.create_task(numbered(k)(self._config.run, k), name=f"iteration {k}")
 
     async def result(self, k: int) -> dict[str, NodeRef]:
-        """Wait for its end. Cancelling this cancels the iteration."""
+        """Wait for its end. Cancelling this cancels the iteration. Raises: IterationFailed if it ended without its commit."""
         try:
-            return await self._open[k]
+            nodes = await self._open[k]
         finally:
             if self._open[k].done() and not self._open[k].cancelled():
                 del self._open[k]
+        if not await asyncio.to_thread(is_committed, await context(self._config.run), k):
+            raise IterationFailed(
+                "an iteration ended without its commit",
+                where=f"{self._config.run}-{k}",
+                expected="its commit in the store",
+                do="the same command goes on from the last one committed",
+            )
+        return nodes
 
     async def close(self) -> None:
         """Cancel what is open, and have its requests aborted."""
@@ -84,3 +102,20 @@ class InProcess(Iterations):
         if self._open:
             await asyncio.gather(*self._open.values(), return_exceptions=True)
             await abandon(self._config.run)
+
+
+def numbered(k: int) -> Flow[[str, int], Any]:
+    """The flow of an iteration, as that of iteration k alone.
+
+    Prefect knows a subflow of a flow run that is started again by its function's name and by how many of that name were called
+    before it. Under one name the first iteration of the second attempt would be taken for the first one of the first.
+    """
+
+    @wraps(iteration.fn)
+    async def stages(run: str, k: int) -> dict[str, NodeRef]:
+        return await iteration.fn(run, k)
+
+    stages.__qualname__ = f"{stages.__qualname__}_{k}"
+    own = iteration.with_options()
+    own.fn = stages
+    return own

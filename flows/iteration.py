@@ -20,7 +20,7 @@ from tasks.train import train
 from tasks.turn import turn_to_push, turn_to_sample, turn_to_train
 
 
-@flow(name="iteration", flow_run_name="{run}-{k}", on_running=[hear_sigterm])
+@flow(name="iteration", flow_run_name="{run}-{k}", on_running=[hear_sigterm], persist_result=False)
 async def iteration(run: str, k: int) -> dict[str, NodeRef]:
     """rollout → reward → advantage → train → sync → checkpoint. What the store has already is reused; handles of the stages."""
     await turn_to_sample(run, k)

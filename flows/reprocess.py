@@ -17,12 +17,13 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from flows.output import outlive_the_worker
-from flows.reprocessing import reprocessing, training
+from flows.reprocessing import Reprocessing, reprocessing, training
 from flows.stopping import or_cancelled
 from flows.train import train as train_flow
 from rlpipe.config.load import home as default_home
 from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches
+from tasks.begin import check_same_run
 from tasks.reprocess import opened, put_side_by_side
 from tasks.reprocess import reprocess as reprocess_iteration
 
@@ -61,12 +62,12 @@ async def reprocess(
     """
     home = default_home()
     asked = reprocessing(home, of=of, iterations=iterations, run=run, overrides=overrides, store=store)
+    check_same_branch(asked)
     recipe = training(home, asked, train, train_overrides) if train else None
     config, files = asked.config, asked.source.files
     with Progress(config.run, len(asked.iterations)) as progress:
         async with opened(of, config, files, home / config.run, progress):
-            branches = Branches(files)
-            await asyncio.to_thread(branches.create, config.run, config.model_dump(mode="json"), asked.init, asked.parent)
+            await asyncio.to_thread(begin_branch, asked)
             started_s = time.perf_counter()
             made = await all_of(config.run, asked.iterations, jobs)
             seconds = time.perf_counter() - started_s
@@ -74,6 +75,22 @@ async def reprocess(
             said = await put_side_by_side(config.run, asked.iterations, notes)
     said = {**said, "reused": sum(one["reused"] for one in made), "seconds": seconds}
     return await or_cancelled(and_trained(said, str(recipe), train)) if recipe else said
+
+
+def check_same_branch(asked: Reprocessing) -> None:
+    """A branch that is there goes on only with the configuration it was started with, as a run does; but its length, which grows
+    with the source, decides nothing where nothing is trained. Raises: ConfigError naming each key that differs."""
+    branches = Branches(asked.source.files)
+    if found := branches.find(asked.config.run):
+        check_same_run(branches, asked.config.model_copy(update={"num_rollout": found.config["num_rollout"]}))
+
+
+def begin_branch(asked: Reprocessing) -> None:
+    """Start the branch, or find it started from the same commit and weights. Raises: ObjectConflict."""
+    branches = Branches(asked.source.files)
+    found = branches.find(asked.config.run)
+    config = found.config if found else asked.config.model_dump(mode="json")
+    branches.create(asked.config.run, config, asked.init, asked.parent)
 
 
 async def and_trained(said: dict[str, Any], recipe: str, run: str | None) -> dict[str, Any]:

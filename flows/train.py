@@ -43,7 +43,7 @@ def run_name() -> str:
     return name_of(flow_run.parameters, flow_run.scheduled_start_time)
 
 
-@flow(name="train", flow_run_name=run_name, on_running=[hear_sigterm, outlive_the_worker])
+@flow(name="train", flow_run_name=run_name, on_running=[hear_sigterm, outlive_the_worker], persist_result=False)
 async def train(
     recipe: Recipe,
     overrides: Sequence[str] = (),

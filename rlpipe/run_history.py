@@ -79,10 +79,12 @@ class HistoryReader:
         return IterationRecord(commit.iteration, iteration_metrics(outputs), seconds)
 
     def _find_evaluations(self, num_commits: int) -> None:
-        """Look for the evaluations of the newest weights known."""
-        recorded = self._commits[-1].nodes[Stage.TRAIN] if num_commits else self._branches.get(self._config.run).init
-        version = self._commits[-1].iteration + 1 if num_commits else 0
-        weights = current_state(Segments(self._files), self._config.run, version, recorded)
+        """Look for the evaluations of the newest weights known; before the first commit, of those that the run began with."""
+        run, first = self._config.run, self._first_iteration()
+        newest = self._commits[-1] if num_commits else self._branches.before(run, first)
+        recorded = newest.nodes[Stage.TRAIN] if newest else self._branches.get(run).init
+        version = newest.iteration + 1 if newest else first
+        weights = current_state(Segments(self._files), run, version, recorded)
         for dataset in self._config.evaluation.datasets:
             node = self._nodes.find(Stage.EVAL, eval_inputs(self._config, dataset, weights).digest)
             if node is not None:

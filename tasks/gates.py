@@ -88,10 +88,13 @@ def _critic_only(it: RunContext, nodes: Mapping[str, NodeRef]) -> bool:
 
 
 def _of_evaluations(it: RunContext, k: int, gate: Gate) -> str | None:
-    """Of the weights after k iterations, against those of all versions before."""
-    values = [value for version in range(k + 1) if (value := _evaluated(it, version, gate.metric)) is not None]
+    """Of the weights after k iterations, against those of all versions before: of a fork, from those that it began with."""
     now = _evaluated(it, k, gate.metric)
-    return None if now is None else gate.broken_by(now, max(values[:-1], default=None))
+    if now is None:
+        return None
+    versions = range(it.first, k) if gate.falls_by is not None else ()
+    before = [value for version in versions if (value := _evaluated(it, version, gate.metric)) is not None]
+    return gate.broken_by(now, max(before, default=None))
 
 
 def _evaluated(it: RunContext, version: int, metric: str) -> float | None:

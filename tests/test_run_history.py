@@ -15,7 +15,7 @@ from rlpipe.observe.history import Evaluation, SampleChange
 from rlpipe.rewards.base import RewardRow
 from rlpipe.run_history import HistoryReader, iteration_metrics
 from rlpipe.stage_files import write_evaluation
-from rlpipe.store.branches import Branches, commit_name
+from rlpipe.store.branches import Branches, commit_name, parse_commit_name
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.types import Commit, DataState, Sample, Stage, Status
@@ -44,7 +44,8 @@ class Written:
         self.files, self.config, self.directory = Files(folder / "store"), config(run, **sections), folder / run
         self.directory.mkdir()
         self.nodes, self.branches = Nodes(self.files), Branches(self.files)
-        self.weights = [self.node(Stage.INIT, run=run)]
+        root = self.branches.get(parse_commit_name(parent)[0]).init if parent else None
+        self.weights = [root or self.node(Stage.INIT, run=run)]
         self.branches.create(run, self.config.model_dump(mode="json"), self.weights[0], parent)
         self.parent = parent
 
@@ -171,13 +172,28 @@ def test_a_fork_tells_only_of_its_own_iterations(tmp_path: Path):
     root = Written(tmp_path)
     for k in range(3):
         root.iterate(k)
+    root.evaluate(0.125, index=0)
     fork = Written(tmp_path, "fork", parent=commit_name("run", 1))
     reader = fork.reader()
-    assert reader.read().iterations == []
+    assert (reader.read().iterations, reader.read().evaluations) == ([], [])
     fork.iterate(2)
     fork.evaluate(0.5)
     assert [record.iteration for record in reader.read().iterations] == [2]
     assert reader.read().evaluations == [Evaluation(3, "held", 0.5, 1)]
+
+
+def test_before_a_fork_are_the_weights_that_it_began_with(tmp_path: Path):
+    root = Written(tmp_path)
+    root.evaluate(0.125)
+    root.iterate(0)
+    root.iterate(1)
+    fork = Written(tmp_path, "fork", parent=commit_name("run", 1))
+    root.evaluate(0.25)
+    fork.iterate(2)
+    fork.evaluate(0.5)
+    history = fork.reader().read()
+    assert history.evaluations == [Evaluation(2, "held", 0.25, 1), Evaluation(3, "held", 0.5, 1)]
+    assert (history.totals["accuracy_before"], history.totals["accuracy_after"]) == (0.25, 0.5)
 
 
 def test_time_outside_the_stages_comes_from_the_log_beside_the_report(run: Written):

@@ -1,7 +1,7 @@
 """A Prefect server of this process's own, with its UI, for as long as a run takes; and caches kept under the run's home.
 
 It is started in a session of its own, so that Ctrl-C reaches the flow and not the server that has to hear of it. Not used
-where a server is configured already (PREFECT_API_URL, or a profile that names one).
+where a server is configured already: by PREFECT_API_URL, or by Prefect's active profile (`prefect config set PREFECT_API_URL=…`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -46,7 +47,7 @@ def local_prefect(home: Path) -> Iterator[str]:
     keep_caches_in(home)
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    if configured := os.environ.get("PREFECT_API_URL"):
+    if configured := os.environ.get("PREFECT_API_URL") or url_of_profile():
         yield configured
         return
     folder = home / ".prefect"
@@ -59,6 +60,18 @@ def local_prefect(home: Path) -> Iterator[str]:
     finally:
         _end(server)
         del os.environ["PREFECT_API_URL"]
+
+
+def url_of_profile() -> str | None:
+    """The API URL that Prefect's active profile names. Read from its file: once Prefect is imported, its folder is settled."""
+    folder = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
+    path = Path(os.environ.get("PREFECT_PROFILES_PATH") or folder / "profiles.toml").expanduser()
+    try:
+        said = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError):
+        return None
+    active = os.environ.get("PREFECT_PROFILE") or said.get("active")
+    return said.get("profiles", {}).get(active, {}).get("PREFECT_API_URL")
 
 
 def _started(folder: Path) -> tuple[subprocess.Popen[bytes], str]:

@@ -187,7 +187,7 @@ def test_a_scheduled_run_whose_iteration_failed_is_retried_and_its_rollout_is_re
     assert check_branch(Files(tmp_path / "home" / "store"), "run-on") == []
     assert [(run["name"], run["auto_scheduled"]) for run in prefect.made_by("train/once")] == [("run-on", True)]
     assert "num_rollout: 2" in prefect.artifact("run-on-configuration")
-    assert prefect.automations() == ["rlpipe: a silent run is crashed"]
+    assert prefect.automations() == ["rlpipe/rlpipe: a silent run is crashed"]
 
 
 async def test_a_recipe_of_ones_own_is_in_the_list_of_its_form_and_in_no_others():

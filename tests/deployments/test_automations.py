@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
@@ -10,7 +12,8 @@ from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
-from deployments.automations import HEARTBEAT_S, PREFIX, automations
+from deployments.automations import HEARTBEAT_S, automations, keep_automations, prefix
+from deployments.declared import declared
 from deployments.site import Alerts, Site
 from tasks.gates import WHY
 
@@ -18,7 +21,8 @@ BLOCK, POOL = uuid4(), uuid4()
 
 
 def by_name(block: UUID | None, alerts: Alerts | None = None) -> dict[str, AutomationCore]:
-    return {one.name.removeprefix(PREFIX): one for one in automations(Site(alerts=alerts or Alerts()), block, POOL)}
+    site = Site(alerts=alerts or Alerts())
+    return {one.name.removeprefix(prefix(site)): one for one in automations(site, block, POOL)}
 
 
 def trigger(one: AutomationCore) -> EventTrigger:
@@ -76,3 +80,51 @@ def test_of_iterations_it_is_told_when_they_wait_but_not_when_they_fail_for_they
     (names,) = (one["prefect.resource.name"] for one in related if "prefect.resource.name" in one)
     assert "train" in names
     assert ("iteration" in names) is told
+
+
+class Server:
+    """Stands in for a Prefect server: what it has been told of automations."""
+
+    def __init__(self) -> None:
+        self.kept: dict[UUID, AutomationCore] = {}
+
+    @property
+    def names(self) -> set[str]:
+        return {one.name for one in self.kept.values()}
+
+    async def read_work_pool(self, name: str) -> Any:
+        return SimpleNamespace(id=POOL)
+
+    async def read_block_document_by_name(self, name: str, block_type_slug: str) -> Any:
+        return SimpleNamespace(id=BLOCK)
+
+    async def read_automations(self) -> list[Any]:
+        return [SimpleNamespace(id=number, name=one.name) for number, one in self.kept.items()]
+
+    async def create_automation(self, automation: AutomationCore) -> None:
+        self.kept[uuid4()] = automation
+
+    async def update_automation(self, number: UUID, automation: AutomationCore) -> None:
+        self.kept[number] = automation
+
+    async def delete_automation(self, number: UUID) -> None:
+        del self.kept[number]
+
+
+async def test_two_places_on_one_server_keep_their_own_alerts():
+    server: Any = Server()
+    told = Site(pool="a", alerts=Alerts(block="slack-webhook/oncall"))
+    first = set(await keep_automations(server, told))
+    second = set(await keep_automations(server, Site(pool="b")))
+    assert (len(first), len(second)) == (4, 1) and not first & second
+    assert server.names == first | second
+    await keep_automations(server, Site(pool="a", alerts=Alerts(silent_after_s=None)))
+    assert server.names == second, "what a place does not want any more is removed"
+
+
+@pytest.mark.parametrize("name", ["a silent run is crashed", "a run failed"])
+def test_runs_are_told_from_those_of_another_place_by_the_tag_of_their_deployments(name: str):
+    site = Site(pool="a")
+    related = trigger({one.name: one for one in automations(site, BLOCK, POOL)}[prefix(site) + name]).model_dump(mode="json")
+    assert f"prefect.tag.{site.tag}" in str(related["match_related"])
+    assert all(site.tag in one.tags for one in declared(site, {"train", "fork"}))

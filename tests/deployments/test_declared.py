@@ -40,7 +40,7 @@ def test_a_site_places_its_runs_on_its_gpus_with_its_settings():
     entry = Entry(flow="train", name="n", parameters={"recipe": "search"}, gpu_set="b", tags=("mine",))
     site = Site(gpu_sets={"b": GpuSet(gpus=(2, 3))}, overrides=("num_rollout=7",), deployments=(entry,))
     one = by_name(site)["train/n"]
-    assert (one.queue, one.gpus, one.tags) == ("b", (2, 3), ("rlpipe", "train", "mine"))
+    assert (one.queue, one.gpus, one.tags) == ("b", (2, 3), ("rlpipe", "rlpipe/rlpipe", "train", "mine"))
     assert one.parameters == {"recipe": "search", "site": ["num_rollout=7"]}
     assert "site" not in by_name(site)["iteration/iteration"].parameters
 

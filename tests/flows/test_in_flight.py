@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any, cast
+from uuid import UUID
 
 import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
+from prefect.runtime import flow_run
+from prefect.settings import PREFECT_RESULTS_PERSIST_BY_DEFAULT, temporary_settings
+from prefect.testing.utilities import prefect_test_harness
 
 from flows import in_flight, train
-from flows.in_flight import InProcess
+from flows.in_flight import InProcess, IterationFailed, numbered
+from flows.iteration import iteration
 from flows.stopping import Stopping
 from tasks.observe import Observer
 from tests.tasks.test_begin import config
@@ -20,6 +29,7 @@ class Stages:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.begun = asyncio.Event()
+        self.committed: set[int] = set()
         self._ends: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     async def __call__(self, run: str, k: int) -> dict[str, Any]:
@@ -35,19 +45,25 @@ class Stages:
     async def abandon(self, run: str) -> None:
         self.log.append("abandon")
 
-    async def end(self, k: int, error: Exception | None = None) -> None:
+    async def end(self, k: int, error: Exception | None = None, *, committed: bool = True) -> None:
         await asyncio.sleep(0.01)
         if error is not None:
             self._ends[k].set_exception(error)
         else:
+            self.committed |= {k} if committed else set()
             self._ends[k].set_result({"k": k})
 
 
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> Stages:
     made = Stages()
-    monkeypatch.setattr(in_flight, "iteration", made)
+
+    async def nothing(_run: str) -> None: ...
+
+    monkeypatch.setattr(in_flight, "numbered", lambda _: made)
     monkeypatch.setattr(in_flight, "abandon", made.abandon)
+    monkeypatch.setattr(in_flight, "context", nothing)
+    monkeypatch.setattr(in_flight, "is_committed", lambda _, k: k in made.committed)
     return made
 
 
@@ -74,6 +90,14 @@ async def test_with_a_buffer_of_one_two_are_open_and_they_finish_in_order(stages
         await stages.end(2)
         await finishing
     assert stages.log == ["open 0", "open 1", "open 2"]
+
+
+async def test_what_is_not_committed_is_not_finished_whatever_its_flow_answers(stages: Stages):
+    async with InProcess(config()) as iterations:
+        finishing = asyncio.create_task(iterations.finish(0))
+        await stages.end(0, committed=False)
+        with pytest.raises(IterationFailed, match="without its commit"):
+            await finishing
 
 
 class Watching:
@@ -150,3 +174,40 @@ async def test_who_stops_waiting_for_one_cancels_it_and_the_later_ones(stages: S
         finishing.cancel()
         await asyncio.gather(finishing, return_exceptions=True)
     assert sorted(stages.log) == ["abandon", "cancel 0", "cancel 1", "open 0", "open 1"]
+
+
+@pytest.fixture
+def server() -> Iterator[None]:
+    """A Prefect server of its own, for a Prefect that keeps results."""
+    with prefect_test_harness(server_startup_timeout=120), temporary_settings({PREFECT_RESULTS_PERSIST_BY_DEFAULT: True}):
+        yield
+
+
+@pytest.mark.integration
+async def test_a_flow_run_that_is_started_again_takes_no_iteration_for_another_and_no_result_for_done(
+    server: None, monkeypatch: pytest.MonkeyPatch
+):
+    begun = []
+
+    async def stages(run: str, k: int) -> dict[str, Any]:
+        begun.append(k)
+        return {"k": k}
+
+    monkeypatch.setattr(iteration, "fn", stages)
+
+    @flow(retries=1)
+    async def run() -> tuple[str, list[dict[str, Any]]]:
+        first = flow_run.run_count == 1
+        found = [await numbered(k)("run", k) for k in ((0, 1) if first else (2, 1))]
+        if first:
+            raise ZeroDivisionError
+        return flow_run.id, found
+
+    number, found = await run()
+    assert found == [{"k": 2}, {"k": 1}] and begun == [0, 1, 2, 1]
+    of_run = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[UUID(number)]))
+    async with get_client() as client:
+        made = await client.read_flow_runs(flow_run_filter=of_run)
+    assert sorted(one.name for one in made) == ["run-0", "run-1", "run-1", "run-2"]
+    places = {(one.parent_task_run_id, one.parameters["k"]) for one in made}
+    assert len(places) == len({place for place, _ in places}) == 3, "each iteration has one of its own"

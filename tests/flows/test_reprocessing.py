@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from flows.reprocess import begin_branch, check_same_branch
 from flows.reprocessing import Reprocessing, reprocessing, training
 from rlpipe.config.load import load_run
 from rlpipe.config.model import BranchModel
-from rlpipe.errors import ConfigError
+from rlpipe.errors import ConfigError, ObjectConflict
 from rlpipe.inputs import reward_inputs
 from rlpipe.run_rollouts import find
+from rlpipe.run_rollouts import iterations as run_iterations
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.notes import note
+from rlpipe.store.run_file import RunFile, write_run
 from rlpipe.types import Stage
 from tests.reprocessed import History, configuration
 
@@ -31,7 +35,8 @@ def home(tmp_path: Path) -> Path:
 def begun(home: Path, asked: Reprocessing) -> None:
     """What the flow does of it, with the old nodes."""
     files = asked.source.files
-    Branches(files).create(asked.config.run, asked.config.model_dump(mode="json"), asked.init, asked.parent)
+    check_same_branch(asked)
+    begin_branch(asked)
     for k in asked.iterations:
         stored = find(files, asked.source.run, k)
         assert stored is not None
@@ -69,6 +74,38 @@ def test_what_was_reprocessed_is_reprocessed_again_along_the_same_trunk(home: Pa
     assert asked.config.debug.load_debug_rollout_data == "once"
     begun(home, asked)
     assert Branches(asked.source.files).sampled_by("twice") == "run"
+
+
+def test_the_same_command_goes_on_when_its_source_has_gone_on(home: Path):
+    files, cosine = Files(home / "store"), {"optimizer": {"lr_decay_style": "cosine"}, "global_batch_size": 16}
+    live = History(files, configuration(home, "live", train=cosine)).iterate(2)
+    begun(home, reprocessing(home, of="live", overrides=[RLOO]))
+    live.iterate(2)
+    asked = reprocessing(home, of="live", overrides=[RLOO])
+    begun(home, asked)
+    assert asked.config.num_rollout == 4
+    assert run_iterations(files, "live.reprocessed") == [0, 1, 2, 3]
+
+
+def test_the_same_command_goes_on_when_its_source_was_restarted_with_what_decides_nothing(home: Path):
+    command = {"of": "run", "iterations": "1:3", "overrides": [RLOO]}
+    begun(home, reprocessing(home, **command))
+    saving = configuration(home, checkpoint={"save_interval": 7}).model_dump(mode="json")
+    write_run(home, "run", RunFile(store=str(home / "store"), config=saving))
+    asked = reprocessing(home, **command)
+    assert asked.config.checkpoint.save_interval == 7
+    begun(home, asked)
+
+
+def test_a_branch_goes_on_neither_with_other_settings_nor_from_another_commit(home: Path):
+    begun(home, reprocessing(home, of="run", iterations="1:3", overrides=[RLOO]))
+    with pytest.raises(ConfigError, match=r"advantage\.advantage_estimator: was 'rloo', now 'grpo'"):
+        begun(home, reprocessing(home, of="run", iterations="1:3", overrides=["advantage.advantage_estimator=grpo"]))
+    with pytest.raises(ConfigError, match=r"fork_from\.iteration: was 0, now 1"):
+        begun(home, reprocessing(home, of="run", iterations="2:3", overrides=[RLOO]))
+    asked = reprocessing(home, of="run", iterations="1:3", overrides=[RLOO])
+    with pytest.raises(ObjectConflict, match="init"):
+        begin_branch(replace(asked, init="0" * 64))
 
 
 def test_first_weights_are_those_of_the_run_s_warm_start(home: Path):

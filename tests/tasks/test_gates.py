@@ -22,10 +22,11 @@ from rlpipe.config.gates import Gate
 from rlpipe.errors import ConfigError, GateClosed
 from rlpipe.inputs import eval_inputs
 from rlpipe.observe.progress import Progress
+from rlpipe.store.branches import Branches, commit_name
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.files import Files
 from rlpipe.store.segments import Segments
-from rlpipe.types import NodeRef, Stage
+from rlpipe.types import Commit, DataState, NodeRef, Stage
 from tasks import context as contexts
 from tasks.context import RunContext
 from tasks.gates import WHY, broken, gates
@@ -40,7 +41,7 @@ Opened = Callable[..., tuple[RunContext, io.StringIO]]
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
     """Opens the run `run` with these gates in this process, without actors, with a held-out set measured after each iteration."""
 
-    def opening(*bounds: dict[str, Any], timeout_s: float = 60.0) -> tuple[RunContext, io.StringIO]:
+    def opening(*bounds: dict[str, Any], timeout_s: float = 60.0, parent: str | None = None) -> tuple[RunContext, io.StringIO]:
         (tmp_path / "b.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
         prompts = {"type": "file", "paths": [str(tmp_path / "b.jsonl")], "label_key": "answer"}
         held = {"eval_interval": 1, "datasets": [{"name": "held", "prompts": prompts}]}
@@ -48,7 +49,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
         files, stream, no_actors = Files(tmp_path / "store"), io.StringIO(), None
         progress, epoch = Progress("run", 3, stream=stream), Epochs(files).acquire("run")
         it = RunContext(run, tmp_path / "home", "/m", files, no_actors, progress, epoch)  # pyright: ignore[reportArgumentType]
-        it.branches.create("run", run.model_dump(mode="json"), "init")
+        it.branches.create("run", run.model_dump(mode="json"), "init", parent)
         monkeypatch.setitem(contexts._OPEN, "run", it)
         return it, stream
 
@@ -57,6 +58,16 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
 
 def trained(it: RunContext, **metrics: float) -> dict[str, NodeRef]:
     return {"train": record(it, Stage.TRAIN, seconds=1.0, metrics={f"train/{name}": value for name, value in metrics.items()})}
+
+
+def committed(files: Files, branch: str, iterations: int) -> str:
+    """Name of the last of so many commits of another branch."""
+    branches = Branches(files)
+    branches.create(branch, config(run=branch).model_dump(mode="json"), "init")
+    for k in range(iterations):
+        made = {"plans": ("p",), "nodes": {Stage.TRAIN: f"{branch}{k}"}, "data": DataState(), "config_digest": "c"}
+        branches.commit(Commit(branch=branch, iteration=k, parent=branches.parent_name(branch, k), **made))
+    return commit_name(branch, iterations - 1)
 
 
 def measure(it: RunContext, version: int, accuracy: float) -> None:
@@ -114,6 +125,33 @@ def test_an_evaluation_is_held_against_the_best_before_it(opened: Opened):
     assert broken(it, 3, found) == [], "not measured"
     measure(it, 3, 0.55)
     assert broken(it, 3, found) == ["eval/held/accuracy is 0.55, expected at least 0.6, 0.1 below the best"]
+
+
+def test_an_evaluation_of_a_fork_is_held_against_the_best_since_it_began(opened: Opened, tmp_path: Path):
+    it, _ = opened({"metric": "eval/held/accuracy", "falls_by": 0.1}, parent=committed(Files(tmp_path / "store"), "old", 2))
+    found = trained(it, loss=0.0)
+    assert broken(it, 2, found) == [], "not measured"
+    measure(it, 2, 0.7)
+    assert broken(it, 2, found) == [], "nothing to hold it against"
+    commit(it, 2)
+    measure(it, 3, 0.55)
+    assert broken(it, 3, found) == ["eval/held/accuracy is 0.55, expected at least 0.6, 0.1 below the best"]
+
+
+@pytest.mark.parametrize("bounds", [{"at_least": 0.2}, {"falls_by": 0.1}])
+def test_evaluations_before_are_read_only_where_one_is_held_against_them(
+    opened: Opened, bounds: dict[str, float], monkeypatch: pytest.MonkeyPatch
+):
+    it, _ = opened({"metric": "eval/held/accuracy", **bounds})
+    for version in range(4):
+        measure(it, version, 0.5)
+        commit(it, version)
+    found, looked, real = trained(it, loss=0.0), [], RunContext.weights_before
+    monkeypatch.setattr(RunContext, "weights_before", lambda self, version: (looked.append(version), real(self, version))[1])
+    assert broken(it, 4, found) == [] and looked == [4], "not measured: nothing to compare"
+    looked.clear()
+    assert broken(it, 3, found) == []
+    assert looked == ([3, 0, 1, 2] if "falls_by" in bounds else [3])
 
 
 def test_weights_that_took_the_place_of_those_that_were_evaluated_count_as_them(opened: Opened):

@@ -48,11 +48,10 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
 
 
 def commit(it: RunContext, k: int) -> None:
-    parent = f"run/{k - 1:08d}" if k else None
     made = Commit(
         branch="run",
         iteration=k,
-        parent=parent,
+        parent=it.branches.parent_name("run", k),
         plans=("p",),
         nodes={Stage.TRAIN: f"t{k}"},
         data=DataState(),

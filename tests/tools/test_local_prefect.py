@@ -6,8 +6,11 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
-from tools.local_prefect import listens
+import pytest
+
+from tools.local_prefect import listens, local_prefect, url_of_profile
 
 LISTENS = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); time.sleep(60)"
 
@@ -27,3 +30,50 @@ def test_who_listens_at_a_port_is_told_from_who_does_not():
             child.wait()
         assert not listens(child.pid, theirs)
     assert not listens(os.getpid(), port)
+
+
+PROFILES = """active = "mine"
+[profiles.ephemeral]
+PREFECT_SERVER_ALLOW_EPHEMERAL_MODE = "true"
+[profiles.mine]
+PREFECT_API_URL = "http://10.0.0.1:4200/api"
+"""
+
+
+@pytest.fixture
+def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Prefect's profiles, of which the active one names a server."""
+    for name in ("PREFECT_API_URL", "PREFECT_PROFILE", "PREFECT_PROFILES_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
+    (tmp_path / "prefect").mkdir()
+    path = tmp_path / "prefect" / "profiles.toml"
+    path.write_text(PROFILES)
+    return path
+
+
+def test_the_server_of_the_active_profile_is_used_and_none_is_started(
+    profiles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tools.local_prefect.keep_caches_in", lambda _: None)
+    monkeypatch.setattr("tools.local_prefect.SETTINGS", {})
+    with local_prefect(tmp_path / "home") as url:
+        assert url == "http://10.0.0.1:4200/api"
+        assert os.environ["PREFECT_HOME"] == str(profiles.parent), "where Prefect reads the same profile"
+
+
+def test_a_profile_without_a_server_names_none(profiles: Path, monkeypatch: pytest.MonkeyPatch):
+    assert url_of_profile() == "http://10.0.0.1:4200/api"
+    monkeypatch.setenv("PREFECT_PROFILE", "ephemeral")
+    assert url_of_profile() is None
+    monkeypatch.delenv("PREFECT_PROFILE")
+    profiles.write_text("active = [")
+    assert url_of_profile() is None
+    profiles.unlink()
+    assert url_of_profile() is None
+
+
+def test_what_prefect_itself_takes_from_a_profile_is_what_is_read_of_it(profiles: Path):
+    code = "from prefect.settings import get_current_settings; print(get_current_settings().api.url)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.strip() == url_of_profile()
