@@ -167,6 +167,24 @@ def save_and_resume(
     return digests
 
 
+def train_on_any_number(rank: int, world_size: int, port: int, model_dir: str, train: dict) -> dict:
+    """Three optimizer steps, each over another number of micro-batches."""
+    ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
+    try:
+        ours.load_hf()
+        steps, numbers = [], []
+        for seed, samples in enumerate((12, 30, 4)):
+            batch = make_batch(samples, seed=seed)
+            packing = plan(batch.lengths, global_batch_size=None, max_tokens=ours.max_tokens, data_parallel=ours.data_parallel)
+            ours.score(batch)
+            steps += ours.train(batch, packing).steps
+            numbers.append(len(packing.steps[0][0]))
+        after = {name: tensor.clone().numpy() for name, tensor in ours.named_hf_tensors()}
+        return {"steps": steps, "micro-batches": numbers, "after": after}
+    finally:
+        ours.close()
+
+
 def _train(ours, seeds: list[int]) -> str:
     for seed in seeds:
         batch = make_batch(seed=seed)
