@@ -67,7 +67,8 @@ class TrainerGroup:
         except RlpipeError as error:
             if isinstance(error, (ActorLost, DeadlineExceeded)):
                 self._broken = True  # the other ranks wait in a collective, or all of them do
-            if type(error) is RlpipeError:  # not one of ours: CUDA, NCCL, a bug; the group has to be started anew
+            if type(error) is RlpipeError:  # not one of ours: CUDA, NCCL, a bug; a process may be spoilt for every later call
+                self._broken = True
                 raise TrainerError(error.problem, where=error.where, found=error.found) from error
             raise
 

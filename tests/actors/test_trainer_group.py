@@ -153,6 +153,23 @@ async def test_an_error_that_nobody_raised_on_purpose_is_the_trainer_s(group: Tr
         await group.call("divide_by_zero", deadline_s=60)
 
 
+async def test_ranks_in_which_something_unexpected_failed_are_started_again_and_those_that_refused_are_not(group: TrainerGroup):
+    await group.setup(SPEC)
+    await group.call("train", key="a", deadline_s=60)
+    pids = await ask(group, "pid")
+    with pytest.raises(TrainerError, match="into a trained engine"):
+        await group.call("initialise", key="b", start_from=None, deadline_s=60)
+    await group.setup(SPEC)
+    assert await group.holds("a") and await ask(group, "pid") == pids
+    with pytest.raises(TrainerError, match="ZeroDivisionError"):
+        await group.call("divide_by_zero", deadline_s=60)
+    assert not await group.holds("a") and not await group.is_up(SPEC)
+    await group.setup(SPEC)
+    assert not set(pids) & set(await ask(group, "pid"))
+    await group.ensure(to("a"), deadline_s=60)
+    assert await group.holds("a")
+
+
 async def test_first_weights_go_into_ranks_that_have_trained_nothing(group: TrainerGroup):
     await group.setup(SPEC)
     pids = await ask(group, "pid")

@@ -37,12 +37,13 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.transformer.module import param_is_not_shared
 
 from rlpipe.engines.megatron.conversion.hf_files import CARRIED, pack
 from rlpipe.engines.megatron.conversion.places import RELEASE
 from rlpipe.engines.megatron.conversion.skeleton import arguments
 from rlpipe.engines.megatron.model import Trained
-from rlpipe.engines.megatron.state import inner_optimizers, tensors
+from rlpipe.engines.megatron.state import inner_optimizers
 
 LATEST = "latest_checkpointed_iteration.txt"
 CRITIC = "critic"
@@ -113,12 +114,29 @@ def require_room(models: list[Trained], folder: Path, together: Callable[[Room],
 
 def _room(models: list[Trained], folder: Path) -> Room:
     """Of all ranks together, on the disk that has least. Collective."""
-    model_parallel = torch.distributed.get_world_size() // parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    needed = int(SPARE * model_parallel * sum(tensor.nbytes for trained in models for _, tensor in tensors(trained)))
     existing = next(parent for parent in folder.parents if parent.exists())
-    found: list[int] = [0] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, shutil.disk_usage(existing).free)
-    return Room(needed + SPARE_BYTES, min(found))
+    mine = sum(map(_share_bytes, models)), shutil.disk_usage(existing).free
+    found: list[tuple[float, int]] = [mine] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, mine)
+    shares, free = zip(*found, strict=True)
+    return Room(int(SPARE * sum(shares)) + SPARE_BYTES, min(free))
+
+
+def _share_bytes(trained: Trained) -> float:
+    """This rank's share of what is saved: of what n ranks have alike, an n-th of it."""
+    alike = {
+        False: parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        True: parallel_state.get_expert_data_parallel_world_size(),
+    }
+    sharded, model = trained.ddp.ddp_config.use_distributed_optimizer, set(trained.model.parameters())
+    found = sum(one.nbytes / alike[not getattr(one, "allreduce", True)] for one in model if param_is_not_shared(one))
+    for part in inner_optimizers(trained.optimizer):
+        for group in part.optimizer.param_groups:
+            for one in filter(param_is_not_shared, group["params"]):
+                moments = sum(value.nbytes for value in part.optimizer.state[one].values() if torch.is_tensor(value))
+                main = 0 if one in model else one.nbytes
+                found += (main + moments) / (1 if sharded else alike[group["is_expert_parallel"]])
+    return found
 
 
 def _require(room: Room, folder: Path) -> None:

@@ -30,7 +30,7 @@ from rlpipe.engines.megatron.critic import Critic
 from rlpipe.engines.megatron.export import save_hf
 from rlpipe.engines.megatron.meeting import Meeting, MeetingPlace
 from rlpipe.engines.megatron.member import Member
-from rlpipe.engines.megatron.memory import PARTS, DeviceMemory, Part, Resident
+from rlpipe.engines.megatron.memory import PARTS, DeviceMemory, HostCopy, Part, Resident, distinct
 from rlpipe.engines.megatron.model import Scorer, Trained, build, build_scorer
 from rlpipe.engines.megatron.routing import Recording, Replaying, check_routing, layers_with_experts_only
 from rlpipe.engines.megatron.score import score
@@ -104,7 +104,7 @@ class MegatronEngine(Member):
         self._model_dir, self._temperature = model_dir, rollout_temperature
         place = {"rank": rank, "world_size": world_size, "master": master, "timeout_s": timeout_s}
         self._join(train, where="train.parallel", threads=threads, deterministic=deterministic, **place)
-        self._reference: list[torch.Tensor] | None = None
+        self._reference: HostCopy | None = None
         self._critic: Critic | None = None
         self._teacher: Scorer | None = None
         self._meeting: Meeting | None = None
@@ -200,7 +200,8 @@ class MegatronEngine(Member):
 
     def keep_reference(self) -> None:
         """Take the current weights as the reference policy (a copy in CPU memory). Not collective, but call it on all ranks."""
-        self._reference = [tensor.to("cpu", copy=True) for _, tensor in weights(self.trained.model)]
+        self._reference = self._reference or HostCopy()
+        self._reference.take(distinct(self._weights()))
 
     def score(
         self,
@@ -326,19 +327,10 @@ class MegatronEngine(Member):
         trained = self.trained
         self._hooks.before_train_step(version, step, trained.ddp, trained.optimizer, trained.scheduler)
 
-    @contextlib.contextmanager
-    def _reference_weights(self) -> Iterator[None]:
+    def _weights(self) -> list[torch.Tensor]:
+        return [tensor for _, tensor in weights(self.trained.model)]
+
+    def _reference_weights(self) -> contextlib.AbstractContextManager[None]:
         if self._reference is None:
             raise TrainerError("there is no reference policy", where="trainer/score", do="call keep_reference first")
-        self._swap(self._reference)
-        try:
-            yield
-        finally:
-            self._swap(self._reference)
-
-    @torch.no_grad()
-    def _swap(self, kept: list[torch.Tensor]) -> None:
-        for (_, tensor), other in zip(weights(self.trained.model), kept, strict=True):
-            current = tensor.to("cpu", copy=True)
-            tensor.copy_(other)
-            other.copy_(current)
+        return self._memory.showing(self._reference, self._weights())

@@ -11,6 +11,9 @@ addresses change, so nothing may keep one. torch_memory_saver would keep those t
 before anything else, copies gradients as well, and its memory cannot be shared by CUDA IPC, which is how weights reach
 engines of the same GPU. Freed memory goes back to the device, so any other process can have it.
 
+Where weights sleep is also where the policy's wait while the rank scores with the reference's (`showing`), which lie in pinned
+CPU memory too: a run that scores a reference keeps its weights twice there, one that also takes turns no more than that.
+
 On a machine without CUDA the same happens between two places of its memory. What is not moved: the CUDA context, NCCL's
 buffers (a process group has no way to give them back but to end), constants of the model such as those of rotary embeddings.
 
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -45,7 +49,7 @@ class DeviceMemory:
 
     def __init__(self) -> None:
         self._asleep: dict[Part, list[tuple[UntypedStorage, int]]] = {}
-        self._copies: dict[Part, _Copy] = {}
+        self._copies: dict[Part, HostCopy] = {}
         _reset_peak()
 
     @property
@@ -86,6 +90,18 @@ class DeviceMemory:
         kept = sum(storage.nbytes() for found in storages.values() for storage in found)
         return {"seconds": seconds, "peak_bytes": peak, "kept_bytes": float(kept), "used_bytes": float(_used_bytes())}
 
+    @contextmanager
+    def showing(self, kept: HostCopy, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """While this lasts, these of the weights have the values that were kept of them."""
+        storages, own = distinct(tensors), self._copies.setdefault("weights", HostCopy())
+        own.take(storages)
+        try:
+            kept.give(storages)
+            yield
+        finally:
+            own.give(storages)
+            _synchronize()
+
     def _put_to_sleep(self, part: Part, storages: list[UntypedStorage]) -> None:
         sizes = [(storage, storage.nbytes()) for storage in storages]
         if fixed := sum(not storage.resizable() for storage in storages):
@@ -96,7 +112,7 @@ class DeviceMemory:
                 do="a function of yours may have made NumPy arrays of parameters: copy them instead (`tensor.clone().numpy()`)",
             )
         if part != "gradients" and not (part == "teacher" and part in self._copies):
-            copy = self._copies.get(part) or _Copy()
+            copy = self._copies.get(part) or HostCopy()
             copy.take(storages)
             self._copies[part] = copy
         _synchronize()
@@ -123,7 +139,7 @@ class DeviceMemory:
         del self._asleep[part]
 
 
-class _Copy:
+class HostCopy:
     """The contents of some storages, one after another, in pinned memory that is kept for the next time."""
 
     def __init__(self) -> None:
@@ -194,6 +210,12 @@ def _buffers(ddp: Any) -> Iterator[Any]:
     """Megatron's gradient buffers, dense and of experts."""
     yield from ddp.buffers
     yield from ddp.expert_parallel_buffers
+
+
+def distinct(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    """The storages of these tensors, in their order, each once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return [*{storage._cdata: storage for storage in storages}.values()]
 
 
 def _by_part(tensors: Mapping[Part, Iterable[Tensor]]) -> dict[Part, list[UntypedStorage]]:

@@ -127,7 +127,9 @@ def _run(
     forward_only: bool,
     around: Around | None = None,
 ) -> list[Any]:
-    trained.bridge.config.finalize_model_grads_func = _finalize_without_division
+    config = trained.bridge.config
+    config.finalize_model_grads_func = _finalize_without_division
+    config.no_sync_func = None if forward_only else trained.ddp.no_sync  # `overlap_grad_reduce` sums at the last micro-batch
 
     def forward_step(iterator, ddp):
         micro = next(iterator)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import traceback
+from pathlib import Path
 
 import numpy as np
 
@@ -165,6 +166,44 @@ def save_and_resume(
     digests["resumed"] = _train(fresh, [1, 2])
     fresh.close()
     return digests
+
+
+def room_and_size(
+    rank: int, world_size: int, port: int, model_dir: str, train: dict, directory: str, dtype: str = "bfloat16"
+) -> tuple[int, int]:
+    """Bytes that a checkpoint is said to need, without what is added to be safe; and those of its tensors."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from rlpipe.engines.megatron import checkpoint
+
+    ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port, dtype=dtype)
+    ours.load_hf()
+    room = checkpoint._room([ours.trained], Path(directory) / "iter_0000001")
+    folder = ours.save_checkpoint(directory, 1)
+    ours.close()
+    needed = (room.needed_bytes - checkpoint.SPARE_BYTES) / checkpoint.SPARE
+    found = FileSystemReader(folder).read_metadata().state_dict_metadata.values()
+    tensors = [one for one in found if isinstance(one, TensorStorageMetadata)]
+    return round(needed), sum(one.size.numel() * one.properties.dtype.itemsize for one in tensors)
+
+
+def train_on_any_number(rank: int, world_size: int, port: int, model_dir: str, train: dict) -> dict:
+    """Three optimizer steps, each over another number of micro-batches."""
+    ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
+    try:
+        ours.load_hf()
+        steps, numbers = [], []
+        for seed, samples in enumerate((12, 30, 4)):
+            batch = make_batch(samples, seed=seed)
+            packing = plan(batch.lengths, global_batch_size=None, max_tokens=ours.max_tokens, data_parallel=ours.data_parallel)
+            ours.score(batch)
+            steps += ours.train(batch, packing).steps
+            numbers.append(len(packing.steps[0][0]))
+        after = {name: tensor.clone().numpy() for name, tensor in ours.named_hf_tensors()}
+        return {"steps": steps, "micro-batches": numbers, "after": after}
+    finally:
+        ours.close()
 
 
 def _train(ours, seeds: list[int]) -> str:

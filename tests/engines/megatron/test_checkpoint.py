@@ -15,7 +15,7 @@ from rlpipe.engines.megatron.state import inner_optimizers
 from rlpipe.errors import StoreFull, TrainerError
 from rlpipe.packing import plan
 from rlpipe.ports import free_port
-from tests.engines.megatron.ranks import engine, make_batch, save_and_resume, weights_of_checkpoint
+from tests.engines.megatron.ranks import engine, make_batch, room_and_size, save_and_resume, weights_of_checkpoint
 
 TRAIN = {"max_tokens_per_gpu": 64, "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "lr_decay_style": "linear"}}
 TWO_RANKS = {
@@ -129,6 +129,28 @@ def test_there_must_be_room_for_all_that_is_written_at_the_same_time(models, tmp
         checkpoint.save(ours.trained, tmp_path / "two", 1, together=lambda room: room.beside(room))
     assert checkpoint.save(ours.trained, tmp_path / "one", 1).is_dir()
     ours.close()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"pipeline_model_parallel_size": 2}),
+        ("qwen3_moe", {"expert_model_parallel_size": 2}),
+    ],
+    ids=["data parallel", "pipeline parallel", "expert parallel"],
+)
+def test_a_checkpoint_is_as_large_as_it_was_said_to_be(
+    models, two_ranks, tmp_path, family, parallel, distributed_optimizer, dtype
+):
+    train = TRAIN | {"parallel": parallel, "use_distributed_optimizer": distributed_optimizer}
+    first, second = two_ranks.run(room_and_size, models[family], train, str(tmp_path), dtype)
+    assert first == second
+    needed, size = first
+    assert 0.9 < needed / size < 1.1
 
 
 @pytest.mark.integration

@@ -10,18 +10,19 @@ import pytest
 import torch
 
 from rlpipe.config.models import CriticConfig
-from rlpipe.config.train import TrainConfig
+from rlpipe.config.train import OptimizerConfig, TrainConfig
 from rlpipe.engines.megatron.engine import MegatronEngine
-from rlpipe.engines.megatron.memory import CHUNK_BYTES, PARTS, DeviceMemory, Part, Resident, _Copy
+from rlpipe.engines.megatron.memory import CHUNK_BYTES, PARTS, DeviceMemory, HostCopy, Part, Resident
 from rlpipe.errors import TrainerError
 from rlpipe.packing import plan
 from rlpipe.ports import free_port
 from tests.engines.megatron.ranks import engine, make_batch, with_returns
 
+FAST = OptimizerConfig(lr=1e-2)
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "float32": {"train": TrainConfig()},
-    "bfloat16": {"train": TrainConfig(), "dtype": "bfloat16"},
-    "sharded": {"train": TrainConfig(use_distributed_optimizer=True), "dtype": "bfloat16"},
+    "float32": {"train": TrainConfig(optimizer=FAST)},
+    "bfloat16": {"train": TrainConfig(optimizer=FAST), "dtype": "bfloat16"},
+    "sharded": {"train": TrainConfig(optimizer=FAST, use_distributed_optimizer=True), "dtype": "bfloat16"},
 }
 
 
@@ -117,13 +118,32 @@ def test_a_critic_and_a_teacher_sleep_with_the_policy(models: dict[str, str]):
         ours.close()
 
 
+def test_the_reference_scores_with_what_was_kept_of_it_and_the_policy_comes_back_to_the_bit(ours: MegatronEngine):
+    batch, seen = make_batch(), []
+    for seed in range(2):
+        seen.append(ours.score(batch))
+        ours.keep_reference()
+        digest = train_once(ours, seed)
+        trained = ours.score(batch)
+        assert not np.array_equal(trained, seen[-1])
+        for _ in range(2):
+            np.testing.assert_array_equal(ours.score(batch, model="reference"), seen[-1])
+            assert ours.state_digest() == digest
+            np.testing.assert_array_equal(ours.score(batch), trained)
+            ours.occupy(())
+            ours.occupy(PARTS)
+        with pytest.raises(ZeroDivisionError), ours._reference_weights():
+            _ = 1 / 0
+        assert ours.state_digest() == digest
+
+
 def test_storages_of_any_size_are_cut_at_the_ends_of_chunks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rlpipe.engines.megatron.memory.CHUNK_BYTES", 4096)
     generator = torch.Generator().manual_seed(0)
     sizes = (1, 4095, 4097, 0, 9000, 3)
     tensors = [torch.randint(0, 255, (size,), dtype=torch.uint8, generator=generator) for size in sizes]
     before = [tensor.clone() for tensor in tensors]
-    copy, storages = _Copy(), [tensor.untyped_storage() for tensor in tensors]
+    copy, storages = HostCopy(), [tensor.untyped_storage() for tensor in tensors]
     copy.take(storages)
     for tensor in tensors:
         tensor.zero_()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlpipe.ports import free_port
-from tests.engines.megatron.ranks import score_and_train
+from tests.engines.megatron.ranks import score_and_train, train_on_any_number
 
 TRAIN = {
     "max_tokens_per_gpu": 64,
@@ -53,3 +53,27 @@ def test_two_ranks_compute_what_one_computes(models, alone, two_ranks, family, l
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
     for name, weight in wanted["after"].items():
         assert np.abs(first["after"][name] - weight).max() < 2e-5, name
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3", "data parallel"),
+        ("qwen3", "data parallel, distributed optimizer"),
+        ("qwen3", "pipeline parallel"),
+        ("qwen3_moe", "expert parallel, distributed optimizer"),
+    ],
+)
+def test_gradients_that_are_summed_during_the_backward_pass_are_the_same(models, two_ranks, family, layout):
+    """However many micro-batches a step has: Megatron sums when the last of them is through."""
+    train = TRAIN | {"loss": {}} | {**LAYOUTS, **EXPERTS}[layout]
+    wanted, _ = two_ranks.run(train_on_any_number, models[family], train)
+    overlapped = train | {"megatron": {"overlap_grad_reduce": True, "bucket_size": 5000}}
+    first, second = two_ranks.run(train_on_any_number, models[family], overlapped)
+    assert len(set(first["micro-batches"])) == 3
+    for found, expected in zip(first["steps"], wanted["steps"], strict=True):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    for name, weight in wanted["after"].items():
+        assert np.array_equal(first["after"][name], second["after"][name]), name
+        assert np.abs(first["after"][name] - weight).max() < 1e-6, name
