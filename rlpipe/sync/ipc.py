@@ -41,7 +41,7 @@ class Handles:
     tensors: int
     size_bytes: int
     by_rank: tuple[bytes, ...]
-    """Empty where the push is over, or on another rank than 0."""
+    """Empty where the push is over, or on another rank than 0. A handle is empty if its rank shares no engine's GPU."""
 
 
 class IpcTransport(BucketTransport[Handles]):
@@ -57,11 +57,11 @@ class IpcTransport(BucketTransport[Handles]):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """Collective where there are several ranks. `places` is to be set before each push."""
+        """Collective where there are several ranks. `places` is to be set before each push, on every rank."""
         super().__init__(model_dir, buffer_size_bytes=buffer_size_bytes, timeout_s=timeout_s)
         self.device, self.rank, self.world_size = device, rank, world_size
         self.places: Mapping[str, Sequence[int]] = {}
-        """Engine by URL → the trainer ranks on its GPUs, in the order of its own ranks."""
+        """Engine of the push by URL → the trainer ranks on its GPUs, in the order of its own ranks."""
         self._ranks: Any = dist.new_group(backend="gloo") if world_size > 1 else None
         self._slots: list[Tensor] = []
         self._packed = self._loaded = 0
@@ -97,12 +97,8 @@ class IpcTransport(BucketTransport[Handles]):
         size_bytes = sum(tensor.nbytes for _, tensor in bucket)
         if not self._may_go_on(until=self._packed + 1 - SLOTS):
             return Handles(len(bucket), size_bytes, ())
-        flat = flatten(bucket, self.device, self._slot(self._packed % SLOTS, size_bytes))
         self._packed += 1
-        parts = [(part.name, part.dtype, part.shape, part.start, part.end) for part in flat.parts]
-        with by_name():
-            handle = flattened_bucket(flat.memory, parts)
-        return Handles(len(bucket), size_bytes, self._gathered(handle))
+        return Handles(len(bucket), size_bytes, self._gathered(self._handle(bucket, size_bytes)))
 
     async def load(self, session: Session, packed: Handles, *, last: bool) -> None:
         stamp = session.stamp if last else None
@@ -125,6 +121,15 @@ class IpcTransport(BucketTransport[Handles]):
         with self._changed:
             self._over = True
             self._changed.notify_all()
+
+    def _handle(self, bucket: Bucket, size_bytes: int) -> bytes:
+        """Empty where no engine would open it: torch keeps memory for whoever was promised it, for good."""
+        if not any(self.rank in ranks for ranks in self.places.values()):
+            return b""
+        flat = flatten(bucket, self.device, self._slot(self._packed % SLOTS, size_bytes))
+        parts = [(part.name, part.dtype, part.shape, part.start, part.end) for part in flat.parts]
+        with by_name():
+            return flattened_bucket(flat.memory, parts)
 
     def _place(self, url: str) -> Sequence[int]:
         if url not in self.places:
