@@ -160,6 +160,22 @@ def test_a_flat_bucket_of_mixed_dtypes_is_cut_up_again_as_sglang_does():
     assert [(name, tensor.dtype) for name, tensor in flat.tensors()] == [(part.name, part.dtype) for part in flat.parts]
 
 
+@pytest.mark.parametrize(("ranks", "slots"), [([0], 2), ([0, 1], 3)])
+def test_an_engine_of_several_ranks_may_read_a_bucket_until_it_has_answered_to_the_next(tmp_path, ranks: list[int], slots: int):
+    model, transport = make_model(tmp_path, seed=0), _transport(tmp_path)
+    transport.places = {"a": ranks}
+    opened: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for handles, last in transport.packed(iter(model.state_dict().items()), (), "b@0@x", False):
+        read = pickle.loads(handles.by_rank[0])["flattened_tensor"]
+        opened.append((read, read.clone()))
+        for then, now in opened[-slots:]:
+            assert torch.equal(then, now)
+        transport._loaded = len(opened) - 1
+        if last:
+            transport.finish()
+    assert len(opened) > 3 and len(transport._slots) == slots
+
+
 @pytest.mark.integration
 def test_of_two_ranks_each_packs_its_own_memory_and_both_stop_when_the_push_is_over(tmp_path):
     make_model(tmp_path, seed=0)
