@@ -31,6 +31,8 @@ from rlpipe.lineage import Lineage
 
 CALL_TIMEOUT_S = 60.0
 LOOK_INTERVAL_S = 2.0
+ANSWER_S = 12.0
+"""A healthy engine's actor answers sooner how it is, even if its server does not (10 s)."""
 ATTEMPTS = 3
 """An engine that could not be brought back so many times in a row is in trouble; its keeper goes on trying."""
 
@@ -251,7 +253,7 @@ class Fleet:
     async def _until_one_is_up(self) -> None:
         try:
             async with asyncio.timeout(self.start_timeout_s):
-                while not any([await self._is_up(engine) for engine in self.engines]):
+                while not await self._one_is_up():
                     if error := self.trouble():
                         raise error
                     if self._make_room is not None and not self._sharing.startable:
@@ -261,6 +263,20 @@ class Fleet:
             raise EngineUnavailable(
                 "no engine came up", where="engines", found=f"none within {self.start_timeout_s:g} s", do="see the engines' logs"
             ) from error
+
+    async def _one_is_up(self) -> bool:
+        """All are asked at once. Who pushes should know of each how it is, but not wait for one that hangs if another is up."""
+        looks = [asyncio.ensure_future(self._is_up(engine)) for engine in self.engines]
+        try:
+            done, late = await asyncio.wait(looks, timeout=ANSWER_S)
+            while late and not any(look.result() for look in done):
+                more, late = await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
+                done |= more
+            return any(look.result() for look in done)
+        finally:
+            for look in looks:
+                look.cancel()
+            await asyncio.gather(*looks, return_exceptions=True)
 
     async def _is_up(self, engine: KeptEngine) -> bool:
         if not engine.starting:
