@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ray.actor import ActorHandle
 from rlpipe.actors.calls import call_or_end, end
 from rlpipe.actors.engine import EngineSpec
 from rlpipe.actors.files_sync import FilesSync
-from rlpipe.actors.fleet import Fleet, Weights
+from rlpipe.actors.fleet import Fleet, Receivers, Weights
 from rlpipe.actors.idle import Idle, is_driven
 from rlpipe.actors.kept_engine import KeptEngine
 from rlpipe.actors.layout import engine_names
@@ -337,30 +337,28 @@ class Conductor:
         async with self._turn.exclusive("can_send", CALL_TIMEOUT_S) as trainer:
             return await trainer.held() in (weights.digest, None)
 
-    async def _send(
-        self, weights: Weights, urls: Sequence[str], *, begin: Callable[[], Awaitable[None]], idle: bool, must: bool
-    ) -> dict[str, Any] | None:
+    async def _send(self, weights: Weights, to: Receivers, *, must: bool) -> dict[str, Any] | None:
         """See `fleet.Send`. A trainer that holds nothing is restored first; requests are held while weights are on their way."""
         assert self._spec is not None
         config = self._spec.config
         if config.sync.through_files:
             return await FilesSync(self._spec, self._cluster).send(
                 weights,
-                urls,
+                to,
                 self._kept().engines,
                 trainer=lambda: self._trainer_with(weights, config, must=must),
-                held=lambda: self._loading(config, idle=idle),
-                begin=begin,
+                held=lambda: self._loading(config, idle=to.idle),
             )
         deadline_s = config.sync.timeout_s + CALL_TIMEOUT_S
         async with self._trainer_with(weights, config, must=must) as trainer:
             if trainer is None:
                 return None
-            async with nullcontext() if idle or self._sharing.active else self._requests(config).held_for_push():
-                await begin()
-                of_push = {"engines": list(urls), "stamp": weights.stamp, "sync": config.sync}
-                shared = places(self._kept().engines, urls, config.resources)
+            async with nullcontext() if to.idle or self._sharing.active else self._requests(config).held_for_push():
+                of_push = {"engines": list(to.urls()), "stamp": weights.stamp, "sync": config.sync}
+                shared = places(self._kept().engines, of_push["engines"], config.resources)
+                await to.begin()
                 answers = await trainer.call("push", held=weights.digest, places=shared, deadline_s=deadline_s, **of_push)
+                await to.end(answers[0]["unknown"])
         return answers[0]
 
     @asynccontextmanager

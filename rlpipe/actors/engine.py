@@ -200,10 +200,11 @@ class EngineActor:
             self._awake -= gone
 
     def take(self, tags: Collection[MemoryTag]) -> None:
-        """Take this GPU memory back; with all of it, it samples again. Raises: as `keep`."""
+        """Take this GPU memory back; with all of it, and weights that are known, it samples again. Raises: as `keep`."""
         missing = set(tags) - self._awake
         if missing and self._server is not None and self._server.alive:
-            asyncio.run(_take_back(self._server.url, sorted(missing), goes_on=self._awake | missing == set(MEMORY_TAGS)))
+            goes_on = not self._unknown and self._awake | missing == set(MEMORY_TAGS)
+            asyncio.run(_take_back(self._server.url, sorted(missing), goes_on=goes_on))
             self._awake |= missing
 
     def bring(self, root: str, stamp: str, folder: str, timeout_s: float) -> str:

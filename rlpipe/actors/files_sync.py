@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from rlpipe.actors.fleet import Weights
+from rlpipe.actors.fleet import Receivers, Weights
 from rlpipe.actors.kept_engine import KeptEngine
 from rlpipe.actors.specs import ClusterSpec
 from rlpipe.actors.trainer_group import TrainerGroup
@@ -53,12 +53,11 @@ class FilesSync:
     async def send(
         self,
         weights: Weights,
-        urls: Sequence[str],
+        to: Receivers,
         kept: Sequence[KeptEngine],
         *,
         trainer: Callable[[], AbstractAsyncContextManager[TrainerGroup | None]],
         held: Callable[[], AbstractAsyncContextManager[None]],
-        begin: Callable[[], Awaitable[None]],
     ) -> dict[str, Any] | None:
         """As `fleet.Send`, to those of the engines that are `kept`.
 
@@ -75,13 +74,15 @@ class FilesSync:
                 start_s = time.monotonic()
                 version = await self._write(group, weights)
         end_s = start_s + self.sync.timeout_s
-        folders, unknown = await self._bring(weights.stamp, urls, kept, end_s)
+        folders, unknown = await self._bring(weights.stamp, to.urls(), kept, end_s)
         async with held():
-            await begin()
+            await to.begin()
             report = await self._loaded(weights.stamp, folders, end_s)
+            unknown |= report.unknown
+            await to.end(unknown)
         share = version.size_bytes / max(version.full_bytes, 1)
         seconds = time.monotonic() - start_s
-        outcome = {"share": share, "paused_s": report.paused_s, "steps": report.steps, "unknown": unknown | report.unknown}
+        outcome = {"share": share, "paused_s": report.paused_s, "steps": report.steps, "unknown": unknown}
         return {"bytes": version.size_bytes, "seconds": seconds, **outcome}
 
     async def _write(self, trainer: TrainerGroup, weights: Weights) -> Version:

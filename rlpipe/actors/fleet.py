@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,6 +31,8 @@ from rlpipe.lineage import Lineage
 
 CALL_TIMEOUT_S = 60.0
 LOOK_INTERVAL_S = 2.0
+ANSWER_S = 12.0
+"""A healthy engine's actor answers sooner how it is, even if its server does not (10 s)."""
 ATTEMPTS = 3
 """An engine that could not be brought back so many times in a row is in trouble; its keeper goes on trying."""
 
@@ -48,16 +50,27 @@ class Weights:
     """How a trainer comes to hold them."""
 
 
+@dataclass(frozen=True)
+class Receivers:
+    """Engines that weights are sent to."""
+
+    urls: Callable[[], Sequence[str]]
+    """Who they are. Called once the trainer is had: to restore it may have cost engines the weights that they held."""
+    begin: Callable[[], Awaitable[None]]
+    """Awaited right before the first byte."""
+    end: Callable[[Mapping[str, str]], Awaitable[None]]
+    """Awaited after the last byte, before engines may sample again, with why what some of them hold is unknown, by URL."""
+    idle: bool
+    """They have no requests."""
+
+
 class Send(Protocol):
     """Sends weights to engines."""
 
-    async def __call__(
-        self, weights: Weights, urls: Sequence[str], *, begin: Callable[[], Awaitable[None]], idle: bool, must: bool
-    ) -> dict[str, Any] | None:
-        """To engines by URL: `{"bytes", "seconds", "unknown": {url: why}}`, and through files their `share` of all weights.
+    async def __call__(self, weights: Weights, to: Receivers, *, must: bool) -> dict[str, Any] | None:
+        """`{"bytes", "seconds", "unknown": {url: why}}`, and through files their `share` of all weights.
 
-        `begin` is awaited right before the first byte. `idle`: the engines have no requests. Unless it `must`, nothing is sent,
-        and the answer is None, if the trainer would have to give up other weights for these.
+        Unless it `must`, nothing is sent, and the answer is None, if the trainer would have to give up other weights for these.
         """
         ...
 
@@ -240,7 +253,7 @@ class Fleet:
     async def _until_one_is_up(self) -> None:
         try:
             async with asyncio.timeout(self.start_timeout_s):
-                while not any([await self._is_up(engine) for engine in self.engines]):
+                while not await self._one_is_up():
                     if error := self.trouble():
                         raise error
                     if self._make_room is not None and not self._sharing.startable:
@@ -250,6 +263,20 @@ class Fleet:
             raise EngineUnavailable(
                 "no engine came up", where="engines", found=f"none within {self.start_timeout_s:g} s", do="see the engines' logs"
             ) from error
+
+    async def _one_is_up(self) -> bool:
+        """All are asked at once. Who pushes should know of each how it is, but not wait for one that hangs if another is up."""
+        looks = [asyncio.ensure_future(self._is_up(engine)) for engine in self.engines]
+        try:
+            done, late = await asyncio.wait(looks, timeout=ANSWER_S)
+            while late and not any(look.result() for look in done):
+                more, late = await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
+                done |= more
+            return any(look.result() for look in done)
+        finally:
+            for look in looks:
+                look.cancel()
+            await asyncio.gather(*looks, return_exceptions=True)
 
     async def _is_up(self, engine: KeptEngine) -> bool:
         if not engine.starting:
@@ -271,8 +298,14 @@ class Fleet:
         await self._admit([e for e in engines if e.url and e.stamp in self._acceptable and not e.admitted])
         return sent
 
-    async def _send_to(self, engines: list[KeptEngine], weights: Weights, *, must: bool) -> dict[str, Any]:
-        idle, begun = not any(engine.admitted for engine in engines), False
+    async def _send_to(self, behind: list[KeptEngine], weights: Weights, *, must: bool) -> dict[str, Any]:
+        engines: list[KeptEngine] = []
+        arrived: list[KeptEngine] = []
+        begun = False
+
+        def urls() -> list[str]:
+            engines[:] = self._in_need(behind)
+            return [str(engine.url) for engine in engines]
 
         async def begin() -> None:
             nonlocal begun
@@ -282,23 +315,31 @@ class Fleet:
             marks = [engine.actor.mark.remote(unknown=True) for engine in engines]
             await gather(marks, where="engine.mark", deadline_s=CALL_TIMEOUT_S)
 
+        async def end(unknown: Mapping[str, str]) -> None:
+            failed = [engine for engine in engines if engine.url in unknown]
+            await self._leave_out(failed)
+            arrived.extend(engine for engine in engines if engine not in failed)
+            await asyncio.gather(*(engine.mark(unknown=False) for engine in arrived))
+            for engine in arrived:
+                engine.stamp = weights.stamp
+
         try:
-            sent = await self._send(weights, [str(e.url) for e in engines], begin=begin, idle=idle, must=must)
+            to = Receivers(urls, begin, end, idle=not any(engine.admitted for engine in behind))
+            sent = await self._send(weights, to, must=must)
         except BaseException:
             if begun:  # before, they hold what they held
-                await self._leave_out(engines)
+                await self._leave_out([engine for engine in engines if engine not in arrived])
             raise
         if sent is None:
             return _nothing()
-        failed = [engine for engine in engines if engine.url in sent["unknown"]]
-        await self._leave_out(failed)
-        arrived = [engine for engine in engines if engine not in failed]
         if not arrived:
             raise SyncError("the weights arrived nowhere", where=f"push of {weights.stamp}", found=sent["unknown"])
-        await asyncio.gather(*(engine.mark(unknown=False) for engine in arrived))
-        for engine in arrived:
-            engine.stamp = weights.stamp
         return {"engines": len(arrived), **{key: value for key, value in sent.items() if key != "unknown"}}
+
+    def _in_need(self, behind: list[KeptEngine]) -> list[KeptEngine]:
+        """Of these, those that are still up; where GPUs are shared, with all that gave up their weights for the trainer."""
+        asked = self.engines if self._sharing.active else behind
+        return [e for e in asked if e.url and not e.starting and (e in behind or e.stamp not in self._acceptable)]
 
     async def _admit(self, engines: list[KeptEngine]) -> None:
         if engines:

@@ -33,7 +33,7 @@ class StagedPush:
         `common`: `buffer_size_bytes`, `timeout_s`.
         """
         self._engine, self._place = engine, place()
-        opened = Board("127.0.0.1") if rank == 0 else None
+        opened = Board(address) if rank == 0 else None
         where: list[Any] = [(address, opened.port) if opened else None]
         dist.broadcast_object_list(where, src=0)
         self._leader: StagedTransport | None = None

@@ -24,6 +24,7 @@ from rlpipe.batch import with_advantages
 from rlpipe.batch_metrics import batch_metrics
 from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.train import SyncConfig
+from rlpipe.engines.megatron import platform
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.engines.megatron.meeting import MeetingPlace
 from rlpipe.engines.megatron.memory import Part
@@ -115,7 +116,9 @@ class TrainerRank(Rank[MegatronEngine]):
         Rank 0 answers the largest difference of a log-prob, the others None. Raises: EngineError, DeadlineExceeded.
         """
         assert self._probe is not None, "probe first"
-        return largest_difference(*self._probe, engines, timeout_s) if self.rank == 0 else None
+        if self.rank > 0:
+            return None
+        return largest_difference(*self._probe, engines, timeout_s, at_once=platform.CUDA_FOUND)
 
     @collective
     def occupy(self, parts: Sequence[Part]) -> dict[str, float]:

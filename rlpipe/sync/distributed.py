@@ -1,8 +1,9 @@
 """Weights by broadcast, from one trainer rank to all ranks of all engines at once: NCCL between GPUs, gloo without.
 
 The group is made for the engines of a push, and made anew when they are others than last time: one was killed and came back, or
-only one of them is behind. For every bucket each engine is told what comes (`/update_weights_from_distributed`) and answers when
-it has loaded it; meanwhile the bucket is broadcast as one tensor of bytes, and the next one is gathered and packed.
+only one of them is behind; or when one names other weights than were sent last: a server that was started again at its address
+is in no group. For every bucket each engine is told what comes (`/update_weights_from_distributed`) and answers when it has
+loaded it; meanwhile the bucket is broadcast as one tensor of bytes, and the next one is gathered and packed.
 
 An engine that is told and does not take part leaves all others, and us, waiting inside the broadcast. So the first failure ends
 the push for all of its engines: none of them knows what it holds. We leave the group, and the next push makes another.
@@ -51,6 +52,8 @@ class DistributedTransport(BucketTransport[Flat]):
         self.members: tuple[str, ...] = ()
         """Engines of the group, by URL, in order of rank."""
         self._group: BroadcastGroup | None = None
+        self._stamp = ""
+        """Of the push that had the group last."""
 
     def pack(self, bucket: Bucket, engines: Sequence[str]) -> Flat:
         return flatten(bucket, self.device)
@@ -63,10 +66,25 @@ class DistributedTransport(BucketTransport[Flat]):
 
     async def connect(self, session: Session) -> None:
         """Have a group of exactly the engines of this session."""
-        members = tuple(engine.url for engine in session.active)
-        if self._group is not None and self.members == members:
-            return
+        if not await self._is_as_left(session):
+            await self._make_group(session)
+        self._stamp = session.stamp
+
+    async def _is_as_left(self, session: Session) -> bool:
+        """Is there a group of these engines, which all name what was sent through it last?"""
+        if self._group is None or _urls(session) != self.members:
+            return False
+        named = set[str]()
+
+        async def ask(engine: Engine) -> None:
+            named.add(await engine.weight_version())
+
+        await session.each("ask what they hold", ask)
+        return named == {self._stamp} and _urls(session) == self.members
+
+    async def _make_group(self, session: Session) -> None:
         self.close()
+        members = _urls(session)
         ranks = self.tensor_parallel_size
         address, backend = meeting_address(members), backend_of(self.device)
         group = BroadcastGroup(ranks * len(members), address=address, backend=backend, timeout_s=self.timeout_s)
@@ -92,7 +110,7 @@ class DistributedTransport(BucketTransport[Flat]):
 
     async def load(self, session: Session, packed: Flat, *, last: bool) -> None:
         group = self._group
-        if group is None or tuple(engine.url for engine in session.active) != self.members:
+        if group is None or _urls(session) != self.members:
             raise SyncError("an engine left the group", where=f"push of {session.stamp}", found=session.unknown)
         session.turn_to(f"bucket {session.buckets}", kind=BUCKET)
         tensors = [(part.name, part.dtype_name, part.shape) for part in packed.parts]
@@ -119,6 +137,10 @@ class DistributedTransport(BucketTransport[Flat]):
         finally:
             for task in tasks:
                 task.cancel()
+
+
+def _urls(session: Session) -> tuple[str, ...]:
+    return tuple(engine.url for engine in session.active)
 
 
 async def broadcast(group: BroadcastGroup, packed: Flat) -> None:

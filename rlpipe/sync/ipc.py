@@ -4,8 +4,11 @@ Every trainer rank has all tensors once they are gathered, and the engine rank o
 each bucket into memory of its own and makes a handle to it (CUDA IPC); rank 0 collects the handles, and sends each engine those
 of the ranks on its GPUs, in its tensor parallel order. The engine maps the memory and copies its slice.
 
-A rank has two such memories. It fills one again once rank 0 has heard from all engines that they have loaded what was in it;
-rank 0 says so to the others before each bucket, or that the push is over. Afterwards the memory is given back.
+A rank has two such memories, and fills one again once all engines have read what was in it; rank 0 says so to the others before
+each bucket, or that the push is over. Afterwards the memory is given back. An engine of one rank has read a bucket when it
+answers: to let go of the memory it waits for its copies. Of one with several ranks the first answers, when all have begun to
+copy; that the others have let go too is sure when it answers to the next bucket, which they begin together. So there are three
+memories then.
 
 Without CUDA it is the same with memory shared by name. Not here: which ranks share an engine's GPUs (the placement).
 """
@@ -31,7 +34,8 @@ from rlpipe.sync.session import Session
 from rlpipe.sync.shared import by_name, shared_block
 from rlpipe.sync.tensors import Bucket
 
-SLOTS = 2
+AHEAD = 2
+"""So many buckets are packed at most that engines have not answered to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class Handles:
     tensors: int
     size_bytes: int
     by_rank: tuple[bytes, ...]
-    """Empty where the push is over, or on another rank than 0."""
+    """Empty where the push is over, or on another rank than 0. A handle is empty if its rank shares no engine's GPU."""
 
 
 class IpcTransport(BucketTransport[Handles]):
@@ -57,11 +61,11 @@ class IpcTransport(BucketTransport[Handles]):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """Collective where there are several ranks. `places` is to be set before each push."""
+        """Collective where there are several ranks. `places` is to be set before each push, on every rank."""
         super().__init__(model_dir, buffer_size_bytes=buffer_size_bytes, timeout_s=timeout_s)
         self.device, self.rank, self.world_size = device, rank, world_size
         self.places: Mapping[str, Sequence[int]] = {}
-        """Engine by URL → the trainer ranks on its GPUs, in the order of its own ranks."""
+        """Engine of the push by URL → the trainer ranks on its GPUs, in the order of its own ranks."""
         self._ranks: Any = dist.new_group(backend="gloo") if world_size > 1 else None
         self._slots: list[Tensor] = []
         self._packed = self._loaded = 0
@@ -95,14 +99,10 @@ class IpcTransport(BucketTransport[Handles]):
 
     def pack(self, bucket: Bucket, engines: Sequence[str]) -> Handles:
         size_bytes = sum(tensor.nbytes for _, tensor in bucket)
-        if not self._may_go_on(until=self._packed + 1 - SLOTS):
+        if not self._may_go_on(until=self._packed + 1 - AHEAD):
             return Handles(len(bucket), size_bytes, ())
-        flat = flatten(bucket, self.device, self._slot(self._packed % SLOTS, size_bytes))
         self._packed += 1
-        parts = [(part.name, part.dtype, part.shape, part.start, part.end) for part in flat.parts]
-        with by_name():
-            handle = flattened_bucket(flat.memory, parts)
-        return Handles(len(bucket), size_bytes, self._gathered(handle))
+        return Handles(len(bucket), size_bytes, self._gathered(self._handle(bucket, size_bytes)))
 
     async def load(self, session: Session, packed: Handles, *, last: bool) -> None:
         stamp = session.stamp if last else None
@@ -125,6 +125,19 @@ class IpcTransport(BucketTransport[Handles]):
         with self._changed:
             self._over = True
             self._changed.notify_all()
+
+    @property
+    def _num_slots(self) -> int:
+        return AHEAD + any(len(ranks) > 1 for ranks in self.places.values())
+
+    def _handle(self, bucket: Bucket, size_bytes: int) -> bytes:
+        """Empty where no engine would open it: torch keeps memory for whoever was promised it, for good."""
+        if not any(self.rank in ranks for ranks in self.places.values()):
+            return b""
+        flat = flatten(bucket, self.device, self._slot(self._packed % self._num_slots, size_bytes))
+        parts = [(part.name, part.dtype, part.shape, part.start, part.end) for part in flat.parts]
+        with by_name():
+            return flattened_bucket(flat.memory, parts)
 
     def _place(self, url: str) -> Sequence[int]:
         if url not in self.places:

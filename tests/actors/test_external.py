@@ -14,7 +14,7 @@ import torch
 from rlpipe.actors import fleet as module
 from rlpipe.actors.engine import EngineActor, EngineSpec, RouterActor
 from rlpipe.actors.external import attempts
-from rlpipe.actors.fleet import Fleet, Weights
+from rlpipe.actors.fleet import Fleet, Receivers, Weights
 from rlpipe.actors.kept_engine import KeptEngine
 from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.errors import ConfigError, EngineUnavailable
@@ -42,10 +42,11 @@ class Pushes:
         )
         self.model = live.model
 
-    async def __call__(self, weights: Weights, urls: Any, *, begin: Any, idle: bool, must: bool) -> dict[str, Any]:
-        await begin()
-        tensors = self.model.state_dict().items()
+    async def __call__(self, weights: Weights, to: Receivers, *, must: bool) -> dict[str, Any]:
+        urls, tensors = to.urls(), self.model.state_dict().items()
+        await to.begin()
         report = await asyncio.to_thread(self.transport.push, tensors, urls, weights.stamp)
+        await to.end(report.unknown)
         return {"bytes": report.size_bytes, "seconds": report.seconds, "unknown": report.unknown}
 
 

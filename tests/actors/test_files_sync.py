@@ -41,7 +41,7 @@ async def test_after_each_push_the_engine_is_the_new_model(live: Live, tmp_path:
         assert sent["unknown"] == {}
         assert sent["bytes"] > 0
         assert await push.scores()
-    assert push.log == [word for v in (1, 2, 3) for word in ("held", "begin", "released", weights(v).stamp)]
+    assert push.log == [word for v in (1, 2, 3) for word in ("held", "begin", "end", "released", weights(v).stamp)]
     versions = [folder.name[:14] for folder in sorted(Path(push.files.store.path(weights(3).stamp)).parent.iterdir())]
     assert versions == [f"weight_v{v:06d}" for v in ((3,) if sync["transport"] == "disk" else (1, 2, 3))]
 

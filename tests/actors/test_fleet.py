@@ -7,7 +7,7 @@ sent.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ import ray
 
 from rlpipe.actors import fleet as module
 from rlpipe.actors import kept_engine
-from rlpipe.actors.fleet import Fleet, Weights
+from rlpipe.actors.fleet import Fleet, Receivers, Weights
 from rlpipe.actors.kept_engine import KeptEngine
 from rlpipe.actors.sharing import OF_ENGINES, Sharing
 from rlpipe.config.model import ResourcesConfig
@@ -43,22 +43,22 @@ class Trainer:
         self.fails_after: Exception | None = None
         self.lost: set[str] = set()
 
-    async def send(
-        self, weights: Weights, urls: Sequence[str], *, begin: Callable[[], Awaitable[None]], idle: bool, must: bool
-    ) -> dict[str, Any] | None:
+    async def send(self, weights: Weights, to: Receivers, *, must: bool) -> dict[str, Any] | None:
         if self.fails_before is not None:
             raise self.fails_before
         if self.ahead and not must:
             return None
-        await begin()
+        urls = to.urls()
+        await to.begin()
         if self.fails_after is not None:
             raise self.fails_after
-        self.sent.append((weights.stamp, list(urls), idle))
-        arrived = [url for url in urls if url not in self.lost]
-        for url in arrived:
+        self.sent.append((weights.stamp, list(urls), to.idle))
+        for url in set(urls) - self.lost:
             number = int(url.split("engine-")[1].split("/")[0])
             await find_or_start(FakeEngine, f"fleet-engine-{number}", number).become.remote(stamp=weights.stamp)
-        return {"bytes": 7, "seconds": 0.1, "unknown": {url: "lost on the way" for url in urls if url in self.lost}}
+        unknown = {url: "lost on the way" for url in urls if url in self.lost}
+        await to.end(unknown)
+        return {"bytes": 7, "seconds": 0.1, "unknown": unknown}
 
     async def can_send(self, weights: Weights) -> bool:
         return self.free

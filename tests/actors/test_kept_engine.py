@@ -22,7 +22,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from rlpipe.actors import fleet as module
 from rlpipe.actors.calls import end
 from rlpipe.actors.engine import FILES, EngineSpec
-from rlpipe.actors.fleet import Fleet, Weights
+from rlpipe.actors.fleet import Fleet, Receivers, Weights
 from rlpipe.actors.kept_engine import KeptEngine
 from rlpipe.actors.local_ray import address
 from rlpipe.actors.named import NamedActors
@@ -174,9 +174,11 @@ class Pushes:
         self.transport = DistributedTransport(model_dir, tensor_parallel_size=2, **common)
         self.model = model
 
-    async def __call__(self, weights: Weights, urls: Any, *, begin: Any, idle: bool, must: bool) -> dict[str, Any]:
-        await begin()
+    async def __call__(self, weights: Weights, to: Receivers, *, must: bool) -> dict[str, Any]:
+        urls = to.urls()
+        await to.begin()
         report = await asyncio.to_thread(self.transport.push, self.model.state_dict().items(), urls, weights.stamp)
+        await to.end(report.unknown)
         return {"bytes": report.size_bytes, "seconds": report.seconds, "unknown": report.unknown}
 
 

@@ -5,7 +5,7 @@ The trainer's ranks are writers in this process; what an engine's actor does for
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rlpipe.actors.files_sync import FilesSync
-from rlpipe.actors.fleet import Weights
+from rlpipe.actors.fleet import Receivers, Weights
 from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.sglang.admin import Engine
@@ -99,8 +99,11 @@ class Push:
         async def begin() -> None:
             self.log.append("begin")
 
-        urls = [kept.url for kept in self.kept]
-        return await self.files.send(weights(version), urls, cast("Any", self.kept), trainer=trainer, held=held, begin=begin)
+        async def end(unknown: Mapping[str, str]) -> None:
+            self.log.append("end")
+
+        to = Receivers(lambda: [kept.url for kept in self.kept], begin, end, idle=True)
+        return await self.files.send(weights(version), to, cast("Any", self.kept), trainer=trainer, held=held)
 
     async def scores(self) -> bool:
         """Does the engine compute what the trainer's model computes?"""

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 from rlpipe.engines.sglang.admin import Engine
-from rlpipe.errors import EngineRejected, SyncError
+from rlpipe.errors import EngineRejected, EngineUnavailable, SyncError
+from rlpipe.sync import distributed
 from rlpipe.sync.distributed import DistributedTransport
 from rlpipe.sync.group import NAME, BroadcastGroup, own_address_towards
 from rlpipe.sync.session import Session
@@ -32,6 +34,34 @@ def transport(live) -> Iterator[DistributedTransport]:
 
 def _transport(model_dir: Path, **keywords) -> DistributedTransport:
     return DistributedTransport(model_dir, **{"buffer_size_bytes": 40_000, "timeout_s": 60.0, "device": CPU, **keywords})
+
+
+class Member:
+    """An engine that joins groups."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.stamp, self.joined, self.away = url, "default", 0, False
+
+    async def weight_version(self) -> str:
+        if self.away:
+            raise EngineUnavailable("no answer", where=self.url)
+        return self.stamp
+
+    async def join_group(self, name: str, **_: Any) -> None:
+        self.joined += 1
+
+
+class Group:
+    """One that nobody has to be there for."""
+
+    port = 1
+
+    def __init__(self, engine_ranks: int, **_: Any) -> None:
+        self.world_size = 1 + engine_ranks
+
+    def join(self) -> None: ...
+
+    def drop(self) -> None: ...
 
 
 def _require_equal(url: str, model) -> None:
@@ -92,6 +122,26 @@ def test_an_engine_that_refuses_a_bucket_ends_the_push_at_once_and_the_next_one_
     assert read == list(weights) and transport.members == ()
     transport.push(weights.items(), [live.server.url], "b@0@again")
     _require_equal(live.server.url, live.model)
+
+
+async def test_a_server_that_was_started_again_gets_another_group_with_all_others(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(distributed, "BroadcastGroup", Group)
+    make_model(tmp_path, seed=0)
+    transport, engines = _transport(tmp_path), [Member("http://127.0.0.1:1"), Member("http://127.0.0.1:2")]
+    groups = []
+    for number, restarted in enumerate((False, False, True, False)):
+        if restarted:
+            engines[1].stamp = "default"
+        await transport.connect(Session(cast("Any", list(engines)), f"b@{number}@x"))
+        groups.append(transport._group)
+        for engine in engines:
+            engine.stamp = f"b@{number}@x"
+    assert groups[0] is groups[1] and groups[1] is not groups[2] and groups[2] is groups[3]
+    assert [engine.joined for engine in engines] == [2, 2]
+    engines[0].away = True
+    session = Session(cast("Any", list(engines)), "b@4@x")
+    await transport.connect(session)
+    assert transport.members == (engines[1].url,) and list(session.unknown) == [engines[0].url]
 
 
 async def test_what_an_engine_says_of_a_broken_broadcast_goes_before_what_gloo_says(tmp_path):

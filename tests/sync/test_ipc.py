@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 
 import numpy as np
@@ -17,7 +18,7 @@ from rlpipe.errors import SyncError
 from rlpipe.sync.flat import flatten
 from rlpipe.sync.ipc import IpcTransport
 from rlpipe.sync.session import Session
-from rlpipe.sync.shared import by_name, shared_block
+from rlpipe.sync.shared import MEMORY, by_name, shared_block
 from rlpipe.sync.tensors import expected_shapes
 from tests.engines.megatron.ranks import Ranks
 from tests.live_engine import log_probs, make_model
@@ -31,6 +32,7 @@ def both_ranks(rank: int, world_size: int, port: int, model_dir: str) -> list:
     """Rank 0 packs two passes and reads every handle; rank 1 assists, then both give the push up after its first bucket."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     transport = _transport(model_dir, rank=rank, world_size=world_size)
+    transport.places = {"a": [0], "b": [1]}
     model = Qwen3ForCausalLM.from_pretrained(model_dir)
     tensors = {name: tensor + rank for name, tensor in model.state_dict().items()}
     if rank:
@@ -53,6 +55,28 @@ def _read(transport: IpcTransport, tensors: dict, passes: int) -> list[bool]:
         transport._loaded += 1
     assert seen == passes * len(transport.expected)
     return right
+
+
+def with_an_engine_on_one_rank(rank: int, world_size: int, port: int, model_dir: str) -> list[tuple[int, int]]:
+    """Rank 0 sends to an engine on rank 1 alone; on each rank, of three pushes, the sizes of handles that lead nowhere and
+    what its process has left in shared memory."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    transport = _transport(model_dir, rank=rank, world_size=world_size)
+    transport.places = {"b": [1]}
+    tensors = Qwen3ForCausalLM.from_pretrained(model_dir).state_dict()
+    found = []
+    for _ in range(3):
+        if rank:
+            transport.assist(tensors.items(), "b@0@x")
+        unread = 0
+        for handles, _ in () if rank else transport.packed(iter(tensors.items()), (), "b@0@x", False):
+            unread += len(handles.by_rank[0])
+            pickle.loads(handles.by_rank[1])
+            transport._loaded += 1
+        dist.barrier()
+        found.append((unread, len(list(MEMORY.glob(f"torch_{os.getpid()}_*")))))
+    dist.destroy_process_group()
+    return found
 
 
 def _given_up(transport: IpcTransport, tensors: dict) -> list[int]:
@@ -136,6 +160,22 @@ def test_a_flat_bucket_of_mixed_dtypes_is_cut_up_again_as_sglang_does():
     assert [(name, tensor.dtype) for name, tensor in flat.tensors()] == [(part.name, part.dtype) for part in flat.parts]
 
 
+@pytest.mark.parametrize(("ranks", "slots"), [([0], 2), ([0, 1], 3)])
+def test_an_engine_of_several_ranks_may_read_a_bucket_until_it_has_answered_to_the_next(tmp_path, ranks: list[int], slots: int):
+    model, transport = make_model(tmp_path, seed=0), _transport(tmp_path)
+    transport.places = {"a": ranks}
+    opened: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for handles, last in transport.packed(iter(model.state_dict().items()), (), "b@0@x", False):
+        read = pickle.loads(handles.by_rank[0])["flattened_tensor"]
+        opened.append((read, read.clone()))
+        for then, now in opened[-slots:]:
+            assert torch.equal(then, now)
+        transport._loaded = len(opened) - 1
+        if last:
+            transport.finish()
+    assert len(opened) > 3 and len(transport._slots) == slots
+
+
 @pytest.mark.integration
 def test_of_two_ranks_each_packs_its_own_memory_and_both_stop_when_the_push_is_over(tmp_path):
     make_model(tmp_path, seed=0)
@@ -147,3 +187,14 @@ def test_of_two_ranks_each_packs_its_own_memory_and_both_stop_when_the_push_is_o
     assert all(read) and len(read) == 2 * 2 * len(expected_shapes(tmp_path))
     assert lengths[0] == 2 and set(lengths[1:]) == {0}, "nobody packs for a push that is over"
     assert assisted[0] == 2 * assisted[1]
+
+
+@pytest.mark.integration
+def test_a_rank_that_shares_no_engines_gpu_makes_no_handles_and_no_memory_is_left_of_a_push(tmp_path):
+    make_model(tmp_path, seed=0)
+    ranks = Ranks(2)
+    try:
+        found = ranks.run(with_an_engine_on_one_rank, str(tmp_path))
+    finally:
+        ranks.stop()
+    assert found == [[(0, 0)] * 3] * 2

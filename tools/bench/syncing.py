@@ -32,6 +32,7 @@ import torch
 
 from rlpipe.actors.engine import EngineActor
 from rlpipe.actors.files_sync import FilesSync
+from rlpipe.actors.fleet import Receivers
 from rlpipe.actors.specs import ClusterSpec
 from rlpipe.config.train import SyncConfig
 from rlpipe.errors import ResourceError, SyncError
@@ -106,10 +107,10 @@ class Pushes:
         async def trainer() -> AsyncIterator[Any]:
             yield _Group(self.trainer)
 
-        async def begin() -> None: ...
+        async def nothing(*_: Any) -> None: ...
 
-        ways = {"trainer": trainer, "held": nullcontext, "begin": begin}
-        sent = await FilesSync(spec, "bench").send(weights, list(self.up.engines), engines, **ways)
+        to = Receivers(lambda: list(self.up.engines), nothing, nothing, idle=True)
+        sent = await FilesSync(spec, "bench").send(weights, to, engines, trainer=trainer, held=nullcontext)
         assert sent is not None
         return sent
 

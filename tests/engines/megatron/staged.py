@@ -42,7 +42,7 @@ def push_by_stages(rank: int, world_size: int, port: int, model_dirs: list[str],
 
     train = TrainConfig.model_validate({"parallel": {"pipeline_model_parallel_size": 2}})
     ours = engine(model_dirs[0], train, rank, world_size, port)
-    push = StagedPush(ours, model_dirs[0], rank=rank, address="127.0.0.1", tensor_parallel_size=1, **KEYS)
+    push = StagedPush(ours, model_dirs[0], rank=rank, address="127.0.0.2", tensor_parallel_size=1, **KEYS)
     found: list[Any] = []
     try:
         for number, folder in enumerate(model_dirs):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rlpipe.actors import staged_push
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import DeadlineExceeded
+from rlpipe.sync import board
 from rlpipe.sync.board import Board
 from rlpipe.sync.group import NAME
 from rlpipe.sync.staged import group_of
@@ -75,6 +78,19 @@ def test_a_stage_whose_group_an_engine_has_left_ends_the_push_and_the_next_one_m
     assert "of stage 1" in leader[1] and "rlpipe-1" in leader[1]
     assert leader[0]["group"] != leader[2]["group"]
     assert asyncio.run(holds(live, live.model)) == "b@2@staged"
+
+
+async def test_ranks_on_other_machines_reach_the_first_at_its_address(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    make_model(tmp_path, seed=0)
+    told: list[Any] = []
+    monkeypatch.setattr(board, "CALL_S", 5.0)
+    monkeypatch.setattr(staged_push, "place", lambda: SimpleNamespace(stages=2, stage=0, speaks=True))
+    monkeypatch.setattr(staged_push.dist, "broadcast_object_list", lambda where, src: told.extend(where))
+    trainer: Any = None
+    keys = {"tensor_parallel_size": 1, "buffer_size_bytes": 40_000, "timeout_s": 60.0}
+    first = staged_push.StagedPush(trainer, str(tmp_path), rank=0, address="127.0.0.2", **keys)
+    Board(*told[0]).put("a", 1)
+    assert first._leader is not None and await first._leader.board.take("a", timeout_s=5) == 1
 
 
 async def test_a_message_is_taken_once_and_waited_for_no_longer_than_is_said():
