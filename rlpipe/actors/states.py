@@ -93,7 +93,9 @@ class StateKeeper:
             found = f"{sum(share is not None for share in shares)} of {len(shares)} ranks' shares"
             raise TrainerError("a checkpoint was lost before it was in the store", where=prefix, found=found)
         size_bytes = sum(record.size_bytes for record in files)
-        return Nodes(self.files).commit(inputs.node(files=files, outputs={"version": version, **outputs, "bytes": size_bytes}))
+        node = Nodes(self.files).commit(inputs.node(files=files, outputs={"version": version, **outputs, "bytes": size_bytes}))
+        await self.trainer.call("forget_upload", prefix=prefix, deadline_s=deadline_s)
+        return node
 
 
 def mismatch(restored: Mapping[str, Any]) -> Mismatch:
