@@ -36,7 +36,8 @@ async def settle(it: RunContext, *, wait: bool = False) -> None:
     files = shares_complete(shares)
     if files is not None and await asyncio.to_thread(lambda: all(it.files.exists(record.path) for record in files)):
         size_bytes = sum(record.size_bytes for record in files)
-        it.nodes.commit(upload.inputs.node(files=files, outputs={**upload.outputs, "bytes": size_bytes}))
+        await asyncio.to_thread(it.nodes.commit, upload.inputs.node(files=files, outputs={**upload.outputs, "bytes": size_bytes}))
+        await asyncio.to_thread(it.lineages.forget)
         await asyncio.to_thread(prune, it.directory / "checkpoints", it.config.checkpoint.keep_local)
     await it.cluster.trainer.call("forget_upload", prefix=upload.prefix, deadline_s=deadline_s)
 

@@ -11,6 +11,7 @@ itself. Not here: which state is needed, and what has to be scored again because
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -60,7 +61,7 @@ class StateKeeper:
         Raises: Mismatch in deterministic mode; ObjectMissing if the state cannot be rebuilt; what the ranks raised.
         """
         nodes = Nodes(self.files)
-        lineage = lineage_to(nodes, state, self.init, ref_update_interval=self.ref_update_interval)
+        lineage = await asyncio.to_thread(lineage_to, nodes, state, self.init, ref_update_interval=self.ref_update_interval)
         inputs = segment_inputs(lineage.target, lineage.base, uuid4().hex[:12])
         if lineage.replay and not self.deterministic:
             lineage = replace(lineage, segment=inputs.digest)

@@ -15,6 +15,7 @@ from rlpipe.actors.trainer import TrainerRank
 from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.errors import StoreError, StoreFull
 from rlpipe.inputs import checkpoint_inputs
+from rlpipe.lineage import Lineages
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.types import FileRecord, Node, Stage
@@ -79,6 +80,7 @@ async def saved(folder: Path, errors: Sequence[Exception] = ()) -> Any:
     files, config = Files(folder / "store"), SimpleNamespace(run="run", checkpoint=SimpleNamespace(timeout_s=5.0, keep_local=2))
     cluster = SimpleNamespace(trainer=Trainer(folder, errors))
     it: Any = SimpleNamespace(config=config, cluster=cluster, files=files, nodes=Nodes(files), directory=folder / "home")
+    it.lineages = Lineages(it.nodes, "init")
     await begin_checkpoint(it, INPUTS, "w", 1)
     await ended(it)
     return it
