@@ -211,7 +211,7 @@ async def close_context(run: str, *, end_actors: bool) -> None:
             await it.cluster.close()
             await asyncio.to_thread(prune, it.directory / "checkpoints", it.config.checkpoint.keep_local)
     finally:
-        it.epoch.release()
+        await asyncio.to_thread(it.epoch.release)
 
 
 class Stopwatch:

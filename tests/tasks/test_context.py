@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from rlpipe.errors import ResourceError
 from rlpipe.observe.progress import Progress
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.files import Files
-from tasks.context import open_context
+from tasks.context import close_context, open_context
 from tests.tasks.test_begin import config
 
 
@@ -36,3 +39,17 @@ async def test_so_may_one_whose_record_could_not_be_written(tmp_path: Path, monk
     with pytest.raises(OSError, match="No space left"):
         await open_context(config(run="mine"), tmp_path, Progress("mine", 3))
     assert Epochs(Files(tmp_path / "store")).acquire("mine", takeover=False).number == 2
+
+
+async def test_a_store_that_is_away_when_a_run_is_let_go_holds_up_nothing_else(monkeypatch: pytest.MonkeyPatch):
+    loop, heard = asyncio.get_running_loop(), list[bool]()
+
+    def release() -> None:
+        back = threading.Event()
+        loop.call_soon_threadsafe(back.set)
+        heard.append(back.wait(5.0))
+
+    it: Any = SimpleNamespace(epoch=SimpleNamespace(release=release))
+    monkeypatch.setitem(tasks.context._OPEN, "mine", it)
+    await close_context("mine", end_actors=False)
+    assert heard == [True]
