@@ -7,14 +7,16 @@ A reference that is refreshed every N iterations is part of the state: that of w
 base counts only if its reference can be had too: it is its own reference, the first weights, or that version's checkpoint is
 there. Training the batches after the base again refreshes the reference where they did it.
 
-Not here: doing it (`actors.trainer`, `actors.states`).
+To walk there is two reads for every state since. A run that publishes each of its states goes on from the way to the one before
+(`Lineages`). Not here: doing it (`actors.trainer`, `actors.states`).
 """
 
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlpipe.errors import ObjectMissing
@@ -84,6 +86,45 @@ def lineage_to(nodes: Nodes, state: str, init: str, *, ref_update_interval: int 
         replay.append(node)
         current = node.parents["before"]
     return Lineage(Stage.INIT, init, init, init, _names(replay))
+
+
+class Lineages:
+    """The ways to the states of one branch: each found from the last one, if that leads there or one step before. Thread-safe."""
+
+    def __init__(self, nodes: Nodes, init: str, *, ref_update_interval: int | None = None) -> None:
+        self._nodes, self._init, self._interval = nodes, init, ref_update_interval
+        self._last: Lineage | None = None
+        self._lock = threading.Lock()
+
+    def to(self, state: str) -> Lineage:
+        """What `lineage_to` answers. Where another process recorded a checkpoint since, it may be the longer way from the one
+        before. Raises: as `lineage_to`."""
+        with self._lock:
+            found = self._from_last(state)
+            if found is None:
+                found = self._last = lineage_to(self._nodes, state, self._init, ref_update_interval=self._interval)
+            return found
+
+    def forget(self) -> None:
+        """A checkpoint was recorded: the way from there is shorter, or there is a reference where there was none."""
+        with self._lock:
+            self._last = None
+
+    def _from_last(self, state: str) -> Lineage | None:
+        last = self._last
+        if last is None or (last.base_stage is Stage.CHECKPOINT and self._nodes.find(Stage.CHECKPOINT, last.base) is None):
+            return None
+        if state in (states := (last.base_state, *last.replay)):
+            return replace(last, replay=last.replay[: states.index(state)])
+        node = self._nodes.find(Stage.TRAIN, state)
+        if node is None or node.parents["before"] != last.target:
+            return None
+        if self._nodes.find(Stage.CHECKPOINT, checkpoint_inputs(state).digest) is not None:
+            return None
+        if last.replay and self._nodes.get(Stage.TRAIN, last.target).config != node.config:
+            return None
+        self._last = replace(last, replay=(*last.replay, state))
+        return self._last
 
 
 def state_node(nodes: Nodes, state: str) -> Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from prefect.client.schemas.objects import State
@@ -17,9 +18,10 @@ from tasks.train import hold
 async def advantage(run: str, k: int, rollout: NodeRef, reward: NodeRef) -> State:
     """The batch of iteration k, with its token-level columns: the advantage node's handle."""
     it = await context(run)
-    before = it.weights_before(k)
+    before = await asyncio.to_thread(it.weights_before, k)
     inputs = advantage_inputs(it.config, rollout.digest, reward.digest, before)
-    if it.nodes.find(inputs.stage, inputs.digest) is None and (held := await hold(it, before, k)) != before:
+    known = await asyncio.to_thread(it.nodes.find, inputs.stage, inputs.digest)
+    if known is None and (held := await hold(it, before, k)) != before:
         before, inputs = held, advantage_inputs(it.config, rollout.digest, reward.digest, held)
 
     async def estimate() -> dict[str, Any]:

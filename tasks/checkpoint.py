@@ -31,7 +31,7 @@ async def checkpoint(run: str, k: int, nodes: dict[str, NodeRef]) -> str:
             it.progress.stage("checkpoint")
             with Stopwatch(it, "checkpoint"):
                 await save(it, train, k + 1)
-        commit = it.branches.commit(_commit(it, k, digests), fence=it.epoch.check)
+        commit = await asyncio.to_thread(lambda: it.branches.commit(_commit(it, k, digests), fence=it.epoch.check))
     it.tell()
     return commit_name(run, commit.iteration)
 
@@ -40,12 +40,12 @@ async def checkpoint(run: str, k: int, nodes: dict[str, NodeRef]) -> str:
 async def keep_last(run: str) -> None:
     """Checkpoint the newest weights of a run that ends, and wait until that is in the store."""
     it = await context(run)
-    newest = it.branches.newest(run)
+    newest = await asyncio.to_thread(it.branches.newest, run)
     if newest is not None and newest.branch == run:
         version = newest.iteration + 1
-        await save(it, it.weights_before(version), version)
+        await save(it, await asyncio.to_thread(it.weights_before, version), version)
         await settle(it, wait=True)
-        if it.nodes.find(Stage.CHECKPOINT, checkpoint_inputs(it.weights_before(version)).digest) is None:
+        if not await is_saved(it, await asyncio.to_thread(it.weights_before, version)):
             raise TrainerError("the last checkpoint was lost before it was in the store", where=f"checkpoint {newest.iteration}")
 
 
@@ -55,13 +55,13 @@ async def keep_if_held(run: str, *, within_s: float) -> bool:
     Without it nothing is lost: the weights are rebuilt from the checkpoint before and the batches since.
     """
     it = await context(run)
-    newest = it.branches.newest(run)
-    if newest is None or newest.branch != run:
-        return False
     try:
         async with asyncio.timeout(within_s):
+            newest = await asyncio.to_thread(it.branches.newest, run)
+            if newest is None or newest.branch != run:
+                return False
             version = newest.iteration + 1
-            weights = it.weights_before(version)
+            weights = await asyncio.to_thread(it.weights_before, version)
             if not await it.cluster.trainer.holds(weights):
                 return False
             await save(it, weights, version)
@@ -82,12 +82,18 @@ async def save(it: RunContext, weights: str, weight_version: int) -> None:
     """Write a checkpoint of these weights to local disk and begin its upload, unless it is recorded or on its way."""
     inputs = checkpoint_inputs(weights)
     going = await pending(it)
-    if it.nodes.find(inputs.stage, inputs.digest) is not None or (going and going[0].inputs == inputs):
+    if await is_saved(it, weights) or (going and going[0].inputs == inputs):
         return
     await settle(it, wait=True)
     if await hold(it, weights, weight_version) != weights:
         return  # another state took its place, with a checkpoint of its own
     await begin_checkpoint(it, inputs, weights, weight_version)
+
+
+async def is_saved(it: RunContext, weights: str) -> bool:
+    """Is there a checkpoint of these weights in the store?"""
+    digest = checkpoint_inputs(weights).digest
+    return await asyncio.to_thread(it.nodes.find, Stage.CHECKPOINT, digest) is not None
 
 
 def _commit(it: RunContext, k: int, nodes: dict[Stage, str]) -> Commit:

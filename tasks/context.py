@@ -26,6 +26,7 @@ from rlpipe.config.load import home as default_home
 from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ResourceError
+from rlpipe.lineage import Lineages
 from rlpipe.model_dir import model_directory, model_fingerprint
 from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches, parse_commit_name
@@ -77,6 +78,10 @@ class RunContext:
     def init(self) -> str:
         """Digest of the init node of the run's branch."""
         return self.branches.get(self.config.run).init
+
+    @cached_property
+    def lineages(self) -> Lineages:
+        return Lineages(self.nodes, self.init, ref_update_interval=self.config.ref_update_interval)
 
     @property
     def directory(self) -> Path:
@@ -213,7 +218,7 @@ async def close_context(run: str, *, end_actors: bool) -> None:
             await it.cluster.close()
             await asyncio.to_thread(prune, it.directory / "checkpoints", it.config.checkpoint.keep_local)
     finally:
-        it.epoch.release()
+        await asyncio.to_thread(it.epoch.release)
 
 
 class Stopwatch:

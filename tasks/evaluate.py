@@ -38,7 +38,7 @@ async def evaluate(run: str, version: int, dataset: str) -> State:
 
 async def _measured(it: RunContext, dataset: EvalDataset, version: int) -> State:
     """Raises: Superseded if the weights had to be rebuilt, and came out different."""
-    weights = it.weights_before(version)
+    weights = await asyncio.to_thread(it.weights_before, version)
     inputs = eval_inputs(it.config, dataset, weights)
 
     async def measure() -> dict[str, Any]:
@@ -49,7 +49,7 @@ async def _measured(it: RunContext, dataset: EvalDataset, version: int) -> State
         deadline_s = it.config.rollout.timeout_s + 60
         async with _served(it, weights, version):
             result = await it.cluster.generator.evaluate(dataset.name, inputs.digest, version, deadline_s=deadline_s)
-        _require(it, weights, it.weights_before(version))
+        _require(it, weights, await asyncio.to_thread(it.weights_before, version))
         return {"files": result["files"], "outputs": {**result["outputs"], "version": version}}
 
     return await once(it, inputs, measure)
@@ -81,7 +81,7 @@ async def _give(it: RunContext, weights: str, version: int) -> None:
     """All engines are given these weights, of which the trainer takes hold first."""
     _require(it, weights, await hold(it, weights, version))
     await publish(it, weights, version=version, everyone=True)
-    _require(it, weights, it.weights_before(version))
+    _require(it, weights, await asyncio.to_thread(it.weights_before, version))
 
 
 def _require(it: RunContext, weights: str, found: str) -> None:

@@ -9,13 +9,16 @@ import asyncio
 import base64
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from uuid import UUID
 
+from httpx import HTTPStatusError
 from prefect.artifacts import acreate_image_artifact, acreate_markdown_artifact, acreate_table_artifact
+from prefect.client.orchestration import get_client
 
 from rlpipe.config.slime import slime_args
 from rlpipe.errors import RlpipeError
@@ -59,6 +62,7 @@ class Observer:
         self._reader = HistoryReader(it.files, it.config, it.directory)
         self._accuracy: dict[str, float] = {}
         self._machines_shown = False
+        self._curve, self._overview = Shown(), Shown()
         self._functions = LogFunctions(it.config.observe, slime_args(it.config))
         self._sinks = Sinks(it.config.observe, it.config.run, it.directory, first, it.config.model_dump(mode="json"))
         self._spent(startup_seconds, {"start": startup_seconds})
@@ -71,7 +75,7 @@ class Observer:
 
     async def iteration(self, k: int, nodes: dict[str, NodeRef], *, seconds: float) -> None:
         """An iteration is committed."""
-        outputs = {Stage(name): self._it.nodes.get(Stage(name), node.digest).outputs for name, node in nodes.items()}
+        outputs = await asyncio.to_thread(self._outputs, nodes)
         metrics = iteration_metrics(outputs)
         work = dict(self._it.stage_seconds)
         self._it.stage_seconds.clear()
@@ -90,6 +94,9 @@ class Observer:
             self._machines_shown = await show_machines(self._it, artifact_key(self._it.config.run, "machine"), outputs)
         if (k + 1) % self._it.config.observe.report_interval == 0:
             await self.report()
+
+    def _outputs(self, nodes: dict[str, NodeRef]) -> dict[Stage, dict[str, Any]]:
+        return {Stage(name): self._it.nodes.get(Stage(name), node.digest).outputs for name, node in nodes.items()}
 
     async def sampled(self, k: int, nodes: dict[str, NodeRef], metrics: dict[str, float] | None = None) -> bool:
         """The rollout of an iteration is scored: whether a function of the user has logged it."""
@@ -132,8 +139,8 @@ class Observer:
         """Write summary.json, report.html and report.png as far as the run has come, and bring the branch's tables up to date;
         answers the summary."""
         summary, page = await asyncio.to_thread(self._write)
-        await curve_artifact(self._it.config.run, self._it.directory / "report.png")
-        await overview_artifact(self._it.config.run, page)
+        await curve_artifact(self._curve, self._it.config.run, self._it.directory / "report.png")
+        await overview_artifact(self._overview, self._it.config.run, page)
         return summary
 
     def _write(self) -> tuple[dict[str, Any], str]:
@@ -180,13 +187,38 @@ def artifact_key(run: str, what: str) -> str:
     return f"{run}-{what}".lower().replace("_", "-").replace(".", "-")
 
 
-async def curve_artifact(run: str, picture: Path) -> None:
+class Shown:
+    """An artifact that is made once in this process and then written anew: Prefect keeps every one that is made for good."""
+
+    def __init__(self) -> None:
+        self._id: UUID | None = None
+
+    async def show(self, data: str, make: Callable[[str], Awaitable[UUID]]) -> None:
+        """Have it show this. `make` creates it; so it does if somebody deleted it."""
+        if self._id is None or not await _written(self._id, data):
+            self._id = await make(data)
+
+
+async def _written(artifact: UUID, data: str) -> bool:
+    """Write an artifact anew; False if there is none. Not by `update_artifact`, which stores all of it in an event as well."""
+    async with get_client() as client:
+        try:
+            await client.request("PATCH", "/artifacts/{id}", path_params={"id": artifact}, json={"data": data})
+        except HTTPStatusError as error:
+            if error.response.status_code != 404:
+                raise
+            return False
+    return True
+
+
+async def curve_artifact(shown: Shown, run: str, picture: Path) -> None:
     """The curves in Prefect's UI; the picture travels inside the artifact."""
     data = base64.b64encode(await asyncio.to_thread(picture.read_bytes)).decode()
-    key = artifact_key(run, "curve")
-    await acreate_image_artifact(image_url=f"data:image/png;base64,{data}", key=key, description=f"reward and accuracy of {run}")
+    about = {"key": artifact_key(run, "curve"), "description": f"reward and accuracy of {run}"}
+    await shown.show(f"data:image/png;base64,{data}", lambda url: acreate_image_artifact(url, **about))
 
 
-async def overview_artifact(run: str, page: str) -> None:
+async def overview_artifact(shown: Shown, run: str, page: str) -> None:
     """Whether it learns, whether it is healthy and where the time went, in Prefect's UI."""
-    await acreate_markdown_artifact(page, key=artifact_key(run, "overview"), description=f"{run} at a glance")
+    about = {"key": artifact_key(run, "overview"), "description": f"{run} at a glance"}
+    await shown.show(page, lambda markdown: acreate_markdown_artifact(markdown, **about))

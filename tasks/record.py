@@ -109,7 +109,7 @@ async def within(timeout_s: float, where: str) -> AsyncIterator[None]:
 
 async def once(run: RunContext, inputs: Inputs, work: Work) -> State:
     """The handle of a stage's node, as the state of its task: `Reused` if it was there, else `Completed` after the work."""
-    node = run.nodes.find(inputs.stage, inputs.digest)
+    node = await asyncio.to_thread(run.nodes.find, inputs.stage, inputs.digest)  # a store that is away is waited for
     if node is not None:
         run.progress.say(f"{run.config.run}: {inputs.stage} {node.digest[:12]} is in the store already, reused")
         return Completed(name="Reused", message=f"node {node.digest[:12]} was there", data=handle(node, reused=True))
@@ -123,7 +123,7 @@ async def once(run: RunContext, inputs: Inputs, work: Work) -> State:
     outputs = {**result["outputs"], "seconds": watch.seconds}
     if switches := await run.cluster.switches():
         outputs["switches"] = switches
-    node = run.nodes.commit(inputs.node(files=tuple(result.get("files", ())), outputs=outputs))
+    node = await asyncio.to_thread(run.nodes.commit, inputs.node(files=tuple(result.get("files", ())), outputs=outputs))
     return Completed(message=f"node {node.digest[:12]} in {watch.seconds:.2f} s", data=handle(node, reused=False))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from prefect.client.schemas.objects import State
@@ -9,7 +10,7 @@ from prefect.client.schemas.objects import State
 from rlpipe.actors.fleet import Weights
 from rlpipe.errors import Mismatch
 from rlpipe.inputs import sync_inputs
-from rlpipe.lineage import lineage_to, state_node
+from rlpipe.lineage import state_node
 from rlpipe.store.segments import Segments, current_state
 from rlpipe.types import NodeRef, WeightVersion
 from tasks.context import RunContext, context
@@ -54,18 +55,22 @@ async def publish(it: RunContext, weights: str, *, version: int, everyone: bool)
     """
     if not it.cluster.has_engines:
         return {"engines": 0, "bytes": 0, "seconds": 0.0}
-    weights = current_state(Segments(it.files), it.config.run, version, weights)
-    lineage = lineage_to(it.nodes, weights, it.init, ref_update_interval=it.config.ref_update_interval)
-    restore_s = it.config.checkpoint.timeout_s + len(lineage.replay) * it.config.train.timeout_s
+    wanted = await asyncio.to_thread(_weights, it, weights, version)
+    restore_s = it.config.checkpoint.timeout_s + len(wanted.lineage.replay) * it.config.train.timeout_s
     deadline_s = it.config.resources.start_timeout_s + it.config.sync.timeout_s + restore_s
-    published = Weights(weights, version, stamp(it, weights, version), lineage)
     try:
-        return await it.cluster.publish(published, everyone=everyone, deadline_s=deadline_s)
+        return await it.cluster.publish(wanted, everyone=everyone, deadline_s=deadline_s)
     except Mismatch:
-        held = await hold(it, weights, version)
-        if held == weights:
+        held = await hold(it, wanted.digest, version)
+        if held == wanted.digest:
             raise
     return await publish(it, held, version=version, everyone=everyone)
+
+
+def _weights(it: RunContext, weights: str, version: int) -> Weights:
+    """What is said of the weights of a node to who publishes them; of the segment that took their place, if one did."""
+    digest = current_state(Segments(it.files), it.config.run, version, weights)
+    return Weights(digest, version, stamp(it, digest, version), it.lineages.to(digest))
 
 
 def stamp(it: RunContext, weights: str, version: int) -> str:
@@ -76,7 +81,7 @@ def stamp(it: RunContext, weights: str, version: int) -> str:
 
 async def are_served(it: RunContext, weights: str, version: int) -> bool:
     """Does an engine hold the weights of a node, as far as was last seen? Without engines nobody asks for them."""
-    sought = stamp(it, weights, version)
+    sought = await asyncio.to_thread(stamp, it, weights, version)
     return not it.cluster.has_engines or any(engine["stamp"] == sought for engine in await it.cluster.engines())
 
 
@@ -87,10 +92,17 @@ async def serve(it: RunContext, k: int) -> None:
     """
     trained = 0 if it.config.debug.debug_rollout_only else k
     known = sampled_after(trained, it.config.async_buffer_size, it.config.sync.update_weights_interval)
+    version, weights = await asyncio.to_thread(_newest, it, known)
+    await publish(it, weights, version=version, everyone=False)
+    await it.cluster.sample()
+
+
+def _newest(it: RunContext, known: int) -> tuple[int, str]:
+    """The newest weight version, and the digest of the node that made it. `known`: an iteration that is committed if it is one
+    of the branch's own."""
     newest = it.branches.newest(it.config.run, after=known if known >= it.first else None)
     version = newest.iteration + 1 if newest else 0
-    await publish(it, it.weights_before(version), version=version, everyone=False)
-    await it.cluster.sample()
+    return version, it.weights_before(version)
 
 
 async def probe(it: RunContext, weights: str, batch: str, version: int) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from typing import Any
 
@@ -23,7 +24,7 @@ from tasks.uploads import settle
 async def train(run: str, k: int, advantage: NodeRef) -> State:
     """The weights after iteration k: the train node's handle."""
     it = await context(run)
-    before = it.nodes.get(Stage.ADVANTAGE, advantage.digest).parents["before"]
+    before = (await asyncio.to_thread(it.nodes.get, Stage.ADVANTAGE, advantage.digest)).parents["before"]
     inputs = train_inputs(it.config, advantage.digest, before)
 
     async def step() -> dict[str, Any]:
@@ -43,7 +44,7 @@ async def hold(it: RunContext, state: str, version: int) -> str:
     That is another one where training the same batches again gave other bits: a segment, which the branch goes on from.
     Raises: Mismatch instead in deterministic mode.
     """
-    state = current_state(Segments(it.files), it.config.run, version, state)
+    state = await asyncio.to_thread(current_state, Segments(it.files), it.config.run, version, state)
     if await it.cluster.trainer.holds(state):
         return state
     with suppress(ActorLost):  # ranks that are gone upload nothing

@@ -25,8 +25,8 @@ async def begin_checkpoint(it: RunContext, inputs: Inputs, held: str, weight_ver
 async def settle(it: RunContext, *, wait: bool = False) -> None:
     """Record the checkpoint whose upload is complete, whichever process of the run began it; with `wait`, wait for it.
 
-    An upload whose process died is forgotten: the next checkpoint that is due counts. Raises: StoreFull and what else an
-    upload met.
+    An upload that met a store that was away or full is begun again by the next call. One whose process died, or of which a file
+    was removed meanwhile, is forgotten: the next checkpoint that is due counts. Raises: StoreFull and what else an upload met.
     """
     found, deadline_s = await pending(it), it.config.checkpoint.timeout_s
     if found is None or not (wait or found[1]):
@@ -34,11 +34,12 @@ async def settle(it: RunContext, *, wait: bool = False) -> None:
     upload = found[0]
     shares = await it.cluster.trainer.call("uploaded", prefix=upload.prefix, deadline_s=deadline_s)
     files = shares_complete(shares)
-    if files is None:
-        return
-    size_bytes = sum(record.size_bytes for record in files)
-    it.nodes.commit(upload.inputs.node(files=files, outputs={**upload.outputs, "bytes": size_bytes}))
-    await asyncio.to_thread(prune, it.directory / "checkpoints", it.config.checkpoint.keep_local)
+    if files is not None and await asyncio.to_thread(lambda: all(it.files.exists(record.path) for record in files)):
+        size_bytes = sum(record.size_bytes for record in files)
+        await asyncio.to_thread(it.nodes.commit, upload.inputs.node(files=files, outputs={**upload.outputs, "bytes": size_bytes}))
+        await asyncio.to_thread(it.lineages.forget)
+        await asyncio.to_thread(prune, it.directory / "checkpoints", it.config.checkpoint.keep_local)
+    await it.cluster.trainer.call("forget_upload", prefix=upload.prefix, deadline_s=deadline_s)
 
 
 async def pending(it: RunContext) -> tuple[Upload, bool] | None:

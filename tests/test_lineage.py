@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlpipe.errors import ObjectMissing
 from rlpipe.inputs import Inputs, checkpoint_inputs, segment_inputs
-from rlpipe.lineage import Lineage, Reference, lineage_to, segment_node, state_node
+from rlpipe.lineage import Lineage, Lineages, Reference, lineage_to, segment_node, state_node
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes, node_path
 from rlpipe.types import Stage
@@ -188,3 +189,90 @@ def test_a_segment_is_the_reference_in_place_of_the_state_that_was_recorded(node
     newest = save(nodes, later)
     lineage = lineage_to(nodes, later, refreshed[0], ref_update_interval=3)
     assert lineage == Lineage(Stage.CHECKPOINT, newest, later, refreshed[0], reference=Reference(reference, 3))
+
+
+class Counting(Files):
+    """How often something was read."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.reads = 0
+
+    def read(self, path: str, sha256: str | None = None) -> bytes:
+        self.reads += 1
+        return super().read(path, sha256)
+
+
+def answer(find: Any, state: str) -> Lineage | str:
+    try:
+        return find(state)
+    except ObjectMissing as error:
+        return str(error.where)
+
+
+def test_the_way_to_a_state_costs_the_same_however_far_its_checkpoint_is(tmp_path: Path):
+    files = Counting(tmp_path / "store")
+    nodes = Nodes(files)
+    lineages, chain, costs = Lineages(nodes, INIT), history(nodes, 1), []
+    save(nodes, chain[1])
+    lineages.to(chain[1])
+    for number in range(1, 30):
+        chain.append(train(nodes, chain[-1], number))
+        before = files.reads
+        assert [lineages.to(chain[-1]).replay, lineages.to(chain[-1]).replay] == [tuple(chain[2:])] * 2
+        costs.append(files.reads - before)
+    assert max(costs) <= 5 and len(set(costs[1:])) == 1
+
+
+ACTS = st.one_of(
+    st.tuples(st.just("train"), st.integers(0, 30), st.sampled_from([1, 1, 1, 2])),
+    st.tuples(st.just("save"), st.integers(0, 30), st.booleans()),
+    st.tuples(st.just("ask"), st.integers(0, 30), st.just(0)),
+    st.tuples(st.just("publish"), st.just(0), st.just(0)),
+)
+"""What is done, to which state so far, and with which learning rate, or whether a segment takes that state's place first."""
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(ACTS, max_size=30), st.sampled_from([None, 2, 3]))
+def test_a_way_that_is_found_from_the_last_one_is_the_one_that_a_walk_finds(tmp_path_factory, acts: Any, interval: int | None):
+    """Over histories with forks of another configuration, checkpoints, segments and refreshed references."""
+    nodes = Nodes(Files(tmp_path_factory.mktemp("store")))
+    init = nodes.commit(Inputs(Stage.INIT, {}).node(outputs={"version": 0})).digest
+    lineages, states, versions = Lineages(nodes, init, ref_update_interval=interval), [init], {init: 0}
+
+    def known(state: str, version: int) -> str:
+        states.append(state)
+        versions[state] = version
+        return state
+
+    for number, (act, which, how) in enumerate([*acts, ("publish", 0, 0)]):
+        chosen = states[-1] if which > len(states) else states[which % len(states)]
+        if act == "train":
+            inputs = Inputs(Stage.TRAIN, {"before": chosen, "advantage": f"batch {number}"}, {"lr": how})
+            outputs = {"state_digest": f"state {number}", "version": versions[chosen] + 1}
+            known(nodes.commit(inputs.node(outputs=outputs)).digest, versions[chosen] + 1)
+        elif act == "save" and chosen != init:
+            if how and nodes.find(Stage.TRAIN, chosen):
+                restored = {"state_digest": f"other {number}", "replayed": 1, "mismatch": chosen}
+                inputs = segment_inputs(chosen, init, str(number))
+                made = segment_node(nodes, inputs, restored, version=versions[chosen], packages={})
+                chosen = known(nodes.commit(made).digest, versions[chosen])
+            save(nodes, chosen)
+            lineages.forget()
+        for asked in [chosen] if act == "ask" else states[-1:] if act == "publish" else []:
+            expected = answer(lambda state: lineage_to(nodes, state, init, ref_update_interval=interval), asked)
+            assert answer(lineages.to, asked) == expected
+
+
+def test_a_checkpoint_that_another_process_recorded_makes_no_way_wrong_and_one_that_was_removed_none_without_it(nodes: Nodes):
+    chain, lineages = history(nodes, 3), Lineages(nodes, INIT)
+    first = save(nodes, chain[1])
+    assert lineages.to(chain[2]).base == first
+    second = save(nodes, chain[2])
+    assert lineages.to(chain[3]) == Lineage(Stage.CHECKPOINT, first, chain[1], INIT, tuple(chain[2:])), "longer, and as good"
+    nodes._files.delete(node_path(Stage.CHECKPOINT, first))
+    assert lineages.to(chain[3]) == Lineage(Stage.CHECKPOINT, second, chain[2], INIT, (chain[3],))
+    chain.append(train(nodes, chain[3], 4))
+    third = save(nodes, chain[4])
+    assert lineages.to(chain[4]) == Lineage(Stage.CHECKPOINT, third, chain[4], INIT), "its own is looked for"

@@ -3,11 +3,11 @@
     python -m tools.up [--site FILE] [--without ray,s3]     start what does not run, declare the deployments, say where all is
     python -m tools.up --status | --down
 
-Each is a process of its own session with a record `{home}/.up/<name>.json`: its PID, when that process began (a number is given
-to another process some day), its port. What runs stays as it is; what died comes back with the same data, at the same port unless
-somebody else has it now: then Ray and worker, which were told of the old one, are started anew, unless runs are under way.
-Everything listens on loopback only. The store's key is made at the first start and lies in `{home}/.up/env`, which nobody else
-can read: `. runs/.up/env` in a shell points Prefect's commands and any S3 client here.
+Each is a process of its own session, remembered in `{home}/.up` (`place`). What runs stays as it is; what died comes back with
+the same data, at the same port unless somebody else has it now: then Ray and worker, which were told of the old one, are started
+anew, unless runs are under way. While one brings the place up or down, another is refused. Everything listens on loopback only.
+The store's key is made at the first start and lies in `{home}/.up/env`, which nobody else can read: `. runs/.up/env` in a shell
+points Prefect's commands and any S3 client here.
 
 Not here: what a run needs of a cluster (`deployments/*.md`), or a server for one run only (`local_prefect`).
 """
@@ -15,15 +15,12 @@ Not here: what a run needs of a cluster (`deployments/*.md`), or a server for on
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import secrets
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import psutil
@@ -36,7 +33,8 @@ from rlpipe.actors.ray_access import settings as ray_settings
 from rlpipe.config.load import HOME_VARIABLE, home
 from rlpipe.errors import ResourceError, RlpipeError
 from tools.local_prefect import SETTINGS, answers, free_port, listens
-from tools.s3_server import PORTS, S3Server, free_ports, s3_environment
+from tools.place import BUCKET, Place, alone
+from tools.s3_server import PORTS, S3Server, free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("s3", "prefect", "ray", "worker")
@@ -45,96 +43,10 @@ BEGINNING_S = 5.0
 START_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 45.0
 """A run that is asked to end gets `resources.stop_grace_s` (20 s) for its iteration, and some for a checkpoint."""
-BUCKET = "rlpipe"
 ENGINE = "prefect.engine"
 """The module that a worker starts a flow run with."""
 MIN_CPUS = 16
 """Ray counts a CPU for each actor, most of which wait for a GPU or for each other."""
-
-
-@dataclass(frozen=True)
-class Record:
-    """A process that was started here."""
-
-    pid: int
-    began_s: float
-    ports: tuple[int, ...]
-
-    @property
-    def process(self) -> psutil.Process | None:
-        """It, if it still runs."""
-        try:
-            process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.began_s) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return None
-        return process if same else None
-
-
-class Place:
-    """The processes of one home. `without`: names that runs do not use, whether they run or not."""
-
-    def __init__(self, folder: Path, without: Iterable[str] = ()) -> None:
-        self.home, self.folder, self.without = folder, folder / ".up", frozenset(without)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.folder.chmod(0o700)
-
-    def record(self, name: str) -> Record | None:
-        """What was started last under this name, running or not."""
-        file = self.folder / f"{name}.json"
-        if not file.is_file():
-            return None
-        values = json.loads(file.read_text())
-        return Record(values["pid"], values["began_s"], tuple(values["ports"]))
-
-    def keep(self, name: str, process: psutil.Process, ports: Iterable[int]) -> None:
-        """Remember a process that was started."""
-        record = Record(process.pid, process.create_time(), tuple(ports))
-        (self.folder / f"{name}.json").write_text(json.dumps(asdict(record)))
-
-    def running(self, name: str) -> psutil.Process | None:
-        record = self.record(name)
-        return record and record.process
-
-    def used(self, name: str) -> bool:
-        """Does it run, for runs to use?"""
-        return name not in self.without and self.running(name) is not None
-
-    def ports(self, name: str, made: Callable[[], list[int]]) -> list[int]:
-        """The ports it had if nobody else has them now, else new ones."""
-        record = self.record(name)
-        return list(record.ports) if record and all(free_port(port) == port for port in record.ports) else made()
-
-    def url(self, name: str) -> str:
-        record = self.record(name)
-        assert record is not None
-        return f"127.0.0.1:{record.ports[0]}" if name == "ray" else f"http://127.0.0.1:{record.ports[0]}"
-
-    @property
-    def secret(self) -> str:
-        """The key of the S3 store, made once."""
-        file = self.folder / "s3.key"
-        if not file.is_file():
-            file.touch(mode=0o600)
-            file.write_text(secrets.token_urlsafe(24))
-        return file.read_text()
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What points a process at the servers that run here."""
-        store = s3_environment(self.url("s3"), self.secret) if self.used("s3") else {}
-        where = {"PREFECT_API_URL": f"{self.url('prefect')}/api"} if self.used("prefect") else {}
-        access = ray_settings(self.home) if self.used("ray") else {}
-        return {**where, **store, **access, HOME_VARIABLE: str(self.home)}
-
-    @property
-    def overrides(self) -> list[str]:
-        """Settings of every run from here."""
-        store = [f"store.root=s3://{BUCKET}/runs"] if self.used("s3") else []
-        return [*store, *([f"resources.ray_address={self.url('ray')}"] if self.used("ray") else [])]
-
-    def log(self, name: str) -> Path:
-        return self.folder / f"{name}.log"
 
 
 def start(place: Place, name: str, command: list[str], ports: Iterable[int], environment: dict[str, str]) -> None:
@@ -150,7 +62,7 @@ def start(place: Place, name: str, command: list[str], ports: Iterable[int], env
             stderr=log,
             start_new_session=True,
         )
-    place.keep(name, psutil.Process(process.pid), ports)
+    place.keep(name, process.pid, ports)
 
 
 def wait(place: Place, name: str, ready: Callable[[], bool]) -> None:
@@ -168,7 +80,7 @@ def start_s3(place: Place) -> None:
     """SeaweedFS, with a bucket and a key of this place's own."""
     ports = place.ports("s3", lambda: free_ports(len(PORTS)))
     server = S3Server(place.folder / "s3", BUCKET, ports=ports, secret=place.secret)
-    place.keep("s3", psutil.Process(server.process.pid), ports)
+    place.keep("s3", server.process.pid, ports)
     server.wait_ready()
 
 
@@ -358,10 +270,11 @@ def main() -> int:
     place = Place(Path(arguments.home).expanduser().absolute() if arguments.home else home(), without)
     code = 0
     try:
-        if arguments.down:
-            print(f"ended: {', '.join(down(place)) or 'nothing was running'}")
-        elif not arguments.status:
-            code = up(place, arguments.site)
+        with nullcontext() if arguments.status else alone(place, "make down" if arguments.down else "make up"):
+            if arguments.down:
+                print(f"ended: {', '.join(down(place)) or 'nothing was running'}")
+            elif not arguments.status:
+                code = up(place, arguments.site)
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1

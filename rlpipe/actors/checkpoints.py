@@ -12,12 +12,13 @@ from __future__ import annotations
 import fcntl
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from rlpipe.errors import DeadlineExceeded, ObjectMissing
+from rlpipe.errors import DeadlineExceeded, ObjectConflict, ObjectMissing, StoreError
 from rlpipe.inputs import Inputs
 from rlpipe.store.files import Files
 from rlpipe.types import FileRecord, Node
@@ -35,6 +36,29 @@ class Upload:
     """Where it goes: names the attempt."""
     inputs: Inputs
     outputs: dict[str, Any]
+
+
+class Share:
+    """A rank's part of an upload, on its way in the background."""
+
+    def __init__(self, about: Upload, begin: Callable[[], Future[list[FileRecord]]]) -> None:
+        """`begin`: what sends it; more than once if the store was away or full."""
+        self.about, self._begin = about, begin
+        self._future: Future[list[FileRecord]] | None = begin()
+
+    @property
+    def future(self) -> Future[list[FileRecord]]:
+        """What comes of it."""
+        if self._future is None:
+            self._future = self._begin()
+        return self._future
+
+    def after(self, error: BaseException) -> Share | None:
+        """What is left of it once its failure is said: itself, begun again when it is next asked for, if the store was away or
+        full; else None."""
+        self._future = None
+        lasting = not isinstance(error, StoreError) or isinstance(error, (ObjectConflict, ObjectMissing))
+        return None if lasting else self
 
 
 def upload_share(files: Files, directory: Path, prefix: str, rank: int) -> list[FileRecord]:

@@ -22,11 +22,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from rlpipe.actors.checkpoints import Upload, fetch_checkpoint, upload_share
+from rlpipe.actors.checkpoints import Share, Upload, fetch_checkpoint, upload_share
 from rlpipe.actors.first import check_first, made_with
 from rlpipe.actors.placement import own_address
 from rlpipe.actors.profiling import Part as Work
@@ -94,7 +94,7 @@ class Rank(ABC, Generic[E]):
         self._engine: E | None = None
         self._spec: TrainerSpec | None = None
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="upload")
-        self._upload: tuple[Upload, Future[list[FileRecord]]] | None = None
+        self._upload: Share | None = None
 
     @property
     def name(self) -> str:
@@ -213,42 +213,51 @@ class Rank(ABC, Generic[E]):
         start = time.perf_counter()
         engine, spec = self._require(held)
         if self._upload is not None:
-            self._wait(*self._upload)
+            self._wait(self._upload)
         root = Path(spec.work_dir) / "checkpoints"
         directory = engine.save_checkpoint(root, version)
-        self._upload = upload, self._uploads.submit(upload_share, self._files, directory, self._place(upload.prefix), self.rank)
+        send = partial(upload_share, self._files, directory, self._place(upload.prefix), self.rank)
+        self._upload = Share(upload, lambda: self._uploads.submit(send))
         return {"seconds": time.perf_counter() - start, "directory": str(directory)}
 
     def upload(self) -> tuple[Upload, bool] | None:
-        """The upload that `save` began in this process and nobody has taken yet, and whether it is complete."""
-        return None if self._upload is None else (self._upload[0], self._upload[1].done())
+        """The upload that `save` began in this process and nobody has recorded yet, and whether it has ended."""
+        return None if self._upload is None else (self._upload.about, self._upload.future.done())
 
     @collective
     def uploaded(self, prefix: str) -> list[FileRecord] | None:
-        """Wait for an upload and take it: this rank's share in the store. None if this process has no such upload.
+        """Wait for an upload: this rank's share in the store. None if this process has no such upload.
 
-        Raises: DeadlineExceeded; StoreFull and what else the upload met.
+        It is kept until it is recorded (`forget_upload`), also if the store was away or full: then it is begun again when it
+        is next asked for. Raises: DeadlineExceeded; StoreFull and what else the upload met.
         """
-        if self._upload is None or self._upload[0].prefix != prefix:
+        if self._upload is None or self._upload.about.prefix != prefix:
             return None
-        upload = self._wait(*self._upload)
-        self._upload = None
-        return upload.result()
+        future = self._wait(self._upload)
+        if error := future.exception():
+            self._upload = self._upload.after(error)
+        return future.result()
 
-    def _wait(self, about: Upload, upload: Future[list[FileRecord]]) -> Future[list[FileRecord]]:
+    def forget_upload(self, prefix: str) -> None:
+        """This upload is recorded, or never will be."""
+        if self._upload is not None and self._upload.about.prefix == prefix:
+            self._upload = None
+
+    def _wait(self, upload: Share) -> Future[list[FileRecord]]:
         """The upload, ended one way or the other. Raises: DeadlineExceeded."""
         _, spec = self._ready()
+        future = upload.future
         try:
-            upload.exception(spec.upload_timeout_s)
+            future.exception(spec.upload_timeout_s)
         except FutureTimeout as error:
             raise DeadlineExceeded(
                 "the upload of a checkpoint does not end",
                 where=self.name,
-                found=f"{about.prefix} still on its way",
+                found=f"{upload.about.prefix} still on its way",
                 expected=f"in the store within {spec.upload_timeout_s:g} s (checkpoint.timeout_s)",
                 do="look whether the store answers; the same command goes on from the checkpoint before",
             ) from error
-        return upload
+        return future
 
     def close(self) -> None:
         """Leave the process groups; the actor can be set up again."""

@@ -11,6 +11,7 @@ itself. Not here: which state is needed, and what has to be scored again because
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -60,7 +61,7 @@ class StateKeeper:
         Raises: Mismatch in deterministic mode; ObjectMissing if the state cannot be rebuilt; what the ranks raised.
         """
         nodes = Nodes(self.files)
-        lineage = lineage_to(nodes, state, self.init, ref_update_interval=self.ref_update_interval)
+        lineage = await asyncio.to_thread(lineage_to, nodes, state, self.init, ref_update_interval=self.ref_update_interval)
         inputs = segment_inputs(lineage.target, lineage.base, uuid4().hex[:12])
         if lineage.replay and not self.deterministic:
             lineage = replace(lineage, segment=inputs.digest)
@@ -93,7 +94,9 @@ class StateKeeper:
             found = f"{sum(share is not None for share in shares)} of {len(shares)} ranks' shares"
             raise TrainerError("a checkpoint was lost before it was in the store", where=prefix, found=found)
         size_bytes = sum(record.size_bytes for record in files)
-        return Nodes(self.files).commit(inputs.node(files=files, outputs={"version": version, **outputs, "bytes": size_bytes}))
+        node = Nodes(self.files).commit(inputs.node(files=files, outputs={"version": version, **outputs, "bytes": size_bytes}))
+        await self.trainer.call("forget_upload", prefix=prefix, deadline_s=deadline_s)
+        return node
 
 
 def mismatch(restored: Mapping[str, Any]) -> Mismatch:

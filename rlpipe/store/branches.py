@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import count, takewhile
 from typing import Any
 from uuid import uuid4
 
@@ -114,15 +115,15 @@ class Branches:
         """
         record = self.get(branch)
         if after is not None:
-            while self._files.exists(_path(commit_name(branch, after + 1))):
-                after += 1
-            return self.read(branch, after)
+            return self.read(branch, [after, *self.committed(branch, after)][-1])
         if committed := self.committed(branch):
             return self.read(branch, committed[-1])
         return self.read(*parse_commit_name(record.parent)) if record.parent else None
 
-    def committed(self, branch: str) -> list[int]:
-        """The iterations that a branch has committed itself, in order."""
+    def committed(self, branch: str, after: int | None = None) -> list[int]:
+        """The iterations that a branch has committed itself, in order. `after`: as `newest`; those that follow it."""
+        if after is not None:
+            return list(takewhile(lambda k: self._files.exists(_path(commit_name(branch, k))), count(after + 1)))
         return [int(match[2]) for path in self._files.list(f"branches/{branch}") if (match := COMMIT.fullmatch(path))]
 
     def read(self, branch: str, iteration: int) -> Commit:

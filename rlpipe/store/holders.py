@@ -1,6 +1,6 @@
 """Processes that hold something in the store, told apart for good, and whether they are known to be dead.
 
-Not here: what they hold (`epochs`).
+No clock has a part in it: one that is set, or stands still, makes nobody another process. Not here: what they hold (`epochs`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Holder(Record):
     def here(cls) -> Holder:
         """This process, in a new attempt."""
         pid = os.getpid()
-        _, started = _state_and_start(pid)
+        _, started = state_and_start(pid)
         return cls(host=socket.gethostname(), pid_space=pid_space(), pid=pid, started=started, attempt=uuid4().hex[:12])
 
     @property
@@ -42,7 +42,7 @@ class Holder(Record):
     @property
     def dead(self) -> bool:
         """Is it known to be? What runs elsewhere never is."""
-        return self.near and _ended(self.pid, self.started)
+        return self.near and ended(self.pid, self.started)
 
 
 def pid_space() -> str:
@@ -51,7 +51,7 @@ def pid_space() -> str:
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
-def _ended(pid: int, started: int) -> bool:
+def ended(pid: int, started: int) -> bool:
     """Has the process ended, waited for or not? One that this user may not look at has not."""
     try:
         os.kill(pid, 0)
@@ -60,13 +60,13 @@ def _ended(pid: int, started: int) -> bool:
     except PermissionError:
         pass
     try:
-        state, start = _state_and_start(pid)
+        state, start = state_and_start(pid)
     except OSError:
         return False
     return state in "ZX" or start != started
 
 
-def _state_and_start(pid: int) -> tuple[str, int]:
+def state_and_start(pid: int) -> tuple[str, int]:
     """A process's state (a letter, proc(5)) and the clock ticks from boot to its start. Raises: OSError."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[19])

@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rlpipe.errors import ObjectCorrupt, ObjectMissing, StoreError
-from rlpipe.store.branches import Branches, parse_commit_name
+from rlpipe.store.branches import Branches, commit_name, parse_commit_name
 from rlpipe.store.files import Files
 from rlpipe.store.scalar_rows import TABLES, rows_of
 from rlpipe.store.schema import KIND
@@ -49,10 +49,11 @@ class Part(NamedTuple):
 def update(files: Files, branch: str) -> int:
     """Bring the tables of a branch up to its newest commit; how many iterations were added. Whoever drives it does that.
 
+    What it costs does not grow with the branch: iterations are looked for behind the last one that the tables have, and in gaps.
     Several processes may do it at once. Raises: ObjectMissing, ObjectCorrupt if an iteration cannot be read; StoreError.
     """
     known = set.intersection(*(_covered(_parts(files, branch, table)) for table in TABLES))
-    missing = [k for k in Branches(files).committed(branch) if k not in known]
+    missing = _missing(files, branch, known)
     for chunk in _chunks(missing):
         made = _made(files, branch, chunk, tuple(TABLES))
         for table in TABLES:
@@ -60,6 +61,21 @@ def update(files: Files, branch: str) -> int:
     for table in TABLES:
         _put_together(files, branch, table)
     return len(missing)
+
+
+def _missing(files: Files, branch: str, known: set[int]) -> list[int]:
+    """The iterations that a branch has committed and not all its tables have, which have these; without a listing, if any."""
+    branches, last = Branches(files), max(known, default=None)
+    if last is None or not _is_committed(files, branch, last):
+        return [k for k in branches.committed(branch) if k not in known]
+    parent = branches.get(branch).parent
+    first = parse_commit_name(parent)[1] + 1 if parent else 0
+    gaps = [k for k in range(first, last) if k not in known and _is_committed(files, branch, k)]
+    return [*gaps, *branches.committed(branch, after=last)]
+
+
+def _is_committed(files: Files, branch: str, k: int) -> bool:
+    return files.exists(f"branches/{commit_name(branch, k)}.json")
 
 
 def read(files: Files, branch: str, table: str = "samples", *, ancestors: bool = True) -> pa.Table:

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from rlpipe.actors.checkpoints import Upload
+from rlpipe.actors.checkpoints import Share, Upload
 from rlpipe.actors.trainer import TrainerRank
 from rlpipe.actors.trainer_spec import TrainerSpec
 from rlpipe.config.train import SyncConfig
-from rlpipe.errors import ConfigError, DeadlineExceeded, StoreFull
+from rlpipe.errors import ConfigError, DeadlineExceeded, ObjectConflict, StoreError, StoreFull
 from rlpipe.inputs import checkpoint_inputs
 from rlpipe.types import FileRecord
 from tests.actors.trained import configuration
@@ -39,22 +39,36 @@ def about(prefix: str) -> Upload:
     return Upload(prefix, checkpoint_inputs("state"), {"version": 1})
 
 
-def uploading(rank: TrainerRank, prefix: str = "p") -> Future[list[FileRecord]]:
-    """An upload that is on its way."""
-    upload: Future[list[FileRecord]] = Future()
-    rank._upload = about(prefix), upload
-    return upload
+def uploading(rank: TrainerRank, prefix: str = "p") -> list[Future[list[FileRecord]]]:
+    """An upload that is on its way: each time that it was begun."""
+    begun: list[Future[list[FileRecord]]] = []
+
+    def begin() -> Future[list[FileRecord]]:
+        begun.append(Future())
+        return begun[-1]
+
+    rank._upload = Share(about(prefix), begin)
+    return begun
 
 
 def test_an_upload_that_does_not_end_is_named_and_may_still_end(rank: TrainerRank):
-    upload = uploading(rank)
+    (upload,) = uploading(rank)
     assert rank.upload() == (about("p"), False)
     with pytest.raises(DeadlineExceeded, match=r"trainer/0: the upload of a checkpoint does not end"):
         rank.uploaded("p")
     upload.set_result([RECORD])
     assert rank.upload() == (about("p"), True)
     assert rank.uploaded("p") == [RECORD]
-    assert rank.uploaded("p") is None
+
+
+def test_an_upload_is_kept_until_it_is_recorded(rank: TrainerRank):
+    (upload,) = uploading(rank)
+    upload.set_result([RECORD])
+    assert [rank.uploaded("p"), rank.uploaded("p")] == [[RECORD], [RECORD]]
+    rank.forget_upload("q")
+    assert rank.upload() == (about("p"), True)
+    rank.forget_upload("p")
+    assert rank.upload() is None and rank.uploaded("p") is None
 
 
 def test_a_checkpoint_does_not_wait_for_ever_for_the_upload_of_the_one_before(rank: TrainerRank):
@@ -64,11 +78,25 @@ def test_a_checkpoint_does_not_wait_for_ever_for_the_upload_of_the_one_before(ra
         rank.save(held="state", version=1, upload=about("q"))
 
 
-def test_a_failed_upload_is_its_own_error_and_not_the_next_one_s(rank: TrainerRank):
-    uploading(rank).set_exception(StoreFull("no room"))
-    with pytest.raises(StoreFull):
+@pytest.mark.parametrize("error", [StoreError("away"), StoreFull("no room")])
+def test_an_upload_that_met_a_store_away_or_full_says_so_once_and_is_begun_again(rank: TrainerRank, error: StoreError):
+    begun = uploading(rank)
+    begun[0].set_exception(error)
+    assert rank.upload() == (about("p"), True)
+    with pytest.raises(StoreError, match=error.problem):
         rank.uploaded("p")
-    assert rank.uploaded("p") is None
+    assert len(begun) == 1, "by whoever asks next"
+    assert rank.upload() == (about("p"), False)
+    begun[1].set_result([RECORD])
+    assert rank.uploaded("p") == [RECORD] and len(begun) == 2
+
+
+def test_an_upload_that_can_never_succeed_is_said_and_forgotten(rank: TrainerRank):
+    for error in (ObjectConflict("other content"), FileNotFoundError("the local checkpoint is gone")):
+        uploading(rank)[0].set_exception(error)
+        with pytest.raises(type(error)):
+            rank.uploaded("p")
+        assert rank.upload() is None and rank.uploaded("p") is None
 
 
 @pytest.mark.integration

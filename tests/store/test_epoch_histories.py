@@ -30,7 +30,7 @@ class Drivers(RuleBasedStateMachine):
         self.home, self.until, self.free = "", self.now, True
         self.patches.setattr(epochs, "clock", lambda: self.now)
         self.patches.setattr(holders, "pid_space", lambda: self.machine)
-        self.patches.setattr(holders, "_ended", lambda pid, _: pid in self.dead)
+        self.patches.setattr(holders, "ended", lambda pid, _: pid in self.dead)
         self.patches.setattr(Holder, "here", self.holder)
 
     def holder(self) -> Holder:

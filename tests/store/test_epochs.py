@@ -212,7 +212,7 @@ def test_a_driver_of_another_user_is_not_taken_for_dead(monkeypatch: pytest.Monk
     holder = Holder.here()
     monkeypatch.setattr(os, "kill", hidden)
     assert not holder.dead
-    monkeypatch.setattr(holders, "_state_and_start", hidden)
+    monkeypatch.setattr(holders, "state_and_start", hidden)
     assert not holder.dead
 
 

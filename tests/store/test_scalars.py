@@ -66,6 +66,44 @@ def test_an_update_adds_what_is_new_and_puts_blocks_together(local_files: Files,
     assert scalars.read(local_files, "run").num_rows == len(ask(local_files, "run", "select * from samples"))
 
 
+def test_an_update_does_not_list_the_branch_again_and_fills_gaps(tmp_path: Path):
+    class Noting(Files):
+        listed: list[str]
+
+        def list(self, prefix: str = "") -> Any:
+            self.listed.append(prefix)
+            return super().list(prefix)
+
+    files = Noting(tmp_path / "store")
+    files.listed = []
+    run = a_run(files, 3)
+    assert scalars.update(files, "run") == 3
+    run.iterate()
+    run.iterate()
+    assert scalars.update(files, "run") == 2
+    run.iterate()
+    files.listed.clear()
+    assert scalars.update(files, "run") == 1
+    assert set(files.listed) == {"branches/run/scalars/samples", "branches/run/scalars/metrics"}
+    for path in [path for path in files.list("branches/run/scalars") if "/00000003-00000005-" in path]:
+        files.delete(path)
+    assert scalars.update(files, "run") == 2
+    assert set(scalars.read(files, "run")["iteration"].to_pylist()) == set(range(6))
+    fork = Run(files, "fork").start(parent="run/00000003")
+    for number in range(3):
+        fork.iterate()
+        assert scalars.update(files, "fork") == 1, number
+
+
+def test_a_table_of_iterations_that_were_never_committed_hides_none(local_files: Files):
+    run = a_run(local_files, 2)
+    scalars.update(local_files, "run")
+    for table in scalars.TABLES:
+        scalars._write(local_files, "run", table, 500, 501, scalars.TABLES[table].empty_table())
+    run.iterate()
+    assert scalars.update(local_files, "run") == 1
+
+
 def test_what_the_tables_have_not_yet_is_read_from_the_records_and_nothing_is_written(local_files: Files):
     run = a_run(local_files, 3)
     scalars.update(local_files, "run")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.files import Files
 from rlpipe.store.run_file import RunFile, write_run
-from tasks.context import join_context, open_context
+from tasks.context import close_context, join_context, open_context
 from tests.tasks.test_begin import config
 
 
@@ -59,3 +61,17 @@ async def test_an_iteration_goes_on_without_its_driver_if_it_was_put_back_and_is
     else:
         with pytest.raises(Fenced, match="it puts this one back"):
             await join_context("mine")
+
+
+async def test_a_store_that_is_away_when_a_run_is_let_go_holds_up_nothing_else(monkeypatch: pytest.MonkeyPatch):
+    loop, heard = asyncio.get_running_loop(), list[bool]()
+
+    def release() -> None:
+        back = threading.Event()
+        loop.call_soon_threadsafe(back.set)
+        heard.append(back.wait(5.0))
+
+    it: Any = SimpleNamespace(epoch=SimpleNamespace(release=release))
+    monkeypatch.setitem(tasks.context._OPEN, "mine", it)
+    await close_context("mine", end_actors=False)
+    assert heard == [True]

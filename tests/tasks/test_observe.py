@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import sys
 from collections.abc import Callable
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.testing.utilities import prefect_test_harness
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlpipe.config.hooks import load_hook
@@ -24,7 +28,7 @@ from rlpipe.store.shards import data_folder, write_table
 from rlpipe.types import FileRecord, NodeRef, Stage
 from tasks import observe
 from tasks.context import RunContext
-from tasks.observe import Observer
+from tasks.observe import Observer, Shown
 from tests.store.lineage import group
 from tests.tasks.test_begin import config
 
@@ -141,3 +145,30 @@ async def test_what_they_raise_is_said_and_everything_is_shown_as_ever(watching:
 def test_they_are_no_part_of_what_a_run_is():
     observed = config(observe={"custom_rollout_log_function_path": "a.b", "custom_eval_rollout_log_function_path": "c.d"})
     assert observed.identity() == config().identity()
+
+
+@pytest.mark.integration
+async def test_the_newest_curves_and_overview_take_the_place_of_those_before(tmp_path: Path):
+    picture = tmp_path / "report.png"
+
+    @flow
+    async def reporting() -> list[list[Any]]:
+        curve, overview, seen = Shown(), Shown(), []
+        async with get_client() as client:
+            for number in range(4):
+                picture.write_bytes(b"%d" % number)
+                await observe.curve_artifact(curve, "run", picture)
+                await observe.overview_artifact(overview, "run", f"after {number}")
+                made = await client.read_artifacts()
+                seen.append(sorted(str(artifact.data) for artifact in made))
+                if number == 2:
+                    for artifact in made:  # somebody does so in Prefect's pages
+                        await client.delete_artifact(artifact.id)
+            latest = await client.request("GET", "/artifacts/{key}/latest", path_params={"key": "run-overview"})
+        return [*seen, latest.json()["data"]]
+
+    with prefect_test_harness(server_startup_timeout=120):
+        *seen, latest = await reporting()
+    data = [base64.b64encode(b"%d" % number).decode() for number in range(4)]
+    assert seen == [[f"after {number}", f"data:image/png;base64,{data[number]}"] for number in range(4)]
+    assert latest == "after 3"

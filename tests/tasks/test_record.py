@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prefect.states import Failed
 
 from rlpipe.errors import ActorLost, DataError, DeadlineExceeded, Mismatch, ObjectCorrupt, StoreError, Superseded
-from tasks.record import may_pass, within
+from rlpipe.inputs import checkpoint_inputs
+from rlpipe.types import Node
+from tasks.record import may_pass, once, within
 
 
 async def test_a_stage_that_hangs_is_named():
@@ -40,3 +46,36 @@ async def test_a_deadline_inside_it_keeps_its_own_name():
 )
 def test_only_what_may_pass_is_tried_again(error: Exception, passing: bool):
     assert may_pass(None, None, Failed(data=error)) is passing
+
+
+class Away:
+    """Nodes of a store that answers when the loop has done something else meanwhile."""
+
+    def __init__(self) -> None:
+        self.loop, self.heard = asyncio.get_running_loop(), list[bool]()
+
+    def find(self, *_: Any) -> None:
+        self._answer()
+
+    def commit(self, node: Node) -> Node:
+        self._answer()
+        return node
+
+    def _answer(self) -> None:
+        back = threading.Event()
+        self.loop.call_soon_threadsafe(back.set)
+        self.heard.append(back.wait(5.0))
+
+
+async def test_while_a_stage_waits_for_the_store_its_process_hears_everything_else(tmp_path: Path):
+    async def nothing() -> dict[str, Any]:
+        return {}
+
+    async def work() -> dict[str, Any]:
+        return {"outputs": {"version": 1}}
+
+    nodes, said = Away(), SimpleNamespace(stage=lambda _: None)
+    run: Any = SimpleNamespace(nodes=nodes, directory=tmp_path, progress=said, stage_seconds={})
+    run.cluster = SimpleNamespace(switches=nothing)
+    assert (await once(run, checkpoint_inputs("w"), work)).is_completed()
+    assert nodes.heard == [True, True]

@@ -17,7 +17,8 @@ from rlpipe.actors import ray_access
 from rlpipe.errors import ResourceError
 from tools import up
 from tools.local_prefect import free_port
-from tools.up import Place, down, end_if_elsewhere, ours, start, start_s3, told, wait
+from tools.place import Place, alone
+from tools.up import down, end_if_elsewhere, ours, start, start_s3, told, wait
 
 PAUSES = "import signal; signal.pause()"
 SLEEPS = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {PAUSES!r}])"]
@@ -33,12 +34,42 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 def test_a_process_is_known_by_its_number_and_when_it_began(tmp_path: Path):
     place = Place(tmp_path)
-    place.keep("ray", psutil.Process(), [6379])
+    place.keep("ray", os.getpid(), [6379])
     assert place.running("ray") == psutil.Process()
     record = place.folder / "ray.json"
-    record.write_text(record.read_text().replace('"began_s": ', '"began_s": 9'))
+    record.write_text(record.read_text().replace('"started": ', '"started": 9'))
     assert place.running("ray") is None
     assert down(place) == []
+
+
+def test_a_clock_that_is_set_makes_nothing_another_process(place: Place, monkeypatch: pytest.MonkeyPatch):
+    start(place, "worker", [sys.executable, "-c", PAUSES], [], {})
+    create_time = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: create_time(self) + 3600.0)
+    worker = place.running("worker")
+    assert worker is not None and down(place) == ["worker"] and not psutil.pid_exists(worker.pid)
+
+
+def test_a_process_of_another_boot_or_container_is_not_ended(tmp_path: Path):
+    place = Place(tmp_path)
+    place.keep("ray", os.getpid(), [6379])
+    record = place.folder / "ray.json"
+    record.write_text(record.read_text().replace('"pid_space": "', '"pid_space": "another '))
+    assert place.running("ray") is None and down(place) == []
+
+
+def test_of_two_that_bring_a_place_up_or_down_the_second_is_told_who_is_at_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", ["up", "--home", str(place.home), "--down"])
+    with alone(place, "make up"):
+        assert up.main() == 1
+        assert f"found:    make up, PID {os.getpid()}" in capsys.readouterr().err
+        monkeypatch.setattr(sys, "argv", ["up", "--home", str(place.home), "--status"])
+        assert up.main() == 0, "to look is free"
+    monkeypatch.setattr(sys, "argv", ["up", "--home", str(place.home), "--down"])
+    assert up.main() == 0
+    assert "ended: nothing was running" in capsys.readouterr().out
 
 
 def test_down_ends_what_a_process_started_too(place: Place):
@@ -75,7 +106,7 @@ def test_a_port_is_kept_until_somebody_else_has_it(tmp_path: Path):
     place = Place(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        place.keep("prefect", psutil.Process(), [port])
+        place.keep("prefect", os.getpid(), [port])
         assert place.url("prefect") == f"http://127.0.0.1:{port}"
         assert place.environment["PREFECT_API_URL"] == f"http://127.0.0.1:{port}/api"
         assert place.ports("prefect", lambda: [1]) == [1]
@@ -88,14 +119,14 @@ def test_a_server_of_somebody_else_at_the_port_is_not_ours(place: Place, tmp_pat
         start(place, "prefect", SLEEPS, [port], {})
         assert not ours(place, "prefect", port)
         theirs = Place(tmp_path / "theirs")
-        theirs.keep("prefect", psutil.Process(), [port])
+        theirs.keep("prefect", os.getpid(), [port])
         assert ours(theirs, "prefect", port)
 
 
 def test_runs_use_what_runs_and_is_not_left_out(tmp_path: Path):
     place = Place(tmp_path)
-    place.keep("ray", psutil.Process(), [6379])
-    place.keep("s3", psutil.Process(), [8333])
+    place.keep("ray", os.getpid(), [6379])
+    place.keep("s3", os.getpid(), [8333])
     assert place.overrides == ["store.root=s3://rlpipe/runs", "resources.ray_address=127.0.0.1:6379"]
     assert "AWS_ENDPOINT_URL" in place.environment
     assert Path(place.environment[ray_access.TOKEN_PATH]).read_text()
@@ -105,7 +136,7 @@ def test_runs_use_what_runs_and_is_not_left_out(tmp_path: Path):
     assert without.overrides == [] and set(without.environment) == {up.HOME_VARIABLE}
     for name in ("ray", "s3"):
         record = place.folder / f"{name}.json"
-        record.write_text(record.read_text().replace('"began_s": ', '"began_s": 9'))
+        record.write_text(record.read_text().replace('"started": ', '"started": 9'))
     assert place.overrides == [] and set(place.environment) == {up.HOME_VARIABLE}
 
 
