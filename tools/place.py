@@ -59,12 +59,22 @@ class Place:
         self.folder.chmod(0o700)
 
     def record(self, name: str) -> Record | None:
-        """What was started last under this name, running or not."""
+        """What was started last under this name, running or not. Raises: ResourceError if the record cannot be read."""
         file = self.folder / f"{name}.json"
         if not file.is_file():
             return None
-        values = json.loads(file.read_text())
-        return Record(**{**values, "ports": tuple(values["ports"])})
+        text = file.read_text()
+        try:
+            values = json.loads(text)
+            return Record(**{**values, "ports": tuple(values["ports"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise ResourceError(
+                "the record of a process cannot be read",
+                where=str(file),
+                found=text[:200],
+                expected=", ".join(Record.__annotations__),
+                do=f"end that process ({name}) if it runs, and delete the file",
+            ) from error
 
     def keep(self, name: str, pid: int, ports: Iterable[int]) -> None:
         """Remember a process that was started."""

@@ -194,3 +194,11 @@ def test_what_pythonpath_has_is_kept_behind_the_checkout(place: Place, monkeypat
     start(place, "worker", SLEEPS, [], {})
     worker = place.running("worker")
     assert worker is not None and up.environment_of(worker)["PYTHONPATH"] == f"{up.ROOT}:/opt/Megatron-LM"
+
+
+def test_a_record_that_cannot_be_read_is_said_with_what_to_do(place: Place):
+    file = place.folder / "ray.json"
+    file.write_text('{"pid": 1, "created": 1.5, "ports": []}')
+    with pytest.raises(ResourceError, match=r"ray\.json(.|\n)*pid_space(.|\n)*end that process \(ray\) if it runs"):
+        place.running("ray")
+    file.unlink()
