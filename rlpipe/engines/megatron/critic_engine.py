@@ -26,6 +26,7 @@ from rlpipe.engines.megatron.critic import Critic
 from rlpipe.engines.megatron.engine import TrainResult, agreed, room_of_both
 from rlpipe.engines.megatron.meeting import Meeting, MeetingPlace
 from rlpipe.engines.megatron.member import Member
+from rlpipe.engines.megatron.model import drop
 from rlpipe.engines.megatron.state import state_digest
 from rlpipe.errors import TrainerError
 from rlpipe.packing import BatchColumns, PackingPlan
@@ -131,6 +132,7 @@ class CriticEngine(Member):
     def close(self) -> None:
         """Leave all process groups and drop the model; this process may then make another engine. Twice is once."""
         if self._critic is not None:
+            drop(self._critic.trained)
             self._critic = self._meeting = None
             self._leave()
 

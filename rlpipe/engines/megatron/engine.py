@@ -31,7 +31,7 @@ from rlpipe.engines.megatron.export import save_hf
 from rlpipe.engines.megatron.meeting import Meeting, MeetingPlace
 from rlpipe.engines.megatron.member import Member
 from rlpipe.engines.megatron.memory import PARTS, DeviceMemory, HostCopy, Part, Resident, distinct
-from rlpipe.engines.megatron.model import Scorer, Trained, build, build_scorer
+from rlpipe.engines.megatron.model import Scorer, Trained, build, build_scorer, drop
 from rlpipe.engines.megatron.routing import Recording, Replaying, check_routing, layers_with_experts_only
 from rlpipe.engines.megatron.score import score
 from rlpipe.engines.megatron.stages import whole_weights
@@ -304,6 +304,7 @@ class MegatronEngine(Member):
     def close(self) -> None:
         """Leave all process groups and drop the model; this process may then make another engine. Twice is once."""
         if self._trained is not None:
+            drop(self._trained, self._teacher, self._critic and self._critic.trained)
             self._trained = self._reference = self._critic = self._teacher = self._meeting = None
             self._leave()
 

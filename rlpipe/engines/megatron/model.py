@@ -94,6 +94,13 @@ class Trained(Scorer):
     scheduler: OptimizerParamScheduler
 
 
+def drop(*models: Scorer | None) -> None:
+    """Nothing of these is used any more. With a distributed optimizer Megatron's hooks on parameters hold the wrapper in ways
+    that Python's collector cannot follow, and with it the model, its memory and its process groups."""
+    for model in filter(None, models):
+        vars(model.ddp).clear()
+
+
 def build(
     model_dir: str,
     model: ModelConfig,

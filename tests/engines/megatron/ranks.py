@@ -206,6 +206,21 @@ def train_on_any_number(rank: int, world_size: int, port: int, model_dir: str, t
         ours.close()
 
 
+def gloo_threads_left(rank: int, world_size: int, port: int, model_dir: str, train: dict) -> tuple[int, int]:
+    """How many of gloo's threads an engine that has trained has, and how many are left of it."""
+    before = _gloo_threads()
+    ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
+    ours.load_hf()
+    _train(ours, [0])
+    during = _gloo_threads()
+    ours.close()
+    return during - before, _gloo_threads() - before
+
+
+def _gloo_threads() -> int:
+    return sum("gloo" in name.read_text() for name in Path("/proc/self/task").glob("*/comm"))
+
+
 def _train(ours, seeds: list[int]) -> str:
     for seed in seeds:
         batch = make_batch(seed=seed)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlpipe.ports import free_port
-from tests.engines.megatron.ranks import score_and_train, train_on_any_number
+from tests.engines.megatron.ranks import gloo_threads_left, score_and_train, train_on_any_number
 
 TRAIN = {
     "max_tokens_per_gpu": 64,
@@ -77,3 +77,14 @@ def test_gradients_that_are_summed_during_the_backward_pass_are_the_same(models,
     for name, weight in wanted["after"].items():
         assert np.array_equal(first["after"][name], second["after"][name]), name
         assert np.abs(first["after"][name] - weight).max() < 1e-6, name
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("family", "layout"), [("qwen3", "data parallel, distributed optimizer"), ("qwen3_moe", "expert parallel")]
+)
+def test_nothing_is_left_of_an_engine_that_was_closed(models, two_ranks, family, layout):
+    for had, left in two_ranks.run(
+        gloo_threads_left, models[family], {"max_tokens_per_gpu": 64} | {**LAYOUTS, **EXPERTS}[layout]
+    ):
+        assert had > 0 and left == 0
