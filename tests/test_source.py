@@ -6,9 +6,11 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import requires, version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rlpipe", "tasks", "flows", "deployments", "tools")
@@ -160,6 +162,20 @@ def test_pins_are_versions_of_everything_that_is_required():
     extras = PROJECT["project"]["optional-dependencies"].values()
     required = [*PROJECT["project"]["dependencies"], *(entry for extra in extras for entry in extra)]
     assert {canonical(re.split(r"[\[<>=!~; ]", entry)[0]) for entry in required} - pinned == set()
+
+
+def test_what_sglang_declares_for_cuda_can_be_had_with_the_pins():
+    """A CPU has SGLang without its requirements, so nothing else here would notice that a GPU machine cannot install it."""
+    lines = [line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line and line[0] != "#"]
+    pinned = {canonical(name): version for name, version in lines}
+    if version("sglang") != pinned["sglang"]:
+        pytest.skip(f"SGLang {version('sglang')} declares something else")
+    theirs = [Requirement(text) for text in requires("sglang") or []]
+    declared = [one for one in theirs if one.marker is None or one.marker.evaluate({"extra": ""})]
+    assert len(declared) > 50
+    beyond = [Requirement("numpy<2.4"), Requirement("protobuf<7")]  # what mistral_common and nvidia-cutlass-dsl want of them
+    known = [one for one in (*declared, *beyond) if canonical(one.name) in pinned]
+    assert [str(one) for one in known if not one.specifier.contains(pinned[canonical(one.name)], prereleases=True)] == []
 
 
 def canonical(package: str) -> str:

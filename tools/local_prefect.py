@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -19,9 +20,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import httpx
 import psutil
 
 from flows.environment import CLIENT_SETTINGS, keep_caches_in
+from rlpipe.certificates import certificates
 from rlpipe.errors import ResourceError
 
 START_TIMEOUT_S = 180.0
@@ -42,12 +45,13 @@ SETTINGS = {
 def local_prefect(home: Path) -> Iterator[str]:
     """The API URL of the configured server, or of one that ends with this block. Import prefect inside it, not before.
 
-    Raises: ResourceError if it does not come up.
+    Raises: ResourceError if it does not come up, or the configured one is not there.
     """
     keep_caches_in(home)
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     if configured := os.environ.get("PREFECT_API_URL") or url_of_profile():
+        _reach(configured)
         yield configured
         return
     folder = home / ".prefect"
@@ -70,8 +74,27 @@ def url_of_profile() -> str | None:
         said = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError):
         return None
-    active = os.environ.get("PREFECT_PROFILE") or said.get("active")
-    return said.get("profiles", {}).get(active, {}).get("PREFECT_API_URL")
+    active = os.environ.get("PREFECT_PROFILE") or str(said.get("active"))
+    for key in ("profiles", active, "PREFECT_API_URL"):
+        said = said.get(key) if isinstance(said, dict) else None
+    return said if isinstance(said, str) else None
+
+
+def _reach(url: str) -> None:
+    """Raises: ResourceError if nobody is there. What it answers, and when, is the client's matter: it knows keys and waits."""
+    try:
+        httpx.get(f"{url}/health", timeout=10, verify=certificates())
+    except (httpx.ConnectError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return
+        raise ResourceError(
+            "the Prefect server that is configured does not answer",
+            where="PREFECT_API_URL" if os.environ.get("PREFECT_API_URL") else "Prefect's active profile",
+            found=f"{re.sub(r'//[^/@]*@', '//', url)}: {error}",
+            do="start it (`prefect server start`), or do without that setting: a run then brings a server of its own",
+        ) from None
+    except httpx.HTTPError:
+        return
 
 
 def _started(folder: Path) -> tuple[subprocess.Popen[bytes], str]:

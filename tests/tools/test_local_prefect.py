@@ -6,10 +6,12 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from rlpipe.errors import ResourceError
 from tools.local_prefect import listens, local_prefect, url_of_profile
 
 LISTENS = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); time.sleep(60)"
@@ -57,6 +59,7 @@ def test_the_server_of_the_active_profile_is_used_and_none_is_started(
 ):
     monkeypatch.setattr("tools.local_prefect.keep_caches_in", lambda _: None)
     monkeypatch.setattr("tools.local_prefect.SETTINGS", {})
+    monkeypatch.setattr("tools.local_prefect._reach", lambda _: None)
     with local_prefect(tmp_path / "home") as url:
         assert url == "http://10.0.0.1:4200/api"
         assert os.environ["PREFECT_HOME"] == str(profiles.parent), "where Prefect reads the same profile"
@@ -67,8 +70,9 @@ def test_a_profile_without_a_server_names_none(profiles: Path, monkeypatch: pyte
     monkeypatch.setenv("PREFECT_PROFILE", "ephemeral")
     assert url_of_profile() is None
     monkeypatch.delenv("PREFECT_PROFILE")
-    profiles.write_text("active = [")
-    assert url_of_profile() is None
+    for unlike in ("active = [", "profiles = 1", "active = []", 'active = "mine"\nprofiles.mine.PREFECT_API_URL = 4'):
+        profiles.write_text(unlike)
+        assert url_of_profile() is None
     profiles.unlink()
     assert url_of_profile() is None
 
@@ -77,3 +81,34 @@ def test_what_prefect_itself_takes_from_a_profile_is_what_is_read_of_it(profiles
     code = "from prefect.settings import get_current_settings; print(get_current_settings().api.url)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == url_of_profile()
+
+
+def test_a_configured_server_that_is_not_there_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tools.local_prefect.keep_caches_in", lambda _: None)
+    monkeypatch.setattr("tools.local_prefect.SETTINGS", {})
+    for url in ("http://127.0.0.1:9/api", "http://nowhere.invalid/api", "nowhere"):
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        with (
+            pytest.raises(
+                ResourceError, match=f"PREFECT_API_URL: the Prefect server that is configured does not answer(.|\n)*{url}"
+            ),
+            local_prefect(tmp_path),
+        ):
+            pass
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for who, said in (("", b"HTTP/1.0 401 Unauthorized\r\n\r\n"), ("me:secret@", b"SSH-2.0-OpenSSH\r\n")):
+            monkeypatch.setenv("PREFECT_API_URL", f"http://{who}127.0.0.1:{server.getsockname()[1]}/api")
+            answering = threading.Thread(target=_answer, args=(server, said))
+            answering.start()
+            with local_prefect(tmp_path):  # who is not let in, or does not understand, has reached it
+                answering.join()
+    with pytest.raises(ResourceError, match=r"http://127\.0\.0\.1:\d+/api: ") as raised, local_prefect(tmp_path):
+        pass
+    assert "secret" not in str(raised.value)
+
+
+def _answer(server: socket.socket, what: bytes) -> None:
+    connection, _ = server.accept()
+    with connection:
+        connection.recv(4096)
+        connection.sendall(what)
