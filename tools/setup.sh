@@ -2,22 +2,27 @@
 # Make .venv in this checkout and install everything at the versions of constraints.txt. A second call does nothing.
 #
 #   PYTHON=python3.11       the interpreter to start from (default: python3.11, else python3; at least 3.11)
-#   RLPIPE_EXTRAS=cpu,dev   which extras of pyproject.toml
+#   RLPIPE_EXTRAS=cpu,dev   which extras of pyproject.toml (default: those of .venv; of a new one gpu,dev where nvidia-smi lists
+#                           a GPU, else cpu,dev)
 #
-# On a GPU machine: RLPIPE_EXTRAS=gpu,dev. SGLang then brings the CUDA packages it declares itself, and pip resolves them
-# against constraints.txt (which pins the SGLang, torch and transformers that belong together).
+# With gpu SGLang brings the CUDA packages it declares itself, and pip resolves them against constraints.txt (which pins the
+# SGLang, torch and transformers that belong together).
 #
 # Without CUDA it takes two steps, because SGLang declares packages that exist for CUDA only: first our requirements and
 # what SGLang really imports on a CPU (the extra `cpu`), then SGLang itself without its requirements.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-extras=${RLPIPE_EXTRAS:-cpu,dev}
 python=${PYTHON:-$(command -v python3.11 || command -v python3)}
 stamp=.venv/.rlpipe-setup
+stamped=$(cat "$stamp" 2>/dev/null || true)
+extras=${RLPIPE_EXTRAS:-${stamped%% *}}
+if [[ -z $extras ]]; then
+    [[ $(nvidia-smi --list-gpus 2>/dev/null || true) == GPU* ]] && extras=gpu,dev || extras=cpu,dev
+fi
 wanted="$extras $(cat constraints.txt pyproject.toml tools/setup.sh | sha256sum | cut -d' ' -f1)"
 
-if [[ -x .venv/bin/python && $(cat "$stamp" 2>/dev/null || true) == "$wanted" ]]; then
+if [[ -x .venv/bin/python && $stamped == "$wanted" ]]; then
     echo "setup: .venv is up to date (extras: $extras)"
     exit 0
 fi
@@ -39,8 +44,10 @@ if [[ ! -x .venv/bin/python ]]; then
     "$python" -m pip --python .venv/bin/python install --quiet --quiet pip
 fi
 pip=(.venv/bin/python -m pip --disable-pip-version-check)
+echo "$extras unfinished" > "$stamp" # broken off here, the next call goes on with the same extras
 
-echo "setup: 1/2 rlpipe with [$extras] at the versions of constraints.txt (3.5 GB on disk, minutes)"
+[[ ,$extras, == *,gpu,* ]] && size="10 GB" || size="3.5 GB"
+echo "setup: 1/2 rlpipe with [$extras] at the versions of constraints.txt ($size on disk, minutes)"
 "${pip[@]}" install --quiet --quiet --constraint constraints.txt --editable ".[$extras]"
 echo "setup: 2/2 SGLang and mbridge without their declared requirements"
 "${pip[@]}" install --quiet --quiet --no-deps --constraint constraints.txt sglang mbridge

@@ -35,7 +35,7 @@ async def lone_trainer(
     from rlpipe.actors.ranks import RankActor  # Megatron takes seconds, which a flow that restores nothing need not wait
 
     connect(config.resources, home, namespace=f"rlpipe-{name}")
-    await have_gpus(config.resources, who=f"{name}, of run {config.run}")
+    await have_gpus(config.resources, who=f"{name}, of run {config.run}", engines=False)
     model_dir = await asyncio.to_thread(model_directory, config.model, home, seed=config.seed)
     placement = Placement(None, config.resources)
     await asyncio.to_thread(lambda: placement.claim(engines=False))

@@ -135,7 +135,7 @@ async def open_cluster(config: RunConfig, *, epoch: int, home: Path, model_dir: 
     """
     space = named.namespace(config.cluster)
     connect(config.resources, home, namespace=space)
-    await have_gpus(config.resources, who=f"run {config.run}")
+    await have_gpus(config.resources, who=f"run {config.run}", engines=config.needs_engines)
     (home / config.cluster / "logs").mkdir(parents=True, exist_ok=True)
     driver = Driver(config.run, epoch)
     spec = ClusterSpec(config, str(home), model_dir, store_root)

@@ -13,15 +13,17 @@ import asyncio
 import fcntl
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from rlpipe.actors import ray_access
 from rlpipe.errors import ResourceError
 
+FOLDER = Path("/tmp")
+"""One for all runs of a user on this machine: TMPDIR is below a run's home."""
 _POLL_S = 0.5
 _HELD: dict[str, IO[str]] = {}
 _LOG = logging.getLogger(__name__)
@@ -38,12 +40,26 @@ async def hold(gpus: Sequence[str], *, who: str, timeout_s: float) -> None:
 
     Raises: ResourceError naming who has one of them after that time; then none is taken.
     """
-    end_s, taken = time.monotonic() + timeout_s, []
+    end_s, taken, told = time.monotonic() + timeout_s, [], set[str]()
     try:
-        for gpu in sorted(set(gpus) - _HELD.keys()):
-            taken.append(gpu)
-            _HELD[gpu] = await _locked(gpu, end_s, timeout_s)
-            _write(_HELD[gpu], f"{who}, PID {os.getpid()}")
+        while missing := sorted(set(gpus) - _HELD.keys()):  # another flow of this process may give up one that was there
+            gpu = missing[0]
+            if (found := _lock(gpu, who)) is None:
+                taken.append(gpu)
+                continue
+            if time.monotonic() > end_s:
+                raise ResourceError(
+                    f"GPU {gpu} is another run's",
+                    where=str(_path(gpu)),
+                    found=found,
+                    expected=f"free within {timeout_s:g} s (resources.start_timeout_s)",
+                    do="wait until that run ends, or end it; CUDA_VISIBLE_DEVICES chooses other GPUs; "
+                    "resources.exclusive_gpus=false has both use it at once",
+                )
+            if gpu not in told:
+                _LOG.warning("waiting for GPU %s, which is another run's: %s", gpu, found)
+                told.add(gpu)
+            await asyncio.sleep(_POLL_S)
     except BaseException:
         release(taken)
         raise
@@ -56,41 +72,24 @@ def release(gpus: Sequence[str] | None = None) -> None:
             file.close()
 
 
-async def _locked(gpu: str, end_s: float, timeout_s: float) -> IO[str]:
-    path = _folder() / f"{gpu.replace('/', '-')}.lock"
+def _lock(gpu: str, who: str) -> str | None:
+    """Take it if it is free. Returns: None then, else who has it."""
+    path = _path(gpu)
     file = path.open("a+", encoding="utf-8")
     try:
-        told = False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return file
-            except BlockingIOError as error:
-                found = path.read_text(encoding="utf-8").strip() or "another process"
-                if time.monotonic() > end_s:
-                    raise ResourceError(
-                        f"GPU {gpu} is another run's",
-                        where=str(path),
-                        found=found,
-                        expected=f"free within {timeout_s:g} s (resources.start_timeout_s)",
-                        do="wait until that run ends, or end it; CUDA_VISIBLE_DEVICES chooses other GPUs; "
-                        "resources.exclusive_gpus=false has both use it at once",
-                    ) from error
-                if not told:
-                    _LOG.warning("waiting for GPU %s, which is another run's: %s", gpu, found)
-                    told = True
-            await asyncio.sleep(_POLL_S)
-    except BaseException:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         file.close()
-        raise
+        return path.read_text(encoding="utf-8").strip() or "another process"
+    _HELD[gpu] = file
+    with suppress(OSError):  # a full disk: the lock is had all the same
+        file.truncate(0)
+        file.write(f"{who}, PID {os.getpid()}")
+        file.flush()
+    return None
 
 
-def _write(file: IO[str], who: str) -> None:
-    file.truncate(0)
-    file.write(who)
-    file.flush()
-
-
-def _folder() -> Path:
-    """One for all runs of this user, whatever their home."""
-    return ray_access.private(Path(tempfile.gettempdir()) / f"rlpipe-gpus-{os.getuid()}")
+def _path(gpu: str) -> Path:
+    do = "have its owner remove it, or do without locks: resources.exclusive_gpus=false"
+    folder = ray_access.private(FOLDER / f"rlpipe-gpus-{os.getuid()}", "the folder of the GPUs' locks", do)
+    return folder / f"{gpu.replace('/', '-')}.lock"

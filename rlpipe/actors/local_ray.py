@@ -24,6 +24,7 @@ from ray.exceptions import RayError
 from ray.util import get_node_ip_address
 
 from rlpipe.actors import gpu_locks, ray_access
+from rlpipe.actors.layout import shapes
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ResourceError
 
@@ -32,9 +33,12 @@ CONNECT_TIMEOUT_S = 5.0
 OBJECT_STORE_BYTES = 256 * 1024**2
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 JOINING = (
-    "check the address with `ray status`; who joins a cluster that asks for a token needs RAY_AUTH_MODE=token and RAY_AUTH_TOKEN "
-    "or RAY_AUTH_TOKEN_PATH (the cluster of `make up`: `. runs/.up/env`)"
+    "check the address with `ray status`; a driver has to be on a node of the cluster and see its raylet among the processes "
+    "(on Kubernetes: shareProcessNamespace); who joins a cluster that asks for a token needs RAY_AUTH_MODE=token and "
+    "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH (the cluster of `make up`: `. runs/.up/env`)"
 )
+SHARE = "resources.colocate=true has the engines on the trainer's GPUs; "
+SIDES = {"shared": "trainer and engines together"}
 _own = threading.Event()
 """Has this process started the Ray that it uses?"""
 
@@ -67,7 +71,7 @@ def connect(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
         raise ResourceError(
             "Ray did not start or cannot be reached",
             where="resources.ray_address" if resources.ray_address or not address else "RAY_ADDRESS",
-            found=f"{address or 'a local cluster'}: {error}",
+            found=f"{address or 'a local cluster'}: {error}" + (f"\n{error.__cause__}" if error.__cause__ else ""),
             do=JOINING if address else f"see the logs under {home}/.ray",
         ) from error
 
@@ -77,14 +81,26 @@ def address() -> str:
     return ray.get_runtime_context().gcs_address
 
 
-async def have_gpus(resources: ResourcesConfig, who: str) -> None:
+async def have_gpus(resources: ResourcesConfig, who: str, *, engines: bool = True) -> None:
     """Have the GPUs of a Ray that this process has started, which other runs on this machine would use too.
 
-    Raises: ResourceError if another run has one of them for longer than `resources.start_timeout_s`.
+    Raises: ResourceError if they are fewer than trainer and `engines` ask for (no node will join this Ray), or another run has
+    one of them for longer than `resources.start_timeout_s`.
     """
-    if _own.is_set() and resources.exclusive_gpus:
-        gpus = gpu_locks.visible(int(ray.cluster_resources().get("GPU", 0)))
-        await gpu_locks.hold(gpus, who=who, timeout_s=resources.start_timeout_s)
+    if not _own.is_set() or not (seen := int(ray.cluster_resources().get("GPU", 0))):
+        return
+    asked = {what: number * width for what, (number, width) in shapes(resources).items() if engines or what != "engines"}
+    if sum(asked.values()) > seen:
+        raise ResourceError(
+            "this machine has not enough GPUs",
+            where="resources",
+            found=f"{seen} (CUDA_VISIBLE_DEVICES: {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})",
+            expected=" and ".join(f"{number} for {SIDES.get(what, f'the {what}')}" for what, number in asked.items()),
+            do=f"{'' if resources.colocate else SHARE}ask for fewer (resources.actor_num_gpus_per_node, rollout_num_gpus), or "
+            "join a cluster with more (resources.ray_address); CUDA_VISIBLE_DEVICES= samples and trains on CPUs",
+        )
+    if resources.exclusive_gpus:
+        await gpu_locks.hold(gpu_locks.visible(seen), who=who, timeout_s=resources.start_timeout_s)
 
 
 def join(address: str, home: Path, *, namespace: str) -> bool:

@@ -94,9 +94,10 @@ class Placement:
                 expected="; ".join(
                     f"{size} × {width} {self._kind} for the {what}" for what, (size, width) in self._shapes.items()
                 ),
-                do="ask for fewer ranks or engines, wait for other runs, or join a larger cluster with resources.ray_address; an "
-                "engine of more GPUs than a node has spans nodes with resources.num_gpus_per_node; a run that failed keeps its "
-                "places for resources.keep_idle_s: start it again, and let it end or cancel it",
+                do="ask for fewer ranks or engines; put both onto the same GPUs with resources.colocate=true; wait for other "
+                "runs; join a larger cluster with resources.ray_address; an engine of more GPUs than a node has spans nodes with "
+                "resources.num_gpus_per_node; a run that failed keeps its places for resources.keep_idle_s: start it again, and "
+                "let it end or cancel it",
             )
         leave()
         _remove(others)

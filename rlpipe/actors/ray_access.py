@@ -57,15 +57,16 @@ def restore() -> None:
     _heed()
 
 
-def private(folder: Path) -> Path:
+def private(folder: Path, what: str = "Ray's folder", do: str = "give this user a home of their own: RLPIPE_HOME") -> Path:
     """This folder, made if it is not there, closed to everybody else. Raises: ResourceError if it is somebody else's."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if folder.stat().st_mode & 0o777 != 0o700:
             folder.chmod(0o700)
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError("it is another user's")
     except PermissionError as error:
-        do = "give this user a home of their own: RLPIPE_HOME"
-        raise ResourceError("Ray's folder cannot be ours alone", where=str(folder), found=str(error), do=do) from error
+        raise ResourceError(f"{what} cannot be ours alone", where=str(folder), found=str(error), do=do) from error
     return folder
 
 

@@ -32,6 +32,11 @@ STATUS = "status"
 STATUS_TIMEOUT_S = 60.0
 LOOK_INTERVAL_S = 0.1
 APART_S = 5.0
+LESS_MEMORY = (
+    "smaller: advantage.log_probs_max_tokens_per_gpu, and where engines share the GPU engine.sglang.mem_fraction_static; in a "
+    "fork of the run (--fork RUN --run NEW) train.max_tokens_per_gpu, train.megatron.recompute_granularity=full, train.parallel"
+)
+"""What to do when a rank's GPU is full (torch.OutOfMemoryError)."""
 OF_POLICY = frozenset({"push", "remembers", "write", "probe", "compare", "occupy"})
 """Methods that a critic's own ranks do not have."""
 
@@ -69,7 +74,8 @@ class TrainerGroup:
                 self._broken = True  # the other ranks wait in a collective, or all of them do
             if type(error) is RlpipeError:  # not one of ours: CUDA, NCCL, a bug; a process may be spoilt for every later call
                 self._broken = True
-                raise TrainerError(error.problem, where=error.where, found=error.found) from error
+                do = LESS_MEMORY if error.problem.startswith("OutOfMemoryError") else None
+                raise TrainerError(error.problem, where=error.where, found=error.found, do=do) from error
             raise
 
     async def setup(self, spec: TrainerSpec) -> None:

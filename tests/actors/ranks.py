@@ -114,6 +114,11 @@ class Rank:
     def divide_by_zero(self) -> float:
         return 1 / 0
 
+    def fill_the_gpu(self) -> None:
+        import torch
+
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.27 GiB")
+
     def log(self) -> list[str]:
         return self.heard
 

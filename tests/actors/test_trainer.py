@@ -112,7 +112,7 @@ def test_a_checked_push_reaches_the_engines_each_way(rank: TrainerRank, request:
         rank.push(
             held="state",
             engines=[url],
-            stamp=f"b@{way}@{on}",
+            stamp=f"b@{int(on)}@{way}",
             sync=SyncConfig(transport=transport, check_weight_update_equal=on),
             places=places,
         )

@@ -153,6 +153,11 @@ async def test_an_error_that_nobody_raised_on_purpose_is_the_trainer_s(group: Tr
         await group.call("divide_by_zero", deadline_s=60)
 
 
+async def test_a_full_gpu_comes_with_what_to_do(group: TrainerGroup):
+    with pytest.raises(TrainerError, match=r"OutOfMemoryError: CUDA out of memory(.|\n)*train\.max_tokens_per_gpu"):
+        await group.call("fill_the_gpu", deadline_s=60)
+
+
 async def test_ranks_in_which_something_unexpected_failed_are_started_again_and_those_that_refused_are_not(group: TrainerGroup):
     await group.setup(SPEC)
     await group.call("train", key="a", deadline_s=60)

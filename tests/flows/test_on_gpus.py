@@ -1,4 +1,5 @@
-"""Whole runs on GPUs (`pytest -s -m gpu`): one that shares a GPU and one with a GPU for each side learn the same, over kills.
+"""Whole runs on GPUs (`pytest -s -m gpu`): one that shares a GPU and one with a GPU for each side learn the same, over
+kills; and the demo.
 
 Not here: what sharing costs (`test_colocated`), the same without GPUs (`test_train`).
 """
@@ -66,6 +67,20 @@ def test_runs_that_share_a_gpu_or_do_not_learn_the_same_and_go_on_after_kills(tm
     gain = min(shared, separate) - float(np.mean(curves["shared"][:2]))
     assert gain > 0.1, curves
     assert abs(shared - separate) < max(0.05, 0.3 * gain), curves
+
+
+@pytest.mark.gpu
+@pytest.mark.integration
+@pytest.mark.timeout(900)
+def test_the_demo_runs_on_one_gpu(tmp_path: Path) -> None:
+    """Its model is in float32, with heads of 32, which FlashAttention is not for. Without its warm start: more of the same."""
+    ours = ("resources.colocate=true", "resources.start_timeout_s=400", "warm_start=null", "num_rollout=3")
+    kit = ("engine.sglang.sampling_backend=pytorch", "engine.sglang.grammar_backend=none")
+    one = {"CUDA_VISIBLE_DEVICES": visible_gpus()[0]}
+    with LiveRun(tmp_path, "--recipe", "spell_backward", *ours, *kit, environment=one) as run:
+        assert run.finish(800) == 0, run.said
+        print(run.said[-1500:])
+    assert check_branch(Files(tmp_path / "store"), "spell_backward") == []
 
 
 def _run(home: Path, recipe: Path, gpus: tuple[int, ...], layout: str) -> list[float]:

@@ -6,8 +6,10 @@ Not here: talking to it (`admin`), finding it (`router`).
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -117,7 +119,6 @@ class Server(ServerProcess):
         self.name = f"SGLang server {self.url}"
         self.threads, self._sleeps = resources.threads_per_process, resources.engines_sleep
         self._ranks, self._devices, self._part = resources.rollout_num_gpus_per_engine, devices, part
-        self._saves_memory = self._sleeps and self.device == "cuda"
         self._arguments = {
             "model_path": model_path,
             "host": self.host,
@@ -133,13 +134,11 @@ class Server(ServerProcess):
         if names_experts:
             self._arguments["enable_return_routed_experts"] = True
         flags("engine.sglang", config.sglang, OWNED)
-        defaults = _cpu_defaults(Path(model_path)) if self.device == "cpu" else {}
-        if deterministic and self.device == "cuda":
-            defaults["enable_deterministic_inference"] = True
-        if resources.colocate and self.device == "cuda":
-            defaults["mem_fraction_static"] = SHARED[resources.engines_sleep and resources.trainer_sleeps]
-        if self._saves_memory:
-            defaults |= WITH_MEMORY_SAVER
+        defaults = (
+            _cpu_defaults(Path(model_path))
+            if self.device == "cpu"
+            else _gpu_defaults(resources, dtype, deterministic=deterministic)
+        )
         ours = {"skip_server_warmup": True, "log_level_http": "warning", "incremental_streaming_output": True}
         self._arguments |= {**ours, **defaults, **config.sglang}
 
@@ -161,9 +160,19 @@ class Server(ServerProcess):
 
 
 def _device() -> Device:
+    """Raises: ConfigError where there is a GPU, and SGLang without what it needs for one."""
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if not torch.cuda.is_available():
+        return "cpu"
+    if importlib.util.find_spec("sgl_kernel") is None:
+        raise ConfigError(
+            "SGLang cannot use this machine's GPUs",
+            where=sys.prefix,
+            found="an environment for CPUs: no package sgl_kernel",
+            do="RLPIPE_EXTRAS=gpu,dev make setup; or, to sample and train on CPUs: CUDA_VISIBLE_DEVICES=",
+        )
+    return "cuda"
 
 
 def _cpus(ranks: int, threads: int) -> str:
@@ -171,6 +180,16 @@ def _cpus(ranks: int, threads: int) -> str:
     ours = sorted(os.sched_getaffinity(0))
     of_ranks = ([ours[(rank * threads + n) % len(ours)] for n in range(threads)] for rank in range(ranks))
     return "|".join(",".join(map(str, one)) for one in of_ranks)
+
+
+def _gpu_defaults(resources: ResourcesConfig, dtype: str, *, deterministic: bool) -> dict[str, object]:
+    """Attention in 32 bit is Triton's: SGLang would take FlashAttention or FlashInfer, which are for 16 bit."""
+    return {
+        **({"enable_deterministic_inference": True} if deterministic else {}),
+        **({"attention_backend": "triton"} if dtype == "float32" else {}),
+        **({"mem_fraction_static": SHARED[resources.engines_sleep and resources.trainer_sleeps]} if resources.colocate else {}),
+        **(WITH_MEMORY_SAVER if resources.engines_sleep else {}),
+    }
 
 
 def _cpu_defaults(model_path: Path) -> dict[str, object]:

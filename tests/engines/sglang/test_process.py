@@ -138,6 +138,21 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
         _server(tmp_path, tmp_path / "log")
 
 
+def test_a_gpu_and_an_environment_for_cpus_do_not_go_together(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """Where SGLang is without its kernels, its server would end with an ImportError, far down in a log."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    arguments = {"dtype": "float32", "port": None, "log_path": tmp_path / "log", "seed": 1}
+    with pytest.raises(ConfigError, match=r"cannot use this machine(.|\n)*no package sgl_kernel(.|\n)*RLPIPE_EXTRAS=gpu,dev"):
+        Server(tmp_path, EngineConfig(), ResourcesConfig(), **arguments)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    on_gpu = Server(tmp_path, EngineConfig(), ResourcesConfig(), **arguments)
+    assert on_gpu.device == "cuda"
+    assert on_gpu.arguments()[on_gpu.arguments().index("--attention-backend") + 1] == "triton", "the others take no 32 bit"
+    of_16_bit = Server(tmp_path, EngineConfig(), ResourcesConfig(), **{**arguments, "dtype": "bfloat16"})
+    assert "--attention-backend" not in of_16_bit.arguments()
+
+
 def test_a_port_is_chosen_with_those_that_follow_it(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = listener.getsockname()[1]
