@@ -17,23 +17,26 @@ import argparse
 import asyncio
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 from prefect import Flow
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.filters import WorkPoolFilter, WorkPoolFilterName
 from prefect.deployments.runner import RunnerDeployment
 from prefect.exceptions import ObjectAlreadyExists
+from prefect.settings import get_current_settings
 
 from deployments.automations import HEARTBEAT_S, keep_automations
 from deployments.declared import ROOT, Declaration, declared, entrypoints
 from deployments.site import ANY_GPUS, GpuSet, Site, load_site
 from flows.environment import CACHES, CLIENT_SETTINGS, keep_caches_in
 from rlpipe.config.load import HOME_VARIABLE, home
-from rlpipe.errors import RlpipeError
+from rlpipe.errors import ResourceError, RlpipeError
 
 
 async def apply(site: Site, folder: Path) -> list[str]:
@@ -86,13 +89,14 @@ def offer(made: RunnerDeployment, recipe: str | None) -> None:
             names.append(recipe)
 
 
-async def undeclared(pool: str, names: list[str]) -> list[str]:
-    """Deployments of the pool that are not among these."""
+async def undeclared(site: Site, names: list[str]) -> list[str]:
+    """Deployments of this site's pool, and of its name if it has one, that are not among these."""
     async with get_client() as client:
-        of_pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[pool]))
+        of_pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[site.pool]))
         there = await client.read_deployments(work_pool_filter=of_pool, limit=200)
         titles = {found.id: found.name for found in await client.read_flows(limit=200)}
-    return sorted({f"{titles.get(one.flow_id, '?')}/{one.name}" for one in there} - set(names))
+    ours = {f"{titles.get(one.flow_id, '?')}/{one.name}" for one in there if one.name.endswith(site.called(""))}
+    return sorted(ours - set(names))
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -119,8 +123,22 @@ def place(arguments: argparse.Namespace) -> tuple[Site, Path]:
     return site.model_copy(update=changed), folder
 
 
+@contextmanager
+def server_named() -> Iterator[None]:
+    """Name the Prefect server that does not answer. Raises: ResourceError."""
+    try:
+        yield
+    except httpx.TransportError as error:
+        raise ResourceError(
+            "the Prefect server does not answer",
+            where="PREFECT_API_URL",
+            found=f"{httpx.URL(get_current_settings().api.url or '').copy_with(username=None, password=None)}: {error}",
+            do="start it (`prefect server start`, or `make up` and `. runs/.up/env`), or name the one that runs",
+        ) from error
+
+
 def main() -> int:
-    """Parse, apply, say what to do next. Exit codes: 0 done, 2 bad input."""
+    """Parse, apply, say what to do next. Exit codes: 0 done, 1 no server, 2 bad input."""
     parser = argparse.ArgumentParser(prog="python -m deployments.apply", description="Declare work pool and deployments.")
     parser.add_argument("--site", help="YAML file with sets of GPUs, schedules, settings, alerts: deployments/site.example.yaml")
     parser.add_argument("--pool", help="process work pool, made if there is none (default: the site's, else rlpipe)")
@@ -128,12 +146,14 @@ def main() -> int:
     parser.add_argument("--limit", type=int, help="training runs at a time in the set `train` (default: the site's, else 1)")
     try:
         site, folder = place(parser.parse_args())
-        names = asyncio.run(apply(site, folder))
+        with server_named():
+            names = asyncio.run(apply(site, folder))
+            gone = asyncio.run(undeclared(site, names))
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, ResourceError) else 2
     print(f"declared {', '.join(names)}; now: prefect worker start --pool {site.pool} --type process")
-    if gone := asyncio.run(undeclared(site.pool, names)):
+    if gone:
         print(f"there, but not declared any more: {', '.join(gone)} (prefect deployment delete NAME)")
     return 0
 

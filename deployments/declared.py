@@ -1,7 +1,7 @@
 """The deployments there are, as data: those that every place has, one for each recipe, and those of a site.
 
     train/train, train/<recipe> …, fork/fork, iteration/iteration, evaluate/evaluate,
-    reprocess/reprocess, convert/convert, audit/audit
+    reprocess/reprocess, convert/convert, audit/audit        (of a place with a name: train/<recipe>@<place> …)
 
 Not here: telling a server (`apply`), or running them without a work pool (`serve`).
 """
@@ -75,27 +75,27 @@ def declared(site: Site, kinds: set[str]) -> list[Declaration]:
 def _everywhere(site: Site) -> Iterator[Declaration]:
     for flow in FLOWS:
         queue, gpus = _place(site, None, flow)
-        yield Declaration(flow, flow, _with_site(site, flow, {}), queue, gpus, tags=("rlpipe", site.tag, flow))
+        yield Declaration(flow, site.called(flow), _with_site(site, flow, {}), queue, gpus, tags=("rlpipe", site.tag, flow))
 
 
 def _recipes(site: Site) -> Iterator[Declaration]:
     for recipe in recipes():
-        load_run(recipe, site.overrides)
+        load_run(recipe, site.settings)
         queue, gpus = _place(site, None, "train")
         parameters = _with_site(site, "train", {"recipe": recipe})
-        yield Declaration("train", recipe, parameters, queue, gpus, tags=("rlpipe", site.tag, "train", "recipe"))
+        yield Declaration("train", site.called(recipe), parameters, queue, gpus, tags=("rlpipe", site.tag, "train", "recipe"))
 
 
 def _own(site: Site) -> Iterator[Declaration]:
     for entry in site.deployments:
         if entry.flow == "train" and "recipe" in entry.parameters:
-            load_run(entry.parameters["recipe"], [*site.overrides, *entry.parameters.get("overrides", ())])
+            load_run(entry.parameters["recipe"], [*site.settings, *entry.parameters.get("overrides", ())])
         for schedule in entry.schedules:
             _check(schedule, f"{entry.flow}/{entry.name}")
         queue, gpus = _place(site, entry, entry.flow)
         parameters = _with_site(site, entry.flow, entry.parameters)
         tags = ("rlpipe", site.tag, entry.flow, *entry.tags)
-        yield Declaration(entry.flow, entry.name, parameters, queue, gpus, entry.schedules, tags)
+        yield Declaration(entry.flow, site.called(entry.name), parameters, queue, gpus, entry.schedules, tags)
 
 
 def _place(site: Site, entry: Entry | None, flow: str) -> tuple[str, tuple[int, ...] | None]:
@@ -105,7 +105,7 @@ def _place(site: Site, entry: Entry | None, flow: str) -> tuple[str, tuple[int, 
 
 
 def _with_site(site: Site, flow: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    return {**parameters, "site": list(site.overrides)} if flow in TAKE_SITE and site.overrides else parameters
+    return {**parameters, "site": list(site.settings)} if flow in TAKE_SITE and site.settings else parameters
 
 
 def _check(schedule: Schedule, of: str) -> None:

@@ -22,10 +22,10 @@ from prefect import serve
 from prefect.deployments.runner import RunnerDeployment
 from prefect.flows import Flow, load_flow_from_entrypoint
 
-from deployments.apply import environment, place
+from deployments.apply import environment, place, server_named
 from deployments.declared import FLOWS, ROOT, declared, entrypoints
 from deployments.site import Site
-from rlpipe.errors import ConfigError, RlpipeError
+from rlpipe.errors import ConfigError, ResourceError, RlpipeError
 
 OPEN_ITERATIONS = frozenset({"train", "fork", "reprocess"})
 """Flows whose runs may wait for an iteration's flow run."""
@@ -60,7 +60,7 @@ def check_limit(chosen: Sequence[str], limit: int | None) -> None:
 
 
 def main() -> int:
-    """Parse, serve until it is stopped. Exit codes: 0 done, 2 bad input."""
+    """Parse, serve until it is stopped. Exit codes: 0 done, 1 no server, 2 bad input."""
     parser = argparse.ArgumentParser(prog="python -m deployments.serve", description="Serve the deployments without a work pool.")
     parser.add_argument("flows", nargs="*", metavar="FLOW", help=f"of {', '.join(FLOWS)} (default: all)")
     parser.add_argument("--site", help="YAML file with schedules and settings: deployments/site.example.yaml")
@@ -76,10 +76,11 @@ def main() -> int:
         os.environ.update(environment(folder))
         os.chdir(ROOT)
         ready = asyncio.run(served(site, arguments.flows))
+        with server_named():
+            serve(*ready, limit=limit)
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    serve(*ready, limit=limit)
+        return 1 if isinstance(error, ResourceError) else 2
     return 0
 
 

@@ -92,8 +92,11 @@ class Alerts(Config):
 class Site(Config):
     """One place where runs are made."""
 
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$")
+    """Where several places have one Prefect server: its deployments are `train/<recipe>@<name>`, so that each has its own. None:
+    there is no other place, or that one has a name."""
     pool: str = "rlpipe"
-    """Process work pool; made if there is none."""
+    """Process work pool; made if there is none. With a name it is `rlpipe-<name>` unless it is given."""
     gpu_sets: dict[str, GpuSet] = Field(default_factory=dict)
     """Name → GPUs. `train` is always there, for all of them."""
     overrides: tuple[str, ...] = ()
@@ -104,6 +107,13 @@ class Site(Config):
     alerts: Alerts = Alerts()
     """Who is told of what."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _pool_of_its_own(cls, values: Any) -> Any:
+        if isinstance(values, dict) and isinstance(values.get("name"), str) and "pool" not in values:
+            return {**values, "pool": f"rlpipe-{values['name']}"}
+        return values
+
     @model_validator(mode="after")
     def _sets_are_there(self) -> Site:
         if UNLIMITED in self.gpu_sets:
@@ -111,6 +121,16 @@ class Site(Config):
         if unknown := {entry.gpu_set for entry in self.deployments if entry.gpu_set} - {*self.gpu_sets, ANY_GPUS}:
             raise ValueError(f"no such set of GPUs: {', '.join(sorted(unknown))}; there are {', '.join(self.sets)}")
         return self
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """`overrides`, and before them what follows from the place's name."""
+        iterations = f"orchestration.deployment=iteration/{self.called('iteration')}"
+        return (iterations, *self.overrides) if self.name else self.overrides
+
+    def called(self, deployment: str) -> str:
+        """The name of a deployment here, of what every place calls it."""
+        return f"{deployment}@{self.name}" if self.name else deployment
 
     @property
     def tag(self) -> str:

@@ -148,31 +148,38 @@ def drive(arguments: argparse.Namespace) -> int:
 
 def finish(start: Callable[[], Awaitable[dict[str, Any]]]) -> tuple[int, dict[str, Any] | None]:
     """Run a flow in this process, under a Prefect server: (exit code, its answer if it came to its end)."""
-    from tools.local_prefect import drain, local_prefect
+    from tools.local_prefect import local_prefect
 
-    with local_prefect(home()):
-        from flows.stopping import Preempted
-        from rlpipe.actors.local_ray import disconnect
+    try:
+        with local_prefect(home()):
+            return run_flow(start)
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from the last committed stage", file=sys.stderr)
+        return 130, None
+    except RlpipeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1, None
 
-        async def run() -> dict[str, Any]:
-            try:
-                return await start()
-            finally:
-                await drain()
 
+def run_flow(start: Callable[[], Awaitable[dict[str, Any]]]) -> tuple[int, dict[str, Any] | None]:
+    """As `finish`, under the server that there is. Raises: KeyboardInterrupt, RlpipeError."""
+    from flows.stopping import Preempted
+    from rlpipe.actors.local_ray import disconnect
+    from tools.local_prefect import drain
+
+    async def run() -> dict[str, Any]:
         try:
-            return 0, asyncio.run(run())
-        except KeyboardInterrupt:
-            print("\nstopped; the same command goes on from the last committed stage", file=sys.stderr)
-            return 130, None
-        except Preempted as error:
-            print(error, file=sys.stderr)
-            return 143, None
-        except RlpipeError as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            return 1, None
+            return await start()
         finally:
-            disconnect()
+            await drain()
+
+    try:
+        return 0, asyncio.run(run())
+    except Preempted as error:
+        print(error, file=sys.stderr)
+        return 143, None
+    finally:
+        disconnect()
 
 
 if __name__ == "__main__":

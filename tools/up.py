@@ -19,9 +19,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 import yaml
@@ -45,6 +46,8 @@ END_TIMEOUT_S = 45.0
 """A run that is asked to end gets `resources.stop_grace_s` (20 s) for its iteration, and some for a checkpoint."""
 ENGINE = "prefect.engine"
 """The module that a worker starts a flow run with."""
+POOL = "RLPIPE_POOL"
+"""In a worker's environment: whose runs it starts. A site that gets a name gets another pool."""
 MIN_CPUS = 16
 """Ray counts a CPU for each actor, most of which wait for a GPU or for each other."""
 
@@ -121,7 +124,7 @@ def start_worker(place: Place, pool: str) -> None:
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
     settings = {**SETTINGS, "PREFECT_HOME": str(place.folder / "prefect")}
     settings["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "INFO"
-    start(place, "worker", command, [], {**settings, **place.environment})
+    start(place, "worker", command, [], {**settings, **place.environment, POOL: pool})
 
 
 def up(place: Place, site: Path | None) -> int:
@@ -144,7 +147,7 @@ def up(place: Place, site: Path | None) -> int:
     secret.write_text(exports(place))
     if code := declare(place):
         return code
-    end_if_elsewhere(place, "worker")
+    end_if_elsewhere(place, "worker", {POOL: merged.pool})
     if not place.running("worker"):
         start_worker(place, merged.pool)
     return 0
@@ -178,16 +181,18 @@ def environment_of(process: psutil.Process) -> dict[str, str]:
     return found
 
 
-def end_if_elsewhere(place: Place, name: str) -> None:
-    """End a process that was started for other servers than those that run now, some of which it would not find.
+def end_if_elsewhere(place: Place, name: str, also: Mapping[str, str] = MappingProxyType({})) -> None:
+    """End a process that was started for other servers than those that run now, some of which it would not find, or without what
+    is to be in its environment `also`.
 
     Raises: ResourceError if that would end runs.
     """
-    process, began_with = place.running(name), place.environment
+    wanted = {**place.environment, **also}
+    process, began_with = place.running(name), wanted
     if process is not None:
         with suppress(psutil.Error):
             began_with = environment_of(process)
-        if not place.environment.items() <= began_with.items():
+        if not wanted.items() <= began_with.items():
             if runs := under_way(place):
                 raise ResourceError(
                     f"{name} was started for other servers than those that run now, and starting it anew would end runs",
@@ -247,7 +252,9 @@ def told(place: Place) -> str:
         where = place.url(name) if process and name != "worker" else ""
         lines.append(f"  {name:<8} {f'PID {process.pid}' if process else 'down':<12} {where}".rstrip())
     if place.running("worker"):
-        lines += ["", f"  . {place.folder / 'env'}", "  .venv/bin/prefect deployment run train/spell_backward"]
+        declared = place.folder / "site.yaml"
+        demo = load_site(declared if declared.exists() else None).called("spell_backward")
+        lines += ["", f"  . {place.folder / 'env'}", f"  .venv/bin/prefect deployment run train/{demo}"]
         lines += [f"  its pages: {place.url('prefect')}   logs: {place.folder}/*.log"]
     return "\n".join(lines)
 

@@ -61,6 +61,15 @@ def test_what_pods_name_is_there(manifest: list[dict[str, Any]]):
         assert {one["name"] for several in found(pod, "volumeMounts") for one in several} <= volumes
 
 
+def test_the_worker_sees_the_processes_of_the_head_beside_it(manifest: list[dict[str, Any]]):
+    """Ray's driver looks for the raylet of its machine among the processes, and for its sockets and memory in the file system."""
+    pods = [one["spec"]["template"]["spec"] for one in manifest if "template" in one.get("spec", {})]
+    (head,) = [pod for pod in pods if any("worker" in one.get("args", []) for one in pod["containers"])]
+    assert head["shareProcessNamespace"] is True
+    shared = [{(one["name"], one["mountPath"]) for one in container["volumeMounts"]} for container in head["containers"]]
+    assert all({("ray", "/tmp/ray"), ("memory", "/dev/shm")} <= mounts for mounts in shared) and len(shared) == 2
+
+
 def test_services_find_their_pods(manifest: list[dict[str, Any]]):
     labels = [one["spec"]["template"]["metadata"]["labels"] for one in manifest if "template" in one.get("spec", {})]
     assert all(one["spec"]["selector"] in labels for one in manifest if one["kind"] == "Service")
@@ -74,7 +83,9 @@ def test_no_secret_is_written_in_the_manifest(manifest: list[dict[str, Any]], fo
     assert secrets == made == {"store", "database"}
     assert named(manifest, "Secret") == set()
     values = [one.get("value", "") for several in found(manifest, "env") for one in several]
-    assert [value for value in values if "://" in value] == ["postgresql+asyncpg://prefect:$(PASSWORD)@postgres:5432/prefect"]
+    database, pages = (value for value in values if "://" in value)
+    assert database == "postgresql+asyncpg://prefect:$(PASSWORD)@postgres:5432/prefect"
+    assert pages == "http://127.0.0.1:4200/api", "as the port-forward of the page"
 
 
 def test_what_pythonpath_has_is_kept_behind_the_checkout(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -88,7 +99,7 @@ def test_what_pythonpath_has_is_kept_behind_the_checkout(folder: Path, monkeypat
 
 
 def test_the_modules_that_are_started_exist(manifest: list[dict[str, Any]], folder: Path):
-    commands = [" ".join(one["command"]) for one in containers(manifest) if "command" in one]
+    commands = [" ".join(one["args"]) for one in containers(manifest) if "args" in one]
     texts = [*commands, *(path.read_text() for name in ("*.md", "*.sbatch", "Containerfile") for path in folder.glob(name))]
     modules = {module for text in texts for module in re.findall(r"-m ([a-z_]+(?:\.[a-z_0-9]+)+)", text)}
     assert "deployments.apply" in modules

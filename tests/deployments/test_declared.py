@@ -45,6 +45,17 @@ def test_a_site_places_its_runs_on_its_gpus_with_its_settings():
     assert "site" not in by_name(site)["iteration/iteration"].parameters
 
 
+def test_places_with_names_share_no_deployment_no_pool_and_no_iteration():
+    entry = Entry(flow="train", name="nightly", parameters={"recipe": "search"})
+    here, there = (Site.model_validate({"name": name, "deployments": [entry]}) for name in ("h200", "lab"))
+    ours = by_name(here)
+    assert ours.keys().isdisjoint(by_name(there)) and ours.keys().isdisjoint(by_name(Site()))
+    assert {"train/search@h200", "train/nightly@h200", "iteration/iteration@h200", "audit/audit@h200"} <= ours.keys()
+    assert ours["train/nightly@h200"].parameters["site"] == ["orchestration.deployment=iteration/iteration@h200"]
+    assert (here.pool, there.pool, here.tag) == ("rlpipe-h200", "rlpipe-lab", "rlpipe/rlpipe-h200")
+    assert Site(name="h200", pool="mine").pool == "mine"
+
+
 @pytest.mark.parametrize("overrides", [("no.such=1",), ("num_rollout=x",)])
 def test_settings_that_no_run_could_start_with_are_refused_at_once(overrides: tuple[str, ...]):
     with pytest.raises(ConfigError, match=r"no|num_rollout"):

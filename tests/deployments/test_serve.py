@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from deployments.apply import server_named
 from deployments.serve import check_limit, served
 from deployments.site import Entry, Schedule, Site
-from rlpipe.errors import ConfigError
+from rlpipe.errors import ConfigError, ResourceError
 
 
 async def test_the_chosen_flows_are_served_with_their_schedules(repository: Path, monkeypatch: pytest.MonkeyPatch):
@@ -19,6 +22,16 @@ async def test_the_chosen_flows_are_served_with_their_schedules(repository: Path
     assert [len(one.schedules or []) for one in made.values()] == [0, 0, 1]
     assert made["iteration/iteration"].entrypoint == "flows/iteration_run.py:iteration_run"
     assert all(one.work_pool_name is None for one in made.values())
+
+
+def test_a_server_that_does_not_answer_is_named_without_its_password():
+    with (
+        temporary_settings({PREFECT_API_URL: "http://me:secret@10.0.0.1:4200/api"}),
+        pytest.raises(ResourceError, match=r"does not answer\n *found: *http://10\.0\.0\.1:4200/api: refused") as raised,
+        server_named(),
+    ):
+        raise httpx.ConnectError("refused")
+    assert "secret" not in str(raised.value)
 
 
 @pytest.mark.parametrize("chosen", [[], *([flow, "iteration"] for flow in ("train", "fork", "reprocess"))])

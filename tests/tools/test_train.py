@@ -280,8 +280,10 @@ class Flow:
 
     @contextmanager
     def server(self, _: Path) -> Iterator[str]:
-        yield ""
-        self.log.append("server ended")
+        try:
+            yield ""
+        finally:
+            self.log.append("server ended")
 
 
 @pytest.fixture

@@ -149,6 +149,15 @@ def test_a_worker_whose_servers_are_elsewhere_now_is_ended_and_no_other(place: P
     assert place.running("prefect") and not place.running("worker")
 
 
+def test_a_worker_of_another_pool_is_ended(place: Place):
+    """A site that got a name has another one, and nobody would take its runs."""
+    start(place, "worker", SLEEPS, [], {**place.environment, up.POOL: "rlpipe"})
+    end_if_elsewhere(place, "worker", {up.POOL: "rlpipe"})
+    assert place.running("worker")
+    end_if_elsewhere(place, "worker", {up.POOL: "rlpipe-h200"})
+    assert not place.running("worker")
+
+
 def test_what_would_end_runs_is_refused_and_down_ends_them_also_without_their_worker(place: Place):
     start(place, "worker", SLEEPS, [], place.environment)
     start(place, "prefect", SLEEPS, [free_port(0)], {})
