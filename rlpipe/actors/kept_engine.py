@@ -44,6 +44,7 @@ class KeptEngine:
         self.trouble: Exception | None = None
         self.tested_s = time.monotonic()
         self.starting = False
+        self._ended = 0
         self._patience = [Patience() for _ in self.actors]
 
     @classmethod
@@ -61,8 +62,11 @@ class KeptEngine:
 
         A server whose actor died is made anew; one whose actor hangs is ended. Raises: DeadlineExceeded if one does not answer.
         """
-        found = await asyncio.gather(*map(self._look_at, self._nodes), return_exceptions=True)
-        states = [_or_raise(state) for state in found]
+        ended = None
+        while ended != self._ended:  # what it was while it was being ended says nothing of it now
+            ended = self._ended
+            found = await asyncio.gather(*map(self._look_at, self._nodes), return_exceptions=True)
+            states = [_or_raise(state) for state in found]
         alive = [state["alive"] for state in states]
         if any(alive) and not all(alive) and not self.starting:
             with suppress(RlpipeError):  # then the next look finds it again
@@ -95,8 +99,11 @@ class KeptEngine:
     async def stop(self) -> None:
         """End its servers; its keeper starts others."""
         self.url, self.stamp, self.admitted = None, None, False
+        self._ended += 1
         stops = (self._call("stop", CALL_TIMEOUT_S, node=node) for node in self._nodes)
-        for stopped in await asyncio.gather(*stops, return_exceptions=True):
+        found = await asyncio.gather(*stops, return_exceptions=True)
+        self._ended += 1
+        for stopped in found:
             _or_raise(stopped)
 
     async def move(self, method: Literal["keep", "take"], tags: Collection[str]) -> None:

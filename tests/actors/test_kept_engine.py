@@ -111,6 +111,17 @@ async def test_so_they_are_if_a_node_loses_its_actor(engine: KeptEngine):
     assert await starts(engine) == [(2, "here:1"), (1, "here:1")]
 
 
+async def test_a_look_from_before_it_was_ended_does_not_bring_it_back(engine: KeptEngine):
+    await methods(engine.actors[0]).become.remote(hangs_s=0.5)
+    look = asyncio.create_task(engine.look())
+    await asyncio.sleep(0.1)
+    await engine.stop()
+    assert engine.url is None
+    await methods(engine.actors[0]).become.remote(hangs_s=0.0)
+    assert not await look
+    assert engine.url is None
+
+
 async def test_servers_that_have_met_at_different_places_are_all_started_again(engine: KeptEngine):
     await methods(engine.actors[1]).become.remote(met="elsewhere")
     await engine.start(SPEC, 60.0)
