@@ -354,9 +354,9 @@ class Conductor:
             if trainer is None:
                 return None
             async with nullcontext() if to.idle or self._sharing.active else self._requests(config).held_for_push():
-                of_push = {"engines": list(to.urls()), "stamp": weights.stamp, "sync": config.sync}
-                shared = places(self._kept().engines, of_push["engines"], config.resources)
-                await to.begin()
+                urls = await to.begin(to.urls())
+                of_push = {"engines": urls, "stamp": weights.stamp, "sync": config.sync}
+                shared = places(self._kept().engines, urls, config.resources)
                 answers = await trainer.call("push", held=weights.digest, places=shared, deadline_s=deadline_s, **of_push)
                 await to.end(answers[0]["unknown"])
         return answers[0]

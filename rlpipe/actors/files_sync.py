@@ -76,8 +76,8 @@ class FilesSync:
         end_s = start_s + self.sync.timeout_s
         folders, unknown = await self._bring(weights.stamp, to.urls(), kept, end_s)
         async with held():
-            await to.begin()
-            report = await self._loaded(weights.stamp, folders, end_s)
+            urls = await to.begin(list(folders))
+            report = await self._loaded(weights.stamp, {url: folders[url] for url in urls}, end_s)
             unknown |= report.unknown
             await to.end(unknown)
         share = version.size_bytes / max(version.full_bytes, 1)

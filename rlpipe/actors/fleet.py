@@ -56,8 +56,8 @@ class Receivers:
 
     urls: Callable[[], Sequence[str]]
     """Who they are. Called once the trainer is had: to restore it may have cost engines the weights that they held."""
-    begin: Callable[[], Awaitable[None]]
-    """Awaited right before the first byte."""
+    begin: Callable[[Sequence[str]], Awaitable[list[str]]]
+    """Awaited right before the first byte, with whom it is for: which of them are sent to. None whose actor does not answer."""
     end: Callable[[Mapping[str, str]], Awaitable[None]]
     """Awaited after the last byte, before engines may sample again, with why what some of them hold is unknown, by URL."""
     idle: bool
@@ -299,36 +299,32 @@ class Fleet:
         return sent
 
     async def _send_to(self, behind: list[KeptEngine], weights: Weights, *, must: bool) -> dict[str, Any]:
-        engines: list[KeptEngine] = []
+        begun: list[str] = []
         arrived: list[KeptEngine] = []
-        begun = False
 
-        def urls() -> list[str]:
-            engines[:] = self._in_need(behind)
-            return [str(engine.url) for engine in engines]
-
-        async def begin() -> None:
-            nonlocal begun
-            begun, self._pushes = True, self._pushes + 1
+        async def begin(urls: Sequence[str]) -> list[str]:
+            self._pushes += 1
+            engines = self._with(urls)
             for engine in engines:
                 engine.stamp = None
-            marks = [engine.actor.mark.remote(unknown=True) for engine in engines]
-            await gather(marks, where="engine.mark", deadline_s=CALL_TIMEOUT_S)
+            marked = await self._marked(engines, unknown=True)
+            begun.extend(url for url in urls if any(url == engine.url for engine in marked))
+            if not begun:
+                raise SyncError("no engine answers", where=f"push of {weights.stamp}", do="see the engines' logs")
+            return begun
 
         async def end(unknown: Mapping[str, str]) -> None:
-            failed = [engine for engine in engines if engine.url in unknown]
-            await self._leave_out(failed)
-            arrived.extend(engine for engine in engines if engine not in failed)
-            await asyncio.gather(*(engine.mark(unknown=False) for engine in arrived))
+            await self._leave_out(self._with(unknown))
+            reached = [engine for engine in self._with(begun) if engine.url not in unknown]
+            arrived.extend(await self._marked(reached, unknown=False))
             for engine in arrived:
                 engine.stamp = weights.stamp
 
         try:
-            to = Receivers(urls, begin, end, idle=not any(engine.admitted for engine in behind))
-            sent = await self._send(weights, to, must=must)
-        except BaseException:
-            if begun:  # before, they hold what they held
-                await self._leave_out([engine for engine in engines if engine not in arrived])
+            idle = not any(engine.admitted for engine in behind)
+            sent = await self._send(weights, Receivers(lambda: self._in_need(behind), begin, end, idle), must=must)
+        except BaseException:  # engines that it had not begun with hold what they held
+            await self._leave_out([engine for engine in self._with(begun) if engine not in arrived])
             raise
         if sent is None:
             return _nothing()
@@ -336,10 +332,21 @@ class Fleet:
             raise SyncError("the weights arrived nowhere", where=f"push of {weights.stamp}", found=sent["unknown"])
         return {"engines": len(arrived), **{key: value for key, value in sent.items() if key != "unknown"}}
 
-    def _in_need(self, behind: list[KeptEngine]) -> list[KeptEngine]:
+    async def _marked(self, engines: list[KeptEngine], *, unknown: bool) -> list[KeptEngine]:
+        """Those of them whose actors know that what they hold is unknown, or no longer. Others are left out."""
+        answers = await asyncio.gather(*(engine.mark(unknown=unknown) for engine in engines), return_exceptions=True)
+        silent = [engine for engine, answer in zip(engines, answers, strict=True) if answer is not None]
+        await self._leave_out(silent)
+        return [engine for engine in engines if engine not in silent]
+
+    def _with(self, urls: Collection[str]) -> list[KeptEngine]:
+        """Engines whose servers are these now: one that was started again is another."""
+        return [engine for engine in self.engines if engine.url in urls]
+
+    def _in_need(self, behind: list[KeptEngine]) -> list[str]:
         """Of these, those that are still up; where GPUs are shared, with all that gave up their weights for the trainer."""
         asked = self.engines if self._sharing.active else behind
-        return [e for e in asked if e.url and not e.starting and (e in behind or e.stamp not in self._acceptable)]
+        return [e.url for e in asked if e.url and not e.starting and (e in behind or e.stamp not in self._acceptable)]
 
     async def _admit(self, engines: list[KeptEngine]) -> None:
         if engines:
@@ -353,9 +360,7 @@ class Fleet:
         if urls:
             with suppress(RlpipeError):
                 await self.router.remove(urls)
-        for engine in engines:
-            with suppress(RlpipeError):
-                await engine.stop()
+        await asyncio.gather(*(engine.stop() for engine in engines), return_exceptions=True)
 
 
 def _nothing() -> dict[str, Any]:

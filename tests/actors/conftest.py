@@ -1,13 +1,19 @@
-"""A small Ray of this package's own, started once and ended with its last test."""
+"""A small Ray of this package's own, started once and ended with its last test; a fleet of small actors on it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import ray
 
+from rlpipe.actors import fleet as module
+from rlpipe.actors.fleet import Fleet
+from rlpipe.actors.kept_engine import KeptEngine
 from rlpipe.actors.local_ray import connect, disconnect
 from rlpipe.config.model import ResourcesConfig
+from tests.actors.engines import FakeEngine, FakeRouter, find_or_start
+from tests.actors.fleets import ENGINES, SPEC, Trainer
 
 NAMESPACE = "rlpipe-tests"
 
@@ -18,3 +24,34 @@ def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     connect(ResourcesConfig(), tmp_path_factory.mktemp("ray"), namespace=NAMESPACE)
     yield NAMESPACE
     disconnect()
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    return Trainer()
+
+
+@pytest.fixture
+async def fleet(local_ray: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
+    """Two engines that are up, without weights, looked at twenty times a second."""
+    monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.05)
+    engines = [KeptEngine(number, lambda n, _: find_or_start(FakeEngine, f"fleet-engine-{n}", n)) for number in range(ENGINES)]
+    urls: list[str] = []
+
+    async def on_router(url: str) -> None:
+        urls.append(url)
+
+    made = Fleet(
+        engines,
+        lambda: find_or_start(FakeRouter, "fleet-router"),
+        SPEC,
+        trainer.send,
+        can_send=trainer.can_send,
+        on_router=on_router,
+    )
+    await made.open()
+    assert urls == ["http://router"]
+    yield made
+    await made.close()
+    for actor in (made.router.actor, *(engine.actor for engine in made.engines)):
+        ray.kill(actor)

@@ -27,7 +27,7 @@ class FakeEngine:
         self.stamp: str | None = None
         self.unknown = True
         self.stuck = False
-        self.hangs_s = 0.0
+        self.hangs_s = self.marks_s = 0.0
         self.awake = {"weights", "kv_cache", "cuda_graph"}
 
     def start(self, spec: Any, meeting: str | None = None) -> str:
@@ -66,6 +66,7 @@ class FakeEngine:
         return self.alive and self.generating
 
     def mark(self, *, unknown: bool) -> None:
+        time.sleep(self.marks_s)
         self.unknown = unknown
 
     def keep(self, tags: Any) -> None:

@@ -43,9 +43,8 @@ class Pushes:
         self.model = live.model
 
     async def __call__(self, weights: Weights, to: Receivers, *, must: bool) -> dict[str, Any]:
-        urls, tensors = to.urls(), self.model.state_dict().items()
-        await to.begin()
-        report = await asyncio.to_thread(self.transport.push, tensors, urls, weights.stamp)
+        urls = await to.begin(to.urls())
+        report = await asyncio.to_thread(self.transport.push, self.model.state_dict().items(), urls, weights.stamp)
         await to.end(report.unknown)
         return {"bytes": report.size_bytes, "seconds": report.seconds, "unknown": report.unknown}
 

@@ -186,8 +186,7 @@ class Pushes:
         self.model = model
 
     async def __call__(self, weights: Weights, to: Receivers, *, must: bool) -> dict[str, Any]:
-        urls = to.urls()
-        await to.begin()
+        urls = await to.begin(to.urls())
         report = await asyncio.to_thread(self.transport.push, self.model.state_dict().items(), urls, weights.stamp)
         await to.end(report.unknown)
         return {"bytes": report.size_bytes, "seconds": report.seconds, "unknown": report.unknown}

@@ -5,7 +5,7 @@ The trainer's ranks are writers in this process; what an engine's actor does for
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,8 +96,9 @@ class Push:
             finally:
                 self.log.append("released")
 
-        async def begin() -> None:
+        async def begin(urls: Sequence[str]) -> list[str]:
             self.log.append("begin")
+            return list(urls)
 
         async def end(unknown: Mapping[str, str]) -> None:
             self.log.append("end")

@@ -21,7 +21,7 @@ import asyncio
 import shutil
 import statistics
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -107,9 +107,12 @@ class Pushes:
         async def trainer() -> AsyncIterator[Any]:
             yield _Group(self.trainer)
 
-        async def nothing(*_: Any) -> None: ...
+        async def begin(urls: Sequence[str]) -> list[str]:
+            return list(urls)
 
-        to = Receivers(lambda: list(self.up.engines), nothing, nothing, idle=True)
+        async def end(unknown: Mapping[str, str]) -> None: ...
+
+        to = Receivers(lambda: list(self.up.engines), begin, end, idle=True)
         sent = await FilesSync(spec, "bench").send(weights, to, engines, trainer=trainer, held=nullcontext)
         assert sent is not None
         return sent
