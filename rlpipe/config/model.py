@@ -51,7 +51,8 @@ class ModelConfig(Config):
     start_from: BranchModel | None = None
     """Take the first weights from another branch instead of from `source` (which still gives the architecture)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the parameters and activations in trainer and engines. Without CUDA, float32 is the tested choice."""
+    """Of the parameters and activations in trainer and engines, a warm start's too. Without CUDA, float32 is the tested choice;
+    engines on GPUs refuse it."""
 
 
 def _address(value: str) -> str:
@@ -228,7 +229,8 @@ class EngineConfig(Config):
     takes engines off during pushes. On another machine than the engines it has to reach them: set engine.host.
     With train.use_rollout_routing_replay generation requests go past it, to the engines that it lists."""
     server_concurrency: int = Tuning(default=512, ge=1)
-    """Requests in flight per engine."""
+    """Requests in flight per engine. On GPUs of 60 GiB and more it has CUDA graphs of decoding for as many
+    (`cuda_graph_max_bs_decode`, if `engine.sglang` does not give it)."""
     request_timeout_s: float = Tuning(default=600.0, gt=0)
     """Deadline of one generation request."""
     rollout_health_check_interval: float = Tuning(default=30.0, gt=0)

@@ -73,8 +73,9 @@ def test_runs_that_share_a_gpu_or_do_not_learn_the_same_and_go_on_after_kills(tm
 @pytest.mark.integration
 @pytest.mark.timeout(900)
 def test_the_demo_runs_on_one_gpu(tmp_path: Path) -> None:
-    """Its model is in float32, with heads of 32, which FlashAttention is not for. Without its warm start: more of the same."""
-    ours = ("resources.colocate=true", "resources.start_timeout_s=400", "warm_start=null", "num_rollout=3")
+    """As the Makefile has it. Its heads are of 32, which FlashAttention is not for. Without its warm start: more of the same."""
+    on_one = ("resources.colocate=true", "model.dtype=bfloat16")
+    ours = (*on_one, "resources.start_timeout_s=400", "warm_start=null", "num_rollout=3")
     kit = ("engine.sglang.sampling_backend=pytorch", "engine.sglang.grammar_backend=none")
     one = {"CUDA_VISIBLE_DEVICES": visible_gpus()[0]}
     with LiveRun(tmp_path, "--recipe", "spell_backward", *ours, *kit, environment=one) as run:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -123,7 +125,7 @@ def test_engines_on_gpus_sample_by_seed_in_a_deterministic_run(tmp_path, device:
         tmp_path / "model",
         EngineConfig(),
         ResourcesConfig(),
-        dtype="float32",
+        dtype="float32" if device == "cpu" else "bfloat16",
         port=None,
         log_path=tmp_path / "log",
         seed=1,
@@ -145,12 +147,70 @@ def test_a_gpu_and_an_environment_for_cpus_do_not_go_together(tmp_path, monkeypa
     arguments = {"dtype": "float32", "port": None, "log_path": tmp_path / "log", "seed": 1}
     with pytest.raises(ConfigError, match=r"cannot use this machine(.|\n)*no package sgl_kernel(.|\n)*RLPIPE_EXTRAS=gpu,dev"):
         Server(tmp_path, EngineConfig(), ResourcesConfig(), **arguments)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    on_gpu = Server(tmp_path, EngineConfig(), ResourcesConfig(), **arguments)
-    assert on_gpu.device == "cuda"
-    assert on_gpu.arguments()[on_gpu.arguments().index("--attention-backend") + 1] == "triton", "the others take no 32 bit"
-    of_16_bit = Server(tmp_path, EngineConfig(), ResourcesConfig(), **{**arguments, "dtype": "bfloat16"})
-    assert "--attention-backend" not in of_16_bit.arguments()
+
+
+@pytest.fixture
+def on_gpu(tmp_path) -> Callable[..., list[str]]:
+    """The command line of a server on a GPU, with an engine and a model of these settings."""
+
+    def line(dtype: str = "bfloat16", sglang: dict[str, object] | None = None, **model: object) -> list[str]:
+        (tmp_path / "config.json").write_text(json.dumps(model))
+        engine = EngineConfig(sglang=sglang or {})
+        common = {"dtype": dtype, "port": None, "log_path": tmp_path / "log", "seed": 1}
+        return Server(tmp_path, engine, ResourcesConfig(), device="cuda", **common).arguments()
+
+    return line
+
+
+def test_a_model_in_32_bit_is_refused_on_gpus(on_gpu: Callable[..., list[str]]):
+    with pytest.raises(ConfigError, match=r"model.dtype(.|\n)*float32(.|\n)*model.dtype=bfloat16"):
+        on_gpu("float32")
+
+
+@pytest.mark.parametrize(
+    ("model", "small"),
+    [
+        ({"hidden_size": 128, "num_attention_heads": 4}, True),
+        ({"hidden_size": 1024, "num_attention_heads": 16}, False),
+        ({"hidden_size": 1024, "num_attention_heads": 32, "head_dim": 128}, False),
+        ({"hidden_size": 7168, "num_attention_heads": 128, "kv_lora_rank": 512}, False),
+        ({"text_config": {}}, False),
+    ],
+)
+def test_small_heads_take_an_attention_that_is_for_any(on_gpu: Callable[..., list[str]], model: dict[str, int], small: bool):
+    line = on_gpu(**model)
+    assert ("--attention-backend" in line) is small
+    assert not small or line[line.index("--attention-backend") + 1] == "triton"
+    chosen = on_gpu(sglang={"attention_backend": "fa3"}, **model)
+    assert chosen[chosen.index("--attention-backend") + 1] == "fa3"
+
+
+@pytest.mark.parametrize(
+    ("said", "sglang", "graphs"),
+    [
+        ("143771\n143771\n", {}, "512"),
+        ("143771\n143771\n", {"cuda_graph_max_bs_decode": 64}, "64"),
+        ("143771\n", {"speculative_algorithm": "EAGLE"}, None),
+        ("143771\n24564\n", {}, None),
+        ("No devices were found\n", {}, None),
+        ("", {}, None),
+    ],
+)
+def test_a_large_gpu_has_graphs_for_as_many_requests_as_are_sent(
+    on_gpu: Callable[..., list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: str,
+    sglang: dict[str, object],
+    graphs: str | None,
+):
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\nprintf '{said}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    line = on_gpu(sglang=sglang)
+    assert (line[line.index("--cuda-graph-max-bs-decode") + 1] if "--cuda-graph-max-bs-decode" in line else None) == graphs
 
 
 def test_a_port_is_chosen_with_those_that_follow_it(monkeypatch):
