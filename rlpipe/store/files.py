@@ -59,7 +59,8 @@ class Files:
         return self._backend.url(_checked(path) if path else "")
 
     def create(self, path: str, data: bytes) -> bool:
-        """Write an object. True: we wrote it. False: it is there already, with these very bytes.
+        """Write an object. True: we wrote it. False: it is there already, with these very bytes: somebody's, or ours from an
+        attempt whose answer was lost.
 
         Raises: ObjectConflict if it is there with other bytes; StoreFull; StoreError.
         """
