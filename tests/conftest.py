@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from tests.gpus import prepare, visible_gpus
+
 os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")  # 20 is too little beside other tests
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+prepare()
 
 settings.register_profile("rlpipe", deadline=None, max_examples=50)
 settings.load_profile("rlpipe")
@@ -25,7 +28,7 @@ a machine."""
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Whole runs first; not what asks for more GPUs than there are."""
     items.sort(key=lambda item: not item.nodeid.startswith(WHOLE_RUNS))
-    if beyond := [item for item in items if (needed := _gpus_of(item)) and needed > _gpus()]:
+    if beyond := [item for item in items if (needed := _gpus_of(item)) and needed > len(visible_gpus())]:
         config.hook.pytest_deselected(items=beyond)
         items[:] = [item for item in items if item not in beyond]
 
@@ -33,13 +36,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _gpus_of(item: pytest.Item) -> int:
     marker = item.get_closest_marker("gpu")
     return 0 if marker is None else marker.args[0] if marker.args else 1
-
-
-@cache
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 @pytest.hookimpl(optionalhook=True)

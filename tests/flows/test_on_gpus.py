@@ -1,5 +1,5 @@
 """Whole runs on GPUs (`pytest -s -m gpu`): one that shares a GPU and one with a GPU for each side learn the same, over
-kills; and the demo.
+kills; PPO in ranks of several kinds, into an engine that somebody else started; and the demo.
 
 Not here: what sharing costs (`test_colocated`), the same without GPUs (`test_train`).
 """
@@ -9,17 +9,20 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from deployments.recipes.tiny_models import make_spell_backward_model
 from rlpipe.store.audit import check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.types import Stage
 from tests.flows.live_run import LiveRun
-from tests.sync.gpu import visible_gpus
+from tests.gpus import environment, visible_gpus
+from tests.sync.gpu import engine_on
 
 ITERATIONS, KILLED_AT, LAST = 24, 6, 5
 RECIPE = """
@@ -38,6 +41,7 @@ checkpoint: {save_interval: 1000}
 resources: {start_timeout_s: 400, exclusive_gpus: false}
 engine: {sglang: {mem_fraction_static: 0.25, attention_backend: triton, sampling_backend: pytorch, grammar_backend: none}}
 """
+SIZES: dict[str, Any] = {"hidden_size": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 1536}
 REWARD = """
 def score(sample):
     return sum(letter in 'aeiou' for letter in sample.response) / (len(sample.response) or 1)
@@ -53,13 +57,9 @@ LAYOUTS = {
 @pytest.mark.integration
 @pytest.mark.timeout(1500)
 def test_runs_that_share_a_gpu_or_do_not_learn_the_same_and_go_on_after_kills(tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text(REWARD)
-    rows = ({"prompt": f"Spell {word} backward: ", "answer": word[::-1]} for word in ("sun", "moon", "star", "sky") * 16)
-    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    filled = {"prompts": tmp_path / "prompts.jsonl", "reward": tmp_path / "reward.py", "iterations": ITERATIONS}
-    (tmp_path / "vowels.yaml").write_text(RECIPE % filled)
+    recipe = _recipe(tmp_path)
     with ThreadPoolExecutor(len(LAYOUTS)) as threads:
-        runs = {name: threads.submit(_run, tmp_path / name, tmp_path / "vowels.yaml", *LAYOUTS[name]) for name in LAYOUTS}
+        runs = {name: threads.submit(_run, tmp_path / name, recipe, *LAYOUTS[name]) for name in LAYOUTS}
         curves = {name: run.result() for name, run in runs.items()}
     for name, curve in curves.items():
         print(name, " ".join(f"{reward:.3f}" for reward in curve))
@@ -76,30 +76,71 @@ def test_the_demo_runs_on_one_gpu(tmp_path: Path) -> None:
     """As the Makefile has it. Its heads are of 32, which FlashAttention is not for. Without its warm start: more of the same."""
     on_one = ("resources.colocate=true", "model.dtype=bfloat16")
     ours = (*on_one, "resources.start_timeout_s=400", "warm_start=null", "num_rollout=3")
-    kit = ("engine.sglang.sampling_backend=pytorch", "engine.sglang.grammar_backend=none")
-    one = {"CUDA_VISIBLE_DEVICES": visible_gpus()[0]}
-    with LiveRun(tmp_path, "--recipe", "spell_backward", *ours, *kit, environment=one) as run:
+    plain = {"sampling_backend": "pytorch", "grammar_backend": "none", "mem_fraction_static": 0.3}
+    sglang = [f"engine.sglang.{name}={value}" for name, value in plain.items()]
+    with LiveRun(tmp_path, "--recipe", "spell_backward", *ours, *sglang, environment=environment(visible_gpus()[:1])) as run:
         assert run.finish(800) == 0, run.said
         print(run.said[-1500:])
     assert check_branch(Files(tmp_path / "store"), "spell_backward") == []
 
 
+@pytest.mark.gpu(4)
+@pytest.mark.integration
+@pytest.mark.timeout(1500)
+def test_a_critic_s_own_rank_and_an_engine_of_somebody_else_s_go_on_after_kills(tmp_path: Path) -> None:
+    """A policy of two ranks by tensor parallelism; a push leaves the run's GPUs. A rank is killed, then one of the critic."""
+    *ours, last = visible_gpus()[:4]
+    model, home = tmp_path / "model", tmp_path / "home"
+    make_spell_backward_model(str(model), **SIZES)
+    with engine_on(last, model, tmp_path / "engine.log") as engine:
+        settings = {
+            "model.source": {"type": "huggingface", "hf_checkpoint": str(model)},
+            "advantage.advantage_estimator": "ppo",
+            "critic.parallel": {"tensor_model_parallel_size": 1},
+            "train.parallel.tensor_model_parallel_size": 2,
+            "engine.sglang": {},
+            "resources.actor_num_gpus_per_node": 2,
+            "resources.critic_num_gpus_per_node": 1,
+            "resources.external_engines": [engine.url],
+            "sync": {"transport": "distributed", "check_weight_update_equal": True},
+            "num_rollout": 8,
+        }
+        overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+        with LiveRun(home, "--recipe", str(_recipe(tmp_path)), *overrides, environment=environment(ours)) as run:
+            for rank in ("ray::TrainerRank", "ray::CriticRank"):
+                before = _committed(home)
+                run.wait_until(lambda before=before: _committed(home) > before + 1, 600)
+                run.parts(lambda line, rank=rank: rank in line)[0].kill()
+            assert run.finish(900) == 0, run.said
+            print(run.said[-1500:])
+    assert check_branch(Files(home / "store"), "vowels") == []
+
+
+def _recipe(folder: Path) -> Path:
+    (folder / "reward.py").write_text(REWARD)
+    rows = ({"prompt": f"Spell {word} backward: ", "answer": word[::-1]} for word in ("sun", "moon", "star", "sky") * 16)
+    (folder / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    filled = {"prompts": folder / "prompts.jsonl", "reward": folder / "reward.py", "iterations": ITERATIONS}
+    (folder / "vowels.yaml").write_text(RECIPE % filled)
+    return folder / "vowels.yaml"
+
+
+def _committed(home: Path) -> int:
+    return len(list((home / "store" / "branches" / "vowels").glob("0*.json")))
+
+
 def _run(home: Path, recipe: Path, gpus: tuple[int, ...], layout: str) -> list[float]:
     """Mean rewards of a run that loses its flow process, then a trainer rank and an engine."""
     run_of = ("--recipe", str(recipe), layout)
-    environment = {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[gpu] for gpu in gpus)}
-
-    def committed() -> int:
-        return len(list((home / "store" / "branches" / "vowels").glob("0*.json")))
-
-    with LiveRun(home, *run_of, environment=environment) as run:
-        run.wait_until(lambda: committed() >= KILLED_AT, 600)
+    there = environment([visible_gpus()[gpu] for gpu in gpus])
+    with LiveRun(home, *run_of, environment=there) as run:
+        run.wait_until(lambda: _committed(home) >= KILLED_AT, 600)
         run.process.kill()
-    before = committed()
-    with LiveRun(home, *run_of, environment=environment) as run:
-        run.wait_until(lambda: committed() > before, 600)
+    before = _committed(home)
+    with LiveRun(home, *run_of, environment=there) as run:
+        run.wait_until(lambda: _committed(home) > before, 600)
         run.kill_part("ray::TrainerRank")
-        run.wait_until(lambda: committed() > before + 3, 600)
+        run.wait_until(lambda: _committed(home) > before + 3, 600)
         run.parts(lambda line: "sglang::scheduler" in line)[0].kill()
         assert run.finish(900) == 0, run.said
         print(run.said[-1500:])

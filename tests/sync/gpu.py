@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from rlpipe.sync.fp8 import fp8_directory, from_blocks, quantised
 from rlpipe.sync.group import use_nccl_as_engines_do
 from rlpipe.sync.ipc import IpcTransport
 from rlpipe.sync.tensor import TensorTransport
+from tests.gpus import prepare, visible_gpus
 
 WAYS = ("ipc", "tensor", "fp8", "distributed")
 BUFFER_BYTES = 512 * 1024**2
@@ -83,25 +83,10 @@ class Bench:
     def served_dir(self, way: str) -> str:
         return fp8_directory(str(self.model_dir), self.folder) if way == "fp8" else str(self.model_dir)
 
-    @contextmanager
-    def engine(self, way: str) -> Iterator[Server]:
+    def engine(self, way: str) -> AbstractContextManager[Server]:
         """A server with the first weights; on the second GPU for `distributed`."""
-        server = Server(
-            self.served_dir(way),
-            EngineConfig(sglang=SGLANG),
-            ResourcesConfig(),
-            dtype="bfloat16",
-            port=None,
-            log_path=self.folder / f"{way}.log",
-            seed=1,
-            devices=[visible_gpus()[1 if way == "distributed" else 0]],
-        )
-        server.start()
-        try:
-            server.wait_ready(START_S)
-            yield server
-        finally:
-            server.stop()
+        gpu = visible_gpus()[1 if way == "distributed" else 0]
+        return engine_on(gpu, self.served_dir(way), self.folder / f"{way}.log")
 
     def transport(self, way: str, url: str, timeout_s: float = 120.0) -> BucketTransport:
         """The way's transport to one engine."""
@@ -115,10 +100,17 @@ class Bench:
         return transport
 
 
-def visible_gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+@contextmanager
+def engine_on(gpu: str, model_dir: str | Path, log_path: Path) -> Iterator[Server]:
+    """A server that is ready, with the directory's weights."""
+    engine, resources = EngineConfig(sglang=SGLANG), ResourcesConfig()
+    server = Server(model_dir, engine, resources, dtype="bfloat16", port=None, log_path=log_path, seed=1, devices=[gpu])
+    server.start()
+    try:
+        server.wait_ready(START_S)
+        yield server
+    finally:
+        server.stop()
 
 
 def served(way: str, model: Qwen3ForCausalLM) -> Iterable[tuple[str, Tensor]]:
@@ -188,6 +180,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
+    prepare()
     with tempfile.TemporaryDirectory(prefix="wires-") as folder:
         bench = Bench(arguments.layers, Path(folder))
         print(f"{'way':12}{'GB':>8}{'first s':>10}{'push s':>10}{'GB/s':>10}{'copy s':>10}{'Δlogp':>10}", flush=True)
