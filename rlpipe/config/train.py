@@ -108,8 +108,8 @@ class SyncConfig(Config):
     """Requests that run when a push is due. `drain`: they finish first. `abort`: they return, and go on from their tokens with
     the new weights. `in_place`: the same inside the engine, which keeps them meanwhile (SGLang 0.5.21)."""
     update_weight_buffer_size: int = Tuning(default=1024**3, ge=1)
-    """Bytes gathered and sent at once, as a bucket. A push holds two of them on a trainer's GPU, an engine one. SGLang spends 5 to
-    8 ms on each whatever its size: 4B parameters took 0.14 s in buckets of 512 MiB, 0.09 s in such of 1 GiB or more (one H200)."""
+    """Bytes gathered and sent at once, as a bucket. A push has two of them on a trainer's GPU, an engine one. SGLang spends 5 ms
+    or more on each whatever its size: 4B parameters took 0.14 s in buckets of 512 MiB, 0.09 s in such of 1 GiB (one H200)."""
     update_weight_disk_dir: str | None = Tuning(None)
     """Where the files go with `disk` and `delta`: a directory that trainer and engines share, or `s3://bucket/prefix`; None is
     `weights` in the store. A folder for each store in it, in that one for each branch, then one for each version."""

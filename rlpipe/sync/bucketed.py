@@ -1,8 +1,9 @@
 """A push in buckets: what the transports have in common that load weights into an engine piece by piece.
 
 The trainer's tensors are read in a thread of their own, one bucket ahead, so that the next one is gathered, and packed for its
-way, while engines load the last; the first already while they are paused. Each tensor is checked against the model directory
-before it is sent: SGLang ignores a wrong name and dies of a wrong shape.
+way, while engines load the last; the first already while they are paused. Memory that was taken for it is given back while they
+sample again. Each tensor is checked against the model directory before it is sent: SGLang ignores a wrong name and dies of a
+wrong shape.
 
 With a check, all of it is sent twice: after `end` the engine remembers what it holds and fills it with random numbers; then
 begin → buckets → end again, and it compares. What was not sent, or was not taken, differs.
@@ -28,7 +29,7 @@ from rlpipe.sync.tensors import Bucket, buckets, checked, expected_shapes, with_
 from rlpipe.sync.threads import Ahead
 
 Packed = TypeVar("Packed")
-TENSORS, BUCKET = "tensors", "bucket"
+TENSORS, BUCKET, GIVE_BACK = "tensors", "bucket", "give memory back"
 """Steps of a push (`PushReport.steps`)."""
 
 
@@ -63,6 +64,10 @@ class BucketTransport(ABC, Generic[Packed]):
                 try:
                     await self._send(session, ready, pause, check)
                     await session.resume(goes_on=goes_on)
+                    session.turn_to(GIVE_BACK)
+                    async for _ in ready:
+                        raise AssertionError("a bucket after the last")
+                    session.turn_to("over")
                 finally:
                     self.finish()
 
@@ -116,14 +121,16 @@ class BucketTransport(ABC, Generic[Packed]):
         async for packed, last in ready:
             await self.load(session, packed, last=last)
             session.turn_to(TENSORS)
-            if last:
-                await session.end()
-            if last and again:
+            if not last:
+                continue
+            await session.end()
+            if again:
                 await session.compare()
-            elif last and check:
-                again = True
-                await session.overwrite()
-                await session.begin()
+            if again or not check:
+                return
+            again = True
+            await session.overwrite()
+            await session.begin()
 
 
 def _exhaust(items: Iterator[object]) -> None:

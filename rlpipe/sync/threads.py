@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Ahead(Generic[T]):
-    """An iterator that runs in a thread of its own, at most one item ahead of its reader. `async with`, then `async for`, once.
+    """An iterator that runs in a thread of its own, at most one item ahead of its reader. `async with`, then `async for`.
 
     However the block is left, the iterator is run to its end: the other ranks take part in it, item by item.
     """
@@ -29,7 +29,7 @@ class Ahead(Generic[T]):
         self._items = items
         self._ready: asyncio.Queue[tuple[T | None, BaseException | None]] = asyncio.Queue()
         self._room, self._handing = threading.Semaphore(1), threading.Lock()
-        self._abandoned = False
+        self._abandoned = self._at_end = False
 
     async def __aenter__(self) -> Ahead[T]:
         self._loop = asyncio.get_running_loop()
@@ -47,7 +47,8 @@ class Ahead(Generic[T]):
 
     async def __anext__(self) -> T:
         """Raises: what the iterator raised."""
-        item, error = await self._ready.get()
+        item, error = (None, None) if self._at_end else await self._ready.get()
+        self._at_end = item is None
         if error is not None:
             raise error
         if item is None:

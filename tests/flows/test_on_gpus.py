@@ -40,8 +40,8 @@ train: {optimizer: {lr: 3.0e-5}, max_tokens_per_gpu: 16384}
 checkpoint: {save_interval: 1000}
 resources: {start_timeout_s: 400, exclusive_gpus: false}
 engine:
-  sglang:
-    {mem_fraction_static: 0.5, max_total_tokens: 65536, attention_backend: triton, sampling_backend: pytorch, grammar_backend: none}
+  sglang: {mem_fraction_static: 0.5, max_total_tokens: 65536, attention_backend: triton, sampling_backend: pytorch,
+    grammar_backend: none}
 """
 SIZES: dict[str, Any] = {"hidden_size": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 1536}
 REWARD = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from threading import Event
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import DeadlineExceeded, SyncError
 from rlpipe.rollout.client import GenerateClient
+from rlpipe.sync.session import Session
 from rlpipe.sync.tensor import TensorTransport
 from rlpipe.sync.tensors import expected_shapes
 from tests.live_engine import VOCAB_SIZE, log_probs, make_model
@@ -53,6 +55,25 @@ def test_after_a_push_the_engine_is_the_new_model(live, tmp_path, buffer_size_by
     for generation in _sampled(live.router.url):
         assert [stamp for _, stamp in generation.weight_versions] == [f"b@0@{buffer_size_bytes}"]
         np.testing.assert_allclose(generation.log_probs, log_probs(model, [5, 6], generation.response_ids), atol=1e-4)
+
+
+@pytest.mark.integration
+def test_engines_sample_again_before_the_memory_of_a_push_is_given_back(live, monkeypatch):
+    sampling, resume = Event(), Session.resume
+
+    async def resumed(session: Session, **keywords: bool) -> None:
+        await resume(session, **keywords)
+        sampling.set()
+
+    class Lasting(TensorTransport):
+        def packed(self, *arguments):
+            yield from super().packed(*arguments)
+            assert sampling.wait(20.0), "engines wait for it"
+
+    monkeypatch.setattr(Session, "resume", resumed)
+    transport = Lasting(live.model_dir, buffer_size_bytes=40_000, timeout_s=60.0)
+    report = transport.push(live.model.state_dict().items(), [live.server.url], "b@0@lasting")
+    assert report.engines == (live.server.url,) and "give memory back" in report.steps
 
 
 @pytest.mark.integration
