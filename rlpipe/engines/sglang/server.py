@@ -68,8 +68,8 @@ SHARED = {True: 0.8, False: 0.4}
 WITH_MEMORY_SAVER = {"enable_memory_saver": True, "cuda_graph_backend_prefill": "disabled"}
 """Only graphs of decoding can be: with those of prefill, of which there are any by default, the server does not start."""
 SGLANG_S_GRAPHS = 256
-"""Largest batch that SGLang has a CUDA graph of decoding for, on one large GPU. A larger one is launched kernel by kernel: a 0.6B
-model sampled 18-29k tokens/s so, 512 requests at once, and 31-56k with a graph, 256 at once (H200)."""
+"""Largest batch that SGLang has a CUDA graph of decoding for, on one large GPU. A larger one is launched kernel by kernel: asked
+512 requests at once, a 0.6B model sampled 24-25k tokens/s so, and 39-43k with graphs for as many (H200)."""
 LARGE_GPU_MIB = 60 * 1024
 """From here on SGLang has that many; on smaller ones it has fewer, for their memory's sake."""
 LEAST_HEAD_DIM = 64
