@@ -1,6 +1,6 @@
 """Run an unmodified SGLang server on a machine without CUDA: `python -m rlpipe.engines.sglang.cpu_launch ARGUMENTS`.
 
-The arguments are SGLang's own. Six gaps are filled, none of them by editing SGLang:
+The arguments are SGLang's own. Six gaps are filled, and a start is halved, none of it by editing SGLang:
 
 1. `SGLANG_USE_CPU_ENGINE=1` selects SGLang's own CPU platform, which falls back to pure PyTorch layers without AMX.
 2. `sgl_kernel` exists on PyPI for CUDA only. SGLang's CPU path imports a few names of it; all but one of them serve
@@ -10,8 +10,10 @@ The arguments are SGLang's own. Six gaps are filled, none of them by editing SGL
 4. The `torch_native` attention backend runs one request at a time; SGLang's hook registry puts `cpu_attention` in its place.
 5. `/weights_checker` compares weights on a CUDA device; the same registry has it compare them where they are.
 6. `--enable-return-routed-experts` keeps them in memory that it registers with CUDA; the same registry leaves that out.
+7. SGLang's processes are forked from the first one, which has imported everything: each would else do so again, for 7 s. Where
+   CUDA is, a process may have used it, and its children could not then.
 
-All this happens at import, because SGLang spawns its children and each of them imports this main module again.
+All but the last happens at import, because what SGLang spawns all the same imports this main module again.
 Not here: anything for CUDA (see `launch`).
 """
 
@@ -20,9 +22,12 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import multiprocessing
 import os
 import sys
 import types
+
+import psutil
 
 from rlpipe.engines.sglang import launch
 
@@ -119,6 +124,15 @@ def _memory_as_it_is(_original, _buffer, _granularity=None) -> None:
     """Memory that no device copies from needs no page-lock."""
 
 
+def _fork_while_alone(original, *arguments, **keywords):
+    """SGLang has just made its settings, the kind of its processes among them, and is about to start them. Forking a process of
+    several threads could leave a lock held for good in the child, so that one goes on spawning."""
+    found = original(*arguments, **keywords)
+    if psutil.Process().num_threads() == 1:
+        multiprocessing.set_start_method("fork", force=True)
+    return found
+
+
 def hook() -> None:
     """Register what replaces SGLang's own; it takes effect when SGLang loads its plugins, in every process."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -130,6 +144,7 @@ def hook() -> None:
     HookRegistry.register(f"{backend}._run_sdpa_forward_extend", cpu_attention.extend, HookType.AROUND)
     weights = "sglang.srt.utils.weight_checker_comparator.RawComparable"
     HookRegistry.register(f"{weights}.iter_chunks", _weights_where_they_are, HookType.AROUND)
+    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_while_alone, HookType.AROUND)
     host_memory = "sglang.srt.mem_cache.pool_host.common"
     HookRegistry.register(f"{host_memory}._cuda_host_register", _memory_as_it_is, HookType.AROUND)
 

@@ -300,6 +300,25 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.parametrize(("threads", "kind"), [(0, "fork"), (1, "spawn")])
+def test_a_server_without_cuda_forks_its_processes_unless_it_has_threads(threads: int, kind: str):
+    starts = f"""
+import multiprocessing, threading
+from rlpipe.engines.sglang.cpu_launch import _fork_while_alone
+ends = threading.Event()
+for _ in range({threads}):
+    threading.Thread(target=ends.wait).start()
+def settings(kind, *, force):
+    multiprocessing.set_start_method(kind, force=force)
+    return 7
+assert _fork_while_alone(settings, "spawn", force=True) == 7
+print(multiprocessing.get_start_method())
+ends.set()
+"""
+    done = subprocess.run([sys.executable, "-c", starts], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == kind
+
+
 def test_a_server_does_not_import_megatron():
     script = (
         "import sys; from rlpipe.engines.sglang import cpu_launch, launch; launch.hide_megatron();"
