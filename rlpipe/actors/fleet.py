@@ -35,6 +35,7 @@ ANSWER_S = 12.0
 """A healthy engine's actor answers sooner how it is, even if its server does not (10 s)."""
 ATTEMPTS = 3
 """An engine that could not be brought back so many times in a row is in trouble; its keeper goes on trying."""
+SILENT = "its actor did not answer once it had them, or its server is another by now"
 
 
 @dataclass(frozen=True)
@@ -329,7 +330,8 @@ class Fleet:
         if sent is None:
             return _nothing()
         if not arrived:
-            raise SyncError("the weights arrived nowhere", where=f"push of {weights.stamp}", found=sent["unknown"])
+            found = {url: sent["unknown"].get(url, SILENT) for url in begun}
+            raise SyncError("the weights arrived nowhere", where=f"push of {weights.stamp}", found=found)
         return {"engines": len(arrived), **{key: value for key, value in sent.items() if key != "unknown"}}
 
     async def _marked(self, engines: list[KeptEngine], *, unknown: bool) -> list[KeptEngine]:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rlpipe.actors import kept_engine
-from rlpipe.actors.fleet import Fleet
+from rlpipe.actors.fleet import SILENT, Fleet
 from rlpipe.errors import DeadlineExceeded, Fenced, SyncError
 from tests.actors.fleets import Trainer, actor, routed, stamps, until, weights
 
@@ -179,6 +179,17 @@ async def test_so_it_is_if_it_hangs_once_it_has_them(fleet: Fleet, trainer: Trai
     assert (await fleet.publish(weights(1), everyone=True))["engines"] == 1
     assert len(trainer.sent[-1][1]) == 2
     assert (stamps(fleet), await routed(fleet)) == ([weights(1).stamp, None], ["http://engine-0/1"])
+
+
+async def test_if_they_all_hang_then_the_error_says_so_of_each(fleet: Fleet, trainer: Trainer, hasty: None):
+    async def hang() -> None:
+        for engine in fleet.engines:
+            await actor(engine.actor).become.remote(marks_s=600.0)
+
+    trainer.meanwhile = hang
+    with pytest.raises(SyncError, match="arrived nowhere") as caught:
+        await fleet.publish(weights(1), everyone=True)
+    assert caught.value.found == dict.fromkeys(["http://engine-0/1", "http://engine-1/1"], SILENT)
 
 
 async def test_if_no_actor_answers_it_is_said(fleet: Fleet, trainer: Trainer, hasty: None):
