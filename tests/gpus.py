@@ -21,11 +21,13 @@ VARIABLE = "TEST_GPUS"
 
 def visible_gpus() -> list[str]:
     """As CUDA_VISIBLE_DEVICES names them, one for each that a test may take."""
-    if named := os.environ.get(VARIABLE) or os.environ.get("CUDA_VISIBLE_DEVICES"):
+    if named := os.environ.get(VARIABLE):
         return named.split(",")
     import torch
 
-    return [str(number) for number in range(torch.cuda.device_count())]
+    numbers = [str(number) for number in range(torch.cuda.device_count())]
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if numbers and named else numbers
 
 
 def environment(gpus: Sequence[str]) -> dict[str, str]:

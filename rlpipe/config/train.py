@@ -5,7 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rlpipe.config.algorithms import LossConfig
 from rlpipe.config.base import Config, Tuning
@@ -83,9 +83,16 @@ class TrainConfig(Config):
     use_distributed_optimizer: bool = False
     """Shard optimizer state over data parallel ranks."""
     megatron: dict[str, Any] = Field(default_factory=dict)
-    """Megatron-core arguments by their own names (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)."""
+    """Megatron-core arguments by their own names (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig). With
+    `recompute_granularity: full` alone each layer is recomputed by itself, which keeps the least."""
     timeout_s: float = Tuning(default=3600.0, gt=0)
     """Deadline of the whole stage."""
+
+    @field_validator("megatron")
+    @classmethod
+    def _says_what_is_recomputed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        full = given.get("recompute_granularity") == "full"
+        return {"recompute_method": "uniform", "recompute_num_layers": 1, **given} if full else given
 
     @property
     def replays_routing(self) -> bool:
@@ -108,8 +115,9 @@ class SyncConfig(Config):
     """Requests that run when a push is due. `drain`: they finish first. `abort`: they return, and go on from their tokens with
     the new weights. `in_place`: the same inside the engine, which keeps them meanwhile (SGLang 0.5.21)."""
     update_weight_buffer_size: int = Tuning(default=1024**3, ge=1)
-    """Bytes gathered and sent at once, as a bucket. A push has two of them on a trainer's GPU, an engine one. SGLang spends 5 ms
-    or more on each whatever its size: 4B parameters took 0.14 s in buckets of 512 MiB, 0.09 s in such of 1 GiB (one H200)."""
+    """Bytes gathered and sent at once, as a bucket. A push has two of them on a trainer's GPU, and what it gathers for a third;
+    an engine has one. SGLang spends 5 ms or more on each whatever its size: 4B parameters took 0.14 s in buckets of 512 MiB,
+    0.09 s in such of 1 GiB (one H200)."""
     update_weight_disk_dir: str | None = Tuning(None)
     """Where the files go with `disk` and `delta`: a directory that trainer and engines share, or `s3://bucket/prefix`; None is
     `weights` in the store. A folder for each store in it, in that one for each branch, then one for each version."""

@@ -1,8 +1,8 @@
 """A push in buckets: what the transports have in common that load weights into an engine piece by piece.
 
 The trainer's tensors are read in a thread of their own, one bucket ahead, so that the next one is gathered, and packed for its
-way, while engines load the last; the first already while they are paused. Memory that was taken for it is given back while they
-sample again. Each tensor is checked against the model directory before it is sent: SGLang ignores a wrong name and dies of a
+way, while engines load the last; the first already while they are paused. Memory that was taken for it is given back once they
+go on. Each tensor is checked against the model directory before it is sent: SGLang ignores a wrong name and dies of a
 wrong shape.
 
 With a check, all of it is sent twice: after `end` the engine remembers what it holds and fills it with random numbers; then
@@ -67,7 +67,6 @@ class BucketTransport(ABC, Generic[Packed]):
                     session.turn_to(GIVE_BACK)
                     async for _ in ready:
                         raise AssertionError("a bucket after the last")
-                    session.turn_to("over")
                 finally:
                     self.finish()
 

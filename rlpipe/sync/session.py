@@ -106,7 +106,6 @@ class Session:
             await self.each("continue", Engine.continue_)
         self.current = [engine.url for engine in self.active]
         self.paused_s = time.monotonic() - self._held_at_s
-        self.turn_to("over")
 
     def count(self, tensors: int, size_bytes: int) -> None:
         """Another bucket was sent."""
@@ -144,6 +143,7 @@ async def push_session(
             why = str(error) if isinstance(error, SyncError) else f"not finished within {timeout_s:g} s ({session.doing})"
             out = [url for url in urls if url not in session.current and url not in session.unknown]
             session.unknown.update(dict.fromkeys(out, why))
+    session.turn_to("over")
     if not session.current:
         raise SyncError("the weights arrived nowhere", where=f"push of {stamp}", found=session.unknown)
     sent = session.tensors, session.size_bytes, session.buckets

@@ -28,7 +28,7 @@ class Ahead(Generic[T]):
     def __init__(self, items: Iterator[T]) -> None:
         self._items = items
         self._ready: asyncio.Queue[tuple[T | None, BaseException | None]] = asyncio.Queue()
-        self._room, self._handing = threading.Semaphore(1), threading.Lock()
+        self._room, self._handing = threading.Semaphore(0), threading.Lock()
         self._abandoned = self._at_end = False
 
     async def __aenter__(self) -> Ahead[T]:

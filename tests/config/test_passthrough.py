@@ -12,6 +12,7 @@ from packaging.version import Version
 from rlpipe.config import passthrough
 from rlpipe.config.passthrough import TABLES, accepts, check_megatron, check_router, check_sglang, load, receivers, stored
 from rlpipe.config.passthrough.owned import OWNED
+from rlpipe.config.train import TrainConfig
 from rlpipe.errors import ConfigError
 
 
@@ -23,6 +24,21 @@ def test_known_names_with_values_of_their_types_pass():
         {"mem_fraction_static": 0.8, "context_length": 4096, "elastic_ep_join_mode": None, "disable_overlap_schedule": True}
     )
     check_router({"policy": "round_robin", "health_check_interval_secs": 5})
+
+
+@pytest.mark.parametrize(
+    ("given", "more"),
+    [
+        ({}, {"recompute_method": "uniform", "recompute_num_layers": 1}),
+        ({"recompute_method": "block", "recompute_num_layers": 3}, {}),
+    ],
+)
+def test_megatron_is_told_all_that_it_asks_for_with_full_recomputation(given, more):
+    said = {"recompute_granularity": "full", **given}
+    assert TrainConfig.model_validate({"megatron": said}).megatron == said | more
+    assert TrainConfig.model_validate({"megatron": {"recompute_granularity": "selective"}}).megatron.keys() == {
+        "recompute_granularity"
+    }
 
 
 @pytest.mark.parametrize(

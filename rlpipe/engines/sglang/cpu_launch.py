@@ -124,11 +124,12 @@ def _memory_as_it_is(_original, _buffer, _granularity=None) -> None:
     """Memory that no device copies from needs no page-lock."""
 
 
-def _fork_while_alone(original, *arguments, **keywords):
+def _fork_while_alone(original, arguments):
     """SGLang has just made its settings, the kind of its processes among them, and is about to start them. Forking a process of
-    several threads could leave a lock held for good in the child, so that one goes on spawning."""
-    found = original(*arguments, **keywords)
-    if psutil.Process().num_threads() == 1:
+    several threads could leave a lock held for good in the child, so that one goes on spawning; so does one whose processes start
+    more of them (data parallelism), or have to begin on a NUMA node."""
+    found = original(arguments)
+    if arguments.dp_size == 1 and arguments.numa_node is None and psutil.Process().num_threads() == 1:
         multiprocessing.set_start_method("fork", force=True)
     return found
 
@@ -144,9 +145,15 @@ def hook() -> None:
     HookRegistry.register(f"{backend}._run_sdpa_forward_extend", cpu_attention.extend, HookType.AROUND)
     weights = "sglang.srt.utils.weight_checker_comparator.RawComparable"
     HookRegistry.register(f"{weights}.iter_chunks", _weights_where_they_are, HookType.AROUND)
-    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_while_alone, HookType.AROUND)
     host_memory = "sglang.srt.mem_cache.pool_host.common"
     HookRegistry.register(f"{host_memory}._cuda_host_register", _memory_as_it_is, HookType.AROUND)
+
+
+def hook_start() -> None:
+    """The same, of the process that starts the others."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_while_alone, HookType.AROUND)
 
 
 install()
@@ -156,4 +163,5 @@ if __name__ in ("__main__", "__mp_main__"):
     hook()
 
 if __name__ == "__main__":
+    hook_start()
     launch.main(sys.argv[1:])

@@ -60,6 +60,8 @@ DIE_AT_ONCE = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false", "SGLANG_CUDA_COREDUMP_
 """A server that lost a process of its own would else stand still for 65 s, collecting stacks, before it ends and is replaced."""
 
 
+NO_BLAS_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
+"""NumPy's, which would begin when it is imported: torch has its own, and a server that has threads does not fork."""
 SLEEPS = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
 """CUDA graphs are captured in memory that can be given up, too; and `/health`, which the router asks of an engine that it is to
 admit, samples no token then: without its cache the server would end, and paused it would not answer."""
@@ -155,7 +157,7 @@ class Server(ServerProcess):
         return flags("engine.sglang", self._arguments, {})
 
     def environment(self) -> dict[str, str]:
-        threads = {"OMP_NUM_THREADS": str(self.threads)} if self.device == "cpu" else {}
+        threads = {"OMP_NUM_THREADS": str(self.threads), **NO_BLAS_THREADS} if self.device == "cpu" else {}
         if self.device == "cpu" and self._ranks > 1 and BOUND not in os.environ:
             threads[BOUND] = _cpus(self._ranks // (self._part.nodes if self._part else 1), self.threads)
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(self._devices)} if self._devices else {}

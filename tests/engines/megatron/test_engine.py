@@ -200,7 +200,7 @@ def test_a_token_mean_weighs_long_responses_more(start):
 @pytest.mark.parametrize(
     "recompute",
     [
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "full"},
         {"recompute_granularity": "selective", "recompute_modules": ["mlp", "core_attn"]},
     ],
 )

@@ -300,22 +300,22 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-@pytest.mark.parametrize(("threads", "kind"), [(0, "fork"), (1, "spawn")])
-def test_a_server_without_cuda_forks_its_processes_unless_it_has_threads(threads: int, kind: str):
+@pytest.mark.parametrize(
+    ("threads", "given", "kind"),
+    [(0, {}, "fork"), (1, {}, "spawn"), (0, {"dp_size": 2}, "spawn"), (0, {"numa_node": [0]}, "spawn")],
+)
+def test_a_server_without_cuda_forks_its_processes_where_that_is_safe(threads: int, given: dict[str, object], kind: str):
     starts = f"""
 import multiprocessing, threading
+from types import SimpleNamespace
 from rlpipe.engines.sglang.cpu_launch import _fork_while_alone
-ends = threading.Event()
 for _ in range({threads}):
-    threading.Thread(target=ends.wait).start()
-def settings(kind, *, force):
-    multiprocessing.set_start_method(kind, force=force)
-    return 7
-assert _fork_while_alone(settings, "spawn", force=True) == 7
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+arguments = SimpleNamespace(**{{"dp_size": 1, "numa_node": None, **{given}}})
+assert _fork_while_alone(lambda _: multiprocessing.set_start_method("spawn", force=True) or 7, arguments) == 7
 print(multiprocessing.get_start_method())
-ends.set()
 """
-    done = subprocess.run([sys.executable, "-c", starts], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", starts], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == kind
 
 
