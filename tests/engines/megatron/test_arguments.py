@@ -23,7 +23,7 @@ PROGRAM = """
 import json, sys
 from rlpipe.config.passthrough import check_megatron
 from rlpipe.config.train import TrainConfig
-given = {"ours_rank": 16, "ours_field": 3, "recompute_granularity": "full"}
+given = {"ours_rank": 16, "ours_field": 3, "recompute_granularity": "selective"}
 check_megatron(given)
 train = TrainConfig.model_validate({"megatron": given, "optimizer": {"lr": 0.5}})
 from rlpipe.engines.megatron.arguments import give_arguments
@@ -76,7 +76,7 @@ def test_it_is_imported_in_place_of_the_wheel_and_its_code_gets_its_arguments(fo
     said = json.loads(found.stdout.splitlines()[-1])
     assert said["from"] == str(folder)
     assert said["args"] == [16, 3, 0.5, 1]
-    assert said["split"] == [{"ours_field": 3, "recompute_granularity": "full"}, {}, {}]
+    assert said["split"] == [{"ours_field": 3, "recompute_granularity": "selective"}, {}, {}]
 
 
 def test_a_provider_without_a_place_to_ask_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
