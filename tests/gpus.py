@@ -38,7 +38,8 @@ def environment(gpus: Sequence[str]) -> dict[str, str]:
 
 def prepare() -> None:
     """Have NCCL join this process and those that it starts, if some of their GPUs are one."""
-    if os.environ.get(VARIABLE):
+    named = os.environ.get(VARIABLE, "").split(",")
+    if len(set(named)) < len(named):
         os.environ.update(_hosts())
         os.environ["NCCL_HOSTID"] = f"{os.uname().nodename}-{os.getpid()}"
 

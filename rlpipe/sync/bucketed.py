@@ -2,8 +2,8 @@
 
 The trainer's tensors are read in a thread of their own, one bucket ahead, so that the next one is gathered, and packed for its
 way, while engines load the last; the first already while they are paused. Memory that was taken for it is given back once they
-go on. Each tensor is checked against the model directory before it is sent: SGLang ignores a wrong name and dies of a
-wrong shape.
+go on. Each tensor is checked against the model directory before it is sent: SGLang ignores a wrong name, and dies of a wrong
+shape.
 
 With a check, all of it is sent twice: after `end` the engine remembers what it holds and fills it with random numbers; then
 begin → buckets → end again, and it compares. What was not sent, or was not taken, differs.
