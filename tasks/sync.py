@@ -12,6 +12,7 @@ from rlpipe.errors import Mismatch
 from rlpipe.inputs import sync_inputs
 from rlpipe.lineage import state_node
 from rlpipe.store.segments import Segments, current_state
+from rlpipe.sync.probe import BOUNDS, Agreement, probe_metrics
 from rlpipe.types import NodeRef, WeightVersion
 from tasks.context import RunContext, context
 from tasks.machine import distinct
@@ -19,7 +20,6 @@ from tasks.record import once, stage_task
 from tasks.train import hold
 from tasks.turn import sampled_after
 
-LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.3, "fp8": 1.0}
 CALL_TIMEOUT_S = 60.0
 
 
@@ -31,12 +31,11 @@ async def sync(run: str, k: int, train: NodeRef, advantage: NodeRef) -> State:
 
     async def push() -> dict[str, Any]:
         sent = await publish(it, train.digest, version=k + 1, everyone=due)
-        apart = await probe(it, train.digest, advantage.digest, k + 1) if due else None
         metrics = {"sync/seconds": sent["seconds"], "sync/bytes": float(sent["bytes"])}
+        if due:
+            metrics |= await probe(it, train.digest, advantage.digest, k + 1)
         if "share" in sent:
             metrics["sync/share_of_weights"] = sent["share"]
-        if apart is not None:
-            metrics["sync/logprob_difference"] = apart
         machines = distinct([engine["facts"] for engine in await it.cluster.engines()])
         return {"outputs": {**sent, "version": k + 1, "machines": machines, "metrics": metrics}}
 
@@ -105,27 +104,33 @@ def _newest(it: RunContext, known: int) -> tuple[int, str]:
     return version, it.weights_before(version)
 
 
-async def probe(it: RunContext, weights: str, batch: str, version: int) -> float | None:
-    """The largest difference between what engines and trainer compute for a few samples of a batch; None without a check.
+async def probe(it: RunContext, weights: str, batch: str, version: int) -> dict[str, float]:
+    """Compare what engines and trainer compute for a few samples of a batch; return metrics.
 
-    Raises: Mismatch if it is more than `sync.max_logprob_difference`; the engines are ended then.
+    `rlpipe.sync.probe` defines the statistics and says which faults they find. Without engines or
+    with `sync.probe_samples: 0` nothing is compared and the result is empty.
+    Raises: Mismatch if the weights of an engine are wrong; all engines are stopped then.
     """
     config = it.config.sync
     urls = [status["url"] for status in await it.cluster.engines() if status["stamp"] is not None]
     if not urls or not config.probe_samples:
-        return None
+        return {}
     held = await hold(it, weights, version)
     trainer, deadline_s = it.cluster.trainer, config.timeout_s + CALL_TIMEOUT_S
     await trainer.call("probe", held=held, batch=batch, samples=config.probe_samples, deadline_s=deadline_s)
     answers = await trainer.call("compare", engines=urls, timeout_s=config.timeout_s, deadline_s=deadline_s)
-    limit = config.max_logprob_difference or LARGEST_DIFFERENCE[it.config.engine.quantization or it.config.model.dtype]
-    if not answers[0] <= limit:
+    agreements = [Agreement(**answer) for answer in answers[0]]
+    kind = it.config.engine.quantization or it.config.model.dtype
+    bound = config.max_logprob_difference or BOUNDS[kind]
+    faults = [fault for agreement in agreements if (fault := agreement.fault(bound))]
+    if faults:
         await it.cluster.stop_engines()
         raise Mismatch(
             "the engines compute other log-probs than the trainer",
             where=f"sync of {it.config.run}",
-            found=f"a difference of {answers[0]:.3g}",
-            expected=f"at most {limit:g} (sync.max_logprob_difference)",
-            do="check that model.source and model.dtype are right for both; the same command starts engines anew",
+            found="; ".join(faults),
+            expected=f"at most {bound:g} on average (sync.max_logprob_difference)",
+            do="check that model.source and model.dtype are right for both, and compare all weights "
+            "with sync.check_weight_update_equal=true; the same command starts new engines",
         )
-    return answers[0]
+    return probe_metrics(agreements)

@@ -318,6 +318,7 @@ class Rank(ABC, Generic[E]):
             max_staleness=max_staleness,
             mask_stale=mask_stale,
             routed=routed,
+            own_teacher=spec.teacher is not None and spec.teacher.opd_type == "samples",
         )
 
     def _planned(self, columns: BatchColumns) -> PackingPlan:

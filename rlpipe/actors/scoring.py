@@ -7,6 +7,7 @@
 |                     | the engine that sampled         | `train.use_rollout_routing_replay`       |
 | reference_log_probs | the reference                   | `advantage.reference`                    |
 | teacher_log_probs   | the teacher                     | `advantage.use_opd`                      |
+|                     | none: samples bring them        | `teacher.opd_type: samples`              |
 | values              | the critic before the iteration | `advantage.advantage_estimator: ppo`     |
 
 With the engines' experts the policy's pass replays them too; reference, teacher and critic route for themselves.
@@ -48,7 +49,7 @@ def scored(engine: MegatronEngine, columns: BatchColumns, spec: TrainerSpec) -> 
         proximal_log_probs=proximal,
         routed_experts=experts,
         reference_log_probs=engine.score(columns, model="reference", max_tokens=limit) if spec.advantage.reference else None,
-        teacher_log_probs=engine.score(columns, model="teacher", max_tokens=limit) if teacher else None,
+        teacher_log_probs=engine.score(columns, model="teacher", max_tokens=limit) if teacher else columns.teacher_log_probs,
         values=engine.values(columns, max_tokens=limit) if spec.critic is not None else None,
     )
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from rlpipe.actors.first import check_first
-from rlpipe.actors.probe import largest_difference
 from rlpipe.actors.pushing import Pusher, served_dir, served_tensors
 from rlpipe.actors.rank import Address, Rank, collective
 from rlpipe.actors.scoring import critic_metrics, scored, with_server_s_scores
@@ -29,9 +28,9 @@ from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.engines.megatron.meeting import MeetingPlace
 from rlpipe.engines.megatron.memory import Part
 from rlpipe.lineage import Lineage
-from rlpipe.packing import BatchColumns
 from rlpipe.stage_files import read_batch, write_batch
 from rlpipe.sync.disk import WeightWriter
+from rlpipe.sync.probe import Probe, compare, mean_difference, spread
 from rlpipe.sync.versions import Share, WeightStore
 from rlpipe.types import Stage
 
@@ -44,7 +43,7 @@ class TrainerRank(Rank[MegatronEngine]):
         self._reference_version = 0
         self._pusher: Pusher | None = None
         self._writer: WeightWriter | None = None
-        self._probe: tuple[BatchColumns, np.ndarray] | None = None
+        self._probe: Probe | None = None
 
     @collective
     def advantage(self, *, key: str, before: str, version: int, **about: Any) -> dict[str, Any] | None:
@@ -103,22 +102,34 @@ class TrainerRank(Rank[MegatronEngine]):
 
     @collective
     def probe(self, *, held: str, batch: str, samples: int) -> None:
-        """Score the first samples of a batch node with the held weights, for `compare`."""
-        engine, _ = self._require(held)
+        """Score `samples` samples of a batch node with the held weights, for `compare`."""
+        engine, spec = self._require(held)
         columns = read_batch(self._files, self._nodes.get(Stage.ADVANTAGE, batch))
-        chosen = columns.select(np.arange(min(samples, len(columns))))
-        self._probe = chosen, engine.score(chosen, temperature=1.0)
+        chosen = columns.select(spread(len(columns), samples))
+        log_probs = engine.score(chosen, temperature=1.0)
+        # One by one and backward: what changes with the packing is noise.
+        backward = np.arange(len(chosen))[::-1]
+        alone = engine.score(chosen.select(backward), temperature=1.0, max_tokens=1)
+        again = np.concatenate(chosen.select(backward).split(alone)[::-1])
+        update = None
+        if chosen.proximal_log_probs is not None:
+            # Scored as the advantage stage did: at the rollout's temperature, with its routing.
+            replay = spec.train.use_rollout_routing_replay
+            after = engine.score(chosen, max_tokens=1, replay=replay)
+            update = chosen.proximal_log_probs - after
+        self._probe = Probe(chosen, log_probs, mean_difference(log_probs, again), update)
 
     @collective
-    def compare(self, *, engines: list[str], timeout_s: float) -> float | None:
-        """Have engines score what `probe` did; the model is not needed.
+    def compare(self, *, engines: list[str], timeout_s: float) -> list[dict[str, Any]] | None:
+        """Have engines score the samples of `probe`; the model is not needed.
 
-        Rank 0 answers the largest difference of a log-prob, the others None. Raises: EngineError, DeadlineExceeded.
+        Rank 0 returns an `Agreement` of each engine as a dict, the others None.
+        Raises: EngineError, DeadlineExceeded.
         """
         assert self._probe is not None, "probe first"
         if self.rank > 0:
             return None
-        return largest_difference(*self._probe, engines, timeout_s, at_once=platform.CUDA_FOUND)
+        return compare(self._probe, engines, timeout_s, at_once=platform.CUDA_FOUND)
 
     @collective
     def occupy(self, parts: Sequence[Part]) -> dict[str, float]:

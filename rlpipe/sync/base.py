@@ -1,13 +1,8 @@
-"""What every weight transport does, whatever moves the bytes."""
+"""The report of a push, which every weight transport gives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +22,3 @@ class PushReport:
     """Of those, how long engines sampled nothing."""
     steps: dict[str, float] = field(default_factory=dict)
     """Seconds by what was done: `tensors` is waiting for the next bucket to be gathered and packed, `bucket` engines loading."""
-
-
-class Transport(Protocol):
-    """Made and used by trainer rank 0, for one push at a time."""
-
-    def push(self, named_tensors: Iterable[tuple[str, Tensor]], engines: Sequence[str], stamp: str) -> PushReport:
-        """Replace the weights of every engine (addresses) by `named_tensors` (Hugging Face names), known as `stamp` from then on.
-
-        `named_tensors` is read to its end even if the push fails, because the other ranks take part in producing it.
-        Raises: SyncError if it arrived nowhere.
-        """
-        ...
