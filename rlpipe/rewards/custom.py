@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlpipe.config.data import PythonReward
+from rlpipe.config.guard import error_text, guarded
 from rlpipe.config.hooks import load_hook
 from rlpipe.errors import ConfigError
 from rlpipe.types import Sample
@@ -77,7 +78,10 @@ def _made(kind: type, config: PythonReward) -> Any:
             found=f"{config.arguments}: {error}",
             expected=f"those of {kind.__name__}{inspect.signature(kind)}",
         ) from error
-    made = kind(**config.arguments)
+    try:
+        made = guarded(kind)(**config.arguments)
+    except Exception as error:  # the class is the user's
+        raise ConfigError("the class cannot be made", where=config.path, found=error_text(error)) from error
     if not hasattr(made, "compute_reward") and not callable(made):
         raise ConfigError("the class has no method to call", where=config.path, expected=FORMS)
     return made

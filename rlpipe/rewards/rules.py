@@ -3,13 +3,14 @@
 | rule | right is | reward |
 |---|---|---|
 | `dapo` | the text after the last `Answer:` in the last 300 characters is the label (`answers.same`) | 1 or -1; part `acc` |
-| `deepscaler` | the last `\\boxed{}` after `</think>` (`###Response`) equals it, as text or by math-verify | 1 or 0; `format` |
-| `f1` | words in common, without case, punctuation and articles (SQuAD, HotpotQA) | 0 to 1; `precision`, `recall` |
+| `deepscaler` | the last `\\boxed{}` after `</think>` (`###Response`) equals it (`math.equal`) | 1 or 0; `format` |
+| `f1` | words in common, after the normalisation of SQuAD and HotpotQA | 0 to 1; `precision`, `recall` |
 | `gpqa` | the letter that the response settles on is the label's | 1 or 0; `format` |
 | `random` | by the sample's seed, group and index | 0 or 1 |
 
 A row without a label is an error of that row, never a 0. Differs from slime: dapo's labels need not be whole numbers; gpqa takes
-the last statement rather than the first, and only a letter that stands alone (not the article of "the answer is a matter of").
+the last statement rather than the first, in either case, and only a letter that stands alone (not the article of "the answer is
+a matter of").
 
 Not here: math-verify alone (`math`), rewards that ask somebody (`remote`, `judge`).
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import random
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -32,9 +34,12 @@ from rlpipe.types import Sample
 Rule = Callable[[Sample], dict[str, float]]
 
 LETTERS = string.ascii_uppercase[:10]
-_TOLD = r"(?i:answer|option|choice)\s*(?:(?i:is)|:)?\s*:?[*($\s]*([A-J])\b(?!['’])"
-_ALONE = r"(?m)\b([A-J])\b[).*\s]*$"
-_RIGHT = r"\b([A-J])\)?\s+is\s+(?:the\s+)?correct"
+_EMPHASIS = re.compile(r"\*+|`+|\$+|\\[()\[\]]|\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox)(?=\s*\{)|[{}]")
+_DENIED = r"(?!\)?\s+(?:is|are)\s+(?:not|wrong|incorrect|false)\b)"
+_STATED = (
+    r"(?:answer|(?:correct|right|best)\s+(?:option|choice))(?:\s+(?:is|would\s+be|should\s+be))?"
+    r"\s*[:=>]?\s*(?:option\b|choice\b)?[(\[\"'\s]*"
+)
 
 
 def make_rule(config: RuleReward | RowReward | MathReward) -> Rule:
@@ -85,16 +90,16 @@ def deepscaler(sample: Sample) -> dict[str, float]:
     answer = boxed(solution) if solution is not None else None
     if answer is None:
         return {"reward": 0.0, "format": 0.0}
-    right = same(answer, boxed(label) or label)
-    if not right:
-        from rlpipe.rewards.math import equal
+    from rlpipe.rewards.math import equal
 
-        right = equal(answer, label)
-    return {"reward": float(right), "format": 1.0}
+    return {"reward": float(equal(answer, label)), "format": 1.0}
 
 
 def f1(sample: Sample) -> dict[str, float]:
-    """Harmonic mean of precision and recall of the words; `yes`, `no` and `noanswer` only match themselves."""
+    """Harmonic mean of precision and recall of the words; `yes`, `no` and `noanswer` only match themselves.
+
+    Source: `normalize_answer` and `f1_score` of SQuAD's evaluate-v1.1.py; the three words are HotpotQA's addition.
+    """
     answer, label = _words(sample.response), _words(_label(sample))
     special = {("yes",), ("no",), ("noanswer",)}
     if answer != label and {tuple(answer), tuple(label)} & special:
@@ -158,8 +163,13 @@ def _label(sample: Sample) -> str:
 
 
 def _words(text: str) -> list[str]:
-    bare = "".join(" " if letter in string.punctuation else letter for letter in text.lower())
-    return [word for word in bare.split() if word not in ("a", "an", "the")]
+    """Words as SQuAD's evaluation script counts them.
+
+    Lower case; ASCII punctuation is deleted, not replaced by a space (`U.S.A.` is `usa`, `1,000` is `1000`); then the
+    articles go. Other punctuation, such as a typographic apostrophe, stays: scores are those of the published script.
+    """
+    bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return re.sub(r"\b(?:a|an|the)\b", " ", bare).split()
 
 
 def _flat(text: str) -> str:
@@ -189,11 +199,45 @@ def _right_letter(sample: Sample, choices: list[str], letters: list[str]) -> str
 
 
 def _letter(text: str, letters: list[str]) -> str | None:
-    """The letter of the last box, else of the last statement, else the last letter that stands alone."""
-    if (box := boxed(text)) is not None and box.strip("()$ .").removeprefix("\\text{").rstrip("}") in letters:
-        return box.strip("()$ .").removeprefix("\\text{").rstrip("}")
-    for pattern in (_TOLD, _RIGHT, _ALONE):
-        found = [letter for letter in re.findall(pattern, text) if letter in letters]
-        if found:
-            return found[-1]
-    return None
+    """The letter of the last box, else of the last statement, else the last letter that stands alone.
+
+    A statement of the answer wins over a later mention of an option: "The answer is B. Option C is too heavy." is B.
+    """
+    if (box := boxed(text)) is not None:
+        found = _last_of(rf"^\s*(?:option\b|choice\b)?[(\s]*{_any_of(letters)}(?:[).:,\s]|$)", _bare(box))
+        if found is not None:
+            return found
+    bare, any_of = _bare(text), _any_of(letters)
+    upper = "|".join(map(re.escape, letters))
+    patterns = (
+        rf"{_STATED}{any_of}{_DENIED}",
+        rf"(?:\b(?-i:({upper}))\)?|\(({upper})\))\s+is\s+(?:the\s+)?(?:correct|right|answer)",
+        rf"\b(?:option|choice)\b[:(\s]*{any_of}{_DENIED}",
+        rf"(?m:\b(?-i:({upper}))\b[).\s]*$|^[(\s]*({upper})[).\s]*$)",
+    )
+    return next((found for pattern in patterns if (found := _last_of(pattern, bare)) is not None), None)
+
+
+def _bare(text: str) -> str:
+    """The text without emphasis and LaTeX around letters; full-width letters are plain ones."""
+    return _EMPHASIS.sub("", unicodedata.normalize("NFKC", text))
+
+
+def _any_of(letters: list[str]) -> str:
+    """Pattern of a letter in either case that stands for a choice, not for a word.
+
+    A lower-case `a` or `i` in a sentence is a word ("the answer is a matter of taste"): only punctuation or the end of
+    the line after it make it a choice. `D-glucose` and `D's` are no choices either.
+    """
+    words = "|".join(re.escape(letter.lower()) for letter in letters if letter in "AI")
+    others = "|".join(re.escape(letter) for one in letters for letter in (one, one.lower()) if letter not in ("a", "i"))
+    word = rf"|(?-i:{words})(?=\s*(?:[).,;:!?\]<]|(?m:$)))" if words else ""
+    return rf"((?-i:{others})\b(?!['’]|-\w){word})"
+
+
+def _last_of(pattern: str, text: str) -> str | None:
+    """The upper-case letter of the last match; None if there is none."""
+    found = None
+    for match in re.finditer(pattern, text, re.IGNORECASE):
+        found = match
+    return next(group for group in found.groups() if group).upper() if found else None

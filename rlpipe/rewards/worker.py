@@ -1,10 +1,16 @@
-"""The process behind `workers.ProcessWorker`: `python -m rlpipe.rewards.worker`, spoken to over stdin and stdout.
+"""Score samples in a process of its own: `python -m rlpipe.rewards.worker`, started and asked by `workers.ProcessWorker`.
 
-Messages are a length and a pickle. First `(sys.path, function config, args)`, answered by None or the error of loading it; then
-lists of samples, each answered by its scores or a RewardError. Whatever the verifier prints goes to stderr.
+A message is a frame (`workers.FRAME`: its number and its length) and a pickle. Message 0 is
+`(sys.path, function config, args)`; the others are lists of samples. The answer to a message has its
+number: None or an error to message 0, scores or a RewardError to the others.
 
-It ends when the stage is gone, even in the middle of a call: when stdin closes, and on Linux also when the thread that
-started it ends, because arithmetic on huge numbers holds the interpreter so that nothing else in the process runs.
+The reward function is the user's and may do anything, so the two pipes are kept from it. Standard input is empty and standard
+output goes to stderr, for the function and every program it starts. A process that is forked here loses both pipes: it can
+neither answer nor keep them open after this process has died. If the function closes the pipes, this process ends.
+
+This process leads a process group, which is killed when this process or the stage ends: what the function left running does
+not stay behind. On Linux it is also killed when the thread that started it ends, because arithmetic on huge numbers holds the
+interpreter so that nothing else in the process runs.
 
 Not for anyone else to start; it keeps no deadline of its own.
 """
@@ -18,38 +24,88 @@ import queue
 import signal
 import sys
 import threading
-from typing import BinaryIO
 
+from rlpipe.config.guard import error_text, guarded
 from rlpipe.errors import RewardError, RlpipeError
+from rlpipe.orphan import end_with
 from rlpipe.rewards.python import Scorer
-from rlpipe.rewards.workers import HEADER
+from rlpipe.rewards.workers import FRAME
 from rlpipe.types import Sample
 
 PR_SET_PDEATHSIG = 1
+PIPE_LOST_STATUS = 71
+"""Exit status after the user's code has closed a pipe."""
+
+
+class Pipe:
+    """One end of a pipe to the stage, closed in every process that is forked here."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = os.dup(descriptor)
+        self._identity = self._seen()
+        os.register_at_fork(after_in_child=lambda: os.close(self._descriptor))
+
+    def read(self, size: int) -> bytes:
+        """Read exactly `size` bytes, or fewer at the end of the stream."""
+        content = b""
+        while len(content) < size:
+            self._check()
+            piece = os.read(self._descriptor, size - len(content))
+            if not piece:
+                break
+            content += piece
+        return content
+
+    def write(self, content: bytes) -> None:
+        """Write all of it."""
+        left = memoryview(content)
+        while left:
+            self._check()
+            left = left[os.write(self._descriptor, left) :]
+
+    def _check(self) -> None:
+        """End the process if the descriptor is closed, or names a file that the user's code has opened since."""
+        if self._seen() == self._identity:
+            return
+        os.write(2, b"the reward function closed a pipe of its process; the process ends\n")
+        os._exit(PIPE_LOST_STATUS)
+
+    def _seen(self) -> tuple[int, int] | None:
+        try:
+            status = os.fstat(self._descriptor)
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
 
 
 def main() -> None:
+    requests, answers = Pipe(sys.stdin.fileno()), Pipe(sys.stdout.fileno())
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, sys.stdin.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(sys.stdin.buffer, messages), daemon=True).start()
-    path, function, args = pickle.loads(messages.get())
+        end_with(os.getppid())
+    messages: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(requests, messages), daemon=True).start()
+    number, content = messages.get()
+    path, function, args = pickle.loads(content)
     sys.path.extend(entry for entry in path if entry not in sys.path)
     try:
-        scorer = Scorer(function, args)
+        scorer = guarded(Scorer)(function, args)
     except RlpipeError as error:
-        _send(answers, error)
+        _answer(answers, number, error)
         return
-    _send(answers, None)
+    _answer(answers, number, None)
     while True:
-        content = messages.get()
+        number, content = messages.get()
         try:
             answer: object = scorer.score(_samples(content))
         except RewardError as error:
             answer = error
-        _send(answers, answer)
+        except KeyboardInterrupt as error:  # the function's own: Ctrl-C does not reach another session
+            answer = RewardError(error_text(error))
+        _answer(answers, number, answer)
 
 
 def _samples(content: bytes) -> list[Sample]:
@@ -60,16 +116,17 @@ def _samples(content: bytes) -> list[Sample]:
         raise RewardError(f"the samples cannot be read in the reward's process: {type(error).__name__}: {error}") from error
 
 
-def _read(stream: BinaryIO, messages: queue.SimpleQueue[bytes]) -> None:
-    while len(header := stream.read(HEADER.size)) == HEADER.size:
-        messages.put(stream.read(HEADER.unpack(header)[0]))
+def _read(pipe: Pipe, messages: queue.SimpleQueue[tuple[int, bytes]]) -> None:
+    """Hand messages over until the stage closes its end; then end the process, also in the middle of a call."""
+    while len(frame := pipe.read(FRAME.size)) == FRAME.size:
+        number, size = FRAME.unpack(frame)
+        messages.put((number, pipe.read(size)))
     os._exit(0)
 
 
-def _send(stream: BinaryIO, message: object) -> None:
+def _answer(pipe: Pipe, number: int, message: object) -> None:
     content = pickle.dumps(message)
-    stream.write(HEADER.pack(len(content)) + content)
-    stream.flush()
+    pipe.write(FRAME.pack(number, len(content)) + content)
 
 
 if __name__ == "__main__":

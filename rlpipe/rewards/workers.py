@@ -1,7 +1,9 @@
 """Who runs a verifier: the event loop, a thread, or a process that can be killed. All keep a deadline for each call.
 
 Only a process ends a verifier that hangs: a thread that misses its deadline is left to itself (it is a daemon, and its
-late answer goes nowhere) and the next call gets a new one.
+late answer goes nowhere) and the next call gets a new one. An async function is cancelled, and left to itself if it goes on.
+
+Only a process survives a verifier that crashes: with `reward.workers: 0` a segmentation fault in it ends the run's own process.
 
 Not here: which samples make a call, retries, what an error means (`base`).
 """
@@ -19,16 +21,21 @@ from argparse import Namespace
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from rlpipe.children import end_group, ended_how, exit_status
 from rlpipe.config.data import RewardFunction
 from rlpipe.errors import DeadlineExceeded, ResourceError, RewardError
 from rlpipe.rewards.python import Score, Scorer
 from rlpipe.types import Sample
 
-HEADER = struct.Struct("<Q")
+FRAME = struct.Struct("<QQ")
+"""What comes before a message to and from a reward's process: the number of the call, and the bytes of the message."""
 START_TIMEOUT_S = 120.0
+LAST_WORDS_S = 0.5
+"""How long the last bytes may take after a process has ended, and its end after the last bytes."""
 
 
 class Worker(Protocol):
@@ -51,10 +58,14 @@ class LoopWorker:
         self._scorer = scorer
 
     async def call(self, samples: Sequence[Sample], timeout_s: float) -> list[Score]:
+        call = asyncio.ensure_future(self._scorer.score_async(samples))
         try:
-            return await asyncio.wait_for(self._scorer.score_async(samples), timeout_s)
-        except TimeoutError as error:
-            raise _late(samples, timeout_s) from error
+            await asyncio.wait({call}, timeout=timeout_s)
+            if not call.done():
+                raise _late(samples, timeout_s)
+            return call.result()
+        finally:
+            call.cancel()  # and not waited for: a function that catches its cancellation could take for ever
 
     async def stop(self) -> None:
         """Nothing is held."""
@@ -99,68 +110,128 @@ def _serve_thread(scorer: Scorer, calls: queue.SimpleQueue) -> None:
 
 
 class ProcessWorker:
-    """Runs the function in a process of its own (`rlpipe.rewards.worker`), killed when it is late and started again."""
+    """Runs the function in a process of its own (`rlpipe.rewards.worker`), killed when it is late and started again.
+
+    Each call has a number, and its answer has to have the same one. Anything else ends the process: an answer is never taken
+    for that of another call.
+    """
 
     def __init__(self, function: RewardFunction, args: Namespace | None = None):
         self._function, self._args = function, args
         self._process: Process | None = None
+        self._calls = 0
 
     async def call(self, samples: Sequence[Sample], timeout_s: float) -> list[Score]:
-        process = await self._started()
+        await self._start()
         try:
-            answer = await asyncio.wait_for(_exchange(process, list(samples)), timeout_s)
+            answer = await asyncio.wait_for(self._ask(list(samples)), timeout_s)
         except TimeoutError as error:
             await self.stop()
             raise _late(samples, timeout_s) from error
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise RewardError("the reward's process died", found=f"exit status {await self._ended(process)}") from error
+        except _DiedError as error:
+            raise RewardError("the reward's process died", found=await self._how_it_died()) from error
+        except RewardError:
+            await self.stop()
+            raise
         if isinstance(answer, RewardError):
             raise answer
         return answer
 
     async def stop(self) -> None:
+        """End the process, and what it started."""
         process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            process.kill()
-            await process.wait()
+        if process is not None:
+            await end_group(process)
 
-    async def _started(self) -> Process:
+    async def _how_it_died(self) -> str:
+        """How the process ended, in words; its pipes may be closed a moment before it has. What it started is ended."""
+        process = self._process
+        assert process is not None
+        with suppress(TimeoutError):
+            await asyncio.wait_for(exit_status(process), LAST_WORDS_S)
+        how = "its pipe was closed" if process.returncode is None else ended_how(process.returncode)
+        await self.stop()
+        return how
+
+    async def _start(self) -> None:
         if self._process is not None:
-            return self._process
+            return
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "rlpipe.rewards.worker", stdin=PIPE, stdout=PIPE, env={**os.environ, "PYTHONPATH": path}
+        self._calls = 0
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "rlpipe.rewards.worker",
+            stdin=PIPE,
+            stdout=PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,
         )
         try:
-            ready = await asyncio.wait_for(_exchange(process, (sys.path, self._function, self._args)), START_TIMEOUT_S)
+            ready = await asyncio.wait_for(self._ask((sys.path, self._function, self._args)), START_TIMEOUT_S)
         except TimeoutError as error:
             await self.stop()
             late = f"no answer within {START_TIMEOUT_S} s"
             raise ResourceError("a reward process did not start", where="reward.workers", found=late) from error
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            status = await self._ended(process)
-            raise ResourceError(
-                "a reward process did not start", where="reward.workers", found=f"exit status {status}"
-            ) from error
+        except _DiedError as error:
+            found = await self._how_it_died()
+            raise ResourceError("a reward process did not start", where="reward.workers", found=found) from error
+        except RewardError:
+            await self.stop()
+            raise
         if ready is not None:
             await self.stop()
             raise ready
-        return process
 
-    async def _ended(self, process: Process) -> int:
-        self._process = None
-        return await process.wait()
+    async def _ask(self, message: object) -> Any:
+        """The answer to the next message. Raises: _DiedError; RewardError for anything that is not its answer."""
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        number, self._calls = self._calls, self._calls + 1
+        content = pickle.dumps(message)
+        try:
+            process.stdin.write(FRAME.pack(number, len(content)) + content)
+            await process.stdin.drain()
+        except ConnectionError as error:
+            raise _DiedError from error
+        answered, size = FRAME.unpack(await _read(process, FRAME.size))
+        if answered != number:
+            raise RewardError(
+                "the reward's process gave an answer to another call",
+                found=f"an answer to call {answered}",
+                expected=f"the answer to call {number}",
+                do="something else than this project writes to its pipe; see what the reward function does with descriptors",
+            )
+        answer = await _read(process, size)
+        try:
+            return pickle.loads(answer)
+        except Exception as error:  # whatever the bytes are
+            raise RewardError("the answer of the reward's process cannot be read", found=f"{size} bytes") from error
 
 
-async def _exchange(process: Process, message: object):
-    assert process.stdin is not None
+class _DiedError(Exception):
+    """The process ended before it answered."""
+
+
+async def _read(process: Process, size: int) -> bytes:
+    """Raises: _DiedError if the process ends first, whoever else holds its pipe."""
     assert process.stdout is not None
-    content = pickle.dumps(message)
-    process.stdin.write(HEADER.pack(len(content)) + content)
-    await process.stdin.drain()
-    (size,) = HEADER.unpack(await process.stdout.readexactly(HEADER.size))
-    return pickle.loads(await process.stdout.readexactly(size))
+    reading = asyncio.ensure_future(process.stdout.readexactly(size))
+    ending = asyncio.ensure_future(exit_status(process))
+    try:
+        await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():  # what it wrote before it ended may still be in the pipe
+            await asyncio.wait({reading}, timeout=LAST_WORDS_S)
+        if not reading.done():
+            raise _DiedError
+        return reading.result()
+    except (asyncio.IncompleteReadError, ConnectionError) as error:
+        raise _DiedError from error
+    finally:
+        reading.cancel()
+        ending.cancel()
 
 
 def _late(samples: Sequence[Sample], timeout_s: float) -> DeadlineExceeded:

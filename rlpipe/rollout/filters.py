@@ -1,8 +1,9 @@
 """Dynamic sampling: which finished, scored groups are worth training on.
 
-A filter is `keep(samples) -> bool`, or `(bool, reason)`; samples carry their reward. slime's form is `keep(args, samples)`,
-and it may answer an object with `.keep` and `.reason`. What it rejects is dropped with the reason (`filtered` if it gives
-none). A group it fails on is rejected with the reason `filter_error`.
+A filter is `keep(samples) -> bool`, or `(bool, reason)`; samples carry their reward. slime's form is `keep(args, samples)`.
+Either may answer an object with `.keep`, `.reason` and `.keep_when_insufficient`. A group that is not kept is dropped with the
+reason (`filtered` if there is none); with `keep_when_insufficient` it waits, and fills the batch if too few groups are kept.
+A group on which the filter fails is rejected with the reason `filter_error`.
 
 Not here: what replaces a rejected group (`sampler`), or leaving groups out of a batch for other reasons (`rlpipe.batch`).
 """
@@ -10,30 +11,52 @@ Not here: what replaces a rejected group (`sampler`), or leaving groups out of a
 from __future__ import annotations
 
 import inspect
+import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlpipe.config.hooks import load_hook
+from rlpipe.config.slime_modules import DynamicFilterOutput, check_reward_nonzero_std
 from rlpipe.errors import ConfigError, RewardError
 from rlpipe.types import Sample
 
-Filter = Callable[[Sequence[Sample]], str | None]
-"""Reason why a group is rejected, or None if it is kept. Raises: RewardError for all that goes wrong in it."""
+
+class Rejection(NamedTuple):
+    """Why a filter does not keep a group."""
+
+    reason: str
+    fallback: bool = False
+    """The group may still fill a batch for which too few groups are kept."""
+
+
+Filter = Callable[[Sequence[Sample]], Rejection | None]
+"""The rejection of a group, or None if it is kept. Raises: RewardError for all that goes wrong in the filter."""
 
 _KEY = "rollout.dynamic_sampling_filter_path"
 
 
-def reward_nonzero_std(samples: Sequence[Sample]) -> tuple[bool, str]:
-    """Rewards that are not all equal: a group whose advantages would be zero teaches nothing.
+def reward_nonzero_std(samples: Sequence[Sample]) -> DynamicFilterOutput:
+    """Keep rewards with a standard deviation above 1e-6: the advantages of equal rewards are zero and teach nothing.
 
-    Raises: ValueError if a sample has no reward. Source: dynamic sampling of DAPO, arXiv 2503.14476 section 3.2.
+    Rewards that differ by less are rounding of the verifier. Dividing them by their own deviation would turn the
+    rounding into advantages of size 1.
+
+    Raises: ValueError if a sample has no finite reward. Source: dynamic sampling of DAPO, arXiv 2503.14476 section 3.2;
+    the bound is slime's.
     """
-    rewards = [sample.reward for sample in samples]
-    if None in rewards:
-        raise ValueError("a sample has no reward")
-    return len(set(rewards)) > 1, f"zero_std_{rewards[0]:g}"
+    for sample in samples:
+        if sample.reward is None or not math.isfinite(sample.reward):
+            raise ValueError(f"sample {sample.index} has no finite reward: {sample.reward}")
+    return check_reward_nonzero_std(None, samples)
+
+
+def reward_nonzero_std_with_fallback(samples: Sequence[Sample]) -> DynamicFilterOutput:
+    """The same, but groups of equal rewards fill the batch when too few others are kept. No further round is sampled."""
+    output = reward_nonzero_std(samples)
+    output.keep_when_insufficient = True
+    return output
 
 
 def load_filter(path: str, args: Namespace | None = None) -> Filter:
@@ -52,9 +75,9 @@ def load_filter(path: str, args: Namespace | None = None) -> Filter:
     if inspect.iscoroutinefunction(function):
         raise ConfigError("the filter is async", where=_KEY, found=path, expected="a plain function of samples")
 
-    def judge(samples: Sequence[Sample]) -> str | None:
+    def judge(samples: Sequence[Sample]) -> Rejection | None:
         try:
-            return _reason(keep(list(samples)))
+            return _rejection(keep(list(samples)))
         except Exception as error:  # a hook may raise anything; it becomes the reason of its group
             where = f"filter {path}/{samples[0].group_id}"
             raise RewardError("the filter failed", where=where, found=f"{type(error).__name__}: {error}") from error
@@ -66,12 +89,19 @@ def _is_slimes(function: Callable[..., Any]) -> bool:
     return next(iter(inspect.signature(function).parameters), "") == "args"
 
 
-def _reason(answer: Any) -> str | None:
+def _rejection(answer: Any) -> Rejection | None:
+    fallback = _plain(getattr(answer, "keep_when_insufficient", False))
     if hasattr(answer, "keep"):
         answer = (answer.keep, getattr(answer, "reason", None))
     kept, reason = answer if isinstance(answer, tuple) else (answer, None)
-    if getattr(kept, "ndim", None) == 0:
-        kept = kept.item()  # a NumPy or torch scalar
+    kept = _plain(kept)
     if not isinstance(kept, bool):
         raise TypeError(f"it returned {answer!r}, not a bool or (bool, reason)")
-    return None if kept else str(reason or "filtered")
+    if not isinstance(fallback, bool):
+        raise TypeError(f"keep_when_insufficient is {fallback!r}, not a bool")
+    return None if kept else Rejection(str(reason or "filtered"), fallback)
+
+
+def _plain(value: Any) -> Any:
+    """The Python value of a NumPy or torch scalar."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value

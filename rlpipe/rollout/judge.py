@@ -30,6 +30,8 @@ class Verdict(NamedTuple):
     error: str | None = None
     samples: tuple[Sample, ...] = ()
     """The group with its rewards, where it was scored."""
+    fallback: bool = False
+    """With a reason: the group fills the batch if too few others are fit."""
 
 
 class Judge:
@@ -66,8 +68,10 @@ class Judge:
             replace(sample, reward=row.reward, reward_parts=dict(row.parts)) for sample, row in zip(group, rows, strict=True)
         ]
         try:
-            return Verdict(
-                group_id, self._keep(scored) if self._keep is not None else None, samples=tuple(scored) if self._reward else ()
-            )
+            rejection = self._keep(scored) if self._keep is not None else None
         except RewardError as error:
             return Verdict(group_id, "filter_error", str(error))
+        samples = tuple(scored) if self._reward else ()
+        if rejection is None:
+            return Verdict(group_id, None, samples=samples)
+        return Verdict(group_id, rejection.reason, samples=samples, fallback=rejection.fallback)

@@ -255,3 +255,122 @@ async def test_reasoning_gym_scores_a_batch(workers):
     )
     assert [row.reward for row in rows] == [1.0, 0.0] * 64
     assert all("score" in row.parts for row in rows)
+
+
+FORKS_AND = "if x.response == '10':\n    if os.fork() == 0:\n        {in_the_copy}\n    os.wait()\nreturn int(x.response)"
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "in_the_copy",
+    ["raise ValueError('in the copy')", "return 1000", "import sys; sys.exit(0)", "raise KeyboardInterrupt", "os._exit(0)"],
+    ids=["raises", "returns", "exits", "is interrupted", "ends itself"],
+)
+async def test_a_function_that_forks_leaves_every_reward_on_its_row(hook, in_the_copy):
+    rows = await score(samples(), hook(FORKS_AND.format(in_the_copy=in_the_copy), workers=1))
+    assert [(row.reward, row.error) for row in rows] == [(float(sample.response), None) for sample in samples()]
+    assert not children()
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_function_that_forks_in_the_stages_own_process_makes_no_second_stage(tmp_path, kind):
+    (tmp_path / "mine.py").write_text(
+        f"import os\n{kind} reward(x):\n    if x.index == 1 and os.fork() == 0:\n        raise ValueError\n    return x.index\n"
+    )
+    code = f"""
+import asyncio
+from rlpipe.config.data import PythonReward, RewardConfig
+from rlpipe.rewards.base import score
+from rlpipe.types import Sample, Status
+function = PythonReward(type="python", path={str(tmp_path / "mine.py")!r})
+samples = [Sample("g", n, "", [1], status=Status.COMPLETED) for n in range(4)]
+rows = asyncio.run(score(samples, RewardConfig(function=function)))
+print([row.reward for row in rows], flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.splitlines() == ["[0.0, 1.0, 2.0, 3.0]"]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
+        ("os.closerange(3, 256)", "exit status 71"),
+        ("os.closerange(3, 256)\n    open('/dev/null'), open('/dev/null'), open('/dev/null')", "exit status 71"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("raise BaseException('odd')", "BaseException: odd"),
+        ("raise ValueError('x' * 10**7)", "10000000 characters"),
+        ("return {str(n): 1.0 for n in range(10**5)}", "too many reward parts"),
+        ("return list(range(10**6))", "not a finite number"),
+        ("return type('Odd', (float,), {'__float__': lambda self: 1 / 0})()", "ZeroDivisionError"),
+    ],
+)
+async def test_whatever_a_function_does_in_its_process_is_the_error_of_its_row_alone(hook, body, said):
+    rows = await score(samples(), hook(f"if x.response == '10':\n    {body}\nreturn int(x.response)", workers=1))
+    assert [row.reward for row in rows] == [0.0, 1.0, None, 11.0, 20.0, 21.0]
+    assert said in (rows[2].error or "")
+    assert len(rows[2].error or "") < 4000
+
+
+@pytest.mark.integration
+async def test_what_a_function_prints_reads_and_starts_disturbs_no_answer(hook):
+    body = "import subprocess, sys\nprint('noise', flush=True)\nos.write(1, b'more' * 100)\n"
+    body += "text = sys.stdin.read() + subprocess.run(['cat'], capture_output=True, text=True).stdout\n"
+    body += "subprocess.run(['echo', 'noise'])\nreturn int(x.response) if text == '' else 1000"
+    rows = await score(samples(), hook(body, workers=1, sample_timeout_s=20))
+    assert [row.reward for row in rows] == [float(sample.response) for sample in samples()]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("ends", ["return 1", "os._exit(7)"])
+async def test_what_a_function_leaves_running_does_not_outlive_its_process(hook, tmp_path, ends):
+    leave = f"pid = os.fork()\nif pid == 0:\n    time.sleep(600)\npathlib.Path({str(tmp_path)!r}, 'left').write_text(str(pid))\n"
+    started = time.monotonic()
+    rows = await score(samples(1, 1), hook(leave + ends, workers=1, sample_timeout_s=60))
+    assert time.monotonic() - started < 30, "a process that holds the pipe was waited for"
+    assert [row.reward for row in rows] == ([1.0] if ends == "return 1" else [None])
+    left = int((tmp_path / "left").read_text())
+    until = time.monotonic() + 10
+    while psutil.pid_exists(left) and psutil.Process(left).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until, "it still runs"
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.integration
+async def test_an_answer_to_another_call_is_an_error_and_never_a_reward(hook, tmp_path):
+    """A function that finds the pipe and writes an answer itself: as an answer of call 1 it comes before that of call 2."""
+    body = """
+import pickle, struct
+from rlpipe.rewards.python import Score
+if x.response == '10':
+    content = pickle.dumps([Score(1000.0)])
+    frame = struct.pack('<QQ', 1, len(content)) + content
+    for fd in range(3, 64):
+        try:
+            if os.readlink(f'/proc/self/fd/{fd}').startswith('pipe:'):
+                os.write(fd, frame)
+        except OSError:
+            pass
+return int(x.response)
+""".strip()
+    rows = await score(samples(), hook(body, workers=1))
+    assert [row.reward for row in rows] == [0.0, 1.0, None, 11.0, 20.0, 21.0]
+    assert "an answer to another call" in (rows[2].error or "")
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "SystemExit(0)", "asyncio.CancelledError()", "GeneratorExit()"])
+@pytest.mark.parametrize("kind", ["def", "async def"])
+async def test_a_function_that_ends_python_in_the_stages_process_is_the_error_of_its_row(hook, kind, error):
+    rows = await score(samples(2, 1), hook(f"if x.response == '00': raise {error}\nreturn 1", kind, sample_timeout_s=5))
+    assert [row.reward for row in rows] == [None, 1.0]
+    assert error.partition("(")[0].rpartition(".")[2] in (rows[0].error or "")
+
+
+async def test_an_async_function_that_catches_its_cancellation_is_late_and_the_others_go_on(hook):
+    body = "while x.response == '00':\n    try: await asyncio.sleep(60)\n    except asyncio.CancelledError: x.index += 1\n"
+    body += "    if x.index > 1: return 0\nreturn 1"
+    started = time.monotonic()
+    rows = await score(samples(2, 1), hook(body, "async def", sample_timeout_s=0.2))
+    assert time.monotonic() - started < 20
+    assert [row.reward for row in rows] == [None, 1.0]

@@ -2,8 +2,18 @@
 
 import pytest
 
-from rlpipe.config.data import NoReward, PythonReward
+from rlpipe.config.data import (
+    MathReward,
+    NoReward,
+    PythonReward,
+    ReasoningGymPrompts,
+    ReasoningGymReward,
+    RowReward,
+    RuleReward,
+)
+from rlpipe.data.prompts import load_prompts
 from rlpipe.errors import ConfigError, RewardError
+from rlpipe.rewards.answers import without_end
 from rlpipe.rewards.python import Score, Scorer
 from rlpipe.types import Sample
 
@@ -32,6 +42,17 @@ def test_numbers_are_rewards(scorer, body, value):
 def test_a_dict_has_its_reward_under_the_key_and_parts_beside_it(scorer):
     made = scorer("return {'right': 1, 'short': 0.5}", reward_key="right")
     assert made.score([ONE]) == [Score(1.0, {"short": 0.5})]
+
+
+def test_the_entry_of_a_rules_answer_that_is_the_reward_can_be_named():
+    wrong = Sample("g", 0, "", [1], label="5", response="Answer: 6")
+    (score,) = Scorer(RowReward(type="by_row", default="dapo")).score([wrong])
+    assert score == Score(-1.0, {"acc": 0.0, "format": 1.0})
+    assert Scorer(RowReward(type="by_row", default="dapo", reward_key="score")).score([wrong]) == [score]
+    (score,) = Scorer(RowReward(type="by_row", default="dapo", reward_key="acc")).score([wrong])
+    assert score == Score(0.0, {"reward": -1.0, "format": 1.0})
+    with pytest.raises(RewardError, match="which entry"):
+        Scorer(RowReward(type="by_row", default="f1", reward_key="acc")).score([wrong])
 
 
 def test_an_async_function_is_known_as_one(scorer):
@@ -78,3 +99,42 @@ def test_a_function_that_is_not_there_is_a_config_error(tmp_path):
         Scorer(PythonReward(type="python", path=str(tmp_path / "none.py")))
     with pytest.raises(ConfigError, match="not a function that scores"):
         Scorer(NoReward(type="none"))  # pyright: ignore[reportArgumentType]
+
+
+END = "<|im_end|>"
+
+
+@pytest.mark.parametrize("end", [END, "<|eot_id|>\n", "<｜end▁of▁sentence｜>", "</s>", "<end_of_turn>", f"{END}{END}"])
+@pytest.mark.parametrize(
+    ("function", "response", "label", "metadata"),
+    [
+        (RuleReward(type="dapo"), "Answer: 42", "42", {}),
+        (RuleReward(type="deepscaler"), "</think> \\boxed{42}", "42", {}),
+        (RuleReward(type="f1"), "it is Paris", "it is paris", {}),
+        (RuleReward(type="gpqa"), "I would take B", "B", {}),
+        (MathReward(type="math"), "42", "42", {}),
+        (MathReward(type="math", boxed=True), "\\boxed{42}", "42", {}),
+        (RowReward(type="by_row"), "it is Paris", "it is paris", {"rm_type": "f1"}),
+    ],
+)
+def test_our_rules_read_a_response_without_the_token_that_ends_it(function, response, label, metadata, end):
+    sample = Sample(response=response + end, label=label, metadata=metadata)
+    assert Scorer(function).score([sample])[0].reward == 1.0
+    assert sample.response == response + end
+
+
+def test_reasoning_gym_reads_a_response_without_the_token_that_ends_it():
+    source = ReasoningGymPrompts(type="reasoning_gym", task="chain_sum", size=1, seed=3)
+    (row,) = load_prompts(source)
+    sample = Sample(response=f"{row.label}{END}", metadata=row.metadata)
+    assert Scorer(ReasoningGymReward(type="reasoning_gym")).score([sample])[0].reward == 1.0
+
+
+def test_a_function_of_the_user_reads_a_response_as_it_is(scorer):
+    assert scorer("return len(x.response)").score([Sample(response="42" + END)])[0].reward == 12
+
+
+def test_text_that_looks_like_a_special_token_stays_within_a_response():
+    assert without_end("a <|im_end|> b") == "a <|im_end|> b"
+    assert without_end("x < 3 <|im_end|>\n") == "x < 3"
+    assert without_end("a</sub>") == "a</sub>"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import string
+from collections import Counter
 from typing import Any
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from rlpipe.config.data import MathReward, RowReward, RuleReward
 from rlpipe.errors import DataError
@@ -93,10 +98,48 @@ def test_deepscaler_wants_a_box_after_thinking(response: str, parts: dict[str, f
         ("yes", "yes it is", 0.0),
         ("yes", "Yes.", 1.0),
         ("", "cat", 0.0),
+        ("U.S.A.", "USA", 1.0),
+        ("1,000", "1000", 1.0),
+        ("don't", "dont", 1.0),
+        ("twenty-one", "twentyone", 1.0),
+        ("twenty-one", "twenty one", 0.0),
+        ("theory", "ory", 0.0),
     ],
 )
 def test_f1_is_the_harmonic_mean_of_precision_and_recall(response: str, label: str, reward: float):
     assert f1(sample(response, label))["reward"] == pytest.approx(reward)
+
+
+def squad_normalised(text: str) -> str:
+    """`normalize_answer` of SQuAD's evaluate-v1.1.py, as it is published."""
+    exclude = set(string.punctuation)
+    without = "".join(ch for ch in text.lower() if ch not in exclude)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", without).split())
+
+
+def squad_f1(prediction: str, truth: str) -> float:
+    """`f1_score` of the same script, with HotpotQA's three words that only match themselves."""
+    left, right = squad_normalised(prediction), squad_normalised(truth)
+    if left != right and {left, right} & {"yes", "no", "noanswer"}:
+        return 0.0
+    common = sum((Counter(left.split()) & Counter(right.split())).values())
+    if common == 0:
+        return 0.0
+    precision, recall = common / len(left.split()), common / len(right.split())
+    return 2 * precision * recall / (precision + recall)
+
+
+ANSWERS = st.lists(
+    st.sampled_from(["the", "a", "an", "cat", "U.S.A.", "don't", "yes", "no", "noanswer", "1,000", "-", "x's", "É", "’s", "\n"]),
+    min_size=1,
+    max_size=5,
+).map(" ".join)
+
+
+@given(ANSWERS | st.text(min_size=1, max_size=20), ANSWERS)
+def test_f1_is_what_the_published_script_computes(response: str, label: str):
+    assume(plain(label))
+    assert f1(sample(response, label))["reward"] == pytest.approx(squad_f1(response, label))
 
 
 @pytest.mark.parametrize(
@@ -111,6 +154,36 @@ def test_f1_is_the_harmonic_mean_of_precision_and_recall(response: str, label: s
         ("The answer is B", "C", 0.0),
         ("answer is A</think> the answer is B", "B", 1.0),
         ("I do not know", "A", 0.0),
+        ("answer: b", "B", 1.0),
+        ("Answer: (b)", "B", 1.0),
+        ("the answer is b because it is heavier", "B", 1.0),
+        ("The answer is a.", "A", 1.0),
+        ("The answer is a\nbecause it is light", "A", 1.0),
+        ("The answer is a matter of taste", "A", 0.0),
+        ("The answer is i", "I", 1.0),
+        (r"so \boxed{d}", "D", 1.0),
+        (r"so \boxed{\text{(B)}}", "B", 1.0),
+        (r"so \boxed{\textbf{B. the moon}}", "B", 1.0),
+        (r"so \boxed{\mathrm{c}}", "C", 1.0),
+        (r"so $\boxed{\text{Option D}}$.", "D", 1.0),
+        ("**Answer**: B, which is the moon", "B", 1.0),
+        ("**Final answer: b**", "B", 1.0),
+        ("Answer: `C`", "C", 1.0),
+        (r"The correct option is \(B\).", "B", 1.0),
+        ("the correct choice would be (c)", "C", 1.0),
+        ("<answer>d</answer>", "D", 1.0),
+        ("Answer: Ｂ", "B", 1.0),
+        ("The answer is B. Option C is too heavy.", "B", 1.0),
+        ("The answer is B. Option C is too heavy.", "C", 0.0),
+        ("Option A is wrong, so I take option B", "B", 1.0),
+        ("(c) is correct", "C", 1.0),
+        ("c)", "C", 1.0),
+        ("answer: D-glucose", "D", 0.0),
+        ("answer: B's mass", "B", 0.0),
+        ("a long day, i think", "A", 0.0),
+        ("a long day, i think", "I", 0.0),
+        ("answer: b", "C", 0.0),
+        (r"\boxed{b}, not (c)", "C", 0.0),
     ],
 )
 def test_gpqa_takes_the_letter_that_a_response_settles_on(response: str, told: str, reward: float):

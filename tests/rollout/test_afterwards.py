@@ -11,7 +11,7 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.custom import CustomSource
 from rlpipe.errors import ConfigError, HookError
 from rlpipe.rollout.afterwards import Afterwards
-from rlpipe.rollout.filters import load_filter
+from rlpipe.rollout.filters import Rejection, load_filter
 from rlpipe.types import Sample
 
 SCORED = {key: [Sample(group_id=key, index=n, reward=float(n)) for n in range(2)] for key in ("b:1", "b:2", "b:3")}
@@ -80,4 +80,4 @@ def test_what_they_raise_and_what_cannot_be_called_is_named():
 
 def test_a_filter_in_slime_s_form_gets_args_and_answers_an_object():
     judge = load_filter(f"{__file__}:keep", Namespace(answer=42))
-    assert judge(SCORED["b:1"]) is None and judge(SCORED["b:2"]) == "not_42"
+    assert judge(SCORED["b:1"]) is None and judge(SCORED["b:2"]) == Rejection("not_42")

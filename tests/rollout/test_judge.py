@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.config.data import RewardConfig
 from rlpipe.errors import ConfigError, RewardError
-from rlpipe.rollout.filters import load_filter, reward_nonzero_std
+from rlpipe.rollout.filters import Rejection, load_filter, reward_nonzero_std
 from rlpipe.rollout.judge import Judge, Verdict
 from rlpipe.rollout.selection import Selection
 from rlpipe.types import Sample, Status
@@ -36,21 +37,67 @@ def _reward(folder: Path, source: str) -> RewardConfig:
     return RewardConfig.model_validate({"function": {"type": "python", "path": f"{folder / 'reward.py'}:reward"}, "workers": 0})
 
 
-@pytest.mark.parametrize(("rewards", "kept"), [((0.0, 1.0), True), ((1.0, 1.0), False), ((0.0, 0.0, 0.5), True)])
-def test_equal_rewards_teach_nothing(rewards: tuple[float, ...], kept: bool):
-    assert reward_nonzero_std(_group("b:1", *rewards))[0] is kept
-    assert load_filter(BUILT_IN)(_group("b:1", *rewards)) == (None if kept else f"zero_std_{rewards[0]:g}")
+@pytest.mark.parametrize(
+    ("rewards", "kept"),
+    [
+        ((0.0, 1.0), True),
+        ((1.0, 1.0), False),
+        ((0.0, 0.0, 0.5), True),
+        ((0.0, 1e-7), False),
+        ((0.5, 0.5 + 1e-6), False),
+        ((0.0, 1e-5), True),
+        ((0.1 + 0.2, 0.3), False),
+        ((1.0,), False),
+    ],
+)
+def test_equal_rewards_teach_nothing_and_rounding_is_no_difference(rewards: tuple[float, ...], kept: bool):
+    theirs = torch.tensor(rewards, dtype=torch.float64).std(correction=len(rewards) > 1).item() > 1e-6
+    assert kept is theirs, "slime's check_reward_nonzero_std"
+    assert reward_nonzero_std(_group("b:1", *rewards)).keep is kept
+    reason = f"zero_std_{round(rewards[0], 1):g}"
+    assert load_filter(BUILT_IN)(_group("b:1", *rewards)) == (None if kept else Rejection(reason))
+    fallback = load_filter(f"{BUILT_IN}_with_fallback")(_group("b:1", *rewards))
+    assert fallback == (None if kept else Rejection(reason, fallback=True))
+
+
+@pytest.mark.parametrize("reward", [None, float("nan"), float("inf")])
+def test_a_group_with_a_reward_that_is_no_number_is_not_judged(reward: float | None):
+    with pytest.raises(RewardError, match="sample 1 has no finite reward"):
+        load_filter(BUILT_IN)(_group("b:1", 0.0, reward))
 
 
 @pytest.mark.parametrize(
-    ("body", "reason"),
-    [("return True", None), ("return False", "filtered"), ("return False, 'dull'", "dull"), ("return True, 'x'", None)],
+    ("body", "rejection"),
+    [
+        ("return True", None),
+        ("return False", Rejection("filtered")),
+        ("return False, 'dull'", Rejection("dull")),
+        ("return True, 'x'", None),
+        ("return DynamicFilterOutput(False, 'dull', True)", Rejection("dull", fallback=True)),
+        ("return DynamicFilterOutput(keep=False)", Rejection("filtered")),
+        ("return DynamicFilterOutput(keep=True, keep_when_insufficient=True)", None),
+        ("return check_reward_nonzero_std_with_fallback(None, samples)", Rejection("zero_std_1", fallback=True)),
+    ],
 )
-def test_a_filter_answers_with_a_bool_or_with_a_reason_too(tmp_path: Path, body: str, reason: str | None):
-    assert load_filter(_hook(tmp_path, f"def hook(samples):\n    {body}\n"))(_group("b:1", 1.0)) == reason
+def test_a_filter_answers_with_a_bool_with_a_reason_or_with_slimes_object(tmp_path: Path, body: str, rejection: Rejection | None):
+    theirs = (
+        "from slime.rollout.filter_hub.base_types import DynamicFilterOutput\n"
+        "from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std_with_fallback\n"
+    )
+    path = _hook(tmp_path, f"{theirs}def hook(samples):\n    {body}\n")
+    assert load_filter(path)(_group("b:1", 1.0)) == rejection
 
 
-@pytest.mark.parametrize("body", ["return 1", "return None", "raise KeyError('x')", "return (None, 'x')"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return 1",
+        "return None",
+        "raise KeyError('x')",
+        "return (None, 'x')",
+        "from types import SimpleNamespace\n    return SimpleNamespace(keep=False, keep_when_insufficient='yes')",
+    ],
+)
 def test_what_goes_wrong_in_a_filter_is_named(tmp_path: Path, body: str):
     with pytest.raises(RewardError, match=r"(?s)hook.py:hook/b:1: the filter failed"):
         load_filter(_hook(tmp_path, f"def hook(samples):\n    {body}\n"))(_group("b:1", 1.0))
@@ -95,7 +142,13 @@ async def test_a_filter_s_error_rejects_its_group_only():
     assert verdicts == [Verdict("b:1", "filter_error", "the filter failed"), Verdict("b:2", None)]
 
 
-VERDICTS = st.lists(st.sampled_from([None, "dull", "failed"]), min_size=1, max_size=12)
+async def test_a_verdict_says_whether_the_group_is_a_fallback():
+    judge = Judge(lambda samples: Rejection("dull", fallback=samples[0].group_id == "b:1"))
+    verdicts = await judge.verdicts([_group("b:1", 0.0), _group("b:2", 0.0)])
+    assert verdicts == [Verdict("b:1", "dull", fallback=True), Verdict("b:2", "dull")]
+
+
+VERDICTS = st.lists(st.sampled_from([None, "dull", "failed", "fallback"]), min_size=1, max_size=12)
 
 
 @given(VERDICTS, st.integers(1, 5), st.booleans(), st.randoms(use_true_random=False))
@@ -107,8 +160,24 @@ def test_the_first_fit_groups_are_accepted_and_in_order_it_does_not_matter_who_c
     for name in came:
         if selection.over:
             break
-        selection.decide(name, reasons[names.index(name)])
+        reason = reasons[names.index(name)]
+        selection.decide(name, reason, fallback=reason == "fallback")
         selection.decide(name, "a second verdict does not count")
-    fit = [name for name in (names if in_order else came) if reasons[names.index(name)] is None]
-    assert selection.over and selection.accepted == tuple(sorted(fit[:batch]))
-    assert selection.full == (len(fit) >= batch) and not set(selection.rejected) & set(selection.accepted)
+    order = names if in_order else came
+    fit = [name for name in order if reasons[names.index(name)] is None][:batch]
+    spare = [name for name in order if reasons[names.index(name)] == "fallback"][: batch - len(fit)]
+    assert selection.over and selection.accepted == tuple(sorted([*fit, *spare]))
+    assert selection.fallbacks == dict.fromkeys(spare, "fallback")
+    assert selection.full == (len([*fit, *spare]) >= batch) and not set(selection.rejected) & set(selection.accepted)
+    decided = set(came) if len(fit) < batch or in_order else set(selection.accepted) | set(selection.rejected)
+    assert {*selection.accepted, *selection.rejected} >= {n for n in decided if reasons[names.index(n)] is not None}
+
+
+def test_a_fallback_never_displaces_a_fit_group_and_is_not_counted_before_the_round_is_over():
+    selection = Selection(2, in_order=False)
+    selection.add(["b:1", "b:2", "b:3"])
+    selection.decide("b:1", "dull", fallback=True)
+    selection.decide("b:2", None)
+    assert (selection.accepted, selection.over) == (("b:2",), False)
+    selection.decide("b:3", None)
+    assert (selection.accepted, selection.fallbacks, selection.rejected) == (("b:2", "b:3"), {}, {"b:1": "dull"})
