@@ -12,8 +12,10 @@ Not here: tensors, devices, context parallel slices (`engines.megatron.batch`).
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -250,9 +252,11 @@ def plan(
     `rollout`, which stay together; None: each sample its own), whose sizes differ by at most one rollout: a batch that lost a
     group to an error keeps its number of steps, and no rollout trails behind. (slime drops those that do not fill a step.)
 
-    Rollouts go to steps in `order` of their samples (default 0..N-1). Within a step samples go longest first into the emptiest
-    bin by cost L (1 + L / attention_length), or L without `balance_by_flops`. A bin takes `max_tokens` tokens, a longer sample
-    is alone in one; or with `micro_batch_size` that many samples of any length.
+    Rollouts go to steps in `order` of their samples (default 0..N-1). A bin (micro-batch) takes `max_tokens` tokens, a longer
+    sample is alone in one; or with `micro_batch_size` that many samples of any length. A step has as few bins as possible.
+    Samples are spread over them twice: costliest first into the cheapest bin, and by the largest differencing method of
+    Karmarkar and Karp. The way whose largest bin costs less is taken. A sample of L tokens costs L (1 + L / attention_length),
+    or L without `balance_by_flops`.
 
     Raises: DataError for an empty batch or a bad `order`; ConfigError for sizes below 1.
     """
@@ -308,9 +312,66 @@ def _check_arguments(lengths: np.ndarray, order: np.ndarray, sizes: dict[str, in
 def _pack_step(samples: np.ndarray, cost: np.ndarray, room: np.ndarray, capacity: int, data_parallel: int) -> tuple:
     samples = samples[np.lexsort((samples, -cost[samples]))]
     per_rank = max(1, math.ceil(int(room[samples].sum()) / (data_parallel * capacity)))
-    while (bins := _fill(samples, cost, room, capacity, per_rank * data_parallel)) is None:
+    while (filled := _fill(samples, cost, room, capacity, per_rank * data_parallel)) is None:
         per_rank += 1
-    return _deal(bins, cost, data_parallel, per_rank)
+    ways = [filled]
+    # Every sample has room 1 where a number of samples is the capacity. Whole rows of samples then keep the numbers even.
+    at_a_time = len(filled) if (room[samples] == 1).all() else 1
+    differenced = _differenced(samples, cost, len(filled), at_a_time)
+    if all(int(room[members].sum()) <= capacity for members in differenced):
+        ways.append(differenced)
+    return min((_deal(bins, cost, data_parallel, per_rank) for bins in ways), key=lambda step: _balance(step, cost))
+
+
+def _balance(step: tuple, cost: np.ndarray) -> tuple[float, float]:
+    """Cost of the largest micro-batch and of the largest rank."""
+    costs = [[float(cost[list(micro)].sum()) for micro in rank] for rank in step]
+    return max(map(max, costs)), max(map(sum, costs))
+
+
+Bin = tuple[float, list[int]]
+"""Cost and samples."""
+
+
+def _differenced(samples: np.ndarray, cost: np.ndarray, num_bins: int, at_a_time: int) -> list[list[int]]:
+    """The largest differencing method of Karmarkar and Karp (1982) for `num_bins` bins, whatever their capacity.
+
+    A partition is a list of bins, costliest first; bins that it lacks are empty. At first every `at_a_time` samples are a
+    partition of their own. The two partitions of the largest difference between their bins become one, in which the costliest
+    bin of one is joined with the cheapest of the other, and so on, until one is left. With `at_a_time` = `num_bins` no bin gets
+    more than one sample of each partition.
+    """
+    partitions: list[tuple[float, int, list[Bin]]] = []
+    for first in range(0, len(samples), at_a_time):
+        part: list[Bin] = [(float(cost[i]), [int(i)]) for i in samples[first : first + at_a_time]]
+        partitions.append((-_difference(part, num_bins), first, part))
+    heapify(partitions)
+    while len(partitions) > 1:
+        _, number, one = heappop(partitions)
+        _, _, other = heappop(partitions)
+        joined = _joined(one, other, num_bins)
+        heappush(partitions, (-_difference(joined, num_bins), number, joined))
+    bins = [members for _, members in partitions[0][2]]
+    return bins + [[] for _ in range(num_bins - len(bins))]
+
+
+def _difference(bins: list[Bin], num_bins: int) -> float:
+    return bins[0][0] - (bins[-1][0] if len(bins) == num_bins else 0.0)
+
+
+def _joined(one: list[Bin], other: list[Bin], num_bins: int) -> list[Bin]:
+    """Bin i of one with bin num_bins - 1 - i of the other. May change `one`."""
+    if len(other) == 1:  # the usual case, in which only one bin changes its place
+        added = other[0]
+        if len(one) == num_bins:
+            least, members = one.pop()
+            added = (least + added[0], members + added[1])
+        insort(one, added, key=lambda bin_: -bin_[0])
+        return one
+    alone = one[: num_bins - len(other)] + other[: num_bins - len(one)]
+    pairs = ((one[i], other[num_bins - 1 - i]) for i in range(num_bins - len(other), len(one)))
+    both = [(a + b, left + right) for (a, left), (b, right) in pairs]
+    return sorted(alone + both, key=lambda bin_: -bin_[0])
 
 
 def _fill(samples: np.ndarray, cost: np.ndarray, room: np.ndarray, capacity: int, num_bins: int) -> list[list[int]] | None:

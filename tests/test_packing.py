@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.errors import ConfigError, DataError
-from rlpipe.packing import BatchColumns, PackingPlan, attention_length, plan
+from rlpipe.packing import BatchColumns, PackingPlan, _differenced, attention_length, plan
 
 lengths_of_samples = st.lists(st.integers(1, 300), min_size=1, max_size=80)
 
@@ -180,3 +180,84 @@ def test_a_column_of_another_raggedness_is_refused_with_the_sample():
 def test_an_empty_prompt_is_refused_with_the_sample():
     with pytest.raises(DataError, match=r"prompt_lengths\[1\]"):
         BatchColumns.from_lists([[1], []], [[2], [4]])
+
+
+def karmarkar_karp(costs: list[float], num_bins: int) -> float:
+    """The largest bin of Karmarkar and Karp's differencing method, written with whole sorted lists."""
+    parts = [sorted([cost] + [0.0] * (num_bins - 1)) for cost in costs]
+    while len(parts) > 1:
+        parts.sort(key=lambda part: part[-1] - part[0])
+        one, other = parts.pop(), parts.pop()
+        parts.append(sorted(a + b for a, b in zip(one, reversed(other), strict=True)))
+    return parts[0][-1]
+
+
+def micro_batches(made: PackingPlan) -> list[tuple[int, ...]]:
+    return [micro for step in made.steps for rank in step for micro in rank]
+
+
+@given(st.lists(st.integers(1, 4000), min_size=1, max_size=40), st.integers(1, 4), st.integers(1, 4))
+def test_the_largest_micro_batch_is_never_larger_than_karmarkar_karps(lengths, bins, data_parallel):
+    """With room for every partition: as many samples in a bin as there are."""
+    lengths = np.array(lengths)
+    for balance_by_flops, cost in ((True, lengths * (1 + lengths / 1000.0)), (False, lengths.astype(float))):
+        made = plan(
+            lengths,
+            global_batch_size=None,
+            max_tokens=max(-(-int(lengths.sum()) // (bins * data_parallel)), int(lengths.max())),
+            data_parallel=data_parallel,
+            balance_by_flops=balance_by_flops,
+            attention_length=1000,
+        )
+        made.check(len(lengths), data_parallel)
+        batches = micro_batches(made)
+        assert max(int(lengths[list(micro)].sum()) for micro in batches) <= made.max_tokens
+        largest = max(cost[list(micro)].sum() for micro in batches)
+        unbounded = karmarkar_karp(cost.tolist(), len(batches))
+        differenced = _differenced(np.lexsort((np.arange(len(cost)), -cost)), cost, len(batches), 1)
+        found = max(cost[members].sum() for members in differenced)
+        assert sorted(i for members in differenced for i in members) == list(range(len(lengths)))
+        if all(lengths[members].sum() <= made.max_tokens for members in differenced):
+            assert largest <= found * (1 + 1e-12)
+        assert found == pytest.approx(unbounded, rel=0.2), "ties may be broken otherwise"
+
+
+def test_sixteen_samples_are_shared_better_than_costliest_first_into_the_cheapest_bin():
+    random = np.random.default_rng(1)
+    better = 0
+    for _ in range(50):
+        lengths = random.integers(500, 2000, 16)
+        made = plan(lengths, global_batch_size=None, max_tokens=10_000, data_parallel=4, balance_by_flops=False)
+        batches = micro_batches(made)
+        largest = max(int(lengths[list(micro)].sum()) for micro in batches)
+        assert len(batches) == 4
+        assert largest <= karmarkar_karp(lengths.tolist(), 4)
+        better += largest < max(lengths[b].sum() for b in costliest_first(lengths, 4))
+    assert better > 25
+
+
+def costliest_first(lengths: np.ndarray, num_bins: int) -> list[list[int]]:
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    for sample in np.argsort(-lengths, kind="stable").tolist():
+        min(bins, key=lambda members: lengths[members].sum()).append(sample)
+    return bins
+
+
+@given(lengths_of_samples, st.integers(1, 6), st.integers(1, 4))
+def test_with_a_number_of_samples_the_method_keeps_the_numbers_even(lengths, micro_batch_size, data_parallel):
+    lengths = np.array(lengths)
+    made = plan(lengths, global_batch_size=None, micro_batch_size=micro_batch_size, max_tokens=1, data_parallel=data_parallel)
+    made.check(len(lengths), data_parallel)
+    batches = micro_batches(made)
+    assert max(map(len, batches)) <= micro_batch_size
+    cost = lengths * (1 + lengths / 12_288)
+    differenced = _differenced(np.lexsort((np.arange(len(cost)), -cost)), cost, len(batches), len(batches))
+    assert max(map(len, differenced)) <= -(-len(lengths) // len(batches))
+    largest = max(cost[list(micro)].sum() for micro in batches)
+    assert largest <= max(cost[members].sum() for members in differenced) * (1 + 1e-12)
+
+
+def test_the_same_batch_gives_the_same_plan():
+    lengths = np.random.default_rng(2).integers(1, 50, 400)
+    plans = [plan(lengths, global_batch_size=None, max_tokens=700, data_parallel=2) for _ in range(2)]
+    assert plans[0] == plans[1]

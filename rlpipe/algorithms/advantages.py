@@ -26,9 +26,8 @@ import torch
 from rlpipe.algorithms.divergence import kl_estimate
 from rlpipe.algorithms.returns import discounted_returns, outcome_rewards
 from rlpipe.algorithms.values import Estimates, gae
-from rlpipe.config.algorithms import AdvantageConfig
+from rlpipe.config.algorithms import CENTERED, AdvantageConfig
 
-CENTERED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 SCALED = ("grpo", "gspo", "cispo")
 Custom = Callable[["Scored", np.ndarray, np.ndarray], Estimates]
 """(batch, rewards [N] after group normalisation, κ [R]) → estimates: a function of the user."""
@@ -57,7 +56,7 @@ class Scored:
 def estimate(batch: Scored, config: AdvantageConfig, custom: Custom | None = None) -> Estimates | None:
     """Advantages and returns [R] float32; None for the estimator `none` (unless `custom` is there in its place).
 
-    Raises: ValueError if a column is missing or shapes do not fit.
+    Raises: ValueError if a column is missing, shapes do not fit, or a token's result is not finite in float32.
     """
     if config.advantage_estimator == "none" and custom is None:
         return None
@@ -68,7 +67,7 @@ def estimate(batch: Scored, config: AdvantageConfig, custom: Custom | None = Non
         advantages = advantages - config.opd_kl_coef * (_needed(batch, "proximal") - _needed(batch, "teacher"))
     if config.normalize_advantages:
         advantages = whiten(advantages, batch.mask)
-    return Estimates(advantages.astype(np.float32), np.asarray(found.returns, np.float32))
+    return Estimates(_in_float32("advantage", advantages), _in_float32("return", found.returns))
 
 
 def _builtin(batch: Scored, normalised: np.ndarray, kl: np.ndarray, config: AdvantageConfig) -> Estimates:
@@ -135,9 +134,10 @@ def group_relative(
 
     A_i = (r_i - mean_g) / (std_g + eps),  g = group of i, unbiased std.
 
-    A group of one has no deviation: it is not divided. Without `center` the reward itself is returned. With `rollout`, mean and
-    deviation are over the rollouts of the group, each with the mean reward of its samples, so that a rollout that fanned out
-    into many samples does not pull the baseline to itself; without it every sample counts once, as in slime.
+    A group of one has no deviation: it is not divided. Rewards that are all equal give exactly 0. Without `center` the reward
+    itself is returned. With `rollout`, mean and deviation are over the rollouts of the group, each with the mean reward of its
+    samples, so that a rollout that fanned out into many samples does not pull the baseline to itself; without it every sample
+    counts once, as in slime.
     Shapes: rewards [N] float; group, rollout [N] int64, any numbers; returns [N] float32.
     Raises: ValueError if the shapes differ or a reward is not finite.
     Source: GRPO, arXiv 2402.03300 eq. 3 (which leaves the deviation's n - 1 and eps open; slime has both); without
@@ -149,7 +149,7 @@ def group_relative(
         return rewards.astype(np.float32)
     means, owner, first = _of_rollouts(rewards, rollout)
     _, member, count = np.unique(np.asarray(group)[first], return_inverse=True, return_counts=True)
-    mean = np.bincount(member, means) / count
+    mean = _group_means(means, member)
     centered = rewards - mean[member[owner]]
     if scale_by_std:
         variance = np.bincount(member, (means - mean[member]) ** 2) / np.maximum(count - 1, 1)
@@ -176,7 +176,7 @@ def leave_one_out(rewards: np.ndarray, group: np.ndarray, *, rollout: np.ndarray
 def whiten(values: np.ndarray, mask: np.ndarray, *, eps: float = 1e-8) -> np.ndarray:
     """Mean 0 and variance 1 over the tokens that count.
 
-    A ← (A - μ) / sqrt(σ² + eps),  μ and σ² (n - 1) over tokens of mask 1; a single token becomes 0.
+    A ← (A - μ) / sqrt(σ² + eps),  μ and σ² (n - 1) over tokens of mask 1; values that are all equal become 0.
 
     Shapes: values, mask [R]; returns [R] float64, with 0 where the mask is 0. Raises: ValueError if no token counts.
     Source: slime's `distributed_masked_whiten` (all tokens of the rollout, not of an optimizer step).
@@ -185,11 +185,32 @@ def whiten(values: np.ndarray, mask: np.ndarray, *, eps: float = 1e-8) -> np.nda
     if not counted.any():
         raise ValueError("no token counts, so there is nothing to whiten")
     of = np.asarray(values, np.float64)[counted]
-    centered = of - of.mean()
+    centered = of - of.mean() if (of != of[0]).any() else np.zeros(len(of))
     variance = (centered**2).sum() / max(len(of) - 1, 1)
     result = np.zeros(len(counted))
     result[counted] = centered / np.sqrt(variance + eps)
     return result
+
+
+def _in_float32(name: str, values: np.ndarray) -> np.ndarray:
+    """The column as it is stored. A number beyond float32, such as k3 at d = -100, must not become an infinite weight."""
+    with np.errstate(over="ignore"):
+        column = np.asarray(values).astype(np.float32)
+    if not np.isfinite(column).all():
+        token = int(np.argmin(np.isfinite(column)))
+        raise ValueError(f"the {name} of response token {token} is {values[token]:g}, which is not finite in float32")
+    return column
+
+
+def _group_means(values: np.ndarray, member: np.ndarray) -> np.ndarray:
+    """Mean of each group's values; of equal values exactly that value.
+
+    float64 rounds a sum, so the mean of equal values can differ from them in the last digit. The difference would be divided by
+    a deviation of 0 plus eps: seven rewards of 1000000.1 had advantages of 1e-4.
+    """
+    _, first = np.unique(member, return_index=True)
+    different = np.bincount(member, values != values[first][member])
+    return np.where(different == 0, values[first], np.bincount(member, values) / np.bincount(member))
 
 
 def _checked(rewards: np.ndarray, group: np.ndarray) -> np.ndarray:

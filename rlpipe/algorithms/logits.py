@@ -19,8 +19,8 @@ of the mean over their tokens that count (a rollout's samples share a denominato
 Loss and metrics are scalars, divided by the step's number of rollouts (or tokens) afterwards. All tensor parallel ranks must
 compute the same loss, each from its own columns.
 
-`get_responses`, `get_log_probs_and_entropy`, `compute_policy_loss` and `compute_approx_kl` are slime's: a file finds them under
-slime's names (`MODULES`) where slime is not installed.
+`get_responses`, `get_log_probs_and_entropy`, `compute_policy_loss`, `compute_approx_kl`, and the corrections `icepop_function`
+and `vanilla_tis_function` are slime's: a file finds them under slime's names (`MODULES`) where slime is not installed.
 
 Not here: how logits are made (`engines.megatron.logits`), the losses that need none (`objective`, `custom`).
 """
@@ -86,7 +86,9 @@ def logits_loss(
                 do="reduce it with sum_of_sample_mean",
             )
     loss = loss.reshape(())
-    return loss if loss.requires_grad else loss + 0 * logits.sum(), metrics
+    if not loss.requires_grad:
+        loss = loss + logits.flatten()[:0].sum()  # 0 with a gradient of zeros; 0 × a sum of masked logits would be NaN
+    return loss, metrics
 
 
 def get_responses(
@@ -149,7 +151,8 @@ def get_log_probs_and_entropy(
 def log_probs_of(logits: torch.Tensor, targets: torch.Tensor, *, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-prob of each row's target, and the entropy of each row if wanted, over all ranks' columns, with gradient.
 
-    ℓ = z_target - log Σ exp z,  H = log Σ exp z - Σ p z. Shapes: logits [n, V / TP] float32; targets [n]; returns [n], [n].
+    ℓ = z_target - log Σ exp z,  H = log Σ exp z - Σ p z. A logit of -inf is a token of probability 0, which adds nothing to H.
+    Shapes: logits [n, V / TP] float32; targets [n]; returns [n], [n].
     """
     group = _share.get().group
     top = _highest(logits.detach(), group)
@@ -158,7 +161,10 @@ def log_probs_of(logits: torch.Tensor, targets: torch.Tensor, *, with_entropy: b
     local = targets - (0 if group is None else group.rank() * logits.shape[1])
     here = (local >= 0) & (local < logits.shape[1])
     target = torch.where(here, below.gather(1, torch.where(here, local, 0)[:, None])[:, 0], 0.0)
-    parts = [target, mass.sum(-1), *([(mass * below).sum(-1)] if with_entropy else [])]
+    # 0 × -inf is NaN, so tokens without probability are left out of the product and of its gradient.
+    parts = [target, mass.sum(-1)]
+    if with_entropy:
+        parts.append((mass * torch.where(mass > 0, below, 0.0)).sum(-1))
     target, total, *weighted = _over_columns(torch.stack(parts), group)
     return target - total.log(), (total.log() - weighted[0] / total if with_entropy else None)
 
@@ -208,12 +214,43 @@ def compute_approx_kl(
     return kl_estimate(log_probs.float(), log_probs_base.float(), kl_loss_type, importance_ratio)
 
 
+def vanilla_tis_function(args: Any, **columns: Any) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor]]:
+    """slime's: the policy loss times each token's weight, clamped to `args.tis_clip_low` and `args.tis_clip`."""
+    return _weighted("clip", args, **columns)
+
+
+def icepop_function(args: Any, **columns: Any) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor]]:
+    """slime's: the policy loss times each token's weight, and no policy loss for a weight out of these bounds."""
+    return _weighted("icepop", args, **columns)
+
+
+def _weighted(
+    mode: str,
+    args: Any,
+    *,
+    pg_loss: torch.Tensor,
+    train_log_probs: Sequence[torch.Tensor],
+    rollout_log_probs: Sequence[torch.Tensor],
+    loss_masks: Any,
+    **_: Any,
+) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor]]:
+    """slime's two corrections per token: (loss, masks as given, metrics [R])."""
+    ratio = torch.exp(torch.cat([*train_log_probs]) - torch.cat([*rollout_log_probs]))
+    weights = ratio.clamp(min=args.tis_clip_low, max=args.tis_clip)
+    if mode == "icepop":
+        weights = torch.where(weights == ratio, ratio, torch.zeros_like(ratio))
+    metrics = {"tis": ratio.detach(), "tis_clipfrac": (weights != ratio).float(), "tis_abs": (ratio - 1).abs().detach()}
+    return pg_loss * weights, loss_masks, metrics
+
+
 MODULES: dict[str, dict[str, Any]] = {
     "slime.backends": {},
     "slime.backends.megatron_utils": {},
     "slime.backends.megatron_utils.loss": {
         "get_responses": get_responses,
         "get_log_probs_and_entropy": get_log_probs_and_entropy,
+        "icepop_function": icepop_function,
+        "vanilla_tis_function": vanilla_tis_function,
     },
     "slime.utils.ppo_utils": {"compute_policy_loss": compute_policy_loss, "compute_approx_kl": compute_approx_kl},
 }

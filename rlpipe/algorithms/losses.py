@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from rlpipe.algorithms.exponential import exp
 from rlpipe.algorithms.sequences import Sequences
 
 
@@ -83,7 +84,7 @@ def cispo_loss(
     Source: MiniMax-M1, arXiv 2506.13585, which averages over all tokens of the group (calculate_per_token_loss).
     """
     log_ratio = (log_probs - old_log_probs).detach()
-    ratio = log_ratio.exp()
+    ratio = exp(log_ratio)
     weight = ratio.clamp(1 - eps_clip, 1 + (eps_clip if eps_clip_high is None else eps_clip_high))
     return PolicyLoss(-weight * advantages * log_probs, (weight != ratio).to(log_probs.dtype), -log_ratio)
 
@@ -109,8 +110,8 @@ def sft_loss(log_probs: torch.Tensor) -> torch.Tensor:
 def _clipped(
     log_ratio: torch.Tensor, advantages: torch.Tensor, eps_clip: float, eps_clip_high: float | None, eps_clip_c: float | None
 ) -> PolicyLoss:
-    ratio = log_ratio.exp()
-    plain = -ratio * advantages
+    ratio = exp(log_ratio)
+    plain = exp(log_ratio, -advantages)
     clipped = -ratio.clamp(1 - eps_clip, 1 + (eps_clip if eps_clip_high is None else eps_clip_high)) * advantages
     loss = torch.maximum(plain, clipped)
     if eps_clip_c is not None:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rlpipe.algorithms.divergence import kl_estimate
+from rlpipe.algorithms.divergence import kl_estimate, unbiased_kl
+from rlpipe.algorithms.exponential import exp
 from rlpipe.algorithms.losses import (
     PolicyLoss,
     cispo_loss,
@@ -85,8 +86,10 @@ def objective(tokens: Tokens, loss: LossConfig, custom: CustomLoss | None = None
     surrogate, logged = _surrogate(tokens, loss)
     kl = torch.zeros_like(tokens.log_probs)
     if tokens.reference is not None:
-        ratio = (tokens.log_probs - _base(tokens, loss)).exp() if loss.use_unbiased_kl else None
-        kl = kl_estimate(tokens.log_probs, tokens.reference, loss.kl_loss_type, ratio)
+        if loss.use_unbiased_kl:
+            kl = unbiased_kl(tokens.log_probs, tokens.reference, _base(tokens, loss), loss.kl_loss_type)
+        else:
+            kl = kl_estimate(tokens.log_probs, tokens.reference, loss.kl_loss_type)
     others = loss.kl_loss_coef * kl - loss.entropy_coef * tokens.entropy
     logged |= {"entropy": tokens.entropy, "kl_loss": kl}
     if tokens.policy_weight is None:
@@ -114,7 +117,7 @@ def _surrogate(tokens: Tokens, loss: LossConfig) -> tuple[torch.Tensor, dict[str
     logged = {
         "clipfrac": clip.clipped,
         "ppo_kl": clip.ppo_kl,
-        "ratio": (-clip.ppo_kl).exp(),
+        "ratio": exp(-clip.ppo_kl),
         "train_rollout_logprob_abs_diff": apart,
     }
     surrogate = clip.loss

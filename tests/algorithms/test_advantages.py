@@ -248,3 +248,18 @@ def test_a_function_of_the_user_stands_in_the_estimators_place():
     assert found is not None
     assert found.advantages == pytest.approx(whiten(np.arange(8.0), np.ones(8)))
     assert found.returns.tolist() == [1] * 8
+
+
+def test_an_advantage_beyond_float32_is_refused_with_its_token():
+    batch = Scored(
+        rewards=np.array([1.0, 0.0]),
+        group=np.array([0, 0]),
+        rollout=np.array([0, 1]),
+        lengths=np.array([1, 2]),
+        mask=np.ones(3),
+        proximal=np.array([-1.0, -1.0, -150.0]),
+        reference=np.full(3, -1.0),
+    )
+    config = AdvantageConfig(advantage_estimator="reinforce_plus_plus_baseline", kl_coef=0.1, kl_type="k3", reference=True)
+    with pytest.raises(ValueError, match=r"response token 2 is -\S+, which is not finite in float32"):
+        estimate(batch, config)

@@ -49,6 +49,18 @@ def test_a_correction_in_slimes_shape_is_the_built_in_one():
     assert found.metrics["tis_mine"][0] == pytest.approx(np.exp(0.5))
 
 
+@pytest.mark.parametrize(("name", "mode"), [("icepop_function", "icepop"), ("vanilla_tis_function", "clip")])
+def test_a_file_may_wrap_slimes_own_corrections(tmp_path: Path, name: str, mode: str):
+    theirs = f"from slime.backends.megatron_utils.loss import {name}"
+    path = hook(tmp_path, f"{theirs}\ndef mine(args, **columns):\n    return {name}(args, **columns)\n")
+    found = correction(custom.load("custom_tis_function_path", path))
+    mask, loss = np.concatenate(MASKS), LossConfig(use_tis=True, tis_clip_low=0.5, tis_mode=mode)  # pyright: ignore[reportArgumentType]
+    built_in = correct(np.concatenate(PROXIMAL), np.concatenate(BEHAVIOUR), mask, LENGTHS, loss)
+    assert found.factor[mask > 0] == pytest.approx(built_in.factor[mask > 0], rel=1e-6)
+    for metric, values in built_in.metrics.items():
+        assert found.metrics[metric][mask > 0] == pytest.approx(values[mask > 0], rel=1e-6)
+
+
 def test_a_correction_may_reject_tokens():
     def reject(args, *, pg_loss, loss_masks, **others):
         return pg_loss, [mask * torch.tensor([0.0] + [1.0] * (len(mask) - 1)) for mask in loss_masks], {}

@@ -37,7 +37,7 @@ def _statistics(logits, targets, found, columns, rows, inverse_temperature, BLOC
         shrink = tl.exp(top - higher)
         below = scaled - higher
         mass = tl.where(inside, tl.exp(below), 0.0)
-        weighted = shrink * (weighted + total * (top - higher)) + tl.sum(tl.where(inside, mass * below, 0.0), 0)
+        weighted = shrink * (weighted + total * (top - higher)) + tl.sum(tl.where(mass > 0.0, mass * below, 0.0), 0)
         total = shrink * total + tl.sum(mass, 0)
         top = higher
     target = tl.load(targets + row)
@@ -80,6 +80,7 @@ def _gradient(
     grad_log_prob = tl.load(grad_log_probs + row)
     gradient = grad_log_prob * (tl.where(place == tl.load(targets + row), 1.0, 0.0) - prob)
     if WITH_ENTROPY:
+        log_prob = tl.where(prob > 0.0, log_prob, 0.0)  # 0 × -inf of a masked token would be NaN
         gradient -= tl.load(grad_entropies + row) * prob * (log_prob + tl.load(entropies + row))
     tl.store(at, (gradient * inverse_temperature).to(logits.dtype.element_ty), mask=inside)
 

@@ -69,6 +69,7 @@ def run_passes(
             temperature=temperature,
             group=group,
             entropy_gradient=entropy_gradient,
+            first=trained.model.first_token,
         )
         return consume(micro, log_probs, entropy)
 
@@ -95,7 +96,7 @@ def run_logits_passes(
     def of_hidden_states(micro: MicroBatch, hidden_states: torch.Tensor) -> tuple[torch.Tensor, Any]:
         every = torch.arange(micro.length, device=micro.rows.device)
         rows = trained.model.output_rows(hidden_states, every)
-        return consume(micro, torch.nn.functional.linear(rows, trained.model.output_weight()).float())
+        return consume(micro, trained.model.logits(rows))
 
     return _run(trained, micro_batches, of_hidden_states, num_micro_batches=num_micro_batches, forward_only=False, around=around)
 

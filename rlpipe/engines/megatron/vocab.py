@@ -4,10 +4,13 @@ For one row with logits z over the vocabulary V, at sampling temperature τ:
 
     p_v = exp(z_v / τ) / Σ_u exp(z_u / τ),   ℓ = log p_target,   H = - Σ_v p_v log p_v
 
-in float32 from logits in the weights' dtype, each tensor parallel rank holding V / TP columns. Rows are taken
+in float32 from logits in the weights' dtype, each tensor parallel rank holding V / TP columns. Where TP does not divide the
+vocabulary the weight is padded (`bridge.pad_vocabulary`); padding rows are left out before they come here, so the last ranks
+have fewer columns, or none, and padding never gets probability or gradient. Rows are taken
 `CHUNK_ELEMENTS / V` at a time. A chunk's logits are read once (their largest, Σ exp, Σ exp · z and the target's
 come out) and dropped; the backward pass makes them again and overwrites them with their own gradient. So [rows, V]
 is never alive as a whole, nor a float32 copy of a chunk. The weight's gradient is summed over chunks in float32.
+A logit of -inf is a token of probability 0: it adds nothing to the entropy and has no gradient.
 
 Legend: n rows, H hidden size, V vocabulary columns of this rank.
 """
@@ -30,6 +33,10 @@ else:
 
 CHUNK_ELEMENTS = 2**29
 """Logits alive at once on one rank: 1 GiB in bfloat16."""
+_LOWEST = -1.0e30
+"""The largest of no logits. Not -inf: it is multiplied by a sum of 0."""
+LEAST = -1.0e30
+"""Taken for the largest logit where all columns of a rank are masked: -inf - -inf would be NaN. The same as in `kernels`."""
 
 
 def log_probs_and_entropy(
@@ -40,13 +47,15 @@ def log_probs_and_entropy(
     temperature: float,
     group: torch.distributed.ProcessGroup,
     entropy_gradient: bool,
+    first: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each row's target, and the entropy of each row's distribution.
 
     Shapes: hidden [n, H]; weight [V, H]; targets [n] int64; returns [n] and [n], float32. The gradient goes to hidden and weight;
-    through the entropy only if asked for.
+    through the entropy only if asked for. `first`: the token of this rank's first column; None: all ranks have V columns.
     """
-    found: Any = _LogProbs.apply(hidden, weight, targets, temperature, group, entropy_gradient)
+    start = group.rank() * weight.shape[0] if first is None else first
+    found: Any = _LogProbs.apply(hidden, weight, targets, temperature, group, entropy_gradient, start)
     return found
 
 
@@ -57,8 +66,8 @@ class _LogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, group, entropy_gradient):
-        local = _local(targets, weight.shape[0], group)
+    def forward(ctx, hidden, weight, targets, temperature, group, entropy_gradient, first):
+        local = _local(targets, weight.shape[0], first)
         found = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
         for rows in _chunks(hidden, weight):
             found[:, rows] = _statistics(linear(hidden[rows], weight), local[rows], temperature)
@@ -94,12 +103,12 @@ class _LogProbs(torch.autograd.Function):
             )
             torch.mm(grad, weight, out=of_hidden[rows])
             of_weight.add(grad, hidden[rows])
-        return of_hidden, of_weight.value(), None, None, None, None
+        return of_hidden, of_weight.value(), None, None, None, None, None
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:
     """Equal parts of the rows, each of at most CHUNK_ELEMENTS logits."""
-    rows, most = len(hidden), max(1, CHUNK_ELEMENTS // weight.shape[0])
+    rows, most = len(hidden), max(1, CHUNK_ELEMENTS // max(1, weight.shape[0]))
     size = -(-rows // -(-rows // most)) if rows else 1
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
@@ -134,32 +143,40 @@ class _Sum:
 def _statistics(logits: torch.Tensor, local: torch.Tensor, temperature: float) -> torch.Tensor:
     """[4, n] float32 of z = logits / temperature, over this rank's columns: the largest, Σ exp(z - largest),
     Σ exp(z - largest) (z - largest), and the target's (0 where it is another rank's)."""
+    if logits.shape[1] == 0:
+        found = torch.zeros(4, len(logits), dtype=torch.float32, device=logits.device)
+        found[0] = _LOWEST
+        return found
     if kernels is not None:
         return kernels.statistics(logits, local, temperature)
     scaled = logits.float() / temperature
-    top = scaled.amax(-1)
+    top = scaled.amax(-1).clamp_min(LEAST)
     target = torch.where(local >= 0, scaled.gather(1, local.clamp_min(0)[:, None])[:, 0], 0.0)
     below = scaled - top[:, None]
     mass = below.exp()
+    below.masked_fill_(mass == 0, 0.0)  # 0 × -inf of a masked token would be NaN
     return torch.stack([top, mass.sum(-1), (mass * below).sum(-1), target])
 
 
 def _gradient_(logits, local, log_totals, entropies, of_log_probs, of_entropies, temperature: float) -> torch.Tensor:
     """The gradient at logits [n, V], which it may overwrite; everything else is [n]."""
+    if logits.shape[1] == 0:
+        return logits
     if kernels is not None:
         return kernels.gradient_(logits, local, log_totals, entropies, of_log_probs, of_entropies, temperature)
     log_probs = logits.float() / temperature - log_totals[:, None]
     probs = log_probs.exp()
     grad = -of_log_probs[:, None] * probs
     if of_entropies is not None:
+        log_probs.masked_fill_(probs == 0, 0.0)
         grad -= of_entropies[:, None] * probs * (log_probs + entropies[:, None])
     grad.scatter_add_(1, local.clamp_min(0)[:, None], torch.where(local >= 0, of_log_probs, 0.0)[:, None])
     return (grad / temperature).to(logits.dtype)
 
 
-def _local(targets: torch.Tensor, columns: int, group: Any) -> torch.Tensor:
+def _local(targets: torch.Tensor, columns: int, first: int) -> torch.Tensor:
     """Each target's column on this rank; -1 where it is another's."""
-    local = targets - group.rank() * columns
+    local = targets - first
     return torch.where((local >= 0) & (local < columns), local, -1)
 
 

@@ -48,6 +48,27 @@ def test_the_gradient_at_logits_is_torchs(kernels, with_entropy):
     close(kernels.call("gradient_", values.clone(), targets, *columns, 0.7)[0], wanted)
 
 
+def test_masked_logits_have_finite_statistics_and_no_gradient(kernels):
+    """Columns of -inf, in one row a whole block of the kernel, are a smaller vocabulary."""
+    values, targets = logits()
+    kept = torch.arange(53) % 3 == 0
+    kept[:16] = False
+    kept[targets[targets >= 0]] = True
+    masked = values.masked_fill(~kept, -torch.inf)
+    incoming = random(7), random(7).flip(0)
+    renumbered = torch.where(targets >= 0, kept.cumsum(0)[targets] - 1, -1)
+    small = values[:, kept].contiguous()
+    wanted = vocab._statistics(small, renumbered, 0.7)
+    top, total, weighted, _ = wanted
+    columns = (top + total.log(), total.log() - weighted / total, *incoming)
+    gradient = torch.zeros(7, 53)
+    gradient[:, kept] = vocab._gradient_(small, renumbered, *columns, 0.7)
+    close(vocab._statistics(masked, targets, 0.7), wanted)
+    close(vocab._gradient_(masked, targets, *columns, 0.7), gradient)
+    close(kernels.call("statistics", masked, targets, 0.7)[0], wanted)
+    close(kernels.call("gradient_", masked.clone(), targets, *columns, 0.7)[0], gradient)
+
+
 @BOTH_DTYPES
 def test_swiglu_and_its_gradient_are_torchs(kernels, dtype):
     both, grad = random(TOKENS, 2 * 70, dtype=dtype), random(TOKENS, 70, dtype=dtype)
