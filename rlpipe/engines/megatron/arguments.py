@@ -3,7 +3,7 @@
 They are written in `train.megatron`, or as bare flags, like any argument of Megatron's. Only a checkout that has a provider
 (`pretrain_gpt.extra_args_provider`) is concerned; nothing of it is imported otherwise.
 
-Not here: which options there are (`rlpipe.config.passthrough.checkout`).
+Not here: which options there are (`rlpipe.config.arguments.checkout`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from argparse import Namespace
 from typing import Any
 
 import rlpipe.engines.megatron.platform  # noqa: F401
-from rlpipe.config import passthrough
-from rlpipe.config.passthrough.checkout import PROVIDER
+from rlpipe.config.arguments import names
+from rlpipe.config.arguments.checkout import PROVIDER
 from rlpipe.config.train import TrainConfig
 from rlpipe.errors import ConfigError
 
@@ -22,8 +22,8 @@ GLOBALS = "megatron.training.global_vars"
 
 
 def provided() -> dict[str, dict[str, Any]]:
-    """The provider's options, by name, as in the passthrough tables; {} where there is none."""
-    return passthrough.load("megatron")["receivers"].get(PROVIDER, {})
+    """The provider's options, by name, as in the tables of names; {} where there is none."""
+    return names.load("megatron")["receivers"].get(PROVIDER, {})
 
 
 def give_arguments(train: TrainConfig) -> Namespace | None:
@@ -33,7 +33,7 @@ def give_arguments(train: TrainConfig) -> Namespace | None:
     """
     if not provided():
         return None
-    known = passthrough.load("megatron")["receivers"].values()
+    known = names.load("megatron")["receivers"].values()
     defaults = {name: entry["default"] for arguments in known for name, entry in arguments.items()}
     optimizer = train.optimizer.model_dump(include=defaults.keys() & type(train.optimizer).model_fields.keys())
     arguments = Namespace(**{**defaults, **optimizer, **train.parallel.model_dump(), **train.megatron})
@@ -42,7 +42,7 @@ def give_arguments(train: TrainConfig) -> Namespace | None:
     except ImportError as error:
         raise ConfigError(
             "the Megatron-LM on PYTHONPATH has an argument provider, but not where its code asks for arguments",
-            where=f"{PROVIDER} of {passthrough.load('megatron')['version'].removeprefix('at ')}",
+            where=f"{PROVIDER} of {names.load('megatron')['version'].removeprefix('at ')}",
             found=f"{type(error).__name__}: {error}",
             expected=f"{GLOBALS}.set_args",
         ) from error

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 
 import rlpipe.engines.megatron.platform  # noqa: F401
+from rlpipe.config.arguments.names import PAD_TO
 
 # isort: split
 import mbridge
 from mbridge.core import LLMBridge
 from mbridge.core.bridge import _MODEL_REGISTRY as BRIDGES
+from mbridge.core.parallel_states import ParallelStates
 from mbridge.core.util import unwrap_model
 
 from rlpipe.engines.megatron.bridges import experts, llama  # noqa: F401
@@ -48,29 +50,51 @@ LOCAL = {
 Megatron multiplies that one by the number of tokens, which `passes` never divides by."""
 
 
-def open_bridge(model_dir: str, dtype: torch.dtype, *, trust_remote_code: bool, **transformer: Any) -> LLMBridge:
-    """mbridge's bridge for this directory. `transformer`: fields of TransformerConfig; process groups must exist already.
+def open_bridge(
+    model_dir: str, dtype: torch.dtype, *, sizes: ParallelStates | None = None, pad_to: int = 1, **transformer: Any
+) -> LLMBridge:
+    """mbridge's bridge for this directory. `transformer`: fields of TransformerConfig. `sizes`: the parallel layout; None: that
+    of the process groups, which must exist already. `pad_to`: as `pad_vocabulary`.
 
-    Raises: ConfigError if mbridge knows no such model type.
+    Raises: ConfigError for a model that the trainer does not compute.
     """
-    hf_config = read_config(model_dir, trust_remote_code=trust_remote_code)
-    kind = BRIDGES.get(hf_config.model_type)
-    if kind is None:
-        raise ConfigError(
-            "this model type has no Megatron implementation here",
-            where=f"{model_dir}/config.json: model_type",
-            found=hf_config.model_type,
-            expected=f"one of {', '.join(sorted(BRIDGES))}",
-        )
-    bridge = with_own_table(kind, hf_config, dtype)
+    hf_config = read_config(model_dir)
+    more = {} if sizes is None else {"parallel_states": sizes}
+    bridge = with_own_table(BRIDGES[hf_config.model_type], hf_config, dtype, **more)
     known = {f.name for f in dataclasses.fields(bridge.config)}
     bridge.set_extra_args(**{name: value for name, value in {**LOCAL, **transformer}.items() if name in known})
+    pad_vocabulary(bridge, pad_to)
     return bridge
 
 
-def layers_of(bridge: LLMBridge) -> Any:
-    """The layers of this pipeline stage, as GPTModel takes them."""
-    block = block_spec(bridge.config)
+def pad_vocabulary(bridge: LLMBridge, pad_to: int) -> None:
+    """Let embedding and output layer have a multiple of `pad_to` × TP rows: those of tokens, then padding, which is 0.
+
+    By default as few as tensor parallelism needs, and none where TP divides the vocabulary. (Megatron-LM's default is 128; that
+    would change the shapes, and so the state's digest, of models that need no padding.) Padding rows stay 0: no token is looked
+    up there, and log-probs leave them out (`layers.PolicyModel`). Weights by Hugging Face name never have them: mbridge adds
+    them when it reads, and cuts them off when it writes.
+    Raises: ConfigError if `pad_to` is not 1 or more.
+    """
+    if pad_to < 1:
+        raise ConfigError(
+            "the vocabulary cannot be padded to this", where=f"train.megatron.{PAD_TO}", found=pad_to, expected="1 or more"
+        )
+    known: Any = bridge
+    unit, vocabulary = pad_to * known.mpu.tp_size, known.hf_config.vocab_size
+    known.vocab_size, known.padded_vocab_size = vocabulary, -(-vocabulary // unit) * unit
+    known.make_vocab_size_divisible_by = unit if known.padded_vocab_size > vocabulary else None
+
+
+def model_arguments(bridge: LLMBridge) -> dict[str, Any]:
+    """What GPTModel takes beside Megatron's configuration and its layers, with the size of the padded vocabulary."""
+    padded: Any = bridge.padded_vocab_size
+    return bridge._get_gptmodel_args() | {"vocab_size": padded}
+
+
+def layers_of(bridge: LLMBridge, stage: int | None = None) -> Any:
+    """The layers of a pipeline stage, as GPTModel takes them. `stage`, and what it raises: as `block_spec`."""
+    block = block_spec(bridge.config, stage)
     return bridge.adapted(block) if isinstance(bridge, Glm4 | DeepseekV3) else block
 
 

@@ -19,8 +19,7 @@ import rlpipe.engines.megatron.platform  # noqa: F401
 # isort: split
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -29,8 +28,10 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -39,6 +40,8 @@ from rlpipe.engines.megatron.attention import CoreAttention, PackedLayout
 from rlpipe.engines.megatron.fused import query_key_value, remade, rms_norm, swiglu
 from rlpipe.engines.megatron.grouped import GroupedExperts
 from rlpipe.errors import ConfigError
+
+PADDING_LOGIT = -1.0e30
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -132,34 +135,59 @@ class Attention(SelfAttention):
         return tuple(part[:, None] for part in parts)
 
 
-def block_spec(config: TransformerConfig) -> Any:
-    """This pipeline stage's layers (a TransformerBlockSubmodules, whose own annotations are narrower than its use)."""
+def block_spec(config: TransformerConfig, stage: int | None = None) -> Any:
+    """A pipeline stage's layers (a TransformerBlockSubmodules, whose own annotations are narrower than its use).
+
+    Megatron's specification of local layers is taken, and some of its parts are replaced. `stage`: None is this rank's.
+    Raises: ConfigError if a part to replace is not Megatron's own: a changed specification would be ignored.
+    """
     plain = copy.copy(config)
     plain.moe_grouped_gemm = False  # of Megatron's own, which needs other packages
-    block: Any = get_gpt_decoder_block_spec(plain, use_transformer_engine=False, normalization=config.normalization)
-    for layer in block.layer_specs:
+    # Looked up when it is called: a hook of the user may have put another function there.
+    block: Any = gpt_layer_specs.get_gpt_decoder_block_spec(
+        plain, use_transformer_engine=False, normalization=config.normalization, pp_rank=stage
+    )
+    for layer in distinct_layers(block):
         attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
+        require_own("core_attention", attention.submodules.core_attention, DotProductAttention)
         attention.submodules.core_attention = CoreAttention
         if attention.module is SelfAttention:
             attention.module = Attention
         if getattr(mlp, "module", None) is MLP:
+            require_own("mlp.linear_fc1", mlp.submodules.linear_fc1, ColumnParallelLinear)
+            require_own("mlp.linear_fc2", mlp.submodules.linear_fc2, RowParallelLinear)
             layer.submodules.mlp = FeedForward
         elif config.moe_grouped_gemm and getattr(mlp, "module", None) is MoELayer:
+            require_own("mlp.experts", mlp.submodules.experts.module, SequentialMLP)
             mlp.submodules.experts = _grouped(config, mlp.submodules.experts)
         _use_our_norm(layer.submodules)
         _use_our_norm(attention.submodules)
+    require_own("layer_norm", block.layer_norm, WrappedTorchNorm, gpt_layer_specs.LNImpl)
     block.layer_norm = Norm
     return block
 
 
+def distinct_layers(block: Any) -> list[Any]:
+    """The specifications of a block's layers, each once: layers of one kind share theirs."""
+    return list({id(layer): layer for layer in block.layer_specs}.values())
+
+
+def require_own(part: str, found: Any, *own: type) -> None:
+    """Raises: ConfigError if a part of the specification of layers is not one of Megatron's own classes, which are replaced."""
+    found = getattr(found, "module", found)
+    if found in own:
+        return
+    raise ConfigError(
+        "this Megatron-LM has other layers, which the trainer would replace by its own",
+        where=f"{gpt_layer_specs.get_gpt_decoder_block_spec.__module__}.get_gpt_decoder_block_spec: {part}",
+        found=f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', found)}",
+        expected=" or ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in own),
+        do="leave the specification of layers as Megatron-core has it; change the model in rlpipe.engines.megatron.layers",
+    )
+
+
 def _grouped(config: TransformerConfig, experts: Any) -> Any:
-    if config.add_bias_linear or not _is_swiglu(config):
-        raise ConfigError(
-            "experts of this model cannot be computed together",
-            where="train.megatron.moe_grouped_gemm",
-            found="biases, or another activation than SwiGLU",
-            do="leave it out",
-        )
+    assert not config.add_bias_linear and _is_swiglu(config), "bridges.supported accepts no other experts"
     return ModuleSpec(module=GroupedExperts, submodules=experts.submodules)
 
 
@@ -172,6 +200,8 @@ def _use_our_norm(submodules) -> None:
 class PolicyModel(GPTModel):
     """A GPT whose last stage returns hidden states [L, 1, H] (sharded over L if sequence parallel), not logits."""
 
+    _vocabulary: int | None = None
+
     def _postprocess(self, hidden_states, *_args, **_keywords):
         return hidden_states
 
@@ -180,12 +210,42 @@ class PolicyModel(GPTModel):
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
-            return hidden_states[:, 0].index_select(0, rows).to(self.output_weight().dtype)
+            return hidden_states[:, 0].index_select(0, rows).to(self._output_shard().dtype)
         hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
-        return hidden_states[:, 0].index_select(0, rows).to(self.output_weight().dtype)
+        return hidden_states[:, 0].index_select(0, rows).to(self._output_shard().dtype)
+
+    def pad(self, vocabulary: int) -> None:
+        """Say how many tokens there are really: the rows of embedding and output layer beyond are padding, which is 0."""
+        self._vocabulary = vocabulary
+
+    @property
+    def first_token(self) -> int:
+        """The token of the first row of this rank's shard of the output layer."""
+        return self.pg_collection.tp.rank() * len(self._output_shard())
 
     def output_weight(self) -> torch.Tensor:
-        """[V / TP, H] this rank's shard of the output layer (the embedding if they are tied)."""
+        """[≤ V / TP, H] this rank's shard of the output layer (the embedding if they are tied), without padding."""
+        weight, tokens = self._output_shard(), self._num_tokens()
+        return weight if tokens == len(weight) else weight[:tokens]
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, V / TP] float32 of hidden states [n, H]; those of padding are so low that they never get probability.
+
+        (Not -inf, with which functions of the user would make NaN of 0 × -inf.)
+        """
+        found = torch.nn.functional.linear(rows, self._output_shard()).float()
+        tokens = self._num_tokens()
+        if tokens < found.shape[1]:
+            found[:, tokens:] = PADDING_LOGIT
+        return found
+
+    def _num_tokens(self) -> int:
+        """Rows of this rank's shard that are no padding."""
+        rows = len(self._output_shard())
+        vocabulary = self.vocab_size if self._vocabulary is None else self._vocabulary
+        return min(max(vocabulary - self.first_token, 0), rows)
+
+    def _output_shard(self) -> torch.Tensor:
         shared = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
         assert weight is not None, "not on the last pipeline stage"

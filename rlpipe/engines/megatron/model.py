@@ -1,7 +1,7 @@
 """Build what is trained: the model in DDP, its optimizer and its schedule, from the run's configuration.
 
-The `megatron:` passthrough goes by field name to TransformerConfig, OptimizerConfig and DistributedDataParallelConfig. A
-name that none of them has, or one that another key of ours decides, is a ConfigError.
+`train.megatron` goes by field name to TransformerConfig, OptimizerConfig and DistributedDataParallelConfig. What cannot be taken
+is refused by the table that configurations are checked with (`rlpipe.config.arguments`).
 
 Not here: process groups (`groups`), weights (`bridge`, `checkpoint`).
 """
@@ -9,12 +9,13 @@ Not here: process groups (`groups`), weights (`bridge`, `checkpoint`).
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from rlpipe.config.arguments.check import check_megatron, effective
+from rlpipe.config.arguments.names import PAD_TO
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.train import OptimizerConfig, TrainConfig
 from rlpipe.engines.megatron import platform
@@ -22,6 +23,7 @@ from rlpipe.errors import ConfigError
 
 # isort: split
 from mbridge.core import LLMBridge
+from mbridge.core.parallel_states import ParallelStates
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
@@ -30,44 +32,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from rlpipe.engines.megatron.arguments import provided
-from rlpipe.engines.megatron.bridge import layers_of, open_bridge
+from rlpipe.engines.megatron.bridge import layers_of, model_arguments, open_bridge
 from rlpipe.engines.megatron.layers import PolicyModel
 
 _PARALLEL = "train.parallel"
 _INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
 _UNEVEN = frozenset({"num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"})
-OWNED = {
-    **{
-        name: f"{_PARALLEL}.{name}"
-        for name in (
-            "tensor_model_parallel_size",
-            "sequence_parallel",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-        )
-    },
-    **{
-        name: f"train.optimizer.{name}"
-        for name in ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
-    },
-    "use_distributed_optimizer": "train.use_distributed_optimizer",
-    "calculate_per_token_loss": "train.loss.calculate_per_token_loss",
-    **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype"), "model.dtype"),
-    "deterministic_mode": "deterministic",
-    "moe_enable_routing_replay": "train.use_routing_replay or train.use_rollout_routing_replay",
-    **dict.fromkeys(("variable_seq_lengths", "use_cpu_initialization", "perform_initialization"), "nothing: it is fixed"),
-    **dict.fromkeys(("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"), "nothing: they are off"),
-    **dict.fromkeys(_INIT_METHODS, "nothing: weights are loaded"),
-    **dict.fromkeys(("virtual_pipeline_model_parallel_size", "overlap_p2p_comm", "batch_p2p_comm"), "nothing: it is fixed"),
-    **dict.fromkeys(
-        ("overlap_param_gather", "overlap_param_gather_with_optimizer_step"), "nothing: weights are read by themselves"
-    ),
-    **dict.fromkeys(("deallocate_pipeline_outputs", "optimizer", "mtp_num_layers"), "nothing: it is fixed"),
-}
-"""Megatron's names that are not free, and the key of ours that decides each."""
 
 
 @dataclass(slots=True)
@@ -115,29 +85,41 @@ def build(
     Raises: ConfigError for a bad `train.megatron` or a size that does not divide.
     """
     dtype = getattr(torch, model.dtype)
-    _, for_optimizer, for_ddp = split_passthrough(train.megatron)
-    bridge = _open(model_dir, model, train, deterministic=deterministic)
+    _, for_optimizer, for_ddp = split_arguments(train.megatron)
+    bridge = open_model(model_dir, model, train, deterministic=deterministic)
     ddp = _in_ddp(bridge, _bare_model(bridge, dtype, kind), train, for_ddp)
-    optimizer = get_megatron_optimizer(_optimizer_config(train, dtype, for_optimizer), [ddp])
+    optimizer = get_megatron_optimizer(optimizer_config(train, dtype, for_optimizer), [ddp])
     bridge.config.grad_scale_func = optimizer.scale_loss
     return Trained(bridge, ddp, optimizer, _scheduler(optimizer, train.optimizer, total_optimizer_steps))
 
 
 def build_scorer(model_dir: str, model: ModelConfig, train: TrainConfig, *, deterministic: bool = False) -> Scorer:
     """A model with undefined weights that is only run forward, in the same layout. Raises: ConfigError, as `build`."""
-    bridge = _open(model_dir, model, train, deterministic=deterministic)
+    bridge = open_model(model_dir, model, train, deterministic=deterministic)
     bare = _bare_model(bridge, getattr(torch, model.dtype), PolicyModel)
     for parameter in bare.parameters():
         parameter.requires_grad = False
     return Scorer(bridge, bare)
 
 
-def _open(model_dir: str, model: ModelConfig, train: TrainConfig, *, deterministic: bool) -> LLMBridge:
-    for_transformer, _, _ = split_passthrough(train.megatron)
+def open_model(
+    model_dir: str,
+    model: ModelConfig,
+    train: TrainConfig,
+    *,
+    deterministic: bool,
+    sizes: ParallelStates | None = None,
+) -> LLMBridge:
+    """The bridge of a directory, with Megatron's configuration of the model. `sizes`: as `open_bridge`.
+
+    Raises: ConfigError, as `build`; what Megatron-core itself raises for arguments that contradict each other.
+    """
+    for_transformer, _, _ = split_arguments(train.megatron)
     bridge = open_bridge(
         model_dir,
         getattr(torch, model.dtype),
-        trust_remote_code=model.source.type == "huggingface" and model.source.trust_remote_code,
+        sizes=sizes,
+        pad_to=train.megatron.get(PAD_TO, 1),
         **{
             "sequence_parallel": train.parallel.sequence_parallel,
             "calculate_per_token_loss": True,
@@ -153,28 +135,17 @@ def _open(model_dir: str, model: ModelConfig, train: TrainConfig, *, determinist
     return bridge
 
 
-def split_passthrough(megatron: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The passthrough's entries for TransformerConfig, OptimizerConfig and DistributedDataParallelConfig.
+def split_arguments(megatron: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The entries of `train.megatron` for TransformerConfig, OptimizerConfig and DistributedDataParallelConfig.
 
-    A name of a checkout's argument provider is known, and goes to none of them (`arguments`).
-    Raises: ConfigError for a name that is unknown (with the nearest ones) or owned.
+    Arguments that only say what holds anyway go to none of them, nor do those of a checkout's argument provider (`arguments`).
+    Raises: ConfigError for an argument that cannot be taken, as the check of the configuration does.
     """
-    fields = [
-        {f.name for f in dataclasses.fields(kind)}
-        for kind in (TransformerConfig, MegatronOptimizerConfig, DistributedDataParallelConfig)
-    ]
-    known = set().union(*fields, provided())
-    for name in megatron:
-        if name in OWNED:
-            raise ConfigError("this is decided elsewhere", where=f"train.megatron.{name}", do=f"use {OWNED[name]}")
-        if name not in known:
-            near = difflib.get_close_matches(name, known - OWNED.keys(), n=3)
-            raise ConfigError(
-                "Megatron-core has no such argument",
-                where=f"train.megatron.{name}",
-                expected=f"a field of TransformerConfig, OptimizerConfig or DistributedDataParallelConfig; near: {near}",
-            )
-    split = [{name: value for name, value in megatron.items() if name in names} for names in fields]
+    check_megatron(megatron)
+    given = effective("megatron", megatron)
+    kinds = (TransformerConfig, MegatronOptimizerConfig, DistributedDataParallelConfig)
+    fields = [{field.name for field in dataclasses.fields(kind)} for kind in kinds]
+    split = [{name: value for name, value in given.items() if name in known} for known in fields]
     return split[0], split[1], split[2]
 
 
@@ -185,15 +156,7 @@ def _leave_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_sizes(bridge: LLMBridge, train: TrainConfig) -> None:
-    hf_config: Any = bridge.hf_config
-    parallel, vocabulary = train.parallel, hf_config.vocab_size
-    if vocabulary % parallel.tensor_model_parallel_size:
-        raise ConfigError(
-            "the vocabulary does not divide over tensor parallel ranks",
-            where=f"{_PARALLEL}.tensor_model_parallel_size",
-            found=f"{vocabulary} tokens over {parallel.tensor_model_parallel_size} ranks",
-            do="pad the model's embedding and vocab_size to a multiple",
-        )
+    parallel = train.parallel
     if bridge.config.num_moe_experts and parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         raise ConfigError(
             "Megatron trains experts on tensor parallel ranks only with sequence parallelism",
@@ -216,18 +179,27 @@ def _check_sizes(bridge: LLMBridge, train: TrainConfig) -> None:
             found=f"{bridge.config.num_layers} layers over {parallel.pipeline_model_parallel_size} stages",
             do=f"say which stage takes how many with one of train.megatron's {', '.join(sorted(_UNEVEN))}",
         )
+    if (bridge.config.virtual_pipeline_model_parallel_size or 1) > 1:
+        raise ConfigError(
+            "the layout gives a rank several pipeline stages",
+            where="train.megatron.pipeline_model_parallel_layout",
+            found=f"{bridge.config.virtual_pipeline_model_parallel_size} for each rank",
+            expected=f"one for each of {parallel.pipeline_model_parallel_size} (train.parallel.pipeline_model_parallel_size)",
+        )
 
 
 def _bare_model(bridge: LLMBridge, dtype: torch.dtype, kind: type[PolicyModel]) -> torch.nn.Module:
     config = bridge.config
+    hf_config: Any = bridge.hf_config
     model = kind(
         config=config,
         transformer_layer_spec=layers_of(bridge),
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=getattr(bridge.hf_config, "tie_word_embeddings", False),
-        **bridge._get_gptmodel_args(),
+        share_embeddings_and_output_weights=getattr(hf_config, "tie_word_embeddings", False),
+        **model_arguments(bridge),
     )
+    model.pad(hf_config.vocab_size)
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     model.to(platform.device())
@@ -235,11 +207,17 @@ def _bare_model(bridge: LLMBridge, dtype: torch.dtype, kind: type[PolicyModel]) 
 
 
 def _in_ddp(bridge: LLMBridge, model: torch.nn.Module, train: TrainConfig, for_ddp: dict[str, Any]) -> DistributedDataParallel:
-    settings = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": train.use_distributed_optimizer, **for_ddp}
-    return DistributedDataParallel(config=bridge.config, ddp_config=DistributedDataParallelConfig(**settings), module=model)
+    return DistributedDataParallel(config=bridge.config, ddp_config=ddp_config(train, for_ddp), module=model)
 
 
-def _optimizer_config(train: TrainConfig, dtype: torch.dtype, extra: dict[str, Any]) -> MegatronOptimizerConfig:
+def ddp_config(train: TrainConfig, extra: dict[str, Any]) -> DistributedDataParallelConfig:
+    """Megatron's configuration of gradients. `extra`: fields of it from `train.megatron`."""
+    ours = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": train.use_distributed_optimizer}
+    return DistributedDataParallelConfig(**{**ours, **extra})
+
+
+def optimizer_config(train: TrainConfig, dtype: torch.dtype, extra: dict[str, Any]) -> MegatronOptimizerConfig:
+    """Megatron's configuration of Adam. `extra`: fields of it from `train.megatron`."""
     ours = train.optimizer
     return MegatronOptimizerConfig(
         optimizer="adam",

@@ -5,20 +5,23 @@ The process gets our PID and ends its whole group when we are gone (`orphan`). N
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 import rlpipe
 from rlpipe import orphan
-from rlpipe.errors import ConfigError, DeadlineExceeded, EngineUnavailable, ResourceError
+from rlpipe.config.arguments import names
+from rlpipe.errors import DeadlineExceeded, EngineUnavailable, ResourceError
 from rlpipe.ports import free_port
 
 LOOPBACK = "127.0.0.1"
@@ -133,20 +136,38 @@ def require_free_port(host: str, port: int, name: str) -> None:
             ) from error
 
 
-def flags(where: str, arguments: dict, owned: dict[str, str]) -> list[str]:
-    """A passthrough table as command line flags: `mem_fraction_static: 0.8` is `--mem-fraction-static 0.8`.
+def flags(table: str, arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments as command line flags: `mem_fraction_static: 0.8` is `--mem-fraction-static 0.8`.
 
-    true is the bare flag; false and null leave it out; a list is several values.
-    Raises: ConfigError for a name in `owned` (name → the key to use instead).
+    true is the bare flag; false is the flag that turns it off, where there is one, and null leaves it out. A list is several
+    words and a dict is `name=value` words where the option takes several; elsewhere both are JSON.
     """
-    line: list[str] = []
+    known, line = names.entries(table), []
     for name, value in arguments.items():
         plain = name.replace("-", "_").lstrip("_")
-        if plain in owned:
-            raise ConfigError("this argument is rlpipe's to set", where=f"{where}.{name}", found=value, do=f"use {owned[plain]}")
+        entry = known.get(plain, {})
+        if value is False and "off" in entry:
+            line.append(_option(entry["off"]))
         if value is None or value is False:
             continue
-        line.append("--" + plain.replace("_", "-"))
-        if value is not True:
-            line.extend(str(item) for item in (value if isinstance(value, Sequence) and not isinstance(value, str) else [value]))
+        words = _words(value, several=entry.get("words", False))
+        if len(words) == 1 and words[0].startswith("-"):
+            line.append(f"{_option(plain)}={words[0]}")  # argparse takes a word with a dash for an option
+        else:
+            line += [_option(plain), *words]
     return line
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _words(value: Any, *, several: bool) -> list[str]:
+    """The words after an option; `several`: it takes more than one."""
+    if value is True:
+        return []
+    if isinstance(value, Mapping):
+        return [f"{key}={item}" for key, item in value.items()] if several else [json.dumps(value)]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [str(item) for item in value] if several else [json.dumps(list(value))]
+    return [str(value)]

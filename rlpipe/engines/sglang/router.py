@@ -8,18 +8,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from rlpipe.config.arguments.check import check_router
 from rlpipe.config.model import EngineConfig
 from rlpipe.engines.sglang.process import LOOPBACK, ServerProcess, flags
 from rlpipe.engines.sglang.routes import Routes
 from rlpipe.ports import free_port
-
-OWNED = {
-    "host": "engine.host",
-    "port": "nothing: a free port is chosen",
-    "worker_urls": "resources.rollout_num_gpus",
-    "request_timeout_secs": "engine.request_timeout_s",
-}
-"""Router arguments refused in `engine.router`, and the key to use instead."""
 
 _DEFAULTS = {
     "policy": "round_robin",  # cache_aware counts requests, and a request of ours is a whole group or more
@@ -34,10 +27,10 @@ class Router(ServerProcess, Routes):
     """One sglang-router. `start()`, `wait_ready(deadline_s)`, `stop()`, `add(url)`, `remove(url)`, `workers()`."""
 
     def __init__(self, config: EngineConfig, *, port: int | None, log_path: str | Path) -> None:
-        """`port` None picks a free one. Raises: ConfigError for an argument in `engine.router` that is not yours to set."""
+        """`port` None picks a free one. Raises: ConfigError for an argument in `engine.router` that cannot be taken."""
         super().__init__("sglang-router", "rlpipe.engines.sglang.router_launch", config.host or LOOPBACK, port, log_path)
         self.name, self.do = f"sglang-router {self.url}", f"read {self.log_path}"
-        flags("engine.router", config.router, OWNED)
+        check_router(config.router)
         self._arguments = {
             "host": self.host,
             "port": self.port,
@@ -49,4 +42,4 @@ class Router(ServerProcess, Routes):
         }
 
     def arguments(self) -> list[str]:
-        return flags("engine.router", self._arguments, {})
+        return flags("router", self._arguments)

@@ -18,34 +18,12 @@ from typing import Literal, NamedTuple
 
 import httpx
 
+from rlpipe.config.arguments.check import check_sglang
 from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.engines.sglang.process import LOOPBACK, ServerProcess, flags
 from rlpipe.errors import ConfigError
 from rlpipe.model_dir import check_sizes
 from rlpipe.rendezvous import gloo_settings
-
-OWNED = {
-    "model_path": "model.source",
-    "model": "model.source",
-    "tokenizer_path": "model.source",
-    "trust_remote_code": "model.source.trust_remote_code",
-    "dtype": "model.dtype",
-    "tp_size": "resources.rollout_num_gpus_per_engine",
-    "tensor_parallel_size": "resources.rollout_num_gpus_per_engine",
-    "host": "engine.host",
-    "port": "nothing: a free port is chosen",
-    "nnodes": "resources.num_gpus_per_node",
-    "node_rank": "nothing: it follows from resources.num_gpus_per_node",
-    "dist_init_addr": "nothing: the first node's, with a free port",
-    "device": "nothing: CUDA is used where there is any",
-    "random_seed": "data.rollout_seed",
-    "enable_deterministic_inference": "deterministic",
-    "enable_return_routed_experts": "train.use_rollout_routing_replay",
-    "weight_version": "nothing: every push of weights sets it",
-    "enable_memory_saver": "resources.offload_rollout",
-    "skip_tokenizer_init": "nothing: only token ids are sent; stop texts bring the tokenizer",
-}
-"""SGLang arguments refused in `engine.sglang`, and the key to use instead."""
 
 _CPU_CACHE_BYTES = 1024**3
 _CPU_CACHE_TOKENS = 65536
@@ -122,7 +100,7 @@ class Server(ServerProcess):
         4 bytes × layers × experts a token in CPU memory).
         `device` None is CUDA if torch sees any. `devices`: its GPUs as CUDA_VISIBLE_DEVICES names them, None those we see.
         `part`: of an engine that spans nodes; None: it is all of it.
-        Raises: ConfigError for an argument in `engine.sglang` that is not yours to set.
+        Raises: ConfigError for an argument in `engine.sglang` that cannot be taken.
         """
         self.device: Device = device or _device()
         module = f"rlpipe.engines.sglang.{'cpu_launch' if self.device == 'cpu' else 'launch'}"
@@ -144,7 +122,7 @@ class Server(ServerProcess):
         }
         if names_experts:
             self._arguments["enable_return_routed_experts"] = True
-        flags("engine.sglang", config.sglang, OWNED)
+        check_sglang(config.sglang)
         defaults = (
             _cpu_defaults(Path(model_path))
             if self.device == "cpu"
@@ -154,7 +132,7 @@ class Server(ServerProcess):
         self._arguments |= {**ours, **defaults, **config.sglang}
 
     def arguments(self) -> list[str]:
-        return flags("engine.sglang", self._arguments, {})
+        return flags("sglang", self._arguments)
 
     def environment(self) -> dict[str, str]:
         threads = {"OMP_NUM_THREADS": str(self.threads), **NO_BLAS_THREADS} if self.device == "cpu" else {}

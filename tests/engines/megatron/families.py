@@ -46,6 +46,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
     "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4, **_EXPERTS, "norm_topk_prob": True},
     "qwen3_moe_unnormalised": {"model_type": "qwen3_moe", "num_experts": 4, **_EXPERTS, "norm_topk_prob": False},
+    "qwen2_moe": {"model_type": "qwen2_moe", "num_experts": 4, **_EXPERTS, "shared_expert_intermediate_size": 32},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "llama3": {"model_type": "llama", "rope_theta": 500_000.0},
     "llama3.2": {
         "model_type": "llama",

@@ -33,7 +33,7 @@ def in_old_format(model_dir: Path, folder: Path, tensor: int, pipeline: int, exp
     """Write the model as so many ranks of Megatron-LM with Transformer Engine's layers would: its names, its folders, and some
     rows of padding at the end of the vocabulary."""
     with alone():
-        skeleton = Skeleton(model_dir, torch.float32, trust_remote_code=False)
+        skeleton = Skeleton(model_dir, torch.float32)
         weights = HfWeights(model_dir)
         whole = {
             skeleton.theirs[name]: (

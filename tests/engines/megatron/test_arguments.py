@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.config import passthrough
+from rlpipe.config.arguments import names
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron.arguments import give_arguments
 from rlpipe.errors import ConfigError
@@ -21,7 +21,7 @@ PROVIDER = "def extra_args_provider(parser):\n    parser.add_argument('--ours-ra
 GLOBALS = "_ARGS = None\ndef set_args(args):\n    global _ARGS\n    _ARGS = args\ndef get_args():\n    return _ARGS\n"
 PROGRAM = """
 import json, sys
-from rlpipe.config.passthrough import check_megatron
+from rlpipe.config.arguments.check import check_megatron
 from rlpipe.config.train import TrainConfig
 given = {"ours_rank": 16, "ours_field": 3, "recompute_granularity": "selective"}
 check_megatron(given)
@@ -29,10 +29,10 @@ train = TrainConfig.model_validate({"megatron": given, "optimizer": {"lr": 0.5}}
 from rlpipe.engines.megatron.arguments import give_arguments
 give_arguments(train)
 from rlpipe.engines.megatron.facts import facts
-from rlpipe.engines.megatron.model import split_passthrough
+from rlpipe.engines.megatron.model import split_arguments
 from megatron.training.global_vars import get_args
 args = get_args()
-for_transformer, for_optimizer, for_ddp = split_passthrough(train.megatron)
+for_transformer, for_optimizer, for_ddp = split_arguments(train.megatron)
 print(json.dumps({
     "from": facts("float32")["megatron_from"], "split": [for_transformer, for_optimizer, for_ddp],
     "args": [args.ours_rank, args.ours_field, args.lr, args.tensor_model_parallel_size],
@@ -83,9 +83,9 @@ def test_a_provider_without_a_place_to_ask_is_refused(folder: Path, monkeypatch:
     assert give_arguments(TrainConfig()) is None
     shutil.rmtree(folder / "megatron" / "training")
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
-    passthrough.load.cache_clear()
+    names.load.cache_clear()
     try:
         with pytest.raises(ConfigError, match=r"(?s)not where its code asks for arguments.*megatron\.training"):
             give_arguments(TrainConfig())
     finally:
-        passthrough.load.cache_clear()
+        names.load.cache_clear()

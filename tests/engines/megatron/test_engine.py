@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import numpy as np
@@ -320,7 +321,7 @@ def test_hooks_are_called_where_slime_calls_them_and_what_they_add_to_gradients_
     norms, batch = [], make_batch()
     for extra in (0.0, 0.5):
         hooks = MegatronHooks(TrainConfig.model_validate(paths), extra)
-        heard = hooks._hooks["custom_megatron_init_path"].__globals__["HEARD"]
+        heard = inspect.unwrap(hooks._hooks["custom_megatron_init_path"]).__globals__["HEARD"]
         heard.clear()
         ours = start(hooks=hooks)
         ours.keep_reference()

@@ -53,14 +53,14 @@ def test_arguments_keep_sglangs_names():
         "lora_paths": ["a", "b"],
         "x": None,
     }
-    assert flags("engine.sglang", table, {}) == ["--mem-fraction-static", "0.8", "--enable-metrics", "--lora-paths", "a", "b"]
+    assert flags("sglang", table) == ["--mem-fraction-static", "0.8", "--enable-metrics", "--lora-paths", "a", "b"]
 
 
 def test_arguments_of_ours_are_refused_with_the_key_to_use(tmp_path):
     with pytest.raises(ConfigError, match=r"(?s)engine.sglang.tp_size.*resources.rollout_num_gpus_per_engine"):
         _server(tmp_path, tmp_path / "log", tp_size=2)
-    with pytest.raises(ConfigError, match=r"(?s)engine.router.worker-urls.*resources.rollout_num_gpus"):
-        Router(EngineConfig(router={"worker-urls": ["http://x"]}), port=None, log_path=tmp_path / "log")
+    with pytest.raises(ConfigError, match=r"(?s)engine.router.worker_urls.*engines join by themselves"):
+        Router(EngineConfig(router={"worker_urls": ["http://x"]}), port=None, log_path=tmp_path / "log")
 
 
 def test_an_argument_given_replaces_the_default(tmp_path):
@@ -232,9 +232,9 @@ def test_a_taken_port_is_refused(tmp_path):
 
 @pytest.mark.integration
 def test_a_server_that_dies_while_starting_shows_its_log(tmp_path):
-    router = Router(EngineConfig(router={"policy": "no_such_policy"}), port=None, log_path=tmp_path / "log")
+    router = Router(EngineConfig(router={"prometheus_port": -1}), port=None, log_path=tmp_path / "log")
     router.start()
-    with pytest.raises(EngineUnavailable, match=r"(?s)ended while starting.*no_such_policy"):
+    with pytest.raises(EngineUnavailable, match=r"(?s)ended while starting.*Error starting router"):
         router.wait_ready(60)
     assert not router.alive
 

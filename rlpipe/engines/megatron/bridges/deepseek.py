@@ -17,10 +17,12 @@ import rlpipe.engines.megatron.platform  # noqa: F401
 from mbridge.core import register_model
 from mbridge.models.deepseek_v3 import DeepseekV3Bridge
 from megatron.core.transformer import MLATransformerConfig
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from rlpipe.engines.megatron.bridges.experts import groups
 from rlpipe.engines.megatron.bridges.hf_config import rope_of
 from rlpipe.engines.megatron.bridges.latent import LatentAttention
+from rlpipe.engines.megatron.layers import distinct_layers, require_own
 
 
 def _latent_attention_config(**fields: Any) -> MLATransformerConfig:
@@ -57,7 +59,8 @@ class DeepseekV3(DeepseekV3Bridge):
     @staticmethod
     def adapted(block: Any) -> Any:
         """A stage's layers as `layers.block_spec` makes them, with attention that tensor parallel ranks can share."""
-        for layer in block.layer_specs:
+        for layer in distinct_layers(block):
+            require_own("self_attention", layer.submodules.self_attention.module, MLASelfAttention)
             layer.submodules.self_attention.module = LatentAttention
         return block
 

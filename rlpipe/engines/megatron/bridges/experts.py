@@ -1,9 +1,10 @@
-"""Mixtures of experts: Qwen's and GLM-4.5's, with the settings of config.json that mbridge does not read.
+"""Mixtures of experts: Qwen's, Mixtral and GLM-4.5's, with the settings of config.json that mbridge does not read.
 
-It renormalises the chosen experts' weights or not by model type, gives attention biases to every GLM, and knows neither groups
-of experts nor more than one shared expert. Biases of routers stay what they are: nothing moves them during RL.
+It renormalises the chosen experts' weights or not by model type (Mixtral's never, though the model does), gives attention biases
+to every GLM, leaves out the gate of Qwen2's shared expert, and knows neither groups of experts nor more than one shared expert.
+Biases of routers stay what they are: nothing moves them during RL.
 
-Not here: DeepSeek's family (`deepseek`).
+Not here: DeepSeek's family (`deepseek`), which settings are refused (`supported`).
 """
 
 from __future__ import annotations
@@ -15,23 +16,18 @@ import rlpipe.engines.megatron.platform  # noqa: F401
 # isort: split
 from mbridge.core import register_model
 from mbridge.models.glm4moe import GLM4MoEBridge
+from mbridge.models.mixtral import MixtralBridge
 from mbridge.models.qwen2moe import Qwen2MoEBridge
 from mbridge.models.qwen3moe import Qwen3MoEBridge
 
-from rlpipe.errors import ConfigError
-
 
 def groups(hf_config: Any) -> dict[str, Any]:
-    """Megatron's fields for a router that looks into the best `topk_group` of `n_group` groups of experts; biases at rest.
-
-    Raises: ConfigError for weights of a sigmoid router that are not renormalised: Megatron always does.
-    """
-    if not hf_config.norm_topk_prob and hf_config.num_experts_per_tok > 1:
-        raise ConfigError("the chosen experts' weights are always made to sum to 1", where="norm_topk_prob", found=False)
-    limited = (hf_config.n_group or 1) > 1
+    """Megatron's fields for a router that looks into the best `topk_group` of `n_group` groups of experts; biases at rest."""
+    number, best = hf_config.n_group or 1, hf_config.topk_group or 1
+    limited = best < number
     return {
-        "moe_router_num_groups": hf_config.n_group if limited else None,
-        "moe_router_group_topk": hf_config.topk_group if limited else None,
+        "moe_router_num_groups": number if limited else None,
+        "moe_router_group_topk": best if limited else None,
         "moe_router_bias_update_rate": 0.0,
         "moe_shared_expert_intermediate_size": hf_config.moe_intermediate_size * hf_config.n_shared_experts or None,
     }
@@ -48,22 +44,25 @@ class Glm4Moe(GLM4MoEBridge):
 
 
 def _softmax_router(hf_config: Any) -> dict[str, Any]:
-    if hf_config.mlp_only_layers or hf_config.decoder_sparse_step != 1:
-        raise ConfigError(
-            "layers without experts among those with them are not trained for this model type",
-            where="mlp_only_layers, decoder_sparse_step",
-            found=f"{hf_config.mlp_only_layers}, {hf_config.decoder_sparse_step}",
-            expected="[], 1",
-        )
     return {"moe_router_pre_softmax": not hf_config.norm_topk_prob, "moe_router_bias_update_rate": 0.0}
+
+
+@register_model("mixtral")
+class Mixtral(MixtralBridge):
+    """Mixtral 8x7B, 8x22B: the weights of the chosen experts sum to 1."""
+
+    def _build_base_config(self, *args: Any, **fields: Any) -> Any:
+        fields |= {"moe_router_pre_softmax": False, "moe_router_bias_update_rate": 0.0}
+        return super()._build_base_config(*args, **fields)
 
 
 @register_model("qwen2_moe")
 class Qwen2Moe(Qwen2MoEBridge):
-    """Qwen1.5-MoE, Qwen2-57B-A14B."""
+    """Qwen1.5-MoE, Qwen2-57B-A14B: what the shared expert says is multiplied with a gate of its own."""
 
     def _build_base_config(self, *args: Any, **fields: Any) -> Any:
-        fields |= _softmax_router(self.hf_config)
+        hf_config: Any = self.hf_config
+        fields |= _softmax_router(hf_config) | {"moe_shared_expert_gate": True, "add_qkv_bias": hf_config.qkv_bias}
         return super()._build_base_config(*args, **fields)
 
 

@@ -21,7 +21,7 @@ from mbridge.core import LLMBridge, register_model
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import sharded_state_dict_default
 
-from rlpipe.engines.megatron.layers import Attention, FeedForward, Norm
+from rlpipe.engines.megatron.layers import Attention, FeedForward, Norm, distinct_layers, require_own
 
 _LAYER = "model.layers.{layer_number}"
 
@@ -96,7 +96,9 @@ class Glm4(LLMBridge):
     @staticmethod
     def adapted(block: Any) -> Any:
         """A stage's layers as `layers.block_spec` makes them, with the norms of outputs."""
-        for layer in block.layer_specs:
+        for layer in distinct_layers(block):
+            require_own("self_attention", layer.submodules.self_attention.module, Attention)
+            require_own("mlp", layer.submodules.mlp, FeedForward)
             layer.submodules.self_attention.module = AttentionThenNorm
             layer.submodules.mlp = FeedForwardThenNorm
         return block

@@ -14,10 +14,6 @@ from mbridge.core import LLMBridge, register_model
 from mbridge.models.llama import LLaMABridge
 
 from rlpipe.engines.megatron.bridges.hf_config import rope_of
-from rlpipe.errors import ConfigError
-
-_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron's own stretching is written for: Llama 3.1 and all after it."""
 
 
 @register_model("llama")
@@ -30,7 +26,6 @@ class Llama(LLaMABridge):
         if rope.get("rope_type") == "linear":
             found["seq_len_interpolation_factor"] = rope["factor"]
         if rope.get("rope_type") == "llama3":
-            _check(rope)
             found |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
         return found
 
@@ -40,11 +35,3 @@ class Llama(LLaMABridge):
 
     def _get_hf_shared_weight_keys(self) -> list[str]:
         return ["model.embed_tokens.weight"] if getattr(self.hf_config, "tie_word_embeddings", False) else []
-
-
-def _check(rope: dict[str, Any]) -> None:
-    other = {name: rope.get(name) for name, value in _FIXED.items() if rope.get(name) != value}
-    if other:
-        raise ConfigError(
-            "Megatron stretches Llama's rotation with these values only", where="rope_scaling", found=other, expected=_FIXED
-        )

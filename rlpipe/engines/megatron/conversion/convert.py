@@ -60,7 +60,6 @@ def to_torch_dist(
     *,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
-    trust_remote_code: bool = False,
     force: bool = False,
     progress: Progress = silent,
 ) -> Report:
@@ -74,7 +73,7 @@ def to_torch_dist(
     weights = HfWeights(hf_dir, wanted)
     name = places.identity([*weights.files(), *hf_files.small_files(hf_dir)], dtype=wanted, shard=shard_bytes, to="torch_dist")
     with alone():
-        skeleton = Skeleton(hf_dir, wanted, trust_remote_code=trust_remote_code)
+        skeleton = Skeleton(hf_dir, wanted)
         made_of = {unit: skeleton.hf_names(unit) for unit in skeleton.tensors}
         passengers = {other: weights.meta(other) for other in _others(weights, made_of, skeleton)}
         files = _split(units(skeleton, passengers), shard_bytes, lambda unit: unit.size_bytes)
@@ -116,7 +115,6 @@ def to_hf(
     step: int | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
-    trust_remote_code: bool = False,
     force: bool = False,
     known_as: str | None = None,
     progress: Progress = silent,
@@ -135,7 +133,7 @@ def to_hf(
     settings = {"dtype": wanted, "shard": shard_bytes, "origin": origin, "known_as": known_as, "to": "huggingface"}
     name = places.identity([] if known_as else source, **settings)
     with alone(), _model_files(place.folder, origin) as model_dir:
-        skeleton = Skeleton(model_dir, wanted, trust_remote_code=trust_remote_code, metadata=stored.layout)
+        skeleton = Skeleton(model_dir, wanted, metadata=stored.layout)
         plan = _Plan(skeleton, stored, HfWeights(model_dir, wanted) if _has_weights(model_dir) else None)
         files = _split(list(plan.sizes), shard_bytes, plan.sizes.__getitem__)
         total, names = sum(plan.sizes.values()), hf_files.file_names(len(files))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rlpipe.config.train import ParallelConfig
-from rlpipe.engines.megatron.bridge import layers_of, open_bridge, shown
+from rlpipe.engines.megatron.bridge import layers_of, model_arguments, open_bridge, shown
 from rlpipe.engines.megatron.groups import close_groups, open_groups
 from rlpipe.engines.megatron.layers import PolicyModel
 from rlpipe.errors import ConfigError
@@ -50,12 +50,10 @@ class Skeleton:
     `metadata`: how a checkpoint was laid out (its content metadata), if it is to be read. Raises: ConfigError.
     """
 
-    def __init__(
-        self, model_dir: str | Path, dtype: torch.dtype, *, trust_remote_code: bool, metadata: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, model_dir: str | Path, dtype: torch.dtype, *, metadata: dict[str, Any] | None = None) -> None:
         keep: Any = dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _leave_as_it_is)
         settings = {"use_cpu_initialization": True, **keep}
-        self.bridge = open_bridge(str(model_dir), dtype, trust_remote_code=trust_remote_code, **settings)
+        self.bridge = open_bridge(str(model_dir), dtype, **settings)
         self.dtype = dtype
         self._model = _on_meta(self.bridge)
         state: dict[str, Any] = self._model.state_dict()
@@ -115,7 +113,7 @@ class Skeleton:
 def arguments(bridge: LLMBridge) -> Namespace:
     """The architecture in the names of Megatron-LM's arguments: numbers, texts and lists of them."""
     config = {field.name: getattr(bridge.config, field.name) for field in dataclasses.fields(bridge.config)}
-    model = {_FIXED.get(name, name): value for name, value in bridge._get_gptmodel_args().items()}
+    model = {_FIXED.get(name, name): value for name, value in model_arguments(bridge).items()}
     hf_config: Any = bridge.hf_config
     own = {
         "vocab_size": hf_config.vocab_size,
@@ -144,7 +142,7 @@ def _on_meta(bridge: LLMBridge) -> PolicyModel:
             config=bridge.config,
             transformer_layer_spec=layers_of(bridge),
             share_embeddings_and_output_weights=getattr(bridge.hf_config, "tie_word_embeddings", False),
-            **bridge._get_gptmodel_args(),
+            **model_arguments(bridge),
         )
 
 

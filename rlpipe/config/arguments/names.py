@@ -1,19 +1,19 @@
-"""Arguments that go to Megatron-core, SGLang and its router untouched, under their own names: checked here, read there.
+"""Names, types and defaults of the arguments that Megatron-core, SGLang and its router take.
 
 `{table}-{version}.json` lists every name with its type and default, per receiving class
-({"package", "version", "receivers": {class: {name: {"type", "default", "field"?}}}}); `tools/passthrough_tables.py` writes
-it. There is one for each end of a range of versions, and what is checked against is the one of the version that is installed; of
-another version all of them together, and where none is, on a machine that only submits runs, the newest. Names that rlpipe sets
-itself are *owned*: passing one is an error that says which key to use.
+({"package", "version", "receivers": {class: {name: {"type", "default", "field"?, ...}}}}); `tools/argument_tables.py`
+writes it. There is one for each end of a range of versions. A configuration is checked against the one of the version that is
+installed; for another version against all of them together, and where none is installed, on a machine that only submits runs,
+against the newest.
 
-Types are checked as far as JSON goes (a string where a number belongs); whether a value makes sense is found out by the
-receiving class itself when it is built. Nothing here imports torch, megatron or sglang.
+Types are checked as far as JSON goes (a string where a number belongs). `choices` are the words that a command line option takes,
+`words` is set where it takes several, `off` is the option that turns it off, and `reads` how its word is read: as JSON, or as a
+size (`4096`, `8Ki`).
 """
 
 from __future__ import annotations
 
 import ast
-import difflib
 import json
 from collections.abc import Mapping
 from functools import cache
@@ -23,12 +23,14 @@ from typing import Any
 
 from packaging.version import Version
 
-from rlpipe.config.passthrough.checkout import arguments, checkout
-from rlpipe.config.passthrough.owned import OWNED
-from rlpipe.errors import ConfigError
+from rlpipe.config.arguments.checkout import arguments, checkout
 
 FOLDER = Path(__file__).parent
 TABLES = ("megatron", "sglang", "router")
+PAD_TO = "make_vocab_size_divisible_by"
+"""Megatron-LM's argument for padding the vocabulary. No class of Megatron-core has it; the trainer reads it itself."""
+OWN: dict[str, dict[str, dict[str, Any]]] = {"megatron": {PAD_TO: {"type": "int", "default": 1}}}
+"""Arguments that no receiving class has, and that are taken all the same."""
 OBJECT = "object"
 """The type of what YAML cannot hold: functions, dtypes, classes."""
 
@@ -41,21 +43,6 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "list": (list, tuple),
     "dict": (dict,),
 }
-
-
-def check_megatron(given: Mapping[str, Any]) -> None:
-    """Check `train.megatron`. Raises: ConfigError for a name that is unknown, owned, or of the wrong type."""
-    _check("megatron", "train.megatron", given)
-
-
-def check_sglang(given: Mapping[str, Any]) -> None:
-    """Check `engine.sglang`. Raises: ConfigError for a name that is unknown, owned, or of the wrong type."""
-    _check("sglang", "engine.sglang", given)
-
-
-def check_router(given: Mapping[str, Any]) -> None:
-    """Check `engine.router`. Raises: ConfigError for a name that is unknown, owned, or of the wrong type."""
-    _check("router", "engine.router", given)
 
 
 @cache
@@ -95,6 +82,12 @@ def _together(known: Mapping[Version, dict[str, Any]]) -> dict[str, Any]:
     return {"package": known[min(known)]["package"], "version": versions, "receivers": receivers}
 
 
+def entries(table: str) -> dict[str, dict[str, Any]]:
+    """Name → what is known of it, of all receiving classes together; of a name that several have, as the last one has it."""
+    every = [*load(table)["receivers"].values(), OWN.get(table, {})]
+    return {name: entry for known in every for name, entry in known.items()}
+
+
 def receivers(table: str, name: str) -> list[str]:
     """The classes that take an argument of this name (`TransformerConfig`, `OptimizerConfig`, ...); none if unknown."""
     return [kind for kind, known in load(table)["receivers"].items() if name in known]
@@ -109,31 +102,3 @@ def accepts(spelled: str, value: Any) -> bool:
         elif part != OBJECT and ast.literal_eval(part) == value:
             return True
     return False
-
-
-def _check(table: str, key: str, given: Mapping[str, Any]) -> None:
-    content = load(table)
-    made_by = f"{content['package']} {content['version']}"
-    known = {name: entry for kind in content["receivers"].values() for name, entry in kind.items()}
-    for name, value in given.items():
-        where = f"{key}.{name}"
-        entry = known.get(name)
-        if entry is None:
-            raise _unknown(where, name, known, made_by)
-        owner = OWNED[table].get(entry.get("field", name))
-        if owner:
-            raise ConfigError("rlpipe sets this itself", where=where, found=repr(value), do=owner)
-        if not accepts(entry["type"], value):
-            problem = "this takes a Python object, which YAML cannot hold" if OBJECT in entry["type"] else "not of its type"
-            raise ConfigError(problem, where=where, found=repr(value), expected=f"{entry['type']} ({made_by})")
-
-
-def _unknown(where: str, name: str, known: Mapping[str, Any], made_by: str) -> ConfigError:
-    plain = name.lstrip("-").replace("-", "_")
-    close = [plain] if plain in known else difflib.get_close_matches(plain, list(known), n=3, cutoff=0.6)
-    return ConfigError(
-        f"{made_by} has no argument of this name",
-        where=where,
-        found=name,
-        expected=" or ".join(close) if close else f"one of its {len(known)} arguments (names with underscores, no prefix)",
-    )

@@ -1,8 +1,8 @@
 """Write the tables of names that pass through to the Megatron-core, SGLang and router that are installed
-(rlpipe/config/passthrough/{table}-{version}.json).
+(rlpipe/config/arguments/{table}-{version}.json).
 
-    python -m tools.passthrough_tables            write them
-    python -m tools.passthrough_tables --check    compare them, exit 1 if they differ
+    python -m tools.argument_tables            write them
+    python -m tools.argument_tables --check    compare them, exit 1 if they differ
 
 Run it after changing the pin of one of those packages, and delete the tables of versions that are no longer supported. A name is
 an argument as the package itself spells it: a dataclass field for Megatron, a command line option with underscores for SGLang and
@@ -24,7 +24,7 @@ import typing
 from importlib.metadata import version
 from typing import Any, Literal, Union
 
-from rlpipe.config.passthrough import FOLDER, OBJECT, TABLES, installed
+from rlpipe.config.arguments.names import FOLDER, OBJECT, TABLES, installed
 
 RECEIVERS = {
     "megatron": (
@@ -75,11 +75,31 @@ def _options(kind: Any) -> dict[str, dict[str, Any]]:
             kinds += " | str"
         for option in action.option_strings:
             name = option.removeprefix("--").replace("-", "_")
-            if option.startswith("--") and not (isinstance(action, argparse.BooleanOptionalAction) and name.startswith("no_")):
-                found[name] = {"type": kinds, "default": _plain(action.default)}
+            negation = isinstance(action, argparse.BooleanOptionalAction) and name.startswith("no_")
+            if option.startswith("--") and not negation:
+                found[name] = {"type": kinds, "default": _plain(action.default), **_shape(action)}
                 if name != action.dest:
                     found[name]["field"] = action.dest
     return found
+
+
+def _shape(action: argparse.Action) -> dict[str, Any]:
+    """How the words of an option are read (see `rlpipe.config.arguments.names`)."""
+    shape: dict[str, Any] = {}
+    if action.choices:
+        shape["choices"] = sorted(action.choices, key=str)  # some are sets
+    if action.nargs in ("*", "+"):
+        shape["words"] = True
+    reader = getattr(action.type, "__name__", "")
+    if action.type is json.loads or reader == "json_list_type":
+        shape["reads"] = "json"
+    if reader == "human_readable_int":
+        shape["reads"] = "size"
+    if isinstance(action, argparse.BooleanOptionalAction):
+        shape["off"] = next(
+            option.removeprefix("--").replace("-", "_") for option in action.option_strings if option.startswith("--no-")
+        )
+    return shape
 
 
 def _argument_type(action: argparse.Action) -> str:
