@@ -16,7 +16,7 @@ from prefect.runtime import flow_run
 from rlpipe.config.load import home as default_home
 from rlpipe.errors import Mismatch
 from rlpipe.store.anomalies import find_anomalies
-from rlpipe.store.audit import check_branch
+from rlpipe.store.audit import check_store
 from rlpipe.store.files import Files
 from rlpipe.store.run_file import store_of
 from tasks.observe import artifact_key
@@ -32,14 +32,19 @@ def run_name() -> str:
 
 @flow(name="audit", flow_run_name=run_name)
 async def audit(run: str, store: str | None = None) -> dict[str, Any]:
-    """Check everything that a run has in the store: how many `findings`, how many things are `unusual`.
+    """Check everything that a run has in the store, and that every object there is explained by some run.
+
+    Answers how many `findings` there are, and how many things are `unusual`.
 
     `store`: URL of the store (None: the one the run was started with). Raises: Mismatch if anything is wrong; ObjectMissing if
     there is no such run.
     """
     files = Files(store or store_of(default_home(), run))
-    findings = await asyncio.to_thread(check_branch, files, run)
-    await _table(run, "audit", [finding._asdict() for finding in findings], f"audit of {run}: {len(findings)} findings")
+    report = await asyncio.to_thread(check_store, files, run)
+    findings, notes = report.findings, report.notes
+    about = f"audit of {run}: {len(findings)} findings, {len(notes)} notes (leftovers, and what cannot be checked)"
+    rows = [finding._asdict() for finding in findings] + [{**note._asdict(), "rule": f"note: {note.rule}"} for note in notes]
+    await _table(run, "audit", rows, about)
     if findings:
         raise Mismatch(
             "the store does not hold what the run's records say",

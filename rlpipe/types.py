@@ -90,14 +90,15 @@ class Sample:
     num_turns: int = 1
     """Responses of the policy in it."""
 
-    session_id: str | None = None
-    """Names the rollout in a URL; not stored, as all that follows."""
-    train_metadata: dict[str, Any] | None = None
     teacher_log_probs: list[float] | None = None
+    """With `teacher.opd_type: samples`: the teacher's, one for each response token."""
+    session_id: str | None = None
+    """Names the rollout in a URL; not stored, as all that follows. Of those only custom_rm_path is read; the rest is refused."""
+    custom_rm_path: str | None = None
+    train_metadata: dict[str, Any] | None = None
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, Any] | None = None
     generate_function_path: str | None = None
-    custom_rm_path: str | None = None
 
     Status: ClassVar = Status
     _declared_length: ClassVar[int | None] = None
@@ -262,10 +263,24 @@ class _Tokens(list[int]):
         return list, (list(self),)
 
 
+RECORD_FORMAT = 1
+"""How records are written. It changes when an older rlpipe could read a record and misunderstand it."""
+
+
 class Record(BaseModel):
     """Base of everything that is stored as JSON: frozen, and a key that is not known is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class VersionedRecord(Record):
+    """Base of the records that have a file of their own and say in which format they are written.
+
+    Readers refuse a format that they do not know (`rlpipe.store.records.unseal`). A `Plan` has none: the digest of a plan's
+    bytes is its name, and those bytes are older than this key.
+    """
+
+    format: int = RECORD_FORMAT
 
 
 class PlannedGroup(Record):
@@ -330,10 +345,9 @@ class FileRecord(Record):
     rows: int | None = None
 
 
-class Node(Record):
+class Node(VersionedRecord):
     """The immutable result of one stage, found by the digest of its inputs."""
 
-    format: int = 1
     stage: Stage
     digest: str
     parents: dict[str, str] = Field(default_factory=dict)
@@ -356,10 +370,9 @@ class NodeRef(Record):
     outputs: dict[str, Any] = Field(default_factory=dict)
 
 
-class Commit(Record):
+class Commit(VersionedRecord):
     """Iteration k of a branch: the nodes it is made of, the groups it consumed, where the data source stands after it."""
 
-    format: int = 1
     branch: str
     iteration: int
     parent: str | None = None

@@ -1,35 +1,36 @@
 """Is a run what its records say, what is unusual in it, and where do its weights come from?
 
-    python -m tools.audit verify  --run RUN                          every record, checksum and row; exit code 1 if one is wrong
+    python -m tools.audit verify  [--run RUN]                        every object, record, checksum and row; exit code 1 if wrong
     python -m tools.audit unusual --run RUN                          reward errors, truncation, staleness, log-prob drift, jumps
     python -m tools.audit lineage --run RUN[@K] [--out F.parquet]    back: what made these weights; F gets every sample trained on
     python -m tools.audit forward --run RUN --prompt TEXT            on: the steps that trained on a prompt, and what has it
     python -m tools.audit sql     --run RUN "SELECT ..."             tables: see rlpipe/store/query.py
     python -m tools.audit view    --run RUN[@K] --out F.html         samples with their tokens coloured
 
-Each takes `--home DIR` or `--store URL`. Exit codes: 0 done, 1 something is wrong, 2 it could not be found out.
+`verify` without `--run` checks every run of the store. With it the files, rows and bookkeeping of that run alone are read. The
+objects that no run explains are named either way: what nothing refers to could be anybody's. Damage and unexplained objects are
+findings. What killed attempts and removed runs leave behind are notes: these are listed, and nothing is wrong.
+
+Each takes `--home DIR` or `--store URL`. Exit codes: 0 done, 1 something is wrong, 2 wrong usage, or the store does not answer.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from pathlib import Path
 
 import pyarrow.parquet as pq
 from rich.progress import Progress
 
 from rlpipe import provenance
-from rlpipe.config.load import HOME_VARIABLE, home
+from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.config.problems import nearest
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.observe.viewer import write_viewer
 from rlpipe.run_rollouts import iterations
 from rlpipe.store.anomalies import find_anomalies
-from rlpipe.store.audit import check_branch
-from rlpipe.store.branches import Branches
+from rlpipe.store.audit import check_store
 from rlpipe.store.files import Files
 from rlpipe.store.query import ask
 from rlpipe.store.run_file import store_of
@@ -40,21 +41,31 @@ from tools.piped import piped
 def main() -> int:
     """Parse, open the store, do what is asked."""
     arguments = parse_arguments()
-    if arguments.home:
-        os.environ[HOME_VARIABLE] = str(Path(arguments.home).expanduser().absolute())
     try:
-        run, _, number = arguments.run.partition("@")
-        if number and not number.isdigit():
+        use_home(arguments.home)
+        if arguments.run is None and arguments.command != "verify":
+            raise ConfigError("which run?", where="--run", expected="the name of a run; only verify takes them all")
+        run, _, number = (arguments.run or "").partition("@")
+        if number and not number.isdecimal():
             raise ConfigError("not an iteration", where="--run", found=arguments.run, expected="RUN or RUN@K")
-        files = Files(arguments.store or store_of(home(), run))
-        if not files.list(f"branches/{run}"):
-            known = Branches(files).names()
-            near = ", ".join(nearest(run, known) or known[:5]) or "none yet"
-            raise ConfigError("there is no such run", where=f"--run {run}", found=files.root, expected=f"one of: {near}")
+        store = arguments.store or (store_of(home(), run) if run else home() / "store")
+        files = Files(store)
+        if arguments.run is not None:
+            refuse_unknown(files, run)
         return COMMANDS[arguments.command](files, run, int(number) if number else None, arguments)
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
+
+
+def refuse_unknown(files: Files, run: str) -> None:
+    """Raises: ConfigError if the store has nothing of such a run, with the names that are near."""
+    if run and not any(seen.path for seen in files.survey(f"branches/{run}")):
+        known = sorted({seen.path.split("/")[1] for seen in files.survey("branches") if seen.path.endswith("/config.json")})
+        near = ", ".join(nearest(run, known) or known[:5]) or "none yet"
+        raise ConfigError("there is no such run", where=f"--run {run}", found=files.root, expected=f"one of: {near}")
+    if not run:
+        raise ConfigError("which run?", where="--run", found="an empty name", expected="the name of a run")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -62,7 +73,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.audit", description="Is a run what its records say?")
     parser.add_argument("command", choices=sorted(COMMANDS))
     parser.add_argument("question", nargs="?", help="of sql: one query")
-    parser.add_argument("--run", required=True, metavar="RUN[@K]", help="name of the run, and an iteration (default: the newest)")
+    parser.add_argument(
+        "--run", metavar="RUN[@K]", help="name of the run, and an iteration (default: the newest; verify: all runs)"
+    )
     parser.add_argument("--prompt", help="of forward: a piece of the prompt's text")
     parser.add_argument("--out", help="of lineage a .parquet file, of view the page (default: samples.html)")
     parser.add_argument("--samples", type=int, default=64, help="of view: at most so many (default: 64)")
@@ -73,14 +86,22 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def verify(files: Files, run: str, _k: int | None, _arguments: argparse.Namespace) -> int:
-    """Every finding on a line."""
+    """Every finding and note on a line."""
     with Progress(transient=True) as bar:
-        shown = bar.add_task(f"reading {run}", total=None)
-        findings = check_branch(files, run, lambda done, total: bar.update(shown, completed=done, total=total))
-    for finding in findings:
-        print(f"{finding.rule:<10} {finding.where}\n           {finding.problem}")
-    print(f"{run}: {len(findings)} findings" if findings else f"{run}: nothing is wrong")
-    return 1 if findings else 0
+        shown = bar.add_task(f"reading {run or files.root}", total=None)
+        report = check_store(files, run or None, lambda done, total: bar.update(shown, completed=done, total=total))
+    for finding in report.findings:
+        print(printable(f"{finding.rule:<11} {finding.where}\n            {finding.problem}"))
+    for note in report.notes:
+        print(printable(f"note        {note.where}\n            {note.problem}"))
+    about, notes = run or files.root, f"; {len(report.notes)} notes" if report.notes else ""
+    print(f"{about}: {len(report.findings)} findings{notes}" if report.findings else f"{about}: nothing is wrong{notes}")
+    return 1 if report.findings else 0
+
+
+def printable(text: str) -> str:
+    """Text that any terminal takes: names and values in a store may be no UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def unusual(files: Files, run: str, _k: int | None, _arguments: argparse.Namespace) -> int:

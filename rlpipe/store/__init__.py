@@ -10,6 +10,7 @@ may remove anything), then `audit` and `gc` over all of it. Beside the store: `r
     branches/<branch>/segments/*, scalars/*       states that took a recorded one's place; tables over the branch
     rollouts/, gates/<branch>/*, draws/*          notes of what has no commit; gates that were opened; plans that chance drew
     plans/<digest>/plan.json, groups/*.parquet    what an iteration will sample; the groups finished so far
+    receipts/<stage>/<digest>.json                that a checkpoint or an evaluation was recorded
     nodes/<stage>/<digest>.json                   the result of a stage, by the digest of its inputs
     data/<stage>/<digest>/*                       the files of that result
     checkpoints/<branch>/iter_%07d/...            the files of a checkpoint node

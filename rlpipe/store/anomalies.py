@@ -31,7 +31,7 @@ from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 
 DRIFT = {"float32": 1e-3}
-"""Mean absolute difference of log-probs by the model's dtype; as `sync.max_logprob_difference` is by default."""
+"""Mean absolute difference of log-probs of a sample, by the model's dtype."""
 OTHER_DRIFT = 0.3
 WATCHED = {"grad_norm": "train/grad_norm", "reward": "rollout/raw_reward", "entropy": "train/entropy"}
 FLAT = 1e-3

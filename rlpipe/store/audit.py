@@ -16,11 +16,19 @@ Along the branch, and through what it was forked from, oldest first:
                 inputs, and parents on this branch
     files       data files, checkpoints, evaluations are there with their size, checksum and rows; nothing lies in the folders
                 of the run that no writer put there
+    tables      and all else that stands beside the commits: `bookkeeping`
+
+Of a store (`check_store`): every run so, and each object is explained by the records of some run, or is named (`explained`).
 
 If a commit of the history is missing, what comes after it is checked by itself: records, files and foreign rows. An iteration
 without a commit, only sampled or reprocessed, is checked as if what its last stage chose had been trained; its batch was scored
 with weights of the run that its rollouts are of.
 
+One object that cannot be read is a finding, and the audit goes on: also a folder, a link or a FIFO under the name of a file, a
+name that is no text, a file that may not be read. The run may go on meanwhile; its branches are listed last, once.
+
+The checksums are the store's own. A record that was rewritten together with its checksum, and with every record that names it,
+is not seen: for that a digest has to be kept elsewhere. Nor is what a killed driver leaves in the same way (`bookkeeping`).
 Not here: whether the numbers in them are right (replay), what is unusual (`anomalies`), or repairs.
 """
 
@@ -32,12 +40,13 @@ from functools import partial
 
 import pyarrow as pa
 
-from rlpipe.errors import ObjectCorrupt
+from rlpipe.errors import ObjectMissing, StoreError
 from rlpipe.store import strays
 from rlpipe.store.audit_reading import (
     Finding,
     Loaded,
     Reader,
+    Report,
     committed_before,
     evaluations_of,
     gone,
@@ -45,8 +54,11 @@ from rlpipe.store.audit_reading import (
     keys,
     read_ahead,
 )
+from rlpipe.store.bookkeeping import check_bookkeeping
 from rlpipe.store.branches import Branches, commit_name
+from rlpipe.store.explained import explain, runs_of
 from rlpipe.store.files import Files
+from rlpipe.store.inventory import Snapshot
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.notes import noted, noted_iterations
 from rlpipe.store.segments import Segments, segment_problem
@@ -61,36 +73,70 @@ def check_branch(files: Files, branch: str, say: Say | None = None) -> list[Find
 
     Raises: ObjectMissing if there is no such branch; StoreError if the store does not answer.
     """
+    return audit_branch(Snapshot.take(files), branch, say).once().findings
+
+
+def check_store(files: Files, run: str | None = None, say: Say | None = None) -> Report:
+    """Everything wrong with a store: with this run, or with all, and every object that no run explains.
+
+    With a `run` the objects are explained by the records of all runs; files, rows and bookkeeping are read of that run alone.
+    Raises: ObjectMissing if there is no such run, or no object at all; StoreError if the store does not answer.
+    """
+    snapshot, report = Snapshot.take(files), Report()
+    runs = runs_of(snapshot) if run is None else [run]
+    if not snapshot.seen and not snapshot.odd:
+        raise ObjectMissing("there is no store here", where=files.root, do="give --home or --store")
+    for number, branch in enumerate(runs):
+        report.add(audit_branch(snapshot, branch, _of_all(say, number, len(runs))))
+    explain(snapshot, report)
+    return report.once()
+
+
+def _of_all(say: Say | None, number: int, runs: int) -> Say | None:
+    """Progress of one run as progress of all of them, as if each had as many iterations."""
+    return None if say is None else lambda done, total: say(number * total + done, runs * total)
+
+
+def audit_branch(files: Snapshot, branch: str, say: Say | None = None) -> Report:
+    """Check a branch. Raises: as `check_branch`."""
+    report = Report()
     committed = committed_before(files, branch)  # first: what a driver commits meanwhile is no matter
-    commits, inits, findings = history(Branches(files), branch)
-    whole = not findings
-    findings += gone(files, branch, committed)
-    findings += [Finding("records", files.url(stray.path), stray.problem) for stray in strays.of_branch(files, branch)]
-    reader = Reader(files, evaluations_of(files, findings))
-    audit = _Audit(files, reader, findings, whole=whole)
-    for digest in inits:
+    found = history(files, branch)
+    report.findings += [*found.findings, *gone(files, branch, committed)]
+    for stray in strays.of_branch(files, branch):
+        report.wrong("records", files.shown(stray.path), stray.problem)
+    own = [commit for commit in found.commits if commit.branch == branch]
+    check_bookkeeping(files, report, branch, own, found.first)
+    reader = Reader(files, evaluations_of(files, report.findings))
+    audit = _Audit(files, reader, report.findings, rooted=found.rooted)
+    for digest in found.inits:
         audit.check_init(digest)
-    audit.check_segments(dict.fromkeys([branch, *(commit.branch for commit in commits)]))
-    open_ones = [k for k in noted_iterations(files, branch) if not any((c.branch, c.iteration) == (branch, k) for c in commits)]
+    audit.check_segments(dict.fromkeys([branch, *(commit.branch for commit in found.commits)]))
+    open_ones = sorted(set(noted_iterations(files, branch)) - {commit.iteration for commit in own})
     if open_ones:
         audit.know_sources(branch)
     asked = [
-        *(partial(reader.load, commit) for commit in commits[::-1]),
+        *(partial(reader.load, commit) for commit in found.commits[::-1]),
         *(partial(reader.load_noted, branch, k) for k in open_ones),
     ]
     for number, loaded in enumerate(read_ahead(asked), start=1):
         audit.check(loaded)
         if say is not None:
             say(number, len(asked))
-    return audit.findings
+    return report
 
 
 class _Audit:
-    """What is known so far along the branch. `whole`: from its first commit on."""
+    """What is known so far along the branch."""
 
-    def __init__(self, files: Files, reader: Reader, findings: list[Finding], *, whole: bool) -> None:
-        self.findings, self._reader, self._whole = findings, reader, whole
+    def __init__(self, files: Snapshot, reader: Reader, findings: list[Finding], *, rooted: bool) -> None:
+        """`rooted`: the first weights of the branch and of its origins are known."""
+        self.findings, self._reader, self._rooted = findings, reader, rooted
+        self._whole = True
+        """True as long as no commit of the history was missing."""
         self._files = files
+        self._pointed: set[str] = set()
+        """Digests of the segments that a pointer makes a state of the branch."""
         self._nodes, self._branches, self._segments = Nodes(files), Branches(files), Segments(files)
         self._data = DataState()
         self._drawn: set[str] = set()
@@ -122,6 +168,7 @@ class _Audit:
         for branch in branches:
             where = f"segments of {branch}"
             for segment in self._reader.readable(self.findings, "records", where, lambda b=branch: self._segments.of(b)) or ():
+                self._pointed.add(segment.segment)
                 named = f"{where}: version {segment.version}"
                 self._reader.readable(
                     self.findings, "records", named, lambda s=segment: self._nodes.get(Stage.SEGMENT, s.segment)
@@ -131,10 +178,10 @@ class _Audit:
     def know_sources(self, branch: str) -> None:
         """The runs whose rollouts a branch loads: what was made of them there may be a parent here."""
         for source in self._reader.readable(self.findings, "records", branch, lambda: self._branches.sources(branch)) or ():
-            read = self._reader.readable(self.findings, "records", source, lambda source=source: history(self._branches, source))
-            commits, inits, problems = read or ((), (), ())
-            self.findings += problems
-            self._known.update(inits, *(commit.nodes.values() for commit in commits))
+            read = self._reader.readable(self.findings, "records", source, lambda source=source: history(self._files, source))
+            if read is not None:
+                self.findings += read.findings
+                self._known.update(read.inits, *(commit.nodes.values() for commit in read.commits))
             for k in noted_iterations(self._files, source):
                 where = commit_name(source, k)
                 nodes = self._reader.readable(self.findings, "records", where, lambda k=k, s=source: noted(self._files, s, k))
@@ -233,9 +280,14 @@ class _Audit:
         for role, digest in node.parents.items():
             if digest in self._known:
                 continue
+            if not self._rooted and self._nodes.find(Stage.INIT, digest) is not None:
+                continue  # of a branch whose configuration cannot be read, which is a finding
             try:
                 problem = segment_problem(self._nodes, digest, self._known)
-            except ObjectCorrupt as error:
+                if problem is None and digest not in self._pointed:
+                    problem = f"segment {digest} has no pointer that makes it a state of this branch"
+            except StoreError as error:
+                self._files.answers()
                 problem = str(error)
             if problem:
                 self.add("records", where, f"its {role}: {problem}")

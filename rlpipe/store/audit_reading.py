@@ -7,7 +7,7 @@ Not here: whether what was read fits together (`audit`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,11 +16,12 @@ from typing import Any, NamedTuple, TypeVar
 import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
-from rlpipe.errors import ObjectCorrupt, ObjectMissing
+from rlpipe.errors import ObjectCorrupt, ObjectMissing, StoreError
 from rlpipe.store import receipts, scalars, strays
 from rlpipe.store.branches import Branches, commit_name, parse_commit_name
 from rlpipe.store.files import Files
-from rlpipe.store.nodes import Nodes, input_digest
+from rlpipe.store.inventory import Snapshot
+from rlpipe.store.nodes import Nodes, input_digest, node_path
 from rlpipe.store.notes import noted
 from rlpipe.store.plans import Plans, plan_of_rows
 from rlpipe.store.receipts import Receipt, Receipts
@@ -30,6 +31,8 @@ from rlpipe.types import Commit, DataState, FileRecord, Node, Plan, Stage
 
 AHEAD = 4
 """Iterations that are read ahead of the one that is looked at; from an object store most of the time is waiting."""
+MOST_GAPS = 100
+"""Commits in a row that are named one by one if they are gone; of more, the first and the last."""
 COMPARED = {
     SAMPLES.metadata[KIND]: ("group_id", "index", "prompt_ids", "response_ids"),
     REWARDS.metadata[KIND]: ("group_id", "index"),
@@ -45,6 +48,33 @@ class Finding(NamedTuple):
     rule: str
     where: str
     problem: str
+
+
+@dataclass
+class Report:
+    """What an audit found."""
+
+    findings: list[Finding] = field(default_factory=list)
+    """What is wrong."""
+    notes: list[Finding] = field(default_factory=list)
+    """What is not wrong, but should be known: leftovers of killed attempts, and what cannot be checked."""
+
+    def wrong(self, rule: str, where: str, problem: str) -> None:
+        """Add a finding."""
+        self.findings.append(Finding(rule, where, problem))
+
+    def note(self, rule: str, where: str, problem: str) -> None:
+        """Add a note."""
+        self.notes.append(Finding(rule, where, problem))
+
+    def add(self, other: Report) -> None:
+        """Add what another report has."""
+        self.findings += other.findings
+        self.notes += other.notes
+
+    def once(self) -> Report:
+        """This report with everything in it once."""
+        return Report(list(dict.fromkeys(self.findings)), list(dict.fromkeys(self.notes)))
 
 
 class RolloutSaid(BaseModel):
@@ -96,7 +126,7 @@ class Loaded:
 class Reader:
     """Reads what belongs to commits. Methods raise only what a store raises that is away, or full."""
 
-    def __init__(self, files: Files, evaluations: dict[str, list[Node]]) -> None:
+    def __init__(self, files: Snapshot, evaluations: dict[str, list[Node]]) -> None:
         self._files, self._nodes, self._plans, self._receipts = files, Nodes(files), Plans(files), Receipts(files)
         self._evaluations = evaluations
 
@@ -168,7 +198,11 @@ class Reader:
         checkpoint = input_digest(Stage.CHECKPOINT, {"weights": weights}, {}, {})
         named = self.readable(findings, "records", f"{where} checkpoint", lambda: self._nodes.find(Stage.CHECKPOINT, checkpoint))
         for node in [*([named] if named else []), *self._evaluations.get(weights, ())]:
-            self.check_files(findings, node)
+            own: list[Finding] = []
+            self.check_files(own, node)
+            if own and not self._files.exists(node_path(node.stage, node.digest)):
+                continue  # it is being removed (`retention`): its record went first
+            findings += own
         return findings
 
     def check_files(self, findings: list[Finding], node: Node) -> list[Rows] | None:
@@ -176,7 +210,7 @@ class Reader:
         self._add_strays(findings, strays.of_node(self._files, node))
         rows: list[Rows] | None = []
         for record in node.files:
-            url = self._files.url(record.path)
+            url = self._files.shown(record.path)
             table = self.readable(findings, "files", url, lambda record=record, url=url: self._file(findings, record, url))
             if table is not None and rows is not None:
                 rows.append(Rows(plan_of_rows(record.path), table))
@@ -185,25 +219,21 @@ class Reader:
         return rows
 
     def _add_strays(self, findings: list[Finding], found: Iterable[Stray]) -> None:
-        findings += [Finding("files", self._files.url(stray.path), stray.problem) for stray in found]
+        findings += [Finding("files", self._files.shown(stray.path), stray.problem) for stray in found]
 
     def _file(self, findings: list[Finding], record: FileRecord, url: str) -> pa.Table | None:
-        size, table = self._read(findings, record, url)
-        if size != record.size_bytes:
+        """The rows of a file, if it is a table. A file of another size is not read: it is not the one that was recorded."""
+        if (size := self._files.size(record.path)) != record.size_bytes:
             findings.append(Finding("files", url, f"{size} bytes, recorded are {record.size_bytes}"))
-        if table is not None and table.num_rows != record.rows:
+            return None
+        if record.rows is None:  # it may be large, so it is only gone through
+            if (found := self._files.sha256(record.path)) != record.sha256:
+                findings.append(Finding("files", url, f"sha256 {found}, recorded is {record.sha256}"))
+            return None
+        table = decode(self._files.read(record.path, record.sha256), url)
+        if table.num_rows != record.rows:
             findings.append(Finding("files", url, f"{table.num_rows} rows, recorded are {record.rows}"))
-        return table
-
-    def _read(self, findings: list[Finding], record: FileRecord, url: str) -> tuple[int, pa.Table | None]:
-        """Size of a file and its rows, if it is a table; another one, which may be large, is only gone through."""
-        if record.rows is not None:
-            data = self._files.read(record.path, record.sha256)
-            table = decode(data, url)
-            return len(data), table.select(list(COMPARED[table.schema.metadata[KIND]]))
-        if (found := self._files.sha256(record.path)) != record.sha256:
-            findings.append(Finding("files", url, f"sha256 {found}, recorded is {record.sha256}"))
-        return self._files.size(record.path), None
+        return table.select(list(COMPARED[table.schema.metadata[KIND]]))
 
     def _said(self, loaded: Loaded, rollout: Node) -> RolloutSaid | None:
         try:
@@ -216,31 +246,115 @@ class Reader:
 
     def readable(self, findings: list[Finding], rule: str, where: str, read: Callable[[], Found]) -> Found | None:
         """What is read; None, and a finding, if it is not there or not what was written."""
-        try:
-            return read()
-        except (ObjectMissing, ObjectCorrupt) as error:
-            findings.append(Finding(rule, where, str(error)))
-            return None
+        return readable(self._files, findings, rule, where, read)
 
 
-def history(branches: Branches, branch: str) -> tuple[list[Commit], list[str], list[Finding]]:
-    """The commits of a branch and of what it was forked from, newest first; digests of their first weights; what is wrong.
+def readable(
+    files: Files,
+    findings: list[Finding],
+    rule: str,
+    where: str,
+    read: Callable[[], Found],
+    *,
+    required: bool = True,
+) -> Found | None:
+    """What is read; None, and a finding, if it cannot be read.
 
-    It ends at the first commit that cannot be read. Raises: ObjectMissing if there is no such branch.
+    `required`: it is a finding, too, if the object is not there. Raises: StoreError if the store does not answer at all.
     """
-    inits, commits, findings = [branches.get(branch).init], [], []
-    where = branch
     try:
-        commit = branches.newest(branch)
-        while commit is not None:
-            where = commit_name(commit.branch, commit.iteration)
-            commits.append(commit)
-            inits.append(branches.get(commit.branch).init)
-            where = commit.parent or where
-            commit = branches.read(*parse_commit_name(commit.parent)) if commit.parent else None
-    except (ObjectMissing, ObjectCorrupt) as error:
-        findings.append(Finding("records", where, f"the history cannot be read: {error}"))
-    return commits, list(dict.fromkeys(inits)), findings
+        return read()
+    except ObjectMissing as error:
+        if required:
+            findings.append(Finding(rule, where, str(error)))
+    except ObjectCorrupt as error:
+        findings.append(Finding(rule, where, str(error)))
+    except StoreError as error:  # of this object (a name, a permission, a broken disk), or of the whole store
+        files.answers()
+        findings.append(Finding(rule, where, f"it cannot be read: {error}"))
+    return None
+
+
+class History(NamedTuple):
+    """The commits of a branch and of what it was forked from, and what they start from."""
+
+    commits: list[Commit]
+    """Newest first; those that can be read."""
+    inits: list[str]
+    """Digests of the first weights."""
+    first: int
+    """The iteration with which the branch itself begins."""
+    rooted: bool
+    """True if every configuration could be read: `inits` has all."""
+    findings: list[Finding]
+
+
+def history(files: Snapshot, branch: str) -> History:
+    """Read the history of a branch.
+
+    A commit or a configuration that cannot be read is a finding, and the history goes on before it: with the number before, or
+    with the commit that the configuration names as the branch's origin.
+    Raises: ObjectMissing if there is no such branch.
+    """
+    branches, findings = Branches(files), list[Finding]()
+    commits: list[Commit] = []
+    inits: list[str] = []
+    first_of: dict[str, int] = {}
+    unread = 0
+    if not files.names_below(f"branches/{branch}"):
+        branches.get(branch)
+    name, last = branch, None
+    while name is not None and name not in first_of:
+        record = readable(files, findings, "records", name, partial(branches.get, name))
+        unread += record is None
+        origin = record.parent if record else None
+        if record:
+            inits.append(record.init)
+        numbers = [k for k in branches.committed(name) if last is None or k <= last]
+        first_of[name] = parse_commit_name(origin)[1] + 1 if origin else (0 if record else min(numbers, default=0))
+        end = max(numbers, default=first_of[name] - 1) + 1 if last is None else last + 1
+        own = _own_commits(files, findings, name, range(first_of[name], end), numbers, origin)
+        if record is None and own and own[-1].parent:
+            origin = own[-1].parent
+        commits += own
+        name, last = parse_commit_name(origin) if origin else (None, None)
+    return History(commits, list(dict.fromkeys(inits)), first_of[branch], unread == 0, findings)
+
+
+def _own_commits(
+    files: Snapshot, findings: list[Finding], branch: str, expected: range, numbers: Sequence[int], origin: str | None
+) -> list[Commit]:
+    """The commits that a branch made itself, newest first. `numbers`: those that are listed. `origin`: the fork's parent."""
+    branches, commits = Branches(files), list[Commit]()
+    listed = set(numbers)
+    for start, end in _gaps(expected, listed):
+        if end - start > MOST_GAPS:
+            problem = f"the commits {start} to {end - 1} are not there, and later ones are"
+            findings.append(Finding("records", commit_name(branch, start), problem))
+        else:
+            listed |= set(range(start, end))
+    for k in sorted(listed, reverse=True):
+        where = commit_name(branch, k)
+        commit = readable(files, findings, "records", where, partial(branches.read, branch, k))
+        if commit is None:
+            continue
+        commits.append(commit)
+        if k < expected.start:
+            findings.append(Finding("records", where, f"the branch begins with iteration {expected.start}"))
+            continue
+        before = origin if k == expected.start else commit_name(branch, k - 1)
+        if commit.parent != before and (origin or k > expected.start):
+            findings.append(Finding("records", where, f"its parent is {commit.parent}, the history of its branch has {before}"))
+    return commits
+
+
+def _gaps(expected: range, listed: Collection[int]) -> Iterator[tuple[int, int]]:
+    """(first, end) of the expected numbers in a row that are not listed."""
+    before = expected.start
+    for number in [*sorted(k for k in listed if k in expected), expected.stop]:
+        if number > before:
+            yield before, number
+        before = number + 1
 
 
 def committed_before(files: Files, branch: str) -> set[int]:
@@ -256,13 +370,13 @@ def gone(files: Files, branch: str, committed: Iterable[int]) -> list[Finding]:
     return [Finding("records", commit_name(branch, k), problem) for k in sorted(committed) if k > newest]
 
 
-def evaluations_of(files: Files, findings: list[Finding]) -> dict[str, list[Node]]:
-    """The evaluation nodes of a store by the state that they measured. One listing; each record is read."""
+def evaluations_of(files: Snapshot, findings: list[Finding]) -> dict[str, list[Node]]:
+    """The evaluation nodes of a store by the state that they measured; each record is read."""
     found: dict[str, list[Node]] = {}
-    nodes, reader = Nodes(files), Reader(files, {})
+    nodes = Nodes(files)
     for path in files.list(f"nodes/{Stage.EVAL}"):
         digest = path.rpartition("/")[2].removesuffix(".json")
-        node = reader.readable(findings, "records", path, lambda digest=digest: nodes.get(Stage.EVAL, digest))
+        node = readable(files, findings, "records", files.shown(path), partial(nodes.get, Stage.EVAL, digest))
         if node is not None and (weights := node.parents.get("weights")):
             found.setdefault(weights, []).append(node)
     return found

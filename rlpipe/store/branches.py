@@ -19,16 +19,15 @@ from rlpipe.errors import Fenced, ObjectConflict, ObjectCorrupt, ObjectMissing, 
 from rlpipe.store.files import Files
 from rlpipe.store.receipts import WHO_AND_WHEN, Receipts
 from rlpipe.store.records import now, seal, unseal
-from rlpipe.types import Commit, Record
+from rlpipe.types import Commit, Record, VersionedRecord
 
 CONFIG = re.compile(r"branches/[^/]+/config\.json")
 COMMIT = re.compile(r"branches/([^/]+)/([0-9]{8})\.json")
 
 
-class Branch(Record):
+class Branch(VersionedRecord):
     """What a branch is, from the start: its configuration, its first weights, and what it was forked from."""
 
-    format: int = 1
     branch: str
     config: dict[str, Any]
     init: str
@@ -163,11 +162,13 @@ class Branches:
         Raises: Fenced if it does, or if a newer epoch has committed; StoreError if the commit does not follow from the branch's
         last one; ObjectMissing if that is not there; ObjectConflict if the iteration was committed with another content.
         """
-        self._refuse_gap(commit)
+        before = self._refuse_gap(commit)
         commit = commit.model_copy(update={"attempt": commit.attempt or uuid4().hex[:12], "created": commit.created or now()})
         path = _path(commit_name(commit.branch, commit.iteration))
         if not self._files.exists(path):
             self._receipts.refuse_other(commit)
+        if before is not None and before.branch == commit.branch:
+            self._receipts.write_missing(before)  # its driver may have been killed before it did
         if fence is not None:
             fence()
         try:
@@ -213,13 +214,17 @@ class Branches:
             yield commit
             commit = self.read(*parse_commit_name(commit.parent)) if commit.parent else None
 
-    def _refuse_gap(self, commit: Commit) -> None:
+    def _refuse_gap(self, commit: Commit) -> Commit | None:
+        """The commit before this one. Raises: as `commit`."""
         expected = self.parent_name(commit.branch, commit.iteration)
         if commit.parent != expected:
             name = commit_name(commit.branch, commit.iteration)
             raise StoreError("not the next commit of its branch", where=name, found=commit.parent, expected=expected)
-        if expected is not None:
-            self._refuse_older(commit, self.read(*parse_commit_name(expected)))
+        if expected is None:
+            return None
+        before = self.read(*parse_commit_name(expected))
+        self._refuse_older(commit, before)
+        return before
 
     def _refuse_older(self, commit: Commit, other: Commit) -> None:
         if other.branch == commit.branch and other.epoch > commit.epoch:

@@ -48,7 +48,7 @@ from rlpipe.errors import Fenced, ObjectConflict, ObjectCorrupt, ObjectMissing, 
 from rlpipe.store.files import Files
 from rlpipe.store.holders import Holder
 from rlpipe.store.records import seal, unseal
-from rlpipe.types import Record
+from rlpipe.types import VersionedRecord
 
 LEASE_S = 60.0
 RENEWALS_PER_LEASE = 3
@@ -73,10 +73,9 @@ def _time(value: str) -> str:
 Time = Annotated[str, AfterValidator(_time)]
 
 
-class Lease(Record):
+class Lease(VersionedRecord):
     """Who drives a branch, and for how long unless it is renewed."""
 
-    format: int = 1
     branch: str
     epoch: int
     holder: Holder
@@ -106,10 +105,10 @@ class Epochs:
 
     def newest(self, branch: str) -> Lease | None:
         """The lease that counts; None if nobody ever drove the branch. Raises: ObjectCorrupt."""
-        while names := [name for name in self._files.list(_folder(branch)) if NAME.fullmatch(name)]:
+        while names := [name for name in self._files.list(epochs_folder(branch)) if NAME.fullmatch(name)]:
             newest = max(names)
             with suppress(ObjectMissing):  # renewed twice since the listing: list again
-                return _read(self._files, newest)
+                return read_lease(self._files, newest)
         return None
 
     def acquire(self, branch: str, *, takeover: bool = False, stand_in: bool = False, lease_s: float = LEASE_S) -> Epoch:
@@ -163,11 +162,11 @@ class Epochs:
             released=released,
             stand_in=stand_in,
         )
-        path = _path(branch, number)
+        path = epoch_path(branch, number)
         try:
             self._files.create(path, seal(lease, path))
         except ObjectConflict as error:
-            raise self._refusal(_read(self._files, path)) from error
+            raise self._refusal(read_lease(self._files, path)) from error
         return Epoch(self._files, lease)
 
     def _admitted(self, epoch: Epoch) -> Epoch:
@@ -195,7 +194,7 @@ class Epochs:
             if not stand_in:
                 raise Fenced(
                     "the driver that asked for this has ended",
-                    where=self._files.url(_folder(branch)),
+                    where=self._files.url(epochs_folder(branch)),
                     found=_who(held) if held else "no driver so far",
                     expected="a driver whose lease runs",
                     do="start the run again (or Retry its flow run): it puts this one back; Retry on this one does it alone",
@@ -210,7 +209,7 @@ class Epochs:
         allowed = 0 if held.holder.near else self._skew_s
         left_s = (held.until - clock()).total_seconds() + allowed
         until = f"{held.until + timedelta(seconds=allowed):%H:%M:%S} UTC"
-        where = self._files.url(_path(held.branch, held.epoch))
+        where = self._files.url(epoch_path(held.branch, held.epoch))
         found = f"{_who(held)}; its lease, last renewed {held.renewed}, is over at {until} unless it renews it again"
         if held.branch == COLLECTOR:
             do = f"wait until it is done, or stop it (if it is dead already: {max(left_s, 0):.0f} s); then start again"
@@ -256,8 +255,8 @@ class Epoch:
 
     def check(self) -> None:
         """Ask the store whether this is still the newest epoch. Raises: Fenced, now and ever after; StoreError."""
-        if self.lost is None and self._files.exists(path := _path(self._lease.branch, self.number + 1)):
-            newer = _read(self._files, path)
+        if self.lost is None and self._files.exists(path := epoch_path(self._lease.branch, self.number + 1)):
+            newer = read_lease(self._files, path)
             self.lost = Fenced(
                 "another driver has taken over this branch",
                 where=self._files.url(path),
@@ -277,7 +276,7 @@ class Epoch:
         if held is not None and held.epoch == self.number and held.over(SKEW_S):
             raise Fenced(
                 "the driver that this works for has ended",
-                where=self._files.url(_path(self._lease.branch, self.number)),
+                where=self._files.url(epoch_path(self._lease.branch, self.number)),
                 found=_who(held),
                 expected="its lease renewed",
                 do="start the run again, or press Retry on its flow run",
@@ -298,17 +297,17 @@ class Epoch:
                 if not self.joined:
                     with suppress(StoreError):
                         self._write(released=True)
-                path = _path(self._lease.branch, self.number)
+                path = epoch_path(self._lease.branch, self.number)
                 self.lost = Fenced("this driver has given the branch back", where=self._files.url(path))
 
     def _write(self, *, released: bool = False) -> None:
         self._renewals += 1  # first: a number whose write failed may be there all the same
         now = clock().isoformat(timespec="milliseconds")
         lease = self._lease.model_copy(update={"renewed": now, "released": released})
-        path = _path(lease.branch, self.number, self._renewals)
+        path = epoch_path(lease.branch, self.number, self._renewals)
         self._files.create(path, seal(lease, path))
         if self._renewals > KEPT_RENEWALS:
-            self._files.delete(_path(lease.branch, self.number, self._renewals - KEPT_RENEWALS))
+            self._files.delete(epoch_path(lease.branch, self.number, self._renewals - KEPT_RENEWALS))
 
     def _renew_until_stopped(self) -> None:
         while self.lost is None and not self._stopped.wait(self._lease.lease_s / RENEWALS_PER_LEASE):
@@ -330,19 +329,21 @@ def clock() -> datetime:
     return datetime.now(UTC)
 
 
-def _folder(branch: str) -> str:
+def epochs_folder(branch: str) -> str:
+    """Where the epochs of a branch lie."""
     return f"branches/{branch}/epochs"
 
 
-def _path(branch: str, number: int, renewal: int = 0) -> str:
-    return f"{_folder(branch)}/{number:08d}" + (f"/{renewal:08d}.json" if renewal else ".json")
+def epoch_path(branch: str, number: int, renewal: int = 0) -> str:
+    """Where the record of an epoch lies, or a renewal of its lease."""
+    return f"{epochs_folder(branch)}/{number:08d}" + (f"/{renewal:08d}.json" if renewal else ".json")
 
 
-def _read(files: Files, path: str) -> Lease:
+def read_lease(files: Files, path: str) -> Lease:
     """The lease of this name. Raises: ObjectMissing; ObjectCorrupt, also if it is another epoch's."""
     lease = unseal(Lease, files.read(path), files.url(path))
     if path.removesuffix(".json").partition("/epochs/")[2].partition("/")[0] != f"{lease.epoch:08d}" or not path.startswith(
-        f"{_folder(lease.branch)}/"
+        f"{epochs_folder(lease.branch)}/"
     ):
         found = f"epoch {lease.epoch} of {lease.branch}"
         raise ObjectCorrupt("this is another lease", where=files.url(path), found=found, expected="the epoch of its name")

@@ -16,8 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from rlpipe.config.store_root import EXPECTED, canonical_root
 from rlpipe.errors import ObjectConflict, ObjectCorrupt, ObjectMissing, StoreError
-from rlpipe.store.local import TEMPORARY, Entry, LocalBackend, named_failures, temporary_name
+from rlpipe.store.local import TEMPORARY, Entry, LocalBackend, Seen, named_failures, temporary_name
 from rlpipe.types import FileRecord
 
 ATTEMPTS = 3
@@ -34,6 +35,7 @@ class Backend(Protocol):
     def download(self, path: str, local: str) -> None: ...
     def stat(self, path: str) -> Entry | None: ...
     def entries(self, folder: str) -> Iterator[Entry]: ...
+    def survey(self, folder: str) -> Iterator[Seen]: ...
     def delete(self, path: str) -> None: ...
 
 
@@ -124,6 +126,17 @@ class Files:
         found = self._backend.entries(_checked(folder) if folder else "")
         return (entry for entry in found if bool(TEMPORARY.search(entry.path)) == temporary)
 
+    def survey(self, prefix: str = "") -> Iterator[Seen]:
+        """Every name below a folder, whatever it names: also links, devices and unfinished files. For the audit.
+
+        Raises: StoreError only if the store does not answer.
+        """
+        return self._backend.survey(_checked(prefix) if prefix else "")
+
+    def answers(self) -> None:
+        """Return if the store answers at all. Raises: StoreError."""
+        self._backend.stat("branches")
+
     def delete(self, path: str) -> None:
         """Remove an object; no error if there is none."""
         self._backend.delete(_safe(path))
@@ -173,24 +186,20 @@ def _open(root: str) -> Backend:
 
 
 def _canonical_root(root: str) -> str:
-    protocol, separator, rest = root.partition("://")
-    if not separator:
-        return f"file://{Path(root).expanduser().resolve()}"
-    if protocol == "file" and rest.startswith("/"):
-        return f"file://{Path(rest).resolve()}"
-    if protocol == "s3" and rest.strip("/"):
-        return f"s3://{rest.strip('/')}"
-    raise StoreError(
-        "not a root the store can live under",
-        where="store.root",
-        found=root,
-        expected="a directory, file:///directory or s3://bucket/prefix",
-    )
+    try:
+        return canonical_root(root)
+    except ValueError as error:
+        raise StoreError("not a root the store can live under", where="store.root", found=root, expected=EXPECTED) from error
+
+
+def is_safe(path: str) -> bool:
+    """True if a path can only name something inside the root, and can be printed."""
+    return path.isprintable() and "\\" not in path and not any(name in ("", ".", "..") for name in path.split("/"))
 
 
 def _safe(path: str) -> str:
     """`path` itself, if it can only name something inside the root."""
-    if any(name in ("", ".", "..") for name in path.split("/")) or not path.isprintable() or "\\" in path:
+    if not is_safe(path):
         raise StoreError("not a path inside the store", where=repr(path), expected="names with '/' between them")
     return path
 

@@ -28,18 +28,17 @@ from rlpipe.store.epochs import NAME as EPOCH
 from rlpipe.store.epochs import superseded
 from rlpipe.store.files import Files
 from rlpipe.store.local import Entry
-from rlpipe.store.nodes import Nodes, node_path
+from rlpipe.store.nodes import LEAVES, Nodes, node_path
 from rlpipe.store.notes import noted, noted_iterations
 from rlpipe.store.plans import Plans, plan_path
+from rlpipe.store.receipts import NODE_NAME
 from rlpipe.store.segments import Segments
 from rlpipe.types import Node, Stage
 
 NAMING = ("draws", "rollouts", "gates")
 """Folders of what branches say, beside their own."""
-FOLDERS = (*NAMING, "nodes", "plans", "data", "checkpoints")
+FOLDERS = (*NAMING, "receipts", "nodes", "plans", "data", "checkpoints")
 """In the order of removal: a record goes before what it names."""
-LEAVES = (Stage.CHECKPOINT, Stage.EVAL)
-"""Stages about weights, from which nothing is made along the branch."""
 
 
 def unreachable(files: Files, grace_s: float, leaving: Collection[str] = ()) -> list[str]:
@@ -91,6 +90,8 @@ class _Reached:
         self._add_pending({digest for digest in plans if self._is_open(digest)})
         self._add_leaves()
         for name in names:
+            if (receipt := NODE_NAME.fullmatch(name)) and f"nodes/{receipt[1]}/{receipt[2]}.json" in self.paths:
+                self.paths.add(name)
             folder, _, rest = name.partition("/")
             if (folder == "draws" and plan_path(self._plans.drawn_in(name)) in self.paths) or (
                 folder in ("rollouts", "gates") and rest.split("/")[0] in known

@@ -14,8 +14,12 @@ from uuid import uuid4
 
 from rlpipe.errors import ObjectConflict, ObjectCorrupt, ObjectMissing
 from rlpipe.store.files import Files
+from rlpipe.store.receipts import Receipts
 from rlpipe.store.records import digest, now, seal, unseal
 from rlpipe.types import Node, Stage
+
+LEAVES = (Stage.CHECKPOINT, Stage.EVAL)
+"""Stages about weights, which no commit names and from which nothing is made along the branch. They have receipts."""
 
 
 def input_digest(stage: Stage, parents: Mapping[str, str], config: Mapping[str, Any], hooks: Mapping[str, str]) -> str:
@@ -68,5 +72,7 @@ class Nodes:
         try:
             self._files.create(path, seal(node, path))
         except ObjectConflict:
-            return self.get(node.stage, node.digest)
+            node = self.get(node.stage, node.digest)
+        if node.stage in LEAVES:
+            Receipts(self._files).write_node(node)
         return node

@@ -1,6 +1,7 @@
-"""Which nodes make an iteration of a branch that has no commit for it: of one that only sampled, or was reprocessed.
+"""What a branch notes of an iteration beside its commit.
 
-    rollouts/<branch>/<k>.json     stage → digest of its node, sealed like every record
+    rollouts/<branch>/<k>.json             its nodes, where it has no commit: it was only sampled, or reprocessed
+    gates/<branch>/<k>-<weights>.json      that somebody let it go on though its figures were out of bounds
 
 Not here: what such rollouts are read for (`rlpipe.run_rollouts`).
 """
@@ -13,19 +14,31 @@ from collections.abc import Mapping
 from rlpipe.errors import ObjectConflict, ObjectCorrupt
 from rlpipe.store.files import Files
 from rlpipe.store.records import seal, unseal
-from rlpipe.types import Record, Stage
+from rlpipe.types import Stage, VersionedRecord
 
 NAME = re.compile(r"rollouts/[^/]+/([0-9]{8})\.json")
+GATE_NAME = re.compile(r"gates/([^/]+)/([0-9]{8})-([0-9a-f]{16})\.json")
 AGAIN = "delete it and start again what wrote it (sampling, reprocessing): its nodes are found and noted anew"
 
 
-class Note(Record):
+class Note(VersionedRecord):
     """The nodes of iteration k of a branch."""
 
-    format: int = 1
     branch: str
     iteration: int
     nodes: dict[Stage, str]
+
+
+class OpenedGate(VersionedRecord):
+    """Iteration k was resumed though its figures were out of bounds."""
+
+    iteration: int
+    broken: tuple[str, ...]
+    """What was out of bounds, in words."""
+    asked: float
+    """Seconds since the epoch."""
+    resumed: float
+    """Seconds since the epoch."""
 
 
 def note(files: Files, branch: str, k: int, nodes: Mapping[Stage, str]) -> dict[Stage, str]:

@@ -16,6 +16,8 @@ from rlpipe.store.files import Files
 from rlpipe.store.records import seal, unseal
 from rlpipe.types import DataState, Plan
 
+DRAW = re.compile(r"draws/[0-9a-f]{64}")
+
 
 def plan_path(digest: str) -> str:
     """Where the plan of this digest lives."""
@@ -45,7 +47,7 @@ class Plans:
 
         Raises: ObjectCorrupt.
         """
-        path = _draw_path(branch, iteration, part, before)
+        path = draw_path(branch, iteration, part, before)
         return self.drawn_in(path) if self._files.exists(path) else None
 
     def drawn_in(self, path: str) -> str:
@@ -57,7 +59,7 @@ class Plans:
 
     def draw(self, plan: Plan) -> str:
         """Store a plan that a user's function drew, unless one was drawn before from the same state: the digest that counts."""
-        digest, path = self.write(plan), _draw_path(plan.branch, plan.iteration, plan.part, plan.before)
+        digest, path = self.write(plan), draw_path(plan.branch, plan.iteration, plan.part, plan.before)
         try:
             self._files.create(path, digest.encode())
         except ObjectConflict:
@@ -86,7 +88,8 @@ def plan_of_rows(path: str) -> str | None:
     return digest if folder == "plans" else None
 
 
-def _draw_path(branch: str, iteration: int, part: int, before: DataState) -> str:
+def draw_path(branch: str, iteration: int, part: int, before: DataState) -> str:
+    """Where the draw from a state is recorded."""
     state = hashlib.sha256(f"{branch}/{iteration}/{part}/{before.model_dump_json()}".encode()).hexdigest()
     return f"draws/{state}"
 

@@ -1,11 +1,15 @@
-"""Receipts: that an iteration was committed, and what its commit says. Written right after a commit, and never before one.
+"""Receipts: that an iteration was committed, or a checkpoint recorded. Written right after the record, and never before it.
 
-    branches/<branch>/receipts/%08d.json
+    branches/<branch>/receipts/%08d.json     of a commit
+    receipts/<stage>/<digest>.json           of a node that no commit names: a checkpoint, an evaluation
 
 Without it nobody could tell a branch whose newest commit was removed from one that was killed before it. So
 
     a receipt without its commit    the commit was there, and is gone
     a commit without its receipt    its driver was killed between the two; the iteration counts all the same
+
+The commit that follows writes the receipt that is missing, so only the newest commit of a branch may be without one. The same
+holds for nodes, but that nothing follows them. Garbage collection removes a receipt before its node.
 
 A receipt is of what a commit says, not of who wrote it when: an iteration that is committed again with the same result has the
 same one. Not here: commits (`branches`), and who misses one (`audit`).
@@ -14,21 +18,22 @@ same one. Not here: commits (`branches`), and who misses one (`audit`).
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
 from rlpipe.errors import ObjectConflict, ObjectCorrupt, ObjectMissing
 from rlpipe.store.files import Files
 from rlpipe.store.records import digest, seal, unseal
-from rlpipe.types import Commit, Record
+from rlpipe.types import Commit, Node, Stage, VersionedRecord
 
 NAME = re.compile(r"branches/[^/]+/receipts/([0-9]{8})\.json")
+NODE_NAME = re.compile(r"receipts/([a-z]+)/([0-9a-f]{64})\.json")
 WHO_AND_WHEN = {"attempt", "created", "epoch", "packages"}
 """What two records of one result may differ in."""
 
 
-class Receipt(Record):
+class Receipt(VersionedRecord):
     """Iteration k of a branch was committed."""
 
-    format: int = 1
     branch: str
     iteration: int
     commit: str
@@ -42,6 +47,22 @@ class Receipt(Record):
         return cls(branch=commit.branch, iteration=commit.iteration, commit=digest(said, where))
 
 
+class NodeReceipt(VersionedRecord):
+    """A node was recorded that no commit names."""
+
+    stage: Stage
+    digest: str
+    record: str
+    """sha256 of what the node says, without `WHO_AND_WHEN` and keys at their defaults."""
+
+    @classmethod
+    def of(cls, node: Node) -> NodeReceipt:
+        """The receipt of a node that is in the store."""
+        content = node.model_dump(mode="json", exclude=WHO_AND_WHEN, exclude_defaults=True)
+        where = node_receipt_path(node.stage, node.digest)
+        return cls(stage=node.stage, digest=node.digest, record=digest(content, where))
+
+
 class Receipts:
     """The receipts of a store's branches."""
 
@@ -52,6 +73,29 @@ class Receipts:
         """Write the receipt of a commit that is in the store; no error if it is there. Raises: ObjectConflict; StoreError."""
         path = receipt_path(commit.branch, commit.iteration)
         self._files.create(path, seal(Receipt.of(commit), path))
+
+    def write_missing(self, commit: Commit) -> None:
+        """Write the receipt of a commit that is in the store unless it is there. Raises: as `write`."""
+        if not self._files.exists(receipt_path(commit.branch, commit.iteration)):
+            self.write(commit)
+
+    def write_node(self, node: Node) -> None:
+        """Write the receipt of a node that is in the store; no error if there is one. Raises: StoreError.
+
+        A receipt of other content stays: somebody removed the node, and it was made again with another result. The run
+        continues, and the audit names the difference.
+        """
+        path = node_receipt_path(node.stage, node.digest)
+        with suppress(ObjectConflict):
+            self._files.create(path, seal(NodeReceipt.of(node), path))
+
+    def get_node(self, path: str) -> NodeReceipt:
+        """The receipt of a node. Raises: ObjectMissing; ObjectCorrupt, also if it is another one's."""
+        receipt = unseal(NodeReceipt, self._files.read(path), self._files.url(path))
+        if node_receipt_path(receipt.stage, receipt.digest) != path:
+            found = f"{receipt.stage} {receipt.digest}"
+            raise ObjectCorrupt("this is another receipt", where=self._files.url(path), found=found, expected="that of its name")
+        return receipt
 
     def find(self, branch: str, iteration: int) -> Receipt | None:
         """The receipt of an iteration, or None. Raises: ObjectCorrupt, also if it is another one's."""
@@ -82,3 +126,8 @@ class Receipts:
 def receipt_path(branch: str, iteration: int) -> str:
     """Where the receipt of an iteration lies."""
     return f"branches/{branch}/receipts/{iteration:08d}.json"
+
+
+def node_receipt_path(stage: Stage, digest: str) -> str:
+    """Where the receipt of a node lies."""
+    return f"receipts/{stage}/{digest}.json"

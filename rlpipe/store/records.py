@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from rlpipe.errors import DataError, ObjectCorrupt
-from rlpipe.types import Record
+from rlpipe.types import RECORD_FORMAT, Record
 
 RecordType = TypeVar("RecordType", bound=Record)
 
@@ -47,17 +47,33 @@ def seal(record: Record, where: str) -> bytes:
 
 
 def unseal(kind: type[RecordType], data: bytes, where: str, *, do: str | None = None) -> RecordType:
-    """The record in sealed bytes. Raises: ObjectCorrupt naming what does not fit, and what to `do`."""
+    """The record in sealed bytes.
+
+    Raises: ObjectCorrupt naming what does not fit, and what to `do`; also for a format that this version cannot read.
+    """
     try:
         content = json.loads(data)
         sha256 = content.pop("sha256")
         if sha256 != digest(content, where):
             raise ObjectCorrupt("the record was changed after it was written", where=where, expected=f"sha256 {sha256}", do=do)
+        _refuse_unknown_format(content, kind, where)
         return kind.model_validate(content)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problem = f"not a readable {kind.__name__.lower()} record"
         found = _first_problem(error) if isinstance(error, ValidationError) else repr(error)
         raise ObjectCorrupt(problem, where=where, found=found, do=do) from error
+
+
+def _refuse_unknown_format(content: dict[str, Any], kind: type[Record], where: str) -> None:
+    """Raises: ObjectCorrupt for a record of a later rlpipe, whose keys may mean something else."""
+    if "format" in kind.model_fields and content.get("format", RECORD_FORMAT) != RECORD_FORMAT:
+        raise ObjectCorrupt(
+            f"this {kind.__name__.lower()} record has a format that this version of rlpipe cannot read",
+            where=where,
+            found=f"format {content['format']!r}",
+            expected=f"format {RECORD_FORMAT}",
+            do="use the version of rlpipe that wrote the store, or a later one",
+        )
 
 
 def _first_problem(error: ValidationError) -> str:

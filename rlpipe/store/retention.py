@@ -28,6 +28,7 @@ from rlpipe.store.epochs import NAME as EPOCH
 from rlpipe.store.epochs import SKEW_S, Epochs
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes, input_digest, node_path
+from rlpipe.store.receipts import node_receipt_path
 from rlpipe.store.segments import Segments, current_state
 from rlpipe.types import Node, Stage
 
@@ -49,7 +50,7 @@ class Removal(NamedTuple):
 
 
 def spare_checkpoints(files: Files, policy: Retention, grace_s: float, branches: Collection[str] = ()) -> list[Removal]:
-    """Records and files of the checkpoints that may go (of these branches, or of all), each record before its files.
+    """Receipts, records and files of the checkpoints that may go (of these branches, or of all), each before what it names.
 
     Younger ones than the grace period (seconds) stay. Raises: ConfigError if nothing would be kept; ObjectMissing, ObjectCorrupt
     if a record cannot be read: who knows what it names, so nothing may go.
@@ -68,7 +69,9 @@ def spare_checkpoints(files: Files, policy: Retention, grace_s: float, branches:
             regular = policy.keep_every is not None and version % policy.keep_every == 0
             if not (node.digest in newest | needed or regular or path in young):
                 reason = f"checkpoint of {branch}, weight version {version}"
-                removals += [Removal(path, reason), *(Removal(record.path, reason) for record in node.files)]
+                receipt = node_receipt_path(Stage.CHECKPOINT, node.digest)
+                paths = [*([receipt] if files.exists(receipt) else []), path, *(record.path for record in node.files)]
+                removals += [Removal(one, reason) for one in paths]
     return removals
 
 

@@ -155,6 +155,7 @@ READERS: dict[str, Callable[[pa.ChunkedArray], list[Any]]] = {
     "rollout_log_probs": _to_lists,
     EXPERTS: _to_arrays,
     "loss_mask": _to_lists,
+    "teacher_log_probs": _to_lists,
     "weight_versions": _to_runs,
     "status": lambda column: [Status(text) for text in column.to_pylist()],
     "reward_parts": lambda column: [dict(parts) for parts in column.to_pylist()],

@@ -25,7 +25,7 @@ from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
 from rlpipe.errors import ObjectMissing, StoreError, StoreFull
-from rlpipe.store.local import CHUNK_BYTES, Entry
+from rlpipe.store.local import CHUNK_BYTES, Entry, Seen
 
 MISSING = {"NoSuchKey", "404"}
 TAKEN = {"PreconditionFailed", "412", "NoSuchUpload"}
@@ -122,14 +122,21 @@ class S3Backend:
 
     def entries(self, folder: str) -> Iterator[Entry]:
         """Every object below `folder`, in pages of a thousand."""
+        return (Entry(*seen[:3]) for seen in self.survey(folder) if seen.kind is None)
+
+    def survey(self, folder: str) -> Iterator[Seen]:
+        """Every key below `folder`, by name."""
         prefix, page = f"{self._prefix}{folder}/" if folder else self._prefix, {}
         while True:
             with named_failures(self.url(folder)):
                 where = {"Bucket": self._bucket, "Prefix": prefix, **page}
                 page = self._ask(lambda where=where: self._s3.call_s3("list_objects_v2", **where))
             for found in page.get("Contents", ()):
-                if not found["Key"].endswith("/"):
-                    yield Entry(found["Key"].removeprefix(self._prefix), found["Size"], found["LastModified"].timestamp())
+                key, size = found["Key"], found["Size"]
+                if key.endswith("/") and not size:  # the marker of a folder, which consoles of S3 make
+                    continue
+                kind = "a key that ends in a slash" if key.endswith("/") else None
+                yield Seen(key.removeprefix(self._prefix), size, found["LastModified"].timestamp(), kind)
             if not page.get("IsTruncated"):
                 return
             page = {"ContinuationToken": page["NextContinuationToken"]}

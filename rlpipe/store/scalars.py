@@ -52,7 +52,7 @@ def update(files: Files, branch: str) -> int:
     What it costs does not grow with the branch: iterations are looked for behind the last one that the tables have, and in gaps.
     Several processes may do it at once. Raises: ObjectMissing, ObjectCorrupt if an iteration cannot be read; StoreError.
     """
-    known = set.intersection(*(_covered(_parts(files, branch, table)) for table in TABLES))
+    known = set.intersection(*(_covered(parts_of(files, branch, table)) for table in TABLES))
     missing = _missing(files, branch, known)
     for chunk in _chunks(missing):
         made = _made(files, branch, chunk, tuple(TABLES))
@@ -100,9 +100,9 @@ def newest_covered(files: Files, branch: str) -> set[int]:
     name says, or is put together with others meanwhile, says nothing."""
     found = set[int]()
     for table in TABLES:
-        for part in sorted(_parts(files, branch, table), key=lambda part: -part.end):
+        for part in sorted(parts_of(files, branch, table), key=lambda part: -part.end):
             with suppress(ObjectCorrupt, ObjectMissing):
-                own = _read_part(files, table, part).filter(pc.field("branch") == branch)
+                own = read_part(files, table, part).filter(pc.field("branch") == branch)
                 found |= set(own["iteration"].to_pylist())
                 break
     return found
@@ -113,7 +113,7 @@ def _read_own(files: Files, branch: str, table: str, last: int | None) -> pa.Tab
     wanted = [k for k in Branches(files).committed(branch) if last is None or k <= last]
     for _ in range(ATTEMPTS):
         with suppress(ObjectMissing):  # put together since the listing: list again
-            parts = _parts(files, branch, table)
+            parts = parts_of(files, branch, table)
             stored = _read_parts(files, table, parts)
             break
     else:
@@ -143,7 +143,7 @@ def _read_parts(files: Files, table: str, parts: Sequence[Part]) -> pa.Table:
             chosen.append((part, fresh))
     chosen.sort(key=lambda entry: entry[0])
     with ThreadPoolExecutor(READERS) as pool:
-        tables = list(pool.map(lambda entry: _read_part(files, table, entry[0]), chosen))
+        tables = list(pool.map(lambda entry: read_part(files, table, entry[0]), chosen))
     wanted = [
         rows if len(fresh) == part.end - part.first else rows.filter(pc.field("iteration").isin(fresh))
         for (part, fresh), rows in zip(chosen, tables, strict=True)
@@ -151,7 +151,8 @@ def _read_parts(files: Files, table: str, parts: Sequence[Part]) -> pa.Table:
     return pa.concat_tables([TABLES[table].empty_table(), *(rows.cast(TABLES[table]) for rows in wanted)])
 
 
-def _read_part(files: Files, table: str, part: Part) -> pa.Table:
+def read_part(files: Files, table: str, part: Part) -> pa.Table:
+    """The rows of a file. Raises: ObjectMissing; ObjectCorrupt if they are not what its name says, or of another kind."""
     data, url = files.read(part.path), files.url(part.path)
     sha256 = hashlib.sha256(data).hexdigest()
     do = "delete it: it is made again from the records"
@@ -178,7 +179,7 @@ def _write(files: Files, branch: str, table: str, first: int, end: int, rows: pa
 
 def _put_together(files: Files, branch: str, table: str) -> None:
     """Every block that is whole becomes one file; what lies within another file goes."""
-    parts = _parts(files, branch, table)
+    parts = parts_of(files, branch, table)
     for size in BLOCKS:
         for block in sorted({part.first // size for part in parts}):
             inside = [part for part in parts if block * size <= part.first and part.end <= (block + 1) * size]
@@ -204,7 +205,8 @@ def _without_inner(files: Files, parts: list[Part]) -> list[Part]:
     return kept
 
 
-def _parts(files: Files, branch: str, table: str) -> list[Part]:
+def parts_of(files: Files, branch: str, table: str) -> list[Part]:
+    """The files of a branch's table, by name."""
     found = ((NAME.fullmatch(path), path) for path in files.list(_folder(branch, table)))
     parts = (Part(int(match[1]), int(match[2]), path) for match, path in found if match)
     return [part for part in parts if 0 < part.end - part.first <= BLOCKS[-1]]

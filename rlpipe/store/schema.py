@@ -70,11 +70,11 @@ SAMPLES = pa.schema(
         pa.field("non_generation_time", pa.float64()),
         pa.field("num_turns", pa.int32()),
         pa.field("rollout_routed_experts", _large_list(pa.uint16())),
+        pa.field("teacher_log_probs", _list(pa.float32())),
     ],
     metadata={KIND: b"samples/1"},
 )
-"""`types.Sample`, the iteration that sampled it, and why its group will not be trained (null: it may be). Experts: W of every
-token of prompt and response (see `rlpipe.routed`), the largest column by far where a run keeps it."""
+"""`types.Sample`, the iteration that sampled it, why its group is not trained (null: it may be). Experts: W of each token."""
 
 REWARDS = pa.schema(
     [

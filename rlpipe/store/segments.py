@@ -21,15 +21,14 @@ from rlpipe.errors import ObjectConflict, ObjectCorrupt
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes, input_digest
 from rlpipe.store.records import now, seal, unseal
-from rlpipe.types import Record, Stage
+from rlpipe.types import Stage, VersionedRecord
 
 NAME = re.compile(r"branches/[^/]+/segments/(\d{8})-(\d{8})-[^/]+\.json")
 
 
-class Segment(Record):
+class Segment(VersionedRecord):
     """A pointer: in place of the state that a train node recorded, the branch has this one."""
 
-    format: int = 1
     branch: str
     version: int
     """Weight version."""
@@ -99,17 +98,18 @@ def segment_problem(nodes: Nodes, digest: str, known: Container[str]) -> str | N
     node = nodes.find(Stage.SEGMENT, digest)
     if node is None:
         return f"{digest} is not on this branch, and is no segment"
-    if node.parents["weights"] not in known:
-        return f"segment {digest} stands in place of {node.parents['weights']}, which is not on this branch"
+    replaced = node.parents.get("weights", "nothing")
+    base = node.parents.get("base", "nothing")
+    if replaced not in known:
+        return f"segment {digest} stands in place of {replaced}, which is not on this branch"
     if nodes.find(Stage.CHECKPOINT, input_digest(Stage.CHECKPOINT, {"weights": digest}, {}, {})) is None:
         return f"segment {digest} has no checkpoint"
-    base = node.parents["base"]
     if base in known:
         return None
     checkpoint = nodes.find(Stage.CHECKPOINT, base)
     if checkpoint is None:
         return f"segment {digest} was trained from {base}, which is no checkpoint"
-    weights = checkpoint.parents["weights"]
+    weights = str(checkpoint.parents.get("weights"))
     return None if weights in known else segment_problem(nodes, weights, known)
 
 

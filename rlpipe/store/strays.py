@@ -5,7 +5,7 @@ Not every file that no record names is one. An attempt that was killed before it
 another had taken its place, leaves whole files, under names that carry their checksum. Two attempts never write the same bytes:
 what is sampled carries its time. (Only what came finished from the buffer, or failed, may be written twice alike.)
 
-Not here: files that records name (`audit_reading`), and what nothing reaches at all (`gc`).
+Not here: files that records name (`audit_reading`), and what no branch refers to (`explained`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,26 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from rlpipe.errors import ObjectCorrupt, ObjectMissing
+from rlpipe.errors import ObjectMissing, StoreError
 from rlpipe.store import branches, epochs, notes, receipts, scalars, segments
-from rlpipe.store.files import Files
+from rlpipe.store.inventory import Snapshot
 from rlpipe.store.plans import plan_path
 from rlpipe.store.schema import decode
 from rlpipe.types import Node, Plan
 
 SHARD = re.compile(r"plans/[^/]+/(?:groups|cut)/[^/]+-[0-9]{5}-([0-9a-f]{16})\.parquet")
 DATA = re.compile(r"data/[^/]+/[^/]+/[^/]+-([0-9a-f]{16})\.(?:parquet|json)")
-OF_A_BRANCH = (branches.CONFIG, branches.COMMIT, receipts.NAME, epochs.NAME, segments.NAME, scalars.NAME, notes.NAME)
+OF_A_BRANCH = (
+    branches.CONFIG,
+    branches.COMMIT,
+    receipts.NAME,
+    epochs.NAME,
+    segments.NAME,
+    scalars.NAME,
+    notes.NAME,
+    notes.GATE_NAME,
+)
+FOLDERS_OF_A_BRANCH = ("branches", "rollouts", "gates")
 NO_NAME = "no writer gives a file such a name: it is a copy, or was put there by hand"
 
 
@@ -35,25 +45,25 @@ class Stray(NamedTuple):
     problem: str
 
 
-def of_branch(files: Files, branch: str) -> Iterator[Stray]:
+def of_branch(files: Snapshot, branch: str) -> Iterator[Stray]:
     """Among the records of a branch."""
-    for path in (*files.list(f"branches/{branch}"), *files.list(f"rollouts/{branch}")):
+    for path in (name for folder in FOLDERS_OF_A_BRANCH for name in files.list(f"{folder}/{branch}")):
         if not any(name.fullmatch(path) for name in OF_A_BRANCH):
             yield Stray(path, NO_NAME)
 
 
-def of_plan(files: Files, digest: str, plan: Plan, named: Collection[str]) -> Iterator[Stray]:
+def of_plan(files: Snapshot, digest: str, plan: Plan, named: Collection[str]) -> Iterator[Stray]:
     """Among the rows of a plan. `named`: files of the rollout's node."""
     names = files.list(f"plans/{digest}")
     drawn = {group.group_id: group.earlier is None for group in plan.groups}
     for path in names:
         if path in named or path == plan_path(digest):
             continue
-        if (problem := _misnamed(files, path, SHARD)) or (problem := _misplaced(files, path, drawn, names)):
+        if (problem := misnamed(files, path, SHARD)) or (problem := _misplaced(files, path, drawn, names)):
             yield Stray(path, problem)
 
 
-def of_node(files: Files, node: Node) -> Iterator[Stray]:
+def of_node(files: Snapshot, node: Node) -> Iterator[Stray]:
     """Beside the files of a node; those of a rollout lie below its plans. Of a checkpoint, which is recorded once it is complete,
     all files are named."""
     named = {record.path for record in node.files}
@@ -62,31 +72,36 @@ def of_node(files: Files, node: Node) -> Iterator[Stray]:
         for path in names:
             if path in named:
                 continue
-            if problem := _misnamed(files, path, DATA):
+            if problem := misnamed(files, path, DATA):
                 yield Stray(path, problem)
             elif twin := _twin(path, names):
                 yield Stray(path, f"its bytes are those of {twin}: it is a copy")
 
 
-def _misnamed(files: Files, path: str, form: re.Pattern[str]) -> str | None:
-    """What is wrong with its name."""
+def misnamed(files: Snapshot, path: str, form: re.Pattern[str]) -> str | None:
+    """What is wrong with the name of an object; None if it has the form, and the object's bytes are those of the name."""
     match = form.fullmatch(path)
     if match is None:
         return NO_NAME
     try:
+        files.refuse_large(path)
         found = files.sha256(path)
     except ObjectMissing:
         return None  # it was removed since the listing
+    except StoreError as error:
+        files.answers()
+        return str(error)
     return None if found.startswith(match[1]) else f"its bytes are not those of its name: sha256 {found}"
 
 
-def _misplaced(files: Files, path: str, drawn: dict[str, bool], names: Sequence[str]) -> str | None:
+def _misplaced(files: Snapshot, path: str, drawn: dict[str, bool], names: Sequence[str]) -> str | None:
     """What is wrong with its rows. `drawn`: group → is it sampled for the first time?"""
     try:
         rows = decode(files.read(path), files.url(path), ["group_id", "t_end_s"])
     except ObjectMissing:
         return None
-    except ObjectCorrupt as error:
+    except StoreError as error:
+        files.answers()
         return str(error)
     sampled = {group for group, end_s in zip(rows["group_id"].to_pylist(), rows["t_end_s"].to_pylist(), strict=True) if end_s}
     if strangers := sorted(set(rows["group_id"].to_pylist()) - set(drawn)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -89,7 +90,7 @@ class Run:
     files: Files
     branch: str = "run"
 
-    def start(self, parent: str | None = None) -> Run:
+    def start(self, parent: str | None = None) -> Self:
         init = Nodes(self.files).commit(make_node(Stage.INIT, {}, model="tiny"))
         Branches(self.files).create(self.branch, {"lr": 1e-6}, init.digest, parent)
         return self

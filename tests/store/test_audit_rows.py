@@ -124,7 +124,7 @@ def test_a_commit_that_was_put_in_place_of_another_is_corrupt(local_files: Files
     local_files.create(path, seal(commit, path))
     with pytest.raises(ObjectCorrupt, match="another commit"):
         Branches(local_files).read("run", 2)
-    assert [(f.rule, f.where) for f in check_branch(local_files, "run")] == [("records", "run")]
+    assert [(f.rule, f.where) for f in check_branch(local_files, "run")] == [("records", "run/00000002")]
 
 
 def test_a_branch_under_another_name_is_corrupt(local_files: Files):

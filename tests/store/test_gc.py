@@ -15,6 +15,7 @@ from rlpipe.store.files import Files
 from rlpipe.store.gc import unreachable
 from rlpipe.store.nodes import Nodes, node_path
 from rlpipe.store.plans import Plans
+from rlpipe.store.receipts import node_receipt_path
 from rlpipe.store.segments import Segments
 from rlpipe.store.shards import ShardWriter, adopt, write_data
 from rlpipe.types import Stage
@@ -168,7 +169,8 @@ def test_checkpoints_and_evaluations_go_only_with_the_weights_that_they_are_of(l
         """A node about these weights, with its file: their names."""
         folder = f"checkpoints/run/{weights[:8]}" if stage is Stage.CHECKPOINT else f"data/eval/{weights[:8]}"
         record = write_data(local_files, folder, "file.bin", f"{stage} {weights}".encode())
-        return [node_path(stage, nodes.commit(make_node(stage, {"weights": weights}, [record])).digest), record.path]
+        digest = nodes.commit(make_node(stage, {"weights": weights}, [record])).digest
+        return [node_path(stage, digest), node_receipt_path(stage, digest), record.path]
 
     init = Branches(local_files).get("run").init
     stays = [leaf(stage, weights) for stage in (Stage.CHECKPOINT, Stage.EVAL) for weights in (newest.nodes[Stage.TRAIN], init)]
@@ -186,7 +188,8 @@ def test_a_state_that_a_replay_made_stays_with_what_it_was_made_of(local_files: 
     parents = {"weights": newest.nodes[Stage.TRAIN], "base": base.digest}
     segment = nodes.commit(make_node(Stage.SEGMENT, parents))
     paths = [node_path(Stage.CHECKPOINT, base.digest), node_path(Stage.SEGMENT, segment.digest)]
-    assert unreachable(local_files, grace_s=-60) == sorted(paths)
+    receipt = node_receipt_path(Stage.CHECKPOINT, base.digest)
+    assert unreachable(local_files, grace_s=-60) == [receipt, *sorted(paths)], "a receipt goes before its node"
     Segments(local_files).record("run", 1, 1, weights=newest.nodes[Stage.TRAIN], segment=segment.digest)
     assert unreachable(local_files, grace_s=-60) == []
 
@@ -196,4 +199,5 @@ def test_an_evaluation_of_which_anything_is_lost_goes(local_files: Files):
     init, nodes = Branches(local_files).get("run").init, Nodes(local_files)
     kept = nodes.commit(make_node(Stage.EVAL, {"weights": init}))
     lost = nodes.commit(make_node(Stage.EVAL, {"weights": init, "judge": "lost"}))
-    assert unreachable(local_files, grace_s=-60) == [node_path(Stage.EVAL, lost.digest)] != [node_path(Stage.EVAL, kept.digest)]
+    goes = [node_receipt_path(Stage.EVAL, lost.digest), node_path(Stage.EVAL, lost.digest)]
+    assert unreachable(local_files, grace_s=-60) == goes and node_path(Stage.EVAL, kept.digest) not in goes

@@ -15,8 +15,8 @@ from rlpipe.errors import DataError, ObjectCorrupt, ObjectMissing
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes, input_digest, node_path
 from rlpipe.store.plans import Plans, plan_path
-from rlpipe.store.records import seal, unseal
-from rlpipe.types import DataState, Node, Plan, PlannedGroup, Stage
+from rlpipe.store.records import canonical, digest, seal, unseal
+from rlpipe.types import DataState, Node, Plan, PlannedGroup, Stage, VersionedRecord
 from tests.store.lineage import make_node
 
 JSON = st.recursive(
@@ -58,6 +58,22 @@ def test_a_record_of_another_kind_is_refused_by_its_first_wrong_key():
         unseal(Node, seal(plan(), "x"), "x")
     with pytest.raises(ObjectCorrupt, match="attempt: Extra inputs are not permitted"):
         unseal(DataState, seal(make_node(Stage.TRAIN, {}), "x"), "x")
+
+
+@pytest.mark.parametrize("kind", VersionedRecord.__subclasses__(), ids=lambda kind: kind.__name__)
+def test_a_record_of_an_unknown_format_is_refused_by_name(kind: type[VersionedRecord]):
+    later = {"format": 2, "a_later_key": 1}
+    data = canonical({**later, "sha256": digest(later, "x")}, "x")
+    with pytest.raises(ObjectCorrupt, match=r"(?s)format that this version .* cannot read.*format 2.*format 1"):
+        unseal(kind, data, "x")
+
+
+def test_every_record_says_its_format_and_one_that_says_none_is_of_the_first():
+    node = make_node(Stage.TRAIN, {"batch": "d"})
+    content = json.loads(seal(node, "x"))
+    assert content.pop("format") == 1
+    del content["sha256"]
+    assert unseal(Node, canonical({**content, "sha256": digest(content, "x")}, "x"), "x") == node
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, object(), {1, 2}, "\ud800", b"x"])
@@ -139,9 +155,9 @@ def test_a_node_under_another_name_is_corrupt(local_files: Files):
     node = Nodes(local_files).commit(make_node(Stage.REWARD, {"rollout": "d"}))
     local_files.create(node_path(Stage.REWARD, "0" * 64), seal(node, "x"))
     local_files.create(node_path(Stage.TRAIN, node.digest), seal(node, "x"))
-    for stage, digest in ((Stage.REWARD, "0" * 64), (Stage.TRAIN, node.digest)):
+    for stage, name in ((Stage.REWARD, "0" * 64), (Stage.TRAIN, node.digest)):
         with pytest.raises(ObjectCorrupt, match="this is another node"):
-            Nodes(local_files).find(stage, digest)
+            Nodes(local_files).find(stage, name)
 
 
 def test_a_record_is_plain_json(local_files: Files):

@@ -196,7 +196,7 @@ def test_the_command_says_first_and_deletes_only_when_told(
     assert "0 objects may go" in capsys.readouterr().out
     assert tool("--grace", "0s", "--keep-checkpoints", "1", "--list") == 0
     said = capsys.readouterr().out
-    assert "checkpoints         2 objects" in said and "4 objects may go; --delete does it" in said
+    assert "checkpoints         2 objects" in said and "6 objects may go; --delete does it" in said
     assert local_files.list() == before
     assert tool("--grace", "0s", "--remove", "run") == 2
     assert "fork: a fork of run/00000002" in capsys.readouterr().err

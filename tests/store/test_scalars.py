@@ -287,7 +287,7 @@ def test_drift_and_jumps_are_found_by_size(local_files: Files, monkeypatch: pyte
 def test_a_file_that_is_listed_and_written_at_once_is_no_part_of_itself(local_files: Files):
     a_run(local_files, 2)
     scalars.update(local_files, "run")
-    [part] = scalars._parts(local_files, "run", "samples")
+    [part] = scalars.parts_of(local_files, "run", "samples")
     assert scalars._without_inner(local_files, [part, part]) == [part]
     assert local_files.exists(part.path)
 
