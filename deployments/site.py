@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from rlpipe.config.base import Config
 from rlpipe.config.problems import Origin
-from rlpipe.config.text import parse
+from rlpipe.config.text import parse, read
 from rlpipe.errors import ConfigError
 
 ANY_GPUS = "train"
@@ -148,11 +148,7 @@ def load_site(path: Path | None) -> Site:
     """The site of a YAML file, or one without anything of its own. Raises: ConfigError naming file, line and key."""
     if path is None:
         return Site()
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("the site cannot be read", where=str(path), found=error) from error
-    values, lines = parse(text, str(path))
+    values, lines = parse(read(path, "the site"), str(path))
     try:
         return Site.model_validate(values or {})
     except ValidationError as error:

@@ -40,7 +40,6 @@ async def convert(
     origin_hf_dir: str | None = None,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     max_shard_gb: float = 5.0,
-    trust_remote_code: bool = False,
     force: bool = False,
 ) -> dict[str, Any]:
     """Make `destination` from `source`, or from a run's checkpoint (`of`: "RUN@K"); what was made, and how large it is.
@@ -52,7 +51,7 @@ async def convert(
     """
     if (source is None) == (of is None):
         raise ConfigError("what shall be converted?", where="convert", expected="source, or of")
-    settings: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "force": force}
+    settings: dict[str, Any] = {"dtype": dtype, "force": force}
     settings["shard_bytes"] = int(max_shard_gb * 1024**3)
     with ExitStack() as stack:
         given, origin = Path(source or ""), Path(origin_hf_dir) if origin_hf_dir else None

@@ -29,7 +29,7 @@ from rlpipe.config.load import home as default_home
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError, DeadlineExceeded
 from rlpipe.types import NodeRef
-from tasks.context import RunContext, context
+from tasks.context import RunContext, context, ray_has_died, recover
 from tasks.record import handle
 from tasks.turn import is_committed
 
@@ -144,6 +144,8 @@ class Deployed(Iterations):
                 return run
             if self._it.epoch.lost:
                 raise self._it.epoch.lost
+            if ray_has_died():  # its iterations run in other processes, which join the Ray that this one starts
+                await recover(self._config.run)
             if time.monotonic() > deadline_s:
                 raise DeadlineExceeded(
                     "an iteration did not finish in time",

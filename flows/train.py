@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from flows.stopping import Preempted, Stopping, being_cancelled, hear_sigterm, o
 from rlpipe.actors.local_ray import connect
 from rlpipe.actors.named import namespace
 from rlpipe.config.load import home as default_home
-from rlpipe.config.load import load_run
+from rlpipe.config.load import load_run, unused_keys, warm_start_overrides
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import RlpipeError
 from rlpipe.observe.progress import Progress
@@ -68,7 +67,7 @@ async def train(
     """
     overrides, run = as_settled(recipe, [*site, *overrides], run, seed=seed, fork=fork)
     config, home = load_run(recipe, overrides, named_at(run, flow_run.scheduled_start_time)), default_home()
-    await configuration_artifact(config, recipe, overrides)
+    await configuration_artifact(config, recipe, overrides, unused_keys(recipe, overrides))
     check(config, home)
     with Stopping(config.resources.stop_grace_s) as stopping:
         try:
@@ -157,12 +156,3 @@ async def evaluate_if_due(config: RunConfig, version: int, observer: Observer, *
     (await context(config.run)).tell()
     await observer.evaluation(version, nodes, metrics, seconds=time.perf_counter() - start, beside=beside)
     return good_enough(config, metrics)
-
-
-def warm_start_overrides(config: RunConfig) -> list[str]:
-    """What a warm start has in common with its run: seed, dtype, store, processes and engines; not the ranks of a critic."""
-    of_policy = {"critic_num_nodes": 1, "critic_num_gpus_per_node": 0}
-    resources = config.resources.model_copy(update={"cluster": config.cluster, **of_policy})
-    shared = {"resources": resources.model_dump(), "engine": config.engine.model_dump(), "store": config.store.model_dump()}
-    same = [f"seed={config.seed}", f"deterministic={json.dumps(config.deterministic)}", f"model.dtype={config.model.dtype}"]
-    return [*same, *(f"{section}={json.dumps(values)}" for section, values in shared.items())]

@@ -14,6 +14,7 @@ The library behind the flows; it knows nothing of Prefect. Layers, top to bottom
     packing     samples to packed micro-batches       store     nodes, shards, commits: what happened
     algorithms  pure functions on tensors             observe   metrics, sinks, progress, the report page
     config      one frozen model per stage            orphan    no process outlives the one that started it
+    children    ending a child process with all that it started
     rendezvous  where processes of torch.distributed meet
     routed      which experts an engine sent a token to, from its answer to the batch
     types       samples, groups, plans, nodes, commits

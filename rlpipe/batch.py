@@ -70,14 +70,16 @@ def fix_batch(
     max_staleness: int = 0,
     mask_stale: bool = False,
     routed: bool = False,
+    own_teacher: bool = False,
 ) -> Batch:
     """The batch of these rows: of the groups that the rollout `accepted`.
 
     `scored`: a sample without a reward drops its group (supervised rows have none). `version`: the weight version that is
     trained; a token that a version below `version - max_staleness` sampled drops its group. With `mask_stale` it only gets
     loss mask 0; the group is dropped if no token is left that counts. `routed`: with the experts of the engines, all layers.
+    `own_teacher`: with the teacher's log-probs that samples bring.
 
-    Raises: DataError if no group is left.
+    Raises: DataError if no group is left, or a sample does not bring what it should.
     """
     reward_of = {(row.group_id, row.index): row for row in rewards}
     wanted = set(accepted)
@@ -107,7 +109,9 @@ def fix_batch(
         )
     values = [reward_of[s.group_id, s.index].reward or 0.0 if scored else 0.0 for s in kept]
     return Batch(
-        columns=_columns(kept).with_columns(routed_experts=_experts(kept) if routed else None),
+        columns=_columns(kept).with_columns(
+            routed_experts=_experts(kept) if routed else None, teacher_log_probs=_teacher(kept) if own_teacher else None
+        ),
         group_ids=tuple(sample.group_id for sample in kept),
         indices=tuple(sample.index for sample in kept),
         rewards=np.array(values, np.float64),
@@ -256,6 +260,21 @@ def _columns(samples: list[Sample]) -> BatchColumns:
         rollout_log_probs=[sample.rollout_log_probs or [] for sample in samples] if sampled else None,
     )
     return columns.with_columns(rollout=_rollouts(samples))
+
+
+def _teacher(samples: list[Sample]) -> np.ndarray:
+    """[R] float32: the teacher's log-probs that the samples bring. Raises: DataError naming a sample without."""
+    parts = []
+    for sample in samples:
+        if sample.teacher_log_probs is None:
+            raise DataError(
+                "a sample has no log-probs of the teacher",
+                where=f"advantage/{sample.group_id}/{sample.index}",
+                expected="sample.teacher_log_probs, one for each response token (teacher.opd_type: samples)",
+                do="set them in the generate function or in a sample hook",
+            )
+        parts.append(np.asarray(sample.teacher_log_probs, np.float32))
+    return np.concatenate(parts)
 
 
 def _experts(samples: list[Sample]) -> np.ndarray:

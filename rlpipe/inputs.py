@@ -154,7 +154,8 @@ def eval_inputs(config: RunConfig, dataset: EvalDataset, weights: str) -> Inputs
         "data": config.data.model_copy(update={"prompts": dataset.prompts}).identity(),
     }
     settings |= _engines(config)
-    hooks = {path: hook_digest(path) for path in config.rollout.evaluation_hook_paths}
+    own = [dataset.custom_generate_function_path] if dataset.custom_generate_function_path else []
+    hooks = {path: hook_digest(path) for path in (*config.rollout.evaluation_hook_paths, *own)}
     return Inputs(Stage.EVAL, {"weights": weights}, settings, {**hooks, **_reward_hooks(reward)})
 
 

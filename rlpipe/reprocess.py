@@ -28,6 +28,7 @@ from rlpipe.config.data import NoReward
 from rlpipe.config.hooks import hook_digest, load_hook
 from rlpipe.config.run import RunConfig
 from rlpipe.config.slime import slime_args
+from rlpipe.config.trial import trial
 from rlpipe.errors import ConfigError, RewardError
 from rlpipe.inputs import Inputs, advantage_inputs, reward_inputs
 from rlpipe.reprocess_batch import reestimated
@@ -36,7 +37,8 @@ from rlpipe.rewards.post_process import post_process
 from rlpipe.rewards.python import Scorer
 from rlpipe.rewards.workers import Worker
 from rlpipe.rollout.afterwards import Afterwards
-from rlpipe.rollout.filters import load_filter
+from rlpipe.rollout.filters import Rejection, load_filter
+from rlpipe.rollout.selection import Selection
 from rlpipe.run_rollouts import StoredRollout
 from rlpipe.stage_files import read_rewards, read_samples, write_batch, write_rewards
 from rlpipe.store.files import Files
@@ -79,6 +81,8 @@ class Reprocessor:
             raise ConfigError("there is nothing to score", where="reprocess", found=found, expected="a run that samples")
         self._files, self._config, self._nodes, self._fence = files, config, Nodes(files), fence
         self._args = slime_args(config)
+        with trial(config, config.resources.import_timeout_s) as importing:
+            importing.wait()
         Scorer(config.reward.function, self._args)
         if config.reward.custom_reward_post_process_path is not None:
             load_hook(config.reward.custom_reward_post_process_path)
@@ -175,27 +179,32 @@ class Reprocessor:
         groups = with_rewards(finished_groups(self._files, rollout), read_rewards(self._files, judged))
         dropped = dict.fromkeys(rollout.outputs["accepted"], "failed") | rollout.outputs["dropped"]
         dropped = {group_id: reason for group_id, reason in dropped.items() if group_id not in groups}
-        accepted: list[str] = []
+        selection = Selection(self._config.rollout.rollout_batch_size, in_order=True)
+        selection.add(groups)
         for group_id, samples in groups.items():
-            full = len(accepted) >= self._config.rollout.rollout_batch_size
-            if reason := self._reason(samples) or (SURPLUS if full else None):
-                dropped[group_id] = reason
+            rejection = self._rejection(samples)
+            if rejection is None:
+                selection.decide(group_id, None)
             else:
-                accepted.append(group_id)
+                selection.decide(group_id, rejection.reason, fallback=rejection.fallback)
+        accepted, chosen_against = list(selection.accepted), selection.rejected
+        surplus = [group_id for group_id in groups if group_id not in chosen_against and group_id not in accepted]
+        dropped |= chosen_against | dict.fromkeys(surplus, SURPLUS)
         removed = self._afterwards.removed(groups, accepted)
-        said = {name: value for name, value in rollout.outputs.items() if name != "removed"}
+        said = {name: value for name, value in rollout.outputs.items() if name not in ("removed", "fallbacks")}
         outputs = {**said, "accepted": accepted, "dropped": dropped, **({"removed": removed} if removed else {})}
+        outputs |= {"fallbacks": selection.fallbacks} if selection.fallbacks else {}
         return {"outputs": outputs, "files": rollout.files}
 
-    def _reason(self, samples: Sequence[Sample]) -> str | None:
+    def _rejection(self, samples: Sequence[Sample]) -> Rejection | None:
         if any(sample.reward is None for sample in samples):
-            return "reward_error"
+            return Rejection("reward_error")
         if self._keep is None:
             return None
         try:
             return self._keep(samples)
         except RewardError:
-            return "filter_error"
+            return Rejection("filter_error")
 
     async def _rewarded(self, work: _Work, rollout: Node, progress: Progress | None) -> Node:
         """What the reward stage says of a rollout; by the scores that its groups were chosen by, if they are there."""

@@ -27,6 +27,7 @@ from rlpipe.types import Commit, Node, Sample, Stage
 TIMED = (Stage.ROLLOUT, Stage.REWARD, Stage.ADVANTAGE, Stage.TRAIN, Stage.SYNC)
 
 APART = "max_logprob_difference"
+LARGEST_DIFFERENCES = ("rollout/logprob_abs_diff/max", "sync/logprob_difference_max")
 
 
 class HistoryReader:
@@ -118,7 +119,7 @@ def iteration_metrics(outputs: Mapping[Stage, dict[str, Any]]) -> dict[str, floa
         metrics["perf/switch_time"] = sum(switch["seconds"] for switch in switches)
         metrics["perf/trainer_peak_bytes"] = max(switch["trainer_peak_bytes"] for switch in switches)
         metrics["perf/gpu_used_bytes"] = max(switch["used_bytes"] for switch in switches)
-    apart = [metrics[name] for name in ("rollout/logprob_abs_diff/max", "sync/logprob_difference") if name in metrics]
+    apart = [metrics[name] for name in LARGEST_DIFFERENCES if name in metrics]
     if apart:
         metrics[APART] = max(apart)
     return metrics

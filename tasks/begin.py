@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 from prefect import task
+from prefect.artifacts import acreate_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from rlpipe.actors.checkpoints import prune
@@ -22,6 +24,12 @@ from rlpipe.store.segments import Segments, current_state
 from rlpipe.types import Commit, Stage
 from tasks.context import RunContext, close_context, open_context
 from tasks.fork import begin_fork, fork_point
+from tasks.observe import artifact_key
+
+OVERLONG_FILE = "overlong_prompts.jsonl"
+"""In the run's folder: the rows that `data.overlong_prompts` drops or cuts."""
+NAMED_ROWS, SHOWN_ROWS = 5, 100
+"""Of each set in the terminal; of all in Prefect's pages."""
 
 
 class _Absent:
@@ -47,10 +55,41 @@ async def begin(config: RunConfig, home: Path, progress: Progress, *, takeover: 
     progress.stage("start", note="Ray, engines, trainer, generator (about half a minute on CPUs)")
     it = await open_context(config, home, progress, takeover=takeover)
     try:
+        if config.data.overlong_prompts != "error":
+            await report_overlong(it, await it.cluster.generator.overlong())
         return await first_iteration(it, origin)
     except BaseException:
         await close_context(config.run, end_actors=False)
         raise
+
+
+async def report_overlong(it: RunContext, found: dict[str, list[dict[str, Any]]]) -> None:
+    """Name the rows that `data.overlong_prompts` drops or cuts.
+
+    A line in the terminal has their number and the first few of each set, an artifact the first hundred, and
+    `{home}/{run}/overlong_prompts.jsonl` all of them, one JSON object each.
+    """
+    did = {"drop": "dropped", "truncate_left": "cut to their last tokens"}[it.config.data.overlong_prompts]
+    rows = [{"prompts": key, **row} for key, of_set in found.items() for row in of_set]
+    await asyncio.to_thread(_write_overlong, it.directory / OVERLONG_FILE, rows)
+    if not rows:
+        return
+    for key, of_set in found.items():
+        first = ", ".join(f"{row['where']} ({row['tokens']} tokens)" for row in of_set[:NAMED_ROWS])
+        more = "" if len(of_set) <= NAMED_ROWS else f" and {len(of_set) - NAMED_ROWS} more"
+        limit = f"longer than {of_set[0]['limit']} tokens ({of_set[0]['setting']})"
+        it.progress.say(f"{it.config.run}: {key}: {len(of_set)} over-long prompts are {did}, {limit}: {first}{more}")
+    it.progress.say(f"{it.config.run}: all of them are in {it.directory / OVERLONG_FILE}")
+    about = f"{len(rows)} over-long prompts of {it.config.run} are {did} (data.overlong_prompts)"
+    await acreate_table_artifact(rows[:SHOWN_ROWS], key=artifact_key(it.config.run, "overlong"), description=about)
+
+
+def _write_overlong(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the list, or remove that of an earlier start if there is nothing to list."""
+    if rows:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        path.unlink(missing_ok=True)
 
 
 async def first_iteration(it: RunContext, origin: Commit | None = None) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 from prefect.runtime import flow_run as this_flow_run
 
-from rlpipe.actors import local_ray, named
+from rlpipe.actors import local_ray, named, ray_watch
 from rlpipe.actors.checkpoints import prune
 from rlpipe.actors.cluster import Cluster, open_cluster
 from rlpipe.config.load import home as default_home
@@ -27,7 +27,7 @@ from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ResourceError
 from rlpipe.lineage import Lineages
-from rlpipe.model_dir import model_directory, model_fingerprint
+from rlpipe.model_dir import check_context_len, check_stop_ids, model_directory, model_fingerprint
 from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches, parse_commit_name
 from rlpipe.store.epochs import Epoch, Epochs
@@ -113,6 +113,7 @@ class RunContext:
         return commit.nodes[Stage.TRAIN] if commit else self.init
 
 
+NEXT_RAY_TIMEOUT_S, NEXT_RAY_INTERVAL_S = 60.0, 1.0
 _OPEN: dict[str, RunContext] = {}
 PACKAGES = ("rlpipe", "torch", "megatron-core", "mbridge", "sglang", "sglang-router", "transformers", "ray", "prefect", "pyarrow")
 
@@ -173,6 +174,8 @@ async def _open(config: RunConfig, home: Path, progress: Progress, files: Files,
         if not epoch.joined:
             write_run(home, config.run, _record(home, config, epoch))
         model_dir = await asyncio.to_thread(model_directory, config.model, home, seed=config.seed)
+        check_stop_ids(config.rollout, config.evaluation.datasets, model_dir)
+        check_context_len(config.engine, config.rollout, config.evaluation.datasets, model_dir)
         cluster = await open_cluster(config, epoch=epoch.number, home=home, model_dir=model_dir, store_root=files.root)
         if not epoch.joined:
             write_run(home, config.run, _record(home, config, epoch, ray=local_ray.address()))
@@ -200,14 +203,44 @@ async def context(run: str) -> RunContext:
     return it
 
 
+def ray_has_died() -> bool:
+    """True if the Ray that this process uses has died, and no other has been started or joined since."""
+    watch = ray_watch.current()
+    return watch is not None and watch.lost is not None
+
+
 async def recover(run: str) -> None:
-    """Start again what died of a run's actors. Their state is restored by whoever needs it next."""
+    """Start again what died of a run's actors, and their Ray. Their state is restored by whoever needs it next.
+
+    Raises: as `open_context`; ResourceError if the Ray of another process has died, and that process starts no other in time.
+    """
     it = await context(run)
     await asyncio.to_thread(it.epoch.check)
     it.progress.stage("recover", note="looking for dead actors and servers")
+    watch = ray_watch.current()
+    if watch is not None and (lost := watch.lost) is not None:
+        it.progress.say(f"{run}: {lost.where} has died ({lost.found}); starting or joining it again")
+        if it.epoch.joined and it.config.resources.ray_address is None:
+            await _join_next_ray(it)
     it.cluster = await open_cluster(
         it.config, epoch=it.epoch.number, home=it.home, model_dir=it.model_dir, store_root=it.files.root
     )
+    if not it.epoch.joined:
+        write_run(it.home, run, _record(it.home, it.config, it.epoch, ray=local_ray.address()))
+
+
+async def _join_next_ray(it: RunContext) -> None:
+    """Join the Ray that the process which drives the run starts in place of one that has died. Raises: ResourceError."""
+    until = time.monotonic() + NEXT_RAY_TIMEOUT_S
+    while True:
+        try:
+            return await _join_ray(
+                get_run(it.home, it.config.run), it.epoch, it.home, namespace=named.namespace(it.config.cluster)
+            )
+        except ResourceError:
+            if time.monotonic() > until:
+                raise
+        await asyncio.sleep(NEXT_RAY_INTERVAL_S)
 
 
 async def close_context(run: str, *, end_actors: bool) -> None:

@@ -9,7 +9,6 @@ Not here: the bounds (`rlpipe.config.gates`), the gates that are about whose tur
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import Mapping
@@ -30,6 +29,8 @@ from rlpipe.config.gates import Gate
 from rlpipe.errors import ConfigError, GateClosed, ObjectConflict
 from rlpipe.inputs import eval_inputs
 from rlpipe.run_history import iteration_metrics
+from rlpipe.store.notes import OpenedGate
+from rlpipe.store.records import seal
 from rlpipe.types import NodeRef, Stage
 from tasks.context import RunContext, context
 from tasks.observe import artifact_key
@@ -125,9 +126,9 @@ async def _ask(it: RunContext, k: int, wrong: list[str], passed: str) -> None:
             expected=f"its flow run resumed within {it.config.gates.timeout_s:g} s (gates.timeout_s)",
             do="the same command asks again; change gates.bounds, or fork from an earlier commit",
         )
-    record = {"iteration": k, "broken": wrong, "asked": asked_s, "resumed": time.time()}
+    record = OpenedGate(iteration=k, broken=tuple(wrong), asked=asked_s, resumed=time.time())
     with suppress(ObjectConflict):
-        await asyncio.to_thread(it.files.create, passed, json.dumps(record).encode())
+        await asyncio.to_thread(it.files.create, passed, seal(record, passed))
 
 
 async def tell_why(why: str) -> None:

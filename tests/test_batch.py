@@ -46,6 +46,23 @@ def sample(group: int = 0, index: int = 0, status: Status = Status.COMPLETED, re
     )
 
 
+def test_the_teachers_log_probs_that_samples_bring_are_a_column_of_the_batch():
+    rows = [replace(sample(0, index), teacher_log_probs=[-0.5 - index, -1.0, -2.0]) for index in range(2)]
+    scores = [reward(row) for row in rows]
+    batch = fix_batch(rows, scores, scored=True, version=VERSION, own_teacher=True)
+    assert batch.columns.teacher_log_probs is not None
+    assert batch.columns.teacher_log_probs.tolist() == [-0.5, -1.0, -2.0, -1.5, -1.0, -2.0]
+    config = AdvantageConfig(use_opd=True, opd_kl_coef=2.0, advantage_estimator="reinforce_plus_plus_baseline")
+    assert fix_batch(rows, scores, scored=True, version=VERSION).columns.teacher_log_probs is None
+    scored = batch.columns.with_columns(proximal_log_probs=batch.columns.teacher_log_probs - np.float32(0.25))
+    apart = with_advantages(batch, scored, config.model_copy(update={"normalize_advantages": False})).advantages
+    assert apart is not None
+    assert apart.tolist() == [0.5] * 6, "-2 × (student - teacher), around a baseline of equal rewards"
+    with pytest.raises(DataError, match="a sample has no log-probs of the teacher") as caught:
+        fix_batch([rows[0], sample(0, 1)], scores, scored=True, version=VERSION, own_teacher=True)
+    assert caught.value.where == "advantage/run:00000000/1"
+
+
 def reward(of: Sample, value: float | None = 1.0) -> RewardRow:
     return RewardRow(of.group_id, of.index, value, error=None if value is not None else "the verifier raised")
 

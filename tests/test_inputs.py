@@ -39,7 +39,7 @@ BASE: dict[str, Any] = {
     "stop_when": {"metric": "eval/held/accuracy", "at_least": 0.5},
     "model": {"source": {"type": "huggingface", "hf_checkpoint": "/models/m"}, "start_from": {"branch": "other"}},
     "data": {"prompts": {"type": "file", "paths": ["a.jsonl"]}},
-    "rollout": {"rollout_batch_size": 4},
+    "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 2},
     "reward": {"function": {"type": "math"}},
     "evaluation": {
         "datasets": [
@@ -91,7 +91,7 @@ checkpoint. Numbers of ranks are tuning keys that decide all the same: sums are 
 
 
 TUNING = {
-    "": "num_rollout",
+    "": "num_rollout flags",
     "stop_when": "metric at_least",
     "model.source": "hf_checkpoint",
     "data": "num_data_workers streaming_data",
@@ -111,7 +111,7 @@ TUNING = {
     "resources": "actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node "
     "rollout_num_gpus rollout_num_gpus_per_engine num_gpus_per_node external_engines "
     "colocate offload_train offload_rollout cluster ray_address exclusive_gpus keep_idle_s "
-    "threads_per_process start_timeout_s stop_grace_s",
+    "threads_per_process start_timeout_s import_timeout_s stop_grace_s",
     "store": "root",
     "observe": "tensorboard samples_in_report profile_target profile_step_start profile_step_end profile_ranks "
     "custom_rollout_log_function_path custom_eval_rollout_log_function_path record_memory_history report_interval "
@@ -158,6 +158,8 @@ def other(name: str, value: Any) -> Any:
         return (hook,) if isinstance(value, tuple) else hook
     if name == "over_sampling_batch_size":
         return 9
+    if name in ("global_batch_size", "num_steps_per_rollout"):
+        return 4  # a number: a schedule's length is computed from it
     if name == "reward":
         return RewardConfig(function=NoReward(type="none"))
     if isinstance(value, bool):
@@ -223,7 +225,9 @@ def test_several_changes_together_change_what_each_of_them_changes(keys: set[str
 def test_a_sampling_filter_makes_its_source_and_the_reward_decide_the_rollout(tmp_path: Path):
     hook = tmp_path / "keep.py"
     hook.write_text("def keep(samples):\n    return True\n")
-    filtering = validate({**BASE, "rollout": {"rollout_batch_size": 4, "dynamic_sampling_filter_path": f"{hook}:keep"}})
+    filtering = validate(
+        {**BASE, "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "dynamic_sampling_filter_path": f"{hook}:keep"}}
+    )
     before = digests(filtering)
     gym = filtering.model_copy(update={"reward": RewardConfig.model_validate({"function": {"type": "reasoning_gym"}})})
     assert differing(filtering, gym) == {Stage.ROLLOUT, Stage.REWARD, HELD}

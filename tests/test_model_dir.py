@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from rlpipe.config.model import HuggingFaceModel, MadeModel, ModelConfig
-from rlpipe.errors import ConfigError
-from rlpipe.model_dir import model_directory, model_fingerprint
+from rlpipe.config.model import EngineConfig, HuggingFaceModel, MadeModel, ModelConfig
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.errors import ConfigError, HookError
+from rlpipe.model_dir import check_context_len, check_stop_ids, model_directory, model_fingerprint
 
 MAKER = """\
 import os
@@ -112,10 +113,10 @@ def test_a_seed_among_the_arguments_wins_over_the_run_s(maker: Path, tmp_path: P
 
 def test_a_maker_that_fails_leaves_no_model(maker: Path, tmp_path: Path):
     home = tmp_path / "home"
-    with pytest.raises(ValueError, match="negative size"):
+    with pytest.raises(HookError, match="negative size"):
         made(maker, home, size=-1)
     assert [path for path in (home / "models").iterdir() if ".partial-" not in path.name] == []
-    with pytest.raises(ValueError, match="negative size"):
+    with pytest.raises(HookError, match="negative size"):
         made(maker, home, size=-1)
 
 
@@ -184,3 +185,21 @@ def test_files_that_have_not_changed_are_not_read_again(model: Path):
     assert fingerprint(model) == before, "same path, size and time: it was not looked into"
     os.utime(weights, ns=(changed, changed + 1))
     assert fingerprint(model) != before
+
+
+def test_a_stop_token_that_a_made_model_does_not_have_is_refused_once_it_is_made(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 10}}')
+    rollout = RolloutConfig(rollout_batch_size=1, rollout_stop_token_ids=(9,))
+    check_stop_ids(rollout, (), str(tmp_path))
+    with pytest.raises(ConfigError, match=r"(?s)rollout_stop_token_ids.*10.*0 to 9"):
+        check_stop_ids(rollout.model_copy(update={"rollout_stop_token_ids": (9, 10)}), (), str(tmp_path))
+
+
+def test_a_context_that_is_longer_than_a_made_models_is_refused_once_it_is_made(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 64}}')
+    rollout = RolloutConfig(rollout_batch_size=1, rollout_max_context_len=64)
+    check_context_len(EngineConfig(sglang={"context_length": 64}), rollout, (), str(tmp_path))
+    with pytest.raises(ConfigError, match=r"engine\.sglang\.context_length: [\s\S]*1000 tokens[\s\S]*at most 64"):
+        check_context_len(EngineConfig(sglang={"context_length": "1k"}), rollout, (), str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    check_context_len(EngineConfig(sglang={"context_length": "1k"}), rollout, (), str(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ActorLost, ConfigError, DataError, ResourceError, StoreError
 from rlpipe.preflight import FULL_BYTES, LEAST_FREE_BYTES, check, say_if_full
+from tests.model_files import write_model
 
 ROW = '{"prompt": "1 + 1 =", "answer": "2"}\n'
 
@@ -22,8 +24,7 @@ ROW = '{"prompt": "1 + 1 =", "answer": "2"}\n'
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """A folder with all that a run needs."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    write_model(tmp_path / "model")
     for name in ("train", "held"):
         (tmp_path / f"{name}.jsonl").write_text(ROW * 3)
     (tmp_path / "mine.py").write_text("def reward(sample):\n    return 1.0\n\n\ndef make(directory):\n    raise AssertionError\n")
@@ -41,7 +42,7 @@ def config(place: Path, held_reward: dict[str, Any] | None = None, **sections: A
         "num_rollout": 1,
         "model": {"source": {"type": "huggingface", "hf_checkpoint": str(place / "model")}},
         "data": {"prompts": prompts(place, "train.jsonl")},
-        "rollout": {"rollout_batch_size": 1},
+        "rollout": {"rollout_batch_size": 1, "n_samples_per_prompt": 2},
         "reward": {"function": {"type": "math"}},
         "evaluation": {"datasets": [held]},
     }
@@ -58,7 +59,8 @@ def test_a_model_without_experts_has_no_routing_to_replay(place: Path):
 
 
 def test_quantised_weights_are_for_engines_that_get_quantised_ones(place: Path):
-    (place / "model" / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    quantised = {"model_type": "qwen2", "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (place / "model" / "config.json").write_text(json.dumps(quantised))
     with pytest.raises(ConfigError, match=r"(?s)engine\.quantization.*fp8 in the model's config\.json"):
         check(config(place), place / "home")
     check(config(place, engine={"quantization": "fp8"}), place / "home")
@@ -110,6 +112,39 @@ def test_a_missing_model_directory_is_named(place: Path):
     assert str(place / "model") in str(caught.value.found)
 
 
+SLIDING = '{"model_type": "qwen2", "use_sliding_window": true, "sliding_window": 8, "max_window_layers": 0}'
+
+
+def test_a_model_that_the_trainer_would_compute_otherwise_is_refused_before_anything_starts(place: Path):
+    (place / "model" / "config.json").write_text(SLIDING)
+    with pytest.raises(ConfigError) as caught:
+        check(config(place), place / "home")
+    expected = f"model.source.hf_checkpoint: {place}/model/config.json: use_sliding_window"
+    assert caught.value.where == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "sections"),
+    [
+        ("critic.hf_checkpoint", {"advantage": {"advantage_estimator": "ppo"}, "critic": {"hf_checkpoint": "OTHER"}}),
+        (
+            "teacher.opd_teacher_load",
+            {"advantage": {"use_opd": True}, "teacher": {"opd_type": "megatron", "opd_teacher_load": "OTHER"}},
+        ),
+    ],
+)
+def test_the_critic_s_and_the_teacher_s_directory_are_checked_too(place: Path, key: str, sections: dict[str, Any]):
+    other = place / "other"
+    filled = json.loads(json.dumps(sections).replace("OTHER", str(other)))
+    with pytest.raises(ConfigError, match=rf"{key}: not a Hugging Face model directory"):
+        check(config(place, **filled), place / "home")
+    write_model(other, **json.loads(SLIDING))
+    with pytest.raises(ConfigError, match=rf"{key}: .*other/config\.json: use_sliding_window"):
+        check(config(place, **filled), place / "home")
+    (other / "config.json").write_text('{"model_type": "llama"}')
+    check(config(place, **filled), place / "home")
+
+
 @pytest.mark.parametrize(("free", "enough"), [(LEAST_FREE_BYTES, True), (LEAST_FREE_BYTES - 1, False)])
 def test_too_little_room_on_the_disk_is_an_error(place: Path, monkeypatch: pytest.MonkeyPatch, free: int, enough: bool):
     asked: list[Path] = []
@@ -131,7 +166,7 @@ def test_too_little_room_on_the_disk_is_an_error(place: Path, monkeypatch: pytes
 
 def test_a_generate_function_of_another_form_is_found_before_anything_starts(place: Path, tmp_path: Path):
     (place / "mine.py").write_text("async def generate(args):\n    return None\n")
-    rollout = {"rollout_batch_size": 1, "custom_generate_function_path": str(place / "mine.py")}
+    rollout = {"rollout_batch_size": 1, "n_samples_per_prompt": 2, "custom_generate_function_path": str(place / "mine.py")}
     wrong = config(place).model_copy(update={"rollout": RolloutConfig(**rollout)})
     with pytest.raises(ConfigError, match=r"(?s)custom_generate_function_path.*generate\(args\).*sampling_params"):
         check(wrong, tmp_path)
@@ -179,3 +214,50 @@ def test_a_store_that_does_not_know_us_is_said_before_anything_starts(place: Pat
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(place / "none"))
     with pytest.raises(StoreError, match=r"(?s)s3://bucket/runs.*Unable to locate credentials.*AWS_ACCESS_KEY_ID"):
         check(config(place, store={"root": "s3://bucket/runs"}), place)
+
+
+def test_a_name_that_differs_in_capitals_only_is_refused_where_files_do_not_tell_them_apart(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (place / "home" / "RUN").mkdir(parents=True)
+    check(config(place), place / "home")
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: path.name == "run" or exists(path))  # as a file system of macOS answers
+    with pytest.raises(ConfigError, match=r"(?s)run=run: .*capitals.*RUN"):
+        check(config(place), place / "home")
+
+
+@pytest.mark.parametrize(
+    ("key", "found", "sections"),
+    [
+        ("engine.sglang.context_length", "2049", {"engine": {"sglang": {"context_length": 2049}}}),
+        ("engine.sglang.context_length", "4096", {"engine": {"sglang": {"context_length": "4Ki"}}}),
+        (
+            "rollout.rollout_max_context_len",
+            "4000",
+            {"rollout": {"rollout_batch_size": 1, "n_samples_per_prompt": 2, "rollout_max_context_len": 4000}},
+        ),
+    ],
+)
+def test_a_context_that_is_longer_than_the_models_is_refused(
+    place: Path, key: str, found: str, sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    shutil.rmtree(place / "model")
+    write_model(place / "model", max_position_embeddings=2048)
+    monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+    with pytest.raises(ConfigError, match=rf"{key}: the context is longer than the model's") as caught:
+        check(config(place, **sections), place / "home")
+    assert caught.value.found == f"{found} tokens"
+    assert "at most 2048" in str(caught.value.expected) and "rope_scaling" in str(caught.value.do)
+    fits = {"engine": {"sglang": {"context_length": "2Ki"}}}
+    check(config(place, **fits), place / "home")
+
+
+def test_a_context_of_a_held_out_set_that_is_longer_than_the_models_is_refused(place: Path):
+    shutil.rmtree(place / "model")
+    write_model(place / "model", max_position_embeddings=2048)
+    held_out = {"name": "held", "prompts": prompts(place, "held.jsonl"), "max_context_len": 2048}
+    check(config(place, evaluation={"datasets": [held_out]}), place / "home")
+    longer = {"datasets": [held_out | {"max_context_len": 2049}]}
+    with pytest.raises(ConfigError, match=r"evaluation\.datasets\.0\.max_context_len: the context is longer"):
+        check(config(place, evaluation=longer), place / "home")

@@ -151,6 +151,25 @@ def test_a_filter_of_another_reward_drops_with_reasons_and_keeps_at_most_a_batch
     assert all(one.reused for one in reprocessed(files, new, 0))
 
 
+def test_a_filter_with_fallback_fills_the_batch_in_the_order_of_the_groups(files: Files, tmp_path: Path):
+    config = configuration(tmp_path, groups=6)
+    History(files, config).iterate()
+    (tmp_path / "keep.py").write_text(
+        "from slime.rollout.filter_hub.base_types import DynamicFilterOutput\n"
+        "def keep(samples):\n"
+        "    number = int(samples[0].group_id[-1])\n"
+        "    return DynamicFilterOutput(number == 4, 'other', keep_when_insufficient=number in (1, 2, 3))\n"
+    )
+    rollout = {"dynamic_sampling_filter_path": f"{tmp_path}/keep.py:keep", "rollout_batch_size": 2}
+    (made,) = reprocessed(files, changed(config, rollout=rollout, train={"global_batch_size": 8}), 0)
+    outputs = made.rollout.outputs
+    assert outputs["accepted"] == ["run:00000001", "run:00000004"]
+    assert outputs["fallbacks"] == {"run:00000001": "other"}
+    assert set(outputs["dropped"]) == {f"run:0000000{number}" for number in (0, 2, 3, 5)}
+    unfiltered = changed(config, "all", rollout={"dynamic_sampling_filter_path": None})
+    assert "fallbacks" not in reprocessed(files, unfiltered, 0)[0].rollout.outputs
+
+
 def test_post_processing_sees_what_the_filter_left(files: Files, tmp_path: Path):
     config = configuration(tmp_path)
     History(files, config).iterate()

@@ -30,7 +30,7 @@ def config(run: str = "run", num_rollout: int = 3, **sections: Any) -> RunConfig
         "num_rollout": num_rollout,
         "model": {"source": {"type": "huggingface", "hf_checkpoint": "/models/m"}},
         "data": {"prompts": {"type": "file", "paths": ["a.jsonl"]}},
-        "rollout": {"rollout_batch_size": 4},
+        "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 2},
         "reward": {"function": {"type": "math"}},
         "evaluation": {"datasets": DATASETS},
     }
@@ -229,7 +229,7 @@ def test_tokens_per_second_are_those_of_the_whole_run(run: Written):
 
 def test_the_largest_log_prob_difference_of_the_run_is_kept(run: Written):
     for k, difference in enumerate((1e-6, 3e-6, 2e-6)):
-        run.iterate(k, sync={"metrics": {"sync/logprob_difference": difference}})
+        run.iterate(k, sync={"metrics": {"sync/logprob_difference_max": difference}})
     assert run.reader().read().totals["max_logprob_difference"] == 3e-6
 
 
@@ -239,14 +239,14 @@ def test_the_metrics_of_an_iteration_are_those_of_its_stages_and_its_rates():
         Stage.REWARD: {"scored": 3},
         Stage.ADVANTAGE: {"metrics": {"rollout/raw_reward": 0.5, "rollout/logprob_abs_diff/max": 2e-6}},
         Stage.TRAIN: {"tokens": 80, "seconds": 0.5, "metrics": {"train/loss": 0.1}},
-        Stage.SYNC: {"metrics": {"sync/logprob_difference": 1e-6}},
+        Stage.SYNC: {"metrics": {"sync/logprob_difference_max": 1e-6}},
     }
     assert iteration_metrics(outputs) == {
         "rollout/raw_reward": 0.5,
         "rollout/logprob_abs_diff/max": 2e-6,
         "rollout/truncated_ratio": 0.25,
         "train/loss": 0.1,
-        "sync/logprob_difference": 1e-6,
+        "sync/logprob_difference_max": 1e-6,
         "perf/rollout_tokens": 50.0,
         "perf/rollout_tokens_per_s": 25.0,
         "perf/train_tokens": 80.0,

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rlpipe", "tasks", "flows", "deployments", "tools")
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 CONTRACTS = {contract["id"]: contract for contract in PROJECT["tool"]["importlinter"]["contracts"]}
@@ -78,9 +78,9 @@ def test_every_file_says_what_it_is():
     assert silent == []
 
 
-def test_no_file_is_longer_than_400_lines():
-    lengths = {name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in sources(*PACKAGES, "tests")}
-    assert {path: lines for path, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
+def test_a_file_of_more_than_500_lines_says_why_in_its_docstring():
+    long = [path for path in sources(*PACKAGES, "tests") if len(path.read_text(encoding="utf-8").splitlines()) > MAX_FILE_LINES]
+    assert [name(path) for path in long if "One file because" not in (ast.get_docstring(tree(path)) or "")] == []
 
 
 def test_no_function_is_longer_than_60_lines():
@@ -114,12 +114,8 @@ def test_every_test_file_mirrors_a_room_of_the_source():
 
 
 def test_packages_export_nothing():
-    """An `__init__.py` is a docstring; only the passthrough tables' has code, for the data that lies beside it."""
-    loud = [
-        name(path)
-        for path in sources(*PACKAGES)
-        if path.name == "__init__.py" and len(tree(path).body) > 1 and path.parent.name != "passthrough"
-    ]
+    """An `__init__.py` is a docstring."""
+    loud = [name(path) for path in sources(*PACKAGES) if path.name == "__init__.py" and len(tree(path).body) > 1]
     assert loud == []
 
 

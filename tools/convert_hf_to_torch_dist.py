@@ -21,7 +21,7 @@ from tools.train import split
 
 OPTIONS = {
     **dict.fromkeys(("--hf-checkpoint", "--save", "--dtype", "--max-shard-size"), True),
-    **dict.fromkeys(("--trust-remote-code", "--force", "-f", "--help", "-h"), False),
+    **dict.fromkeys(("--force", "-f", "--help", "-h"), False),
 }
 
 
@@ -46,7 +46,6 @@ def convert(arguments: argparse.Namespace, rest: list[str]) -> int:
             Path(arguments.save),
             dtype=arguments.dtype,
             shard_bytes=size_bytes(arguments.max_shard_size),
-            trust_remote_code=arguments.trust_remote_code,
             force=arguments.force,
             progress=progress,
         )
@@ -63,7 +62,6 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--save", required=True, metavar="DIR", help="where the checkpoint goes")
     parser.add_argument("--dtype", help="of the weights: float32, bfloat16, float16 (default: as config.json says)")
     parser.add_argument("--max-shard-size", default="5GB", help="of a file, and of what is in memory (default: 5GB)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that the directory brings along")
     parser.add_argument("-f", "--force", action="store_true", help="replace what is there")
     return parser.parse_args(words)
 

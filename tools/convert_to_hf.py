@@ -48,6 +48,7 @@ def configuration(recipe: str | None, words: list[str]) -> RunConfig:
     given = read_flags(words, also=OPTIONS)
     if recipe is None and not given:
         raise ConfigError("which model?", where="tools/convert_to_hf.py", do="give training's arguments, or --recipe")
+    given.own.pop("ref_load", None)  # training would refuse it; here --load alone names the weights
     return load_run(recipe or str(BASE), overrides_of(given), "convert")
 
 

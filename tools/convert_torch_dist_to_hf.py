@@ -16,7 +16,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from rlpipe.config.load import HOME_VARIABLE, home
+from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.errors import ConfigError
 from tools.conversion import bar, ended, say, size_bytes, without_gpus
 
@@ -41,8 +41,7 @@ def convert(arguments: argparse.Namespace) -> int:
         if arguments.of:
             from flows.conversion import checkpoint_of
 
-            if arguments.home:
-                os.environ[HOME_VARIABLE] = str(Path(arguments.home).expanduser().absolute())
+            use_home(arguments.home)
             stored = stack.enter_context(checkpoint_of(home(), arguments.of))
             folder, origin, known_as = stored.folder, origin or stored.model_dir, stored.node
         without_gpus()
@@ -55,7 +54,6 @@ def convert(arguments: argparse.Namespace) -> int:
             step=arguments.ckpt_step,
             dtype=arguments.dtype,
             shard_bytes=size_bytes(arguments.max_shard_size),
-            trust_remote_code=arguments.trust_remote_code,
             force=arguments.force,
             known_as=known_as,
             progress=stack.enter_context(bar()),
@@ -83,7 +81,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", help="of the weights: float32, bfloat16, float16 (default: as stored)")
     parser.add_argument("--max-shard-size", default="5GB", help="of a file, and of what is in memory (default: 5GB)")
     parser.add_argument("--check-same", action="store_true", help="compare with --origin-hf-dir, bit for bit")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that the model brings along")
     parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
     parser.add_argument("-f", "--force", action="store_true", help="replace what is there")
     return parser.parse_args()

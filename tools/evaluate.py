@@ -10,17 +10,16 @@ Prints every metric of every set; nothing of the run is changed. Flags are those
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Awaitable
-from pathlib import Path
 from typing import Any, cast
 
 from flows.evaluation import configuration
 from rlpipe.config.flags import read_flags
-from rlpipe.config.load import HOME_VARIABLE, home
+from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.config.slime_build import BASE, overrides_of
 from rlpipe.errors import ConfigError, RlpipeError
+from rlpipe.preflight import check
 from tools.train import finish, split
 
 OPTIONS = {"--of": True, "--recipe": True, "--name": True, "--home": True, "--takeover": False, "--help": False, "-h": False}
@@ -30,9 +29,8 @@ def main() -> int:
     """Exit codes: as `tools.train`."""
     mine, rest = split(sys.argv[1:], OPTIONS)
     arguments = parse_arguments(mine)
-    if arguments.home:
-        os.environ[HOME_VARIABLE] = str(Path(arguments.home).expanduser().absolute())
     try:
+        use_home(arguments.home)
         asked = settle(arguments, rest)
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -63,7 +61,10 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
 
 
 def settle(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
-    """The parameters of the flow; its configuration is made once, to refuse what is wrong at once. Raises: ConfigError."""
+    """The parameters of the flow. Its configuration is made and checked here too: what is wrong is refused at once.
+
+    Raises: as `check`.
+    """
     given = read_flags(words, also=OPTIONS)
     run, _, iteration = (arguments.of or "").partition("@")
     if iteration and not iteration.isdigit():
@@ -75,7 +76,7 @@ def settle(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         "overrides": overrides_of(given),
         "name": arguments.name,
     }
-    configuration(home(), **asked)
+    check(configuration(home(), **asked), home())
     return {**asked, "takeover": arguments.takeover}
 
 

@@ -1,7 +1,9 @@
-"""What becomes of slime's flags, and where every point of its usage is here:  python -m tools.flags [--points] [PART OF A NAME]
+"""What becomes of slime's flags, and where every point of its usage is here:
+
+    python -m tools.flags [--points | --arguments] [PART OF A NAME]
 
 One line a flag: its key, or that it changes nothing or is refused, and why. Megatron-core's, SGLang's and the router's own names
-pass through and are counted at the end.
+pass through and are counted at the end; with `--arguments`, each of them has a line too.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from rlpipe.config import passthrough
+from rlpipe.config.arguments import names
+from rlpipe.config.arguments.check import KEYS, rule_of
 from rlpipe.config.flag import Flag
 from rlpipe.config.slime import FLAGS, absent
 from tools.piped import piped
@@ -23,9 +26,11 @@ def main() -> int:
     """Print the table. Exit code 1 if nothing has such a name."""
     parser = argparse.ArgumentParser(prog="python -m tools.flags", description="What becomes of slime's flags.")
     parser.add_argument("--points", action="store_true", help="the points of slime's usage instead, S-040 to S-222")
+    parser.add_argument("--arguments", action="store_true", help="the arguments of Megatron-core, SGLang and the router instead")
     parser.add_argument("part", nargs="?", default="", help="only names that hold this")
     arguments = parser.parse_args()
-    lines = list(points() if arguments.points else flags())
+    chosen = passed if arguments.arguments else points if arguments.points else flags
+    lines = list(chosen())
     found = [line for line in lines if arguments.part.replace("_", "-").lower() in line.replace("_", "-").lower()]
     print("\n".join(found))
     return 0 if found else 1
@@ -36,9 +41,21 @@ def flags() -> Iterator[str]:
     for flag in FLAGS.values():
         yield f"{flag.spelled:48} {becomes(flag)}"
     for table, prefix in PREFIX.items():
-        content = passthrough.load(table)
+        content = names.load(table)
         count = len({name for kind in content["receivers"].values() for name in kind})
         yield f"{prefix + '*':48} {count} names of {content['package']} {content['version']}"
+
+
+def passed() -> Iterator[str]:
+    """A line for each argument that goes to another package: the key it is given under, and what becomes of it."""
+    kinds = {"owned": "refused", "fixed": "fixed", "inert": "refused, it would have no effect", "free": "passed on"}
+    for table, key in KEYS.items():
+        for name in names.entries(table):
+            rule = rule_of(table, name)
+            text = "passed on" if rule is None else f"{kinds[rule.kind]}: {rule.text}"
+            if rule is not None and rule.kind == "fixed":
+                text = f"only {rule.values[0]!r}: {rule.text}"
+            yield f"{f'{key}.{name}':64} {text}"
 
 
 def becomes(flag: Flag) -> str:

@@ -9,14 +9,12 @@ With another recipe: `python -m tools.train --recipe … --fork my_run@99`.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Awaitable
-from pathlib import Path
 from typing import Any, cast
 
 from flows.forking import forked
-from rlpipe.config.load import HOME_VARIABLE, home
+from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.config.text import dump
 from rlpipe.errors import RlpipeError
 from rlpipe.preflight import check
@@ -26,10 +24,9 @@ from tools.train import finish
 def main() -> int:
     """Exit codes: as `tools.train`."""
     arguments = parse_arguments()
-    if arguments.home:
-        os.environ[HOME_VARIABLE] = str(Path(arguments.home).expanduser().absolute())
     asked = {"of": arguments.of, "run": arguments.run, "overrides": arguments.overrides, "store": arguments.store}
     try:
+        use_home(arguments.home)
         config, _ = forked(home(), **asked)
         if arguments.dump_config:
             print(dump(config.model_dump(mode="json")), end="")

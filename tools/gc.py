@@ -14,16 +14,14 @@ done, 2 it cannot be known what may go, or somebody else is at work.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 
 from rich.progress import Progress
 
-from rlpipe.config.load import HOME_VARIABLE, home
+from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.files import Files
@@ -37,9 +35,8 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 def main() -> int:
     """Parse, find, say, and delete if asked to."""
     arguments = parse_arguments()
-    if arguments.home:
-        os.environ[HOME_VARIABLE] = str(Path(arguments.home).expanduser().absolute())
     try:
+        use_home(arguments.home)
         files = Files(arguments.store or home() / "store")
         with Epochs(files).alone() if arguments.delete else nullcontext() as own:
             asked = enumerate(arguments.remove)

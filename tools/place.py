@@ -21,7 +21,7 @@ import psutil
 
 from rlpipe.actors.ray_access import settings as ray_settings
 from rlpipe.config.load import HOME_VARIABLE
-from rlpipe.errors import ResourceError
+from rlpipe.errors import ConfigError, ResourceError
 from rlpipe.store.holders import ended, pid_space, state_and_start
 from tools.local_prefect import free_port
 from tools.s3_server import s3_environment
@@ -55,8 +55,16 @@ class Place:
 
     def __init__(self, folder: Path, without: Iterable[str] = ()) -> None:
         self.home, self.folder, self.without = folder, folder / ".up", frozenset(without)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.folder.chmod(0o700)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.chmod(0o700)
+        except OSError as error:
+            raise ConfigError(
+                "no servers can be kept there",
+                where=f"{HOME_VARIABLE} or --home",
+                found=f"{error.filename or folder}: {error.strerror}",
+                expected="a folder of yours, or the name of one that can be made",
+            ) from error
 
     def record(self, name: str) -> Record | None:
         """What was started last under this name, running or not. Raises: ResourceError if the record cannot be read."""

@@ -22,7 +22,7 @@ class Point(NamedTuple):
 
 FLAGS_TEST = "config/test_flags.py"
 CONVERSION_TEST = "engines/megatron/test_conversion.py"
-PASSED = "config/test_passthrough.py"
+PASSED = "config/test_arguments.py"
 
 POINTS: dict[str, Point] = {
     # launch and cluster start
@@ -91,8 +91,15 @@ POINTS: dict[str, Point] = {
     "S-091": Point("either format loads", "", CONVERSION_TEST, "into a run through convert_torch_dist_to_hf, which reads both"),
     "S-092": Point("iter_0000100/", "checkpoint.save_interval", "engines/megatron/test_checkpoint.py", "named by weight version"),
     "S-093": Point("--ckpt-step", "fork_from", "tasks/test_fork.py", "--fork RUN@K"),
-    "S-094": Point("--ref-load", "advantage.reference", FLAGS_TEST, "the run's first weights; another model is refused"),
-    "S-095": Point("--load", "model.start_from", FLAGS_TEST, "a run goes on by itself; another run's weights by start_from"),
+    "S-094": Point(
+        "--ref-load", "advantage.reference", FLAGS_TEST, "the reference is --hf-checkpoint's weights; anything else is refused"
+    ),
+    "S-095": Point(
+        "--load",
+        "model.start_from",
+        FLAGS_TEST,
+        "the folder of --save: a run continues by itself; a Megatron checkpoint is refused, to be converted first",
+    ),
     "S-096": Point("--save", "store.root", FLAGS_TEST),
     "S-097": Point("--save-interval", "checkpoint.save_interval", FLAGS_TEST),
     "S-098": Point("convert_hf_to_torch_dist", "model.source", CONVERSION_TEST, "runs read the directory directly"),

@@ -10,13 +10,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import sys
 from pathlib import Path
 
 from rlpipe.actors.local_ray import disconnect
 from rlpipe.actors.replay import Compared, Replay, replay
-from rlpipe.config.load import HOME_VARIABLE, home
+from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.errors import RlpipeError
 from rlpipe.store.files import Files
 from rlpipe.store.run_file import store_of
@@ -26,9 +25,8 @@ from tools.piped import piped
 def main() -> int:
     """Parse, replay, report."""
     arguments = parse_arguments()
-    if arguments.home:
-        os.environ[HOME_VARIABLE] = str(Path(arguments.home).expanduser().absolute())
     try:
+        use_home(arguments.home)
         files = Files(arguments.store or store_of(home(), arguments.run))
         home().mkdir(parents=True, exist_ok=True)
         result = asyncio.run(replay(files, arguments.run, home=home(), say=report))

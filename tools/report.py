@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
-from rlpipe.config.load import HOME_VARIABLE, home, validate
+from rlpipe.config.load import HOME_VARIABLE, home, use_home, validate
 from rlpipe.errors import RlpipeError
 from rlpipe.observe.figure import write_figure
 from rlpipe.observe.report import write_report
@@ -23,9 +22,8 @@ def main() -> int:
     parser.add_argument("--run", required=True)
     parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
     arguments = parser.parse_args()
-    if arguments.home:
-        os.environ[HOME_VARIABLE] = arguments.home
     try:
+        use_home(arguments.home)
         print(f"written: {write(home() / arguments.run)}")
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

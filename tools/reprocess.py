@@ -11,16 +11,16 @@ records stay as they are. The same command goes on where it was stopped, and fin
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, cast
 
 from flows.reprocessing import reprocessing, training
-from rlpipe.config.load import HOME_VARIABLE, home
+from rlpipe.config.load import HOME_VARIABLE, home, load_run, use_home
 from rlpipe.errors import RlpipeError
 from rlpipe.observe.progress import duration
+from rlpipe.preflight import check
 from rlpipe.reprocess import Reprocessor
 from tools.train import finish
 
@@ -28,8 +28,6 @@ from tools.train import finish
 def main() -> int:
     """Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     arguments = parse_arguments()
-    if arguments.home:
-        os.environ[HOME_VARIABLE] = str(Path(arguments.home).expanduser().absolute())
     asked = {
         "of": arguments.of,
         "iterations": arguments.iterations,
@@ -38,10 +36,12 @@ def main() -> int:
         "store": arguments.store,
     }
     try:
+        use_home(arguments.home)
         found = reprocessing(home(), **asked)
         Reprocessor(found.source.files, found.config)
         if arguments.train:
-            training(home(), found, arguments.train, arguments.train_set)
+            recipe = training(home(), found, arguments.train, arguments.train_set)
+            check(load_run(recipe, (), arguments.train), home())
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlpipe.config.load import HOME_VARIABLE, home
+from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.run_rollouts import find, iterations, sample_rows
 from rlpipe.store.files import Files
@@ -34,9 +33,8 @@ WIDTHS = (9, 24, 3, 9, 6, 8, 9, 14, 60)
 def main() -> int:
     """Exit codes: 0 done, 2 there is no such run or rollout."""
     arguments = parse_arguments()
-    if arguments.home:
-        os.environ[HOME_VARIABLE] = arguments.home
     try:
+        use_home(arguments.home)
         files = Files(arguments.store or store_of(home(), arguments.run))
         tables = (
             sample_rows(files, stored)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rlpipe.config.load import HOME_VARIABLE, home
+from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
@@ -34,9 +33,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="a JSON list instead of the table")
     parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
     arguments = parser.parse_args()
-    if arguments.home:
-        os.environ[HOME_VARIABLE] = arguments.home
     try:
+        use_home(arguments.home)
         rows = summary(switches(home() / arguments.run))
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -9,12 +9,11 @@ Not here: the format (`rlpipe.observe.timeline`).
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlpipe.config.load import HOME_VARIABLE, home
+from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.observe.timeline import Response, write_timeline
 from rlpipe.observe.trace import FILE, read_trace, works
@@ -34,9 +33,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: timeline.json.gz in the run's folder")
     parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
     arguments = parser.parse_args()
-    if arguments.home:
-        os.environ[HOME_VARIABLE] = arguments.home
     try:
+        use_home(arguments.home)
         folder = home() / arguments.run
         files = Files(store_of(home(), arguments.run))
         events = read_trace(folder / FILE)[0]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
+import faulthandler
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,10 +21,13 @@ from typing import Any
 
 from flows.parameters import as_settled
 from rlpipe.config.flags import Given, read_flags
-from rlpipe.config.load import HOME_VARIABLE, home, load_run, recipes
+from rlpipe.config.load import HOME_VARIABLE, home, load_run, recipes, unused_keys, use_home
 from rlpipe.config.presets import presets
-from rlpipe.config.slime_build import BASE, overrides_of
+from rlpipe.config.run import RunConfig
+from rlpipe.config.slime_build import BASE, differences, overrides_of
+from rlpipe.data.prompts import PromptRow
 from rlpipe.errors import ConfigError, RlpipeError
+from rlpipe.model_dir import model_directory, prompt_context_len, read_object
 from rlpipe.preflight import check
 
 TAKES_A_VALUE = {"--recipe": True, "--run": True, "--home": True, "--seed": True, "--fork": True}
@@ -36,18 +39,18 @@ def main() -> int:
     """Parse, check, run. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted, 143 asked to stop (SIGTERM)."""
     mine, rest = split(sys.argv[1:])
     arguments = parse_arguments(mine)
-    if arguments.home:
-        os.environ[HOME_VARIABLE] = str(Path(arguments.home).expanduser().absolute())
     try:
+        use_home(arguments.home)
         given = read_flags(rest, also=OPTIONS)
         settle(arguments, given)
         config = load_run(arguments.recipe, arguments.overrides, arguments.run)
+        warnings = unused_keys(arguments.recipe, arguments.overrides, arguments.run)
         if not arguments.dump_config:
             check(config, home())
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    for note in notes(given):
+    for note in [*notes(given), *(f"warning: {warning}" for warning in warnings)]:
         print(note, file=sys.stderr)
     if arguments.dump_config:
         from rlpipe.config.load import dump
@@ -108,13 +111,34 @@ def settle(arguments: argparse.Namespace, given: Given) -> None:
 
 
 def iterations_of(arguments: argparse.Namespace, epochs: int) -> int:
-    """Iterations that draw every prompt so many times; of an epoch's last prompts those that fill no batch wait for the next."""
+    """Iterations that draw every prompt that is kept so many times.
+
+    Of an epoch's last prompts, those that fill no batch wait for the next.
+    """
     from rlpipe.data.prompts import load_prompts
 
     config = load_run(arguments.recipe, [*arguments.overrides, "num_rollout=0"], arguments.run)
     if config.data.prompts is None:
         raise ConfigError("a data source of your own has no epochs", where="--num-epoch", found=epochs, do="give --num-rollout")
-    return epochs * len(load_prompts(config.data.prompts)) // config.rollout.rollout_batch_size
+    return epochs * num_drawn(config, load_prompts(config.data.prompts)) // config.rollout.rollout_batch_size
+
+
+def num_drawn(config: RunConfig, rows: Sequence[PromptRow]) -> int:
+    """Prompts of an epoch. Where over-long ones are dropped, every row is tokenized to count the others.
+
+    Raises: ConfigError without a model directory or a tokenizer, or if every row is dropped; DataError for a row that is wrong.
+    """
+    if config.data.overlong_prompts != "drop":
+        return len(rows)
+    from rlpipe.data.source import DataSource
+    from rlpipe.data.tokens import load_tokenizer
+
+    directory = model_directory(config.model, home(), seed=config.seed)
+    longest = prompt_context_len(config.rollout, read_object(Path(directory) / "config.json", "model.source"))
+    if not any((longest, config.data.rollout_max_prompt_len, config.rollout.rollout_max_context_len)):
+        return len(rows)
+    tokenizer = load_tokenizer(directory, trust_remote_code=getattr(config.model.source, "trust_remote_code", False))
+    return len(DataSource(rows, tokenizer, config.data, config.rollout, config.run, model_context_len=longest))
 
 
 def notes(given: Given) -> list[str]:
@@ -125,7 +149,7 @@ def notes(given: Given) -> list[str]:
         said.append(f"note: these change nothing here (python -m tools.flags says why): {names}")
     if given.own.get("colocate") and (engines := given.own.get("rollout_num_gpus")) is not None:
         said.append(f"note: --colocate with --rollout-num-gpus {engines}: so many for the engines, the trainer's first")
-    return said
+    return [*said, *(f"note: {difference}" for difference in differences(given))]
 
 
 def drive(arguments: argparse.Namespace) -> int:
@@ -150,6 +174,8 @@ def finish(start: Callable[[], Awaitable[dict[str, Any]]]) -> tuple[int, dict[st
     """Run a flow in this process, under a Prefect server: (exit code, its answer if it came to its end)."""
     from tools.local_prefect import local_prefect
 
+    if sys.__stderr__ is not None:
+        faulthandler.enable(file=sys.__stderr__)  # user code that crashes in this process leaves a stack
     try:
         with local_prefect(home()):
             return run_flow(start)

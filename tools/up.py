@@ -31,7 +31,7 @@ from deployments.site import load_site
 from flows.environment import keep_caches_in
 from rlpipe.actors.ray_access import BEYOND_THIS_MACHINE
 from rlpipe.actors.ray_access import settings as ray_settings
-from rlpipe.config.load import HOME_VARIABLE, home
+from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.errors import ResourceError, RlpipeError
 from tools.local_prefect import SETTINGS, answers, free_port, listens
 from tools.place import BUCKET, Place, alone
@@ -274,9 +274,10 @@ def main() -> int:
     without = {name for name in arguments.without.split(",") if name}
     if unknown := without - {"ray", "s3"}:
         parser.error(f"--without takes ray and s3, not {', '.join(sorted(unknown))}")
-    place = Place(Path(arguments.home).expanduser().absolute() if arguments.home else home(), without)
     code = 0
     try:
+        use_home(arguments.home)
+        place = Place(home(), without)
         with nullcontext() if arguments.status else alone(place, "make down" if arguments.down else "make up"):
             if arguments.down:
                 print(f"ended: {', '.join(down(place)) or 'nothing was running'}")

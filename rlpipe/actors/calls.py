@@ -13,6 +13,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
+from rlpipe.actors import ray_watch
 from rlpipe.errors import ActorLost, DeadlineExceeded, RlpipeError
 
 END_TIMEOUT_S = 10.0
@@ -22,12 +23,12 @@ READY_TIMEOUT_S = 60.0
 async def gather(refs: Sequence[ray.ObjectRef], *, where: str, deadline_s: float) -> list[Any]:
     """The results of several calls, in order, within one deadline; the first failure ends the wait.
 
-    Raises: what the actor raised, if it is one of ours; ActorLost if its process is gone; DeadlineExceeded.
+    Raises: what the actor raised, if it is one of ours; ActorLost if its process is gone, or Ray is; DeadlineExceeded.
     """
     waits = [asyncio.ensure_future(_result(ref, where)) for ref in refs]
     try:
         async with asyncio.timeout(deadline_s):
-            return list(await asyncio.gather(*waits))
+            return await _unless_ray_dies(waits, where)
     except TimeoutError as error:
         if isinstance(error, DeadlineExceeded):
             raise
@@ -42,6 +43,24 @@ async def gather(refs: Sequence[ray.ObjectRef], *, where: str, deadline_s: float
         for wait in waits:
             wait.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
+
+
+async def _unless_ray_dies(waits: Sequence[asyncio.Future[Any]], where: str) -> list[Any]:
+    """Without this a call to an actor of a Ray that has died would wait until its deadline, which may be hours."""
+    watch = ray_watch.current()
+    if watch is None:
+        return list(await asyncio.gather(*waits))
+    together, lost = asyncio.gather(*waits), watch.until_lost()
+    together.add_done_callback(lambda future: future.cancelled() or future.exception())  # it may end unheard
+    try:
+        await asyncio.wait({together, lost}, return_when=asyncio.FIRST_COMPLETED)
+        if not together.done() and (error := watch.lost) is not None:
+            error.add_note(f"while waiting for {where}")
+            raise error
+        return list(together.result())
+    finally:
+        lost.cancel()
+        together.cancel()
 
 
 async def call(ref: ray.ObjectRef, *, where: str, deadline_s: float) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from rlpipe.actors import named
+from rlpipe.actors import named, ray_watch
 from rlpipe.actors.calls import call, call_or_end, end
 from rlpipe.actors.fleet import Weights
 from rlpipe.actors.local_ray import connect, have_gpus
@@ -35,10 +35,17 @@ class _Asked:
 
     def __init__(self, driver: Driver, actor: ActorHandle, name: str = "conductor") -> None:
         self._driver, self._actor, self._name = driver, actor, name
+        self._ray = ray_watch.current()
 
     async def _ask(self, method: str, deadline_s: float, *arguments: Any, **keywords: Any) -> Any:
+        self._require_ray()
         ref = getattr(self._actor, method).remote(self._driver, *arguments, **keywords)
         return await call(ref, where=f"{self._name}.{method}", deadline_s=deadline_s + GRACE_S)
+
+    def _require_ray(self) -> None:
+        """Raises: ActorLost if the Ray of this actor has died: on the next one its handle means nothing."""
+        if self._ray is not None and (error := self._ray.lost) is not None:
+            raise error
 
 
 class RemoteTrainer(_Asked):
@@ -73,10 +80,14 @@ class RemoteGenerator(_Asked):
     async def evaluate(self, name: str, key: str, version: int, *, deadline_s: float) -> dict[str, Any]:
         return await self._ask("evaluate", deadline_s, name, key, version)
 
+    async def overlong(self) -> dict[str, list[dict[str, Any]]]:
+        return await self._ask("overlong", CALL_TIMEOUT_S)
+
     async def abandon(self, iteration: int | None, *, deadline_s: float = CALL_TIMEOUT_S) -> None:
         await self._ask("abandon", deadline_s, iteration)
 
     async def progress(self, iteration: int) -> dict[str, Any]:
+        self._require_ray()
         return await call(self._actor.progress.remote(iteration), where="generator.progress", deadline_s=CALL_TIMEOUT_S)
 
 
@@ -118,7 +129,9 @@ class Cluster(_Asked):
         await self._ask("stop_engines", CALL_TIMEOUT_S)
 
     async def close(self) -> None:
-        """End every actor, and with it its server, and give their places back."""
+        """End every actor, and with it its server, and give their places back. Of a Ray that has died nothing is left."""
+        if self._ray is not None and self._ray.lost is not None:
+            return
         try:
             await self._ask("close", CALL_TIMEOUT_S)
         except ActorLost:

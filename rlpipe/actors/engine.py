@@ -70,7 +70,7 @@ class EngineSpec:
             trust_remote_code=getattr(config.model.source, "trust_remote_code", False),
             logs=str(logs),
             deterministic=config.deterministic,
-            reads_text=config.rollout.needs_text,
+            reads_text=config.reads_text,
             names_experts=config.train.use_rollout_routing_replay,
             devices=devices,
         )

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlpipe.actors.trainer_spec import TrainerSpec
+from rlpipe.config.arguments.checkout import checkout
 from rlpipe.config.hooks import hook_digest
-from rlpipe.config.passthrough.checkout import checkout
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron.platform import CUDA_FOUND
 from rlpipe.errors import Mismatch

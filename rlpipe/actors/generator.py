@@ -13,6 +13,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from rlpipe.data.prompts import load_prompts, with_metadata
 from rlpipe.data.source import DataSource, evaluation_plan
 from rlpipe.data.tokens import load_tokenizer
 from rlpipe.errors import EngineError
+from rlpipe.model_dir import prompt_context_len
 from rlpipe.observe.evaluation import evaluation_metrics
 from rlpipe.rewards.base import score
 from rlpipe.rollout.afterwards import Afterwards
@@ -75,6 +77,11 @@ class Generator:
             self._load(spec)
         self._driver = driver
         return {"rows": len(self._source), "eval_rows": {name: len(plan.groups) for name, plan in self._held_out.items()}}
+
+    async def overlong(self, driver: Driver) -> dict[str, list[dict[str, Any]]]:
+        """The rows that `data.overlong_prompts` drops or cuts, as fields of `Overlong`, by the key of their prompts."""
+        self._require(driver)
+        return {key: [asdict(row) for row in rows] for key, rows in self._overlong.items() if rows}
 
     async def connect(self, router_url: str, *, on_gpus: bool) -> None:
         """Send generation requests to this router from now on."""
@@ -222,9 +229,16 @@ class Generator:
         data = config.data
         rows = load_prompts(data.prompts, streaming=data.streaming_data, workers=data.num_data_workers) if data.prompts else ()
         self._source = DataSource(
-            rows, self._tokenizer, data, config.rollout, config.run, async_buffer_size=config.async_buffer_size
+            rows,
+            self._tokenizer,
+            data,
+            config.rollout,
+            config.run,
+            async_buffer_size=config.async_buffer_size,
+            model_context_len=prompt_context_len(config.rollout, self._model_config),
         )
         self._source.check()
+        self._overlong = {"data.prompts": self._source.overlong}
         self._held_out = {dataset.name: self._evaluation_plan(dataset) for dataset in config.evaluation.datasets}
         self._files = Files(spec.store_root)
         self._planner = self._made_planner(config)
@@ -251,9 +265,18 @@ class Generator:
         config = self._config
         sampling, _ = evaluation_settings(dataset, config.rollout, config.reward)
         rows = with_metadata(load_prompts(dataset.prompts), dataset.metadata_overrides)
-        return evaluation_plan(
-            dataset, rows, self._tokenizer, dataset.limited(config.data), sampling, branch=config.run, iteration=0
+        plan, overlong = evaluation_plan(
+            dataset,
+            rows,
+            self._tokenizer,
+            dataset.limited(config.data),
+            sampling,
+            branch=config.run,
+            iteration=0,
+            model_context_len=prompt_context_len(sampling, self._model_config, evaluation=True),
         )
+        self._overlong[f"evaluation.datasets: {dataset.name}"] = overlong
+        return plan
 
     async def _sample(self, parts: Sequence[Part], rows: StoredRows) -> RolloutResult:
         config, stop, client = self._config.rollout, asyncio.Event(), self._client
@@ -326,6 +349,7 @@ def rollout_outputs(result: RolloutResult) -> dict[str, Any]:
         "buffered_groups": len(result.after.buffer),
         "cut_groups": result.cut_groups,
         "errors": result.errors,
+        **({"fallbacks": result.fallbacks} if result.fallbacks else {}),
     }
 
 

@@ -23,10 +23,10 @@ import ray
 from ray.exceptions import RayError
 from ray.util import get_node_ip_address
 
-from rlpipe.actors import gpu_locks, ray_access
+from rlpipe.actors import gpu_locks, ray_access, ray_watch
 from rlpipe.actors.layout import shapes
 from rlpipe.config.model import ResourcesConfig
-from rlpipe.errors import ResourceError
+from rlpipe.errors import ActorLost, ResourceError
 
 LONGEST_SOCKET_FOLDER = 107 - len("/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store.12345")
 CONNECT_TIMEOUT_S = 5.0
@@ -44,10 +44,11 @@ _own = threading.Event()
 
 
 def connect(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
-    """Make this process a Ray driver, unless it is one already.
+    """Make this process a Ray driver, unless it is one already. A Ray that has died is left, and another started or joined.
 
     Raises: ResourceError if the cluster at `resources.ray_address` or RAY_ADDRESS cannot be joined, or a local one not started.
     """
+    dead = _leave_dead()
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -56,6 +57,7 @@ def connect(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
     try:
         if address:
             _init(_way_in(address, home), address=address, namespace=namespace)
+            ray_watch.watch_joined(address)
         else:
             _init(
                 ray_access.settings(home),
@@ -67,13 +69,35 @@ def connect(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
                 _temp_dir=str(temporary_folder(home)),
             )
             _own.set()
+            ray_watch.watch_own()
     except (OSError, RayError, RuntimeError, ValueError) as error:
         raise ResourceError(
             "Ray did not start or cannot be reached",
             where="resources.ray_address" if resources.ray_address or not address else "RAY_ADDRESS",
-            found=f"{address or 'a local cluster'}: {error}" + (f"\n{error.__cause__}" if error.__cause__ else ""),
+            found="\n".join(
+                [
+                    *([f"the one in use has died: {dead.where}, {dead.found}"] if dead else []),
+                    f"{address or 'a local cluster'}: {error}",
+                    *([str(error.__cause__)] if error.__cause__ else []),
+                ]
+            ),
             do=JOINING if address else f"see the logs under {home}/.ray",
         ) from error
+
+
+def _leave_dead() -> ActorLost | None:
+    """Leave a Ray that has died, as far as that is not done yet: how it died. This process keeps its GPUs."""
+    watch = ray_watch.current()
+    dead = watch.lost if watch is not None else None
+    if watch is None or dead is None:
+        return None
+    watch.left()
+    ray_watch.stop()
+    if ray.is_initialized():
+        ray.shutdown()
+    ray_access.restore()
+    _own.clear()
+    return dead
 
 
 def address() -> str:
@@ -105,8 +129,10 @@ async def have_gpus(resources: ResourcesConfig, who: str, *, engines: bool = Tru
 
 def join(address: str, home: Path, *, namespace: str) -> bool:
     """Make this process a driver of the cluster that another process of this home is in, if it is still there. Is it one now?"""
+    _leave_dead()
     try:
         _init(_way_in(address, home), address=address, namespace=namespace)
+        ray_watch.watch_joined(address)
     except (OSError, RayError, RuntimeError):
         return False
     return True
@@ -153,11 +179,15 @@ def _init(access: Mapping[str, str], **arguments: Any) -> None:
 
 def disconnect() -> None:
     """Leave the cluster; a local one ends with it."""
+    watched = ray_watch.current() is not None
+    ray_watch.stop()
     if ray.is_initialized():
         ray.shutdown()
-        ray_access.restore()
-        _own.clear()
-        gpu_locks.release()
+    elif not watched:
+        return
+    ray_access.restore()
+    _own.clear()
+    gpu_locks.release()
 
 
 def temporary_folder(home: Path) -> Path:

@@ -19,6 +19,15 @@ PAPER_CLIPS = {"gspo": {"eps_clip": 3e-4, "eps_clip_high": 4e-4}, "cispo": {"eps
 """Clip ranges that a surrogate has unless one is given: GSPO's own (arXiv 2507.18071 §5.1; slime leaves 0.2, which clips
 nothing), and CISPO without a lower bound (arXiv 2506.13585; slime's lower bound is 0.8) and weights up to 5."""
 
+CENTERED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
+"""Estimators whose reward is the distance to the group's mean, while `rewards_normalization` is on. (rloo's always is.)"""
+
+SLIMES_CORRECTIONS = {
+    "slime.backends.megatron_utils.loss.icepop_function": "icepop",
+    "slime.backends.megatron_utils.loss.vanilla_tis_function": "clip",
+}
+"""slime's own corrections by their dotted paths → the tis_mode that computes the same. slime need not be installed."""
+
 
 class AdvantageConfig(Config):
     """From rewards to token-level advantages, and what the trainer scores for them."""
@@ -61,6 +70,13 @@ class AdvantageConfig(Config):
     (train.loss.use_rollout_logprobs), or with a single optimizer step to the policy itself."""
     log_probs_max_tokens_per_gpu: int | None = Tuning(default=None, ge=1)
     """Packed tokens of a scoring micro-batch; None: the training one's."""
+
+    @property
+    def compares_within_group(self) -> bool:
+        """True if every advantage is relative to other samples of the same prompt, so that one sample alone gets 0."""
+        centred = self.advantage_estimator in CENTERED and self.rewards_normalization
+        replaced = self.custom_advantage_function_path is not None
+        return (centred or self.advantage_estimator == "rloo") and not replaced
 
     @property
     def hooks(self) -> tuple[str, ...]:
@@ -151,9 +167,23 @@ class LossConfig(Config):
     log_probs, entropy) -> (loss per token, metrics)`; see `rlpipe.algorithms.custom`."""
     custom_tis_function_path: str | None = None
     """With use_tis: `(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths,
-    **others) -> (pg_loss, masks, metrics)` in place of the built-in weights."""
+    **others) -> (pg_loss, masks, metrics)` in place of the built-in weights. slime's own `icepop_function` and
+    `vanilla_tis_function` are named by their paths in slime, and become tis_mode icepop and clip."""
     custom_pg_loss_reducer_function_path: str | None = None
     """`(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> reducer`, for the policy loss only."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _slimes_correction_is_a_mode(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not values.get("use_tis"):
+            return values
+        path = values.get("custom_tis_function_path")
+        mode = SLIMES_CORRECTIONS.get(path) if isinstance(path, str) else None
+        if mode is None:
+            return values
+        if values.get("tis_mode", mode) != mode:
+            raise ValueError(f"custom_tis_function_path: {path} is tis_mode: {mode}; found tis_mode: {values['tis_mode']}")
+        return {**values, "tis_mode": mode, "custom_tis_function_path": None}
 
     @model_validator(mode="before")
     @classmethod
@@ -171,7 +201,7 @@ class LossConfig(Config):
         if self.tis_clip_low > self.tis_clip:
             raise ValueError(f"tis_clip_low = {self.tis_clip_low} must be at most tis_clip = {self.tis_clip}")
         low, high = self.rs_bounds
-        if low > high:
+        if self.use_rs and low > high:
             raise ValueError(f"rs_lower_bound = {low} must be at most rs_upper_bound = {high}")
         if corrected and self.use_rollout_logprobs:
             raise ValueError(f"use_rollout_logprobs takes the ratio to the engine already; leave out {corrected}")
@@ -211,6 +241,29 @@ def set_surrogate(values: dict[str, Any]) -> dict[str, Any]:
     if (estimator := str(advantage.get("advantage_estimator"))) not in PAPER_CLIPS or loss.get("type", "policy") != "policy":
         return values
     return {**values, "train": {**train, "loss": {"surrogate": estimator, **loss}}}
+
+
+def without_comparison(advantage: AdvantageConfig, loss: LossConfig, *, fans_out: bool) -> str | None:
+    """Why training with one rollout for each prompt would learn nothing from rewards, in words; None if it would.
+
+    `fans_out`: a function of the user samples, which may give several samples for one rollout. A distillation term, a
+    custom advantage function and a custom loss do not need the comparison.
+    """
+    if not advantage.compares_within_group or advantage.use_opd or loss.type != "policy":
+        return None
+    name = advantage.advantage_estimator
+    if name == "rloo" and fans_out and advantage.fan_out_baseline == "rollout":
+        return (
+            "rollout.n_samples_per_prompt = 1: rloo's baseline is the mean of the prompt's other rollouts, and there are none, "
+            "so every advantage is 0; give 2 or more, or advantage.fan_out_baseline: sample"
+        )
+    if fans_out:
+        return None
+    other = "" if name == "rloo" else ", advantage.rewards_normalization: false"
+    return (
+        f"rollout.n_samples_per_prompt = 1: {name} compares the samples of one prompt with each other, so every advantage of a "
+        f"single one is 0; give 2 or more (8 is common){other}, or an estimator that needs no group (reinforce_plus_plus, ppo)"
+    )
 
 
 def contradiction(advantage: AdvantageConfig, loss: LossConfig, num_steps_per_rollout: int) -> str | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from rlpipe.config.base import Config, Tuning
+from rlpipe.config.base import MOST_PROCESSES, MOST_ROWS, MOST_TOKENS, Config, Later, Tuning
+from rlpipe.config.rollout import TokenId, TopK
 
 
 class FilePrompts(Config):
@@ -64,9 +65,20 @@ class DataConfig(Config):
     """Shuffle each epoch with (rollout_seed, epoch)."""
     rollout_seed: int = 0
     """Seed of the order of prompts and of every sample's own seed; the run's `seed` unless given."""
-    rollout_max_prompt_len: int | None = None
-    """Longest prompt in tokens; a longer one is an error that names its row. None: no limit but the context."""
-    num_data_workers: int = Tuning(default=0, ge=0)
+    rollout_max_prompt_len: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
+    """Longest prompt in tokens; `overlong_prompts` says what becomes of a longer one. None: no limit but the context."""
+    overlong_prompts: Literal["error", "drop", "truncate_left"] = Later("error")
+    """What becomes of a prompt that is longer than rollout_max_prompt_len, or leaves no room for a response in
+    rollout.rollout_max_context_len or in the model's context (this last one not where a function of yours samples).
+
+    `error`: the run does not start; the error names the row. `drop`: the row is never drawn, and an epoch is all other rows.
+    `truncate_left`: the prompt's last tokens are kept, as many as the limit allows; set rollout_max_prompt_len so that a
+    response has room after them. Rows that are dropped or cut are counted when the run starts, and listed with their lengths in
+    `overlong_prompts.jsonl` in the run's folder.
+
+    Held-out sets are treated in the same way, as slime does: the accuracy of a set is that of the rows that are kept, which keep
+    their ids and seeds. A rollout.data_source_path of yours gives rows one at a time, so there `drop` is an error too."""
+    num_data_workers: int = Tuning(default=0, ge=0, le=MOST_PROCESSES)
     """Processes that read prompt files and check their rows; 0 is the generator's own."""
     streaming_data: bool = Tuning(False)
     """Read rows from their files when they are drawn, instead of keeping all in memory; order and results are the same."""
@@ -108,6 +120,9 @@ class RowReward(Config):
     type: Literal["by_row"]
     default: str | None = None
     """For rows that say none; None: such a row is an error."""
+    reward_key: str | None = Later(None)
+    """Which entry is the reward, of a rule that gives several: `dapo` gives `score` (1 or -1), `acc` (1 or 0) and `format`.
+    None: `score`."""
 
 
 class RemoteReward(Config):
@@ -191,7 +206,7 @@ class RewardConfig(Config):
     custom_reward_post_process_path: str | None = None
     """Function of all scored samples of an iteration: `post_process(args, samples) -> (raw_rewards, rewards)`; the second are
     what advantages are estimated from. See `rlpipe.rewards.post_process`."""
-    workers: int = Tuning(default=0, ge=0)
+    workers: int = Tuning(default=0, ge=0, le=MOST_PROCESSES)
     """Processes that run the verifier; 0 runs it in the stage's own process (what compares as mathematics always gets one)."""
     attempts: int = Tuning(default=1, ge=1)
     """Tries per row before an error stands."""
@@ -204,35 +219,46 @@ class RewardConfig(Config):
 class EvalDataset(Config):
     """One held-out set. What it does not say is the run's."""
 
-    name: str
+    name: str = Field(max_length=100)
     """Its name in metrics: `eval/<name>/accuracy`."""
     prompts: PromptSource
     reward: RewardConfig | None = None
     """None: the run's reward."""
-    n_samples_per_eval_prompt: int = Field(default=1, ge=1)
+    n_samples_per_eval_prompt: int = Field(default=1, ge=1, le=MOST_ROWS)
     """Responses per prompt."""
-    temperature: float | None = Field(default=None, ge=0)
+    temperature: float | None = Field(default=None, ge=0, le=100)
     """None: the rollout's. 0 is greedy."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """None: the rollout's."""
-    top_k: int | None = None
+    top_k: TopK | None = None
     """None: the rollout's. -1 is all."""
     max_response_len: int | None = Field(default=None, ge=1)
     """None: the rollout's."""
     max_prompt_len: int | None = Field(default=None, ge=1)
     """None: data.rollout_max_prompt_len."""
     max_context_len: int | None = Field(default=None, ge=1)
-    """None: the rollout's."""
+    """None: the rollout's. More than the model's max_position_embeddings is an error."""
     min_new_tokens: int | None = Field(default=None, ge=0)
     """None: the rollout's."""
     stop: tuple[str, ...] | None = None
     """None: the rollout's."""
-    stop_token_ids: tuple[int, ...] | None = None
+    stop_token_ids: tuple[TokenId, ...] | None = None
     """None: the rollout's."""
+    custom_generate_function_path: str | None = Later(None)
+    """As `rollout.custom_generate_function_path`, for this set alone. None: the rollout's."""
+    skip_special_tokens: bool | None = Later(None)
+    """As `rollout.rollout_skip_special_tokens`, for this set alone. None: the rollout's."""
     metadata_overrides: dict[str, Any] = Field(default_factory=dict)
     """Entries that every row's metadata gets, in place of its own of the same name."""
     pass_threshold: float = 1.0
     """A response with this reward or more counts as right in pass@k."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_part_of_a_metric(cls, value: str) -> str:
+        if "/" in value or not value.isprintable() or value != value.strip():
+            raise ValueError(f"part of the metric eval/<name>/accuracy: no '/', no spaces around it; found {value!r}")
+        return value
 
     def sampling(self) -> dict[str, Any]:
         """What it changes of the rollout's settings, by their names there; its temperature, which may be 0, is not among them."""
@@ -244,6 +270,8 @@ class EvalDataset(Config):
             "rollout_min_new_tokens": self.min_new_tokens,
             "rollout_stop": self.stop,
             "rollout_stop_token_ids": self.stop_token_ids,
+            "custom_generate_function_path": self.custom_generate_function_path,
+            "rollout_skip_special_tokens": self.skip_special_tokens,
         }
         given = {name: value for name, value in changes.items() if value is not None}
         return {**given, "type": "sample", "n_samples_per_prompt": self.n_samples_per_eval_prompt}

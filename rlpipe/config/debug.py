@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pydantic import model_validator
 
-from rlpipe.config.base import Config
+from rlpipe.config.base import Config, Name
 
 
 class DebugConfig(Config):
@@ -18,7 +18,7 @@ class DebugConfig(Config):
     weights.) Nothing is committed; the rollouts stay as long as the run's branch."""
     debug_train_only: bool = False
     """Train on the rollouts of another run, load_debug_rollout_data: no engines are started, and nothing is evaluated."""
-    load_debug_rollout_data: str | None = None
+    load_debug_rollout_data: Name | None = None
     """Name of that run, in the same store, trained or debug_rollout_only. Iteration k trains on its rollout k, scored by this
     run's reward. Sets debug_train_only. All tokens of a run that only sampled are of weight version 0, so async_buffer_size must
     be num_rollout - 1 or more to train on them; otherwise they are stale, which ends the run with an error."""

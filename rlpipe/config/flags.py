@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlpipe.config import passthrough
+from rlpipe.config.arguments import names
+from rlpipe.config.arguments.check import refusal, rule_of
 from rlpipe.config.flag import LISTS, SWITCHES, Flag
-from rlpipe.config.passthrough.owned import OWNED
 from rlpipe.config.slime import FLAGS, absent
 from rlpipe.config.text import parse
 from rlpipe.errors import ConfigError
@@ -59,9 +59,9 @@ def read_flags(words: Sequence[str], *, also: Iterable[str] = ()) -> Given:
             _take(FLAGS[name[3:]], values, given, value=False)
         elif prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), None):
             _pass(PREFIXES[prefix], name, name.removeprefix(prefix), values, getattr(given, PREFIXES[prefix]))
-        elif passthrough.receivers("megatron", name):
+        elif names.receivers("megatron", name):
             _pass("megatron", name, name, values, given.megatron)
-        elif name.startswith("no_") and passthrough.receivers("megatron", name[3:]):
+        elif name.startswith("no_") and names.receivers("megatron", name[3:]):
             _pass("megatron", name, name[3:], [*values, "false"], given.megatron)
         else:
             raise _unknown(name, also)
@@ -85,7 +85,7 @@ def _split(words: Sequence[str], overrides: list[str]) -> Iterator[tuple[str, li
         elif OVERRIDE.match(word):
             overrides.append(word)
         else:
-            raise ConfigError("not an override", where=word, expected="dotted.key=value, or a flag and its value")
+            raise ConfigError("not an override", where=word, expected="dotted.key=value in lower case, or a flag and its value")
     if name:
         yield name, values
 
@@ -124,35 +124,44 @@ def _pass(table: str, spelled: str, name: str, words: list[str], into: dict[str,
         name, value = RENAMED[name]
         into[name] = value
         return
-    known = {key: entry for kind in passthrough.load(table)["receivers"].values() for key, entry in kind.items()}
+    known = names.entries(table)
     flag = f"--{spelled.replace('_', '-')}"
     if name not in known:
         raise _unknown(spelled)
-    if owner := OWNED[table].get(known[name].get("field", name)):
-        raise ConfigError("rlpipe sets this itself", where=flag, found=" ".join(words) or None, do=owner)
-    into[name] = _typed(known[name]["type"], words, flag)
+    rule = rule_of(table, name)
+    if rule is not None and rule.kind == "owned":
+        raise ConfigError(
+            "rlpipe sets this argument itself",
+            where=flag,
+            found=" ".join(words) or None,
+            do=rule.text,
+        )
+    value = _typed(known[name]["type"], words, flag)
+    if error := refusal(table, flag, name, value):
+        raise error
+    into[name] = value
 
 
 def _typed(spelled: str, words: list[str], flag: str) -> Any:
-    """The words as a value of a type of the passthrough tables."""
+    """The words as a value of a type of the tables of names."""
     parsed = [parse(word, flag)[0] for word in words]
     candidates: list[Any] = [True] if not words else [*parsed, *words] if len(words) == 1 else [parsed]
     candidates += [parsed] if len(words) == 1 else []
     for candidate in candidates:
-        if passthrough.accepts(spelled, candidate):
+        if names.accepts(spelled, candidate):
             return candidate
     raise ConfigError("not a value of this flag", where=flag, found=" ".join(words) or "nothing", expected=spelled)
 
 
 def _unknown(name: str, also: Iterable[str] = ()) -> ConfigError:
-    names = [
+    known = [
         *FLAGS,
         *(one.lstrip("-").replace("-", "_") for one in also),
         *(f"sglang_{key}" for key in _names("sglang")),
         *(f"router_{key}" for key in _names("router")),
     ]
-    names += _names("megatron")
-    close = difflib.get_close_matches(name, list(dict.fromkeys(names)), n=3, cutoff=0.6)
+    known += _names("megatron")
+    close = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=3, cutoff=0.6)
     return ConfigError(
         "unknown flag",
         where=f"--{name.replace('_', '-')}",
@@ -162,4 +171,4 @@ def _unknown(name: str, also: Iterable[str] = ()) -> ConfigError:
 
 
 def _names(table: str) -> list[str]:
-    return [name for arguments in passthrough.load(table)["receivers"].values() for name in arguments]
+    return [name for arguments in names.load(table)["receivers"].values() for name in arguments]

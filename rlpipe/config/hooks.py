@@ -3,25 +3,36 @@
 A path is `path/to/file.py:name`, `path/to/file.py` (the file's only public function) or `package.module.name`. The digest
 covers the one file that defines the function, not what that file imports.
 
+Whatever a file does while it is imported is a ConfigError, as far as this process survives it; `config.trial` imports files in
+a process of their own first. A function that is loaded cannot end Python or answer from a forked copy (`config.guard`).
+
 Not here: what a hook is called with, which is said by whoever calls it. Imports nothing heavy.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlpipe.config.guard import error_text, guarded, leave_if_copied
 from rlpipe.config.slime_modules import provide
 from rlpipe.errors import ConfigError
+from rlpipe.plain_files import read_plain
 
+MOST_SOURCE_BYTES = 16 * 1024**2
+GENERATE_NAMES, ROLLOUT_NAMES = ("generate", "custom_generate"), ("generate_rollout",)
+"""What a function that samples may be called in a file whose path gives no name."""
 _FORMS = "'path/to/file.py:name', 'path/to/file.py' or 'package.module.name'"
 
 
@@ -30,8 +41,10 @@ def load_hook(path: str, names: Sequence[str] = ()) -> Callable[..., Any]:
 
     `names`: the first of them that a path without a name has is meant, before its only public function.
 
-    Raises: ConfigError if the file, module or name is not there (with the nearest names) or is not callable, or if the
-    file cannot be imported. What the file's own code raises while it is imported comes through as it is.
+    A plain or async function is guarded; a class is what it is.
+
+    Raises: ConfigError if the file, module or name is not there (with the nearest names) or is not callable, or if its code
+    raises something or ends Python while it is imported.
     """
     file, name = _split_file(path)
     if file is not None:
@@ -40,7 +53,8 @@ def load_hook(path: str, names: Sequence[str] = ()) -> Callable[..., Any]:
     else:
         module_name, name = _split_dotted(path)
         module = _import_module(module_name, path)
-    return _callable_in(module, name, path)
+    found = _callable_in(module, name, path)
+    return _guarded_once(found) if inspect.isfunction(found) else found
 
 
 def check_call(hook: Callable[..., Any], *arguments: Any, path: str, key: str, expected: str, **keywords: Any) -> None:
@@ -92,9 +106,9 @@ def _split_dotted(path: str) -> tuple[str, str]:
 
 def _read(file: Path, path: str) -> bytes:
     try:
-        return file.read_bytes()
+        return read_plain(file, at_most_bytes=MOST_SOURCE_BYTES)
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        near = get_close_matches(file.name, _python_files(file.parent), n=3)
+        near = get_close_matches(file.name, [name for name in _python_files(file.parent) if name != file.name], n=3)
         raise ConfigError(
             "the hook's file cannot be read",
             where=path,
@@ -116,17 +130,16 @@ def _import_file(file: Path, path: str) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
-    assert spec.loader is not None
+    loader = spec.loader
+    assert loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     if b"slime" in source:
         provide()
     complete = False
     try:
-        spec.loader.exec_module(module)
+        _run_import(lambda: loader.exec_module(module), "the hook's file cannot be imported", path)
         complete = True
-    except (ImportError, SyntaxError) as error:
-        raise ConfigError("the hook's file cannot be imported", where=path, found=_said(error)) from error
     finally:
         if not complete:
             del sys.modules[name]
@@ -134,17 +147,43 @@ def _import_file(file: Path, path: str) -> ModuleType:
 
 
 def _import_module(name: str, path: str) -> ModuleType:
+    return _run_import(lambda: importlib.import_module(name), "the hook's module cannot be imported", path, expected=_FORMS)
+
+
+def _run_import(run: Callable[[], Any], problem: str, path: str, *, expected: str | None = None) -> Any:
+    """What `run` returns. Raises: ConfigError for everything that the imported code raises; KeyboardInterrupt of a Ctrl-C."""
+    pid = os.getpid()
     try:
-        return importlib.import_module(name)
+        return run()
     except (ImportError, SyntaxError, RecursionError) as error:
-        raise ConfigError("the hook's module cannot be imported", where=path, found=_said(error), expected=_FORMS) from error
+        raise ConfigError(problem, where=path, found=error_text(error), expected=expected) from error
+    except SystemExit as error:
+        do = "put what shall run as a program under `if __name__ == '__main__':`"
+        raise ConfigError(problem, where=path, found=f"it ends Python: {_at(error)}", do=do) from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the file's own code may raise anything
+        raise ConfigError(problem, where=path, found=_at(error)) from error
+    finally:
+        leave_if_copied(pid, run)
+
+
+def _at(error: BaseException) -> str:
+    """The error, and the line of the file that raised it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    last = frames[-1] if frames else None
+    return error_text(error) + (f" ({last.filename}:{last.lineno})" if last else "")
+
+
+_guarded_once = functools.cache(guarded)
+"""A function has one guarded form, as a file has one module."""
 
 
 def _source_of(module: str, path: str) -> Path:
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError, RecursionError) as error:
-        raise ConfigError("the hook's module cannot be found", where=path, found=_said(error), expected=_FORMS) from error
+        raise ConfigError("the hook's module cannot be found", where=path, found=error_text(error), expected=_FORMS) from error
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         found = f"no module {module!r}" if spec is None else f"module {module!r} without a source file"
         raise ConfigError("the hook has no Python source", where=path, found=found, expected=_FORMS)
@@ -181,7 +220,3 @@ def _callable_in(module: ModuleType, name: str, path: str) -> Callable[..., Any]
     if not callable(value):
         raise ConfigError("the hook is not callable", where=path, found=type(value).__name__, expected="a function")
     return value
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -9,6 +9,7 @@ Not here: flags in slime's style, and anything that needs torch, ray or prefect.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -18,21 +19,53 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlpipe.config.passthrough import check_megatron, check_router, check_sglang
-from rlpipe.config.presets import is_file, with_preset
+from rlpipe.config.arguments.check import check_megatron, check_router, check_sglang
+from rlpipe.config.presets import exists, is_file, with_preset
 from rlpipe.config.problems import Origin, explain, nearest
 from rlpipe.config.run import RunConfig
 from rlpipe.config.text import dump as dump_yaml
-from rlpipe.config.text import parse
+from rlpipe.config.text import parse, read
+from rlpipe.config.unused import unused
 from rlpipe.errors import ConfigError
 
 RECIPES = Path(__file__).resolve().parents[2] / "deployments" / "recipes"
 HOME_VARIABLE = "RLPIPE_HOME"
 
 
+RESERVED = ("store", "models")
+"""Folders of the home, which no run may be called."""
+
+
 def home() -> Path:
-    """Where runs, models and the default store are kept: $RLPIPE_HOME, else ./runs. Absolute; not created here."""
-    return Path(os.environ.get(HOME_VARIABLE) or "runs").expanduser().absolute()
+    """Where runs, models and the default store are kept: $RLPIPE_HOME, else ./runs. Absolute; not created here.
+
+    Raises: ConfigError if it is there and is no folder.
+    """
+    given = os.environ.get(HOME_VARIABLE) or "runs"
+    where = f"{HOME_VARIABLE} or --home"
+    try:
+        folder = Path(given).expanduser().absolute()
+        is_other = folder.exists() and not folder.is_dir()
+    except (RuntimeError, OSError, ValueError) as error:  # `~somebody` who has no account; a name that is too long
+        raise ConfigError(
+            "no folder can have this name", where=where, found=f"{given!r}: {error}", expected="a folder"
+        ) from error
+    if is_other:
+        raise ConfigError("this is no folder", where=where, found=str(folder), expected="a folder, or a name that is free")
+    return folder
+
+
+def use_home(folder: str | None) -> None:
+    """Keep everything in this folder from now on, in this process and those that it starts; None changes nothing.
+
+    Raises: ConfigError.
+    """
+    if folder is None:
+        return
+    if not folder.strip():
+        raise ConfigError("no folder has an empty name", where="--home", found=repr(folder), expected="a folder")
+    os.environ[HOME_VARIABLE] = folder
+    os.environ[HOME_VARIABLE] = str(home())
 
 
 def load_run(recipe: str | Path, overrides: Sequence[str] = (), run: str | None = None) -> RunConfig:
@@ -42,10 +75,27 @@ def load_run(recipe: str | Path, overrides: Sequence[str] = (), run: str | None 
     number: `evaluation.datasets.0.temperature=0`); `run` names the run, and without it the recipe's `run`, else its file name.
     Raises: ConfigError.
     """
+    return _loaded(recipe, overrides, run)[0]
+
+
+def unused_keys(recipe: str | Path, overrides: Sequence[str] = (), run: str | None = None) -> list[str]:
+    """What to say of keys that were given and have no effect, because their switch is off; see `unused`.
+
+    Only a person's keys count: those of a recipe or preset that comes with the project are not mentioned.
+    Raises: ConfigError, as `load_run`.
+    """
+    config, origin = _loaded(recipe, overrides, run)
+    if Path(origin.file).resolve().parent in (RECIPES, Path(__file__).resolve().parent):
+        origin.lines = {}
+    return unused(config, origin)
+
+
+def _loaded(recipe: str | Path, overrides: Sequence[str], run: str | None) -> tuple[RunConfig, Origin]:
     path = find_recipe(recipe)
-    values, lines = parse(_read(path), str(path))
+    values, lines = parse(read(path, "the recipe"), str(path))
     if not isinstance(values, dict):
-        raise ConfigError("a recipe is a mapping of keys", where=str(path), found=type(values).__name__)
+        found = "nothing" if values is None else type(values).__name__
+        raise ConfigError("a recipe is a mapping of keys", where=str(path), found=found, expected="lines of `key: value`")
     values.setdefault("run", path.stem)
     origin = Origin(str(path), lines)
     for override in overrides:
@@ -53,11 +103,38 @@ def load_run(recipe: str | Path, overrides: Sequence[str] = (), run: str | None 
     if run is not None:
         values["run"] = run
         origin.overrides["run"] = f"run={run}"
-    return validate(with_preset(values, origin), origin)
+    config = validate(with_preset(values, origin), origin)
+    _refuse_reserved(config, origin)
+    return config, origin
+
+
+def _refuse_reserved(config: RunConfig, origin: Origin) -> None:
+    """Raises: ConfigError for names that would make the folder of a run one of the home's own.
+
+    Not a rule of `RunConfig`: what older versions have stored under such a name stays readable.
+    """
+    for key, name in (("run", config.run), ("resources.cluster", config.resources.cluster)):
+        if name is not None and name.casefold() in RESERVED:
+            raise ConfigError(
+                f"this name is kept for the folder of the {'models' if name.casefold() == 'models' else 'store'}",
+                where=f"{key} ({origin.of(key)})",
+                found=name,
+                expected=f"any name but {' and '.join(RESERVED)}, in capitals or not",
+                do="choose another name: --run NAME",
+            )
+
+
+def warm_start_overrides(config: RunConfig) -> list[str]:
+    """What a warm start has in common with its run: seed, dtype, store, processes and engines; not the ranks of a critic."""
+    of_policy = {"critic_num_nodes": 1, "critic_num_gpus_per_node": 0}
+    resources = config.resources.model_copy(update={"cluster": config.cluster, **of_policy})
+    shared = {"resources": resources.model_dump(), "engine": config.engine.model_dump(), "store": config.store.model_dump()}
+    same = [f"seed={config.seed}", f"deterministic={json.dumps(config.deterministic)}", f"model.dtype={config.model.dtype}"]
+    return [*same, *(f"{section}={json.dumps(values)}" for section, values in shared.items())]
 
 
 def validate(values: dict[str, Any], origin: Origin | None = None) -> RunConfig:
-    """A `RunConfig` of plain data, its passthrough arguments checked by name. Raises: ConfigError."""
+    """A `RunConfig` of plain data, with the arguments of other packages checked. Raises: ConfigError."""
     _refuse_unstorable(values, origin or Origin("configuration", {}))
     try:
         config = RunConfig.model_validate(values)
@@ -110,10 +187,12 @@ def recipes() -> list[str]:
 def find_recipe(recipe: str | Path) -> Path:
     """The YAML file of a recipe given by name or path. Raises: ConfigError with the nearest names."""
     path = Path(recipe)
-    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-        if is_file(path):
+    if path.suffix in (".yaml", ".yml"):
+        if exists(path):
             return path
         raise ConfigError("there is no such recipe file", where=str(recipe), do="give its path, or the name of a recipe")
+    if len(path.parts) != 1:
+        raise ConfigError("not a recipe", where=repr(str(recipe)), expected="a YAML file (.yaml, .yml), or the name of a recipe")
     path = RECIPES / f"{recipe}.yaml"
     if is_file(path):
         return path
@@ -121,13 +200,6 @@ def find_recipe(recipe: str | Path) -> Path:
     close = nearest(str(recipe), known) or known
     expected = f"one of {', '.join(close)}" if close else f"a YAML file in {RECIPES}"
     raise ConfigError("there is no such recipe", where=str(recipe), expected=expected, do="or give the path of a YAML file")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("the recipe cannot be read", where=str(path), found=error) from error
 
 
 def _apply(values: dict[str, Any], override: str) -> str:

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rlpipe.config.base import Config, Tuning
+from rlpipe.config.base import MOST_GPUS, MOST_PROCESSES, Config, Name, Tuning
 
 
 class HuggingFaceModel(Config):
@@ -35,9 +35,9 @@ class MadeModel(Config):
 class BranchModel(Config):
     """The weights at the end of another branch of the same store (a warm start); optimizer state starts fresh."""
 
-    branch: str
+    branch: Name
     """Name of the branch, that is of the run."""
-    iteration: int | None = None
+    iteration: int | None = Field(default=None, ge=0)
     """Which of its commits; None is the newest."""
 
 
@@ -70,21 +70,21 @@ Address = Annotated[str, AfterValidator(_address)]
 class ResourcesConfig(Config):
     """Processes and GPUs. Names are slime's; on a machine without CUDA a "GPU" is a CPU process."""
 
-    actor_num_nodes: int = Tuning(default=1, ge=1)
+    actor_num_nodes: int = Tuning(default=1, ge=1, le=MOST_GPUS)
     """Nodes the trainer spans."""
-    actor_num_gpus_per_node: int = Tuning(default=1, ge=1)
+    actor_num_gpus_per_node: int = Tuning(default=1, ge=1, le=MOST_GPUS)
     """Trainer ranks on each of those nodes."""
-    critic_num_nodes: int = Tuning(default=1, ge=1)
+    critic_num_nodes: int = Tuning(default=1, ge=1, le=MOST_GPUS)
     """Nodes that the critic's own ranks span, if it has any."""
-    critic_num_gpus_per_node: int = Tuning(default=0, ge=0)
+    critic_num_gpus_per_node: int = Tuning(default=0, ge=0, le=MOST_GPUS)
     """With `advantage.advantage_estimator: ppo`: ranks of the critic's own on each of those nodes, on GPUs of their own, where it
     scores and trains while the policy does so in its ranks. 0: it lives in the policy's ranks."""
-    rollout_num_gpus: int = Tuning(default=1, ge=1)
+    rollout_num_gpus: int = Tuning(default=1, ge=1, le=MOST_GPUS)
     """GPUs of all inference engines together. With `colocate`, if it is not given, as many as the trainer has."""
-    rollout_num_gpus_per_engine: int = Tuning(default=1, ge=1)
+    rollout_num_gpus_per_engine: int = Tuning(default=1, ge=1, le=MOST_GPUS)
     """GPUs of one engine (its tensor parallel size). One of more than num_gpus_per_node spans nodes: a server process on each of
     them, of which the first answers requests. They live and die together."""
-    num_gpus_per_node: int = Tuning(default=8, ge=1)
+    num_gpus_per_node: int = Tuning(default=8, ge=1, le=MOST_GPUS)
     """Most GPUs that an engine has on one node; one of more has so many on each of several. Set it where nodes have not 8."""
     external_engines: tuple[Address, ...] = Tuning(())
     """SGLang servers (0.5.15 or later) that others start and end, by address; the run starts none then, and does not use
@@ -110,7 +110,7 @@ class ResourcesConfig(Config):
     offload_rollout: bool | None = Tuning(None)
     """With `colocate`: while the trainer works, engines keep neither weights nor cache nor CUDA graphs. None: yes. With neither
     of the two, all of it has to fit on the GPU at once."""
-    cluster: str | None = Tuning(None)
+    cluster: Name | None = Tuning(None)
     """Name under which the actors live; runs of the same name share them one after another. None is the run's own name."""
     ray_address: str | None = Tuning(None)
     """Ray cluster to join; None: that of RAY_ADDRESS, else a local one is started, which ends with the flow and serves only who
@@ -122,12 +122,14 @@ class ResourcesConfig(Config):
     """On a Ray cluster that was joined: how long the actors of a run that nobody drives any more (it failed; or it has ended, and
     `cluster` names them) keep their places for a Retry or the next run. Later both start others, from the store. None: until
     there is one, or a Cancel."""
-    threads_per_process: int = Tuning(default=1, ge=1)
+    threads_per_process: int = Tuning(default=1, ge=1, le=MOST_PROCESSES)
     """CPU threads of each trainer rank and engine on a machine without CUDA."""
     stop_grace_s: float = Tuning(default=20.0, ge=0)
     """After SIGTERM, how long a running iteration may take to finish before it is abandoned; a checkpoint follows."""
     start_timeout_s: float = Tuning(default=600.0, gt=0)
     """How long actors and servers may take to come up."""
+    import_timeout_s: float = Tuning(default=120.0, gt=0)
+    """How long one file of yours (a reward function, a hook) may take to be imported when the run starts."""
 
     @property
     def trainer_ranks(self) -> int:
@@ -216,7 +218,10 @@ class EngineConfig(Config):
     """The SGLang servers and their router."""
 
     sglang: dict[str, Any] = Tuning(default_factory=dict)
-    """SGLang server arguments by their own names (`mem_fraction_static: 0.8`), passed through untouched."""
+    """SGLang server arguments by their own names (`mem_fraction_static: 0.8`), passed through untouched.
+
+    `context_length` also bounds prompt + response of a sample. Above the model's max_position_embeddings it is an error:
+    SGLang 0.5.21 refuses it too, unless SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN is set, and the trainer reads config.json."""
     router: dict[str, Any] = Tuning(default_factory=dict)
     """sglang-router arguments by their own names (`policy: cache_aware`)."""
     router_url: Address | None = Tuning(None)

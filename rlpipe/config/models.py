@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rlpipe.config.base import Config, Tuning
-from rlpipe.config.train import OptimizerConfig, ParallelConfig
+from rlpipe.config.train import LARGEST_LR, OptimizerConfig, ParallelConfig
 
 
 class ReferenceConfig(Config):
@@ -33,7 +33,7 @@ class CriticConfig(Config):
     policy's first weights."""
     optimizer: OptimizerConfig | None = None
     """Adam and its schedule; None: as the policy's `train.optimizer`."""
-    lr: float | None = Field(default=None, ge=0)
+    lr: float | None = Field(default=None, ge=0, le=LARGEST_LR)
     """Learning rate; None: as its optimizer says."""
     lr_warmup_steps: int | None = Field(default=None, ge=0)
     """Optimizer steps of linear warm-up from 0; None: as its optimizer says."""
@@ -57,9 +57,9 @@ class CriticConfig(Config):
 class TeacherConfig(Config):
     """The teacher of `advantage.use_opd`. Its tokens must be the policy's."""
 
-    opd_type: Literal["sglang", "megatron"] | None = None
-    """`megatron`: a model in the trainer's ranks. `sglang`: a server of yours, which scores at temperature 1 only. None: no
-    teacher."""
+    opd_type: Literal["sglang", "megatron", "samples"] | None = None
+    """`megatron`: a model in the trainer's ranks. `sglang`: a server of yours, which scores at temperature 1 only. `samples`:
+    your generate function or sample hook sets `sample.teacher_log_probs`, at the rollout's temperature. None: no teacher."""
     opd_teacher_load: str | None = None
     """`megatron`: Hugging Face directory of the teacher; any architecture and size. The records name it by this path: do not
     change what lies there during a run. (slime's is a Megatron checkpoint of the policy's architecture.)"""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from rlpipe.config.base import Config, Tuning
 
@@ -44,7 +46,7 @@ class ObserveConfig(Config):
     """First iteration that is profiled."""
     profile_step_end: int = Tuning(default=12, ge=0)
     """First iteration that is not profiled any more."""
-    profile_ranks: tuple[int, ...] = Tuning((0,))
+    profile_ranks: tuple[Annotated[int, Field(ge=0)], ...] = Tuning((0,))
     """Trainer ranks that are profiled; those that a critic has to itself count after the policy's."""
     custom_rollout_log_function_path: str | None = Tuning(None)
     """Function of yours that logs each iteration's rollout: `(rollout_id, args, samples, extra_metrics, rollout_time)`. Where it

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.config.problems import Origin, nearest
-from rlpipe.config.text import parse
+from rlpipe.config.text import parse, read
 from rlpipe.errors import ConfigError
 
 PRESETS = Path(__file__).resolve().parents[2] / "deployments" / "models"
@@ -36,20 +36,23 @@ def with_preset(values: dict[str, Any], origin: Origin) -> dict[str, Any]:
     if (name := rest.pop(KEY, None)) is None:
         return rest
     path = _find(name, origin)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("the preset cannot be read", where=str(path), found=error) from error
-    below, lines = parse(text, str(path))
+    below, lines = parse(read(path, "the preset"), str(path))
     if not isinstance(below, dict):
         raise ConfigError("a preset is a mapping of keys", where=str(path), found=type(below).__name__)
     origin.elsewhere = {key: f"{path}:{line}" for key, line in lines.items()}
     return _over(rest, below)
 
 
+def exists(path: Path) -> bool:
+    """Is there something of this name, a file or not? Not under a name that no file can have."""
+    with suppress(OSError, ValueError):
+        return path.exists()
+    return False
+
+
 def is_file(path: Path) -> bool:
     """Is there one? Not under a name that no file can have."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         return path.is_file()
     return False
 

@@ -6,10 +6,9 @@ Not here: reading the text (`text`) or deciding what is valid (the models themse
 from __future__ import annotations
 
 import difflib
-import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Union, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -92,8 +91,32 @@ def _problem(entry: Any) -> _Problem:
         return _Problem(f"{key}.type", "unknown type" if found else "this key is needed", found, expected)
     if kind == "value_error":
         return _Problem(key, message)
-    wanted = "keys of its own" if kind == "model_type" else message.removeprefix("Input should be ").partition(", unable")[0]
-    return _Problem(key, "not a valid value", repr(entry["input"]), [_lower(wanted)])
+    if kind == "too_short":
+        return _Problem(key, "too few entries", _shown(entry["input"]), [f"at least {entry['ctx']['min_length']}"])
+    wanted = _WANTED.get(kind) or message.removeprefix("Input should be ").partition(", unable")[0]
+    return _Problem(key, "not a valid value", _shown(entry["input"]), [_lower(wanted)])
+
+
+_WANTED = {
+    "model_type": "keys of its own",
+    "model_attributes_type": "keys of its own, one of which is `type`",
+    "int_type": "a whole number, without quotes, point or exponent",
+    "float_type": "a finite number, without quotes",
+    "bool_type": "true or false (yes, no, on, off and 1 are other values in YAML 1.2)",
+    "finite_number": "a finite number",
+    "tuple_type": "a list: [a, b]",
+    "string_type": "a text, in quotes where it looks like a number",
+}
+"""What pydantic's words for some of its errors leave open."""
+
+
+def _shown(value: Any) -> str:
+    """A value as it was given, cut where it would fill the screen."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}... ({len(text)} characters)"
+
+
+_LONGEST_SHOWN = 200
 
 
 def _lower(text: str) -> str:
@@ -127,10 +150,6 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
     if get_origin(annotation) is dict:
         return []
     return [model for part in get_args(annotation) for model in _models(part)]
-
-
-def _is_union(annotation: Any) -> bool:
-    return get_origin(annotation) in (Union, types.UnionType)
 
 
 def _walk(loc: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel] | None, list[int | str]]:

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from rlpipe.config.base import Config, Tuning
+from rlpipe.config.base import MOST_ROWS, MOST_TOKENS, Config, Later, Tuning
+
+
+def _top_k(value: int) -> int:
+    if value != -1 and value < 1:
+        raise ValueError(f"a number of tokens, or -1 for all of them; found {value}")
+    return value
+
+
+TopK = Annotated[int, AfterValidator(_top_k)]
+"""How many of the likeliest tokens; -1 is all."""
+TokenId = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
+"""Number of a token of the model's vocabulary. Whether it is one is known with the model (`rlpipe.model_dir.check_stop_ids`)."""
+
+_THEIRS = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+_OURS = "rlpipe.rollout.filters.reward_nonzero_std"
+SLIMES_FILTERS = {_THEIRS: _OURS, f"{_THEIRS}_with_fallback": f"{_OURS}_with_fallback"}
+"""slime's own filters by their dotted paths → ours, which compute the same. slime need not be installed."""
 
 
 class ToolConfig(Config):
@@ -25,25 +42,34 @@ class RolloutConfig(Config):
     """How many responses, and how they are sampled. `type: dataset` takes the rows' own answers (supervised)."""
 
     type: Literal["sample", "dataset"] = "sample"
-    rollout_batch_size: int = Field(ge=1)
+    rollout_batch_size: int = Field(ge=1, le=MOST_ROWS)
     """Prompts (groups) per iteration."""
-    n_samples_per_prompt: int = Field(default=1, ge=1)
-    """Responses per prompt."""
-    rollout_max_response_len: int = Field(default=1024, ge=1)
+    n_samples_per_prompt: int = Field(default=1, ge=1, le=MOST_ROWS)
+    """Responses per prompt. Estimators that compare them with each other (grpo, gspo, cispo, rloo,
+    reinforce_plus_plus_baseline) refuse 1."""
+    rollout_max_response_len: int = Field(default=1024, ge=1, le=MOST_TOKENS)
     """Longest response in tokens."""
-    rollout_max_context_len: int | None = None
-    """Longest prompt + response in tokens; None is the model's own limit."""
-    rollout_temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; training divides its logits by the same number."""
+    rollout_max_context_len: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
+    """Longest prompt + response in tokens; None is the model's own limit. More than the model's max_position_embeddings is an
+    error, because it would have no effect."""
+    rollout_temperature: float = Field(default=1.0, ge=1e-3, le=100)
+    """Sampling temperature; training divides its logits by the same number. Below 0.001 the quotients overflow and engines sample
+    greedily; above 100 every token is as likely as any other."""
     rollout_top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling threshold. Below 1 the engine samples from fewer tokens than training reckons with: log-probs, of the
     engine too, are those of the whole distribution. Keep 1 to train on the distribution that was sampled."""
-    rollout_top_k: int = -1
+    rollout_top_k: TopK = -1
     """Sample among the k likeliest tokens; -1 is all. The same holds as for rollout_top_p."""
     rollout_stop: tuple[str, ...] = ()
     """Texts that end a response; they stay in it, with the whole token that completed them."""
-    rollout_stop_token_ids: tuple[int, ...] = ()
+    rollout_stop_token_ids: tuple[TokenId, ...] = ()
     """Token ids that end a response, beside the model's end-of-sequence token."""
+    rollout_skip_special_tokens: bool | None = Later(None)
+    """Leave special tokens, such as the end-of-sequence token, out of `sample.response`, the text that rewards, filters and hooks
+    read. The response's tokens always have them. False keeps them, which is slime's default.
+
+    True and False also go to functions of yours that sample, as `skip_special_tokens` of their sampling parameters. None: as
+    True, but those functions are given False, because text with its special tokens can be tokenized again."""
     rollout_min_new_tokens: int = Field(default=0, ge=0)
     """A response cannot end before so many tokens. The engine takes the probability of ending away until then, which training
     does not know of: `train/...logprob_abs_diff` shows it."""
@@ -61,7 +87,7 @@ class RolloutConfig(Config):
     tool_call_format: Literal["tags", "hermes"] = "tags"
     """`tags`: `<name>argument</name>`, answered by `<result>...</result>`. `hermes`: JSON in `<tool_call>` tags, answered
     as Qwen's chat template has it."""
-    max_turns: int = Field(default=5, ge=1)
+    max_turns: int = Field(default=5, ge=1, le=MOST_ROWS)
     """Responses of the policy in one rollout with tools; functions of yours find it as `args.max_turns`."""
     max_turn_tokens: int | None = Field(default=None, ge=1)
     """Longest single turn in tokens; None: what is left of rollout_max_response_len, which counts the tools' answers too."""
@@ -71,13 +97,14 @@ class RolloutConfig(Config):
     """Longest answer of a tool in tokens; the rest of it is cut off."""
     loss_mask_type: Literal["last", "all_assistant"] = "last"
     """Supervised rows in chat form: train on the last answer, or on every assistant message."""
-    over_sampling_batch_size: int | None = Field(default=None, ge=1)
+    over_sampling_batch_size: int | None = Field(default=None, ge=1, le=MOST_ROWS)
     """Prompts asked for at a time; the first rollout_batch_size groups that are accepted make the batch, the others wait in the
     buffer. None: rollout_batch_size."""
     dynamic_sampling_filter_path: str | None = None
     """Function of a finished, scored group: `keep(samples) -> bool` (or `(keep, reason)`, or slime's form with `args`).
-    A rejected group is dropped with its reason and another prompt is drawn. `rlpipe.rollout.filters.reward_nonzero_std` is
-    built in. None accepts all."""
+    A rejected group is dropped with its reason and another prompt is drawn. Built in:
+    `rlpipe.rollout.filters.reward_nonzero_std`, and `reward_nonzero_std_with_fallback`, which fills the batch with rejected
+    groups instead of sampling another round. slime's names of the two are taken too. None accepts all."""
     rollout_sample_filter_path: str | None = None
     """Function `filter(args, groups) -> None` of the batch's scored groups: a sample whose `remove_sample` it sets gets loss
     mask 0, and its reward still counts in its group."""
@@ -105,6 +132,11 @@ class RolloutConfig(Config):
     """Deadline of the whole stage."""
     min_completed_fraction: float = Field(default=1.0, gt=0, le=1)
     """The stage fails if fewer of its groups than this came back."""
+
+    @field_validator("dynamic_sampling_filter_path", mode="before")
+    @classmethod
+    def _slimes_filter_is_ours(cls, value: Any) -> Any:
+        return SLIMES_FILTERS.get(value, value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _one_way_to_sample(self):
@@ -143,6 +175,16 @@ class RolloutConfig(Config):
         """Do the engines need the tokenizer? For stop texts and least lengths, which functions of yours may ask for too."""
         functions = (self.custom_generate_function_path, self.rollout_function_path, self.eval_function_path)
         return bool(self.rollout_stop or self.rollout_min_new_tokens or self.tools or any(functions))
+
+    @property
+    def responses_skip_special_tokens(self) -> bool:
+        """True if special tokens are left out of the text of a response."""
+        return self.rollout_skip_special_tokens is not False
+
+    @property
+    def functions_skip_special_tokens(self) -> bool:
+        """`skip_special_tokens` of the sampling parameters that a function of the user is given."""
+        return self.rollout_skip_special_tokens is True
 
     @property
     def judged_by_reward(self) -> bool:

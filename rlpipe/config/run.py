@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlpipe.config.algorithms import AdvantageConfig, contradiction, set_surrogate
-from rlpipe.config.base import Config, Tuning
+from rlpipe.config.algorithms import AdvantageConfig, contradiction, set_surrogate, without_comparison
+from rlpipe.config.base import Config, Name, Tuning
 from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig
 from rlpipe.config.debug import DebugConfig
 from rlpipe.config.external import external_problem
@@ -17,6 +16,7 @@ from rlpipe.config.model import BranchModel, EngineConfig, ModelConfig, Resource
 from rlpipe.config.models import CriticConfig, ReferenceConfig, TeacherConfig
 from rlpipe.config.observe import ObserveConfig
 from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.store_root import canonical_root
 from rlpipe.config.train import CheckpointConfig, SyncConfig, TrainConfig
 
 
@@ -24,7 +24,15 @@ class StoreConfig(Config):
     """Where everything that happened is kept."""
 
     root: str | None = Tuning(None)
-    """Any fsspec URL (`s3://bucket/prefix`, `file:///data/rl`); None is `{home}/store`. Credentials come from the environment."""
+    """A directory (`/data/rl`, `file:///data/rl`) or `s3://bucket/prefix`; None is `{home}/store`. Credentials come from the
+    environment. Other protocols are refused: that the first writer of a name wins is tested for these two only."""
+
+    @field_validator("root")
+    @classmethod
+    def _is_a_root(cls, value: str | None) -> str | None:
+        if value is not None:
+            canonical_root(value)
+        return value
 
 
 class StopCondition(Config):
@@ -55,17 +63,18 @@ class OrchestrationConfig(Config):
 class RunConfig(Config):
     """One run: a branch of the store, from its first weights to `num_rollout` iterations."""
 
-    run: str
-    """Name of the run and of its branch."""
-    num_rollout: int = Tuning(..., ge=0)
-    """Iterations in total."""
+    run: Name
+    """Name of the run and of its branch. `store` and `models` are folders of the home, and no names of new runs."""
+    num_rollout: int = Tuning(..., ge=0, le=99_999_999)
+    """Iterations in total. Commits are numbered with eight digits."""
     stop_when: StopCondition | None = Tuning(None)
     """End earlier; None: never."""
     seed: int = 0
     """Seeds everything that has no seed of its own: a made model's weights, data.rollout_seed, train.seed."""
-    async_buffer_size: int = Field(default=0, ge=0)
+    async_buffer_size: int = Field(default=0, ge=0, le=10_000)
     """S: rollouts may run so many iterations ahead of training, and no token older than S weight versions is trained.
-    0 is synchronous."""
+    0 is synchronous. At most 10000: each iteration ahead is open from the start of the run, as a flow run with
+    `orchestration.iterations: deployment`."""
     deterministic: bool = False
     """Bit-exact training and replay, and batches that do not depend on which group finished first, at some cost in speed.
     On GPUs the engines sample by each request's seed too."""
@@ -94,6 +103,9 @@ class RunConfig(Config):
     gates: GatesConfig = GatesConfig()
     debug: DebugConfig = DebugConfig()
     orchestration: OrchestrationConfig = OrchestrationConfig()
+    flags: dict[str, Any] = Tuning(default_factory=dict)
+    """Flags of a command line in slime's style that set no key of their own name, by name. They change nothing here, but
+    functions of yours read them as `args.<flag>`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -102,16 +114,9 @@ class RunConfig(Config):
             return values
         values, seed = dict(values), values.get("seed", 0)
         for section, key in (("data", "rollout_seed"), ("train", "seed")):
-            if isinstance(given := values.get(section, {}), dict):
+            if type(seed) is int and isinstance(given := values.get(section, {}), dict):
                 values[section] = {key: seed, **given}
         return set_surrogate(values)
-
-    @field_validator("run")
-    @classmethod
-    def _run_is_a_name(cls, value: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", value):
-            raise ValueError(f"letters, digits, '.', '_' and '-' only, found {value!r}")
-        return value
 
     @model_validator(mode="after")
     def _batches_come_out_even(self):
@@ -156,6 +161,8 @@ class RunConfig(Config):
                 f"teacher.opd_type: sglang scores at temperature 1, but rollout.rollout_temperature is "
                 f"{self.rollout.rollout_temperature}; use opd_type: megatron"
             )
+        if self.teacher_of_samples and self.rollout.type == "dataset":
+            raise ValueError("teacher.opd_type: samples needs functions that sample; found rollout.type: dataset")
         if self.reference.ref_update_interval and not self.advantage.reference:
             raise ValueError("reference.ref_update_interval needs advantage.reference: true")
         supervised = self.rollout.type == "dataset"
@@ -166,6 +173,26 @@ class RunConfig(Config):
                 "advantage.advantage_estimator: none; found "
                 f"{self.rollout.type}, {self.train.loss.type}, {self.advantage.advantage_estimator}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _samples_of_a_prompt_can_be_compared(self):
+        if self.rollout.n_samples_per_prompt > 1 or self.debug.debug_rollout_only:
+            return self
+        fans_out = bool(self.rollout.custom_generate_function_path or self.rollout.rollout_function_path)
+        if problem := without_comparison(self.advantage, self.train.loss, fans_out=fans_out):
+            raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _held_out_sets_are_sampled_in_one_way(self):
+        whole = self.rollout.eval_function_path or self.rollout.rollout_function_path
+        for number, dataset in enumerate(self.evaluation.datasets):
+            if dataset.custom_generate_function_path and whole:
+                raise ValueError(
+                    f"evaluation.datasets.{number}.custom_generate_function_path: held-out sets are sampled by the function "
+                    f"{whole} (rollout.eval_function_path, rollout_function_path), which would not call it; leave one out"
+                )
         return self
 
     @model_validator(mode="after")
@@ -240,6 +267,11 @@ class RunConfig(Config):
         return self
 
     @property
+    def teacher_of_samples(self) -> bool:
+        """True if samples bring the teacher's log-probs themselves."""
+        return self.advantage.use_opd and self.teacher.opd_type == "samples"
+
+    @property
     def start_from(self) -> BranchModel | None:
         """The branch whose last weights are this run's first, if any."""
         return BranchModel(branch=f"{self.run}.warm_start") if self.warm_start else self.model.start_from
@@ -268,6 +300,12 @@ class RunConfig(Config):
     @property
     def critic_optimizer_steps(self) -> int:
         return self.num_rollout * self.num_steps_per_rollout
+
+    @property
+    def reads_text(self) -> bool:
+        """True if the engines need the tokenizer, for the rollouts or for a held-out set's own function."""
+        own = (dataset.custom_generate_function_path for dataset in self.evaluation.datasets)
+        return self.rollout.needs_text or any(own)
 
     @property
     def needs_engines(self) -> bool:

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlpipe.config import passthrough
+from rlpipe.config.arguments import names
 from rlpipe.config.data import FilePrompts, PythonReward, RowReward
 from rlpipe.config.flag import Flag
 from rlpipe.config.model import HuggingFaceModel
@@ -45,8 +45,9 @@ def _keys() -> frozenset[str]:
 def slime_args(config: RunConfig, *, router: str | None = None) -> Namespace:
     """The configuration as slime's `args`: an attribute for every flag of the table, of Megatron's classes and of SGLang's.
 
-    A setting that this run has not is slime's default. `router` is the URL of the run's router, for `sglang_router_ip` and
-    `sglang_router_port`; entries of `rollout.custom_config` are attributes too, and win.
+    An attribute is what the run does, where a key of ours says so; else what the command line gave; else slime's default.
+    `router` is the URL of the run's router, for `sglang_router_ip` and `sglang_router_port`; entries of
+    `rollout.custom_config` are attributes too, and win.
     """
     values = _passed_through(config)
     values |= {flag.attribute: _value(config, flag) for flag in FLAGS.values()}
@@ -60,8 +61,8 @@ def slime_args(config: RunConfig, *, router: str | None = None) -> Namespace:
 def _passed_through(config: RunConfig) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for table, prefix in (("megatron", ""), ("sglang", "sglang_"), ("router", "router_")):
-        for arguments in passthrough.load(table)["receivers"].values():
-            held = {name: entry["default"] for name, entry in arguments.items() if passthrough.OBJECT not in entry["type"]}
+        for arguments in names.load(table)["receivers"].values():
+            held = {name: entry["default"] for name, entry in arguments.items() if names.OBJECT not in entry["type"]}
             values |= {f"{prefix}{name}": held.get(name) for name in arguments}
     given = {f"sglang_{name}": value for name, value in config.engine.sglang.items()}
     given |= {f"router_{name}": value for name, value in config.engine.router.items()}
@@ -69,13 +70,16 @@ def _passed_through(config: RunConfig) -> dict[str, Any]:
 
 
 def _value(config: RunConfig, flag: Flag) -> Any:
+    """The value of the flag's key, or of the flag itself where it has no key of its own."""
     if flag.verdict != "to":
-        return flag.default
+        return config.flags.get(flag.name, flag.default)
+    missing = None if flag.key in _keys() else flag.default
     found: Any = config
     for name in flag.key.split("."):
-        missing = flag.default if flag.key not in _keys() else None
         found = found.get(name, missing) if isinstance(found, dict) else getattr(found, name, missing)
-    return list(found) if isinstance(found, tuple) else found
+    if isinstance(found, tuple):
+        return list(found) or flag.default
+    return found
 
 
 def _derived(config: RunConfig) -> dict[str, Any]:
@@ -86,15 +90,20 @@ def _derived(config: RunConfig) -> dict[str, Any]:
     loss, rollout = config.train.loss, config.rollout
     critic = config.critic.optimizer_beside(config.train.optimizer)
     mode, transport = TRANSPORTS.get(config.sync.transport, ("full", "nccl"))
+    function = rollout.rollout_function_path or FLAGS["rollout_function_path"].default
     return {
+        "rollout_function_path": function,
+        "eval_function_path": rollout.eval_function_path or function,
+        "data_source_path": rollout.data_source_path or FLAGS["data_source_path"].default,
+        "micro_batch_size": config.train.micro_batch_size or config.flags.get("micro_batch_size", 1),
         "update_weight_mode": mode,
         "update_weight_transport": transport,
         "hf_checkpoint": model,
         "ref_load": model,
-        "load": config.store.root,
+        "load": config.flags.get("load", config.store.root),
         "save": config.store.root,
-        "critic_load": config.critic.hf_checkpoint,
-        "critic_save": config.store.root,
+        "critic_load": config.critic.hf_checkpoint or config.flags.get("critic_load"),
+        "critic_save": config.flags.get("critic_save", config.store.root),
         "critic_lr": critic.lr,
         "critic_lr_warmup_iters": critic.lr_warmup_steps,
         "seed": config.seed,
@@ -105,11 +114,12 @@ def _derived(config: RunConfig) -> dict[str, Any]:
         "offload_rollout": config.resources.engines_sleep,
         "sglang_tp_size": config.resources.rollout_num_gpus_per_engine,
         "over_sampling_batch_size": rollout.groups_per_round,
+        "rollout_skip_special_tokens": rollout.functions_skip_special_tokens,
         "global_batch_size": config.train.global_batch_size or config.samples_per_iteration,
         "num_steps_per_rollout": config.num_steps_per_rollout,
         "eps_clip_high": loss.eps_clip if loss.eps_clip_high is None else loss.eps_clip_high,
         "loss_type": {ours: theirs for theirs, ours in LOSS_TYPES.items()}[loss.type],
-        "use_kl_loss": config.advantage.reference and bool(loss.kl_loss_coef),
+        "use_kl_loss": bool(loss.kl_loss_coef) or config.flags.get("use_kl_loss", False),
         "kl_loss_coef": loss.kl_loss_coef,
         "bf16": config.model.dtype == "bfloat16",
         "compute_advantages_and_returns": config.advantage.advantage_estimator != "none",
@@ -120,12 +130,14 @@ def _rewarded(config: RunConfig) -> dict[str, Any]:
     function = config.reward.function
     ours = isinstance(function, PythonReward)
     kind = function.default if isinstance(function, RowReward) else function.type
+    reward_key = getattr(function, "reward_key", None) or config.flags.get("reward_key")
     return {
         "rm_type": {"remote": "remote_rm", "python": None, "none": None}.get(kind or "", kind),
-        "rm_url": getattr(function, "url", None),
+        "rm_url": getattr(function, "url", None) or config.teacher.url or config.flags.get("rm_url"),
         "custom_rm_path": function.path if ours else None,
-        "group_rm": ours and function.group,
-        "reward_key": getattr(function, "reward_key", None),
+        "group_rm": (ours and function.group) or config.flags.get("group_rm", False),
+        "reward_key": reward_key,
+        "eval_reward_key": config.flags.get("eval_reward_key", reward_key),
         "custom_reward_post_process_path": config.reward.custom_reward_post_process_path,
     }
 

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.config.flags import Given
+from rlpipe.config.rollout import SLIMES_FILTERS
 from rlpipe.config.slime import FLAGS, LOSS_TYPES
 from rlpipe.config.slime_eval import datasets
 from rlpipe.config.slime_megatron import MODEL
 from rlpipe.config.slime_reward import reward_function
-from rlpipe.config.text import parse
+from rlpipe.config.text import parse, read
 from rlpipe.errors import ConfigError
 
 BASE = Path(__file__).with_name("slime.yaml")
@@ -31,7 +32,7 @@ THEIR_FUNCTIONS = {
     "slime.rollout.data_source.RolloutDataSourceWithBuffer": None,
     "slime.rollout.data_source.RolloutDataSource": None,
     "slime.rollout.sglang_streaming_rollout.generate_streaming": None,
-    "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": "rlpipe.rollout.filters.reward_nonzero_std",
+    **SLIMES_FILTERS,
 }
 """Functions of slime's own that its command lines name → ours; None where it is what rlpipe does without being told."""
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
@@ -49,7 +50,7 @@ def keys_of(given: Given) -> Keys:
         keys.pop("debug.debug_train_only", None)  # how slime does without engines, which supervised rows never need here
     if values.get("data_source_path") and "rollout.data_source_path" in keys and "prompt_data" not in values:
         keys = {key: value for key, value in keys.items() if not key.startswith("data.prompts.")} | {"data.prompts": None}
-    for part in (_model, _prompts, _loss, _kl, _batch, _resources, _sync, _store, _critic, _numbers):
+    for part in (_checkpoints, _model, _prompts, _loss, _kl, _batch, _resources, _sync, _store, _critic, _numbers):
         keys |= part(values)
     if "rollout_function_path" in values:
         keys |= _rollout_function(values)
@@ -67,8 +68,38 @@ def keys_of(given: Given) -> Keys:
 
 
 def overrides_of(given: Given) -> list[str]:
-    """The same as `dotted.key=value` overrides, with those of the command line after them."""
-    return [*(f"{key}={json.dumps(value)}" for key, value in keys_of(given).items()), *given.overrides]
+    """The same as `dotted.key=value` overrides, with those of the command line after them.
+
+    Flags that set no key of their own are kept as `flags.<name>`, for the `args` of functions.
+    """
+    values, _ = _with_custom_config(given.own)
+    kept = {f"flags.{name}": value for name, value in values.items() if FLAGS[name].verdict != "to"}
+    return [*(f"{key}={json.dumps(value)}" for key, value in (keys_of(given) | kept).items()), *given.overrides]
+
+
+def differences(given: Given) -> list[str]:
+    """One sentence for each flag that computes something else than in slime, and cannot be made to compute the same."""
+    values, _ = _with_custom_config(given.own)
+    estimator = values.get("advantage_estimator")
+    found = {
+        "--rollout-top-p: log-probs are those of the whole distribution; slime takes those of the nucleus": (
+            values.get("rollout_top_p", 1.0) != 1.0
+        ),
+        "--use-rollout-logprobs: the KL in the reward and the distillation term are measured from the trainer's log-probs; "
+        "slime measures them from the engine's": values.get("use_rollout_logprobs")
+        and (values.get("kl_coef") or values.get("use_opd")),
+        "--kl-coef with ppo: the critic learns returns with the KL in them; slime's learns returns without": (
+            estimator == "ppo" and values.get("kl_coef")
+        ),
+        "--partial-rollout: a group with tokens older than async_buffer_size begins again; slime trains on them. "
+        "--mask-offpolicy-in-partial-rollout keeps them without a part in the loss, in both": (
+            values.get("partial_rollout") and not values.get("mask_offpolicy_in_partial_rollout")
+        ),
+        "--eps-clip with cispo: the lower bound of the ratio is active, as in slime; --eps-clip 1.0 is the paper's": (
+            estimator == "cispo" and values.get("eps_clip", 0.2) < 1
+        ),
+    }
+    return [text for text, is_so in found.items() if is_so]
 
 
 def _with_custom_config(values: Values) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -82,10 +113,7 @@ def _with_custom_config(values: Values) -> tuple[dict[str, Any], dict[str, Any]]
 
 def read_yaml(path: str, flag: str) -> dict[str, Any]:
     """A YAML file that a flag names. Raises: ConfigError."""
-    try:
-        content, _ = parse(Path(path).read_text(encoding="utf-8"), path)
-    except OSError as error:
-        raise ConfigError("the file cannot be read", where=flag, found=f"{path}: {error.strerror}") from error
+    content, _ = parse(read(Path(path), "the file", flag), path)
     if not isinstance(content, dict):
         raise ConfigError("the file is not a mapping of keys", where=flag, found=path)
     return content
@@ -104,14 +132,6 @@ def _model(values: Values) -> Keys:
     if directory is None:
         return {}
     check_model(values, directory)
-    other = values.get("ref_load")
-    if other and (Path(other) / "config.json").is_file() and Path(other).resolve() != Path(directory).resolve():
-        raise ConfigError(
-            "the reference is the model that the run starts with",
-            where="--ref-load",
-            found=other,
-            expected=f"{directory} (--hf-checkpoint), or the checkpoint that slime made of it",
-        )
     return {"model.source": {"type": "huggingface", "hf_checkpoint": directory}}
 
 
@@ -247,34 +267,89 @@ def _sync(values: Values) -> Keys:
 
 
 def _store(values: Values) -> Keys:
-    save, load = values.get("save"), values.get("load")
-    if load and load != save and Path(load).exists() and not _is_model(load, values):
-        raise _foreign("--load", load, "--save", "--hf-checkpoint")
-    return {"store.root": str(Path(save).absolute()) if "://" not in save else save} if save else {}
+    save = values.get("save")
+    if not save:
+        return {}
+    return {"store.root": save if "://" in save else str(Path(save).absolute())}
 
 
 def _critic(values: Values) -> Keys:
     load = values.get("critic_load")
-    if not load or load in (values.get("critic_save"), values.get("save")) or not Path(load).exists() or _is_model(load, values):
+    if not load or not (Path(load) / "config.json").is_file() or _same_folder(load, values.get("hf_checkpoint")):
         return {}
-    if not (Path(load) / "config.json").is_file():
-        raise _foreign("--critic-load", load, "--critic-save", "a Hugging Face directory")
     return {"critic.hf_checkpoint": load}
 
 
-def _foreign(flag: str, found: str, own: str, model: str) -> ConfigError:
-    return ConfigError(
-        "weights are not loaded from another framework's checkpoint",
-        where=flag,
-        found=found,
-        expected=f"the folder of {own} (a run goes on by itself), or {model}",
-        do=f"make it a Hugging Face directory (tools/convert_torch_dist_to_hf.py) and give that as "
-        f"{'--hf-checkpoint' if flag == '--load' else flag}",
+def _checkpoints(values: Values) -> Keys:
+    """Refuse every flag that names first weights which this version does not read.
+
+    slime starts from --load, else from --ref-load, and takes the model's shape alone from --hf-checkpoint. A run of
+    rlpipe starts from --hf-checkpoint. Starting without a word from other weights than slime would is worse than an error.
+    """
+    reference = values.get("ref_load")
+    if reference and not _same_folder(reference, values.get("hf_checkpoint")):
+        raise _unread("--ref-load", reference, "the same directory as --hf-checkpoint, or no --ref-load")
+    for name, own in (("load", "save"), ("critic_load", "critic_save")):
+        _check_load(values, name, own)
+    teacher = values.get("opd_teacher_load")
+    if teacher and Path(teacher).is_dir() and not (Path(teacher) / "config.json").is_file():
+        raise _unread("--opd-teacher-load", teacher, "a Hugging Face directory", give_as="--opd-teacher-load")
+    return {}
+
+
+def _check_load(values: Values, name: str, own: str) -> None:
+    """Refuse weights that `--load` or `--critic-load` would bring.
+
+    Launch scripts give the same folder as --load and --save. Before the first start it is absent or empty, and later it
+    holds the run's own store, from which a run of the same name continues: both are accepted.
+    """
+    load = values.get(name)
+    critic = name == "critic_load"
+    if not load or _same_folder(load, values.get("hf_checkpoint")):
+        return
+    if critic and (Path(load) / "config.json").is_file():
+        return
+    folder = Path(load)
+    is_own = any(_same_folder(load, values.get(flag)) for flag in (own, "save"))
+    there = "://" in load or (folder.exists() and (not folder.is_dir() or any(folder.iterdir())))
+    if not there or (is_own and not _is_checkpoint(folder)):
+        return
+    if is_own or not _is_store(folder):
+        accepted = "a Hugging Face directory" if critic else "--hf-checkpoint"
+        expected = f"{accepted}, or the folder of {FLAGS[own].spelled} without another framework's checkpoint"
+        raise _unread(FLAGS[name].spelled, load, expected, give_as=FLAGS[name].spelled if critic else "--hf-checkpoint")
+    raise ConfigError(
+        "a run does not continue from another store",
+        where=FLAGS[name].spelled,
+        found=load,
+        expected="the folder of --save",
+        do=f"give --save {load} and the run's name to continue it, or --fork RUN for a run of its own",
     )
 
 
-def _is_model(load: str, values: Values) -> bool:
-    return Path(load).resolve() in [Path(str(values.get(name))).resolve() for name in ("hf_checkpoint", "ref_load")]
+def _same_folder(path: str, other: str | None) -> bool:
+    return other is not None and (path == other or Path(path).resolve() == Path(other).resolve())
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """True if the folder holds Megatron's or Hugging Face's weights."""
+    names = ("latest_checkpointed_iteration.txt", "metadata.json", ".metadata", "common.pt", "config.json")
+    return any((folder / name).exists() for name in names) or any(folder.glob("iter_*"))
+
+
+def _is_store(folder: Path) -> bool:
+    return (folder / "branches").is_dir()
+
+
+def _unread(flag: str, found: str, expected: str, *, give_as: str = "--hf-checkpoint") -> ConfigError:
+    return ConfigError(
+        "a run does not start from these weights",
+        where=flag,
+        found=found,
+        expected=expected,
+        do=f"leave {flag} out if the Hugging Face directory holds the same weights; else convert a Megatron checkpoint (python "
+        f"tools/convert_torch_dist_to_hf.py --input-dir {found} --output-dir OUT --origin-hf-dir MODEL) and give {give_as} OUT",
+    )
 
 
 def _numbers(values: Values) -> Keys:

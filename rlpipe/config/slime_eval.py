@@ -14,7 +14,7 @@ from typing import Any
 
 from rlpipe.config.problems import nearest
 from rlpipe.config.slime_reward import reward_function
-from rlpipe.config.text import parse
+from rlpipe.config.text import parse, read
 from rlpipe.errors import ConfigError
 
 PROMPTS = {
@@ -37,10 +37,11 @@ SAMPLING = (
     "stop",
     "stop_token_ids",
     "metadata_overrides",
+    "custom_generate_function_path",
+    "skip_special_tokens",
 )
 REWARD = ("rm_type", "rm_url", "custom_rm_path", "reward_key")
 ELSEWHERE = {
-    "custom_generate_function_path": "it is the run's: rollout.custom_generate_function_path",
     "repetition_penalty": "it would not be the distribution that is trained",
 }
 FLAGS = {
@@ -77,10 +78,7 @@ def datasets(values: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _of_file(path: str) -> list[dict[str, Any]]:
-    try:
-        content, _ = parse(Path(path).read_text(encoding="utf-8"), path)
-    except OSError as error:
-        raise ConfigError("the file cannot be read", where="--eval-config", found=f"{path}: {error.strerror}") from error
+    content, _ = parse(read(Path(path), "the file", "--eval-config"), path)
     section = content.get("eval", content) if isinstance(content, dict) else None
     sets = section.get("datasets") if isinstance(section, dict) else None
     if isinstance(sets, dict):

@@ -70,7 +70,7 @@ MEGATRON: tuple[Flag, ...] = (
     neutral("no_position_embedding", "on", False, "config.json says it"),
     neutral("position_embedding_type", "str", "rope", "config.json says it"),
     neutral("rotary_percent", "float", 1.0, "config.json says it"),
-    neutral("make_vocab_size_divisible_by", "int", 128, "the vocabulary is padded as tensor parallelism needs it"),
+    to("make_vocab_size_divisible_by", "int", 128, "train.megatron.make_vocab_size_divisible_by"),
     neutral("seq_length", "int", 4096, "batches are packed; see rollout.rollout_max_context_len"),
     neutral("max_position_embeddings", "int", None, "config.json says it"),
     neutral("max_positional_embedding", "int", None, "config.json says it"),

@@ -5,6 +5,7 @@
     from slime.rollout.sglang_rollout import GenerateState  tokenizer, sampling_params, semaphore
     from slime.rollout.base_types import RolloutFnTrainOutput, RolloutFnEvalOutput
     from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+    from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
     from slime.utils.async_utils import run
 
 Only what such files use; anything else of slime is an ImportError of theirs. Not here: what the functions are called with, and
@@ -15,9 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import statistics
 import sys
 from argparse import Namespace
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -66,6 +68,28 @@ class DynamicFilterOutput:
     keep: bool
     reason: str | None = None
     keep_when_insufficient: bool = False
+    """A group that is not kept fills the batch when too few others are kept, in place of another sampling round."""
+
+
+SMALLEST_STD = 1e-6
+"""slime's bound: rewards that a verifier rounds differently by less are equal."""
+
+
+def check_reward_nonzero_std(args: Any, samples: Sequence[Any], **_: Any) -> DynamicFilterOutput:
+    """slime's: keep a group whose rewards have an unbiased standard deviation above 1e-6, in float64.
+
+    A group of one has no deviation and is not kept, as in slime.
+    """
+    rewards = [float(sample.get_reward_value(args)) for sample in samples]
+    keep = len(rewards) > 1 and statistics.stdev(rewards) > SMALLEST_STD
+    return DynamicFilterOutput(keep, None if keep else f"zero_std_{round(rewards[0], 1) + 0.0:g}")
+
+
+def check_reward_nonzero_std_with_fallback(args: Any, samples: Sequence[Any], **keywords: Any) -> DynamicFilterOutput:
+    """slime's: the same, and what is not kept fills the batch when too few others are kept."""
+    output = check_reward_nonzero_std(args, samples, **keywords)
+    output.keep_when_insufficient = True
+    return output
 
 
 @dataclass
@@ -85,7 +109,7 @@ class GenerateState:
         names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_new_tokens": "max_response_len"}
         params = {ours: getattr(args, f"rollout_{theirs}") for ours, theirs in names.items()}
         params |= {"stop": args.rollout_stop, "stop_token_ids": args.rollout_stop_token_ids}
-        self.sampling_params = {**params, "skip_special_tokens": False, "no_stop_trim": True}
+        self.sampling_params = {**params, "skip_special_tokens": args.rollout_skip_special_tokens, "no_stop_trim": True}
 
 
 async def post(url: str, payload: Any, max_retries: int = ATTEMPTS, headers: dict[str, str] | None = None) -> Any:
@@ -132,6 +156,10 @@ MODULES: dict[str, dict[str, Any]] = {
     "slime.rollout.sglang_rollout": {"GenerateState": GenerateState},
     "slime.rollout.filter_hub": {},
     "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": DynamicFilterOutput},
+    "slime.rollout.filter_hub.dynamic_sampling_filters": {
+        "check_reward_nonzero_std": check_reward_nonzero_std,
+        "check_reward_nonzero_std_with_fallback": check_reward_nonzero_std_with_fallback,
+    },
 }
 
 

@@ -25,6 +25,7 @@ def reward_function(values: Mapping[str, Any], *, where: str = "--rm-type") -> d
     """`reward.function` of the flags (or of a held-out set's keys); None if they say nothing of it. Raises: ConfigError."""
     path, kind = values.get("custom_rm_path"), values.get("rm_type")
     key = values.get("reward_key")
+    entry = {} if key is None else {"reward_key": key}
     if path is not None:
         return {"type": "python", "path": path, "group": bool(values.get("group_rm")), "reward_key": key}
     if kind == "remote_rm":
@@ -33,9 +34,9 @@ def reward_function(values: Mapping[str, Any], *, where: str = "--rm-type") -> d
         return {"type": "remote", "url": values["rm_url"], "reward_key": key}
     if kind is None:
         prompts = "prompt_data" in values or "data_source_path" in values
-        return {"type": "by_row"} if prompts and values.get("loss_type") != "sft_loss" else None
+        return {"type": "by_row", **entry} if prompts and values.get("loss_type") != "sft_loss" else None
     check_rule(kind, where)
-    return {"type": "by_row", "default": kind}
+    return {"type": "by_row", "default": kind, **entry}
 
 
 def check_rule(kind: str, where: str) -> None:

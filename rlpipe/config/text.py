@@ -12,11 +12,13 @@ Not here: what the keys mean (`run`), or where recipes are kept (`load`).
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from rlpipe.errors import ConfigError
+from rlpipe.plain_files import read_plain
 
 _SCALARS = (
     ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -31,6 +33,8 @@ _SCALARS = (
 _PATTERNS = {"tag:yaml.org,2002:str": ".*", **{tag: pattern for tag, pattern, _ in _SCALARS}}
 _COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 _DEEPEST, _MOST_VALUES, _MOST_DIGITS = 50, 100_000, 100
+MOST_BYTES = 1024**2
+"""Of a document. PyYAML reads a megabyte in a second; the longest recipe of the project has 4000 bytes."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -68,6 +72,10 @@ def parse(text: str, where: str) -> tuple[Any, dict[str, int]]:
 
     Raises: ConfigError naming `where` and the line, for bad YAML, for a key that is written twice, for what is no plain data.
     """
+    if len(text) > MOST_BYTES:
+        raise ConfigError(
+            "too long to be a configuration", where=where, found=f"{len(text)} characters", expected=f"at most {MOST_BYTES}"
+        )
     loader: _Loader | None = None
     try:
         loader = _Loader(text)
@@ -80,12 +88,32 @@ def parse(text: str, where: str) -> tuple[Any, dict[str, int]]:
         if isinstance(error, ConfigError):
             raise
         mark = getattr(error, "problem_mark", None)
-        raise ConfigError(
-            "not valid YAML", where=f"{where}:{mark.line + 1}" if mark else where, found=getattr(error, "problem", None) or error
-        ) from error
+        problem = getattr(error, "problem", None) or str(error)
+        if problem.startswith("but "):
+            problem = f"{getattr(error, 'context', '')}, {problem}"
+        do = "indent with spaces" if "'\\t'" in problem else None
+        raise ConfigError("not valid YAML", where=f"{where}:{mark.line + 1}" if mark else where, found=problem, do=do) from error
     finally:
         if loader is not None:
             loader.dispose()
+
+
+def read(path: Path, what: str, flag: str | None = None) -> str:
+    """The text of a YAML file. Raises: ConfigError naming `what` it is, for anything but a regular file of UTF-8 text.
+
+    `flag`: what names the file on a command line.
+    """
+    expected = f"a YAML file in UTF-8 of at most {MOST_BYTES} bytes"
+    try:
+        content = read_plain(path, at_most_bytes=MOST_BYTES)
+        if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise ValueError("UTF-16")
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
+    except (OSError, ValueError) as error:
+        found = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"{what} cannot be read", where=flag or str(path), found=f"{path}: {found}" if flag else found, expected=expected
+        ) from error
 
 
 def _construct(loader: _Loader, node: yaml.Node, key: str, lines: dict[str, int], where: str, depth: int = 0) -> Any:
@@ -125,6 +153,9 @@ def _mapping(loader: _Loader, node: yaml.MappingNode, key: str, lines: dict[str,
             raise ConfigError("not valid YAML", where=f"{where}:{line}", found="a list or mapping as a key", expected="a name")
         name = str(_scalar(loader, name_node, f"{where}:{line}"))
         dotted = _join(key, name)
+        if name == "<<":
+            found, do = "a merge key (<<), which YAML 1.2 does not have", "write the keys out"
+            raise ConfigError("not valid YAML", where=f"{where}:{line}", found=found, do=do)
         if name in values:
             raise ConfigError(
                 "this key is written twice",

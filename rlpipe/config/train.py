@@ -27,11 +27,15 @@ class ParallelConfig(Config):
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
 
+LARGEST_LR = 10.0
+"""Adam moves a parameter by about the learning rate in each step, and few parameters of a model are larger than this."""
+
+
 class OptimizerConfig(Config):
     """Adam and its schedule, in optimizer steps."""
 
-    lr: float = Field(default=1e-6, ge=0)
-    min_lr: float = Field(default=0.0, ge=0)
+    lr: float = Field(default=1e-6, ge=0, le=LARGEST_LR)
+    min_lr: float = Field(default=0.0, ge=0, le=LARGEST_LR)
     """Floor of a decaying schedule."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     lr_warmup_steps: int = Field(default=0, ge=0)
@@ -83,7 +87,8 @@ class TrainConfig(Config):
     use_distributed_optimizer: bool = False
     """Shard optimizer state over data parallel ranks."""
     megatron: dict[str, Any] = Field(default_factory=dict)
-    """Megatron-core arguments by their own names (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig). With
+    """Megatron-core arguments by their own names (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig), and
+    `make_vocab_size_divisible_by`: the vocabulary is padded to a multiple of it times the tensor parallel size (default 1). With
     `recompute_granularity: full` alone each layer is recomputed by itself, which keeps the least."""
     timeout_s: float = Tuning(default=3600.0, gt=0)
     """Deadline of the whole stage."""
@@ -135,10 +140,13 @@ class SyncConfig(Config):
     check_weight_update_equal: bool = Tuning(False)
     """In every push, overwrite what the engines hold with random numbers, send all weights again and compare: the stage fails by
     the names of tensors that did not come back as they were. Doubles the time of a push; the trainer keeps a copy on the CPU."""
-    probe_samples: int = Tuning(default=4, ge=0)
-    """After a push, so many samples of the batch are scored by engine and trainer and compared; 0 is no check."""
+    probe_samples: int = Tuning(default=8, ge=0)
+    """Samples of the batch that engines and trainer both score after a push; 0 is no check. See
+    `rlpipe.sync.probe` for the faults that this finds."""
     max_logprob_difference: float | None = Tuning(default=None, gt=0)
-    """The stage fails if they differ by more; None: 1e-3 in float32, 0.3 in bfloat16, 1 with FP8 engines."""
+    """The stage fails if the mean absolute difference of their log-probs (nats, each token weighted
+    by its probability) is larger. None: 1e-4 in float32, 0.1 in bfloat16, 0.3 with FP8 engines, and
+    more where the trainer's own scores depend on how samples are packed."""
     timeout_s: float = Tuning(default=600.0, gt=0)
     """Deadline of the whole stage."""
 

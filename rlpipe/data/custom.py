@@ -17,6 +17,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rlpipe.config.guard import error_text, guarded
 from rlpipe.config.hooks import check_call, load_hook, takes
 from rlpipe.data.prompts import PromptRow
 from rlpipe.errors import ConfigError, HookError
@@ -38,7 +39,7 @@ class CustomSource:
         if not is_source:
             raise ConfigError("not a data source", where=key, found=path, expected=expected)
         check_call(self._make, args, path=path, key=key, expected=expected)
-        self._source: Any = self._make(args)
+        self._source: Any = self._asked("", self._make, args)
         self._position = 0
 
     @property
@@ -56,24 +57,28 @@ class CustomSource:
         groups = self._get(number)
         self._position += number
         if hasattr(self._source, "save"):
-            self._source.save(iteration)
+            self._asked("save", self._source.save, iteration)
         return [_row(group, f"{self._path} group {drawn + place}") for place, group in enumerate(groups)]
 
     def _go_to(self, drawn: int, iteration: int) -> None:
         if self._position > drawn:
-            self._source, self._position = self._make(self._args), 0
+            self._source, self._position = self._asked("", self._make, self._args), 0
         if self._position < drawn and hasattr(self._source, "load"):
-            self._source.load(iteration - 1)
+            self._asked("load", self._source.load, iteration - 1)
             self._position = drawn
         while self._position < drawn:
             self._position += len(self._get(min(256, drawn - self._position)))
 
-    def _get(self, number: int) -> list[Any]:
+    def _asked(self, name: str, method: Callable[..., Any], argument: Any) -> Any:
+        """What the source answers. Raises: HookError for whatever it raises."""
         try:
-            groups = self._source.get_samples(number)
+            return guarded(method)(argument)
         except Exception as error:  # a hook may raise anything
-            found = f"{type(error).__name__}: {error}"
-            raise HookError("the data source failed", where=f"{self._path}.get_samples({number})", found=found) from error
+            where = f"{self._path}.{name}({argument})" if name else self._path
+            raise HookError("the data source failed", where=where, found=error_text(error)) from error
+
+    def _get(self, number: int) -> list[Any]:
+        groups = self._asked("get_samples", self._source.get_samples, number)
         if not isinstance(groups, list | tuple) or len(groups) != number or not all(groups):
             found = f"{len(groups)} groups" if isinstance(groups, list | tuple) else type(groups).__name__
             expected = f"a list of {number} groups, each a list of samples"
@@ -87,7 +92,37 @@ def _row(group: Any, where: str) -> PromptRow:
     prompt, label = getattr(sample, "prompt", None), getattr(sample, "label", None)
     if not prompt:
         raise HookError("a sample without a prompt", where=where, found=repr(prompt), expected="a text, or messages")
+    for one in group if isinstance(group, list | tuple) else [group]:
+        _check_unkept(one, where)
     return PromptRow(prompt, None if label is None else str(label), dict(getattr(sample, "metadata", None) or {}), where)
+
+
+UNKEPT = (
+    "custom_rm_path",
+    "generate_function_path",
+    "teacher_log_probs",
+    "train_metadata",
+    "multimodal_inputs",
+    "multimodal_train_inputs",
+)
+
+
+def is_given(value: Any) -> bool:
+    """True unless a field holds None or an empty container, with which slime's files mean the same."""
+    return value is not None and not (isinstance(value, dict | list | tuple | str) and not value)
+
+
+def _check_unkept(sample: Any, where: str) -> None:
+    """Raises: HookError for a field that the plan, which has prompt, label and metadata, would lose."""
+    for name in UNKEPT:
+        if is_given(value := getattr(sample, name, None)):
+            raise HookError(
+                f"sample.{name} is not kept from the data source to the rollout",
+                where=where,
+                found=repr(value)[:200],
+                expected="None; prompt, label and metadata are kept",
+                do="set it in a sample hook or a generate function, from an entry of sample.metadata",
+            )
 
 
 class BufferFilter:

@@ -8,12 +8,15 @@ Not here: what a row must hold (`rows`).
 
 from __future__ import annotations
 
+import codecs
 import json
+import os
 import re
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -23,8 +26,21 @@ import pyarrow.parquet as pq
 
 from rlpipe.data.rows import short
 from rlpipe.errors import DataError
+from rlpipe.plain_files import open_plain
 
 Row = tuple[str, dict[str, Any]]
+LONGEST_LINE_BYTES = 64 * 1024**2
+"""Of a row of a `.jsonl` file. JSON of this size takes a gigabyte as Python objects, in each process that reads it."""
+MAGIC = {
+    b"PAR1": "a Parquet file",
+    b"\x1f\x8b": "a gzip file",
+    b"\x28\xb5\x2f\xfd": "a Zstandard file",
+    b"PK\x03\x04": "a zip file",
+    b"\xff\xfe": "text in UTF-16",
+    b"\xfe\xff": "text in UTF-16",
+    b"version https://git-lfs": "a pointer of git-lfs, whose contents were not downloaded",
+}
+"""First bytes of what is often found under the name of a prompt file."""
 SLICE = re.compile(r"(?P<path>.*)@\[(?P<start>-?\d{0,15}):(?P<stop>-?\d{0,15})\]")
 
 
@@ -60,6 +76,12 @@ class FileRows:
     def __len__(self) -> int:
         return len(self._numbers)
 
+    @property
+    def place(self) -> tuple[str, range]:
+        """Which file, however its path is spelled, and the numbers of its rows."""
+        local = _local(self.path)
+        return (self.path if local is None else os.path.realpath(local)), self._numbers
+
     def __iter__(self) -> Iterator[Row]:
         return (self._open.read(number) for number in self._numbers)
 
@@ -77,8 +99,11 @@ class _Lines:
 
     def __init__(self, path: str) -> None:
         self._path, self._held = path, bytes_of(path)
-        lines = self._held.split(b"\n")
-        starts = [0, *accumulate(len(line) + 1 for line in lines)]
+        if found := _other_kind(self._held):
+            raise DataError("not a file of JSON lines", where=path, found=found, expected="one JSON object a line, in UTF-8")
+        begin = len(codecs.BOM_UTF8) if self._held.startswith(codecs.BOM_UTF8) else 0
+        lines = self._held[begin:].split(b"\n")
+        starts = list(accumulate((len(line) + 1 for line in lines), initial=begin))
         self._lines = [
             (number, starts[number - 1], len(line), zlib.crc32(line))
             for number, line in enumerate(lines, start=1)
@@ -94,10 +119,17 @@ class _Lines:
         where = f"{self._path}:{number}"
         if zlib.crc32(line) != checksum:
             raise _changed(where)
+        if length > LONGEST_LINE_BYTES:
+            expected = f"at most {LONGEST_LINE_BYTES} bytes a row"
+            raise DataError("the line is too long for a row", where=where, found=f"{length} bytes", expected=expected)
         try:
-            content = json.loads(line)
+            content = json.loads(line, object_pairs_hook=partial(_object, where=where))
+        except DataError:
+            raise
         except (ValueError, RecursionError) as error:
-            raise DataError("the line is not JSON", where=where, found=f"{short(line)} ({error})") from error
+            array = index == 0 and line.lstrip().startswith(b"[")
+            do = "the file seems to be one JSON array; write its rows as lines: jq -c '.[]'" if array else None
+            raise DataError("the line is not JSON", where=where, found=f"{short(line)} ({error})", do=do) from error
         if not isinstance(content, dict):
             raise DataError("the line is not a JSON object", where=where, found=short(content), expected="{...}")
         return where, content
@@ -133,13 +165,30 @@ class _Groups:
         self._held, self._group, self._rows = b"", -1, []
 
 
+def _object(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
+    """The object of a row's JSON. Python would keep the last of two values of one key, in silence. Raises: DataError."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise DataError("a key is written twice in one object", where=where, found=", ".join(map(repr, twice)), do="keep one")
+    return made
+
+
+def _other_kind(content: bytes) -> str | None:
+    """What a file is that is no text of JSON lines; None if its first bytes say nothing."""
+    return next((kind for magic, kind in MAGIC.items() if content.startswith(magic)), None)
+
+
 @contextmanager
 def _parquet_of(path: str, content: bytes) -> Iterator[pq.ParquetFile]:
     """To be read within. Raises: DataError for what Arrow cannot read."""
     try:
         yield pq.ParquetFile(pa.BufferReader(content))
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise DataError("the file is not Parquet", where=path, found=str(error)) from error
+        text = "text, perhaps JSON lines (.jsonl)" if content.lstrip().startswith(b"{") else None
+        found = _other_kind(content.removeprefix(b"PAR1")) or text or str(error)
+        raise DataError("the file is not Parquet", where=path, found=found, expected="a whole Parquet file") from error
 
 
 def _changed(where: str) -> DataError:
@@ -153,9 +202,18 @@ def bytes_of(path: str) -> bytes:
     return _part_of(path, 0, None)
 
 
+def _local(path: str) -> str | None:
+    """The path of a local file; None for a URL of another protocol."""
+    if "://" not in path and "::" not in path:
+        return os.path.expanduser(path)  # noqa: PTH111 - leaves "~somebody" as it is where pathlib raises
+    protocol, _, rest = path.partition("://")
+    return rest if protocol in ("file", "local") else None
+
+
 def _part_of(path: str, start: int, length: int | None) -> bytes:
     try:
-        with fsspec.open(path, "rb") as stream:
+        local = _local(path)
+        with fsspec.open(path, "rb") if local is None else open_plain(local) as stream:
             if start:
                 stream.seek(start)  # pyright: ignore[reportAttributeAccessIssue]
             return stream.read() if length is None else stream.read(length)  # pyright: ignore[reportAttributeAccessIssue]

@@ -70,8 +70,27 @@ def load_prompts(source: PromptSource, *, streaming: bool = False, workers: int 
 
         return [PromptRow(made.prompt, made.label, made.metadata, made.where) for made in make_questions(source)]
     if streaming:
-        return StreamedPrompts(source, _each(partial(_index, source=source), source.paths, workers))
-    return [row for rows in _each(partial(_read, source=source), source.paths, workers) for row in rows]
+        files = _each(partial(_index, source=source), source.paths, workers)
+        _refuse_doubles([rows.place for rows in files], source.paths)
+        return StreamedPrompts(source, files)
+    read = _each(partial(_read, source=source), source.paths, workers)
+    _refuse_doubles([place for place, _ in read], source.paths)
+    return [row for _, rows in read for row in rows]
+
+
+def _refuse_doubles(places: Sequence[tuple[str, range]], paths: Sequence[str]) -> None:
+    """Raises: DataError if two paths give a row of one file, which would be drawn twice as often as the others."""
+    for later, (file, rows) in enumerate(places):
+        for earlier in range(later):
+            other, others = places[earlier]
+            if file == other and range(max(rows.start, others.start), min(rows.stop, others.stop)):
+                raise DataError(
+                    "the same rows are given twice",
+                    where=f"prompts.paths.{later}",
+                    found=f"{paths[later]}, and {paths[earlier]} before it",
+                    expected="each row of a file once; slices of one file (path@[a:b]) that do not overlap",
+                    do="leave one of them out; to draw rows more often, write them to a file of their own",
+                )
 
 
 def with_metadata(rows: Sequence[PromptRow], entries: Mapping[str, Any]) -> Sequence[PromptRow]:
@@ -86,8 +105,9 @@ def _each(read: Callable[[str], Part], paths: Sequence[str], workers: int) -> li
         return list(pool.map(read, paths))
 
 
-def _read(path: str, source: FilePrompts) -> list[PromptRow]:
-    return [_row(content, source, where) for where, content in FileRows(path)]
+def _read(path: str, source: FilePrompts) -> tuple[tuple[str, range], list[PromptRow]]:
+    rows = FileRows(path)
+    return rows.place, [_row(content, source, where) for where, content in rows]
 
 
 def _index(path: str, source: FilePrompts) -> FileRows:

@@ -8,13 +8,14 @@ Not here: which row comes when (`source`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from rlpipe.config.base import MOST_TOKENS
 from rlpipe.config.data import DataConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.prompts import PromptRow
@@ -29,13 +30,37 @@ if TYPE_CHECKING:
 class Encoded:
     """A row in tokens. `prompt` is what the ids say (rendered text), or the messages of a supervised chat row.
 
-    `response_ids` and `loss_mask` have the same length; both are empty where the response is to be sampled.
+    Of a prompt that was cut, the text is that of the ids that are left; messages stay whole. `response_ids` and `loss_mask` have
+    the same length; both are empty where the response is to be sampled.
     """
 
     prompt: Prompt
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...] = ()
     loss_mask: tuple[int, ...] = ()
+    overlong: Overlong | None = None
+    """Set if the prompt is longer than its limit: it is cut to the limit, or left to the caller to drop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlong:
+    """A prompt that is longer than its limit. `tokens` is its whole length; `setting` names the limit."""
+
+    where: str
+    tokens: int
+    limit: int
+    setting: str
+
+    @property
+    def error(self) -> DataError:
+        """The error that names the row."""
+        return DataError(
+            "the prompt is too long",
+            where=self.where,
+            found=f"{self.tokens} tokens",
+            expected=f"at most {self.limit} ({self.setting})",
+            do="leave the row out, raise the limit, or set data.overlong_prompts: drop or truncate_left",
+        )
 
 
 def load_tokenizer(directory: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -55,12 +80,21 @@ def load_tokenizer(directory: str, *, trust_remote_code: bool = False) -> PreTra
         ) from error
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, rollout: RolloutConfig) -> Encoded:
-    """The row as it will be sampled from. Raises: DataError naming the row if it is empty, not renderable or too long."""
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    row: PromptRow,
+    data: DataConfig,
+    rollout: RolloutConfig,
+    *,
+    model_context_len: int | None = None,
+) -> Encoded:
+    """The row as it will be sampled from. `model_context_len`: longest prompt + response of the model; None: not a limit.
+
+    Raises: DataError naming the row if it is empty or not renderable, or too long with `data.overlong_prompts: error`.
+    """
     text = render(tokenizer, row.prompt, data, where=row.where, tools=row.metadata.get("tools"))
     encoded = Encoded(text, _ids(tokenizer, text))
-    _check_lengths(encoded, row.where, data, rollout)
-    return encoded
+    return _within_limits(tokenizer, encoded, row.where, data, rollout, model_context_len)
 
 
 def encode_supervised(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, rollout: RolloutConfig) -> Encoded:
@@ -70,11 +104,11 @@ def encode_supervised(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: 
     more assistant message if there is one; `loss_mask_type` says which assistant messages count, and
     `"step_loss_mask": 0` in a message takes it out. A trained message ends with the end-of-sequence token its template writes.
 
-    Raises: DataError naming the row if it has no answer, nothing to train on, or is too long.
+    Raises: DataError naming the row if it has no answer, nothing to train on, an answer that is too long, or a prompt that is too
+    long with `data.overlong_prompts: error`.
     """
     encoded = _encode_chat(tokenizer, row, data, rollout) if data.apply_chat_template else _encode_plain(tokenizer, row, data)
-    _check_lengths(encoded, row.where, data, rollout)
-    return encoded
+    return _within_limits(tokenizer, encoded, row.where, data, rollout, None)
 
 
 def render(
@@ -201,17 +235,50 @@ def _length_to_end_of_turn(ids: tuple[int, ...], eos_token_id: Any) -> int:
     return len(ids) - ids[::-1].index(eos_token_id) if eos_token_id in ids else len(ids)
 
 
-def _check_lengths(encoded: Encoded, where: str, data: DataConfig, rollout: RolloutConfig) -> None:
-    prompt, response = len(encoded.prompt_ids), len(encoded.response_ids)
-    context = rollout.rollout_max_context_len
-    room = None if context is None else context - max(response, 1)
-    limits = [("prompt", prompt, "data.rollout_max_prompt_len", data.rollout_max_prompt_len)]
-    limits += [("prompt", prompt, "rollout.rollout_max_context_len, with room for a response", room)]
-    limits += [("answer", response, "rollout.rollout_max_response_len", rollout.rollout_max_response_len)]
-    if not prompt:
+def _within_limits(
+    tokenizer: PreTrainedTokenizerBase,
+    encoded: Encoded,
+    where: str,
+    data: DataConfig,
+    rollout: RolloutConfig,
+    model_context_len: int | None,
+) -> Encoded:
+    """The row as `data.overlong_prompts` has it. Raises: DataError naming the row."""
+    tokens, answer = len(encoded.prompt_ids), len(encoded.response_ids)
+    if not tokens:
         raise DataError("the prompt has no tokens", where=where, found=repr(encoded.prompt))
-    for what, length, setting, limit in limits:
-        if limit is not None and length > limit:
-            raise DataError(
-                f"the {what} is too long", where=where, found=f"{length} tokens", expected=f"at most {limit} ({setting})"
-            )
+    limit, setting = _prompt_limit(data, rollout, max(answer, 1), model_context_len)
+    overlong = Overlong(where, tokens, limit, setting) if tokens > limit else None
+    if overlong is not None and data.overlong_prompts == "error":
+        raise overlong.error
+    if overlong is not None and data.overlong_prompts == "drop":
+        return replace(encoded, overlong=overlong)
+    if answer > rollout.rollout_max_response_len:
+        expected = f"at most {rollout.rollout_max_response_len} (rollout.rollout_max_response_len)"
+        raise DataError("the answer is too long", where=where, found=f"{answer} tokens", expected=expected)
+    return encoded if overlong is None else _cut(tokenizer, encoded, overlong)
+
+
+def _prompt_limit(data: DataConfig, rollout: RolloutConfig, answer: int, model_context_len: int | None) -> tuple[int, str]:
+    """Longest prompt in tokens before an answer of at least so many, and the key that says so."""
+    bounds = {
+        "data.rollout_max_prompt_len": (data.rollout_max_prompt_len, 0),
+        "rollout.rollout_max_context_len, with room for a response": (rollout.rollout_max_context_len, answer),
+        "max_position_embeddings of the model, with room for a response": (model_context_len, answer),
+    }
+    limits = [(bound - room, key) for key, (bound, room) in bounds.items() if bound is not None]
+    return min(limits, default=(MOST_TOKENS, ""))
+
+
+def _cut(tokenizer: PreTrainedTokenizerBase, encoded: Encoded, overlong: Overlong) -> Encoded:
+    """The row with only the last tokens of its prompt, and their text. Raises: DataError if there is room for none."""
+    if overlong.limit < 1:
+        raise DataError(
+            "there is no room for a prompt",
+            where=overlong.where,
+            found=f"an answer of {len(encoded.response_ids)} tokens",
+            expected=f"a shorter one, or a larger limit ({overlong.setting})",
+        )
+    kept = encoded.prompt_ids[-overlong.limit :]
+    text = str(tokenizer.decode(list(kept), skip_special_tokens=False)) if isinstance(encoded.prompt, str) else encoded.prompt
+    return replace(encoded, prompt=text, prompt_ids=kept, overlong=overlong)

@@ -3,6 +3,7 @@
     tokens, response_length   ids of the vocabulary, prompt and response not empty together, within the context
     loss_mask                 0 or 1 for each response token; None: all count
     rollout_log_probs         finite, one a response token; None: those the engine gave, if it sampled all that counts
+    teacher_log_probs         finite, one a response token; only with teacher.opd_type: samples
     status                    pending with a response counts as completed
     weight_versions           from the journal. A tool's tokens have those of the tokens before them; what the journal does not
                               know has the oldest weights that answered during the rollout: never younger than it is
@@ -25,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from rlpipe.data.custom import is_given
 from rlpipe.errors import EngineError, HookError
 from rlpipe.rollout.journal import Journal
 from rlpipe.routed import NOT_ROUTED, within
@@ -40,6 +42,8 @@ class Limits:
     reward_key: str | None = None
     routed_width: int = 0
     """Numbers per token of the engines' routed experts; 0: they are not kept."""
+    teacher: bool = False
+    """True if samples bring the teacher's log-probs (teacher.opd_type: samples)."""
 
 
 def as_rows(
@@ -72,7 +76,7 @@ def as_rows(
 def check_row(sample: Sample, limits: Limits, where: str) -> None:
     """The rules for a sample that is a row already, after a hook had it. Raises: HookError."""
     _check_tokens(sample, limits, where)
-    _check_columns(sample, where)
+    _check_columns(sample, limits, where)
     _take_routing(sample, limits, where)
     _take_reward(sample, limits, where)
     if sum(tokens for tokens, _ in sample.weight_versions) != len(sample.response_ids):
@@ -98,7 +102,7 @@ def _settle(sample: Sample, journal: Journal, limits: Limits, before: Sample | N
     if left_alone and len(sample.response_ids) > len(sample.rollout_log_probs or ()):
         sample.rollout_log_probs = None
     _check_tokens(sample, limits, where)
-    _check_columns(sample, where)
+    _check_columns(sample, limits, where)
     _take_reward(sample, limits, where)
     if before is not None and sample.rollout_routed_experts is not None:
         untouched = np.array_equal(sample.rollout_routed_experts, before.rollout_routed_experts)
@@ -109,6 +113,23 @@ def _settle(sample: Sample, journal: Journal, limits: Limits, before: Sample | N
 
 
 _REASONS = {Status.COMPLETED: "stop", Status.TRUNCATED: "length", Status.ABORTED: "abort", Status.FAILED: "failed"}
+
+
+UNREAD = {
+    "generate_function_path": "call the other function from rollout.custom_generate_function_path; a held-out set may have its "
+    "own (evaluation.datasets.N.custom_generate_function_path)",
+    "train_metadata": "set sample.metadata, which functions of advantages and rewards are given",
+    "multimodal_inputs": "prompts are text: vision and audio models are not supported",
+    "multimodal_train_inputs": "prompts are text: vision and audio models are not supported",
+}
+"""Fields of slime's samples that nothing here reads → what to do instead. A sample that sets one is refused."""
+
+
+def check_unread(sample: Any, where: str) -> None:
+    """Raises: HookError if a function set a field that would be ignored."""
+    for name, instead in UNREAD.items():
+        if is_given(value := getattr(sample, name, None)):
+            raise HookError(f"sample.{name} is not read", where=where, found=repr(value)[:200], expected="None", do=instead)
 
 
 def _check_tokens(sample: Sample, limits: Limits, where: str) -> None:
@@ -125,9 +146,11 @@ def _check_tokens(sample: Sample, limits: Limits, where: str) -> None:
     sample.prompt_ids, sample.response_ids = [int(i) for i in sample.prompt_ids], [int(i) for i in sample.response_ids]
 
 
-def _check_columns(sample: Sample, where: str) -> None:
+def _check_columns(sample: Sample, limits: Limits, where: str) -> None:
+    check_unread(sample, where)
+    _check_teacher(sample, limits, where)
     size = len(sample.response_ids)
-    for name in ("loss_mask", "rollout_log_probs"):
+    for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
         values = getattr(sample, name)
         if values is not None and len(values) != size:
             raise _wrong(f"{name} has not one value per response token", where, found=len(values), expected=size)
@@ -143,6 +166,22 @@ def _check_columns(sample: Sample, where: str) -> None:
     except (TypeError, ValueError) as error:
         raise _wrong("prompt or metadata cannot be written as JSON", where, found=error) from error
     sample.response, sample.label = str(sample.response), None if sample.label is None else str(sample.label)
+
+
+def _check_teacher(sample: Sample, limits: Limits, where: str) -> None:
+    """The teacher's log-probs as floats, if the run wants them. Raises: HookError."""
+    given = sample.teacher_log_probs
+    if given is None:
+        return
+    if not limits.teacher:
+        do = "set advantage.use_opd: true and teacher.opd_type: samples, or leave them out: the run's teacher scores the batch"
+        raise HookError("sample.teacher_log_probs is not read", where=where, expected="None", do=do)
+    try:
+        sample.teacher_log_probs = [float(value) for value in given]
+    except (TypeError, ValueError) as error:
+        raise _wrong("teacher_log_probs are not numbers", where, found=error) from error
+    if not all(map(math.isfinite, sample.teacher_log_probs)):
+        raise _wrong("teacher_log_probs has a value that is not a finite number", where)
 
 
 def _take_routing(sample: Sample, limits: Limits, where: str) -> None:

@@ -10,8 +10,8 @@ A plain function runs in a thread. `sample.tokens` are the prompt's (and what an
     args.session_url                                   f"{args.session_url}/{sample.session_id}/v1" is an OpenAI base URL
 
 A function that only talked to its session gives back the sample as it got it (or None): its tokens are then those of the session.
-It may set the reward, metadata, `non_generation_time` and attributes of its own. Several samples of one rollout (a list)
-share its `rollout_id`.
+It may set the reward (or `custom_rm_path`, see `own_rewards`), metadata, `non_generation_time` and attributes of its own.
+Several samples of one rollout (a list) share its `rollout_id`.
 
 What it raises makes its sample a row with status failed; the others of the group stay what they are, and the group is dropped.
 
@@ -29,14 +29,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from rlpipe.config.hooks import check_call, load_hook, takes
+from rlpipe.config.hooks import GENERATE_NAMES, check_call, load_hook, takes
 from rlpipe.errors import ConfigError, HookError, RlpipeError
 from rlpipe.rollout.checked import Limits, as_rows, check_row
 from rlpipe.rollout.generate import FINISHED, GroupFailed, planned_sample
 from rlpipe.rollout.journal import Journal
 from rlpipe.types import PlannedGroup, Sample, Status
 
-NAMES = ("generate", "custom_generate")
 CUT_OFF_GRACE_S = 10.0
 """A function that was cut off may take so long to give back what it has."""
 _EXPECTED = (
@@ -61,7 +60,7 @@ class GenerateHook:
 
 def load_generate(path: str, key: str = "rollout.custom_generate_function_path") -> GenerateHook:
     """The function, its form read from its signature. Raises: ConfigError showing the forms there are."""
-    function = load_hook(path, NAMES)
+    function = load_hook(path, GENERATE_NAMES)
     of_group = not inspect.isclass(function) and "samples" in inspect.signature(function).parameters
     if inspect.isclass(function):
         raise ConfigError("a class, not a function", where=key, found=path, expected=_EXPECTED)
@@ -216,6 +215,7 @@ class CustomGenerate:
         for sample in samples:
             sample.reward, sample.metadata = copy.deepcopy(told.reward), copy.deepcopy(told.metadata)
             sample.label, sample.remove_sample = told.label, told.remove_sample
+            sample.custom_rm_path = told.custom_rm_path
             sample.non_generation_time = told.non_generation_time or sample.non_generation_time
             if told.status is not Status.PENDING:
                 sample.status = told.status
@@ -240,6 +240,7 @@ def _begun(group: PlannedGroup, so_far: Sequence[Sample]) -> tuple[list[Sample],
         sample.rollout_id, sample.session_id = number, session_id(group, number)
         if before is not None:
             sample.weight_versions = []
+            sample.teacher_log_probs = None  # those of the tokens so far would not fit the longer response
         rollouts.append(_Rollout(number, sample, before))
     return kept, rollouts
 

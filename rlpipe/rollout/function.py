@@ -24,12 +24,14 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlpipe.config.hooks import check_call, load_hook
+from rlpipe.config.data import RewardConfig
+from rlpipe.config.hooks import ROLLOUT_NAMES, check_call, load_hook
 from rlpipe.errors import DeadlineExceeded, HookError
 from rlpipe.rollout.checked import Limits, as_rows
 from rlpipe.rollout.custom import called, rollout_of, session_id
 from rlpipe.rollout.generate import FINISHED, planned_sample
 from rlpipe.rollout.journal import Journal
+from rlpipe.rollout.own_rewards import score_by_own_functions
 from rlpipe.rollout.planner import discarded
 from rlpipe.rollout.rows import Groups, Part, Rows
 from rlpipe.rollout.sampler import RolloutProgress, RolloutResult
@@ -40,7 +42,7 @@ EXPECTED = "generate_rollout(args, rollout_id, data_source, evaluation=False)"
 
 def load_rollout_function(path: str, key: str = "rollout.rollout_function_path") -> Callable[..., Any]:
     """The function. Raises: ConfigError showing the signature it should have."""
-    function = load_hook(path, ("generate_rollout",))
+    function = load_hook(path, ROLLOUT_NAMES)
     check_call(function, None, 0, None, path=path, key=key, expected=EXPECTED, evaluation=False)
     return function
 
@@ -98,10 +100,11 @@ class FunctionRollout:
         *,
         iteration: int,
         timeout_s: float,
+        reward: RewardConfig,
     ) -> None:
-        """`iteration`, of an evaluation the weight version, is its `rollout_id`."""
+        """`iteration`, of an evaluation the weight version, is its `rollout_id`. `reward`: deadlines of samples' own rewards."""
         self.function, self.path, self.args, self.journal, self.limits = function, path, args, journal, limits
-        self.iteration, self.timeout_s = iteration, timeout_s
+        self.iteration, self.timeout_s, self.reward = iteration, timeout_s, reward
 
     async def train(
         self, parts: list[Part], rows: Rows, *, batch_size: int, partial: bool, more: Callable[[Part], Part]
@@ -124,6 +127,7 @@ class FunctionRollout:
         if len(adopted) < batch_size:
             answer = await self._called(iteration, view, evaluation=False)
             returned, aside = self._read(_groups_of(answer), view, before), self._read(view.added, view, before)
+            await self._score(returned)
         self._check(returned, adopted, aside, batch_size, iteration)
         await self._write(view, rows, {**returned, **{key: group for key, group in aside.items() if _finished(group)}})
         await self._write(view, rows, {key: g for key, g in aside.items() if not _finished(g) and _tokens(g)}, cut=True)
@@ -143,6 +147,7 @@ class FunctionRollout:
         if groups and all(isinstance(sample, Sample) for sample in groups):
             groups = _by_group(groups)
         returned = self._read(groups, view, {})
+        await self._score(returned)
         await self._write(view, rows, returned)
         return self._result(view, {}, returned, {}, len(returned), time.monotonic() - start_s)
 
@@ -158,6 +163,15 @@ class FunctionRollout:
             raise
         except Exception as error:  # a hook may raise anything
             raise HookError("the rollout function failed", where=where, found=f"{type(error).__name__}: {error}") from error
+
+    async def _score(self, groups: Groups) -> None:
+        """Raises: HookError for a sample that its own reward function could not score."""
+        samples = [sample for group in groups.values() for sample in group]
+        failed_before = {id(sample) for sample in samples if sample.error is not None}
+        await score_by_own_functions(samples, self.reward, self.args)
+        failed = next((sample for sample in samples if sample.error is not None and id(sample) not in failed_before), None)
+        if failed is not None:
+            raise HookError("a sample's own reward function failed", where=self.path, found=failed.error)
 
     def _read(self, groups: Sequence[Any], view: DataSourceView, before: dict[str, dict[int, Sample]]) -> Groups:
         """Rows of groups that the function gave back, by id."""

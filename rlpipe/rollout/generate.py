@@ -55,7 +55,7 @@ def sampling_params(
 class SingleTurn:
     """The default generate function.
 
-    `decode` turns response ids into text (a tokenizer's, special tokens skipped). `context_len` is the longest prompt +
+    `decode` turns response ids into text. `context_len` is the longest prompt +
     response; a response is cut short to fit. `seeded`: send each sample's own seed, one request each; only engines started
     with `enable_deterministic_inference` honour it. Once `stop` is set, what is aborted is returned as it is. `routed`: samples
     say which experts the engine routed their tokens to.

@@ -46,7 +46,11 @@ class TurnLimits:
 
 
 class MultiTurn:
-    """The generate function of a run with tools. `encode` and `decode` are the tokenizer's; the others as in `SingleTurn`."""
+    """The generate function of a run with tools.
+
+    `encode` and `decode` are the tokenizer's, special tokens skipped: calls and answers are read so. `response_text` makes the
+    text of a response (None: `decode`); the others as in `SingleTurn`.
+    """
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class MultiTurn:
         *,
         encode: Callable[[str], list[int]],
         decode: Callable[[Sequence[int]], str],
+        response_text: Callable[[Sequence[int]], str] | None = None,
         seeded: bool = False,
         affinity: bool = False,
         routed: bool = False,
@@ -66,7 +71,7 @@ class MultiTurn:
         self.client, self.tools, self.calls, self.limits = client, tools, calls, limits
         self.sampling = {**sampling, "stop": [*sampling.get("stop", ()), *calls.stops], "no_stop_trim": True}
         self.encode, self.decode, self.seeded, self.affinity, self.stop = encode, decode, seeded, affinity, stop
-        self.routed = routed
+        self.routed, self.response_text = routed, response_text or decode
 
     async def __call__(self, group: PlannedGroup, so_far: Sequence[Sample] = ()) -> list[Sample]:
         """Raises: DataError if the prompt leaves no room for a response, and what `GenerateClient.generate` raises."""
@@ -102,7 +107,7 @@ class MultiTurn:
                 return _ended(sample, Status.ABORTED, "abort")
             turn = self.decode(_turn_so_far(sample))
             sample.num_turns = len(_turns(sample))
-            sample.response = self.decode(sample.response_ids)
+            sample.response = self.response_text(sample.response_ids)
             calls = self.calls.read(turn)
             if not calls or sample.num_turns >= self.limits.max_turns:
                 done = generation.finish_reason == "stop"
@@ -151,7 +156,7 @@ class MultiTurn:
         self._extend(sample, ids, [0.0] * len(ids), 0)
         if ids:
             sample.weight_versions = _joined([*sample.weight_versions, (len(ids), sample.weight_versions[-1][1])])
-        sample.response = self.decode(sample.response_ids)
+        sample.response = self.response_text(sample.response_ids)
 
     async def _called(self, call: Call) -> str:
         if call.error is not None:

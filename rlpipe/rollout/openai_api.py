@@ -69,11 +69,19 @@ class ChatSessions:
     """The sessions of one rollout, and the routes that lead to them."""
 
     def __init__(
-        self, gateway: Gateway, sampling: dict[str, Any], options: dict[str, Any], *, model: str, evaluation: bool
+        self,
+        gateway: Gateway,
+        sampling: dict[str, Any],
+        options: dict[str, Any],
+        *,
+        model: str,
+        evaluation: bool,
+        skip_special_tokens: bool = True,
     ) -> None:
-        """`sampling` are the rollout's own parameters, `model` is what the endpoint says it serves."""
+        """`sampling` are the rollout's own parameters, `model` is what the endpoint says it serves. `skip_special_tokens`: leave
+        them out of the samples' `response`."""
         self._gateway, self._sampling, self._model, self._evaluation = gateway, sampling, model, evaluation
-        self._text = ChatText(gateway, options)
+        self._text, self._skip_special_tokens = ChatText(gateway, options), skip_special_tokens
         self._open: dict[str, Conversation] = {}
 
     def routes(self) -> list[web.RouteDef]:
@@ -88,7 +96,7 @@ class ChatSessions:
     def begin(self, sample: Sample) -> None:
         """Open the session of a sample."""
         assert sample.session_id is not None
-        self._open[sample.session_id] = Conversation(self._text)
+        self._open[sample.session_id] = Conversation(self._text, skip_special_tokens=self._skip_special_tokens)
 
     def samples(self, sample: Sample) -> list[Sample]:
         """What was said in a sample's session, which is over then; empty if nothing was."""

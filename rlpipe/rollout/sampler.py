@@ -1,7 +1,7 @@
 """Run a rollout: sample groups, a bounded number at a time, until its batch is full; hand finished ones on meanwhile.
 
     part 0 ─ sample ─ finished ─ judge ─┬─ accepted (the first rollout_batch_size)
-    part 1 …            │               ├─ rejected: dropped with a reason
+    part 1 …            │               ├─ rejected: dropped with a reason (a fallback fills a batch that is too small)
                         │               └─ surplus:  buffered with its rows, not sampled again
                         └─ cut off when the batch is full: buffered, with or without its tokens so far
 
@@ -87,6 +87,8 @@ class RolloutResult:
     """Group id → error text, of groups that failed or could not be judged."""
     scored: Groups = field(default_factory=dict)
     """Groups with their rewards, where the judge needed them."""
+    fallbacks: dict[str, str] = field(default_factory=dict)
+    """Accepted groups that the filter did not keep, with its reason: they fill a batch for which too few groups were fit."""
 
 
 async def run_rollout(
@@ -263,12 +265,12 @@ class _Run:
     def _decide(self, verdict: Verdict) -> None:
         if self.closed:
             return
-        self.selection.decide(verdict.group_id, verdict.reason)
+        self.selection.decide(verdict.group_id, verdict.reason, fallback=verdict.fallback)
         if verdict.samples:
             self.scored[verdict.group_id] = list(verdict.samples)
         if verdict.error is not None:
             self.errors.setdefault(verdict.group_id, verdict.error)
-        self.progress.accepted_groups = self.selection.num_fit
+        self.progress.accepted_groups = len(self.selection.accepted)
         self.judged.set()
 
     def _count(self, samples: Sequence[Sample], so_far: Sequence[Sample]) -> None:
@@ -340,7 +342,7 @@ class _Run:
         raise EngineError(
             "too few groups were accepted",
             where=where,
-            found=f"{self.selection.num_fit} of {self.progress.groups} in {len(self.parts)} rounds; "
+            found=f"{len(self.selection.accepted)} of {self.progress.groups} in {len(self.parts)} rounds; "
             f"rejected: {self.selection.reasons()}",
             expected=f"{self.settings.batch_size} within {self.settings.max_rounds} rounds (rollout.max_sampling_rounds)",
             do="look at the rejected rows, choose another filter or prompts, or raise rollout.max_sampling_rounds",
@@ -355,7 +357,7 @@ class _Run:
         last = self.parts[-1].plan.after
         again, new = ([one for one in left if (one.group_id in waited) is old] for old in (True, False))
         after = last.model_copy(update={"buffer": (*again, *last.buffer, *new)})
-        counts = (self.adopted, len(self.cut), self.errors, self.scored)
+        counts = (self.adopted, len(self.cut), self.errors, self.scored, self.selection.fallbacks)
         return RolloutResult(self.progress, tuple(self.parts), accepted, dropped, after, *counts)
 
     def _buffered(self, group_id: str) -> BufferedGroup:

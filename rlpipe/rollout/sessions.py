@@ -97,8 +97,9 @@ class Turn:
 class Conversation:
     """One session. `ask`, sample, `answer`; then `samples`."""
 
-    def __init__(self, text: Text) -> None:
-        self._text = text
+    def __init__(self, text: Text, *, skip_special_tokens: bool = True) -> None:
+        """`skip_special_tokens`: leave them out of the samples' `response`; replies never show them."""
+        self._text, self._skip_special_tokens = text, skip_special_tokens
         self._turns: list[Turn] = []
 
     def __len__(self) -> int:
@@ -190,7 +191,7 @@ class Conversation:
         sample.rollout_log_probs, sample.loss_mask, sample.weight_versions = log_probs, mask, runs_of(versions)
         sample.rollout_routed_experts = last.routed_experts
         sample.prompt = [dict(message) for message in chain[0].messages]
-        sample.response = self._text.decode(sample.response_ids, skip_special_tokens=True)
+        sample.response = self._text.decode(sample.response_ids, skip_special_tokens=self._skip_special_tokens)
         sample.finish_reason, sample.num_turns = last.reply.finish_reason, len(chain)
         sample.status = STATUS.get(last.reply.finish_reason, Status.COMPLETED)
         return sample

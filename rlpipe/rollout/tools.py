@@ -18,11 +18,13 @@ import operator
 import resource
 import sys
 import tempfile
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from rlpipe.children import end_group, exit_status
+from rlpipe.config.guard import error_text, guarded
 from rlpipe.config.hooks import load_hook
 from rlpipe.config.rollout import ToolConfig
 from rlpipe.errors import ConfigError
@@ -42,6 +44,7 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 _LARGEST_POWER, _LARGEST_NUMBER = 64, 10**30
 _LONGEST_EXPRESSION = 500
 _KEPT_BYTES = 64 * 1024
+_LAST_WORDS_S = 5.0
 
 
 class Tool:
@@ -54,15 +57,17 @@ class Tool:
         self.timeout_s = timeout_s
         key = f"rollout.tools ({self.name})"
         try:
-            made: Any = found(**config.arguments) if inspect.isclass(found) else partial(found, **config.arguments)
+            made: Any = guarded(found)(**config.arguments) if inspect.isclass(found) else partial(found, **config.arguments)
         except TypeError as error:
             raise ConfigError(
                 "the tool does not take these arguments", where=key, found=f"{config.arguments}: {error}"
             ) from error
-        self._function: Callable[..., Any] = made
+        except Exception as error:  # the class is the user's
+            raise ConfigError("the tool cannot be made", where=key, found=error_text(error)) from error
         function = made.func if isinstance(made, partial) else made
         if not callable(function):
             raise ConfigError("the tool cannot be called", where=key, found=config.path, expected="a class with __call__")
+        self._function: Callable[..., Any] = made if isinstance(made, partial) else guarded(made)
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__, not a test for callable
         )
@@ -72,12 +77,11 @@ class Tool:
         call = partial(self._function, **arguments) if isinstance(arguments, dict) else partial(self._function, arguments)
         try:
             async with asyncio.timeout(self.timeout_s):
-                result = await (call() if self._is_async else called(call))
+                return str(await (call() if self._is_async else called(call)))
         except TimeoutError:
             return f"error: no answer within {self.timeout_s:g} s"
         except Exception as error:  # noqa: BLE001 - a tool may raise anything; the policy is told
-            return f"error: {type(error).__name__}: {error}"
-        return str(result)
+            return f"error: {error_text(error)}"
 
 
 def load_tools(configs: Sequence[ToolConfig], *, timeout_s: float) -> dict[str, Tool]:
@@ -128,27 +132,46 @@ async def python(code: str, *, memory_bytes: int = 512 * 1024**2, cpu_s: int = 1
     """What a Python program prints, standard error included, and how it ended if not well.
 
     It runs in a process of its own with `python -I`, in an empty folder that is removed, within these limits; it is killed when
-    the tool's deadline passes. That bounds mistakes, not malice: it can read files and the network as the run can.
+    the tool's deadline passes. Processes that it leaves running are killed when it ends: they hold its standard output, and would
+    keep the answer waiting. That bounds mistakes, not malice: it can read files and the network as the run can.
     """
     with tempfile.TemporaryDirectory(prefix="rlpipe-tool-") as folder:
         limits = partial(_limit, memory_bytes, cpu_s)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-c", code, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, cwd=folder, env={}, preexec_fn=limits
+            sys.executable,
+            "-I",
+            "-c",
+            code,
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=STDOUT,
+            cwd=folder,
+            env={},
+            preexec_fn=limits,
+            start_new_session=True,
         )
+        reading = asyncio.ensure_future(_printed(process))
+        ending = asyncio.ensure_future(exit_status(process))
         try:
-            assert process.stdout is not None
-            printed = b""
-            while len(printed) < _KEPT_BYTES and (piece := await process.stdout.read(_KEPT_BYTES - len(printed))):
-                printed += piece
-            if len(printed) == _KEPT_BYTES:
-                process.kill()
-            status = await process.wait()
+            await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done() and len(reading.result()) < _KEPT_BYTES:
+                await ending  # it has closed its output, and may still be at work
+            status = await end_group(process)
+            printed = await asyncio.wait_for(reading, _LAST_WORDS_S)
         finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+            reading.cancel()
+            ending.cancel()
+            await end_group(process)
     text = printed.decode(errors="replace").strip()
     return text if not status else f"{text}\n(exit status {status})".strip()
+
+
+async def _printed(process: Process) -> bytes:
+    assert process.stdout is not None
+    printed = b""
+    while len(printed) < _KEPT_BYTES and (piece := await process.stdout.read(_KEPT_BYTES - len(printed))):
+        printed += piece
+    return printed
 
 
 def _limit(memory_bytes: int, cpu_s: int) -> None:

@@ -14,19 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp.web import RouteDef
 
+from rlpipe.config.arguments.check import size_of
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.config.slime import slime_args
 from rlpipe.errors import RlpipeError
+from rlpipe.model_dir import model_context_len
 from rlpipe.rollout.checked import Limits
 from rlpipe.rollout.client import GenerateClient
 from rlpipe.rollout.custom import CustomGenerate, GenerateHook, SampleHooks, load_generate
 from rlpipe.rollout.dataset import Given
 from rlpipe.rollout.function import FunctionRollout, load_rollout_function
 from rlpipe.rollout.gateway import Gateway
-from rlpipe.rollout.generate import FINISHED, Generate, GroupFailed, SingleTurn, sampling_params
+from rlpipe.rollout.generate import FINISHED, Decode, Generate, GroupFailed, SingleTurn, sampling_params
 from rlpipe.rollout.multi_turn import MultiTurn, TurnLimits
 from rlpipe.rollout.openai_api import ChatSessions
+from rlpipe.rollout.own_rewards import score_by_own_functions
 from rlpipe.rollout.tool_calls import Hermes, Tags
 from rlpipe.rollout.tools import Tool, load_tools
 from rlpipe.routed import routed_width
@@ -50,6 +53,8 @@ class Ground:
     """Numbers per token of the experts that engines route to, where the trainer replays that; 0: it does not."""
     tools: dict[str, Tool]
     hook: GenerateHook | None
+    eval_hooks: dict[str, GenerateHook]
+    """Generate functions of held-out sets, by path."""
     rollout_function: Callable[..., Any] | None
     eval_function: Callable[..., Any] | None
     sample_hooks: SampleHooks
@@ -64,18 +69,33 @@ class Ground:
             tokenizer=tokenizer,
             model_dir=model_dir,
             vocab_size=model["vocab_size"],
-            longest=model.get("max_position_embeddings") or 2**31,
+            longest=model_context_len(model) or 2**31,
             routed_width=routed_width(model) if config.train.use_rollout_routing_replay else 0,
             tools=load_tools(config.rollout.tools, timeout_s=config.rollout.tool_timeout_s),
             hook=load_generate(path) if path else None,
+            eval_hooks={
+                own: load_generate(own, "evaluation.datasets.custom_generate_function_path")
+                for dataset in config.evaluation.datasets
+                if (own := dataset.custom_generate_function_path)
+            },
             rollout_function=load_rollout_function(whole) if whole else None,
             eval_function=load_rollout_function(held, "rollout.eval_function_path") if held else None,
             sample_hooks=SampleHooks(config.rollout.rollout_sample_hook_path),
         )
 
+    def hook_of(self, occasion: Occasion) -> GenerateHook | None:
+        """The generate function of a rollout: of the held-out set if it has its own, else of the run."""
+        own = self.eval_hooks.get(occasion.rollout.custom_generate_function_path or "") if occasion.evaluation else None
+        return own or self.hook
+
     def decode(self, ids: Sequence[int]) -> str:
-        """Response ids as text, special tokens left out."""
+        """Ids as text, special tokens left out: how calls of tools and their answers are read."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def response_text(self, rollout: RolloutConfig) -> Decode:
+        """The function from response ids to `sample.response`, by `rollout.rollout_skip_special_tokens`."""
+        skip = rollout.responses_skip_special_tokens
+        return lambda ids: str(self.tokenizer.decode(list(ids), skip_special_tokens=skip))
 
     def encode(self, text: str) -> list[int]:
         """Text as ids, as it stands."""
@@ -84,8 +104,10 @@ class Ground:
     def limits(self, rollout: RolloutConfig) -> Limits:
         """What a row may hold."""
         key = getattr(self.config.reward.function, "reward_key", None)
-        longest = min(self.longest, rollout.rollout_max_context_len or self.longest)
-        return Limits(self.vocab_size, longest, key, self.routed_width)
+        of_engines = self.config.engine.sglang.get("context_length")
+        bounds = (self.longest, rollout.rollout_max_context_len, of_engines and size_of(of_engines))
+        longest = min(bound for bound in bounds if bound)
+        return Limits(self.vocab_size, longest, key, self.routed_width, self.config.teacher_of_samples)
 
     def routed(self, occasion: Occasion) -> bool:
         """Are engines asked for the experts that they route to? Nothing of an evaluation is trained."""
@@ -120,20 +142,21 @@ class Occasion:
 async def sampling(ground: Ground, occasion: Occasion, client: GenerateClient | None) -> AsyncIterator[Generate]:
     """The generate function of one rollout, and what it needs for as long as it runs. Raises: RlpipeError without engines."""
     if occasion.rollout.type == "dataset":
-        yield Given(decode=ground.decode)
+        yield Given(decode=ground.response_text(occasion.rollout))
         return
     if client is None:
         raise _no_engines()
     async with AsyncExitStack() as stack:
         args: Namespace | None = None
-        if ground.hook is not None or ground.sample_hooks:
+        hook = ground.hook_of(occasion)
+        if hook is not None or ground.sample_hooks:
             doors = await stack.enter_async_context(Doors.opened(ground, occasion, client))
             args = arguments(ground, doors.gateway)
         generate: Generate = _turns(ground, occasion, client) if ground.tools else _single(ground, occasion, client)
-        if ground.hook is not None:
+        if hook is not None:
             assert args is not None
-            generate = _custom(ground, ground.hook, occasion, args, doors)
-        yield _Hooked(generate, ground, occasion, args) if args is not None and ground.sample_hooks else generate
+            generate = _custom(ground, hook, occasion, args, doors)
+        yield _Hooked(generate, ground, occasion, args) if args is not None else generate
 
 
 @asynccontextmanager
@@ -147,7 +170,7 @@ async def by_function(ground: Ground, occasion: Occasion, client: GenerateClient
         raise _no_engines()
     async with Doors.opened(ground, occasion, client) as doors:
         args, limits = arguments(ground, doors.gateway), ground.limits(occasion.rollout)
-        keep = {"iteration": occasion.iteration, "timeout_s": rollout.timeout_s}
+        keep = {"iteration": occasion.iteration, "timeout_s": rollout.timeout_s, "reward": ground.config.reward}
         yield FunctionRollout(function, path, args, doors.gateway.journal, limits, **keep)
 
 
@@ -171,7 +194,9 @@ class Doors:
         def routes(gateway: Gateway) -> list[RouteDef]:
             params = sampling_params(occasion.rollout, temperature=occasion.temperature)
             options, evaluation = ground.config.data.apply_chat_template_kwargs, occasion.evaluation
-            made.append(ChatSessions(gateway, params, options, model=ground.config.run, evaluation=evaluation))
+            skip = occasion.rollout.responses_skip_special_tokens
+            keep = {"model": ground.config.run, "evaluation": evaluation, "skip_special_tokens": skip}
+            made.append(ChatSessions(gateway, params, options, **keep))
             return made[0].routes()
 
         context_len = ground.limits(occasion.rollout).context_len
@@ -195,7 +220,7 @@ def _single(ground: Ground, occasion: Occasion, client: GenerateClient) -> Singl
     return SingleTurn(
         client,
         sampling_params(rollout, temperature=occasion.temperature),
-        decode=ground.decode,
+        decode=ground.response_text(rollout),
         context_len=ground.limits(rollout).context_len,
         seeded=ground.seeded(on_gpus=occasion.on_gpus),
         routed=ground.routed(occasion),
@@ -219,6 +244,7 @@ def _turns(ground: Ground, occasion: Occasion, client: GenerateClient) -> MultiT
         ),
         encode=ground.encode,
         decode=ground.decode,
+        response_text=ground.response_text(rollout),
         seeded=ground.seeded(on_gpus=occasion.on_gpus),
         affinity=ground.affinity,
         routed=ground.routed(occasion),
@@ -228,7 +254,12 @@ def _turns(ground: Ground, occasion: Occasion, client: GenerateClient) -> MultiT
 
 def _custom(ground: Ground, hook: GenerateHook, occasion: Occasion, args: Namespace, doors: Doors) -> CustomGenerate:
     params = sampling_params(occasion.rollout, temperature=occasion.temperature)
-    shown = {"no_stop_trim": True, "spaces_between_special_tokens": False, "stop": list(occasion.rollout.rollout_stop) or None}
+    shown = {
+        "skip_special_tokens": occasion.rollout.functions_skip_special_tokens,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+        "stop": list(occasion.rollout.rollout_stop) or None,
+    }
     return CustomGenerate(
         hook,
         args,
@@ -243,7 +274,11 @@ def _custom(ground: Ground, hook: GenerateHook, occasion: Occasion, args: Namesp
 
 
 class _Hooked:
-    """A generate function whose finished samples pass the sample hooks; what one raises makes its sample a failed row."""
+    """A generate function of a run that has functions of the user.
+
+    Finished samples pass the sample hooks, then those that name a reward function of their own are scored by it. What
+    one of these raises makes its sample a failed row.
+    """
 
     def __init__(self, generate: Generate, ground: Ground, occasion: Occasion, args: Namespace) -> None:
         self.generate, self.ground, self.occasion, self.args = generate, ground, occasion, args
@@ -252,8 +287,9 @@ class _Hooked:
     async def __call__(self, group: PlannedGroup, so_far: Sequence[Sample] = ()) -> list[Sample]:
         seen = {sample.index for sample in so_far if sample.status in FINISHED}
         rows = [await self._hooked(row) if row.index not in seen else row for row in await self.generate(group, so_far)]
+        await score_by_own_functions(rows, self.ground.config.reward, slime_args(self.ground.config))
         if failed := next((row for row in rows if row.error is not None), None):
-            raise GroupFailed("a sample hook failed", rows, where=f"group {group.group_id}", found=failed.error)
+            raise GroupFailed("a function of a sample failed", rows, where=f"group {group.group_id}", found=failed.error)
         return rows
 
     async def _hooked(self, row: Sample) -> Sample:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 
 from rlpipe.actors.generator import Generator, RolloutAbandoned, end_ids
 from rlpipe.actors.specs import Driver, GeneratorSpec
+from rlpipe.config.flags import read_flags
 from rlpipe.config.hooks import load_hook
-from rlpipe.config.load import validate
-from rlpipe.errors import Fenced
+from rlpipe.config.load import load_run, validate
+from rlpipe.config.slime_build import BASE, overrides_of
+from rlpipe.errors import DataError, Fenced
 from rlpipe.rollout.generate import FINISHED
 from rlpipe.store.files import Files
 from rlpipe.store.plans import Plans
@@ -245,3 +248,38 @@ def test_end_tokens_are_those_of_all_three_places(tmp_path):
 
 def test_the_engine_of_these_tests_fits_the_tokenizer():
     assert VOCAB_SIZE >= 104 and CONTEXT_LEN > 200 and END == 1
+
+
+async def test_a_generator_draws_each_prompt_that_is_kept_once_an_epoch_and_names_the_others(tmp_path: Path):
+    long = {3, 4, 17, 25, 31, 48, 49}
+    path, model_dir = tmp_path / "fifty.jsonl", tmp_path / "model"
+    prompts = ["a" * (30 + number if number in long else 1) + f"b{number}" for number in range(50)]
+    path.write_text("".join(json.dumps({"input": prompt, "label": "x"}) + "\n" for prompt in prompts))
+    load_hook("deployments/recipes/tiny_models.py:character_tokenizer")("").save_pretrained(model_dir)
+    (model_dir / "config.json").write_text('{"vocab_size": 200, "max_position_embeddings": 30}')
+    words = f"--hf-checkpoint {model_dir} --prompt-data {path} --label-key label --num-rollout 15 --rollout-batch-size 6"
+    words += f" --n-samples-per-prompt 2 --rm-type math --rollout-shuffle --eval-prompt-data held {path} --save {tmp_path}/mine"
+    words += " --sglang-context-length 30 --rollout-max-response-len 20"
+    config = load_run(BASE, [*overrides_of(read_flags(words.split())), "run=run"])
+    plans, state, drawn = Plans(Files(tmp_path / "store")), DataState(), []
+    for k in range(15):
+        if k in (0, 4):  # the process is another one from iteration 4 on
+            generator = Generator(str(Path.cwd()))
+            spec = GeneratorSpec(config, str(model_dir), str(tmp_path / "store"))
+            assert await generator.setup(DRIVER, spec) == {"rows": 43, "eval_rows": {"held": 43}}
+        planned = await generator.plan(DRIVER, k, state)
+        drawn += [group.prompt for group in plans.read(planned["plan"]).groups]
+        state = planned["after"]
+    kept = {prompt for number, prompt in enumerate(prompts) if number not in long}
+    assert set(drawn[:43]) == set(drawn[43:86]) == kept and drawn[:43] != drawn[43:86]
+    assert (state.epoch, state.offset, state.draws) == (2, 4, 90)
+    found = await generator.overlong(DRIVER)
+    assert list(found) == ["data.prompts", "evaluation.datasets: held"]
+    for rows in found.values():
+        assert [row["where"] for row in rows] == [f"{path}:{number + 1}" for number in sorted(long)]
+        assert rows[0]["tokens"] == 35 and rows[0]["limit"] == 29 and "max_position_embeddings" in rows[0]["setting"]
+    refusing = config.model_copy(update={"data": config.data.model_copy(update={"overlong_prompts": "error"})})
+    with pytest.raises(DataError, match=r"fifty\.jsonl:4: the prompt is too long"):
+        await Generator(str(Path.cwd())).setup(DRIVER, GeneratorSpec(refusing, str(model_dir), str(tmp_path / "store")))
+    with pytest.raises(Fenced):
+        await generator.overlong(REPLACED)

@@ -75,6 +75,25 @@ def test_an_answer_of_another_length_is_an_error(url, tmp_path):
         with_server_s_scores(make_batch(4), spec(tmp_path, opd_type="sglang", url=url))
 
 
+class _Policy:
+    """A trainer's models, of which only the policy may be asked."""
+
+    def score(self, columns, *, max_tokens=None, model="policy"):
+        assert model == "policy"
+        return np.zeros(int(columns.response_lengths.sum()), np.float32)
+
+
+def test_a_teacher_that_samples_bring_is_neither_asked_nor_lost(tmp_path):
+    batch = make_batch(2)
+    brought = np.arange(int(batch.response_lengths.sum()), dtype=np.float32)
+    columns = batch.with_columns(teacher_log_probs=brought)
+    spec_of_samples = spec(tmp_path, opd_type="samples")
+    found = scoring.scored(_Policy(), columns, spec_of_samples)  # pyright: ignore[reportArgumentType]
+    assert found.teacher_log_probs is not None
+    assert found.teacher_log_probs.tolist() == brought.tolist()
+    assert with_server_s_scores(found, spec_of_samples) is found
+
+
 def test_a_run_whose_teacher_is_a_model_asks_no_server(tmp_path):
     batch = make_batch(2)
     assert with_server_s_scores(batch, spec(tmp_path, opd_type="megatron", opd_teacher_load="/models/t")) is batch

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from rlpipe.algorithms.advantages import Scored, estimate
 from rlpipe.config.algorithms import AdvantageConfig, LossConfig
 from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
@@ -81,6 +83,59 @@ REFUSED = [
 def test_what_does_not_fit_together_is_refused_in_words(advantage: dict, loss: dict, words: str):
     with pytest.raises(ConfigError, match=words):
         run(advantage=advantage, train={"loss": loss})
+
+
+ALONE = {"rollout_batch_size": 4, "n_samples_per_prompt": 1}
+COMPARED = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
+
+
+@pytest.mark.parametrize("estimator", COMPARED)
+def test_one_sample_for_a_prompt_is_refused_by_name_where_samples_are_compared(estimator: str):
+    with pytest.raises(ConfigError, match=rf"n_samples_per_prompt = 1: {estimator} compares .* every advantage .* is 0"):
+        run(rollout=ALONE, advantage={"advantage_estimator": estimator})
+    batch = Scored(
+        rewards=np.array([1.0, 0.0, 3.0]),
+        group=np.arange(3),
+        rollout=np.arange(3),
+        lengths=np.array([2, 1, 2]),
+        mask=np.ones(5),
+    )
+    whitened = AdvantageConfig.model_validate({"advantage_estimator": estimator})
+    found = estimate(batch, whitened.model_copy(update={"normalize_advantages": False}))
+    assert found is not None and not found.advantages.any(), "what the refusal says is true"
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"advantage": {"advantage_estimator": "reinforce_plus_plus"}},
+        {"advantage": {"advantage_estimator": "ppo"}},
+        {"advantage": {"rewards_normalization": False}},
+        {"advantage": {"custom_advantage_function_path": "a.b"}},
+        {"advantage": {"use_opd": True}, "teacher": {"opd_type": "megatron", "opd_teacher_load": "/t"}},
+        {"train": {"loss": {"type": "custom", "custom_loss_function_path": "a.b"}}},
+        {"debug": {"debug_rollout_only": True}},
+        {"rollout": {**ALONE, "custom_generate_function_path": "a.b"}},
+        {"rollout": {**ALONE, "rollout_function_path": "a.b"}},
+        {
+            "rollout": {**ALONE, "custom_generate_function_path": "a.b"},
+            "advantage": {"advantage_estimator": "rloo", "fan_out_baseline": "sample"},
+        },
+        {
+            "rollout": {**ALONE, "type": "dataset"},
+            "train": {"loss": {"type": "sft"}},
+            "advantage": {"advantage_estimator": "none"},
+        },
+    ],
+)
+def test_one_sample_for_a_prompt_is_enough_where_nothing_is_compared_or_a_rollout_may_fan_out(sections: dict):
+    assert run(**{"rollout": ALONE, **sections}).rollout.n_samples_per_prompt == 1
+
+
+def test_rloo_has_no_other_rollout_to_compare_with_even_if_one_fans_out():
+    alone = {**ALONE, "custom_generate_function_path": "a.b"}
+    with pytest.raises(ConfigError, match="fan_out_baseline: sample"):
+        run(rollout=alone, advantage={"advantage_estimator": "rloo"})
 
 
 def test_without_the_proximal_pass_several_steps_need_the_engines_log_probs():

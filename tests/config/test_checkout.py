@@ -1,4 +1,4 @@
-"""Arguments of a Megatron-LM checkout, read from its source (rlpipe.config.passthrough.checkout)."""
+"""Arguments of a Megatron-LM checkout, read from its source (rlpipe.config.arguments.checkout)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.config import passthrough
+from rlpipe.config.arguments import names
+from rlpipe.config.arguments.check import check_megatron
+from rlpipe.config.arguments.checkout import CLASSES, PROVIDER, arguments, checkout, options
+from rlpipe.config.arguments.names import OBJECT
 from rlpipe.config.flags import read_flags
-from rlpipe.config.passthrough import OBJECT, check_megatron
-from rlpipe.config.passthrough.checkout import CLASSES, PROVIDER, arguments, checkout, options
 from rlpipe.errors import ConfigError
 
 FIELDS = """
@@ -65,16 +66,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (core / "__init__.py").touch()
     (tmp_path / "pretrain_gpt.py").write_text(PROVIDER_SOURCE)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    passthrough.load.cache_clear()
+    names.load.cache_clear()
     yield tmp_path
-    passthrough.load.cache_clear()
+    names.load.cache_clear()
 
 
 def test_the_source_of_the_wheel_reads_like_its_stored_table():
     spec = importlib.util.find_spec("megatron")
     assert spec is not None and spec.submodule_search_locations is not None
     found = arguments(Path(next(iter(spec.submodule_search_locations))).parent)
-    for kind, stored in passthrough.load("megatron")["receivers"].items():
+    for kind, stored in names.load("megatron")["receivers"].items():
         assert {name: entry["type"] for name, entry in found[kind].items()} == {n: entry["type"] for n, entry in stored.items()}
         known = {name for name, entry in found[kind].items() if entry["default"] is not None}
         assert {name: found[kind][name]["default"] for name in known} == {name: stored[name]["default"] for name in known}
@@ -117,10 +118,10 @@ def test_they_are_taken_as_flags_and_as_keys_and_checked(folder: Path):
         check_megatron({"ours_rank": "many"})
     with pytest.raises(ConfigError, match="no argument of this name"):
         check_megatron({"recompute_granularity": "full"})
-    assert PROVIDER in passthrough.load("megatron")["receivers"]
+    assert PROVIDER in names.load("megatron")["receivers"]
 
 
 def test_a_checkout_of_something_else_is_refused(folder: Path):
     (folder / "megatron/core/optimizer/optimizer_config.py").write_text("class Other: ...")
     with pytest.raises(ConfigError, match="no class OptimizerConfig"):
-        passthrough.load("megatron")
+        names.load("megatron")

@@ -10,17 +10,19 @@ import pytest
 
 from rlpipe.config.flags import read_flags
 from rlpipe.config.load import load_run
+from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.config.slime import slime_args
 from rlpipe.config.slime_build import BASE, keys_of, overrides_of
 from rlpipe.errors import ConfigError
+from rlpipe.rollout.filters import load_filter
 
 LAUNCH = """
 --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate
 --swiglu --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 --use-rotary-position-embeddings
 --disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 1000000 --group-query-attention
 --num-query-groups 8 --vocab-size 151936 --kv-channels 128 --qk-layernorm
---hf-checkpoint /data/Qwen3-4B --ref-load /data/Qwen3-4B_torch_dist --load /data/Qwen3-4B_slime/ --save /data/Qwen3-4B_slime/
+--hf-checkpoint /data/Qwen3-4B --load /data/Qwen3-4B_slime/ --save /data/Qwen3-4B_slime/
 --save-interval 20 --prompt-data /data/dapo-math-17k/dapo-math-17k.jsonl --input-key prompt --label-key label
 --apply-chat-template --rollout-shuffle --rm-type deepscaler --num-rollout 3000 --rollout-batch-size 32
 --n-samples-per-prompt 8 --rollout-max-response-len 8192 --rollout-temperature 0.8 --global-batch-size 256 --balance-data
@@ -34,7 +36,7 @@ LAUNCH = """
 --attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32
 --attention-backend flash
 """
-"""The arguments of slime's own launch script for Qwen3-4B."""
+"""The arguments of slime's own launch script for Qwen3-4B, without --ref-load."""
 
 
 def keys(words: str) -> dict[str, Any]:
@@ -59,14 +61,14 @@ def test_a_launch_script_of_slime_works_as_it_is():
     assert config.train.megatron["recompute_granularity"] == "full"
     assert config.train.megatron["grad_reduce_in_fp32"] is True
     assert config.engine.sglang == {"mem_fraction_static": 0.7}
-    assert config.reward.function.model_dump() == {"type": "by_row", "default": "deepscaler"}
+    assert config.reward.function.model_dump() == {"type": "by_row", "default": "deepscaler", "reward_key": None}
     (aime,) = config.evaluation.datasets
     assert (aime.name, aime.n_samples_per_eval_prompt, aime.top_p, aime.max_response_len) == ("aime", 16, 0.7, 16384)
 
 
 def test_args_of_a_command_line_are_what_it_said():
     args = slime_args(loaded(LAUNCH))
-    assert (args.hf_checkpoint, args.rm_type, args.lr, args.use_kl_loss) == ("/data/Qwen3-4B", "deepscaler", 1e-6, False)
+    assert (args.hf_checkpoint, args.rm_type, args.lr, args.use_kl_loss) == ("/data/Qwen3-4B", "deepscaler", 1e-6, True)
     assert (args.eval_prompt_data, args.eval_top_p) == (["aime", "/data/aime-2024/aime-2024.jsonl"], 0.7)
     assert (args.attention_dropout, args.sglang_mem_fraction_static, args.num_steps_per_rollout) == (0.0, 0.7, 1)
 
@@ -204,7 +206,10 @@ def test_supervised_training_is_one_flag():
 
 
 def test_a_source_of_ones_own_needs_no_prompt_data():
-    words = "--data-source-path mine.py:Source --input-key question --hf-checkpoint /m --num-rollout 1 --rollout-batch-size 2"
+    words = (
+        "--data-source-path mine.py:Source --input-key question --hf-checkpoint /m --num-rollout 1 --rollout-batch-size 2 "
+        "--n-samples-per-prompt 2"
+    )
     config = loaded(words)
     assert (config.data.prompts, config.rollout.data_source_path) == (None, "mine.py:Source")
     assert config.reward.function.type == "by_row"
@@ -218,10 +223,26 @@ def test_a_source_of_ones_own_needs_no_prompt_data():
 
 def test_slimes_own_functions_are_ours():
     path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
-    assert keys(f"--dynamic-sampling-filter-path {path}") == {
-        "rollout.dynamic_sampling_filter_path": "rlpipe.rollout.filters.reward_nonzero_std"
-    }
+    for theirs, ours in ((path, ""), (f"{path}_with_fallback", "_with_fallback")):
+        assert keys(f"--dynamic-sampling-filter-path {theirs}") == {
+            "rollout.dynamic_sampling_filter_path": f"rlpipe.rollout.filters.reward_nonzero_std{ours}"
+        }
+        assert load_filter(str(keys(f"--dynamic-sampling-filter-path {theirs}")["rollout.dynamic_sampling_filter_path"]))
+        named = RolloutConfig(rollout_batch_size=1, dynamic_sampling_filter_path=theirs)
+        assert named.dynamic_sampling_filter_path == f"rlpipe.rollout.filters.reward_nonzero_std{ours}", "in a recipe too"
     assert keys("--rollout-function-path slime.rollout.sglang_rollout.generate_rollout") == {}
+
+
+@pytest.mark.parametrize(("name", "mode"), [("icepop_function", "icepop"), ("vanilla_tis_function", "clip")])
+def test_slimes_own_corrections_are_modes_of_ours(name: str, mode: str):
+    path = f"slime.backends.megatron_utils.loss.{name}"
+    loss = loaded(f"{LAUNCH} --use-tis --tis-clip 2 --tis-clip-low 0.5 --custom-tis-function-path {path}").train.loss
+    assert (loss.use_tis, loss.tis_mode, loss.tis_clip, loss.tis_clip_low) == (True, mode, 2.0, 0.5)
+    assert loss.custom_tis_function_path is None, "slime is not installed"
+    with pytest.raises(ConfigError, match="needs use_tis"):
+        loaded(f"{LAUNCH} --custom-tis-function-path {path}")
+    with pytest.raises(ConfigError, match=f"is tis_mode: {mode}; found tis_mode: mask"):
+        loaded(f"{LAUNCH} --use-tis --custom-tis-function-path {path}", "train.loss.tis_mode=mask")
 
 
 @pytest.mark.parametrize(
@@ -282,17 +303,56 @@ def test_a_function_of_ones_own_goes_to_the_key_of_its_name(name: str):
     assert [key.rpartition(".")[2] for key, value in found.items() if value == "mine.py:f"] == [name]
 
 
-def test_a_checkpoint_of_another_framework_is_refused(tmp_path: Path):
-    assert refused(f"--load {tmp_path} --save /elsewhere").where == "--load"
-    assert keys(f"--load {tmp_path} --save {tmp_path}") == {"store.root": str(tmp_path)}
+def test_a_reference_checkpoint_is_refused_unless_it_is_the_model_that_the_run_starts_with(tmp_path: Path):
+    error = refused("--hf-checkpoint /data/Qwen3-4B --ref-load /data/Qwen3-4B_torch_dist")
+    assert (error.where, error.found) == ("--ref-load", "/data/Qwen3-4B_torch_dist")
+    assert "convert_torch_dist_to_hf.py" in str(error.do)
+    assert "leave --ref-load out" in str(error.do)
+    assert refused("--ref-load /data/Qwen3-4B_torch_dist").where == "--ref-load"
+    assert keys(f"--hf-checkpoint {tmp_path} --ref-load {tmp_path}/").keys() == {"model.source"}
+
+
+@pytest.mark.parametrize("name", ["latest_checkpointed_iteration.txt", "iter_0000020/.metadata", "common.pt", "config.json"])
+def test_a_checkpoint_to_load_is_refused_wherever_the_run_saves(tmp_path: Path, name: str):
+    there = tmp_path / "there"
+    (there / name).parent.mkdir(parents=True)
+    (there / name).write_text("{}")
+    for save in ("/elsewhere", there):
+        error = refused(f"--hf-checkpoint /m --load {there} --save {save}")
+        assert (error.where, error.found) == ("--load", str(there))
+    assert keys(f"--hf-checkpoint {there} --load {there}").keys() == {"model.source"}
+
+
+def test_the_folder_of_save_is_loaded_from_before_and_after_a_run_was_there(tmp_path: Path):
+    folder = tmp_path / "run"
+    words, expected = f"--load {folder} --save {folder}", {"store.root": str(folder)}
+    assert keys(words) == expected
+    folder.mkdir()
+    assert keys(words) == keys(f"--load {folder}/ --save {folder}") == expected
+    (folder / "branches").mkdir()
+    assert keys(words) == expected
+    error = refused(f"--load {folder} --save /elsewhere")
+    assert (error.where, "--fork" in str(error.do)) == ("--load", True)
+    assert keys("--load s3://bucket/run --save s3://bucket/run") == {"store.root": "s3://bucket/run"}
+    assert refused("--load s3://bucket/run --save /elsewhere").where == "--load"
+
+
+def test_a_teacher_that_is_a_megatron_checkpoint_is_refused(tmp_path: Path):
+    error = refused(f"--use-opd --opd-type megatron --opd-teacher-load {tmp_path}")
+    assert (error.where, error.expected) == ("--opd-teacher-load", "a Hugging Face directory")
 
 
 def test_a_critic_begins_with_a_model_directory_or_goes_on_with_its_run(tmp_path: Path):
-    assert refused(f"--critic-load {tmp_path} --critic-save /elsewhere").where == "--critic-load"
-    assert keys(f"--critic-load {tmp_path} --critic-save {tmp_path}") == {}
-    assert keys(f"--critic-load {tmp_path} --hf-checkpoint {tmp_path}").keys() == {"model.source"}
-    (tmp_path / "config.json").write_text("{}")
-    assert keys(f"--critic-load {tmp_path}") == {"critic.hf_checkpoint": str(tmp_path)}
+    critic = tmp_path / "critic"
+    critic.mkdir()
+    (critic / "latest_checkpointed_iteration.txt").touch()
+    assert refused(f"--critic-load {critic} --critic-save /elsewhere").where == "--critic-load"
+    assert refused(f"--critic-load {critic} --critic-save {critic}").where == "--critic-load"
+    (critic / "latest_checkpointed_iteration.txt").unlink()
+    assert keys(f"--critic-load {critic} --critic-save {critic}") == {}
+    (critic / "config.json").write_text("{}")
+    assert keys(f"--critic-load {critic} --hf-checkpoint {critic}").keys() == {"model.source"}
+    assert keys(f"--critic-load {critic}") == {"critic.hf_checkpoint": str(critic)}
     assert keys("--save s3://bucket/run") == {"store.root": "s3://bucket/run"}
 
 
@@ -331,7 +391,7 @@ def test_held_out_sets_of_a_file_have_their_own_settings_before_its_defaults_bef
     assert (a.temperature, a.top_p, a.n_samples_per_eval_prompt, a.max_response_len) == (0.1, 0.9, 16, 16384)
     assert (b.temperature, b.n_samples_per_eval_prompt, b.reward) == (0.5, 4, None)
     assert a.reward is not None
-    assert a.reward.function.model_dump() == {"type": "by_row", "default": "gpqa"}
+    assert a.reward.function.model_dump() == {"type": "by_row", "default": "gpqa", "reward_key": None}
 
 
 def test_an_unknown_key_of_a_held_out_set_is_named(tmp_path: Path):

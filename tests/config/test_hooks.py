@@ -80,10 +80,19 @@ def test_a_path_that_names_nothing_says_what_was_looked_for(tmp_path, path, said
         load_hook(path.format(dir=tmp_path))
 
 
-def test_what_the_files_own_code_raises_comes_through_and_is_raised_again(tmp_path):
-    path = write(tmp_path / "mine.py", "def reward(): return 1\n1 / 0\n")
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("1 / 0", r"ZeroDivisionError: division by zero \(.*mine\.py:2\)"),
+        ("import sys; sys.exit(0)", r"it ends Python: SystemExit: 0 \(.*mine\.py:2\)[\s\S]*__main__"),
+        ("raise BaseException('odd')", "BaseException: odd"),
+        ("raise ValueError('x' * 10**6)", "1000000 characters"),
+    ],
+)
+def test_whatever_the_files_own_code_raises_is_an_error_that_names_the_line_each_time(tmp_path, code, said):
+    path = write(tmp_path / "mine.py", f"def reward(): return 1\n{code}\n")
     for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(ConfigError, match=said):
             load_hook(path)
 
 

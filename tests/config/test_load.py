@@ -19,6 +19,7 @@ data:
   prompts: {type: file, paths: [a.jsonl]}
 rollout:
   rollout_batch_size: 4
+  n_samples_per_prompt: 2
 reward:
   function: {type: math}
 train:
@@ -83,8 +84,8 @@ def test_what_is_dumped_loads_as_an_equal_configuration(recipe, tmp_path):
 def test_an_unknown_key_names_its_line_and_the_nearest_key(recipe):
     recipe.write_text(RECIPE.replace("    lr:", "    learning_rate: 1\n    lrr:"))
     message = str(refused(recipe))
-    assert f"train.optimizer.learning_rate ({recipe}:12): unknown key" in message
-    assert f"train.optimizer.lrr ({recipe}:13): unknown key; expected lr" in message
+    assert f"train.optimizer.learning_rate ({recipe}:13): unknown key" in message
+    assert f"train.optimizer.lrr ({recipe}:14): unknown key; expected lr" in message
 
 
 def test_an_unknown_key_of_an_override_names_the_override(recipe):
@@ -119,11 +120,11 @@ def test_a_wrong_value_names_what_was_found_and_expected(recipe):
 def test_a_value_of_two_possible_kinds_is_one_problem(recipe):
     error = refused(recipe, "reward.on_error=bad")
     assert error.where == "reward.on_error (override reward.on_error=bad)"
-    assert error.expected == "'exclude_group'; or a valid number"
+    assert error.expected == "'exclude_group'; or a finite number, without quotes"
 
 
 def test_a_missing_key_is_named(recipe):
-    recipe.write_text(RECIPE.replace("  rollout_batch_size: 4", "  n_samples_per_prompt: 4"))
+    recipe.write_text(RECIPE.replace("  rollout_batch_size: 4\n", ""))
     error = refused(recipe)
     assert error.problem == "this key is needed"
     assert str(error.where).startswith("rollout.rollout_batch_size")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def test_they_get_what_slime_gives_them(tmp_path: Path):
     hooks.init()
     hooks.before_log_prob("model", "ref_")
     hooks.before_train_step(7, 1, "model", "optimizer", "schedule")
-    heard = hooks._hooks["custom_megatron_init_path"].__globals__["HEARD"]
+    heard = inspect.unwrap(hooks._hooks["custom_megatron_init_path"]).__globals__["HEARD"]
     assert heard == [
         ("init", "args"),
         ("log_prob", "args", ["model"], "ref_"),

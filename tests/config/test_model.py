@@ -22,7 +22,7 @@ def run(**sections: Any):
         "num_rollout": 1,
         "model": {"source": {"type": "huggingface", "hf_checkpoint": "/m"}},
         "data": {"prompts": {"type": "file", "paths": ["a.jsonl"]}},
-        "rollout": {"rollout_batch_size": 2},
+        "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2},
         "reward": {"function": {"type": "none"}},
     }
     return validate({**values, **sections})

@@ -14,7 +14,7 @@ BASE: dict[str, Any] = {
     "num_rollout": 4,
     "model": {"source": {"type": "huggingface", "hf_checkpoint": "/models/m"}},
     "data": {"prompts": {"type": "file", "paths": ["a.jsonl"]}},
-    "rollout": {"rollout_batch_size": 4},
+    "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 2},
     "reward": {"function": {"type": "math"}},
 }
 PPO: dict[str, Any] = {"advantage": {"advantage_estimator": "ppo"}}
@@ -28,7 +28,11 @@ SERVER = {"opd_type": "sglang", "url": "http://t:1"}
         ({"teacher": {"opd_type": "megatron"}}, "opd_teacher_load"),
         ({"teacher": {"opd_type": "sglang"}}, "needs url"),
         (
-            {"advantage": {"use_opd": True}, "teacher": SERVER, "rollout": {"rollout_batch_size": 4, "rollout_temperature": 0.7}},
+            {
+                "advantage": {"use_opd": True},
+                "teacher": SERVER,
+                "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "rollout_temperature": 0.7},
+            },
             "scores at temperature 1",
         ),
         ({"train": {"use_routing_replay": True}, "advantage": {"score_proximal": False}}, "routing of the scoring pass"),

@@ -19,6 +19,7 @@ data:
   prompts: {{type: file, paths: [a.jsonl]}}
 rollout:
   rollout_batch_size: 4
+  n_samples_per_prompt: 2
 reward:
   function: {{type: math}}
 train:
@@ -52,7 +53,13 @@ def test_the_preset_can_be_chosen_on_a_command_line_and_what_is_stored_is_its_va
     assert "preset" not in dump(config)
     (tmp_path / "again.yaml").write_text(dump(config))
     assert load_run(tmp_path / "again.yaml") == config
-    needed = ["model.source.hf_checkpoint=/m", "data.prompts.paths=[a]", "num_rollout=1", "rollout.rollout_batch_size=8"]
+    needed = [
+        "model.source.hf_checkpoint=/m",
+        "data.prompts.paths=[a]",
+        "num_rollout=1",
+        "rollout.rollout_batch_size=8",
+        "rollout.n_samples_per_prompt=2",
+    ]
     flags = load_run(BASE, ["preset=llama3.1-8b", *needed, "reward.function.type=math"])
     assert flags.train.parallel.tensor_model_parallel_size == 2
 

@@ -68,7 +68,8 @@ SAID: dict[str, tuple[str, dict[str, Any]]] = {
 
 def read(folder: Path, flags: str, config: dict[str, Any]):
     (folder / "config.json").write_text(json.dumps(config))
-    rest = f"--hf-checkpoint {folder} --prompt-data a.jsonl --num-rollout 1 --rollout-batch-size 8 --rm-type math"
+    batch = "--rollout-batch-size 8 --n-samples-per-prompt 2"
+    rest = f"--hf-checkpoint {folder} --prompt-data a.jsonl --num-rollout 1 {batch} --rm-type math"
     return load_run(BASE, overrides_of(read_flags(f"{flags} {rest}".split())))
 
 
@@ -76,7 +77,7 @@ def read(folder: Path, flags: str, config: dict[str, Any]):
 def test_the_flags_of_a_family_are_taken_and_what_the_model_says_itself_is_not_passed_on(tmp_path, script):
     config = read(tmp_path, *SAID[script])
     passed = {"attention_softmax_in_fp32", "moe_token_dispatcher_type", "moe_token_drop_policy", "moe_router_dtype"}
-    assert config.train.megatron.keys() <= passed | {"moe_router_bias_update_rate"}
+    assert config.train.megatron.keys() <= passed | {"moe_router_bias_update_rate", "make_vocab_size_divisible_by"}
 
 
 @pytest.mark.parametrize(

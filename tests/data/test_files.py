@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -67,7 +68,8 @@ def test_a_path_with_brackets_of_its_own_is_a_path():
 
 @KINDS
 def test_streamed_rows_are_the_rows_whatever_the_order(files: dict[str, str], kind: str):
-    source = prompts(files[kind] + "@[1:]", files["jsonl"])
+    again = shutil.copy(files["jsonl"], Path(files["jsonl"]).with_name("again.jsonl"))
+    source = prompts(files[kind] + "@[1:]", str(again))
     held, streamed = load_prompts(source), load_prompts(source, streaming=True)
     assert isinstance(streamed, StreamedPrompts)
     assert list(streamed) == list(held)

@@ -193,3 +193,49 @@ def test_a_tokenizer_without_end_of_sequence_cannot_end_an_answer(characters):
             encode_supervised(characters, row("Spell: word", "drow"), data(), rollout(type="dataset"))
     finally:
         characters.eos_token = eos
+
+
+def test_a_prompt_that_is_cut_keeps_its_last_tokens_and_says_how_long_it_was(characters):
+    short = data(rollout_max_prompt_len=3, overlong_prompts="truncate_left")
+    encoded = encode_prompt(characters, row("Spell: word"), short, rollout())
+    whole = encode_prompt(characters, row("Spell: word"), data(), rollout())
+    assert encoded.prompt_ids == whole.prompt_ids[-3:] and encoded.prompt == "ord"
+    assert encoded.overlong is not None and whole.overlong is None
+    assert (encoded.overlong.tokens, encoded.overlong.limit) == (5, 3)
+    fits = encode_prompt(characters, row("Spell: wo"), short, rollout())
+    assert fits.overlong is None and fits.prompt == "Spell: wo"
+
+
+def test_a_chat_prompt_is_cut_at_the_start_of_its_text(chat):
+    config = data(apply_chat_template=True, rollout_max_prompt_len=6, overlong_prompts="truncate_left")
+    encoded = encode_prompt(chat, row("what is 1 + 2?"), config, rollout())
+    assert len(encoded.prompt_ids) == 6 and str(encoded.prompt).endswith("<|im_start|>assistant\n")
+    assert chat.decode(encoded.prompt_ids) == encoded.prompt
+
+
+def test_the_smallest_limit_counts_and_the_models_context_is_one(characters):
+    room = rollout(rollout_max_context_len=5)
+    for limit, config, sampling, context in (
+        (4, data(rollout_max_prompt_len=4), rollout(), 100),
+        (4, data(rollout_max_prompt_len=5), room, 100),
+        (4, data(), rollout(), 5),
+        (2, data(), room, 3),
+    ):
+        with pytest.raises(DataError, match=rf"x.jsonl:7: the prompt is too long[\s\S]*at most {limit} "):
+            encode_prompt(characters, row("Spell: word"), config, sampling, model_context_len=context)
+    with pytest.raises(DataError, match=r"max_position_embeddings[\s\S]*data\.overlong_prompts: drop or truncate_left"):
+        encode_prompt(characters, row("Spell: word"), data(), rollout(), model_context_len=5)
+
+
+def test_a_supervised_prompt_is_cut_so_that_its_answer_fits(characters):
+    supervised = rollout(type="dataset", rollout_max_context_len=8)
+    whole = encode_supervised(characters, row("Spell: word", "drow"), data(), rollout(type="dataset"))
+    cut = encode_supervised(characters, row("Spell: word", "drow"), data(overlong_prompts="truncate_left"), supervised)
+    assert (cut.response_ids, cut.prompt_ids) == (whole.response_ids, whole.prompt_ids[-3:])
+    no_room = rollout(type="dataset", rollout_max_context_len=5)
+    with pytest.raises(DataError, match="there is no room for a prompt"):
+        encode_supervised(characters, row("Spell: word", "drow"), data(overlong_prompts="truncate_left"), no_room)
+    long_answer = rollout(type="dataset", rollout_max_response_len=4)
+    for policy in ("error", "drop", "truncate_left"):
+        with pytest.raises(DataError, match="the answer is too long"):
+            encode_supervised(characters, row("Spell: word", "drow"), data(overlong_prompts=policy), long_answer)

@@ -14,7 +14,7 @@ from rlpipe.config.run import RunConfig
 from rlpipe.config.text import parse
 from rlpipe.engines.megatron.bridge import BRIDGES, LOCAL, with_own_table
 from rlpipe.engines.megatron.bridges.hf_config import flat_rope
-from rlpipe.engines.megatron.model import split_passthrough
+from rlpipe.engines.megatron.model import split_arguments
 
 # isort: split
 from mbridge.core.parallel_states import ParallelStates
@@ -90,7 +90,7 @@ RECIPE = """\
 num_rollout: 1
 model: {source: {type: huggingface, hf_checkpoint: /models/m}}
 data: {prompts: {type: file, paths: [a.jsonl]}}
-rollout: {rollout_batch_size: 256}
+rollout: {rollout_batch_size: 256, n_samples_per_prompt: 2}
 reward: {function: {type: math}}
 """
 
@@ -119,7 +119,7 @@ def test_a_preset_suits_the_real_model(recipe, preset):
     billions, gpu, architecture = MODELS[preset]
     run = load_run(recipe, [f"preset={preset}"])
     config = _hf_config(architecture)
-    for_transformer, _, _ = split_passthrough(run.train.megatron)
+    for_transformer, _, _ = split_arguments(run.train.megatron)
     parallel = run.train.parallel
     sizes = ParallelStates(
         tp_size=parallel.tensor_model_parallel_size,

@@ -19,15 +19,16 @@ from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.types import Commit, DataState, Stage
+from tests.model_files import write_model
 from tools import evaluate
 
 HELD = {"name": "held", "prompts": {"type": "reasoning_gym", "task": "chain_sum", "size": 4}}
 RUN: dict[str, Any] = {
     "run": "old",
     "num_rollout": 50,
-    "model": {"source": {"type": "huggingface", "hf_checkpoint": "/models/m"}},
+    "model": {"source": {"type": "huggingface", "hf_checkpoint": "model"}},
     "data": {"prompts": {"type": "file", "paths": ["a.jsonl"]}},
-    "rollout": {"rollout_batch_size": 4},
+    "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 2},
     "reward": {"function": {"type": "math"}},
     "train": {"optimizer": {"lr_decay_style": "cosine"}},
     "stop_when": {"metric": "eval/held/accuracy", "at_least": 0.5},
@@ -37,9 +38,13 @@ RUN: dict[str, Any] = {
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """With the run `old`: three iterations, of which weights were saved after the first two."""
     (tmp_path / "old").mkdir()
+    for name in ("a.jsonl", "aime.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "1 + 1", "input": "1 + 1", "label": "2"}\n')
+    write_model(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
     record = {"store": str(tmp_path / "store"), "config": validate(RUN).model_dump(mode="json")}
     (tmp_path / "old" / "run.json").write_text(json.dumps(record))
     files = Files(tmp_path / "store")

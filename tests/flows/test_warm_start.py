@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from flows.train import warm_start_overrides
-from rlpipe.config.load import load_run
+from rlpipe.config.load import load_run, warm_start_overrides
 from tests.flows.test_train import MODEL, SUPERVISED, WORDS
 
 PPO = f"""

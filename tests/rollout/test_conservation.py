@@ -24,6 +24,7 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.source import DataSource
 from rlpipe.errors import DataError, EngineError, EngineUnavailable
 from rlpipe.inputs import Inputs
+from rlpipe.rollout.filters import Rejection
 from rlpipe.rollout.generate import FINISHED, planned_sample
 from rlpipe.rollout.judge import Judge
 from rlpipe.rollout.rows import Part, StoredRows
@@ -171,9 +172,10 @@ class Driver:
     def more(self, part: Part, *, write: bool = True) -> Part:
         return self.part(part.plan.iteration, part.plan.after, part.plan.part + 1, write=write)
 
-    def keep(self, samples: Sequence[Sample]) -> str | None:
-        kept = self.verdicts.setdefault(samples[0].group_id, self.dice.random() >= self.world.rejects)
-        return None if kept else "dull"
+    def keep(self, samples: Sequence[Sample]) -> Rejection | None:
+        group_id = samples[0].group_id
+        kept = self.verdicts.setdefault(group_id, self.dice.random() >= self.world.rejects)
+        return None if kept else Rejection("dull", fallback=group_id.endswith(("3", "6")))
 
     async def attempt(self, k: int, state: DataState, *, mortal: bool) -> tuple[RolloutResult, StoredRows, Engine]:
         parts = [self.part(k, state, 0)]

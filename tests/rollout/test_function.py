@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlpipe.config.data import DataConfig
+from rlpipe.config.data import DataConfig, RewardConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.custom import BufferFilter, CustomSource
 from rlpipe.data.source import DataSource
@@ -24,6 +24,7 @@ from rlpipe.types import DataState, Sample, Status
 from tests.data.test_source import FILE, LETTERS, rows
 
 ARGS = Namespace(rollout_batch_size=2)
+REWARD = RewardConfig.model_validate({"function": {"type": "math"}})
 
 
 def _planner(tmp_path: Path, *, source: str = "", choose: str = "", **rollout: Any) -> Planner:
@@ -48,7 +49,7 @@ def _function(tmp_path: Path, body: str, iteration: int = 0) -> FunctionRollout:
         f"    return groups\ndef generate_rollout(args, rollout_id, data_source, evaluation=False):\n    {lines}\n"
     )
     function = load_rollout_function(str(path))
-    return FunctionRollout(function, "mine", ARGS, Journal(), Limits(1000, 50), iteration=iteration, timeout_s=20)
+    return FunctionRollout(function, "mine", ARGS, Journal(), Limits(1000, 50), iteration=iteration, timeout_s=20, reward=REWARD)
 
 
 async def _run(tmp_path: Path, planner: Planner, body: str, k: int, state: DataState) -> tuple[RolloutResult, StoredRows]:

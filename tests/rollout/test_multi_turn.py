@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from rlpipe.config.rollout import ToolConfig
@@ -188,3 +190,16 @@ def test_two_tools_of_one_name_and_arguments_that_do_not_fit_are_refused():
         load_tools([one, one], timeout_s=1)
     with pytest.raises(ConfigError, match="does not take these arguments"):
         load_tools([ToolConfig(path="fractions.Fraction", arguments={"nope": 1})], timeout_s=1)
+
+
+async def test_what_a_program_leaves_running_neither_delays_the_answer_nor_stays():
+    code = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); print(p.pid)"
+    async with asyncio.timeout(60):
+        left = int(await python(code))
+    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+
+
+async def test_a_tool_that_ends_python_is_an_answer(tmp_path: Path):
+    (tmp_path / "mine.py").write_text("import sys\ndef tool(text): sys.exit(text)\n")
+    tool = Tool(ToolConfig(path=f"{tmp_path}/mine.py:tool"), timeout_s=10)
+    assert "SystemExit: bye" in await tool.answer("bye")

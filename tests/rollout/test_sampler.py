@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from rlpipe.errors import DeadlineExceeded, EngineError, EngineUnavailable, StoreError
+from rlpipe.rollout.filters import Rejection
 from rlpipe.rollout.generate import planned_sample
 from rlpipe.rollout.judge import Judge
 from rlpipe.rollout.rows import KeptRows, Part
@@ -213,8 +214,40 @@ async def test_in_order_of_the_plan_it_does_not_matter_who_is_first():
     assert [(one.group_id, one.rows) for one in result.after.buffer] == [("b:2", "plan-0"), ("b:3", "plan-0")]
 
 
-def _odd(samples: Sequence[Sample]) -> str | None:
-    return None if int(samples[0].group_id[2:]) % 2 else "even"
+def _odd(samples: Sequence[Sample]) -> Rejection | None:
+    return None if int(samples[0].group_id[2:]) % 2 else Rejection("even")
+
+
+def _odd_or_insufficient(samples: Sequence[Sample]) -> Rejection | None:
+    return None if int(samples[0].group_id[2:]) % 2 else Rejection("even", fallback=True)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+async def test_fallback_groups_fill_a_batch_instead_of_another_round(in_order: bool):
+    kept = _Kept()
+    settings = _settings(batch_size=3, static=False, in_order=in_order)
+    judge = Judge(_odd_or_insufficient)
+    result = await _run(_part(4), _Sampling(), kept, settings, slots=1, judge=judge, more=_more)
+    assert [part.digest for part in result.parts] == ["plan-0"]
+    assert result.accepted == ("b:0", "b:1", "b:3") and result.fallbacks == {"b:0": "even"}
+    assert result.dropped == {"b:2": "even"} and result.after == DataState(draws=4)
+    assert (result.progress.accepted_groups, len(kept.ids)) == (3, 4)
+
+
+async def test_fallback_groups_of_one_round_still_count_in_the_next_where_fit_ones_come_first():
+    def keep(samples: Sequence[Sample]) -> Rejection | None:
+        number = int(samples[0].group_id[2:])
+        return None if number >= 4 else Rejection("early", fallback=number == 0)
+
+    settings = _settings(batch_size=4, static=False)
+    result = await _run(_part(4), _Sampling({"b:7": 60}), _Kept(), settings, judge=Judge(keep), more=_part_of_three)
+    assert len(result.parts) == 2
+    assert result.accepted == ("b:0", "b:4", "b:5", "b:6") and result.fallbacks == {"b:0": "early"}
+    assert set(result.dropped) == {"b:1", "b:2", "b:3"}
+
+
+def _part_of_three(part: Part) -> Part:
+    return _part(3, part.plan.after.draws, part.plan.part + 1)
 
 
 async def test_rejected_groups_are_dropped_and_more_are_drawn():
@@ -237,7 +270,7 @@ async def test_a_retry_takes_up_all_parts_that_an_earlier_attempt_went_on_to():
 async def test_a_filter_that_rejects_everything_is_an_error_with_its_reasons():
     settings = _settings(batch_size=2, static=False, max_rounds=3)
     with pytest.raises(EngineError, match=r"(?s)0 of 6 in 3 rounds; rejected: 6 no.*max_sampling_rounds"):
-        await _run(_part(2), _Sampling(), _Kept(), settings, judge=Judge(lambda samples: "no"), more=_more)
+        await _run(_part(2), _Sampling(), _Kept(), settings, judge=Judge(lambda samples: Rejection("no")), more=_more)
 
 
 async def test_a_finished_group_from_the_buffer_is_taken_over_without_sampling():

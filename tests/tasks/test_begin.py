@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.files import Files
 from rlpipe.types import Commit, DataState
-from tasks.begin import _differing, check_same_model, check_same_run
+from tasks import begin
+from tasks.begin import _differing, check_same_model, check_same_run, report_overlong
 from tasks.context import RunContext
 
 BASE: dict[str, Any] = {
@@ -24,7 +27,7 @@ BASE: dict[str, Any] = {
     "num_rollout": 3,
     "model": {"source": {"type": "huggingface", "hf_checkpoint": "/models/m"}},
     "data": {"prompts": {"type": "file", "paths": ["a.jsonl"]}},
-    "rollout": {"rollout_batch_size": 4},
+    "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 2},
     "reward": {"function": {"type": "math"}},
     "evaluation": {"datasets": [{"name": "held", "prompts": {"type": "file", "paths": ["b.jsonl"]}}]},
 }
@@ -90,7 +93,7 @@ def test_what_cannot_change_results_may_change(branches: Branches, sections: dic
 
 def test_each_key_that_differs_is_named_with_what_it_was_and_is(branches: Branches):
     train = {"optimizer": {"lr": 1e-5}, "global_batch_size": 2}
-    assert refused(branches, train=train, rollout={"rollout_batch_size": 8}) == [
+    assert refused(branches, train=train, rollout={"rollout_batch_size": 8, "n_samples_per_prompt": 2}) == [
         "rollout.rollout_batch_size: was 4, now 8",
         "train.global_batch_size: was None, now 2",
         "train.optimizer.lr: was 1e-06, now 1e-05",
@@ -166,3 +169,28 @@ def test_a_list_is_the_tuple_that_it_was_read_from():
     assert _differing({"a": [1, 2], "b": ()}, {"a": (1, 2), "b": []}) == []
     assert _differing({"a": [1, 2]}, {"a": (2, 1)}) == ["a: was [1, 2], now (2, 1)"]
     assert _differing({"a": [1]}, {"a": 1}) == ["a: was [1], now 1"]
+
+
+async def test_rows_that_are_dropped_or_cut_are_named_where_a_person_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shown: list[dict[str, Any]] = []
+
+    async def artifact(rows: list[dict[str, Any]], **about: Any) -> None:
+        shown.append({"rows": rows, **about})
+
+    monkeypatch.setattr(begin, "acreate_table_artifact", artifact)
+    it, terminal = opened(tmp_path, tmp_path / "model"), io.StringIO()
+    it.directory.mkdir(parents=True)
+    it.progress = Progress("begun", 3, stream=terminal)
+    it.config = it.config.model_copy(update={"data": it.config.data.model_copy(update={"overlong_prompts": "drop"})})
+    rows = [{"where": f"a.jsonl:{n}", "tokens": 100 + n, "limit": 90, "setting": "data.rollout_max_prompt_len"} for n in range(7)]
+    await report_overlong(it, {"data.prompts": rows, "evaluation.datasets: held": rows[:1]})
+    said = terminal.getvalue()
+    assert "begun: data.prompts: 7 over-long prompts are dropped, longer than 90 tokens (data.rollout_max_prompt_len)" in said
+    assert "a.jsonl:0 (100 tokens), a.jsonl:1 (101 tokens)" in said and "a.jsonl:4 (104 tokens) and 2 more" in said
+    assert "evaluation.datasets: held: 1 over-long prompts are dropped" in said
+    written = [json.loads(line) for line in (it.directory / "overlong_prompts.jsonl").read_text().splitlines()]
+    assert written == [{"prompts": "data.prompts", **row} for row in rows] + [{"prompts": "evaluation.datasets: held", **rows[0]}]
+    assert shown == [{"rows": written, "key": "begun-overlong", "description": shown[0]["description"]}]
+    await report_overlong(it, {})
+    assert not (it.directory / "overlong_prompts.jsonl").exists() and len(shown) == 1
+    it.epoch.release()

@@ -122,7 +122,7 @@ async def test_functions_of_ones_own_get_slimes_arguments_and_what_they_have_log
             await observer.iteration(k, iteration(it), seconds=1.0)
         await observer.evaluation(2, evaluation(it), {"eval/held/accuracy": 1.0}, seconds=1.0, beside=False)
     seen = vars(sys.modules[load_hook(it.config.observe.custom_rollout_log_function_path or "").__module__])["seen"]
-    assert [(one[0], one[1], one[2], one[4]) for one in seen[:2]] == [(k, 1, [0.0, 1.0], 2.0) for k in range(2)]
+    assert [(one[0], one[1], one[2], one[4]) for one in seen[:2]] == [(k, 2, [0.0, 1.0], 2.0) for k in range(2)]
     assert seen[0][3] == {"rollout/raw_reward": 0.5, "perf/rollout_tokens": 6.0, "perf/rollout_tokens_per_s": 3.0}
     assert seen[2] == (2, {"held": ([1.0, 1.0], [False, False], 2)})
     assert shown(it) == {"train/loss": [0, 1], **{name: [0] for name in seen[0][3]}}

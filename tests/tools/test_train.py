@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,9 +15,13 @@ from typing import Any
 import pytest
 
 import flows.train
+from deployments.recipes.tiny_models import character_tokenizer
 from rlpipe.config.load import home, load_run
 from rlpipe.config.model import BranchModel
 from rlpipe.errors import EngineUnavailable
+from rlpipe.store.branches import Branches
+from rlpipe.store.files import Files
+from tests.model_files import write_model
 from tools import local_prefect, train
 
 RECIPE = """\
@@ -26,6 +32,7 @@ data:
   prompts: {{type: file, paths: [{place}/train.jsonl], label_key: answer}}
 rollout:
   rollout_batch_size: 1
+  n_samples_per_prompt: 2
 reward:
   function: {{type: math}}
 """
@@ -36,8 +43,7 @@ Command = Callable[..., int]
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """A folder with a recipe, its prompts and its model."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    write_model(tmp_path / "model")
     (tmp_path / "train.jsonl").write_text(ROW)
     (tmp_path / "small.yaml").write_text(RECIPE.format(place=tmp_path))
     return tmp_path
@@ -90,6 +96,17 @@ def test_a_good_recipe_is_handed_on_with_what_was_asked(command: Command, driven
     assert not home().exists()
 
 
+@pytest.mark.parametrize("more", [[], ["--dump-config"]])
+def test_a_key_without_effect_is_said_on_the_terminal(
+    command: Command, place: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+):
+    assert command("--recipe", place / "small.yaml", "train.loss.tis_clip=3", *more) == 0
+    said = capsys.readouterr()
+    key = "train.loss.tis_clip (override train.loss.tis_clip=3)"
+    assert said.err == f"warning: {key} has no effect: it needs train.loss.use_tis: true\n"
+    assert "warning" not in said.out
+
+
 def test_a_misspelt_key_is_refused_with_its_place_and_the_nearest_key(refused: Callable, place: Path):
     override = "train.optimizer.lrr=1e-5"
     said = f"ConfigError: train.optimizer.lrr (override {override}): unknown key\n  expected: lr\n"
@@ -122,6 +139,17 @@ def test_an_empty_prompt_file_is_named(refused: Callable, place: Path):
 def test_a_bad_row_is_named_with_its_line(refused: Callable, place: Path, row: str, problem: str):
     (place / "train.jsonl").write_text(ROW * 2 + row + "\n" + ROW)
     assert refused().startswith(f"DataError: {place}/train.jsonl:3: {problem}\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [("import sys; sys.exit(0)", "SystemExit: 0"), ("import os; os._exit(0)", "exit status 0"), ("1 / 0", "ZeroDivisionError")],
+)
+def test_a_reward_file_that_ends_or_raises_when_it_is_imported_is_named(refused: Callable, place: Path, code: str, said: str):
+    (place / "reward.py").write_text(f"def reward(sample): return 1.0\n{code}\n")
+    error = refused([f"reward.function={{type: python, path: '{place}/reward.py'}}"])
+    assert f"reward.function.path: {place}/reward.py" in error
+    assert said in error
 
 
 def test_a_missing_model_directory_is_named_with_its_key(refused: Callable, place: Path):
@@ -167,7 +195,8 @@ def slime_flags(place: Path) -> list[str]:
     """A command line in slime's style, for the files of `place`."""
     return [
         *("--hf-checkpoint", str(place / "model"), "--prompt-data", str(place / "train.jsonl")),
-        *("--input-key", "prompt", "--label-key", "answer", "--rollout-batch-size", "2", "--rm-type", "math"),
+        *("--input-key", "prompt", "--label-key", "answer", "--rollout-batch-size", "2"),
+        *("--n-samples-per-prompt", "2", "--rm-type", "math"),
         *("--colocate", "--use-fault-tolerance", "--sglang-mem-fraction-static", "0.8", "--attention-dropout", "0.0"),
     ]
 
@@ -198,6 +227,23 @@ def test_epochs_become_iterations(command: Command, driven: list, place: Path):
     (place / "train.jsonl").write_text(ROW * 5)
     assert command(*slime_flags(place), "--num-epoch", "3") == 0
     assert load_run(driven[0].recipe, driven[0].overrides, driven[0].run).num_rollout == 7
+
+
+def test_epochs_are_those_of_the_prompts_that_are_kept(command: Command, driven: list, place: Path):
+    shutil.rmtree(place / "model")
+    write_model(place / "model", max_position_embeddings=12)
+    character_tokenizer("").save_pretrained(place / "model")
+    lengths = [3, 11, 12, 40, 5, 8, 13]  # three of them leave no room in the model's context
+    (place / "train.jsonl").write_text("".join(json.dumps({"prompt": "1" * n, "answer": "2"}) + "\n" for n in lengths))
+
+    def iterations(*more: str) -> int:
+        assert command(*slime_flags(place), "--num-epoch", "3", *more) == 0
+        return load_run(driven[-1].recipe, driven[-1].overrides, driven[-1].run).num_rollout
+
+    assert iterations() == 3 * 4 // 2
+    assert iterations("--rollout-max-prompt-len", "5") == 3 * 2 // 2
+    assert iterations("--rollout-max-context-len", "9") == 3 * 3 // 2
+    assert iterations("data.overlong_prompts=truncate_left") == 3 * 7 // 2
 
 
 def test_dump_config_prints_all_of_it_and_runs_nothing(
@@ -249,6 +295,7 @@ def test_seed_0_is_a_seed_too(command: Command, driven: list, place: Path):
 def test_a_fork_is_a_run_of_its_own_without_another_start(
     command: Command, driven: list, place: Path, given: list[str], name: str, iteration: int | None
 ):
+    Branches(Files(home() / "store")).create("old", {}, "0" * 64)
     (place / "small.yaml").write_text("warm_start: spell_backward_sft\n" + RECIPE.format(place=place))
     assert command("--recipe", place / "small.yaml", *given, "rollout.rollout_batch_size=2") == 0
     (arguments,) = driven

@@ -22,6 +22,8 @@ TITLES = {
     "router": ("sglang::router",),
     "router-actor": ("ray::RouterActor",),
     "conductor": ("ray::Conductor",),
+    "raylet": ("raylet/raylet ",),
+    "gcs": ("gcs/gcs_server ",),
     "s3": (),
     "prefect": (),
 }
