@@ -108,6 +108,7 @@ class LossConfig(Config):
     """The loss of one optimizer step."""
 
     type: Literal["policy", "sft", "custom"] = "policy"
+    """`policy`: reinforcement learning. `sft`: cross-entropy of supervised rows. `custom`: custom_loss_function_path."""
     surrogate: Literal["clip", "gspo", "cispo"] = "clip"
     """What is made of the probability ratio. `clip`: PPO's, per token. `gspo`: the same with one ratio per sequence. `cispo`: a
     clipped ratio without gradient as the weight of the log-prob. The estimators gspo and cispo set it unless it is given."""

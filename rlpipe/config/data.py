@@ -199,6 +199,7 @@ class RewardConfig(Config):
     """How rows are scored, and what an error of the verifier means."""
 
     function: RewardFunction
+    """Verifier of a response."""
     on_error: Literal["exclude_group"] | float = "exclude_group"
     """A verifier's error leaves its group out of the batch with reason `reward_error`, unless a reward is given here."""
     max_error_fraction: float = Field(default=0.5, ge=0, le=1)
@@ -222,6 +223,7 @@ class EvalDataset(Config):
     name: str = Field(max_length=100)
     """Its name in metrics: `eval/<name>/accuracy`."""
     prompts: PromptSource
+    """Rows of the set."""
     reward: RewardConfig | None = None
     """None: the run's reward."""
     n_samples_per_eval_prompt: int = Field(default=1, ge=1, le=MOST_ROWS)

@@ -48,6 +48,7 @@ class ModelConfig(Config):
     """Architecture, tokenizer and first weights."""
 
     source: ModelSource
+    """Where the model directory comes from."""
     start_from: BranchModel | None = None
     """Take the first weights from another branch instead of from `source` (which still gives the architecture)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

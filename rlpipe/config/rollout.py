@@ -42,6 +42,7 @@ class RolloutConfig(Config):
     """How many responses, and how they are sampled. `type: dataset` takes the rows' own answers (supervised)."""
 
     type: Literal["sample", "dataset"] = "sample"
+    """`sample`: engines sample responses. `dataset`: the labels of the rows are the responses."""
     rollout_batch_size: int = Field(ge=1, le=MOST_ROWS)
     """Prompts (groups) per iteration."""
     n_samples_per_prompt: int = Field(default=1, ge=1, le=MOST_ROWS)

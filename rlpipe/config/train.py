@@ -15,11 +15,17 @@ class ParallelConfig(Config):
     """Megatron's parallel sizes, under its own names. Data parallelism is what is left of the ranks."""
 
     tensor_model_parallel_size: int = Field(default=1, ge=1)
+    """TP: ranks that share each layer's matrices."""
     sequence_parallel: bool = False
+    """Tensor parallel ranks also share the activations between those matrices, by tokens."""
     pipeline_model_parallel_size: int = Field(default=1, ge=1)
+    """PP: stages of consecutive layers."""
     context_parallel_size: int = Field(default=1, ge=1)
+    """CP: ranks that share the tokens of each sample."""
     expert_model_parallel_size: int = Field(default=1, ge=1)
+    """EP: ranks that share the experts of each layer."""
     expert_tensor_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share each expert's matrices."""
 
     @property
     def model_ranks(self) -> int:
@@ -35,17 +41,23 @@ class OptimizerConfig(Config):
     """Adam and its schedule, in optimizer steps."""
 
     lr: float = Field(default=1e-6, ge=0, le=LARGEST_LR)
+    """Learning rate after the warm-up."""
     min_lr: float = Field(default=0.0, ge=0, le=LARGEST_LR)
     """Floor of a decaying schedule."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Form of the schedule from lr to min_lr."""
     lr_warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up from 0."""
     lr_decay_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps until min_lr; None: the run's total."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay (AdamW)."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the mean of gradients."""
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the mean of squared gradients."""
     adam_eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the mean of squared gradients."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 is no clipping."""
 
