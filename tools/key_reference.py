@@ -42,7 +42,7 @@ How to write a configuration is in [README.md](README.md).
 - **°** marks a key that cannot change results. Such a key may change between two starts of a run.
 - `N` in a key is the position in a list, from 0.
 
-One more key is no field of a model: `preset: NAME` puts `deployments/models/NAME.yaml` below a recipe.
+One more key is no field of a model: `preset: NAME` puts a file of `deployments/models/` below a recipe.
 """
 
 UNITS = {

@@ -210,7 +210,7 @@ POINTS: dict[str, Point] = {
     "S-201": Point("--async-buffer-size", "async_buffer_size", "tasks/test_turn.py"),
     "S-202": Point("--update-weights-interval", "sync.update_weights_interval", "tasks/test_turn.py"),
     "S-203": Point(
-        "when to use it", "async_buffer_size deterministic", "flows/test_in_flight.py", "README, Asynchronous training"
+        "when to use it", "async_buffer_size deterministic", "flows/test_in_flight.py", "rlpipe/rollout/README.md"
     ),
     "S-204": Point("staleness against throughput", "async_buffer_size sync.update_weights_interval", "test_batch.py"),
     # agents
