@@ -40,6 +40,7 @@ How to write a configuration is in [README.md](README.md).
 - **unit**: empty for a number without a unit and for everything that is no number.
 - **slime's flag**: the flag of slime or Megatron that sets the key, alone or with other flags.
 - **°** marks a key that cannot change results. Such a key may change between two starts of a run.
+  Exceptions: the number of trainer and critic ranks, and `num_rollout` with a decaying learning rate.
 - `N` in a key is the position in a list, from 0.
 
 One more key is no field of a model: `preset: NAME` puts a file of `deployments/models/` below a recipe.
@@ -113,6 +114,8 @@ class Section:
     """Values of `type`, if the model is one variant of a union."""
     other_paths: list[str] = field(default_factory=list)
     """Paths of the other keys that take the model."""
+    tuning: bool = False
+    """True if the key that holds the model cannot change results."""
 
     @property
     def title(self) -> str:
@@ -132,18 +135,18 @@ class Section:
 def sections(root: type[BaseModel] = RunConfig) -> list[Section]:
     """Return every model below `root` once, parents before children."""
     found: dict[type[BaseModel], Section] = {}
-    _collect("", root, found)
+    _collect("", root, found, tuning=False)
     return list(found.values())
 
 
-def _collect(path: str, model: type[BaseModel], found: dict[type[BaseModel], Section]) -> None:
+def _collect(path: str, model: type[BaseModel], found: dict[type[BaseModel], Section], *, tuning: bool) -> None:
     if model in found:
         found[model].other_paths.append(path)
         return
-    found[model] = Section(path, model, _variants(model))
+    found[model] = Section(path, model, _variants(model), tuning=tuning)
     for name, info in model.model_fields.items():
         for inner in _models(info.annotation):
-            _collect(_inner_path(path, name, info), inner, found)
+            _collect(_inner_path(path, name, info), inner, found, tuning=tuning or is_tuning(info))
 
 
 def _inner_path(path: str, name: str, info: FieldInfo) -> str:
@@ -281,7 +284,7 @@ def _table(section: Section, places: dict[type[BaseModel], Section], flags: dict
     lines = ["| key | type | default | unit | meaning | slime's flag |", "|---|---|---|---|---|---|"]
     for name, info in section.model.model_fields.items():
         cells = (
-            f"`{name}`{' °' if is_tuning(info) else ''}",
+            f"`{name}`{' °' if section.tuning or is_tuning(info) else ''}",
             bounded_type_of(info),
             default_of(info),
             unit_of(name),

@@ -298,3 +298,11 @@ class _Real(_Engine):
         if not ids:
             raise ValueError("the prompt has no tokens")
         return await super().generate(ids, sampling, **keywords)
+
+
+@pytest.mark.parametrize("name", ["mine.py", "agent.py"])
+async def test_the_examples_of_the_readme_give_samples_with_log_probs(tmp_path, name):
+    text = (Path(__file__).parents[2] / "rlpipe" / "rollout" / "README.md").read_text(encoding="utf-8")
+    source = next(code for code in text.split("```python\n") if code.startswith(f"# {name}")).partition("```")[0]
+    rows = await _rows(tmp_path, source)
+    assert [(row.status, row.rollout_log_probs) for row in rows] == [(Status.COMPLETED, [-0.5] * 4)] * 2

@@ -81,3 +81,9 @@ def test_a_row_has_type_bounds_default_unit_and_the_mark_of_keys_that_decide_no_
     text = key_reference._table(chosen[1], {section.model: section for section in chosen}, {"parts.wait_s": ["--wait"]})
     row = r"| `wait_s` ° | number > 0 or none | none | s | Longest wait \| deadline.<br>None: no limit. | `--wait` |"
     assert row in text.splitlines()
+
+
+def test_the_keys_of_a_model_that_decides_no_result_have_the_mark():
+    text = reference()
+    assert "| `metric` ° |" in text.split("## `stop_when`")[1].split("## ")[0]
+    assert "| `rollout_temperature` |" in text
