@@ -209,9 +209,7 @@ POINTS: dict[str, Point] = {
     "S-200": Point("rollout overlaps training", "async_buffer_size", "flows/test_in_flight.py"),
     "S-201": Point("--async-buffer-size", "async_buffer_size", "tasks/test_turn.py"),
     "S-202": Point("--update-weights-interval", "sync.update_weights_interval", "tasks/test_turn.py"),
-    "S-203": Point(
-        "when to use it", "async_buffer_size deterministic", "flows/test_in_flight.py", "rlpipe/rollout/README.md"
-    ),
+    "S-203": Point("when to use it", "async_buffer_size deterministic", "flows/test_in_flight.py", "rlpipe/rollout/README.md"),
     "S-204": Point("staleness against throughput", "async_buffer_size sync.update_weights_interval", "test_batch.py"),
     # agents
     "S-210": Point("tools in a multi-turn loop", "rollout.tools", "rollout/test_multi_turn.py"),
