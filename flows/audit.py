@@ -31,18 +31,19 @@ def run_name() -> str:
 
 
 @flow(name="audit", flow_run_name=run_name)
-async def audit(run: str, store: str | None = None) -> dict[str, Any]:
+async def audit(run: str, store: str | None = None, head: str | None = None) -> dict[str, Any]:
     """Check everything that a run has in the store, and that every object there is explained by some run.
 
     Answers how many `findings` there are, and how many things are `unusual`.
 
-    `store`: URL of the store (None: the one the run was started with). Raises: Mismatch if anything is wrong; ObjectMissing if
-    there is no such run.
+    `store`: URL of the store (None: the one the run was started with). `head`: sha256 of a commit that was kept elsewhere, which
+    has to prove what is below it. Raises: Mismatch if anything is wrong; ObjectMissing if there is no such run; ConfigError.
     """
     files = Files(store or store_of(default_home(), run))
-    report = await asyncio.to_thread(check_store, files, run)
+    report = await asyncio.to_thread(check_store, files, run, None, head)
     findings, notes = report.findings, report.notes
     about = f"audit of {run}: {len(findings)} findings, {len(notes)} notes (leftovers, and what cannot be checked)"
+    about += f"; {report.proof}" if report.proof is not None else ""
     rows = [finding._asdict() for finding in findings] + [{**note._asdict(), "rule": f"note: {note.rule}"} for note in notes]
     await _table(run, "audit", rows, about)
     if findings:

@@ -264,7 +264,9 @@ class _Tokens(list[int]):
 
 
 RECORD_FORMAT = 1
-"""How records are written. It changes when an older rlpipe could read a record and misunderstand it."""
+"""How records are written at first. A kind of record that changes counts on for itself (`VersionedRecord.formats`)."""
+CHAINED_FORMAT = 2
+"""Of commits: with the digests of their parent and of their records (`rlpipe.store.chain`). An older rlpipe refuses it."""
 
 
 class Record(BaseModel):
@@ -281,6 +283,8 @@ class VersionedRecord(Record):
     """
 
     format: int = RECORD_FORMAT
+    formats: ClassVar[tuple[int, ...]] = (RECORD_FORMAT,)
+    """The formats of this kind of record that this version reads. It writes the last one."""
 
 
 class PlannedGroup(Record):
@@ -371,8 +375,13 @@ class NodeRef(Record):
 
 
 class Commit(VersionedRecord):
-    """Iteration k of a branch: the nodes it is made of, the groups it consumed, where the data source stands after it."""
+    """Iteration k of a branch: the nodes it is made of, the groups it consumed, where the data source stands after it.
 
+    `Branches.commit` fills in the keys of the chain (`rlpipe.store.chain`). Commits of format 1 have none of them.
+    """
+
+    format: int = CHAINED_FORMAT
+    formats: ClassVar[tuple[int, ...]] = (RECORD_FORMAT, CHAINED_FORMAT)
     branch: str
     iteration: int
     parent: str | None = None
@@ -386,6 +395,14 @@ class Commit(VersionedRecord):
     """Group id → reason, for groups that will never be trained."""
     data: DataState
     config_digest: str
+    parent_sha256: str | None = None
+    """sha256 of the parent commit's bytes; for the first commit of a root branch, of the branch's configuration record."""
+    records: dict[str, str] = Field(default_factory=dict)
+    """Path → sha256 of the bytes of each record that this iteration is made of and that no commit before it names."""
+    leaves: dict[str, str] = Field(default_factory=dict)
+    """Path → sha256 of records about weights (checkpoints, evaluations) that were in the store by then."""
+    awaited: tuple[str, ...] = ()
+    """Paths of such records that were due and not in the store yet. The next commit looks for them."""
     packages: dict[str, str] = Field(default_factory=dict)
     epoch: int = 0
     attempt: str = ""

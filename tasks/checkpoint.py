@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 
 from rlpipe.errors import RlpipeError, TrainerError
-from rlpipe.inputs import checkpoint_inputs, config_digest
+from rlpipe.inputs import checkpoint_inputs, config_digest, eval_inputs
 from rlpipe.observe.trace import traced
 from rlpipe.store.branches import commit_name
+from rlpipe.store.chain import leaf_paths
 from rlpipe.types import Commit, DataState, NodeRef, Stage
 from tasks.context import RunContext, Stopwatch, context, packages
 from tasks.record import stage_task
 from tasks.train import hold
+from tasks.turn import evaluation_due
 from tasks.uploads import begin_checkpoint, pending, settle
 
 
@@ -31,7 +33,7 @@ async def checkpoint(run: str, k: int, nodes: dict[str, NodeRef]) -> str:
             it.progress.stage("checkpoint")
             with Stopwatch(it, "checkpoint"):
                 await save(it, train, k + 1)
-        commit = await asyncio.to_thread(lambda: it.branches.commit(_commit(it, k, digests), fence=it.epoch.check))
+        commit = await asyncio.to_thread(_record, it, k, digests)
     it.tell()
     return commit_name(run, commit.iteration)
 
@@ -96,6 +98,25 @@ async def is_saved(it: RunContext, weights: str) -> bool:
     return await asyncio.to_thread(it.nodes.find, Stage.CHECKPOINT, digest) is not None
 
 
+def _record(it: RunContext, k: int, nodes: dict[Stage, str]) -> Commit:
+    """Commit iteration k. The chain looks for what is known of the weights before, and waits for what is due of those it made."""
+    before = it.nodes.get(Stage.TRAIN, nodes[Stage.TRAIN]).parents["before"]
+    known = leaf_paths(before, _evaluations(it, before, k))
+    return it.branches.commit(_commit(it, k, nodes), fence=it.epoch.check, look_for=known)
+
+
+def _evaluations(it: RunContext, weights: str, version: int) -> list[str]:
+    """Digests of the evaluations that these weights get."""
+    datasets = it.config.evaluation.datasets if evaluation_due(it.config, version) else ()
+    return [eval_inputs(it.config, dataset, weights).digest for dataset in datasets]
+
+
+def _awaited(it: RunContext, k: int, weights: str) -> tuple[str, ...]:
+    """Paths of what is due of the weights that iteration k made; a checkpoint may be uploaded for some iterations."""
+    checkpoint, *evaluations = leaf_paths(weights, _evaluations(it, weights, k + 1))
+    return (*([checkpoint] if checkpoint_due(it, k) else []), *evaluations)
+
+
 def _commit(it: RunContext, k: int, nodes: dict[Stage, str]) -> Commit:
     run = it.config.run
     rollout = it.nodes.get(Stage.ROLLOUT, nodes[Stage.ROLLOUT]).outputs
@@ -110,6 +131,7 @@ def _commit(it: RunContext, k: int, nodes: dict[Stage, str]) -> Commit:
         dropped={**rollout["dropped"], **batch["dropped"]},
         data=DataState.model_validate(rollout["after"]),
         config_digest=config_digest(it.config),
+        awaited=_awaited(it, k, nodes[Stage.TRAIN]),
         packages=packages(),
         epoch=it.epoch.number,
     )

@@ -29,7 +29,7 @@ from rlpipe.config.gates import Gate
 from rlpipe.errors import ConfigError, GateClosed, ObjectConflict
 from rlpipe.inputs import eval_inputs
 from rlpipe.run_history import iteration_metrics
-from rlpipe.store.notes import OpenedGate
+from rlpipe.store.notes import OpenedGate, gate_path
 from rlpipe.store.records import seal
 from rlpipe.types import NodeRef, Stage
 from tasks.context import RunContext, context
@@ -46,7 +46,7 @@ async def gates(run: str, k: int, nodes: Mapping[str, NodeRef]) -> None:
     Raises: GateClosed if nobody does in time; ConfigError for a gate on a metric that is not there.
     """
     it = await context(run)
-    passed = _path(run, k, nodes["train"].digest)
+    passed = gate_path(run, k, nodes["train"].digest)
     if not it.config.gates.bounds or it.files.exists(passed):
         return
     wrong = await look(run, k, dict(nodes))
@@ -153,7 +153,3 @@ async def resumed(timeout_s: float, poll_s: float) -> bool:
     finally:
         pause.cancel()
     return True
-
-
-def _path(run: str, k: int, train: str) -> str:
-    return f"gates/{run}/{k:08d}-{train[:16]}.json"

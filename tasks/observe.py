@@ -21,7 +21,7 @@ from prefect.artifacts import acreate_image_artifact, acreate_markdown_artifact,
 from prefect.client.orchestration import get_client
 
 from rlpipe.config.slime import slime_args
-from rlpipe.errors import RlpipeError
+from rlpipe.errors import ObjectMissing, RlpipeError
 from rlpipe.observe.figure import write_figure
 from rlpipe.observe.functions import LogFunctions
 from rlpipe.observe.overview import overview
@@ -50,6 +50,8 @@ FIGURES = {
     "sync": {"engine - trainer": "sync/logprob_difference", "bytes": "sync/bytes"},
 }
 """Stage → label → metric, in the table of an iteration."""
+HEAD = "commit_sha256"
+"""Name of the newest commit's digest in TensorBoard and W&B (`tools.audit verify --head`)."""
 OF_ROLLOUT = ("rollout/", "perf/rollout")
 """Metrics of an iteration that a function of the user may log in our place."""
 
@@ -85,15 +87,25 @@ class Observer:
                 {name: one[name] for name in one if not name.startswith(OF_ROLLOUT)} for one in (metrics, figures)
             )
         self._sinks.write(k, figures)
+        head = await asyncio.to_thread(self._head, k)
+        if head is not None:
+            self._sinks.tell(k, HEAD, head)
         other = {stage: spent for stage, spent in work.items() if stage == "checkpoint"}
         self._spent(seconds, other, iteration_s=seconds, work_s=sum(work.values()))
         shown = {label: metrics[name] for label, name in SHOWN if name in metrics}
         self._it.progress.iteration({**shown, **self._accuracy})
-        await iteration_artifact(self._it.config.run, k, nodes, metrics)
+        await iteration_artifact(self._it.config.run, k, nodes, metrics, head)
         if not self._machines_shown:
             self._machines_shown = await show_machines(self._it, artifact_key(self._it.config.run, "machine"), outputs)
         if (k + 1) % self._it.config.observe.report_interval == 0:
             await self.report()
+
+    def _head(self, k: int) -> str | None:
+        """sha256 of the commit of an iteration, for whoever keeps it; None of one that is only sampled."""
+        try:
+            return self._it.branches.read_stored(self._it.config.run, k)[1]
+        except ObjectMissing:
+            return None
 
     def _outputs(self, nodes: dict[str, NodeRef]) -> dict[Stage, dict[str, Any]]:
         return {Stage(name): self._it.nodes.get(Stage(name), node.digest).outputs for name, node in nodes.items()}
@@ -159,8 +171,10 @@ class Observer:
             log.write(json.dumps({"time": time.time(), "seconds": seconds, "other": other, **entry}) + "\n")
 
 
-async def iteration_artifact(run: str, k: int, nodes: dict[str, NodeRef], metrics: dict[str, float]) -> None:
-    """A table in Prefect's UI: each stage's node and seconds."""
+async def iteration_artifact(
+    run: str, k: int, nodes: dict[str, NodeRef], metrics: dict[str, float], head: str | None = None
+) -> None:
+    """A table in Prefect's UI: each stage's node and seconds. `head`: sha256 of the commit, which fixes all that is below it."""
     rows = [
         {
             "stage": name,
@@ -173,6 +187,7 @@ async def iteration_artifact(run: str, k: int, nodes: dict[str, NodeRef], metric
     ]
     reward = metrics.get("rollout/raw_reward")
     about = f"iteration {k}" + (f", mean reward {reward:.3f}" if reward is not None else "")
+    about += f"; commit sha256 {head}" if head is not None else ""
     await acreate_table_artifact(rows, key=artifact_key(run, "iteration"), description=about)
 
 

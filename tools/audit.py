@@ -1,6 +1,7 @@
 """Is a run what its records say, what is unusual in it, and where do its weights come from?
 
-    python -m tools.audit verify  [--run RUN]                        every object, record, checksum and row; exit code 1 if wrong
+    python -m tools.audit verify  [--run RUN [--head SHA256]]        every object, record, checksum and row; exit code 1 if wrong
+    python -m tools.audit head    --run RUN[@K]                      branch, iteration and sha256 of the newest commit, or of K's
     python -m tools.audit unusual --run RUN                          reward errors, truncation, staleness, log-prob drift, jumps
     python -m tools.audit lineage --run RUN[@K] [--out F.parquet]    back: what made these weights; F gets every sample trained on
     python -m tools.audit forward --run RUN --prompt TEXT            on: the steps that trained on a prompt, and what has it
@@ -9,7 +10,9 @@
 
 `verify` without `--run` checks every run of the store. With it the files, rows and bookkeeping of that run alone are read. The
 objects that no run explains are named either way: what nothing refers to could be anybody's. Damage and unexplained objects are
-findings. What killed attempts and removed runs leave behind are notes: these are listed, and nothing is wrong.
+findings. With `--head`, a digest that `head` printed earlier and somebody kept elsewhere, it also proves that nothing below that
+commit was changed, even where records, files and checksums were rewritten together. What killed attempts and removed runs leave
+behind are notes: these are listed, and nothing is wrong.
 
 Each takes `--home DIR` or `--store URL`. Exit codes: 0 done, 1 something is wrong, 2 wrong usage, or the store does not answer.
 """
@@ -31,6 +34,7 @@ from rlpipe.observe.viewer import write_viewer
 from rlpipe.run_rollouts import iterations
 from rlpipe.store.anomalies import find_anomalies
 from rlpipe.store.audit import check_store
+from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.query import ask
 from rlpipe.store.run_file import store_of
@@ -76,6 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--run", metavar="RUN[@K]", help="name of the run, and an iteration (default: the newest; verify: all runs)"
     )
+    parser.add_argument("--head", metavar="SHA256", help="of verify: digest of a commit of the run, at least its first 16 digits")
     parser.add_argument("--prompt", help="of forward: a piece of the prompt's text")
     parser.add_argument("--out", help="of lineage a .parquet file, of view the page (default: samples.html)")
     parser.add_argument("--samples", type=int, default=64, help="of view: at most so many (default: 64)")
@@ -85,18 +90,33 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
-def verify(files: Files, run: str, _k: int | None, _arguments: argparse.Namespace) -> int:
-    """Every finding and note on a line."""
+def verify(files: Files, run: str, _k: int | None, arguments: argparse.Namespace) -> int:
+    """Every finding and note on a line, and what a digest proves."""
     with Progress(transient=True) as bar:
         shown = bar.add_task(f"reading {run or files.root}", total=None)
-        report = check_store(files, run or None, lambda done, total: bar.update(shown, completed=done, total=total))
+        report = check_store(
+            files, run or None, lambda done, total: bar.update(shown, completed=done, total=total), arguments.head
+        )
     for finding in report.findings:
         print(printable(f"{finding.rule:<11} {finding.where}\n            {finding.problem}"))
     for note in report.notes:
         print(printable(f"note        {note.where}\n            {note.problem}"))
+    if report.proof is not None:
+        print(report.proof)
     about, notes = run or files.root, f"; {len(report.notes)} notes" if report.notes else ""
     print(f"{about}: {len(report.findings)} findings{notes}" if report.findings else f"{about}: nothing is wrong{notes}")
     return 1 if report.findings else 0
+
+
+def head(files: Files, run: str, k: int | None, _arguments: argparse.Namespace) -> int:
+    """Branch, iteration and sha256 of a commit, on one line. Of a fork that has committed nothing, its parent's."""
+    branches = Branches(files)
+    commit = branches.newest(run) if k is None else branches.read(run, k)
+    if commit is None:
+        raise ConfigError("this run has committed nothing", where=f"--run {run}", found=files.root)
+    _, sha256 = branches.read_stored(commit.branch, commit.iteration)
+    print(commit.branch, commit.iteration, sha256)
+    return 0
 
 
 def printable(text: str) -> str:
@@ -168,7 +188,15 @@ def view(files: Files, run: str, k: int | None, arguments: argparse.Namespace) -
     return 0
 
 
-COMMANDS = {"verify": verify, "unusual": unusual, "lineage": lineage, "forward": forward, "sql": sql, "view": view}
+COMMANDS = {
+    "verify": verify,
+    "head": head,
+    "unusual": unusual,
+    "lineage": lineage,
+    "forward": forward,
+    "sql": sql,
+    "view": view,
+}
 
 if __name__ == "__main__":
     sys.exit(piped(main))

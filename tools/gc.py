@@ -26,7 +26,7 @@ from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.files import Files
 from rlpipe.store.gc import remove, unreachable
-from rlpipe.store.retention import Retention, branch_removal, spare_checkpoints
+from rlpipe.store.retention import Removal, Retention, branch_removal, spare_checkpoints, write_down
 from tools.piped import piped
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -41,9 +41,14 @@ def main() -> int:
         with Epochs(files).alone() if arguments.delete else nullcontext() as own:
             asked = enumerate(arguments.remove)
             records = [one.path for n, run in asked for one in branch_removal(files, run, arguments.remove[:n])]
-            paths = removable(files, seconds(arguments.grace), arguments.keep_checkpoints, arguments.keep_every, records)
+            grace_s = seconds(arguments.grace)
+            spare = spare_of(files, grace_s, arguments.keep_checkpoints, arguments.keep_every)
+            rest = unreachable(files, grace_s, {*records, *(removal.path for removal in spare)})
+            paths = list(dict.fromkeys([*records, *rest]))
             print_summary(files, paths, listed=arguments.list)
             if own is not None:
+                own.check()
+                write_down(files, spare, set(paths))
                 with Progress(transient=True) as bar:
                     shown = bar.add_task("deleting", total=len(paths))
                     remove(files, paths, own.check, lambda done, _: bar.update(shown, completed=done))
@@ -75,16 +80,13 @@ def seconds(text: str) -> float:
     raise ConfigError("not a time", where="--grace", found=text, expected="a number and one of s, m, h, d, such as 90m")
 
 
-def removable(files: Files, grace_s: float, keep_last: int | None, keep_every: int | None, records: Sequence[str]) -> list[str]:
-    """Names of all that may go, in that order, with the `records` of runs that are removed. Raises: as `unreachable`,
-    `spare_checkpoints`."""
+def spare_of(files: Files, grace_s: float, keep_last: int | None, keep_every: int | None) -> list[Removal]:
+    """Records and files of the checkpoints that may go by these settings. Raises: as `spare_checkpoints`."""
     if keep_every is not None and keep_last is None:
         raise ConfigError(
             "which are kept beside those?", where="--keep-every", found=keep_every, do="give --keep-checkpoints too"
         )
-    spare = spare_checkpoints(files, Retention(keep_last, keep_every), grace_s) if keep_last is not None else []
-    rest = unreachable(files, grace_s, {*records, *(removal.path for removal in spare)})
-    return list(dict.fromkeys([*records, *rest]))
+    return spare_checkpoints(files, Retention(keep_last, keep_every), grace_s) if keep_last is not None else []
 
 
 def print_summary(files: Files, paths: Sequence[str], *, listed: bool) -> None:

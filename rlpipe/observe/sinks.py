@@ -28,6 +28,10 @@ class Sink(Protocol):
         """Take them. They need not be all there are."""
         ...
 
+    def tell(self, step: int, name: str, text: str) -> None:
+        """Take a line of text."""
+        ...
+
     def close(self) -> None:
         """Let go of files and ports."""
         ...
@@ -60,6 +64,11 @@ class Sinks:
         """Scalars of one iteration, to all of them."""
         for sink in self._sinks:
             sink.write(step, values)
+
+    def tell(self, step: int, name: str, text: str) -> None:
+        """A line of text of one iteration, to all of them."""
+        for sink in self._sinks:
+            sink.tell(step, name, text)
 
     def close(self) -> None:
         """Close all of them."""
@@ -95,6 +104,9 @@ class PrometheusSink:
         """Replace these figures."""
         for name, value in {**values, "iteration": step}.items():
             self._gauge(name).labels(self._run).set(value)
+
+    def tell(self, step: int, name: str, text: str) -> None:
+        """Leave it out: Prometheus keeps numbers, and a label for each text would be a series for each."""
 
     def close(self) -> None:
         """Give the port back."""
@@ -154,6 +166,10 @@ class WandbSink:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point to each curve, over iterations."""
         self._run.log({**values, "iteration": step})
+
+    def tell(self, step: int, name: str, text: str) -> None:
+        """Replace a key of the run's configuration, which shows the newest text."""
+        self._run.config.update({name: text, f"{name}_iteration": step}, allow_val_change=True)
 
     def close(self) -> None:
         """Send what is left."""

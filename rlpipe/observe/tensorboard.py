@@ -11,7 +11,12 @@ from pathlib import Path
 from types import TracebackType
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue] - made by protobuf
-from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue] - made by protobuf
+from tensorboard.compat.proto.summary_pb2 import (
+    Summary,  # pyright: ignore[reportAttributeAccessIssue] - made by protobuf
+    SummaryMetadata,  # pyright: ignore[reportAttributeAccessIssue] - made by protobuf
+)
+from tensorboard.compat.proto.tensor_pb2 import TensorProto  # pyright: ignore[reportAttributeAccessIssue] - made by protobuf
+from tensorboard.compat.proto.types_pb2 import DT_STRING  # pyright: ignore[reportAttributeAccessIssue] - made by protobuf
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
@@ -30,6 +35,12 @@ class TensorBoardSink:
         scalars = [Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
         if scalars:
             self._add(Event(step=step, summary=Summary(value=scalars)))
+
+    def tell(self, step: int, name: str, text: str) -> None:
+        """A line of text at one step."""
+        kind = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()])
+        self._add(Event(step=step, summary=Summary(value=[Summary.Value(tag=name, metadata=kind, tensor=tensor)])))
 
     def close(self) -> None:
         self._writer.close()

@@ -17,6 +17,7 @@ Along the branch, and through what it was forked from, oldest first:
     files       data files, checkpoints, evaluations are there with their size, checksum and rows; nothing lies in the folders
                 of the run that no writer put there
     tables      and all else that stands beside the commits: `bookkeeping`
+    chain       each record has the bytes that a commit named: `audit_chain`
 
 Of a store (`check_store`): every run so, and each object is explained by the records of some run, or is named (`explained`).
 
@@ -27,8 +28,9 @@ with weights of the run that its rollouts are of.
 One object that cannot be read is a finding, and the audit goes on: also a folder, a link or a FIFO under the name of a file, a
 name that is no text, a file that may not be read. The run may go on meanwhile; its branches are listed last, once.
 
-The checksums are the store's own. A record that was rewritten together with its checksum, and with every record that names it,
-is not seen: for that a digest has to be kept elsewhere. Nor is what a killed driver leaves in the same way (`bookkeeping`).
+The checksums are the store's own. A record that was rewritten together with its checksum, and with every commit from there on,
+is not seen without the digest of a commit that was kept elsewhere (`head`). Nor is what a killed driver leaves in the same way
+(`bookkeeping`).
 Not here: whether the numbers in them are right (replay), what is unusual (`anomalies`), or repairs.
 """
 
@@ -40,8 +42,9 @@ from functools import partial
 
 import pyarrow as pa
 
-from rlpipe.errors import ObjectMissing, StoreError
+from rlpipe.errors import ConfigError, ObjectMissing, StoreError
 from rlpipe.store import strays
+from rlpipe.store.audit_chain import check_chain, checked_head
 from rlpipe.store.audit_reading import (
     Finding,
     Loaded,
@@ -68,26 +71,30 @@ Say = Callable[[int, int], object]
 """Told of progress: iterations done, and of how many."""
 
 
-def check_branch(files: Files, branch: str, say: Say | None = None) -> list[Finding]:
-    """Everything wrong with a branch; an empty list is the proof. Reads every file of it.
+def check_branch(files: Files, branch: str, say: Say | None = None, head: str | None = None) -> list[Finding]:
+    """Everything wrong with a branch; an empty list is the proof. Reads every file of it. `head`: as of `check_store`.
 
-    Raises: ObjectMissing if there is no such branch; StoreError if the store does not answer.
+    Raises: ObjectMissing if there is no such branch; StoreError if the store does not answer; ConfigError.
     """
-    return audit_branch(Snapshot.take(files), branch, say).once().findings
+    return audit_branch(Snapshot.take(files), branch, say, head).once().findings
 
 
-def check_store(files: Files, run: str | None = None, say: Say | None = None) -> Report:
+def check_store(files: Files, run: str | None = None, say: Say | None = None, head: str | None = None) -> Report:
     """Everything wrong with a store: with this run, or with all, and every object that no run explains.
 
     With a `run` the objects are explained by the records of all runs; files, rows and bookkeeping are read of that run alone.
-    Raises: ObjectMissing if there is no such run, or no object at all; StoreError if the store does not answer.
+    `head`: sha256 of a commit of the run, or 16 digits of it or more, kept since it was made; the report says what it proves.
+    Raises: ObjectMissing if there is no such run, or no object at all; StoreError if the store does not answer; ConfigError for
+    a `head` that is no digest, or is given without a run.
     """
+    if head is not None and run is None:
+        raise ConfigError("whose digest is this?", where="--head", found=head, do="give --run too")
     snapshot, report = Snapshot.take(files), Report()
     runs = runs_of(snapshot) if run is None else [run]
     if not snapshot.seen and not snapshot.odd:
         raise ObjectMissing("there is no store here", where=files.root, do="give --home or --store")
     for number, branch in enumerate(runs):
-        report.add(audit_branch(snapshot, branch, _of_all(say, number, len(runs))))
+        report.add(audit_branch(snapshot, branch, _of_all(say, number, len(runs)), head))
     explain(snapshot, report)
     return report.once()
 
@@ -97,17 +104,19 @@ def _of_all(say: Say | None, number: int, runs: int) -> Say | None:
     return None if say is None else lambda done, total: say(number * total + done, runs * total)
 
 
-def audit_branch(files: Snapshot, branch: str, say: Say | None = None) -> Report:
+def audit_branch(files: Snapshot, branch: str, say: Say | None = None, head: str | None = None) -> Report:
     """Check a branch. Raises: as `check_branch`."""
     report = Report()
+    head = None if head is None else checked_head(head)
     committed = committed_before(files, branch)  # first: what a driver commits meanwhile is no matter
     found = history(files, branch)
     report.findings += [*found.findings, *gone(files, branch, committed)]
     for stray in strays.of_branch(files, branch):
         report.wrong("records", files.shown(stray.path), stray.problem)
     own = [commit for commit in found.commits if commit.branch == branch]
-    check_bookkeeping(files, report, branch, own, found.first)
-    reader = Reader(files, evaluations_of(files, report.findings))
+    check_bookkeeping(files, report, branch, own, found.first, compared=head is not None)
+    evaluations = evaluations_of(files, report.findings)
+    reader = Reader(files, evaluations)
     audit = _Audit(files, reader, report.findings, rooted=found.rooted)
     for digest in found.inits:
         audit.check_init(digest)
@@ -123,6 +132,7 @@ def audit_branch(files: Snapshot, branch: str, say: Say | None = None) -> Report
         audit.check(loaded)
         if say is not None:
             say(number, len(asked))
+    check_chain(files, report, branch, found.commits, evaluations, head)
     return report
 
 

@@ -58,6 +58,8 @@ class Report:
     """What is wrong."""
     notes: list[Finding] = field(default_factory=list)
     """What is not wrong, but should be known: leftovers of killed attempts, and what cannot be checked."""
+    proof: object = None
+    """What a digest that was held elsewhere proves (`audit_chain.Proof`); None without one, or if no commit has it."""
 
     def wrong(self, rule: str, where: str, problem: str) -> None:
         """Add a finding."""
@@ -71,10 +73,11 @@ class Report:
         """Add what another report has."""
         self.findings += other.findings
         self.notes += other.notes
+        self.proof = self.proof or other.proof
 
     def once(self) -> Report:
         """This report with everything in it once."""
-        return Report(list(dict.fromkeys(self.findings)), list(dict.fromkeys(self.notes)))
+        return Report(list(dict.fromkeys(self.findings)), list(dict.fromkeys(self.notes)), self.proof)
 
 
 class RolloutSaid(BaseModel):
@@ -397,3 +400,14 @@ def read_ahead(asked: Iterable[Callable[[], Loaded]]) -> Iterator[Loaded]:
 def keys(table: pa.Table) -> Iterable[tuple[str, int]]:
     """(group_id, index) of each row."""
     return zip(table["group_id"].to_pylist(), table["index"].to_pylist(), strict=True)
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Numbers in order as text: `0 to 3, 7`."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in spans)

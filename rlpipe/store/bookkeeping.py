@@ -2,7 +2,8 @@
 
     epochs      numbered from 1 without gaps; every commit was made under one that is there; no lease is dated in the future
     receipts    every commit but the newest has one; each is of an iteration of this branch
-    tables      each file has the bytes of its name, and rows of the branch's commits; no committed iteration is left out
+    tables      each file has the bytes of its name, and rows of the branch's commits; no committed iteration is left out; where
+                the digest of a commit is held, the rows are those that the records give
     notes       each is sealed and of the iteration of its name; so are gates that were opened
 
 What cannot be told from a driver that was killed at the right moment is a note of the report, not a finding: the newest commit
@@ -15,14 +16,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from datetime import datetime, timedelta
 from functools import partial
 
 import numpy as np
+import pyarrow.compute as pc
 
-from rlpipe.errors import ObjectCorrupt, ObjectMissing
+from rlpipe.errors import ObjectCorrupt, ObjectMissing, StoreError
 from rlpipe.store import notes, receipts, scalars
-from rlpipe.store.audit_reading import Report, readable
+from rlpipe.store.audit_reading import Report, readable, spans
 from rlpipe.store.branches import commit_name
 from rlpipe.store.epochs import NAME as EPOCH
 from rlpipe.store.epochs import SKEW_S, Lease, clock, epoch_path, epochs_folder, read_lease
@@ -30,6 +33,7 @@ from rlpipe.store.files import Files
 from rlpipe.store.inventory import Snapshot
 from rlpipe.store.receipts import receipt_path
 from rlpipe.store.records import unseal
+from rlpipe.store.scalar_rows import rows_of
 from rlpipe.types import Commit
 
 FUTURE_S = 300.0
@@ -37,11 +41,19 @@ FUTURE_S = 300.0
 ATTEMPTS = 3
 
 
-def check_bookkeeping(files: Snapshot, report: Report, branch: str, commits: Sequence[Commit], first: int) -> None:
-    """Check what stands beside a branch's own commits. `first`: the iteration with which the branch begins."""
+def check_bookkeeping(
+    files: Snapshot, report: Report, branch: str, commits: Sequence[Commit], first: int, *, compared: bool = False
+) -> None:
+    """Check what stands beside a branch's own commits.
+
+    `first`: the iteration with which the branch begins. `compared`: are the rows of tables compared with the records? That reads
+    every rollout once more.
+    """
     check_epochs(files, report, branch, {commit.epoch for commit in commits})
     _check_receipts(files, report, branch, commits, first)
     _check_tables(files, report, branch, {commit.iteration for commit in commits}, first)
+    for commit in commits if compared else ():
+        _compare_tables(files, report, commit)
     _check_notes(files, report, branch)
 
 
@@ -145,6 +157,22 @@ def _check_part(files: Snapshot, report: Report, branch: str, table: str, part: 
         report.wrong("tables", where, "it has a row twice")
 
 
+def _compare_tables(files: Snapshot, report: Report, commit: Commit) -> None:
+    """Compare the rows of one iteration with those that its records give now; what is not there is named elsewhere."""
+    for table in scalars.TABLES:
+        for part in scalars.parts_of(files, commit.branch, table):
+            if not part.first <= commit.iteration < part.end:
+                continue
+            with suppress(StoreError):
+                stored = scalars.read_part(files, table, part).filter(pc.field("iteration") == commit.iteration)
+                drawn = rows_of(files, commit, [table])[table]
+                if repr(stored.to_pylist()) != repr(drawn.to_pylist()):  # NaN is no number that equals itself
+                    problem = (
+                        f"its rows of iteration {commit.iteration} are not those of the records: delete it to have it made again"
+                    )
+                    report.wrong("tables", files.shown(part.path), problem)
+
+
 def _check_coverage(
     files: Snapshot, report: Report, branch: str, parts: dict[str, list[scalars.Part]], iterations: Collection[int]
 ) -> None:
@@ -162,9 +190,9 @@ def _check_coverage(
         missing = sorted(set(iterations) - own)
         pending = [k for k in missing if k >= newest.end or (table != next(iter(covered)) and k >= newest.first)]
         if gone := sorted(set(missing) - set(pending)):
-            report.wrong("tables", where, f"the rows of these iterations are gone: {_spans(gone)}")
+            report.wrong("tables", where, f"the rows of these iterations are gone: {spans(gone)}")
         if pending:
-            report.note("tables", where, f"not yet in the table, it is made when the run goes on: iterations {_spans(pending)}")
+            report.note("tables", where, f"not yet in the table, it is made when the run goes on: iterations {spans(pending)}")
 
 
 def _check_notes(files: Snapshot, report: Report, branch: str) -> None:
@@ -191,14 +219,3 @@ def _read_gate(files: Snapshot, report: Report, path: str, iteration: int) -> No
         raise ObjectCorrupt(problem, where=files.url(path), found=found.iteration, expected=iteration)
     if not sealed:
         report.note("records", files.shown(path), "not sealed, as gates were at first: its bytes cannot be checked")
-
-
-def _spans(numbers: Sequence[int]) -> str:
-    """Numbers in order as text: `0 to 3, 7`."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in spans)

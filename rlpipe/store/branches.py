@@ -3,26 +3,31 @@
 Iterations are numbered without gaps. The first commit of a root branch has iteration 0 and no parent; that of a fork goes
 on from its parent's. A commit is refused unless its parent is there, so what `newest` returns always has its whole history.
 Along a branch the epochs of its commits never go down. After each commit its receipt is written, which outlives it.
+Each commit names the digests of its parent and of its records (`chain`).
 
 Not here: who may commit (`epochs`), or what a commit's nodes hold (`nodes`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, takewhile
 from typing import Any
 from uuid import uuid4
 
 from rlpipe.errors import Fenced, ObjectConflict, ObjectCorrupt, ObjectMissing, StoreError
+from rlpipe.store.chain import chained
 from rlpipe.store.files import Files
-from rlpipe.store.receipts import WHO_AND_WHEN, Receipts
+from rlpipe.store.receipts import CHAIN, WHO_AND_WHEN, Receipts
 from rlpipe.store.records import now, seal, unseal
 from rlpipe.types import Commit, Record, VersionedRecord
 
 CONFIG = re.compile(r"branches/[^/]+/config\.json")
 COMMIT = re.compile(r"branches/([^/]+)/([0-9]{8})\.json")
+AT_THE_TIME = {"leaves", "awaited"}
+"""Keys of the chain in which two commits of one result may differ: a checkpoint was recorded between them."""
 
 
 class Branch(VersionedRecord):
@@ -122,17 +127,22 @@ class Branches:
     def committed(self, branch: str, after: int | None = None) -> list[int]:
         """The iterations that a branch has committed itself, in order. `after`: as `newest`; those that follow it."""
         if after is not None:
-            return list(takewhile(lambda k: self._files.exists(_path(commit_name(branch, k))), count(after + 1)))
+            return list(takewhile(lambda k: self._files.exists(commit_path(branch, k)), count(after + 1)))
         return [int(match[2]) for path in self._files.list(f"branches/{branch}") if (match := COMMIT.fullmatch(path))]
 
     def read(self, branch: str, iteration: int) -> Commit:
         """One commit. Raises: ObjectMissing; ObjectCorrupt also if it is another one, or does not follow the one before it."""
-        path = _path(commit_name(branch, iteration))
-        commit = unseal(Commit, self._files.read(path), self._files.url(path))
+        return self.read_stored(branch, iteration)[0]
+
+    def read_stored(self, branch: str, iteration: int) -> tuple[Commit, str]:
+        """One commit, and the sha256 of its bytes: the head of the history up to it. Raises: as `read`."""
+        path = commit_path(branch, iteration)
+        data = self._files.read(path)
+        commit = unseal(Commit, data, self._files.url(path))
         if (commit.branch, commit.iteration) != (branch, iteration) or not _follows(commit):
             found = f"{commit_name(commit.branch, commit.iteration)} after {commit.parent}"
             raise ObjectCorrupt("this is another commit", where=self._files.url(path), found=found, expected="one that follows")
-        return commit
+        return commit, hashlib.sha256(data).hexdigest()
 
     def parent_name(self, branch: str, iteration: int) -> str | None:
         """Name of the commit that an iteration of a branch follows: of the branch itself, or the one it is a fork of.
@@ -154,21 +164,33 @@ class Branches:
         parent = self.parent_name(branch, iteration)
         return self.read(*parse_commit_name(parent)) if parent else None
 
-    def commit(self, commit: Commit, fence: Callable[[], object] | None = None) -> Commit:
+    def commit(self, commit: Commit, fence: Callable[[], object] | None = None, *, look_for: Sequence[str] = ()) -> Commit:
         """Record an iteration; returns the record that counts: ours, or an earlier one that says the same.
 
-        `attempt` and `created` are filled in if they are empty. `fence` is called last before the write, and raises if this
-        driver may not commit any more (`Epoch.check`).
+        `attempt` and `created` are filled in if they are empty, and the keys of the chain from what is stored. `look_for`: paths
+        of checkpoints and evaluations that may be recorded by now, beside those that the commit awaits.
+        `fence` is called last before the write, and raises if this driver may not commit any more (`Epoch.check`).
         Raises: Fenced if it does, or if a newer epoch has committed; StoreError if the commit does not follow from the branch's
         last one; ObjectMissing if that is not there; ObjectConflict if the iteration was committed with another content.
         """
-        before = self._refuse_gap(commit)
+        before, parent_sha256 = self._refuse_gap(commit)
         commit = commit.model_copy(update={"attempt": commit.attempt or uuid4().hex[:12], "created": commit.created or now()})
-        path = _path(commit_name(commit.branch, commit.iteration))
+        path = commit_path(commit.branch, commit.iteration)
         if not self._files.exists(path):
             self._receipts.refuse_other(commit)
         if before is not None and before.branch == commit.branch:
             self._receipts.write_missing(before)  # its driver may have been killed before it did
+        record = self.get(commit.branch)
+        commit = chained(
+            self._files,
+            commit,
+            before,
+            config=record.config,
+            init=record.init,
+            config_path=config_path(commit.branch),
+            parent_sha256=parent_sha256,
+            look_for=look_for,
+        )
         if fence is not None:
             fence()
         try:
@@ -176,13 +198,13 @@ class Branches:
         except ObjectConflict as error:
             winner = self.read(commit.branch, commit.iteration)
             self._refuse_older(commit, winner)
-            if _content(winner) == _content(commit):
+            if not (differing := _differing_keys(winner, commit)):
                 self._receipts.write(winner)
                 return winner
             raise ObjectConflict(
                 "this iteration was committed by another driver, with another result",
                 where=self._files.url(path),
-                found=f"other values of {_differing_keys(winner, commit)} by attempt {winner.attempt}",
+                found=f"other values of {differing} by attempt {winner.attempt}",
                 do="stop this driver; start it again to go on from the newest commit",
             ) from error
         self._receipts.write(commit)
@@ -214,23 +236,23 @@ class Branches:
             yield commit
             commit = self.read(*parse_commit_name(commit.parent)) if commit.parent else None
 
-    def _refuse_gap(self, commit: Commit) -> Commit | None:
-        """The commit before this one. Raises: as `commit`."""
+    def _refuse_gap(self, commit: Commit) -> tuple[Commit | None, str | None]:
+        """The commit before this one, and the sha256 of its bytes. Raises: as `commit`."""
         expected = self.parent_name(commit.branch, commit.iteration)
         if commit.parent != expected:
             name = commit_name(commit.branch, commit.iteration)
             raise StoreError("not the next commit of its branch", where=name, found=commit.parent, expected=expected)
         if expected is None:
-            return None
-        before = self.read(*parse_commit_name(expected))
+            return None, None
+        before, sha256 = self.read_stored(*parse_commit_name(expected))
         self._refuse_older(commit, before)
-        return before
+        return before, sha256
 
     def _refuse_older(self, commit: Commit, other: Commit) -> None:
         if other.branch == commit.branch and other.epoch > commit.epoch:
             raise Fenced(
                 "a newer driver has committed to this branch",
-                where=self._files.url(_path(commit_name(other.branch, other.iteration))),
+                where=self._files.url(commit_path(other.branch, other.iteration)),
                 found=f"epoch {other.epoch}",
                 expected=f"epoch {commit.epoch}, which is ours, or an older one",
                 do="leave the branch to it, or stop it and start this one again",
@@ -247,8 +269,9 @@ def is_commit(path: str) -> bool:
     return COMMIT.fullmatch(path) is not None
 
 
-def _path(name: str) -> str:
-    return f"branches/{name}.json"
+def commit_path(branch: str, iteration: int) -> str:
+    """Where the record of a commit lives."""
+    return f"branches/{commit_name(branch, iteration)}.json"
 
 
 def _is_commit_name(name: str | None) -> bool:
@@ -265,11 +288,14 @@ def _follows(commit: Commit) -> bool:
     return parse_commit_name(commit.parent)[1] == commit.iteration - 1
 
 
-def _content(commit: Commit) -> dict[str, Any]:
-    """What a commit says, less who wrote it when and with what."""
-    return commit.model_dump(exclude=WHO_AND_WHEN)
-
-
 def _differing_keys(first: Record, second: Record) -> list[str]:
+    """Keys in which two records of one thing say something else; those of the chain only if no others differ.
+
+    A commit of an older rlpipe has no chain to compare.
+    """
+    free = WHO_AND_WHEN | AT_THE_TIME
+    if isinstance(first, Commit) and isinstance(second, Commit) and None in (first.parent_sha256, second.parent_sha256):
+        free |= CHAIN
     one, other = first.model_dump(), second.model_dump()
-    return [key for key in one if one[key] != other[key] and key not in WHO_AND_WHEN]
+    differing = [key for key in one if one[key] != other[key] and key not in free]
+    return [key for key in differing if key not in CHAIN] or differing

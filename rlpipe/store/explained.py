@@ -40,6 +40,7 @@ from rlpipe.store.nodes import LEAVES, Nodes
 from rlpipe.store.notes import noted, noted_iterations
 from rlpipe.store.plans import DRAW, Plans, draw_path, plan_path
 from rlpipe.store.receipts import NODE_NAME as RECEIPT
+from rlpipe.store.receipts import REMOVED_NAME as REMOVED
 from rlpipe.store.receipts import NodeReceipt, Receipts
 from rlpipe.store.segments import Segments
 from rlpipe.types import DataState, Plan, Stage
@@ -401,6 +402,9 @@ class _Explainer:
 
     def _judge_receipt(self, path: str) -> None:
         match = RECEIPT.fullmatch(path)
+        if REMOVED.fullmatch(path):
+            self._read(path, partial(Receipts(self._files).get_removed, path))
+            return
         if match is None or match[1] not in LEAVES:
             self._wrong(path, strays.NO_NAME)
             return

@@ -31,7 +31,7 @@ from rlpipe.store.local import Entry
 from rlpipe.store.nodes import LEAVES, Nodes, node_path
 from rlpipe.store.notes import noted, noted_iterations
 from rlpipe.store.plans import Plans, plan_path
-from rlpipe.store.receipts import NODE_NAME
+from rlpipe.store.receipts import NODE_NAME, REMOVED_NAME, Receipts
 from rlpipe.store.segments import Segments
 from rlpipe.types import Node, Stage
 
@@ -91,6 +91,8 @@ class _Reached:
         self._add_leaves()
         for name in names:
             if (receipt := NODE_NAME.fullmatch(name)) and f"nodes/{receipt[1]}/{receipt[2]}.json" in self.paths:
+                self.paths.add(name)
+            if REMOVED_NAME.fullmatch(name) and self._homes.get(Receipts(files).get_removed(name).weights) in self.paths:
                 self.paths.add(name)
             folder, _, rest = name.partition("/")
             if (folder == "draws" and plan_path(self._plans.drawn_in(name)) in self.paths) or (

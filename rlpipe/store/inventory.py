@@ -7,6 +7,7 @@ snapshot is answered from memory; everything that reads asks the store.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ class Snapshot(Files):
         self.odd: list[Seen] = []
         """What is no object: links, devices, folders under the name of a file."""
         self._names: list[str] = []
+        self._digests: dict[str, str] = {}
 
     @classmethod
     def take(cls, files: Files) -> Snapshot:
@@ -91,7 +93,15 @@ class Snapshot(Files):
         data = super().read(path, sha256)
         if path.endswith(".json") and path.split("/")[0] in SPELLED and not _spelled(data):
             raise ObjectCorrupt("these are not the bytes that were written", where=self.url(path), found="another spelling")
+        if path.endswith(".json"):
+            self._digests[path] = hashlib.sha256(data).hexdigest()
         return data
+
+    def digest_of(self, path: str) -> str:
+        """sha256 of a record, which is not read again if it was. Raises: ObjectMissing, ObjectCorrupt."""
+        if path not in self._digests:
+            self.read(path)
+        return self._digests[path]
 
     def refuse_large(self, path: str) -> None:
         """Raises: ObjectCorrupt if the object is larger than any that is read at once."""

@@ -72,3 +72,8 @@ def noted_iterations(files: Files, branch: str) -> list[int]:
 def note_path(branch: str, k: int) -> str:
     """Where the note of an iteration lies."""
     return f"rollouts/{branch}/{k:08d}.json"
+
+
+def gate_path(branch: str, k: int, train: str) -> str:
+    """Where it is recorded that an iteration with these weights was let go on."""
+    return f"gates/{branch}/{k:08d}-{train[:16]}.json"

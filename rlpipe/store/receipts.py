@@ -8,8 +8,11 @@ Without it nobody could tell a branch whose newest commit was removed from one t
     a receipt without its commit    the commit was there, and is gone
     a commit without its receipt    its driver was killed between the two; the iteration counts all the same
 
+    receipts/<stage>/<digest>-<sha256[:16]>.removed.json     garbage collection removed a node of these bytes, whose weights stay
+
 The commit that follows writes the receipt that is missing, so only the newest commit of a branch may be without one. The same
-holds for nodes, but that nothing follows them. Garbage collection removes a receipt before its node.
+holds for nodes, but that nothing follows them. Garbage collection removes a receipt before its node, and of a checkpoint that it
+takes from a run it writes down first which bytes go: a commit may have named them.
 
 A receipt is of what a commit says, not of who wrote it when: an iteration that is committed again with the same result has the
 same one. Not here: commits (`branches`), and who misses one (`audit`).
@@ -22,13 +25,16 @@ from contextlib import suppress
 
 from rlpipe.errors import ObjectConflict, ObjectCorrupt, ObjectMissing
 from rlpipe.store.files import Files
-from rlpipe.store.records import digest, seal, unseal
+from rlpipe.store.records import digest, now, seal, unseal
 from rlpipe.types import Commit, Node, Stage, VersionedRecord
 
 NAME = re.compile(r"branches/[^/]+/receipts/([0-9]{8})\.json")
 NODE_NAME = re.compile(r"receipts/([a-z]+)/([0-9a-f]{64})\.json")
+REMOVED_NAME = re.compile(r"receipts/([a-z]+)/([0-9a-f]{64})-([0-9a-f]{16})\.removed\.json")
 WHO_AND_WHEN = {"attempt", "created", "epoch", "packages"}
 """What two records of one result may differ in."""
+CHAIN = {"format", "parent_sha256", "records", "leaves", "awaited"}
+"""Keys of a commit that are about bytes, and so about who wrote other records when (`chain`)."""
 
 
 class Receipt(VersionedRecord):
@@ -41,8 +47,11 @@ class Receipt(VersionedRecord):
 
     @classmethod
     def of(cls, commit: Commit) -> Receipt:
-        """Keys at their defaults are left out of the digest: a key that commits get later does not change it."""
-        said = commit.model_dump(mode="json", exclude=WHO_AND_WHEN, exclude_defaults=True)
+        """Keys at their defaults are left out of the digest: a key that commits get later does not change it.
+
+        So are the keys of the chain. A commit that was removed with its parent and made again names another parent's bytes.
+        """
+        said = commit.model_dump(mode="json", exclude=WHO_AND_WHEN | CHAIN, exclude_defaults=True)
         where = receipt_path(commit.branch, commit.iteration)
         return cls(branch=commit.branch, iteration=commit.iteration, commit=digest(said, where))
 
@@ -61,6 +70,18 @@ class NodeReceipt(VersionedRecord):
         content = node.model_dump(mode="json", exclude=WHO_AND_WHEN, exclude_defaults=True)
         where = node_receipt_path(node.stage, node.digest)
         return cls(stage=node.stage, digest=node.digest, record=digest(content, where))
+
+
+class RemovedNode(VersionedRecord):
+    """Garbage collection removed a node that a commit may have named."""
+
+    stage: Stage
+    digest: str
+    sha256_of_record: str
+    """sha256 of the record's bytes."""
+    weights: str
+    """Digest of the state that the node was about."""
+    removed: str
 
 
 class Receipts:
@@ -97,6 +118,34 @@ class Receipts:
             raise ObjectCorrupt("this is another receipt", where=self._files.url(path), found=found, expected="that of its name")
         return receipt
 
+    def write_removed(self, node: Node, sha256: str) -> None:
+        """Write down that a node, whose record has this sha256, is about to be removed. Raises: StoreError."""
+        path = removed_path(node.stage, node.digest, sha256)
+        removed = RemovedNode(
+            stage=node.stage,
+            digest=node.digest,
+            sha256_of_record=sha256,
+            weights=node.parents.get("weights", ""),
+            removed=now(),
+        )
+        with suppress(ObjectConflict):  # a removal that was killed half-way, and is done again
+            self._files.create(path, seal(removed, path))
+
+    def get_removed(self, path: str) -> RemovedNode:
+        """That a node was removed. Raises: ObjectMissing; ObjectCorrupt, also if it is about another one."""
+        found = unseal(RemovedNode, self._files.read(path), self._files.url(path))
+        if removed_path(found.stage, found.digest, found.sha256_of_record) != path:
+            said = f"{found.stage} {found.digest}"
+            raise ObjectCorrupt("this is another removal", where=self._files.url(path), found=said, expected="that of its name")
+        return found
+
+    def was_removed(self, stage: Stage, digest: str, sha256: str) -> bool:
+        """True if garbage collection removed a node whose record had this sha256. Raises: ObjectCorrupt."""
+        try:
+            return self.get_removed(removed_path(stage, digest, sha256)).sha256_of_record == sha256
+        except ObjectMissing:
+            return False
+
     def find(self, branch: str, iteration: int) -> Receipt | None:
         """The receipt of an iteration, or None. Raises: ObjectCorrupt, also if it is another one's."""
         path = receipt_path(branch, iteration)
@@ -131,3 +180,8 @@ def receipt_path(branch: str, iteration: int) -> str:
 def node_receipt_path(stage: Stage, digest: str) -> str:
     """Where the receipt of a node lies."""
     return f"receipts/{stage}/{digest}.json"
+
+
+def removed_path(stage: Stage, digest: str, sha256: str) -> str:
+    """Where it is written down that a node was removed, whose record had this sha256."""
+    return f"receipts/{stage}/{digest}-{sha256[:16]}.removed.json"

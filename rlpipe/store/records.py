@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from rlpipe.errors import DataError, ObjectCorrupt
-from rlpipe.types import RECORD_FORMAT, Record
+from rlpipe.types import RECORD_FORMAT, Record, VersionedRecord
 
 RecordType = TypeVar("RecordType", bound=Record)
 
@@ -65,13 +65,18 @@ def unseal(kind: type[RecordType], data: bytes, where: str, *, do: str | None = 
 
 
 def _refuse_unknown_format(content: dict[str, Any], kind: type[Record], where: str) -> None:
-    """Raises: ObjectCorrupt for a record of a later rlpipe, whose keys may mean something else."""
-    if "format" in kind.model_fields and content.get("format", RECORD_FORMAT) != RECORD_FORMAT:
+    """Raises: ObjectCorrupt for a record of a later rlpipe, whose keys may mean something else.
+
+    A record that names no format is older than that key.
+    """
+    if not issubclass(kind, VersionedRecord):
+        return
+    if content.setdefault("format", RECORD_FORMAT) not in kind.formats:
         raise ObjectCorrupt(
             f"this {kind.__name__.lower()} record has a format that this version of rlpipe cannot read",
             where=where,
             found=f"format {content['format']!r}",
-            expected=f"format {RECORD_FORMAT}",
+            expected=f"format {' or '.join(map(str, kind.formats))}",
             do="use the version of rlpipe that wrote the store, or a later one",
         )
 

@@ -19,7 +19,7 @@ Not here: what nothing names (`gc`), which is also what a removal leaves behind.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from rlpipe.errors import ConfigError
@@ -28,7 +28,7 @@ from rlpipe.store.epochs import NAME as EPOCH
 from rlpipe.store.epochs import SKEW_S, Epochs
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes, input_digest, node_path
-from rlpipe.store.receipts import node_receipt_path
+from rlpipe.store.receipts import Receipts, node_receipt_path
 from rlpipe.store.segments import Segments, current_state
 from rlpipe.types import Node, Stage
 
@@ -73,6 +73,20 @@ def spare_checkpoints(files: Files, policy: Retention, grace_s: float, branches:
                 paths = [*([receipt] if files.exists(receipt) else []), path, *(record.path for record in node.files)]
                 removals += [Removal(one, reason) for one in paths]
     return removals
+
+
+def write_down(files: Files, removals: Iterable[Removal], leaving: Collection[str]) -> None:
+    """Write down which checkpoints are about to be removed, before the first of them goes: commits that stay may name them.
+
+    `leaving`: paths of all that is about to be removed.
+    """
+    for removal in removals:
+        if removal.path in leaving and removal.path.startswith(f"nodes/{Stage.CHECKPOINT}/"):
+            node = Nodes(files).get(Stage.CHECKPOINT, _digest(removal.path))
+            states = {node_path(stage, node.parents["weights"]) for stage in (Stage.TRAIN, Stage.SEGMENT)}
+            if states & set(leaving):
+                continue
+            Receipts(files).write_removed(node, files.sha256(removal.path))
 
 
 def branch_removal(files: Files, branch: str, leaving: Collection[str] = ()) -> list[Removal]:

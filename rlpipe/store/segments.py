@@ -52,7 +52,7 @@ class Segments:
         The segment and its checkpoint must be in the store already.
         """
         ours = Segment(branch=branch, version=version, epoch=epoch, weights=weights, segment=segment, created=now())
-        path = _path(ours)
+        path = segment_path(ours)
         try:
             self._files.create(path, seal(ours, path))
         except ObjectConflict:
@@ -77,8 +77,10 @@ class Segments:
 
     def _read(self, path: str) -> Segment:
         segment = unseal(Segment, self._files.read(path), self._files.url(path))
-        if _path(segment) != path:
-            raise ObjectCorrupt("this is another segment", where=self._files.url(path), found=_path(segment), expected=path)
+        if segment_path(segment) != path:
+            raise ObjectCorrupt(
+                "this is another segment", where=self._files.url(path), found=segment_path(segment), expected=path
+            )
         return segment
 
 
@@ -117,7 +119,8 @@ def _folder(branch: str) -> str:
     return f"branches/{branch}/segments"
 
 
-def _path(segment: Segment) -> str:
+def segment_path(segment: Segment) -> str:
+    """Where a pointer lives."""
     return f"{_folder(segment.branch)}/{segment.version:08d}-{segment.epoch:08d}-{segment.weights[:12]}.json"
 
 

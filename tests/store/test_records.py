@@ -62,9 +62,9 @@ def test_a_record_of_another_kind_is_refused_by_its_first_wrong_key():
 
 @pytest.mark.parametrize("kind", VersionedRecord.__subclasses__(), ids=lambda kind: kind.__name__)
 def test_a_record_of_an_unknown_format_is_refused_by_name(kind: type[VersionedRecord]):
-    later = {"format": 2, "a_later_key": 1}
+    later = {"format": 3, "a_later_key": 1}
     data = canonical({**later, "sha256": digest(later, "x")}, "x")
-    with pytest.raises(ObjectCorrupt, match=r"(?s)format that this version .* cannot read.*format 2.*format 1"):
+    with pytest.raises(ObjectCorrupt, match=r"(?s)format that this version .* cannot read.*format 3.*format 1"):
         unseal(kind, data, "x")
 
 

@@ -1,0 +1,248 @@
+"""The chain of a history, checked: is each record the one that a commit named, and does a digest held elsewhere fix them all?
+
+    chain    each commit has the bytes that the commit after it names; so has each record that a commit names; a commit that
+             names digests is not followed by one that does not
+
+Without a digest from elsewhere, that finds a record that was rewritten with its seal but not with every commit after it. With one
+(`head`: all of a commit's sha256, or its first 16 digits or more) it finds all of them: what is below that commit is as it was,
+or is named, or the commit itself is not there. Then a `Proof` says how far the digest reaches, and notes name what it does not
+fix: commits and leaves that are newer, commits of an older rlpipe, records that stand beside the commits.
+
+A checkpoint that garbage collection took is no finding: it left a record that it removed those very bytes (`receipts`). Whoever
+may delete could leave such a record too, so a removal is not proved to be honest; a change is.
+
+Data files are compared with the digests in their nodes by the rest of the audit (`audit_reading`). Tables are drawn from the
+records and are compared with these where a head is held (`bookkeeping`). Not fixed at all: epochs, receipts and notes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from rlpipe.errors import ConfigError, ObjectCorrupt, ObjectMissing, StoreError
+from rlpipe.store.audit_reading import Report, spans
+from rlpipe.store.branches import commit_name, commit_path, config_path
+from rlpipe.store.chain import leaf_paths
+from rlpipe.store.inventory import Snapshot
+from rlpipe.store.nodes import LEAVES, node_path
+from rlpipe.store.notes import noted_iterations
+from rlpipe.store.receipts import Receipts
+from rlpipe.types import CHAINED_FORMAT, Commit, Node, Stage
+
+HEAD = re.compile(r"[0-9a-f]{16,64}")
+READERS = 8
+STATES = (f"nodes/{Stage.INIT}/", f"nodes/{Stage.SEGMENT}/")
+"""Where the states are recorded that no train node made."""
+
+
+class Proof(NamedTuple):
+    """What a held digest fixes."""
+
+    head: str
+    """The whole digest."""
+    commit: str
+    """Name of the commit that has it."""
+    first: str
+    """Name of the oldest commit that it fixes with all its records."""
+    commits: int
+    records: int
+    broken: bool
+    """True if something that it fixes is not as it was."""
+
+    def __str__(self) -> str:
+        what = f"{self.commit} has the digest {self.head}"
+        if not self.commits:
+            return f"{what}: it proves the bytes of that commit alone, which names no digests"
+        if self.broken:
+            return f"{what}, and something below it is not as it was"
+        return f"{what}: it proves {self.commits} commits down to {self.first}, and {self.records} records with their files"
+
+
+def checked_head(head: str) -> str:
+    """A digest as it can be looked for. Raises: ConfigError if it is none, or too short to prove anything."""
+    found = head.strip().lower()
+    if not HEAD.fullmatch(found):
+        raise ConfigError("not the digest of a commit", where="--head", found=head, expected="16 to 64 hexadecimal digits")
+    return found
+
+
+def check_chain(
+    files: Snapshot,
+    report: Report,
+    branch: str,
+    commits: Sequence[Commit],
+    evaluations: Mapping[str, Sequence[Node]],
+    head: str | None = None,
+) -> None:
+    """Check the chain of a branch's history. `commits`: newest first, as far as they can be read. `evaluations`: by state.
+
+    Raises: StoreError if the store does not answer.
+    """
+    _Chain(files, report, branch, commits, evaluations).check(head)
+
+
+class _Chain:
+    """One history, and which of its records a commit has named."""
+
+    def __init__(
+        self,
+        files: Snapshot,
+        report: Report,
+        branch: str,
+        commits: Sequence[Commit],
+        evaluations: Mapping[str, Sequence[Node]],
+    ) -> None:
+        self._files, self._report, self._branch, self._commits = files, report, branch, commits
+        self._evaluations = evaluations
+        self._receipts = Receipts(files)
+        self._collected: list[str] = []
+        """Leaves that garbage collection took."""
+        self._named_as_missing = {one.where for one in report.findings} | {one.problem for one in report.findings}
+
+    def check(self, head: str | None) -> None:
+        """Compare every digest; with a `head`, say what it proves."""
+        broken = [self._check_commit(commit) for commit in self._commits]
+        for newer, older in zip(self._commits, self._commits[1:], strict=False):
+            if older.parent_sha256 is not None and newer.parent_sha256 is None:
+                self._wrong(_path(newer), "it names no digests, and the commit before it does: it was put there by hand")
+                broken[self._commits.index(newer)] = True
+        if head is not None:
+            self._prove(head, broken)
+        if self._collected and head is not None:
+            where = self._files.shown(f"branches/{self._branch}")
+            problem = f"{len(self._collected)} checkpoints that its commits name were removed by garbage collection"
+            self._report.note("chain", where, f"{problem}: {', '.join(sorted(self._collected)[:5])}")
+
+    def _check_commit(self, commit: Commit) -> bool:
+        """Check what one commit names. Answers if something is not as it was."""
+        if commit.parent_sha256 is None:
+            if commit.format >= CHAINED_FORMAT:
+                self._wrong(_path(commit), "it names no digest of its parent, as every commit of this format does")
+                return True
+            return False
+        where = commit_name(commit.branch, commit.iteration)
+        parent = f"branches/{commit.parent}.json" if commit.parent else config_path(commit.branch)
+        named = {parent: commit.parent_sha256, **commit.records, **commit.leaves}
+        with ThreadPoolExecutor(READERS) as pool:
+            found = dict(zip(named, pool.map(self._digest, named), strict=True))
+        different = [path for path, sha256 in named.items() if found[path] != sha256]
+        wrong = [path for path in different if self._is_wrong(where, path, named[path], found[path])]
+        return bool(wrong)
+
+    def _digest(self, path: str) -> str | None:
+        """sha256 of an object; None if it is not there, or cannot be read (which is a finding of the other checks)."""
+        try:
+            return self._files.digest_of(path)
+        except (ObjectMissing, ObjectCorrupt):
+            return None
+        except StoreError:
+            self._files.answers()
+            return None
+
+    def _is_wrong(self, where: str, path: str, expected: str, found: str | None) -> bool:
+        """Name an object that is not the one that a commit named. Answers if it is a finding."""
+        match path.split("/"):
+            case ["nodes", stage, name] if stage in LEAVES:
+                if self._was_removed(Stage(stage), name.removesuffix(".json"), expected):
+                    self._collected.append(path if found is None else f"{path} (made again since)")
+                    return False
+        if found is not None:
+            problem = f"it was changed: {where} names it with sha256 {expected}, found is {found}"
+            self._wrong(path, problem)
+        elif not self._is_named(path):
+            self._wrong(path, f"it cannot be read, and {where} names it with sha256 {expected}")
+        return True
+
+    def _was_removed(self, stage: Stage, digest: str, sha256: str) -> bool:
+        try:
+            return self._receipts.was_removed(stage, digest, sha256)
+        except ObjectCorrupt:  # named by `explained`
+            return False
+
+    def _is_named(self, path: str) -> bool:
+        """True if the other checks have named an object that cannot be read."""
+        stem = path.rpartition("/")[2].removesuffix(".json")
+        known = (path, stem) if len(stem) == 64 else (path, path.removeprefix("branches/").removesuffix(".json"))
+        return any(name in said for name in known for said in self._named_as_missing)
+
+    def _wrong(self, path: str, problem: str) -> None:
+        self._report.wrong("chain", self._files.shown(path), problem)
+
+    def _prove(self, head: str, broken: Sequence[bool]) -> None:
+        """Say what a held digest fixes, and name what it does not."""
+        digests = [self._digest(_path(commit)) for commit in self._commits]
+        number = next((number for number, digest in enumerate(digests) if digest and digest.startswith(head)), None)
+        if number is None:
+            newest = f"the newest is {_name(self._commits[0])} with {digests[0]}" if self._commits else "there is none"
+            self._wrong(
+                f"branches/{self._branch}",
+                f"no commit of its history has the digest {head}: it or a commit below it was rewritten or "
+                f"removed, or the digest is of another run; {newest}",
+            )
+            return
+        below = list(self._commits[number:])
+        reached = _unbroken(below)
+        linked = [commit for commit in reached if commit.parent_sha256 is not None]
+        fixed = {path for commit in linked for path in (*commit.records, *commit.leaves)}
+        torn = len(linked) == len(reached) < len(below)
+        wrong = torn or any(broken[number : number + len(linked)])
+        self._report.proof = Proof(
+            digests[number] or head, _name(below[0]), _name([*below[:1], *linked][-1]), len(linked), len(fixed), wrong
+        )
+        if number:
+            newer = f"{_name(self._commits[number - 1])} to {_name(self._commits[0])}" if number > 1 else _name(self._commits[0])
+            self._note(_path(self._commits[number - 1]), f"newer than the digest, which does not fix it: {newer}")
+        if older := [commit for commit in below if commit.parent_sha256 is None]:
+            spanned = f"{_name(older[-1])} to {_name(older[0])}"
+            problem = f"not proved: commits of an older rlpipe name no digests, {spanned}"
+            self._note(_path(older[0]), problem)
+        self._note_unfixed(below, fixed)
+
+    def _note_unfixed(self, commits: Sequence[Commit], fixed: set[str]) -> None:
+        """Name the records of a history that no commit of it names."""
+        chained = [commit for commit in commits if commit.parent_sha256 is not None]
+        own = {node_path(stage, digest) for commit in chained for stage, digest in commit.nodes.items()}
+        states = {commit.nodes[Stage.TRAIN] for commit in commits if Stage.TRAIN in commit.nodes}
+        states |= {path.rpartition("/")[2].removesuffix(".json") for path in fixed if path.startswith(STATES)}
+        segments = {path for branch in {commit.branch for commit in commits} for path in self._segments(branch)}
+        leaves = {
+            path for state in states for path in leaf_paths(state, (node.digest for node in self._evaluations.get(state, ())))
+        }
+        gates = [path for commit in chained for path in self._files.list(f"gates/{commit.branch}") if self._is_of(path, commit)]
+        for path in sorted({*own, *leaves, *segments, *gates} - fixed):
+            if self._files.exists(path):
+                self._note(path, "not fixed by the digest: it was recorded after that commit, or stands beside the commits")
+        if noted := noted_iterations(self._files, self._branch):
+            problem = f"iterations that are noted without a commit are not fixed: {spans(noted)}"
+            self._note(f"rollouts/{self._branch}", problem)
+
+    def _segments(self, branch: str) -> list[str]:
+        return self._files.list(f"branches/{branch}/segments")
+
+    @staticmethod
+    def _is_of(path: str, commit: Commit) -> bool:
+        return path.startswith(f"gates/{commit_name(commit.branch, commit.iteration)}-")
+
+    def _note(self, path: str, problem: str) -> None:
+        self._report.note("chain", self._files.shown(path), problem)
+
+
+def _unbroken(commits: Sequence[Commit]) -> list[Commit]:
+    """The commits from the first one on that a chain of digests reaches, the commit of an older rlpipe where it ends too."""
+    found: list[Commit] = []
+    for commit in commits:
+        if found and (found[-1].parent_sha256 is None or found[-1].parent != commit_name(commit.branch, commit.iteration)):
+            break
+        found.append(commit)
+    return found
+
+
+def _name(commit: Commit) -> str:
+    return commit_name(commit.branch, commit.iteration)
+
+
+def _path(commit: Commit) -> str:
+    return commit_path(commit.branch, commit.iteration)

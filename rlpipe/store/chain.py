@@ -1,0 +1,198 @@
+"""The chain of a history: each commit names the sha256 of its parent's bytes and of the bytes of its records.
+
+So the sha256 of a commit's own bytes fixes everything below it, and whoever keeps that one digest (the head) can prove later
+that nothing was changed, even where a record was rewritten together with its seal, its receipt and the records that name it.
+
+    parent_sha256    the parent commit as it is stored, also on another branch; of a root branch's first commit, its configuration
+    records          the plan's parts, the nodes of the stages, and what these were made of beside the commit before: segments
+                     with their pointers, scores that a filter chose by; a gate that was opened; where the chain of a branch
+                     begins also its configuration and the node of its first weights
+    leaves           checkpoints and evaluations, recorded since the commit before
+
+Data files are fixed through these: nodes name each file with its sha256 (shards that were adopted or waited in the buffer, too),
+and the name of a plan is the sha256 of its bytes.
+
+A leaf may be recorded after the commit of its weights. A commit names what was due and is not there yet (`awaited`), and the next
+one looks for it; so only the newest leaves are not fixed. What a commit looks for does not grow with the history.
+
+`leaves` and `awaited` depend on when the commit was made, so two drivers may differ in them; the digests that count are those of
+the commit that was first. A record that is not in the store is not named, which the audit reports.
+
+Requests for a commit: one read for each stage's node (at once), one for each leaf that is looked for (at once), none for
+plans and parents, which are read anyway. Where a chain begins: the configuration and the init node as well.
+
+Not here: checking the chain (`audit_chain`). Not fixed: what is drawn from the records (tables), and who drove a run (epochs).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from rlpipe.errors import ObjectMissing
+from rlpipe.store.files import Files
+from rlpipe.store.nodes import LEAVES, input_digest, node_path
+from rlpipe.store.notes import gate_path
+from rlpipe.store.plans import plan_path
+from rlpipe.store.records import unseal
+from rlpipe.store.segments import Segments, segment_path
+from rlpipe.types import Commit, Node, Stage
+
+READERS = 8
+MOST_AWAITED = 32
+"""Leaves that a commit waits for; an upload that was given up is not looked for until the end of the run."""
+EXPANDED = (Stage.INIT, Stage.ROLLOUT, Stage.REWARD, Stage.ADVANTAGE, Stage.SEGMENT)
+"""Stages of the records beside an iteration's own whose parents are named too. Not train nodes: commits before have those."""
+BESIDE = (Stage.SEGMENT, Stage.CHECKPOINT, Stage.TRAIN, Stage.ROLLOUT, Stage.REWARD, Stage.ADVANTAGE, Stage.INIT)
+"""Where a parent is looked for that is no node of this iteration or of the one before; it is rare to have one."""
+
+
+def chained(
+    files: Files,
+    commit: Commit,
+    before: Commit | None,
+    *,
+    config: Mapping[str, Any],
+    init: str,
+    config_path: str,
+    parent_sha256: str | None,
+    look_for: Sequence[str] = (),
+) -> Commit:
+    """The commit with the keys of the chain.
+
+    `before`: the parent commit, whose bytes have `parent_sha256`. `config`, `init`, `config_path`: of the commit's branch.
+    `look_for`: paths of leaves that may be there, beside those that the parent or this commit awaits.
+    Raises: ObjectCorrupt if one of its records is damaged; StoreError.
+    """
+    begins = before is None or before.branch != commit.branch or before.parent_sha256 is None
+    linker = _Linker(files, commit, before)
+    if begins:
+        linker.add(config_path)
+        linker.add_nodes([(Stage.INIT, init)])
+        parent_sha256 = parent_sha256 or linker.records.get(config_path)
+    else:
+        linker.known.add(init)
+    linker.add_iteration()
+    if _has_gates(config) and Stage.TRAIN in commit.nodes:
+        linker.add(gate_path(commit.branch, commit.iteration, commit.nodes[Stage.TRAIN]))
+    awaited = linker.add_leaves(dict.fromkeys([*(before.awaited if before else ()), *commit.awaited]), look_for)
+    keys = {"parent_sha256": parent_sha256, "records": linker.records, "leaves": linker.leaves, "awaited": awaited}
+    return commit.model_copy(update=keys)
+
+
+def leaf_paths(weights: str, evaluations: Iterable[str] = ()) -> list[str]:
+    """Paths of the records about a state: its checkpoint, and the evaluations of these digests."""
+    checkpoint = input_digest(Stage.CHECKPOINT, {"weights": weights}, {}, {})
+    return [node_path(Stage.CHECKPOINT, checkpoint), *(node_path(Stage.EVAL, digest) for digest in evaluations)]
+
+
+def _has_gates(config: Mapping[str, Any]) -> bool:
+    gates = config.get("gates")
+    return isinstance(gates, dict) and bool(gates.get("bounds"))
+
+
+class _Linker:
+    """Collects the digests of one commit."""
+
+    def __init__(self, files: Files, commit: Commit, before: Commit | None) -> None:
+        self._files, self._commit, self._before = files, commit, before
+        self.records: dict[str, str] = {}
+        self.leaves: dict[str, str] = {}
+        self.known: set[str] = {*commit.plans}
+        """Digests that are named already, here or below. The nodes of an older rlpipe's commit are named nowhere."""
+        if before is not None and before.parent_sha256 is not None:
+            self.known |= {*before.plans, *before.nodes.values()}
+
+    def add(self, path: str) -> bytes | None:
+        """Name a record, if it is there: its bytes."""
+        data = self._read(path)
+        if data is not None:
+            self.records[path] = hashlib.sha256(data).hexdigest()
+        return data
+
+    def add_iteration(self) -> None:
+        """Name the plan's parts, the stages' nodes and what these were made of."""
+        self.records |= {plan_path(digest): digest for digest in self._commit.plans}
+        self.known |= set(self._commit.nodes.values())
+        self.add_nodes(list(self._commit.nodes.items()))
+
+    def add_nodes(self, wanted: Sequence[tuple[Stage, str]]) -> None:
+        """Name nodes, and what they were made of that is not named below."""
+        self.known |= {digest for _, digest in wanted}
+        own = {*self._commit.nodes.values()}
+        for node in self._nodes(wanted):
+            if node.stage is Stage.SEGMENT:
+                self._add_pointers(node.digest)
+                self._add_beside(input_digest(Stage.CHECKPOINT, {"weights": node.digest}, {}, {}))
+            if node.digest in own or node.stage in EXPANDED:
+                for digest in _made_of(node):
+                    self._add_beside(digest)
+
+    def add_leaves(self, awaited: Iterable[str], look_for: Iterable[str]) -> tuple[str, ...]:
+        """Name the leaves that are there; those of the awaited ones that are not, oldest first.
+
+        A checkpoint is not awaited any more once a later one is there: a run uploads one at a time.
+        """
+        due = list(awaited)
+        asked = [path for path in dict.fromkeys([*due, *look_for]) if path not in self.leaves]
+        with ThreadPoolExecutor(READERS) as pool:
+            found = pool.map(self._read, asked)
+            self.leaves |= {
+                path: hashlib.sha256(data).hexdigest() for path, data in zip(asked, found, strict=True) if data is not None
+            }
+        checkpoints = node_path(Stage.CHECKPOINT, "").removesuffix(".json")
+        arrived = [number for number, path in enumerate(due) if path in self.leaves and path.startswith(checkpoints)]
+        newest = max(arrived, default=-1)
+        missing = [
+            path
+            for number, path in enumerate(due)
+            if path not in self.leaves and (number > newest or not path.startswith(checkpoints))
+        ]
+        return tuple(missing[-MOST_AWAITED:])
+
+    def _nodes(self, wanted: Sequence[tuple[Stage, str]]) -> list[Node]:
+        """Name these nodes; those that are there."""
+        paths = [node_path(stage, digest) for stage, digest in wanted]
+        with ThreadPoolExecutor(READERS) as pool:
+            read = list(pool.map(self._read, paths))
+        nodes = []
+        for (stage, _), path, data in zip(wanted, paths, read, strict=True):
+            if data is not None:
+                named = self.leaves if stage in LEAVES else self.records
+                named[path] = hashlib.sha256(data).hexdigest()
+                nodes.append(unseal(Node, data, self._files.url(path)))
+        return nodes
+
+    def _add_beside(self, digest: str) -> None:
+        """Name a record that an iteration was made of beside its own and those of the iteration before."""
+        if digest in self.known:
+            return
+        self.known.add(digest)
+        if self._files.exists(plan_path(digest)):
+            self.records[plan_path(digest)] = digest
+            return
+        found = next((stage for stage in BESIDE if self._files.exists(node_path(stage, digest))), None)
+        if found is not None:
+            self.add_nodes([(found, digest)])
+
+    def _add_pointers(self, segment: str) -> None:
+        """Name the pointers that make a segment a state of the branch, or of the one it is a fork of."""
+        segments = Segments(self._files)
+        branches = dict.fromkeys([self._commit.branch, *([self._before.branch] if self._before else [])])
+        for pointer in (pointer for branch in branches for pointer in segments.of(branch)):
+            if pointer.segment == segment:
+                self.add(segment_path(pointer))
+
+    def _read(self, path: str) -> bytes | None:
+        with suppress(ObjectMissing):
+            return self._files.read(path)
+        return None
+
+
+def _made_of(node: Node) -> list[str]:
+    """Digests of what a node was made of."""
+    beside = [node.config.get(key) for key in ("of", "judged_by")] if node.stage is Stage.ROLLOUT else []
+    return [*node.parents.values(), *(one for one in beside if isinstance(one, str))]

@@ -1,0 +1,426 @@
+"""The chain: whoever holds the digest of a commit finds every change below it (rlpipe.store.chain, rlpipe.store.audit_chain)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from rlpipe.errors import ConfigError, ObjectConflict, ObjectCorrupt, StoreError
+from rlpipe.store import scalars
+from rlpipe.store.audit import check_store
+from rlpipe.store.audit_reading import Report
+from rlpipe.store.branches import Branches, commit_path
+from rlpipe.store.chain import leaf_paths
+from rlpipe.store.files import Files
+from rlpipe.store.local import LocalBackend
+from rlpipe.store.nodes import Nodes, node_path
+from rlpipe.store.plans import Plans
+from rlpipe.store.receipts import Receipt
+from rlpipe.store.records import canonical, digest
+from rlpipe.store.segments import Segments
+from rlpipe.types import Commit, Plan, Stage
+from tests.store.faulty import WholeRun, build
+from tests.store.forging import FORGERIES, LAST, Forger, Forgery
+from tests.store.lineage import Run, make_node
+from tests.store.test_branches import commit, started
+from tools import audit, gc
+
+
+class Chained(WholeRun):
+    """A run whose commits await the checkpoint and the evaluation of every iteration, which come one iteration later."""
+
+    def commit_of(self, plan: Plan, *arguments) -> Commit:
+        made = super().commit_of(plan, *arguments)
+        measured = make_node(Stage.EVAL, {"weights": made.nodes[Stage.TRAIN]}, dataset="heldout").digest
+        return made.model_copy(update={"awaited": tuple(leaf_paths(made.nodes[Stage.TRAIN], [measured]))})
+
+    def go(self, iterations: int) -> Chained:
+        for _ in range(iterations):
+            made = self.iterate()
+            assert made is not None
+            self.keep(made.nodes[Stage.TRAIN], made.iteration + 1)
+        return self
+
+
+class Undrawn(Chained):
+    """One whose plans are no draws: their names do not change with what is forged."""
+
+    def plan(self, *arguments) -> Plan:
+        return Run.plan(self, *arguments)
+
+
+def head(files: Files, k: int = LAST, branch: str = "run") -> str:
+    return Branches(files).read_stored(branch, k)[1]
+
+
+def said(report: Report) -> list[str]:
+    return [f"{one.where} {one.problem}" for one in report.findings]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four iterations with a checkpoint and an evaluation after each."""
+    root = tmp_path_factory.mktemp("chained") / "store"
+    Undrawn(Files(root)).start().go(LAST + 1)
+    return root
+
+
+@pytest.fixture
+def root(sound: Path, tmp_path: Path) -> Path:
+    """A copy of that store."""
+    return Path(shutil.copytree(sound, tmp_path / "store"))
+
+
+def test_an_honest_store_is_proved_and_what_is_newer_than_the_digest_is_named(sound: Path):
+    files = Files(sound)
+    report = check_store(files, "run", head=head(files))
+    assert report.findings == []
+    assert str(report.proof) == (
+        f"run/00000003 has the digest {head(files)}: it proves 4 commits down to run/00000000, and 28 records with their files"
+    )
+    newest = leaf_paths(Branches(files).read("run", LAST).nodes[Stage.TRAIN])[0]
+    assert any(newest in note.where for note in report.notes)
+    assert len(report.notes) == 2, "the newest checkpoint and the newest evaluation"
+    older = check_store(files, "run", head=head(files, 1)[:16])
+    assert older.findings == [] and str(older.proof).startswith("run/00000001 has the digest")
+    assert any("newer than the digest" in note.problem and "run/00000003" in note.problem for note in older.notes)
+
+
+@pytest.mark.parametrize("forgery", FORGERIES, ids=lambda forgery: forgery.name)
+def test_a_forgery_of_records_files_and_seals_is_named_by_the_chain(root: Path, forgery: Forgery):
+    held = head(Files(root))
+    forger = Forger(root)
+    expected = forgery.edit(forger)
+    forger.save(rechain=False)
+    found = [one for one in check_store(Files(root), "run", head=held).findings if one.rule == "chain"]
+    assert any(expected in one.where for one in found), found
+
+
+@pytest.mark.parametrize("forgery", FORGERIES, ids=lambda forgery: forgery.name)
+def test_a_forgery_of_the_whole_store_is_found_only_with_a_digest_that_was_kept(root: Path, forgery: Forgery):
+    held = head(Files(root))
+    forger = Forger(root)
+    forgery.edit(forger)
+    forger.save(rechain=True)
+    assert check_store(Files(root), "run").findings == [], "nothing in the store tells"
+    report = check_store(Files(root), "run", head=held)
+    assert [(one.rule, held in one.problem) for one in report.findings] == [("chain", True)]
+    assert report.proof is None
+
+
+def test_what_is_rewritten_above_a_held_commit_leaves_its_proof(root: Path):
+    held = head(Files(root), 0)
+    forger = Forger(root)
+    forger.node(LAST, Stage.TRAIN)["outputs"]["metrics"] = {}
+    forger.save(rechain=True)
+    report = check_store(Files(root), "run", head=held)
+    assert report.findings == [] and str(report.proof).startswith("run/00000000 has the digest")
+
+
+def test_a_commit_that_is_no_link_breaks_the_proof(root: Path):
+    files, held = Files(root), head(Files(root))
+    files.delete(commit_path("run", 1))
+    report = check_store(files, "run", head=held)
+    assert any("run/00000001" in one for one in said(report))
+    assert "something below it is not as it was" in str(report.proof)
+
+
+def test_every_record_of_a_history_is_fixed_but_the_newest_leaves(local_files: Files):
+    """With segments, gates, draws and forks."""
+    build(local_files)
+    for run, k in (("run", 4), ("fork", 3)):
+        report = check_store(local_files, run, head=head(local_files, k, run))
+        assert report.findings == []
+        unfixed = {note.where.rpartition("store/")[2].split("/")[1] for note in report.notes}
+        assert unfixed <= {"checkpoint", "eval", "run", "segment"}, report.notes
+
+
+def test_a_state_that_was_made_anew_is_fixed_with_its_pointer_and_checkpoint(local_files: Files):
+    run = Chained(local_files).start().go(2)
+    replaced = Branches(local_files).read("run", 1).nodes[Stage.TRAIN]
+    base = leaf_paths(Branches(local_files).read("run", 0).nodes[Stage.TRAIN])[0].rpartition("/")[2].removesuffix(".json")
+    segment = Nodes(local_files).commit(make_node(Stage.SEGMENT, {"weights": replaced, "base": base}))
+    run.keep(segment.digest, 22)
+    Segments(local_files).record("run", 2, 1, weights=replaced, segment=segment.digest)
+    newest = Branches(local_files).newest("run")
+    assert newest is not None
+    anew = newest.model_copy(update={"nodes": {**newest.nodes, Stage.TRAIN: segment.digest}})
+    plan = run.plan(2, newest.data)
+    planned = Plans(local_files).write(plan)
+    nodes = run.nodes(plan, planned, anew, None)
+    made = Branches(local_files).commit(run.commit_of(plan, planned, nodes, newest))
+    assert node_path(Stage.SEGMENT, segment.digest) in made.records
+    assert any(path.startswith("branches/run/segments/") for path in made.records)
+    assert leaf_paths(segment.digest)[0] in made.leaves
+    assert check_store(local_files, "run", head=head(local_files, 2)).findings == []
+
+
+def test_a_fork_is_proved_through_its_parent(local_files: Files):
+    Chained(local_files).start().go(3)
+    Chained(local_files, "fork").start(parent="run/00000001").go(2)
+    first = Branches(local_files).read("fork", 2)
+    assert first.parent_sha256 == head(local_files, 1), "of a commit of the other branch"
+    assert "branches/fork/config.json" in first.records
+    report = check_store(local_files, "fork", head=head(local_files, 3, "fork"))
+    assert report.findings == [] and "4 commits down to run/00000000" in str(report.proof)
+    assert check_store(local_files, "fork", head=head(local_files, 1)).findings == []
+    other = check_store(local_files, "fork", head=head(local_files, 2))
+    assert ["of another run" in one for one in said(other)] == [True], "the parent went another way from there"
+
+
+def test_a_leaf_is_named_by_the_first_commit_after_it(local_files: Files):
+    run = Chained(local_files).start()
+    first, second = run.iterate(), None
+    assert first is not None
+    checkpoint, measured = first.awaited
+    assert first.leaves == {}
+    run.keep(first.nodes[Stage.TRAIN], 1)
+    second = run.iterate()
+    assert second is not None and set(second.leaves) == {checkpoint, measured}
+    third = run.iterate()
+    assert third is not None and third.leaves == {}
+    assert [path for path in third.awaited if path in second.awaited] == list(second.awaited), "still due"
+    run.keep(third.nodes[Stage.TRAIN], 3)
+    fourth = run.iterate()
+    assert fourth is not None
+    assert second.awaited[0] not in fourth.awaited, "its upload was given up: a later one is there"
+    assert second.awaited[1] in fourth.awaited
+
+
+def test_the_same_commit_again_is_the_first_one_whatever_was_recorded_since(local_files: Files):
+    run = Chained(local_files).start().go(1)
+    second = run.iterate()
+    assert second is not None
+    run.keep(second.nodes[Stage.TRAIN], 2)
+    before = head(local_files, 1)
+    again = second.model_copy(update={"attempt": "later", "created": "", "awaited": (), "leaves": {}})
+    assert Branches(local_files).commit(again, look_for=leaf_paths(second.nodes[Stage.TRAIN])) == second
+    assert head(local_files, 1) == before
+
+
+def test_a_record_that_was_rewritten_since_the_first_attempt_refuses_the_second(local_files: Files):
+    run = Chained(local_files).start().go(1)
+    made = run.iterate()
+    assert made is not None
+    node = Nodes(local_files).get(Stage.TRAIN, made.nodes[Stage.TRAIN])
+    path = node_path(Stage.TRAIN, node.digest)
+    local_files.delete(path)
+    Nodes(local_files).commit(node.model_copy(update={"outputs": {"version": 9}}))
+    with pytest.raises(ObjectConflict, match="records"):
+        Branches(local_files).commit(made.model_copy(update={"attempt": "", "created": ""}))
+
+
+def test_what_a_commit_asks_of_the_store_does_not_grow_with_the_history(local_files: Files, monkeypatch: pytest.MonkeyPatch):
+    run = Chained(local_files).start()
+    counts: list[int] = []
+    asked: list[str] = []
+    read, exists = Files.read, Files.exists
+    monkeypatch.setattr(Files, "read", lambda files, path, *more: (asked.append(path), read(files, path, *more))[1])
+    monkeypatch.setattr(Files, "exists", lambda files, path: (asked.append(path), exists(files, path))[1])
+    commit_it = Branches.commit
+
+    def counted(branches: Branches, made: Commit) -> Commit:
+        asked.clear()
+        done = commit_it(branches, made)
+        counts.append(len(asked))
+        return done
+
+    monkeypatch.setattr(Branches, "commit", counted)
+    run.go(6)
+    assert len(set(counts[1:])) == 1 and counts[1] <= 14, counts
+    assert not any(path.endswith((".parquet", ".distcp")) for path in asked), "no data is read again"
+
+
+def as_it_was(files: Files, k: int, branch: str = "run") -> None:
+    """Write a commit as an rlpipe without chains did."""
+    path = commit_path(branch, k)
+    content = json.loads(files.read(path))
+    for key in ("sha256", "parent_sha256", "records", "leaves", "awaited"):
+        del content[key]
+    content["format"] = 1
+    files.delete(path)
+    files.create(path, canonical({**content, "sha256": digest(content, "x")}, "x") + b"\n")
+
+
+def test_a_store_of_an_older_rlpipe_is_read_and_gone_on_with_and_its_chain_begins_there(local_files: Files):
+    run = Chained(local_files).start().go(2)
+    receipts = [Receipt.of(Branches(local_files).read("run", k)) for k in range(2)]
+    for k in range(2):
+        as_it_was(local_files, k)
+    assert [Receipt.of(Branches(local_files).read("run", k)) for k in range(2)] == receipts, "as they were written then"
+    assert [Branches(local_files).read("run", k).format for k in range(2)] == [1, 1]
+    assert check_store(local_files, "run").findings == []
+    of_old = check_store(local_files, "run", head=head(local_files, 1))
+    assert of_old.findings == [] and "the bytes of that commit alone" in str(of_old.proof)
+    run.go(2)
+    third = Branches(local_files).read("run", 2)
+    assert (third.format, third.parent_sha256) == (2, head(local_files, 1))
+    assert {"branches/run/config.json", node_path(Stage.TRAIN, Branches(local_files).read("run", 1).nodes[Stage.TRAIN])} <= set(
+        third.records
+    )
+    report = check_store(local_files, "run", head=head(local_files, 3))
+    assert report.findings == [] and "2 commits down to run/00000002" in str(report.proof)
+    assert any("older rlpipe name no digests, run/00000000 to run/00000001" in note.problem for note in report.notes)
+    as_it_was(local_files, 3)
+    assert any("put there by hand" in one for one in said(check_store(local_files, "run")))
+
+
+def test_the_same_commit_by_an_older_rlpipe_counts(local_files: Files):
+    branches = started(local_files, 1)
+    as_it_was(local_files, 0)
+    assert branches.commit(commit(0)).format == 1
+
+
+def test_a_commit_of_this_format_without_digests_is_named(root: Path):
+    forger = Forger(root)
+    forger.commit(LAST).update(parent_sha256=None, records={})
+    forger.save(rechain=False)
+    assert any("names no digest of its parent" in one for one in said(check_store(Files(root), "run")))
+
+
+def test_a_commit_is_not_made_of_a_damaged_record(local_files: Files):
+    run = Chained(local_files).start().go(1)
+    newest = Branches(local_files).newest("run")
+    assert newest is not None
+    plan = run.plan(1, newest.data)
+    planned = Plans(local_files).write(plan)
+    nodes = run.nodes(plan, planned, newest, None)
+    path = node_path(Stage.REWARD, nodes[Stage.REWARD])
+    data = local_files.read(path)
+    local_files.delete(path)
+    local_files.create(path, data[:-3])
+    with pytest.raises(ObjectCorrupt, match=nodes[Stage.REWARD]):
+        Branches(local_files).commit(run.commit_of(plan, planned, nodes, newest))
+
+
+@pytest.fixture
+def collect(local_files: Files, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    def call() -> None:
+        words = ["tools.gc", "--store", local_files.root, "--grace", "0s", "--keep-checkpoints", "1", "--delete"]
+        monkeypatch.setattr(sys, "argv", words)
+        assert gc.main() == 0
+
+    return call
+
+
+def test_a_checkpoint_that_was_collected_is_said_to_be_and_one_that_is_gone_is_a_finding(
+    local_files: Files, collect: Callable[[], None]
+):
+    run = Chained(local_files).start().go(4)
+    held = head(local_files)
+    collect()
+    report = check_store(local_files, "run", head=held)
+    assert report.findings == [] and "it proves 4 commits" in str(report.proof)
+    assert ["3 checkpoints" in note.problem for note in report.notes if "garbage collection" in note.problem] == [True]
+    collect()
+    assert check_store(local_files, "run", head=held).findings == [], "the records of it stay"
+    oldest = Branches(local_files).read("run", 0).nodes[Stage.TRAIN]
+    run.keep(oldest, 9)
+    made_again = check_store(local_files, "run", head=held)
+    assert made_again.findings == []
+    assert any("made again since" in note.problem for note in made_again.notes)
+    run.go(1)
+    measured = next(path for path in Branches(local_files).read("run", 1).leaves if "/eval/" in path)
+    local_files.delete(measured)
+    local_files.delete(measured.replace("nodes", "receipts"))
+    assert any(measured in one and "cannot be read" in one for one in said(check_store(local_files, "run", head=held)))
+
+
+def test_removals_that_are_written_down_go_with_their_run(local_files: Files, monkeypatch: pytest.MonkeyPatch):
+    Chained(local_files).start().go(2)
+    for words in (["--keep-checkpoints", "1"], ["--remove", "run"], []):
+        monkeypatch.setattr(sys, "argv", ["tools.gc", "--store", local_files.root, "--grace", "0s", *words, "--delete"])
+        assert gc.main() == 0
+    assert [name for name in local_files.list() if "/epochs/" not in name] == []
+
+
+def test_a_removal_under_another_name_is_named(local_files: Files, collect: Callable[[], None]):
+    Chained(local_files).start().go(3)
+    collect()
+    path = next(path for path in local_files.list("receipts") if path.endswith(".removed.json"))
+    data = local_files.read(path)
+    other = path.replace(path[-29:-13], "0" * 16)
+    local_files.create(other, data)
+    assert any("another removal" in one for one in said(check_store(local_files)))
+
+
+def test_tables_are_compared_with_the_records_where_a_digest_is_held(local_files: Files):
+    Chained(local_files).start().go(3)
+    scalars.update(local_files, "run")
+    part = scalars.parts_of(local_files, "run", "metrics")[0]
+    rows = scalars.read_part(local_files, "metrics", part)
+    local_files.delete(part.path)
+    forged = [{**row, "value": 0.0} if row["name"] == "train/loss" else row for row in rows.to_pylist()]
+    path = scalars._write(local_files, "run", "metrics", part.first, part.end, pa.Table.from_pylist(forged, rows.schema))
+    assert check_store(local_files, "run").findings == []
+    assert any(path in one for one in said(check_store(local_files, "run", head=head(local_files, 2))))
+
+
+@pytest.fixture
+def tool(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    def call(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["tools.audit", *words, "--store", str(root)])
+        return audit.main()
+
+    return call
+
+
+def test_the_command_prints_a_digest_and_verifies_it(root: Path, tool: Callable[..., int], capsys: pytest.CaptureFixture[str]):
+    assert tool("head", "--run", "run") == 0
+    branch, iteration, sha256 = capsys.readouterr().out.split()
+    stored = (root / "branches/run/00000003.json").read_bytes()
+    assert (branch, iteration, sha256) == ("run", "3", hashlib.sha256(stored).hexdigest())
+    assert tool("verify", "--run", "run", "--head", sha256) == 0
+    said = capsys.readouterr().out
+    assert f"run/00000003 has the digest {sha256}: it proves 4 commits" in said and "nothing is wrong" in said
+    assert tool("head", "--run", "run@1") == 0 and capsys.readouterr().out.startswith("run 1 ")
+    assert tool("verify", "--run", "run", "--head", sha256[:16].upper()) == 0
+    assert tool("verify", "--run", "run", "--head", "0" * 64) == 1
+    assert "no commit of its history has the digest 0000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("verify", "--run", "run", "--head", "0123"), "16 to 64 hexadecimal digits"),
+        (("verify", "--run", "run", "--head", "run/00000001"), "not the digest of a commit"),
+        (("verify", "--head", "0" * 64), "give --run too"),
+        (("head", "--run", "run@9"), "there is no such object"),
+        (("head",), "which run?"),
+    ],
+)
+def test_wrong_usage_is_named(tool: Callable[..., int], capsys: pytest.CaptureFixture[str], words: tuple[str, ...], problem: str):
+    assert tool(*words) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_a_run_without_a_commit_has_no_digest(local_files: Files):
+    Run(local_files).start()
+    report = check_store(local_files, "run", head="0" * 64)
+    assert ["there is none" in one for one in said(report)] == [True]
+    with pytest.raises(ConfigError, match="whose digest"):
+        check_store(local_files, head="0" * 64)
+
+
+@pytest.mark.integration
+def test_a_store_on_s3_is_proved(files: Files):
+    Chained(files).start().go(2)
+    assert check_store(files, "run", head=head(files, 1)).findings == []
+
+
+def test_a_store_that_does_not_answer_is_no_forgery(root: Path, monkeypatch: pytest.MonkeyPatch):
+    def away(_self: object, path: str) -> object:
+        raise StoreError("the object store said no", where=path)
+
+    held = head(Files(root))
+    monkeypatch.setattr(LocalBackend, "_open", away)
+    monkeypatch.setattr(LocalBackend, "stat", away)
+    with pytest.raises(StoreError, match="said no"):
+        check_store(Files(root), "run", head=held)
