@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from rlpipe.inputs import checkpoint_inputs
-from rlpipe.store.audit import check_branch
+from rlpipe.store.audit import check_branch, check_store
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
@@ -80,6 +80,10 @@ def test_a_run_that_is_interrupted_and_loses_its_processes_goes_on_and_its_recor
     files = Files(home / "store")
     assert check_branch(files, "small") == []
     assert check_branch(files, "small.warm_start") == []
+    report = check_store(files, "small", head=Branches(files).read_stored("small", 5)[1])
+    assert report.findings == [] and "6 commits down to small/00000000" in str(report.proof)
+    unfixed = sorted(note.where.removeprefix(files.root).split("/")[2] for note in report.notes if note.rule == "chain")
+    assert unfixed == ["checkpoint", "eval"], "of the newest weights"
     summary = json.loads((home / "small" / "summary.json").read_text())
     assert summary["iterations"] == 6
     assert summary["max_logprob_difference"] <= 1e-4

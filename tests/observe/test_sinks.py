@@ -62,12 +62,17 @@ def test_a_run_goes_on_at_weights_and_biases_under_its_name_or_the_id_it_is_give
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     asked: list[dict[str, Any]] = []
-    run = SimpleNamespace(define_metric=lambda *_, **__: None, log=asked.append, finish=lambda: None)
+    told: dict[str, Any] = {}
+    settings = SimpleNamespace(update=lambda said, allow_val_change: told.update(said) if allow_val_change else None)
+    run = SimpleNamespace(define_metric=lambda *_, **__: None, log=asked.append, finish=lambda: None, config=settings)
     fake = SimpleNamespace(init=lambda **said: (asked.append(said), run)[1], Settings=dict, Error=RuntimeError)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for given in ({}, {"wandb_run_id": "given"}):
         with sinks(tmp_path, tensorboard=False, use_wandb=True, **given) as made:
             made.write(3, {"train/loss": 0.5})
+            made.tell(2, "commit_sha256", "aa")
+            made.tell(3, "commit_sha256", "bb")
+    assert told == {"commit_sha256": "bb", "commit_sha256_iteration": 3}
     assert [(said["id"], said["name"], said["resume"]) for said in asked[::2]] == [
         ("my-run", "my.run", "allow"),
         ("given", "my.run", "allow"),

@@ -40,3 +40,13 @@ def test_a_resumed_run_hides_the_steps_it_takes_again(tmp_path, monkeypatch):
     with TensorBoardSink(tmp_path, first_step=2) as sink:
         sink.write(2, {"x": 2.0})
     assert [(event.step, event.value) for event in read(tmp_path).Scalars("x")] == [(0, 1.0), (1, 1.0), (2, 2.0)]
+
+
+def test_tensorboard_shows_a_line_of_text_at_each_step(tmp_path):
+    with TensorBoardSink(tmp_path) as sink:
+        for step in range(2):
+            sink.tell(step, "commit_sha256", f"{step}" * 64)
+    found = read(tmp_path)
+    told = [(event.step, event.tensor_proto.string_val[0].decode()) for event in found.Tensors("commit_sha256")]
+    assert told == [(0, "0" * 64), (1, "1" * 64)]
+    assert found.SummaryMetadata("commit_sha256").plugin_data.plugin_name == "text"

@@ -25,7 +25,7 @@ from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.rows import samples_to_table
 from rlpipe.store.shards import data_folder, write_table
-from rlpipe.types import FileRecord, NodeRef, Stage
+from rlpipe.types import Commit, DataState, FileRecord, NodeRef, Stage
 from tasks import observe
 from tasks.context import RunContext
 from tasks.observe import Observer, Shown
@@ -50,6 +50,7 @@ def evaluation(rollout_id, args, data, extra_metrics):
 def fails(*arguments):
     raise SystemExit("no server")
 """
+ITERATION_ARTIFACT = observe.iteration_artifact
 METRICS = {"rollout/raw_reward": 0.5, "train/loss": 0.25}
 Watching = Callable[..., tuple[RunContext, io.StringIO]]
 
@@ -172,3 +173,29 @@ async def test_the_newest_curves_and_overview_take_the_place_of_those_before(tmp
     data = [base64.b64encode(b"%d" % number).decode() for number in range(4)]
     assert seen == [[f"after {number}", f"data:image/png;base64,{data[number]}"] for number in range(4)]
     assert latest == "after 3"
+
+
+async def test_the_digest_of_each_commit_is_in_its_artifact_and_in_tensorboard(watching: Watching, monkeypatch: pytest.MonkeyPatch):
+    it, _ = watching("fails", "fails")
+    left: list[str] = []
+
+    async def leave(rows: list[dict[str, Any]], key: str, description: str) -> None:
+        left.append(description)
+
+    monkeypatch.setattr(observe, "iteration_artifact", ITERATION_ARTIFACT)
+    monkeypatch.setattr(observe, "acreate_table_artifact", leave)
+    with Observer(it, 0, startup_seconds=0.0) as observer:
+        for k in range(2):
+            nodes = iteration(it)
+            made = {Stage(name): node.digest for name, node in nodes.items()}
+            parent = it.branches.parent_name("run", k)
+            record = {"plans": (), "nodes": made, "data": DataState(), "config_digest": "0"}
+            it.branches.commit(Commit(branch="run", iteration=k, parent=parent, **record))
+            await observer.iteration(k, nodes, seconds=1.0)
+        await observer.iteration(2, iteration(it), seconds=1.0)
+    digests = [it.branches.read_stored("run", k)[1] for k in range(2)]
+    assert [said.rpartition("commit sha256 ")[2] for said in left[:2]] == digests
+    assert "sha256" not in left[2], "it was not committed"
+    board = EventAccumulator(str(it.directory / "tensorboard"))
+    board.Reload()
+    assert [event.tensor_proto.string_val[0].decode() for event in board.Tensors("commit_sha256")] == digests
