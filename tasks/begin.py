@@ -21,6 +21,7 @@ from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.segments import Segments, current_state
+from rlpipe.store.signatures import SigningKey
 from rlpipe.types import Commit, Stage
 from tasks.context import RunContext, close_context, open_context
 from tasks.fork import begin_fork, fork_point
@@ -46,10 +47,11 @@ ABSENT = _Absent()
 async def begin(config: RunConfig, home: Path, progress: Progress, *, takeover: bool = False) -> int:
     """Open the run and make sure its branch exists; the first iteration that is not committed yet. It is open unless this raises.
 
-    Raises: ConfigError if the branch exists with another configuration; Fenced if another process drives the run, unless
-    `takeover`; whatever keeps an actor from coming up.
+    Raises: ConfigError if the branch exists with another configuration, or a key to sign with cannot be read; Fenced if another
+    process drives the run, unless `takeover`; whatever keeps an actor from coming up.
     """
     files = Files(config.store.root or home / "store")
+    SigningKey.of_environment()
     check_same_run(Branches(files), config)
     origin = await fork_point(files, config, home, progress, takeover=takeover)
     progress.stage("start", note="Ray, engines, trainer, generator (about half a minute on CPUs)")

@@ -13,6 +13,7 @@ from rlpipe.inputs import checkpoint_inputs, config_digest, eval_inputs
 from rlpipe.observe.trace import traced
 from rlpipe.store.branches import commit_name
 from rlpipe.store.chain import leaf_paths
+from rlpipe.store.signatures import SigningKey
 from rlpipe.types import Commit, DataState, NodeRef, Stage
 from tasks.context import RunContext, Stopwatch, context, packages
 from tasks.record import stage_task
@@ -99,10 +100,16 @@ async def is_saved(it: RunContext, weights: str) -> bool:
 
 
 def _record(it: RunContext, k: int, nodes: dict[Stage, str]) -> Commit:
-    """Commit iteration k. The chain looks for what is known of the weights before, and waits for what is due of those it made."""
+    """Commit iteration k, and sign it if there is a key.
+
+    The chain looks for what is known of the weights before, and waits for what is due of those that the iteration made.
+    """
     before = it.nodes.get(Stage.TRAIN, nodes[Stage.TRAIN]).parents["before"]
     known = leaf_paths(before, _evaluations(it, before, k))
-    return it.branches.commit(_commit(it, k, nodes), fence=it.epoch.check, look_for=known)
+    commit = it.branches.commit(_commit(it, k, nodes), fence=it.epoch.check, look_for=known)
+    if (key := SigningKey.of_environment()) is not None:
+        key.sign(it.files, commit.branch, k, it.branches.read_stored(commit.branch, k)[1])
+    return commit
 
 
 def _evaluations(it: RunContext, weights: str, version: int) -> list[str]:

@@ -12,7 +12,8 @@
 objects that no run explains are named either way: what nothing refers to could be anybody's. Damage and unexplained objects are
 findings. With `--head`, a digest that `head` printed earlier and somebody kept elsewhere, it also proves that nothing below that
 commit was changed, even where records, files and checksums were rewritten together. What killed attempts and removed runs leave
-behind are notes: these are listed, and nothing is wrong.
+behind are notes: these are listed, and nothing is wrong. With `--public-key` the same holds for the newest commit that is signed
+with that key (`RLPIPE_SIGNING_KEY`, see rlpipe/store/signatures.py).
 
 Each takes `--home DIR` or `--store URL`. Exit codes: 0 done, 1 something is wrong, 2 wrong usage, or the store does not answer.
 """
@@ -38,6 +39,7 @@ from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.query import ask
 from rlpipe.store.run_file import store_of
+from rlpipe.store.signatures import PublicKey
 from rlpipe.token_rows import decoder, shown_samples, tokenizer_of
 from tools.piped import piped
 
@@ -81,6 +83,7 @@ def parse_arguments() -> argparse.Namespace:
         "--run", metavar="RUN[@K]", help="name of the run, and an iteration (default: the newest; verify: all runs)"
     )
     parser.add_argument("--head", metavar="SHA256", help="of verify: digest of a commit of the run, at least its first 16 digits")
+    parser.add_argument("--public-key", metavar="FILE", help="of verify: the newest commit signed with this key is the --head")
     parser.add_argument("--prompt", help="of forward: a piece of the prompt's text")
     parser.add_argument("--out", help="of lineage a .parquet file, of view the page (default: samples.html)")
     parser.add_argument("--samples", type=int, default=64, help="of view: at most so many (default: 64)")
@@ -95,7 +98,11 @@ def verify(files: Files, run: str, _k: int | None, arguments: argparse.Namespace
     with Progress(transient=True) as bar:
         shown = bar.add_task(f"reading {run or files.root}", total=None)
         report = check_store(
-            files, run or None, lambda done, total: bar.update(shown, completed=done, total=total), arguments.head
+            files,
+            run or None,
+            lambda done, total: bar.update(shown, completed=done, total=total),
+            arguments.head,
+            PublicKey(arguments.public_key) if arguments.public_key else None,
         )
     for finding in report.findings:
         print(printable(f"{finding.rule:<11} {finding.where}\n            {finding.problem}"))

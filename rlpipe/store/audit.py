@@ -44,7 +44,7 @@ import pyarrow as pa
 
 from rlpipe.errors import ConfigError, ObjectMissing, StoreError
 from rlpipe.store import strays
-from rlpipe.store.audit_chain import check_chain, checked_head
+from rlpipe.store.audit_chain import check_chain, checked_head, signed_head
 from rlpipe.store.audit_reading import (
     Finding,
     Loaded,
@@ -65,6 +65,7 @@ from rlpipe.store.inventory import Snapshot
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.notes import noted, noted_iterations
 from rlpipe.store.segments import Segments, segment_problem
+from rlpipe.store.signatures import PublicKey
 from rlpipe.types import Commit, DataState, Node, Plan, Stage
 
 Say = Callable[[int, int], object]
@@ -79,22 +80,29 @@ def check_branch(files: Files, branch: str, say: Say | None = None, head: str | 
     return audit_branch(Snapshot.take(files), branch, say, head).once().findings
 
 
-def check_store(files: Files, run: str | None = None, say: Say | None = None, head: str | None = None) -> Report:
+def check_store(
+    files: Files,
+    run: str | None = None,
+    say: Say | None = None,
+    head: str | None = None,
+    signed_by: PublicKey | None = None,
+) -> Report:
     """Everything wrong with a store: with this run, or with all, and every object that no run explains.
 
     With a `run` the objects are explained by the records of all runs; files, rows and bookkeeping are read of that run alone.
     `head`: sha256 of a commit of the run, or 16 digits of it or more, kept since it was made; the report says what it proves.
+    `signed_by`: without a `head`, the newest commit that is signed with this key takes its place.
     Raises: ObjectMissing if there is no such run, or no object at all; StoreError if the store does not answer; ConfigError for
     a `head` that is no digest, or is given without a run.
     """
-    if head is not None and run is None:
-        raise ConfigError("whose digest is this?", where="--head", found=head, do="give --run too")
+    if (head is not None or signed_by is not None) and run is None:
+        raise ConfigError("whose digest is this?", where="--head or --public-key", found=head, do="give --run too")
     snapshot, report = Snapshot.take(files), Report()
     runs = runs_of(snapshot) if run is None else [run]
     if not snapshot.seen and not snapshot.odd:
         raise ObjectMissing("there is no store here", where=files.root, do="give --home or --store")
     for number, branch in enumerate(runs):
-        report.add(audit_branch(snapshot, branch, _of_all(say, number, len(runs)), head))
+        report.add(audit_branch(snapshot, branch, _of_all(say, number, len(runs)), head, signed_by))
     explain(snapshot, report)
     return report.once()
 
@@ -104,7 +112,13 @@ def _of_all(say: Say | None, number: int, runs: int) -> Say | None:
     return None if say is None else lambda done, total: say(number * total + done, runs * total)
 
 
-def audit_branch(files: Snapshot, branch: str, say: Say | None = None, head: str | None = None) -> Report:
+def audit_branch(
+    files: Snapshot,
+    branch: str,
+    say: Say | None = None,
+    head: str | None = None,
+    signed_by: PublicKey | None = None,
+) -> Report:
     """Check a branch. Raises: as `check_branch`."""
     report = Report()
     head = None if head is None else checked_head(head)
@@ -113,6 +127,9 @@ def audit_branch(files: Snapshot, branch: str, say: Say | None = None, head: str
     report.findings += [*found.findings, *gone(files, branch, committed)]
     for stray in strays.of_branch(files, branch):
         report.wrong("records", files.shown(stray.path), stray.problem)
+    if signed_by is not None:
+        signed = signed_head(files, report, found.commits, signed_by)
+        head = head or signed
     own = [commit for commit in found.commits if commit.branch == branch]
     check_bookkeeping(files, report, branch, own, found.first, compared=head is not None)
     evaluations = evaluations_of(files, report.findings)

@@ -8,6 +8,8 @@ Without a digest from elsewhere, that finds a record that was rewritten with its
 or is named, or the commit itself is not there. Then a `Proof` says how far the digest reaches, and notes name what it does not
 fix: commits and leaves that are newer, commits of an older rlpipe, records that stand beside the commits.
 
+In place of a digest, a public key may be held (`signatures`): then the newest commit that is signed with it has to be right.
+
 A checkpoint that garbage collection took is no finding: it left a record that it removed those very bytes (`receipts`). Whoever
 may delete could leave such a record too, so a removal is not proved to be honest; a change is.
 
@@ -20,16 +22,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 from rlpipe.errors import ConfigError, ObjectCorrupt, ObjectMissing, StoreError
-from rlpipe.store.audit_reading import Report, spans
+from rlpipe.store.audit_reading import Report, readable, spans
 from rlpipe.store.branches import commit_name, commit_path, config_path
 from rlpipe.store.chain import leaf_paths
 from rlpipe.store.inventory import Snapshot
 from rlpipe.store.nodes import LEAVES, node_path
 from rlpipe.store.notes import noted_iterations
 from rlpipe.store.receipts import Receipts
+from rlpipe.store.signatures import PublicKey, read_signature, signature_path
 from rlpipe.types import CHAINED_FORMAT, Commit, Node, Stage
 
 HEAD = re.compile(r"[0-9a-f]{16,64}")
@@ -82,6 +86,29 @@ def check_chain(
     Raises: StoreError if the store does not answer.
     """
     _Chain(files, report, branch, commits, evaluations).check(head)
+
+
+def signed_head(files: Snapshot, report: Report, commits: Sequence[Commit], key: PublicKey) -> str | None:
+    """The digest in the newest signature of a history that was made with a key; None, and a finding, if there is none.
+
+    A signature that was not made with the key that it names is a finding as well.
+    """
+    found: str | None = None
+    for commit in commits:
+        path = signature_path(commit.branch, commit.iteration)
+        if not files.exists(path):
+            continue
+        signature = readable(files, report.findings, "chain", files.shown(path), partial(read_signature, files, path))
+        if signature is None or not key.of(signature):
+            continue
+        if not key.signed(signature):
+            report.wrong("chain", files.shown(path), "its signature was not made with the key that it names, or it was changed")
+        elif found is None:
+            found = signature.commit
+    if found is None:
+        where = files.shown(f"branches/{commits[0].branch}/signatures") if commits else files.root
+        report.wrong("chain", where, "no commit of the history is signed with this key")
+    return found
 
 
 class _Chain:
@@ -212,7 +239,8 @@ class _Chain:
             path for state in states for path in leaf_paths(state, (node.digest for node in self._evaluations.get(state, ())))
         }
         gates = [path for commit in chained for path in self._files.list(f"gates/{commit.branch}") if self._is_of(path, commit)]
-        for path in sorted({*own, *leaves, *segments, *gates} - fixed):
+        configs = {config_path(branch) for branch in (self._branch, *(commit.branch for commit in chained))}
+        for path in sorted({*own, *leaves, *segments, *gates, *configs} - fixed):
             if self._files.exists(path):
                 self._note(path, "not fixed by the digest: it was recorded after that commit, or stands beside the commits")
         if noted := noted_iterations(self._files, self._branch):

@@ -16,7 +16,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from rlpipe.errors import ObjectMissing, StoreError
-from rlpipe.store import branches, epochs, notes, receipts, scalars, segments
+from rlpipe.store import branches, epochs, notes, receipts, scalars, segments, signatures
 from rlpipe.store.inventory import Snapshot
 from rlpipe.store.plans import plan_path
 from rlpipe.store.schema import decode
@@ -33,6 +33,7 @@ OF_A_BRANCH = (
     scalars.NAME,
     notes.NAME,
     notes.GATE_NAME,
+    signatures.NAME,
 )
 FOLDERS_OF_A_BRANCH = ("branches", "rollouts", "gates")
 NO_NAME = "no writer gives a file such a name: it is a copy, or was put there by hand"

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from rlpipe.errors import ConfigError, ObjectConflict, ObjectCorrupt, StoreError
 from rlpipe.store import scalars
@@ -21,10 +23,12 @@ from rlpipe.store.chain import leaf_paths
 from rlpipe.store.files import Files
 from rlpipe.store.local import LocalBackend
 from rlpipe.store.nodes import Nodes, node_path
+from rlpipe.store.notes import gate_path
 from rlpipe.store.plans import Plans
 from rlpipe.store.receipts import Receipt
 from rlpipe.store.records import canonical, digest
 from rlpipe.store.segments import Segments
+from rlpipe.store.signatures import PublicKey, SigningKey, signature_path
 from rlpipe.types import Commit, Plan, Stage
 from tests.store.faulty import WholeRun, build
 from tests.store.forging import FORGERIES, LAST, Forger, Forgery
@@ -170,7 +174,11 @@ def test_a_fork_is_proved_through_its_parent(local_files: Files):
     assert "branches/fork/config.json" in first.records
     report = check_store(local_files, "fork", head=head(local_files, 3, "fork"))
     assert report.findings == [] and "4 commits down to run/00000000" in str(report.proof)
-    assert check_store(local_files, "fork", head=head(local_files, 1)).findings == []
+    held = head(local_files, 1)
+    assert check_store(local_files, "fork", head=held).findings == []
+    Chained(local_files, "begun").start(parent="run/00000001")
+    begun = check_store(local_files, "begun", head=held)
+    assert begun.findings == [] and any("branches/begun/config.json" in note.where for note in begun.notes), "no commit names it"
     other = check_store(local_files, "fork", head=head(local_files, 2))
     assert ["of another run" in one for one in said(other)] == [True], "the parent went another way from there"
 
@@ -424,3 +432,79 @@ def test_a_store_that_does_not_answer_is_no_forgery(root: Path, monkeypatch: pyt
     monkeypatch.setattr(LocalBackend, "stat", away)
     with pytest.raises(StoreError, match="said no"):
         check_store(Files(root), "run", head=held)
+
+
+def test_what_a_filter_chose_by_first_weights_and_opened_gates_are_fixed(local_files: Files):
+    """Of iterations that were reprocessed, begin with another run's weights, or were let go on."""
+    nodes, branches = Nodes(local_files), Branches(local_files)
+    source = nodes.commit(make_node(Stage.ROLLOUT, {}, drawn="first"))
+    judging = nodes.commit(make_node(Stage.REWARD, {"rollout": source.digest}))
+    chosen = nodes.commit(make_node(Stage.ROLLOUT, {}, of=source.digest, judged_by=judging.digest))
+    weights = nodes.commit(make_node(Stage.CHECKPOINT, {"weights": "of another run"}))
+    init = nodes.commit(make_node(Stage.INIT, {"start_from": weights.digest}))
+    train = nodes.commit(make_node(Stage.TRAIN, {"before": init.digest}))
+    gate = gate_path("run", 0, train.digest)
+    local_files.create(gate, b"{}")
+    branches.create("run", {"gates": {"bounds": [{"metric": "train/loss"}]}}, init.digest)
+    made = branches.commit(commit(0, plans=(), nodes={Stage.ROLLOUT: chosen.digest, Stage.TRAIN: train.digest}))
+    named = [node_path(node.stage, node.digest) for node in (source, judging, chosen, init, train)]
+    assert set(made.records) == {"branches/run/config.json", gate, *named}
+    assert set(made.leaves) == {node_path(Stage.CHECKPOINT, weights.digest)}
+    assert made.parent_sha256 == made.records["branches/run/config.json"]
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[Path, Path]:
+    """Files of a private and a public key."""
+    private = Ed25519PrivateKey.generate()
+    data = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    public = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    for name, pem in (("private.pem", data), ("public.pem", public)):
+        (tmp_path / name).write_bytes(pem)
+    return tmp_path / "private.pem", tmp_path / "public.pem"
+
+
+def test_a_signed_commit_stands_for_its_digest(
+    root: Path, keys: tuple[Path, Path], tool: Callable[..., int], capsys: pytest.CaptureFixture[str]
+):
+    verify = ("verify", "--run", "run", "--public-key", str(keys[1]))
+    assert tool(*verify) == 1
+    assert "no commit of the history is signed with this key" in capsys.readouterr().out
+    files, held = Files(root), head(Files(root), 2)
+    for _ in range(2):
+        SigningKey(keys[0]).sign(files, "run", 2, held)
+    assert tool(*verify) == 0
+    assert f"run/00000002 has the digest {held}: it proves 3 commits" in capsys.readouterr().out
+    forger = Forger(root)
+    forger.edit_table(1, Stage.REWARD, lambda rows: rows[0].update(reward=0.0))
+    forger.save(rechain=True)
+    assert tool(*verify) == 1
+    assert held in capsys.readouterr().out
+    path = signature_path("run", 2)
+    forger = Forger(root)
+    forger.records[path]["commit"] = head(Files(root), 2)
+    forger.save(rechain=True)
+    assert tool(*verify) == 1
+    assert "was not made with the key that it names" in capsys.readouterr().out
+
+
+def test_a_key_that_cannot_be_used_is_named(
+    tmp_path: Path, keys: tuple[Path, Path], tool: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+):
+    assert SigningKey.of_environment() is None
+    for file in (tmp_path / "nothing", keys[1], tmp_path):
+        monkeypatch.setenv("RLPIPE_SIGNING_KEY", str(file))
+        with pytest.raises(ConfigError, match="RLPIPE_SIGNING_KEY"):
+            SigningKey.of_environment()
+    assert tool("verify", "--run", "run", "--public-key", str(keys[0])) == 2
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.serialization", None)
+    with pytest.raises(ConfigError, match="pip install cryptography"):
+        SigningKey(keys[0])
+
+
+def test_a_signature_under_another_name_is_named(root: Path, keys: tuple[Path, Path]):
+    files = Files(root)
+    SigningKey(keys[0]).sign(files, "run", 2, head(files, 2))
+    files.create(signature_path("run", 1), files.read(signature_path("run", 2)))
+    report = check_store(files, "run", signed_by=PublicKey(keys[1]))
+    assert ["this is another signature" in one for one in said(report)] == [True]

@@ -175,7 +175,7 @@ async def test_the_newest_curves_and_overview_take_the_place_of_those_before(tmp
     assert latest == "after 3"
 
 
-async def test_the_digest_of_each_commit_is_in_its_artifact_and_in_tensorboard(watching: Watching, monkeypatch: pytest.MonkeyPatch):
+async def test_the_digest_of_a_commit_is_in_its_artifact_and_in_tensorboard(watching: Watching, monkeypatch: pytest.MonkeyPatch):
     it, _ = watching("fails", "fails")
     left: list[str] = []
 
