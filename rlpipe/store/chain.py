@@ -181,8 +181,8 @@ class _Linker:
     def _add_pointers(self, segment: str) -> None:
         """Name the pointers that make a segment a state of the branch, or of the one it is a fork of."""
         segments = Segments(self._files)
-        branches = dict.fromkeys([self._commit.branch, *([self._before.branch] if self._before else [])])
-        for pointer in (pointer for branch in branches for pointer in segments.of(branch)):
+        branches = {self._commit.branch} | ({self._before.branch} if self._before else set())
+        for pointer in (pointer for branch in sorted(branches) for pointer in segments.of(branch)):
             if pointer.segment == segment:
                 self.add(segment_path(pointer))
 

@@ -1,0 +1,75 @@
+"""The commit of an iteration: what its chain looks for and waits for, and its signature (tasks.checkpoint)."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from rlpipe.inputs import Inputs, checkpoint_inputs
+from rlpipe.observe.progress import Progress
+from rlpipe.store.chain import leaf_paths
+from rlpipe.store.epochs import Epochs
+from rlpipe.store.files import Files
+from rlpipe.store.signatures import read_signature, signature_path
+from rlpipe.types import DataState, Stage
+from tasks import checkpoint
+from tasks.context import RunContext
+from tests.tasks.test_begin import config
+
+
+@pytest.fixture
+def it(tmp_path: Path) -> RunContext:
+    """A run that checkpoints every second iteration, without actors."""
+    no_actors: Any = None
+    files, epoch = Files(tmp_path / "store"), Epochs(Files(tmp_path / "store")).acquire("run")
+    run = config(num_rollout=9, checkpoint={"save_interval": 2}, evaluation={"datasets": []})
+    made = RunContext(run, tmp_path, "/m", files, no_actors, Progress("run", 9, stream=io.StringIO()), epoch)
+    init = made.nodes.commit(Inputs(Stage.INIT, {}, {}).node())
+    made.branches.create("run", run.model_dump(mode="json"), init.digest)
+    return made
+
+
+def iteration(it: RunContext, k: int) -> dict[Stage, str]:
+    """The nodes of an iteration."""
+    before = it.recorded_before(k)
+    after = DataState(draws=k + 1).model_dump(mode="json")
+    said = {
+        Stage.ROLLOUT: ({}, {"plans": [], "dropped": {}, "after": after}),
+        Stage.ADVANTAGE: ({}, {"groups": [], "dropped": {}}),
+        Stage.TRAIN: ({"before": before}, {}),
+    }
+    made = {stage: Inputs(stage, parents, {"k": k}).node(outputs=outputs) for stage, (parents, outputs) in said.items()}
+    return {stage: it.nodes.commit(node).digest for stage, node in made.items()}
+
+
+def test_a_checkpoint_that_is_due_is_awaited_until_it_is_recorded_and_any_other_is_looked_for_once(it: RunContext):
+    states = []
+    for k in range(4):
+        nodes = iteration(it, k)
+        states.append(nodes[Stage.TRAIN])
+        checkpoint._record(it, k, nodes)
+        if k == 2:
+            for state in states[1:]:
+                it.nodes.commit(checkpoint_inputs(state).node())
+    made = [it.branches.read("run", k) for k in range(4)]
+    due = leaf_paths(states[1])[0]
+    assert [commit.awaited for commit in made[:3]] == [(), (due,), (due,)]
+    assert made[3].awaited == (leaf_paths(states[3])[0],)
+    assert set(made[3].leaves) == {due, leaf_paths(states[2])[0]}, "as a run that ends keeps its last weights"
+
+
+def test_a_commit_is_signed_with_the_key_of_the_environment(it: RunContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    checkpoint._record(it, 0, iteration(it, 0))
+    assert not it.files.exists(signature_path("run", 0))
+    key = Ed25519PrivateKey.generate()
+    (tmp_path / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    monkeypatch.setenv("RLPIPE_SIGNING_KEY", str(tmp_path / "key.pem"))
+    checkpoint._record(it, 1, iteration(it, 1))
+    signed = read_signature(it.files, signature_path("run", 1))
+    assert signed.commit == it.branches.read_stored("run", 1)[1]
+    key.public_key().verify(bytes.fromhex(signed.signature), signed.message())
