@@ -1,20 +1,23 @@
-"""The chain of a history, checked: is each record the one that a commit named, and does a digest held elsewhere fix them all?
+"""Check the chain of a history: is each record the one that a commit named?
 
-    chain    each commit has the bytes that the commit after it names; so has each record that a commit names; a commit that
-             names digests is not followed by one that does not
+    chain    each commit has the bytes that the commit after it names; each record has the bytes
+             that a commit names; no commit without digests follows one with them
 
-Without a digest from elsewhere, that finds a record that was rewritten with its seal but not with every commit after it. With one
-(`head`: all of a commit's sha256, or its first 16 digits or more) it finds all of them: what is below that commit is as it was,
-or is named, or the commit itself is not there. Then a `Proof` says how far the digest reaches, and notes name what it does not
-fix: commits and leaves that are newer, commits of an older rlpipe, records that stand beside the commits.
+By itself this finds a record that was rewritten with its seal, but not with every later commit.
+With a digest that was kept elsewhere (`head`: the sha256 of a commit, or its first 16 digits or
+more) it finds all of them: either everything below that commit is as it was, or the change is
+named, or no commit has the digest. A `Proof` then says how far the digest reaches. Notes name the
+records that it does not fix: newer commits and leaves, and commits of an older rlpipe.
 
-In place of a digest, a public key may be held (`signatures`): then the newest commit that is signed with it has to be right.
+A public key may take the place of a digest (`signatures`): the newest commit that is signed with
+it must be right.
 
-A checkpoint that garbage collection took is no finding: it left a record that it removed those very bytes (`receipts`). Whoever
-may delete could leave such a record too, so a removal is not proved to be honest; a change is.
+A checkpoint that garbage collection removed is no finding, as it wrote down which bytes it removed
+(`receipts`). A person who may delete objects can write such a record too, so the audit proves that
+nothing was changed, but not that every removal was garbage collection's.
 
-Data files are compared with the digests in their nodes by the rest of the audit (`audit_reading`). Tables are drawn from the
-records and are compared with these where a head is held (`bookkeeping`). Not fixed at all: epochs, receipts and notes.
+The rest of the audit compares data files with the digests in their nodes (`audit_reading`), and
+tables with the records if a head is given (`bookkeeping`). Epochs, receipts and notes are not fixed.
 """
 
 from __future__ import annotations
@@ -54,19 +57,21 @@ class Proof(NamedTuple):
     commits: int
     records: int
     broken: bool
-    """True if something that it fixes is not as it was."""
+    """True if a record or file of the history is not as it was."""
 
     def __str__(self) -> str:
         what = f"{self.commit} has the digest {self.head}"
         if not self.commits:
             return f"{what}: it proves the bytes of that commit alone, which names no digests"
         if self.broken:
-            return f"{what}, and something below it is not as it was"
+            return f"{what}, but its history is not all as it was: see the findings"
         return f"{what}: it proves {self.commits} commits down to {self.first}, and {self.records} records with their files"
 
 
 def checked_head(head: str) -> str:
-    """A digest as it can be looked for. Raises: ConfigError if it is none, or too short to prove anything."""
+    """A digest as it can be looked for. Raises: ConfigError if it is none, or too short to prove
+    anything.
+    """
     found = head.strip().lower()
     if not HEAD.fullmatch(found):
         raise ConfigError("not the digest of a commit", where="--head", found=head, expected="16 to 64 hexadecimal digits")
@@ -81,7 +86,8 @@ def check_chain(
     evaluations: Mapping[str, Sequence[Node]],
     head: str | None = None,
 ) -> None:
-    """Check the chain of a branch's history. `commits`: newest first, as far as they can be read. `evaluations`: by state.
+    """Check the chain of a branch's history. `commits`: newest first, as far as they can be read.
+    `evaluations`: by state.
 
     Raises: StoreError if the store does not answer.
     """
@@ -89,7 +95,8 @@ def check_chain(
 
 
 def signed_head(files: Snapshot, report: Report, commits: Sequence[Commit], key: PublicKey) -> str | None:
-    """The digest in the newest signature of a history that was made with a key; None, and a finding, if there is none.
+    """The digest in the newest signature of a history that was made with a key; None, and a
+    finding, if there is none.
 
     A signature that was not made with the key that it names is a finding as well.
     """
@@ -160,7 +167,9 @@ class _Chain:
         return bool(wrong)
 
     def _digest(self, path: str) -> str | None:
-        """sha256 of an object; None if it is not there, or cannot be read (which is a finding of the other checks)."""
+        """sha256 of an object; None if it is not there, or cannot be read (which is a finding of
+        the other checks).
+        """
         try:
             return self._files.digest_of(path)
         except (ObjectMissing, ObjectCorrupt):
@@ -215,7 +224,8 @@ class _Chain:
         linked = [commit for commit in reached if commit.parent_sha256 is not None]
         fixed = {path for commit in linked for path in (*commit.records, *commit.leaves)}
         torn = len(linked) == len(reached) < len(below)
-        wrong = torn or any(broken[number : number + len(linked)])
+        damaged = any(one.rule in ("files", "records") for one in self._report.findings)
+        wrong = torn or damaged or any(broken[number : number + len(linked)])
         self._report.proof = Proof(
             digests[number] or head, _name(below[0]), _name([*below[:1], *linked][-1]), len(linked), len(fixed), wrong
         )
@@ -238,8 +248,10 @@ class _Chain:
         leaves = {
             path for state in states for path in leaf_paths(state, (node.digest for node in self._evaluations.get(state, ())))
         }
-        gates = [path for commit in chained for path in self._files.list(f"gates/{commit.branch}") if self._is_of(path, commit)]
-        configs = {config_path(branch) for branch in (self._branch, *(commit.branch for commit in chained))}
+        branches, names = {commit.branch for commit in chained}, {_name(commit) for commit in chained}
+        listed = [path for branch in branches for path in self._files.list(f"gates/{branch}")]
+        gates = [path for path in listed if path.removeprefix("gates/").rpartition("-")[0] in names]
+        configs = {config_path(branch) for branch in {self._branch, *branches}}
         for path in sorted({*own, *leaves, *segments, *gates, *configs} - fixed):
             if self._files.exists(path):
                 self._note(path, "not fixed by the digest: it was recorded after that commit, or stands beside the commits")
@@ -250,16 +262,14 @@ class _Chain:
     def _segments(self, branch: str) -> list[str]:
         return self._files.list(f"branches/{branch}/segments")
 
-    @staticmethod
-    def _is_of(path: str, commit: Commit) -> bool:
-        return path.startswith(f"gates/{commit_name(commit.branch, commit.iteration)}-")
-
     def _note(self, path: str, problem: str) -> None:
         self._report.note("chain", self._files.shown(path), problem)
 
 
 def _unbroken(commits: Sequence[Commit]) -> list[Commit]:
-    """The commits from the first one on that a chain of digests reaches, the commit of an older rlpipe where it ends too."""
+    """The commits from the first one on that a chain of digests reaches, the commit of an older
+    rlpipe where it ends too.
+    """
     found: list[Commit] = []
     for commit in commits:
         if found and (found[-1].parent_sha256 is None or found[-1].parent != commit_name(commit.branch, commit.iteration)):

@@ -1,27 +1,34 @@
-"""The chain of a history: each commit names the sha256 of its parent's bytes and of the bytes of its records.
+"""The chain of a history: each commit names the digests of its parent and of its records.
 
-So the sha256 of a commit's own bytes fixes everything below it, and whoever keeps that one digest (the head) can prove later
-that nothing was changed, even where a record was rewritten together with its seal, its receipt and the records that name it.
+The sha256 of a commit's own bytes fixes everything below it. Keep that one digest (the head)
+elsewhere, and the audit proves later that nothing was changed, even where a record was rewritten
+together with its seal, its receipt and the records that name it.
 
-    parent_sha256    the parent commit as it is stored, also on another branch; of a root branch's first commit, its configuration
-    records          the plan's parts, the nodes of the stages, and what these were made of beside the commit before: segments
-                     with their pointers, scores that a filter chose by; a gate that was opened; where the chain of a branch
-                     begins also its configuration and the node of its first weights
-    leaves           checkpoints and evaluations, recorded since the commit before
+    parent_sha256    of the parent commit as it is stored, also on another branch; of the first
+                     commit of a root branch, of the branch's configuration
+    records          plan parts; nodes of the stages; what these were made of and the commit
+                     before does not name (segments with their pointers, scores that a filter
+                     chose by); an opened gate; where the chain of a branch begins, also its
+                     configuration and the node of its first weights
+    leaves           checkpoints and evaluations that were recorded since the commit before
 
-Data files are fixed through these: nodes name each file with its sha256 (shards that were adopted or waited in the buffer, too),
-and the name of a plan is the sha256 of its bytes.
+Data files are fixed through these. A node names each file with its sha256, also the shards that
+were adopted or waited in the buffer. The name of a plan is the sha256 of its bytes.
 
-A leaf may be recorded after the commit of its weights. A commit names what was due and is not there yet (`awaited`), and the next
-one looks for it; so only the newest leaves are not fixed. What a commit looks for does not grow with the history.
+A leaf may be recorded after the commit of its weights. A commit names the leaves that were due and
+are not there yet (`awaited`), and the next commit looks for them. So only the newest leaves are not
+fixed, and a commit looks for the same number of leaves however long the history is.
 
-`leaves` and `awaited` depend on when the commit was made, so two drivers may differ in them; the digests that count are those of
-the commit that was first. A record that is not in the store is not named, which the audit reports.
+`leaves` and `awaited` depend on the time of the commit, so two drivers may differ in them. The
+stored commit counts: the loser of a race adopts its bytes. A commit does not name a record that is
+not in the store; the audit reports that.
 
-Requests for a commit: one read for each stage's node (at once), one for each leaf that is looked for (at once), none for
-plans and parents, which are read anyway. Where a chain begins: the configuration and the init node as well.
+Requests for a commit, in parallel: one read for each stage's node, for each leaf that is looked
+for, and for a gate if the run has gates. Parents and plans cost none: the parent is read anyway,
+and a plan's digest is its name. Where a chain begins: the configuration and the init node as well.
 
-Not here: checking the chain (`audit_chain`). Not fixed: what is drawn from the records (tables), and who drove a run (epochs).
+Not here: checking the chain (`audit_chain`). Not fixed: tables, which are drawn from the records,
+and epochs, which say only which process drove the run.
 """
 
 from __future__ import annotations
@@ -43,11 +50,13 @@ from rlpipe.types import Commit, Node, Stage
 
 READERS = 8
 MOST_AWAITED = 32
-"""Leaves that a commit waits for; an upload that was given up is not looked for until the end of the run."""
+"""The most leaves that a commit waits for, so that uploads that were given up do not add up."""
 EXPANDED = (Stage.INIT, Stage.ROLLOUT, Stage.REWARD, Stage.ADVANTAGE, Stage.SEGMENT)
-"""Stages of the records beside an iteration's own whose parents are named too. Not train nodes: commits before have those."""
+"""Stages of other nodes than the iteration's own whose parents are named too. A train node is not
+among them: the parents of an earlier state are in earlier commits.
+"""
 BESIDE = (Stage.SEGMENT, Stage.CHECKPOINT, Stage.TRAIN, Stage.ROLLOUT, Stage.REWARD, Stage.ADVANTAGE, Stage.INIT)
-"""Where a parent is looked for that is no node of this iteration or of the one before; it is rare to have one."""
+"""Stages that are tried for a parent that neither this commit nor the one before names. It is rare."""
 
 
 def chained(
@@ -63,9 +72,10 @@ def chained(
 ) -> Commit:
     """The commit with the keys of the chain.
 
-    `before`: the parent commit, whose bytes have `parent_sha256`. `config`, `init`, `config_path`: of the commit's branch.
-    `look_for`: paths of leaves that may be there, beside those that the parent or this commit awaits.
-    Raises: ObjectCorrupt if one of its records is damaged; StoreError.
+    `before`: the parent commit, whose bytes have `parent_sha256`. `config`, `init`, `config_path`:
+    of the commit's branch. `look_for`: paths of leaves that may be there, in addition to those
+    that the parent or this commit awaits. Raises: ObjectCorrupt if one of its records is damaged;
+    StoreError.
     """
     begins = before is None or before.branch != commit.branch or before.parent_sha256 is None
     linker = _Linker(files, commit, before)
@@ -102,7 +112,9 @@ class _Linker:
         self.records: dict[str, str] = {}
         self.leaves: dict[str, str] = {}
         self.known: set[str] = {*commit.plans}
-        """Digests that are named already, here or below. The nodes of an older rlpipe's commit are named nowhere."""
+        """Digests that are named already, here or below. The nodes of an older rlpipe's commit are
+        named nowhere.
+        """
         if before is not None and before.parent_sha256 is not None:
             self.known |= {*before.plans, *before.nodes.values()}
 
@@ -167,7 +179,9 @@ class _Linker:
         return nodes
 
     def _add_beside(self, digest: str) -> None:
-        """Name a record that an iteration was made of beside its own and those of the iteration before."""
+        """Name a record that an iteration was made of beside its own and those of the iteration
+        before.
+        """
         if digest in self.known:
             return
         self.known.add(digest)
@@ -179,7 +193,9 @@ class _Linker:
             self.add_nodes([(found, digest)])
 
     def _add_pointers(self, segment: str) -> None:
-        """Name the pointers that make a segment a state of the branch, or of the one it is a fork of."""
+        """Name the pointers that make a segment a state of the branch, or of the one it is a fork
+        of.
+        """
         segments = Segments(self._files)
         branches = {self._commit.branch} | ({self._before.branch} if self._before else set())
         for pointer in (pointer for branch in sorted(branches) for pointer in segments.of(branch)):

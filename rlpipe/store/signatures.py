@@ -1,15 +1,19 @@
-"""Signed heads: the holder of a private key vouches for the digest of a commit, and so for everything below it (`chain`).
+"""Signed heads: the holder of a private key vouches for the digest of a commit, and so for
+everything below it (`chain`).
 
     branches/<branch>/signatures/%08d.json     of the commit of that iteration
 
-`RLPIPE_SIGNING_KEY` names a file with an ed25519 private key in PEM, as `openssl genpkey -algorithm ed25519` writes it. A run
-with it signs each commit right after it is made, and the audit checks that with the public key (`openssl pkey -pubout`). A
-commit without a signature (its driver was killed between the two) is covered by the next one that has one.
+`RLPIPE_SIGNING_KEY` names a file with an ed25519 private key in PEM, as `openssl genpkey -algorithm
+ed25519` writes it. A run with it signs each commit right after it is made, and the audit checks
+that with the public key (`openssl pkey -pubout`). A commit without a signature (its driver was
+killed between the two) is covered by the next one that has one.
 
-The key has to be where the driver is and not in the store. Whoever can only write to the store cannot sign what they changed;
-they can remove the newest signatures, and the audit then says that less is signed.
+The key has to be where the driver is and not in the store. Whoever can only write to the store
+cannot sign what they changed; they can remove the newest signatures, and the audit then says that
+less is signed.
 
-Not here: when commits are signed (`tasks.checkpoint`). The library `cryptography` is needed only where a key is used.
+Not here: when commits are signed (`tasks.checkpoint`). The library `cryptography` is needed only
+where a key is used.
 """
 
 from __future__ import annotations
@@ -51,7 +55,9 @@ class SigningKey:
     """A private key from a file."""
 
     def __init__(self, file: str | os.PathLike[str]) -> None:
-        """Raises: ConfigError if there is no ed25519 private key in it, or `cryptography` is not installed."""
+        """Raises: ConfigError if there is no ed25519 private key in it, or `cryptography` is not
+        installed.
+        """
         self._key = _load(file, "load_pem_private_key", "Ed25519PrivateKey", KEY_VARIABLE, password=None)
 
     @classmethod
@@ -74,7 +80,9 @@ class PublicKey:
     """A public key from a file."""
 
     def __init__(self, file: str | os.PathLike[str]) -> None:
-        """Raises: ConfigError if there is no ed25519 public key in it, or `cryptography` is not installed."""
+        """Raises: ConfigError if there is no ed25519 public key in it, or `cryptography` is not
+        installed.
+        """
         self._key = _load(file, "load_pem_public_key", "Ed25519PublicKey", "--public-key")
         self._invalid: type[Exception] = importlib.import_module("cryptography.exceptions").InvalidSignature
 

@@ -1,4 +1,5 @@
-"""Forgeries: a store is rewritten so that every seal, checksum, name and receipt in it fits again (test_chain.py).
+"""Forgeries: a store is rewritten so that every seal, checksum, name and receipt in it fits again
+(test_chain.py).
 
     Forger(root).edit...; save(rechain=False)    records, files, seals, receipts; commits keep the digests of the chain
                           save(rechain=True)     and every commit after it as well: nothing in the store tells
@@ -66,7 +67,9 @@ class Forger:
         self.replace(record["path"], encode(pa.Table.from_pylist(rows, table.schema)), len(rows))
 
     def replace(self, path: str, data: bytes, rows: int | None = None) -> None:
-        """Write other bytes, under the name that they have to have, and change every record that names them."""
+        """Write other bytes, under the name that they have to have, and change every record that
+        names them.
+        """
         before = hashlib.sha256(self._data.pop(path)).hexdigest()
         after = hashlib.sha256(data).hexdigest()
         renamed = path.replace(before[:16], after[:16])
@@ -141,7 +144,9 @@ def _unsealed(data: bytes) -> Content:
 
 
 class Forgery(NamedTuple):
-    """Something that somebody might want to have been otherwise. `edit` answers a piece of the name of what it changed."""
+    """Something that somebody might want to have been otherwise. `edit` answers a piece of the name
+    of what it changed.
+    """
 
     name: str
     edit: Callable[[Forger], str]
@@ -172,7 +177,9 @@ def in_column(name: str, value: object) -> Callable[[list[Content]], object]:
 
 
 def in_plan(change: Callable[[Content], object]) -> Callable[[Forger], str]:
-    """Change what was planned for an iteration. All that was made of it gets other names, and so its commit is named."""
+    """Change what was planned for an iteration. All that was made of it gets other names, and so
+    its commit is named.
+    """
 
     def edit(forger: Forger) -> str:
         change(forger.plan(1))
@@ -204,6 +211,18 @@ def checkpoint_files(forger: Forger) -> str:
     node = forger.leaf(Stage.CHECKPOINT)
     forger.replace(node["files"][0]["path"], b"other weights")
     return node["digest"]
+
+
+def waiting_sample(forger: Forger) -> str:
+    """A sample that waited in the buffer: its shard is that of the rollout before."""
+    forger.edit_table(1, Stage.ROLLOUT, in_column("response", "xyz"), number=0)
+    return forger.node(1, Stage.ROLLOUT)["digest"]
+
+
+def packing(forger: Forger) -> str:
+    """Which samples a step was made of."""
+    forger.replace(forger.node(1, Stage.TRAIN)["files"][0]["path"], b"[1]")
+    return forger.node(1, Stage.TRAIN)["digest"]
 
 
 def evaluation(forger: Forger) -> str:
@@ -287,6 +306,8 @@ FORGERIES = [
     Forgery("the first weights", first_weights),
     Forgery("a checkpoint", checkpoint_files),
     Forgery("an evaluation", evaluation),
+    Forgery("a sample from the buffer", waiting_sample),
+    Forgery("the packing", packing),
     Forgery("a row removed", in_table(1, Stage.REWARD, lambda rows: rows.pop())),
     Forgery("a row of the batch removed", in_table(1, Stage.ADVANTAGE, lambda rows: rows.pop())),
     Forgery("a row doubled", in_table(1, Stage.ROLLOUT, doubled_row)),

@@ -1,4 +1,6 @@
-"""The chain: whoever holds the digest of a commit finds every change below it (rlpipe.store.chain, rlpipe.store.audit_chain)."""
+"""The chain: whoever holds the digest of a commit finds every change below it (rlpipe.store.chain,
+rlpipe.store.audit_chain).
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ from tools import audit, gc
 
 
 class Chained(WholeRun):
-    """A run whose commits await the checkpoint and the evaluation of every iteration, which come one iteration later."""
+    """A run whose commits await the checkpoint and the evaluation of every iteration, which come
+    one iteration later.
+    """
 
     def commit_of(self, plan: Plan, *arguments) -> Commit:
         made = super().commit_of(plan, *arguments)
@@ -133,7 +137,18 @@ def test_a_commit_that_is_no_link_breaks_the_proof(root: Path):
     files.delete(commit_path("run", 1))
     report = check_store(files, "run", head=held)
     assert any("run/00000001" in one for one in said(report))
-    assert "something below it is not as it was" in str(report.proof)
+    assert "its history is not all as it was" in str(report.proof)
+
+
+def test_a_file_that_is_not_the_one_of_its_node_is_not_proved(root: Path):
+    held = head(Files(root))
+    shard = next(root.glob("plans/*/groups/*.parquet"))
+    data = shard.read_bytes()
+    shard.unlink()
+    shard.write_bytes(data[:-1] + b"0")
+    report = check_store(Files(root), "run", head=held)
+    assert "files" in {one.rule for one in report.findings}
+    assert "its history is not all as it was" in str(report.proof)
 
 
 def test_every_record_of_a_history_is_fixed_but_the_newest_leaves(local_files: Files):

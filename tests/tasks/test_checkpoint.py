@@ -1,4 +1,6 @@
-"""The commit of an iteration: what its chain looks for and waits for, and its signature (tasks.checkpoint)."""
+"""The commit of an iteration: what its chain looks for and waits for, and its signature
+(tasks.checkpoint).
+"""
 
 from __future__ import annotations
 
