@@ -1,6 +1,7 @@
 """A store with everything in it that rlpipe writes, and faults to plant in it (test_planted.py).
 
-Each fault changes files of a local store. Not here: faults that recompute a record's own checksum (`forging`). One file because the faults share the store that they are planted in.
+Each fault changes files of a local store. Not here: faults that recompute a record's own checksum (`forging`). One file because
+the faults share the store that they are planted in.
 """
 
 from __future__ import annotations
