@@ -20,7 +20,7 @@ from typing import Any
 import rlpipe.errors
 from flows.evaluation import saved
 from rlpipe.actors.checkpoints import fetch_checkpoint
-from rlpipe.config.load import validate
+from rlpipe.config.load import validate_stored
 from rlpipe.errors import ConfigError, ObjectCorrupt, ObjectMissing, ResourceError, RlpipeError
 from rlpipe.inputs import checkpoint_inputs
 from rlpipe.model_dir import model_directory
@@ -141,7 +141,7 @@ def _in_place(files: Files, node: Node) -> Path:
 
 def _model(recorded: dict[str, Any], home: Path) -> Path | None:
     try:
-        config = validate(recorded)
+        config = validate_stored(recorded)
         return Path(model_directory(config.model, home, seed=config.seed))
     except ConfigError:
         return None

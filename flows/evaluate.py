@@ -77,6 +77,7 @@ async def evaluated(config: RunConfig, home: Path, stopping: Stopping, *, takeov
 
 def measured(files: Files, config: RunConfig) -> dict[str, float]:
     """Every metric of an evaluation that is done."""
-    init = Branches(files).get(config.run).init
-    digests = [eval_inputs(config, dataset, init).digest for dataset in config.evaluation.datasets]
+    branches = Branches(files)
+    init, contracts = branches.get(config.run).init, branches.contracts(config.run)
+    digests = [eval_inputs(config, dataset, init, contracts).digest for dataset in config.evaluation.datasets]
     return {name: value for digest in digests for name, value in Nodes(files).get(Stage.EVAL, digest).outputs["metrics"].items()}

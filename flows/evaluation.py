@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flows.recorded import write_recipe
+from rlpipe.config.introduced import upgraded
 from rlpipe.config.load import load_run
 from rlpipe.config.model import BranchModel
 from rlpipe.config.run import RunConfig
@@ -84,4 +85,4 @@ def saved(files: Files, run: str, iteration: int | None) -> BranchModel:
 
 def _recorded(home: Path, run: str) -> Path:
     """A recipe file with the configuration that a run was last started with, beside its record."""
-    return write_recipe(home, run, get_run(home, run).config)
+    return write_recipe(home, run, upgraded(RunConfig, get_run(home, run).config))

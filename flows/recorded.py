@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from rlpipe.config.introduced import upgraded
+from rlpipe.config.run import RunConfig
 from rlpipe.config.text import dump
 from rlpipe.errors import ConfigError
 from rlpipe.store.branches import Branches
@@ -49,6 +51,7 @@ def recorded(home: Path, run: str, store: str | None = None) -> Recorded:
             do="name one of this store, or give --home or --store",
         )
     config = said.config if said and Files(said.store).root == files.root else branch.config
+    config = upgraded(RunConfig, config)
     if store is not None or files.root != Files(home / "store").root:
         config = {**config, "store": {**config.get("store", {}), "root": files.root}}
     return Recorded(run, files, config, write_recipe(home, run, config))

@@ -76,7 +76,7 @@ def lineage_to(nodes: Nodes, state: str, init: str, *, ref_update_interval: int 
             if there:
                 return Lineage(Stage.CHECKPOINT, checkpoint.digest, current, init, _names(replay), reference=reference)
         node = _trained(nodes, current, state)
-        if replay and replay[-1].config != node.config:
+        if replay and _setting(replay[-1]) != _setting(node):
             raise ObjectMissing(
                 "a state cannot be rebuilt: the checkpoint where its branch was forked is missing",
                 where=f"nodes/checkpoint/{checkpoint_inputs(current).digest}.json",
@@ -121,7 +121,7 @@ class Lineages:
             return None
         if self._nodes.find(Stage.CHECKPOINT, checkpoint_inputs(state).digest) is not None:
             return None
-        if last.replay and self._nodes.get(Stage.TRAIN, last.target).config != node.config:
+        if last.replay and _setting(self._nodes.get(Stage.TRAIN, last.target)) != _setting(node):
             return None
         self._last = replace(last, replay=(*last.replay, state))
         return self._last
@@ -168,6 +168,11 @@ def _reference_of(nodes: Nodes, state: str, init: str, interval: int | None) -> 
         return True, None
     checkpoint = nodes.find(Stage.CHECKPOINT, checkpoint_inputs(current).digest)
     return checkpoint is not None, Reference(checkpoint.digest, due) if checkpoint else None
+
+
+def _setting(node: Node) -> tuple[int, dict[str, Any]]:
+    """What a train node was trained under."""
+    return node.contract, node.config
 
 
 def _names(replay: list[Node]) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from rlpipe.batch_metrics import batch_metrics
@@ -41,6 +42,7 @@ from rlpipe.rollout.filters import Rejection, load_filter
 from rlpipe.rollout.selection import Selection
 from rlpipe.run_rollouts import StoredRollout
 from rlpipe.stage_files import read_rewards, read_samples, write_batch, write_rewards
+from rlpipe.store.branches import Branches
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.notes import note
@@ -100,6 +102,11 @@ class Reprocessor:
     async def __aexit__(self, *_: object) -> None:
         await self._open.aclose()
 
+    @cached_property
+    def _contracts(self) -> dict[Stage, int]:
+        """Version of each stage's contract on the new branch."""
+        return Branches(self._files).contracts(self._config.run)
+
     async def iteration(self, stored: StoredRollout, progress: Progress | None = None) -> Reprocessed:
         """The iteration under the configuration, noted under its run's name. `progress(done, total)` counts scored rows.
 
@@ -142,13 +149,13 @@ class Reprocessor:
         if not any(paths):
             return {"paths": paths, "reward": None, "hooks": {}}
         hooks = {path: hook_digest(path) for path in paths if path}
-        scored = reward_inputs(self._config, "")
+        scored = reward_inputs(self._config, "", self._contracts)
         return {"paths": paths, "reward": self._config.reward.identity(), "hooks": {**hooks, **scored.hooks}}
 
     async def _chosen(self, work: _Work, rollout: Node, progress: Progress | None) -> Node:
         """The rollout with the groups and samples that the filters choose by the rewards; its rows are the old one's."""
         judging, choice = self._judging(rollout.digest), self._choice()
-        settings = dict(zip(FILTERS, choice["paths"], strict=True))
+        settings = {key: path for key, path in zip(FILTERS, choice["paths"], strict=True) if path is not None}
         settings |= {"rollout_batch_size": self._config.rollout.rollout_batch_size}
         if choice["reward"] is not None:
             settings["reward"] = choice["reward"]
@@ -159,12 +166,13 @@ class Reprocessor:
             judged = await self._judged(work, judging, rollout, progress)
             return await asyncio.to_thread(self._choose, rollout, judged)
 
-        return await work.once(Inputs(Stage.ROLLOUT, plan, settings, choice["hooks"]), choose)
+        inputs = Inputs(Stage.ROLLOUT, plan, settings, choice["hooks"], self._contracts[Stage.ROLLOUT])
+        return await work.once(inputs, choose)
 
     def _judging(self, rollout: str) -> Inputs:
         """Inputs of the rewards that a filter sees: of every finished group, before `custom_reward_post_process_path`."""
         plain = self._config.reward.model_copy(update={"custom_reward_post_process_path": None})
-        inputs = reward_inputs(self._config.model_copy(update={"reward": plain}), rollout)
+        inputs = reward_inputs(self._config.model_copy(update={"reward": plain}), rollout, self._contracts)
         return replace(inputs, config={**inputs.config, "of": "finished groups"})
 
     async def _judged(self, work: _Work, judging: Inputs, rollout: Node, progress: Progress | None) -> Node:
@@ -208,7 +216,7 @@ class Reprocessor:
 
     async def _rewarded(self, work: _Work, rollout: Node, progress: Progress | None) -> Node:
         """What the reward stage says of a rollout; by the scores that its groups were chosen by, if they are there."""
-        inputs = reward_inputs(self._config, rollout.digest)
+        inputs = reward_inputs(self._config, rollout.digest, self._contracts)
 
         async def judge() -> dict[str, Any]:
             accepted = set(rollout.outputs["accepted"])
@@ -243,7 +251,7 @@ class Reprocessor:
             return None, "no model has scored this rollout"
         if own.advantage_estimator == "none" and own.custom_advantage_function_path is None:
             return None, "advantage.advantage_estimator: none"
-        inputs = advantage_inputs(self._config, rollout.digest, reward.digest, scored.parents["before"])
+        inputs = advantage_inputs(self._config, rollout.digest, reward.digest, scored.parents["before"], self._contracts)
         if inputs.digest == scored.digest:
             return scored, ""
         inputs = replace(inputs, parents={**inputs.parents, "scored": scored.digest})

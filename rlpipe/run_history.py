@@ -86,8 +86,9 @@ class HistoryReader:
         recorded = newest.nodes[Stage.TRAIN] if newest else self._branches.get(run).init
         version = newest.iteration + 1 if newest else first
         weights = current_state(Segments(self._files), run, version, recorded)
+        contracts = self._branches.contracts(run)
         for dataset in self._config.evaluation.datasets:
-            node = self._nodes.find(Stage.EVAL, eval_inputs(self._config, dataset, weights).digest)
+            node = self._nodes.find(Stage.EVAL, eval_inputs(self._config, dataset, weights, contracts).digest)
             if node is not None:
                 found = Evaluation(version, dataset.name, node.outputs["accuracy"], node.outputs["scored"])
                 self._evaluations[version, dataset.name] = (found, node)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlpipe.config.load import validate
+from rlpipe.config.load import validate_stored
 from rlpipe.config.model import HuggingFaceModel
 from rlpipe.data.tokens import load_tokenizer
 from rlpipe.errors import ConfigError, ObjectMissing
@@ -57,7 +57,7 @@ def tokenizer_of(files: Files, run: str, home: Path) -> Decode | None:
     """
     record = Branches(files).get(run)
     try:
-        source = validate(record.config).model.source
+        source = validate_stored(record.config).model.source
         if isinstance(source, HuggingFaceModel):
             return decoder(source.hf_checkpoint)
         wanted = Nodes(files).get(Stage.INIT, record.init).config.get("model")

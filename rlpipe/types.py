@@ -263,10 +263,20 @@ class _Tokens(list[int]):
         return list, (list(self),)
 
 
-RECORD_FORMAT = 1
-"""How records are written at first. A kind of record that changes counts on for itself (`VersionedRecord.formats`)."""
-CHAINED_FORMAT = 2
-"""Of commits: with the digests of their parent and of their records (`rlpipe.store.chain`). An older rlpipe refuses it."""
+RECORD_FORMAT = 2
+"""How records are written. It changes when an older rlpipe could read a record and misunderstand it.
+
+1: before stages had contracts and commits named digests; nodes have other names. `tools/migrate.py` makes a store of format 2 of
+such a store.
+"""
+
+CONTRACTS: dict[Stage, int] = dict.fromkeys(Stage, 1)
+"""The newest contract of each stage: how its inputs are made and what its result is, given these inputs.
+
+A version is raised when equal inputs lead to another result than before: a defect of a loss is mended, a key gets another
+meaning. A new key needs no version (`rlpipe.config.introduced`). New runs begin with the newest versions. A run that was begun
+with older ones keeps them: its branch says which, and `rlpipe.inputs.SETTINGS` has the settings of each version.
+"""
 
 
 class Record(BaseModel):
@@ -283,8 +293,6 @@ class VersionedRecord(Record):
     """
 
     format: int = RECORD_FORMAT
-    formats: ClassVar[tuple[int, ...]] = (RECORD_FORMAT,)
-    """The formats of this kind of record that this version reads. It writes the last one."""
 
 
 class PlannedGroup(Record):
@@ -354,6 +362,8 @@ class Node(VersionedRecord):
 
     stage: Stage
     digest: str
+    contract: int = 1
+    """Version of the stage's contract (`CONTRACTS`)."""
     parents: dict[str, str] = Field(default_factory=dict)
     """Role → input digest of the node (or plan) that was read."""
     config: dict[str, Any] = Field(default_factory=dict)
@@ -377,11 +387,9 @@ class NodeRef(Record):
 class Commit(VersionedRecord):
     """Iteration k of a branch: the nodes it is made of, the groups it consumed, where the data source stands after it.
 
-    `Branches.commit` fills in the keys of the chain (`rlpipe.store.chain`). Commits of format 1 have none of them.
+    `Branches.commit` fills in the keys of the chain (`rlpipe.store.chain`).
     """
 
-    format: int = CHAINED_FORMAT
-    formats: ClassVar[tuple[int, ...]] = (RECORD_FORMAT, CHAINED_FORMAT)
     branch: str
     iteration: int
     parent: str | None = None

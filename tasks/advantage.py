@@ -19,10 +19,10 @@ async def advantage(run: str, k: int, rollout: NodeRef, reward: NodeRef) -> Stat
     """The batch of iteration k, with its token-level columns: the advantage node's handle."""
     it = await context(run)
     before = await asyncio.to_thread(it.weights_before, k)
-    inputs = advantage_inputs(it.config, rollout.digest, reward.digest, before)
+    inputs = advantage_inputs(it.config, rollout.digest, reward.digest, before, it.contracts)
     known = await asyncio.to_thread(it.nodes.find, inputs.stage, inputs.digest)
     if known is None and (held := await hold(it, before, k)) != before:
-        before, inputs = held, advantage_inputs(it.config, rollout.digest, reward.digest, held)
+        before, inputs = held, advantage_inputs(it.config, rollout.digest, reward.digest, held, it.contracts)
 
     async def estimate() -> dict[str, Any]:
         answers = await it.cluster.trainer.call(

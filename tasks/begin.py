@@ -12,7 +12,7 @@ from prefect.artifacts import acreate_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from rlpipe.actors.checkpoints import prune
-from rlpipe.config.load import validate
+from rlpipe.config.load import validate_stored
 from rlpipe.config.model import BranchModel
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError, ObjectMissing
@@ -114,7 +114,7 @@ def check_same_run(branches: Branches, config: RunConfig) -> None:
     record = branches.find(config.run)
     if record is None:
         return
-    stored = validate(record.config)
+    stored = validate_stored(record.config)
     differing = sorted(_differing(_decisive(stored), _decisive(config)))
     if differing:
         newest = branches.newest(config.run)
@@ -146,7 +146,7 @@ async def first_weights(it: RunContext) -> str:
     """Digest of the init node: weights of version 0, loaded once to say what they are. They are not stored: whoever needs them
     loads them again from the model directory, or the checkpoint they started from, and compares."""
     start = _start_from(it)
-    inputs = init_inputs(it.config, it.fingerprint, start)
+    inputs = init_inputs(it.config, it.fingerprint, start, it.contracts)
     if it.nodes.find(Stage.INIT, inputs.digest) is None:
         deadline_s = it.config.resources.start_timeout_s
         made = await it.cluster.trainer.initialise(inputs.digest, start, deadline_s=deadline_s)
@@ -185,7 +185,7 @@ def _decisive(config: RunConfig) -> dict[str, Any]:
     lengths = {"schedule": schedule_length(config), "critic's schedule": critic_schedule_length(config)}
     schedule = {f"optimizer steps of the {name}": length for name, length in lengths.items() if length is not None}
     ranks = {"trainer ranks": config.resources.trainer_ranks, "critic's own ranks": config.resources.critic_ranks}
-    return {**config.identity(), **schedule, **ranks}
+    return {**config.decisive(), **schedule, **ranks}
 
 
 def _differing(stored: Any, given: Any, key: str = "") -> list[str]:

@@ -23,7 +23,7 @@ from rlpipe.actors import local_ray, named, ray_watch
 from rlpipe.actors.checkpoints import prune
 from rlpipe.actors.cluster import Cluster, open_cluster
 from rlpipe.config.load import home as default_home
-from rlpipe.config.load import validate
+from rlpipe.config.load import validate_stored
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ResourceError
 from rlpipe.lineage import Lineages
@@ -73,6 +73,11 @@ class RunContext:
     @cached_property
     def fingerprint(self) -> str:
         return model_fingerprint(self.model_dir, self.home / "models" / "fingerprints.json")
+
+    @cached_property
+    def contracts(self) -> dict[Stage, int]:
+        """Version of each stage's contract: that with which the run's branch was begun, or begins now."""
+        return self.branches.contracts(self.config.run)
 
     @cached_property
     def init(self) -> str:
@@ -137,7 +142,7 @@ async def join_context(run: str) -> RunContext:
     """
     home = default_home()
     record = get_run(home, run)
-    config = validate(record.config)
+    config = validate_stored(record.config)
     files = Files(config.store.root or home / "store")
     put_back = (this_flow_run.run_count or 1) > 1
     epoch = Epochs(files).join(run, stand_in=put_back and _is_next(files, run, this_flow_run.parameters.get("k")))

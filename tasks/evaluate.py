@@ -39,7 +39,7 @@ async def evaluate(run: str, version: int, dataset: str) -> State:
 async def _measured(it: RunContext, dataset: EvalDataset, version: int) -> State:
     """Raises: Superseded if the weights had to be rebuilt, and came out different."""
     weights = await asyncio.to_thread(it.weights_before, version)
-    inputs = eval_inputs(it.config, dataset, weights)
+    inputs = eval_inputs(it.config, dataset, weights, it.contracts)
 
     async def measure() -> dict[str, Any]:
         if not await are_served(it, weights, version):

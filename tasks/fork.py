@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlpipe.actors.alone import lone_trainer
 from rlpipe.actors.states import StateKeeper
-from rlpipe.config.load import validate
+from rlpipe.config.load import validate_stored
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError, ObjectMissing
 from rlpipe.inputs import checkpoint_inputs
@@ -94,7 +94,7 @@ def origin_of(branches: Branches, config: RunConfig) -> Commit:
 
 def check_fits(files: Files, config: RunConfig, origin: Commit) -> None:
     """Can the fork load the parent's state? Raises: ConfigError naming the key that it must share with the parent."""
-    stored = validate(Branches(files).config(origin.branch))
+    stored = validate_stored(Branches(files).config(origin.branch))
     for key, theirs, ours in (
         ("model.dtype", stored.model.dtype, config.model.dtype),
         ("train.use_distributed_optimizer", stored.train.use_distributed_optimizer, config.train.use_distributed_optimizer),
@@ -129,7 +129,7 @@ async def materialise(files: Files, config: RunConfig, origin: Commit, state: st
     It is another one than `state` if the batches trained again gave another result: a segment, which the fork begins with.
     """
     record, version = Branches(files).get(origin.branch), origin.iteration + 1
-    stored = validate(record.config)
+    stored = validate_stored(record.config)
     placed = stored.resources.model_copy(update={"ray_address": config.resources.ray_address})
     stored = stored.model_copy(update={"resources": placed})
     async with lone_trainer(stored, files, home=home, name=f"{config.cluster}-fork") as trainer:

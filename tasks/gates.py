@@ -104,7 +104,7 @@ def _evaluated(it: RunContext, version: int, metric: str) -> float | None:
         return None
     weights = dict.fromkeys((it.weights_before(version), it.recorded_before(version)))
     for dataset, digest in product(it.config.evaluation.datasets, weights):
-        node = it.nodes.find(Stage.EVAL, eval_inputs(it.config, dataset, digest).digest)
+        node = it.nodes.find(Stage.EVAL, eval_inputs(it.config, dataset, digest, it.contracts).digest)
         if node is not None and metric in node.outputs.get("metrics", {}):
             return node.outputs["metrics"][metric]
     return None

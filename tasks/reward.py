@@ -22,7 +22,7 @@ from tasks.record import once, stage_task
 async def reward(run: str, k: int, rollout: NodeRef) -> State:
     """Rewards of the samples that a rollout accepted: the reward node's handle."""
     it = await context(run)
-    inputs = reward_inputs(it.config, rollout.digest)
+    inputs = reward_inputs(it.config, rollout.digest, it.contracts)
 
     async def judge() -> dict[str, Any]:
         if isinstance(it.config.reward.function, NoReward) and it.config.rollout.type == "dataset":

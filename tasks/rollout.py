@@ -32,7 +32,7 @@ async def rollout(run: str, k: int) -> State:
             await serve(it, k)
         return await _sampled(it, k, plan)
 
-    return await once(it, rollout_inputs(it.config, it.fingerprint, plan), sample)
+    return await once(it, rollout_inputs(it.config, it.fingerprint, plan, it.contracts), sample)
 
 
 async def planned(it: RunContext, k: int, before: DataState) -> tuple[str, DataState]:
@@ -56,7 +56,7 @@ async def data_before(it: RunContext, k: int) -> DataState:
         plan, after = await planned(it, k - 1, await data_before(it, k - 1))
     if it.config.rollout.static:
         return after
-    node = await _recorded(it, rollout_inputs(it.config, it.fingerprint, plan), k - 1)
+    node = await _recorded(it, rollout_inputs(it.config, it.fingerprint, plan, it.contracts), k - 1)
     return DataState.model_validate(node.outputs["after"])
 
 

@@ -25,7 +25,7 @@ async def train(run: str, k: int, advantage: NodeRef) -> State:
     """The weights after iteration k: the train node's handle."""
     it = await context(run)
     before = (await asyncio.to_thread(it.nodes.get, Stage.ADVANTAGE, advantage.digest)).parents["before"]
-    inputs = train_inputs(it.config, advantage.digest, before)
+    inputs = train_inputs(it.config, advantage.digest, before, it.contracts)
 
     async def step() -> dict[str, Any]:
         if not await it.cluster.trainer.holds(inputs.digest) and await hold(it, before, k) != before:

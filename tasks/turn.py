@@ -112,7 +112,7 @@ def is_measured(it: RunContext, version: int) -> bool:
 
 
 def _measurement(it: RunContext, dataset: EvalDataset, any_of: Iterable[str]) -> Node | None:
-    digests = [eval_inputs(it.config, dataset, weights).digest for weights in any_of]
+    digests = [eval_inputs(it.config, dataset, weights, it.contracts).digest for weights in any_of]
     return next((node for digest in digests if (node := it.nodes.find(Stage.EVAL, digest))), None)
 
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rlpipe.config.load import HOME_VARIABLE, home, use_home, validate
+from rlpipe.config.load import HOME_VARIABLE, home, use_home, validate_stored
 from rlpipe.errors import RlpipeError
 from rlpipe.observe.figure import write_figure
 from rlpipe.observe.report import write_report
@@ -34,7 +34,7 @@ def main() -> int:
 def write(directory: Path) -> Path:
     """Write the three files into a run's directory; the page's path. Raises: ConfigError if it is not a run's directory."""
     said = get_run(directory.parent, directory.name)
-    history = HistoryReader(Files(said.store), validate(said.config), directory).read()
+    history = HistoryReader(Files(said.store), validate_stored(said.config), directory).read()
     write_summary(history, directory / "summary.json")
     write_figure(history, directory / "report.png")
     return write_report(history, directory / "report.html")

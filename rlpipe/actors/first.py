@@ -48,7 +48,7 @@ def check_first(init: Node, spec: TrainerSpec, name: Literal["state_digest", "we
 
     Raises: Mismatch, which says whether the model directory has changed.
     """
-    ranks, parallel = init.config["layout"]["ranks"], init.config.get("parallel")
+    ranks, parallel = init.config["layout"]["ranks"], init.config.get("parallel", {})
     here = (spec.world_size, spec.train.parallel.identity(), made_with(spec.train))
     comparable, recorded = (ranks, parallel, init.outputs.get("made_with")) == here, init.outputs.get(name)
     if comparable and found == recorded:

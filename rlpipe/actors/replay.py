@@ -24,7 +24,7 @@ from typing import Any
 
 from rlpipe.actors.alone import lone_trainer
 from rlpipe.actors.trainer_group import TrainerGroup
-from rlpipe.config.load import validate
+from rlpipe.config.load import validate_stored
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import DataError, ObjectMissing
 from rlpipe.inputs import checkpoint_inputs
@@ -124,7 +124,7 @@ def _legs(files: Files, branch: str, commits: list[Commit], next_begins: str | N
         commits = commits[len(own) :]
         begins = trains[0].parents["before"] if trains and record.parent else record.init
         if trains or record.parent is None:
-            leg = Leg(branch, validate(record.config), record.init, begins, trains, next_begins)
+            leg = Leg(branch, validate_stored(record.config), record.init, begins, trains, next_begins)
             found.append(leg)
             next_begins = begins
         if record.parent is None:

@@ -1,8 +1,8 @@
 """What every configuration model shares: frozen, strict, and able to say which of its keys decide results.
 
-A stage's *identity* is the part of its configuration that can change what it computes. It is what goes into the input
-digest; a timeout, a port or a log level does not. A field opts out with `Tuning(...)` in place of `Field(...)`, and at its
-default with `Later(...)`.
+A stage's *identity* is the part of its configuration that can change what it computes, and goes into the input digest. A
+timeout, a port or a log level does not: such a field is declared with `Tuning(...)` in place of `Field(...)`. A key at the
+default that it was introduced with is left out (`rlpipe.config.introduced`), so a new key changes no digest of older runs.
 
 Not here: reading YAML (`load`), or any default that depends on the machine.
 """
@@ -10,6 +10,7 @@ Not here: reading YAML (`load`), or any default that depends on the machine.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import (
@@ -21,7 +22,8 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
-from pydantic.fields import FieldInfo
+
+from rlpipe.config.introduced import introduced, is_tuning
 
 SCALARS = frozenset({"bool", "int", "float"})
 """Types that take nothing but themselves; a whole number is a `float` too."""
@@ -42,14 +44,6 @@ MOST_GPUS = 100_000
 def Tuning(default: Any = ..., **keywords: Any) -> Any:  # noqa: N802 - stands beside pydantic's Field
     """A field that cannot change results: speed, limits, places, logging. Kept out of digests."""
     return Field(default, json_schema_extra={"tuning": True}, **keywords)
-
-
-def Later(default: Any, **keywords: Any) -> Any:  # noqa: N802 - stands beside pydantic's Field
-    """A field that was added after stores were written: at its default it is not part of the identity.
-
-    The digests of runs that do not set it stay what they were before there was such a field.
-    """
-    return Field(default, json_schema_extra={"later": True}, **keywords)
 
 
 def _make_scalars_strict(schema: Any) -> None:
@@ -100,26 +94,36 @@ class Config(BaseModel):
                 raise ValueError(f"{part:g} seconds are more than three years; expected at most {LONGEST_S:g}")
         return value
 
+    def decisive(self) -> dict[str, Any]:
+        """Return every key that can change results with its value, JSON-able, nested models likewise."""
+        fields = type(self).model_fields.items()
+        return {name: _decisive(getattr(self, name)) for name, field in fields if not is_tuning(field)}
+
     def identity(self) -> dict[str, Any]:
-        """The JSON-able part of this model that can change results (nested models likewise)."""
-        return {
-            name: _identity(getattr(self, name))
-            for name, field in type(self).model_fields.items()
-            if not _marked(field, "tuning") and not (_marked(field, "later") and getattr(self, name) == field.default)
-        }
+        """Return `decisive` without the keys that have the default they were introduced with.
+
+        A section whose keys are all left out is left out itself.
+        """
+        entry, fields = introduced(type(self)), type(self).model_fields.items()
+        values = {name: _identity(getattr(self, name)) for name, field in fields if not is_tuning(field)}
+        return {name: value for name, value in values.items() if not entry.leaves_out(name, value)}
 
 
-def _marked(field: FieldInfo, mark: str) -> bool:
-    return isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get(mark))
+def _decisive(value: Any) -> Any:
+    return _plain(value, Config.decisive)
 
 
 def _identity(value: Any) -> Any:
+    return _plain(value, Config.identity)
+
+
+def _plain(value: Any, of_model: Callable[[Config], dict[str, Any]]) -> Any:
     if isinstance(value, Config):
-        return value.identity()
+        return of_model(value)
     if isinstance(value, (list, tuple)):
-        return [_identity(item) for item in value]
+        return [_plain(item, of_model) for item in value]
     if isinstance(value, dict):
-        return {key: _identity(item) for key, item in value.items()}
+        return {key: _plain(item, of_model) for key, item in value.items()}
     return value
 
 

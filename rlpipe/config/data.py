@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlpipe.config.base import MOST_PROCESSES, MOST_ROWS, MOST_TOKENS, Config, Later, Tuning
+from rlpipe.config.base import MOST_PROCESSES, MOST_ROWS, MOST_TOKENS, Config, Tuning
 from rlpipe.config.rollout import TokenId, TopK
 
 
@@ -67,7 +67,7 @@ class DataConfig(Config):
     """Seed of the order of prompts and of every sample's own seed; the run's `seed` unless given."""
     rollout_max_prompt_len: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
     """Longest prompt in tokens; `overlong_prompts` says what becomes of a longer one. None: no limit but the context."""
-    overlong_prompts: Literal["error", "drop", "truncate_left"] = Later("error")
+    overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
     """What becomes of a prompt that is longer than rollout_max_prompt_len, or leaves no room for a response in
     rollout.rollout_max_context_len or in the model's context (this last one not where a function of yours samples).
 
@@ -120,7 +120,7 @@ class RowReward(Config):
     type: Literal["by_row"]
     default: str | None = None
     """For rows that say none; None: such a row is an error."""
-    reward_key: str | None = Later(None)
+    reward_key: str | None = None
     """Which entry is the reward, of a rule that gives several: `dapo` gives `score` (1 or -1), `acc` (1 or 0) and `format`.
     None: `score`."""
 
@@ -246,9 +246,9 @@ class EvalDataset(Config):
     """None: the rollout's."""
     stop_token_ids: tuple[TokenId, ...] | None = None
     """None: the rollout's."""
-    custom_generate_function_path: str | None = Later(None)
+    custom_generate_function_path: str | None = None
     """As `rollout.custom_generate_function_path`, for this set alone. None: the rollout's."""
-    skip_special_tokens: bool | None = Later(None)
+    skip_special_tokens: bool | None = None
     """As `rollout.rollout_skip_special_tokens`, for this set alone. None: the rollout's."""
     metadata_overrides: dict[str, Any] = Field(default_factory=dict)
     """Entries that every row's metadata gets, in place of its own of the same name."""

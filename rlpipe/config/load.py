@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlpipe.config.arguments.check import check_megatron, check_router, check_sglang
+from rlpipe.config.introduced import upgraded
 from rlpipe.config.presets import exists, is_file, with_preset
 from rlpipe.config.problems import Origin, explain, nearest
 from rlpipe.config.run import RunConfig
@@ -144,6 +145,14 @@ def validate(values: dict[str, Any], origin: Origin | None = None) -> RunConfig:
     check_sglang(config.engine.sglang)
     check_router(config.engine.router)
     return config
+
+
+def validate_stored(values: dict[str, Any]) -> RunConfig:
+    """The `RunConfig` of a stored run: keys that are younger than the run are as they were introduced, not as they are today.
+
+    Raises: ConfigError, also for a key that was removed since and made a difference.
+    """
+    return validate(upgraded(RunConfig, values))
 
 
 def _refuse_unstorable(values: Any, origin: Origin) -> None:

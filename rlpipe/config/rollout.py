@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from rlpipe.config.base import MOST_ROWS, MOST_TOKENS, Config, Later, Tuning
+from rlpipe.config.base import MOST_ROWS, MOST_TOKENS, Config, Tuning
 
 
 def _top_k(value: int) -> int:
@@ -65,7 +65,7 @@ class RolloutConfig(Config):
     """Texts that end a response; they stay in it, with the whole token that completed them."""
     rollout_stop_token_ids: tuple[TokenId, ...] = ()
     """Token ids that end a response, beside the model's end-of-sequence token."""
-    rollout_skip_special_tokens: bool | None = Later(None)
+    rollout_skip_special_tokens: bool | None = None
     """Leave special tokens, such as the end-of-sequence token, out of `sample.response`, the text that rewards, filters and hooks
     read. The response's tokens always have them. False keeps them, which is slime's default.
 

@@ -7,7 +7,7 @@ By itself this finds a record that was rewritten with its seal, but not with eve
 With a digest that was kept elsewhere (`head`: the sha256 of a commit, or its first 16 digits or
 more) it finds all of them: either everything below that commit is as it was, or the change is
 named, or no commit has the digest. A `Proof` then says how far the digest reaches. Notes name the
-records that it does not fix: newer commits and leaves, and commits of an older rlpipe.
+records that it does not fix: newer commits and leaves.
 
 A public key may take the place of a digest (`signatures`): the newest commit that is signed with
 it must be right.
@@ -37,7 +37,7 @@ from rlpipe.store.nodes import LEAVES, node_path
 from rlpipe.store.notes import noted_iterations
 from rlpipe.store.receipts import Receipts
 from rlpipe.store.signatures import PublicKey, read_signature, signature_path
-from rlpipe.types import CHAINED_FORMAT, Commit, Node, Stage
+from rlpipe.types import Commit, Node, Stage
 
 HEAD = re.compile(r"[0-9a-f]{16,64}")
 READERS = 8
@@ -139,10 +139,6 @@ class _Chain:
     def check(self, head: str | None) -> None:
         """Compare every digest; with a `head`, say what it proves."""
         broken = [self._check_commit(commit) for commit in self._commits]
-        for newer, older in zip(self._commits, self._commits[1:], strict=False):
-            if older.parent_sha256 is not None and newer.parent_sha256 is None:
-                self._wrong(_path(newer), "it names no digests, and the commit before it does: it was put there by hand")
-                broken[self._commits.index(newer)] = True
         if head is not None:
             self._prove(head, broken)
         if self._collected and head is not None:
@@ -153,10 +149,8 @@ class _Chain:
     def _check_commit(self, commit: Commit) -> bool:
         """Check what one commit names. Answers if something is not as it was."""
         if commit.parent_sha256 is None:
-            if commit.format >= CHAINED_FORMAT:
-                self._wrong(_path(commit), "it names no digest of its parent, as every commit of this format does")
-                return True
-            return False
+            self._wrong(_path(commit), "it names no digest of its parent, as every commit does")
+            return True
         where = commit_name(commit.branch, commit.iteration)
         parent = f"branches/{commit.parent}.json" if commit.parent else config_path(commit.branch)
         named = {parent: commit.parent_sha256, **commit.records, **commit.leaves}
@@ -232,10 +226,6 @@ class _Chain:
         if number:
             newer = f"{_name(self._commits[number - 1])} to {_name(self._commits[0])}" if number > 1 else _name(self._commits[0])
             self._note(_path(self._commits[number - 1]), f"newer than the digest, which does not fix it: {newer}")
-        if older := [commit for commit in below if commit.parent_sha256 is None]:
-            spanned = f"{_name(older[-1])} to {_name(older[0])}"
-            problem = f"not proved: commits of an older rlpipe name no digests, {spanned}"
-            self._note(_path(older[0]), problem)
         self._note_unfixed(below, fixed)
 
     def _note_unfixed(self, commits: Sequence[Commit], fixed: set[str]) -> None:

@@ -17,12 +17,15 @@ from itertools import count, takewhile
 from typing import Any
 from uuid import uuid4
 
+from pydantic import Field
+
 from rlpipe.errors import Fenced, ObjectConflict, ObjectCorrupt, ObjectMissing, StoreError
 from rlpipe.store.chain import chained
 from rlpipe.store.files import Files
+from rlpipe.store.nodes import refuse_unknown_contract
 from rlpipe.store.receipts import CHAIN, WHO_AND_WHEN, Receipts
 from rlpipe.store.records import now, seal, unseal
-from rlpipe.types import Commit, Record, VersionedRecord
+from rlpipe.types import CONTRACTS, Commit, Record, Stage, VersionedRecord
 
 CONFIG = re.compile(r"branches/[^/]+/config\.json")
 COMMIT = re.compile(r"branches/([^/]+)/([0-9]{8})\.json")
@@ -39,6 +42,8 @@ class Branch(VersionedRecord):
     """Digest of the node of its first weights."""
     parent: str | None = None
     """`branch/%08d` of the commit it goes on from; None for a root branch."""
+    contracts: dict[Stage, int] = Field(default_factory=dict)
+    """Version of each stage's contract, for as long as the branch is there; of a stage that is not named it is 1."""
     created: str = ""
 
 
@@ -73,18 +78,18 @@ class Branches:
         """
         if parent is not None:
             self.read(*parse_commit_name(parent))
-        record = Branch(branch=branch, config=dict(config), init=init, parent=parent, created=now())
+        record = Branch(branch=branch, config=dict(config), init=init, parent=parent, contracts=dict(CONTRACTS), created=now())
         path = config_path(branch)
         try:
             self._files.create(path, seal(record, path))
         except ObjectConflict as error:
             found = self.get(branch)
-            if found.model_copy(update={"created": record.created}) == record:
+            if found.model_copy(update={"created": record.created, "contracts": record.contracts}) == record:
                 return found
             raise ObjectConflict(
                 "there is a run of this name with another configuration or start",
                 where=self._files.url(path),
-                found=f"other values of {_differing_keys(found, record)}",
+                found=f"other values of {[key for key in _differing_keys(found, record) if key != 'contracts']}",
                 do="resume it with its own configuration, fork it, or take another name",
             ) from error
         return record
@@ -97,6 +102,8 @@ class Branches:
             if record.branch != branch or not _is_commit_name(record.parent):
                 found = f"{record.branch}, a fork of {record.parent}"
                 raise ObjectCorrupt("this is another branch", where=self._files.url(path), found=found, expected=branch)
+            for stage, version in record.contracts.items():
+                refuse_unknown_contract(stage, version, self._files.url(path))
             self._known[branch] = record
         return self._known[branch]
 
@@ -110,6 +117,11 @@ class Branches:
     def config(self, branch: str) -> dict[str, Any]:
         """The configuration the branch was created with. Raises: ObjectMissing, ObjectCorrupt."""
         return self.get(branch).config
+
+    def contracts(self, branch: str) -> dict[Stage, int]:
+        """Version of each stage's contract on a branch; of one that is not begun yet, the newest. Raises: ObjectCorrupt."""
+        record = self.find(branch)
+        return dict(CONTRACTS) if record is None else {stage: record.contracts.get(stage, 1) for stage in Stage}
 
     def newest(self, branch: str, after: int | None = None) -> Commit | None:
         """The commit to go on from: the newest, or the parent of a fork that has none, or None.

@@ -65,19 +65,17 @@ def unseal(kind: type[RecordType], data: bytes, where: str, *, do: str | None = 
 
 
 def _refuse_unknown_format(content: dict[str, Any], kind: type[Record], where: str) -> None:
-    """Raises: ObjectCorrupt for a record of a later rlpipe, whose keys may mean something else.
+    """Raises: ObjectCorrupt for a record of an earlier or later format, whose keys may mean something else.
 
-    A record that names no format is older than that key.
+    A record without a format is older than the key: format 1.
     """
-    if not issubclass(kind, VersionedRecord):
-        return
-    if content.setdefault("format", RECORD_FORMAT) not in kind.formats:
+    if "format" in kind.model_fields and content.get("format", 1) != RECORD_FORMAT:
         raise ObjectCorrupt(
             f"this {kind.__name__.lower()} record has a format that this version of rlpipe cannot read",
             where=where,
-            found=f"format {content['format']!r}",
-            expected=f"format {' or '.join(map(str, kind.formats))}",
-            do="use the version of rlpipe that wrote the store, or a later one",
+            found=f"format {content.get('format', 1)!r}",
+            expected=f"format {RECORD_FORMAT}",
+            do="use the version of rlpipe that wrote the store; a store of format 1 can be migrated: python -m tools.migrate",
         )
 
 

@@ -261,46 +261,6 @@ def test_what_a_commit_asks_of_the_store_does_not_grow_with_the_history(local_fi
     assert not any(path.endswith((".parquet", ".distcp")) for path in asked), "no data is read again"
 
 
-def as_it_was(files: Files, k: int, branch: str = "run") -> None:
-    """Write a commit as an rlpipe without chains did."""
-    path = commit_path(branch, k)
-    content = json.loads(files.read(path))
-    for key in ("sha256", "parent_sha256", "records", "leaves", "awaited"):
-        del content[key]
-    content["format"] = 1
-    files.delete(path)
-    files.create(path, canonical({**content, "sha256": digest(content, "x")}, "x") + b"\n")
-
-
-def test_a_store_of_an_older_rlpipe_is_read_and_gone_on_with_and_its_chain_begins_there(local_files: Files):
-    run = Chained(local_files).start().go(2)
-    receipts = [Receipt.of(Branches(local_files).read("run", k)) for k in range(2)]
-    for k in range(2):
-        as_it_was(local_files, k)
-    assert [Receipt.of(Branches(local_files).read("run", k)) for k in range(2)] == receipts, "as they were written then"
-    assert [Branches(local_files).read("run", k).format for k in range(2)] == [1, 1]
-    assert check_store(local_files, "run").findings == []
-    of_old = check_store(local_files, "run", head=head(local_files, 1))
-    assert of_old.findings == [] and "the bytes of that commit alone" in str(of_old.proof)
-    run.go(2)
-    third = Branches(local_files).read("run", 2)
-    assert (third.format, third.parent_sha256) == (2, head(local_files, 1))
-    assert {"branches/run/config.json", node_path(Stage.TRAIN, Branches(local_files).read("run", 1).nodes[Stage.TRAIN])} <= set(
-        third.records
-    )
-    report = check_store(local_files, "run", head=head(local_files, 3))
-    assert report.findings == [] and "2 commits down to run/00000002" in str(report.proof)
-    assert any("older rlpipe name no digests, run/00000000 to run/00000001" in note.problem for note in report.notes)
-    as_it_was(local_files, 3)
-    assert any("put there by hand" in one for one in said(check_store(local_files, "run")))
-
-
-def test_the_same_commit_by_an_older_rlpipe_counts(local_files: Files):
-    branches = started(local_files, 1)
-    as_it_was(local_files, 0)
-    assert branches.commit(commit(0)).format == 1
-
-
 def test_a_commit_of_this_format_without_digests_is_named(root: Path):
     forger = Forger(root)
     forger.commit(LAST).update(parent_sha256=None, records={})

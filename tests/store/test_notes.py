@@ -18,7 +18,7 @@ from rlpipe.store.gc import unreachable
 from rlpipe.store.nodes import node_path
 from rlpipe.store.notes import note, note_path, noted, noted_iterations
 from rlpipe.store.records import digest
-from rlpipe.types import Stage
+from rlpipe.types import RECORD_FORMAT, Stage
 from tests.reprocessed import FILTER, History, configuration
 
 
@@ -41,7 +41,7 @@ def test_a_note_that_is_none_is_named(local_files: Files, text: str):
 
 @pytest.mark.parametrize("nodes", [{"rollout": 1}, {"sleep": "a"}])
 def test_a_sealed_note_of_something_else_is_named(local_files: Files, nodes: dict[str, object]):
-    content = {"format": 1, "branch": "run", "iteration": 0, "nodes": nodes}
+    content = {"format": RECORD_FORMAT, "branch": "run", "iteration": 0, "nodes": nodes}
     local_files.create(note_path("run", 0), json.dumps({**content, "sha256": digest(content, "x")}).encode())
     with pytest.raises(ObjectCorrupt, match="not a readable note record"):
         noted(local_files, "run", 0)

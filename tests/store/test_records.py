@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rlpipe.errors import DataError, ObjectCorrupt, ObjectMissing
 from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes, input_digest, node_path
+from rlpipe.store.notes import Note
 from rlpipe.store.plans import Plans, plan_path
 from rlpipe.store.records import canonical, digest, seal, unseal
 from rlpipe.types import DataState, Node, Plan, PlannedGroup, Stage, VersionedRecord
@@ -55,25 +56,34 @@ def test_bytes_that_are_no_record_are_corrupt(data: bytes):
 
 def test_a_record_of_another_kind_is_refused_by_its_first_wrong_key():
     with pytest.raises(ObjectCorrupt, match="stage: Field required"):
-        unseal(Node, seal(plan(), "x"), "x")
+        unseal(Node, seal(Note(branch="run", iteration=0, nodes={}), "x"), "x")
     with pytest.raises(ObjectCorrupt, match="attempt: Extra inputs are not permitted"):
         unseal(DataState, seal(make_node(Stage.TRAIN, {}), "x"), "x")
 
 
+@pytest.mark.parametrize("found", [1, 3])
 @pytest.mark.parametrize("kind", VersionedRecord.__subclasses__(), ids=lambda kind: kind.__name__)
-def test_a_record_of_an_unknown_format_is_refused_by_name(kind: type[VersionedRecord]):
-    later = {"format": 3, "a_later_key": 1}
-    data = canonical({**later, "sha256": digest(later, "x")}, "x")
-    with pytest.raises(ObjectCorrupt, match=r"(?s)format that this version .* cannot read.*format 3.*format 1"):
+def test_a_record_of_an_unknown_format_is_refused_by_name(kind: type[VersionedRecord], found: int):
+    other = {"format": found, "a_later_key": 1}
+    data = canonical({**other, "sha256": digest(other, "x")}, "x")
+    with pytest.raises(ObjectCorrupt, match=rf"(?s)format that this version .* cannot read.*format {found}.*format 2.*migrate"):
         unseal(kind, data, "x")
 
 
 def test_every_record_says_its_format_and_one_that_says_none_is_of_the_first():
-    node = make_node(Stage.TRAIN, {"batch": "d"})
-    content = json.loads(seal(node, "x"))
-    assert content.pop("format") == 1
+    content = json.loads(seal(make_node(Stage.TRAIN, {"batch": "d"}), "x"))
+    assert content.pop("format") == 2
     del content["sha256"]
-    assert unseal(Node, canonical({**content, "sha256": digest(content, "x")}, "x"), "x") == node
+    with pytest.raises(ObjectCorrupt, match=r"(?s)format 1.*format 2"):
+        unseal(Node, canonical({**content, "sha256": digest(content, "x")}, "x"), "x")
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_a_node_of_an_unknown_contract_is_refused_by_name(local_files: Files, version: int):
+    named = input_digest(Stage.TRAIN, {}, {}, {}, version)
+    local_files.create(node_path(Stage.TRAIN, named), seal(Node(stage=Stage.TRAIN, digest=named, contract=version), "x"))
+    with pytest.raises(ObjectCorrupt, match=rf"(?s)contract of the stage train.*contract {version}.*1 to 1"):
+        Nodes(local_files).find(Stage.TRAIN, named)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, object(), {1, 2}, "\ud800", b"x"])
@@ -110,15 +120,16 @@ def test_the_input_digest_does_not_depend_on_the_order_of_keys(config: dict):
 def test_the_input_digest_depends_on_every_input():
     inputs = {"stage": Stage.REWARD, "parents": {"rollout": "a"}, "config": {"type": "math"}, "hooks": {"x.py:f": "1"}}
     changes = {"stage": Stage.TRAIN, "parents": {"rollout": "b"}, "config": {"type": "f1"}, "hooks": {"x.py:f": "2"}}
+    changes["contract"] = 2
     digests = {input_digest(**{**inputs, key: value}) for key, value in changes.items()}
-    assert len(digests | {input_digest(**inputs)}) == 5
+    assert len(digests | {input_digest(**inputs)}) == 6
     assert input_digest(Stage.REWARD, {}, {"a": 1}, {}) != input_digest(Stage.REWARD, {}, {"a": "1"}, {})
 
 
 def test_the_input_digest_stays_what_it_is():
     """Stored runs are found by it: a change of this value makes every one of them unreachable."""
     found = input_digest(Stage.ROLLOUT, {"plan": "p"}, {"temperature": 1.0, "n": 8}, {"hook.py:f": "00"})
-    assert found == "02859fa6d37da11383b372060a689bd9ff9c616cf0a1699f16bf363c6125cd2e"
+    assert found == "d45f5a059895c7fbe919fab239776e16f4b9060db1e02b26fc024c3aeb173087"
 
 
 def test_a_node_is_found_by_its_digest(files: Files):
