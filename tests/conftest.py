@@ -20,7 +20,12 @@ settings.register_profile("rlpipe", deadline=None, max_examples=50)
 settings.load_profile("rlpipe")
 
 
-WHOLE_RUNS = ("tests/flows/test_train.py", "tests/deployments/test_apply.py", "tests/tools/test_chaos.py")
+WHOLE_RUNS = (
+    "tests/flows/test_train.py",
+    "tests/deployments/test_apply.py",
+    "tests/tools/test_chaos.py",
+    "tests/stores/test_releases.py",
+)
 """Files whose tests start a run with all its servers. They come first and in one process: of two at once each would have half
 a machine."""
 

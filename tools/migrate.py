@@ -358,7 +358,7 @@ class Migration:
             return {key: self._renamed(item) for key, item in value.items()}
         return [self._renamed(item) for item in value] if isinstance(value, list) else value
 
-    def _moved(self, path: str, old: str | None = None, named: str = "") -> str:
+    def _moved(self, path: str, old: str = "", named: str = "") -> str:
         """Where a data file goes: the folder of a node has the node's new name."""
         match = DATA_FOLDER.match(path)
         if match is None:

@@ -197,6 +197,12 @@ def test_a_run_that_is_being_driven_ends_it(old: Path):
     refused(old, ConfigError, "being driven")
 
 
+def test_an_old_store_is_refused_everywhere_else_with_the_command_that_migrates_it(unpacked: Path):
+    with pytest.raises(ObjectCorrupt, match=r"(?s)format 1.*format 2.*python -m tools\.migrate"):
+        Branches(Files(unpacked)).get("first")
+    assert any("tools.migrate" in finding.problem for finding in check_store(Files(unpacked)).findings)
+
+
 def test_a_store_of_today_is_refused(migrated: Files, tmp_path: Path):
     with pytest.raises(ConfigError, match="only stores of format 1"):
         migrate(migrated, Files(tmp_path / "next"), say=print)
