@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rlpipe import inputs, types
-from rlpipe.config.load import validate
+from rlpipe.config.load import validate_stored
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ObjectCorrupt
 from rlpipe.inputs import (
@@ -110,10 +110,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 def configuration(name: str) -> RunConfig:
+    """As of a stored run: a key that is not given has the default that it was introduced with, also once that is another."""
     sections = {key: {**BASE.get(key, {}), **new} if isinstance(new, dict) else new for key, new in CONFIGURATIONS[name].items()}
     if "type" in sections.get("rollout", {}):
         sections["rollout"] = CONFIGURATIONS[name]["rollout"]
-    return validate({**BASE, **sections})
+    return validate_stored({**BASE, **sections})
 
 
 def digests(config: RunConfig, contracts: Mapping[Stage, int] = CONTRACTS) -> dict[str, str]:
@@ -142,7 +143,7 @@ def test_the_names_of_nodes_without_settings_stay_what_they_are():
 def test_what_does_not_decide_results_is_in_no_digest():
     plain = digests(configuration("defaults"))
     tuned = {**BASE, "resources": {"colocate": True}, "engine": {"server_concurrency": 8}, "num_rollout": 9}
-    assert digests(validate(tuned)) == plain
+    assert digests(validate_stored(tuned)) == plain
 
 
 def test_every_version_of_every_contract_has_its_settings():

@@ -37,7 +37,7 @@ def test_the_table_is_as_the_command_writes_it():
     assert introduced.extended(RunConfig, introduced.stored_table()) == introduced.stored_table()
 
 
-def test_adefault_of_today_is_the_one_that_was_introduced_but_for_these():
+def test_a_default_of_today_is_the_one_that_was_introduced_but_for_these():
     """Add `Model.key` here when you change a default: the entry stays, and the key is part of the identity from then on."""
     changed = []
     for name, model in introduced.models_of(RunConfig).items():
