@@ -1,7 +1,7 @@
 """Check the chain of a history: is each record the one that a commit named?
 
     chain    each commit has the bytes that the commit after it names; each record has the bytes
-             that a commit names; no commit without digests follows one with them
+             that a commit names; each commit names the digest of its parent
 
 By itself this finds a record that was rewritten with its seal, but not with every later commit.
 With a digest that was kept elsewhere (`head`: the sha256 of a commit, or its first 16 digits or

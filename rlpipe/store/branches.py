@@ -301,13 +301,8 @@ def _follows(commit: Commit) -> bool:
 
 
 def _differing_keys(first: Record, second: Record) -> list[str]:
-    """Keys in which two records of one thing say something else; those of the chain only if no others differ.
-
-    A commit of an older rlpipe has no chain to compare.
-    """
+    """Keys in which two records of one thing say something else; those of the chain only if no others differ."""
     free = WHO_AND_WHEN | AT_THE_TIME
-    if isinstance(first, Commit) and isinstance(second, Commit) and None in (first.parent_sha256, second.parent_sha256):
-        free |= CHAIN
     one, other = first.model_dump(), second.model_dump()
     differing = [key for key in one if one[key] != other[key] and key not in free]
     return [key for key in differing if key not in CHAIN] or differing

@@ -77,7 +77,7 @@ def chained(
     that the parent or this commit awaits. Raises: ObjectCorrupt if one of its records is damaged;
     StoreError.
     """
-    begins = before is None or before.branch != commit.branch or before.parent_sha256 is None
+    begins = before is None or before.branch != commit.branch
     linker = _Linker(files, commit, before)
     if begins:
         linker.add(config_path)
@@ -112,10 +112,8 @@ class _Linker:
         self.records: dict[str, str] = {}
         self.leaves: dict[str, str] = {}
         self.known: set[str] = {*commit.plans}
-        """Digests that are named already, here or below. The nodes of an older rlpipe's commit are
-        named nowhere.
-        """
-        if before is not None and before.parent_sha256 is not None:
+        """Digests that are named already, here or below."""
+        if before is not None:
             self.known |= {*before.plans, *before.nodes.values()}
 
     def add(self, path: str) -> bytes | None:

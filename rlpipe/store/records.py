@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from rlpipe.errors import DataError, ObjectCorrupt
-from rlpipe.types import RECORD_FORMAT, Record, VersionedRecord
+from rlpipe.types import RECORD_FORMAT, Record
 
 RecordType = TypeVar("RecordType", bound=Record)
 

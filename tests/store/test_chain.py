@@ -5,7 +5,6 @@ rlpipe.store.audit_chain).
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -27,15 +26,13 @@ from rlpipe.store.local import LocalBackend
 from rlpipe.store.nodes import Nodes, node_path
 from rlpipe.store.notes import gate_path
 from rlpipe.store.plans import Plans
-from rlpipe.store.receipts import Receipt
-from rlpipe.store.records import canonical, digest
 from rlpipe.store.segments import Segments
 from rlpipe.store.signatures import PublicKey, SigningKey, signature_path
 from rlpipe.types import Commit, Plan, Stage
 from tests.store.faulty import WholeRun, build
 from tests.store.forging import FORGERIES, LAST, Forger, Forgery
 from tests.store.lineage import Run, make_node
-from tests.store.test_branches import commit, started
+from tests.store.test_branches import commit
 from tools import audit, gc
 
 
