@@ -115,7 +115,7 @@ def _record(it: RunContext, k: int, nodes: dict[Stage, str]) -> Commit:
 def _evaluations(it: RunContext, weights: str, version: int) -> list[str]:
     """Digests of the evaluations that these weights get."""
     datasets = it.config.evaluation.datasets if evaluation_due(it.config, version) else ()
-    return [eval_inputs(it.config, dataset, weights).digest for dataset in datasets]
+    return [eval_inputs(it.config, dataset, weights, it.contracts).digest for dataset in datasets]
 
 
 def _awaited(it: RunContext, k: int, weights: str) -> tuple[str, ...]:
