@@ -63,10 +63,10 @@ test: setup ## every test, JOBS (2) at a time
 	@$(PYTHON_BIN) -m pytest -n $(or $(JOBS),2) --dist loadfile --no-loadscope-reorder --durations 12 $(ARGS)
 
 chaos: setup ## kill processes of a real run for MINUTES (10), and prove that every batch was trained once
-	@$(PYTHON_BIN) -m tools.chaos --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0) --home $(or $(RLPIPE_HOME),runs)/chaos $(ARGS)
+	@$(PYTHON_BIN) -m tests.soak.chaos --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0) --home $(or $(RLPIPE_HOME),runs)/chaos $(ARGS)
 
 flat: setup ## does an undisturbed run of 200 iterations stay as it began?
-	@$(PYTHON_BIN) -m tools.flat --home $(or $(RLPIPE_HOME),runs)/flat $(ARGS)
+	@$(PYTHON_BIN) -m tests.soak.flat --home $(or $(RLPIPE_HOME),runs)/flat $(ARGS)
 
 check: setup ## ruff, pyright, import directions, spelling
 	@tools/check.sh

@@ -3,12 +3,14 @@
     prefect worker start --pool rlpipe --type process
     prefect deployment run train/spell_backward -p 'overrides=["num_rollout=20"]'
 
-The flows run from this checkout, in processes of a worker on this machine. The pool has no limit of its own: an iteration's flow
-run must never wait for the place of the run that waits for it. Each set of GPUs is a queue with a limit (`train`: `--limit`):
-further runs wait in line. (A deployment's own limit would not do: its leases are in the server's memory, and a run whose lease is
-gone is ended.) Doing it again changes what differs.
+The flows run from this checkout, in processes of a worker on this machine. The pool has no limit of
+its own: an iteration's flow run must never wait for the place of the run that waits for it. Each
+set of GPUs is a queue with a limit (`train`: `--limit`): further runs wait in line. (A deployment's
+own limit would not do: its leases are in the server's memory, and a run whose lease is gone is
+ended.) Doing it again changes what differs.
 
-Not here: which deployments there are (`declared`), what the flows do, or a server (`prefect server start`, `make up`).
+Not here: which deployments there are (`declared`), what the flows do, or a server (`prefect server
+start`, `make up`).
 """
 
 from __future__ import annotations
@@ -40,8 +42,12 @@ from rlpipe.errors import ResourceError, RlpipeError
 
 
 async def apply(site: Site, folder: Path) -> list[str]:
-    """Pool, queues, deployments and automations of a site; the deployments' full names. Raises: ConfigError."""
-    kinds = {name: await Flow.afrom_source(source=str(ROOT), entrypoint=path) for name, path in entrypoints().items()}
+    """Pool, queues, deployments and automations of a site; the deployments' full names. Raises:
+    ConfigError."""
+    kinds = {
+        name: await Flow.afrom_source(source=str(ROOT), entrypoint=path)
+        for name, path in entrypoints().items()
+    }
     wanted = declared(site, set(kinds))
     async with get_client() as client:
         await keep_pool(client, site)
@@ -54,7 +60,9 @@ async def apply(site: Site, folder: Path) -> list[str]:
 async def keep_pool(client: PrefectClient, site: Site) -> None:
     """The work pool, with a queue for each set of GPUs."""
     with suppress(ObjectAlreadyExists):
-        await client.create_work_pool(WorkPoolCreate(name=site.pool, type="process", description="rlpipe on this machine"))
+        await client.create_work_pool(
+            WorkPoolCreate(name=site.pool, type="process", description="rlpipe on this machine")
+        )
     for name, gpus in site.sets.items():
         with suppress(ObjectAlreadyExists):
             await client.create_work_queue(name=name, work_pool_name=site.pool)
@@ -62,9 +70,13 @@ async def keep_pool(client: PrefectClient, site: Site) -> None:
         await client.update_work_queue(queue.id, concurrency_limit=gpus.limit)
 
 
-async def deploy(flow: Flow[..., Any], one: Declaration, pool: str, variables: dict[str, str]) -> None:
+async def deploy(
+    flow: Flow[..., Any], one: Declaration, pool: str, variables: dict[str, str]
+) -> None:
     """One deployment of a flow from this checkout, on a work pool."""
-    gpus = {} if one.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in one.gpus)}
+    gpus = (
+        {} if one.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in one.gpus)}
+    )
     made = await flow.ato_deployment(
         name=one.name,
         parameters=one.parameters,
@@ -81,7 +93,8 @@ async def deploy(flow: Flow[..., Any], one: Declaration, pool: str, variables: d
 
 
 def offer(made: RunnerDeployment, recipe: str | None) -> None:
-    """Put a deployment's own recipe, a file, among those that the form's list has: a value that is in no list is not shown."""
+    """Put a deployment's own recipe, a file, among those that the form's list has: a value that is
+    in no list is not shown."""
     properties = made._parameter_openapi_schema.properties
     if recipe is not None:
         names = properties["recipe"]["anyOf"][0]["enum"]
@@ -95,21 +108,39 @@ async def undeclared(site: Site, names: list[str]) -> list[str]:
         of_pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[site.pool]))
         there = await client.read_deployments(work_pool_filter=of_pool, limit=200)
         titles = {found.id: found.name for found in await client.read_flows(limit=200)}
-    ours = {f"{titles.get(one.flow_id, '?')}/{one.name}" for one in there if one.name.endswith(site.called(""))}
+    ours = {
+        f"{titles.get(one.flow_id, '?')}/{one.name}"
+        for one in there
+        if one.name.endswith(site.called(""))
+    }
     return sorted(ours - set(names))
 
 
 def environment(folder: Path) -> dict[str, str]:
     """What a flow's process needs to know: where this checkout, the runs and their caches are."""
     keep_caches_in(folder)
-    caches = {name: os.environ[name] for name in (*CACHES, "HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY") if name in os.environ}
+    caches = {
+        name: os.environ[name]
+        for name in (*CACHES, "HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY")
+        if name in os.environ
+    }
     beats = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)}
-    return {**CLIENT_SETTINGS, **beats, **caches, HOME_VARIABLE: str(folder), "PYTHONPATH": python_path()}
+    return {
+        **CLIENT_SETTINGS,
+        **beats,
+        **caches,
+        HOME_VARIABLE: str(folder),
+        "PYTHONPATH": python_path(),
+    }
 
 
 def python_path() -> str:
     """This checkout before what PYTHONPATH has here: a Megatron-LM checkout may be there."""
-    others = [str(Path(path).absolute()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    others = [
+        str(Path(path).absolute())
+        for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if path
+    ]
     return os.pathsep.join(dict.fromkeys([str(ROOT), *others]))
 
 
@@ -118,7 +149,10 @@ def place(arguments: argparse.Namespace) -> tuple[Site, Path]:
     site = load_site(Path(arguments.site) if arguments.site else None)
     changed: dict[str, Any] = {"pool": arguments.pool} if arguments.pool else {}
     if arguments.limit is not None:
-        changed["gpu_sets"] = {**site.sets, ANY_GPUS: GpuSet(gpus=site.sets[ANY_GPUS].gpus, limit=arguments.limit)}
+        changed["gpu_sets"] = {
+            **site.sets,
+            ANY_GPUS: GpuSet(gpus=site.sets[ANY_GPUS].gpus, limit=arguments.limit),
+        }
     folder = Path(arguments.home).expanduser().absolute() if arguments.home else home()
     return site.model_copy(update=changed), folder
 
@@ -139,11 +173,22 @@ def server_named() -> Iterator[None]:
 
 def main() -> int:
     """Parse, apply, say what to do next. Exit codes: 0 done, 1 no server, 2 bad input."""
-    parser = argparse.ArgumentParser(prog="python -m deployments.apply", description="Declare work pool and deployments.")
-    parser.add_argument("--site", help="YAML file with sets of GPUs, schedules, settings, alerts: deployments/site.example.yaml")
-    parser.add_argument("--pool", help="process work pool, made if there is none (default: the site's, else rlpipe)")
+    parser = argparse.ArgumentParser(
+        prog="python -m deployments.apply", description="Declare work pool and deployments."
+    )
+    parser.add_argument(
+        "--site",
+        help="YAML file with sets of GPUs, schedules, settings, alerts: deployments/site.example.yaml",
+    )
+    parser.add_argument(
+        "--pool", help="process work pool, made if there is none (default: the site's, else rlpipe)"
+    )
     parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
-    parser.add_argument("--limit", type=int, help="training runs at a time in the set `train` (default: the site's, else 1)")
+    parser.add_argument(
+        "--limit",
+        type=int,
+        help="training runs at a time in the set `train` (default: the site's, else 1)",
+    )
     try:
         site, folder = place(parser.parse_args())
         with server_named():
@@ -152,9 +197,13 @@ def main() -> int:
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1 if isinstance(error, ResourceError) else 2
-    print(f"declared {', '.join(names)}; now: prefect worker start --pool {site.pool} --type process")
+    print(
+        f"declared {', '.join(names)}; now: prefect worker start --pool {site.pool} --type process"
+    )
     if gone:
-        print(f"there, but not declared any more: {', '.join(gone)} (prefect deployment delete NAME)")
+        print(
+            f"there, but not declared any more: {', '.join(gone)} (prefect deployment delete NAME)"
+        )
     return 0
 
 

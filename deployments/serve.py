@@ -3,8 +3,8 @@
     python -m deployments.serve train --limit 1 &
     python -m deployments.serve iteration evaluate reprocess convert audit
 
-Each run is a process of its own, as under a worker. For one machine whose runs need no queues by set of GPUs; schedules are
-paused while it is not served. Without FLOW all of them are.
+Each run is a process of its own, as under a worker. For one machine whose runs need no queues by
+set of GPUs; schedules are paused while it is not served. Without FLOW all of them are.
 
 Not here: which deployments there are (`declared`), or a work pool (`apply`).
 """
@@ -33,8 +33,12 @@ OPEN_ITERATIONS = frozenset({"train", "fork", "reprocess"})
 
 async def served(site: Site, chosen: Sequence[str]) -> list[RunnerDeployment]:
     """The deployments of the chosen flows. Raises: ConfigError."""
-    found = {name: entrypoint for name, entrypoint in entrypoints().items() if name in (chosen or FLOWS)}
-    kinds: dict[str, Flow[..., Any]] = {name: load_flow_from_entrypoint(str(ROOT / path)) for name, path in found.items()}
+    found = {
+        name: entrypoint for name, entrypoint in entrypoints().items() if name in (chosen or FLOWS)
+    }
+    kinds: dict[str, Flow[..., Any]] = {
+        name: load_flow_from_entrypoint(str(ROOT / path)) for name, path in found.items()
+    }
     return [
         await kinds[one.flow].ato_deployment(
             name=one.name,
@@ -48,7 +52,8 @@ async def served(site: Site, chosen: Sequence[str]) -> list[RunnerDeployment]:
 
 
 def check_limit(chosen: Sequence[str], limit: int | None) -> None:
-    """An iteration must never wait for the place of the run that waits for it. Raises: ConfigError."""
+    """An iteration must never wait for the place of the run that waits for it. Raises:
+    ConfigError."""
     flows = set(chosen or FLOWS)
     if limit is not None and "iteration" in flows and flows & OPEN_ITERATIONS:
         raise ConfigError(
@@ -61,17 +66,28 @@ def check_limit(chosen: Sequence[str], limit: int | None) -> None:
 
 def main() -> int:
     """Parse, serve until it is stopped. Exit codes: 0 done, 1 no server, 2 bad input."""
-    parser = argparse.ArgumentParser(prog="python -m deployments.serve", description="Serve the deployments without a work pool.")
-    parser.add_argument("flows", nargs="*", metavar="FLOW", help=f"of {', '.join(FLOWS)} (default: all)")
-    parser.add_argument("--site", help="YAML file with schedules and settings: deployments/site.example.yaml")
+    parser = argparse.ArgumentParser(
+        prog="python -m deployments.serve", description="Serve the deployments without a work pool."
+    )
+    parser.add_argument(
+        "flows", nargs="*", metavar="FLOW", help=f"of {', '.join(FLOWS)} (default: all)"
+    )
+    parser.add_argument(
+        "--site", help="YAML file with schedules and settings: deployments/site.example.yaml"
+    )
     parser.add_argument("--home", help="where runs are kept (default: $RLPIPE_HOME or ./runs)")
-    parser.add_argument("--limit", type=int, help="runs at a time, of all flows that are served (default: any number)")
+    parser.add_argument(
+        "--limit",
+        type=int,
+        help="runs at a time, of all flows that are served (default: any number)",
+    )
     arguments = parser.parse_args(namespace=argparse.Namespace(pool=None))
     if unknown := set(arguments.flows) - FLOWS.keys():
         parser.error(f"no such flow: {', '.join(sorted(unknown))}")
     try:
         check_limit(arguments.flows, arguments.limit)
-        limit, arguments.limit = arguments.limit, None
+        limit = arguments.limit
+        arguments.limit = None
         site, folder = place(arguments)
         os.environ.update(environment(folder))
         os.chdir(ROOT)

@@ -1,8 +1,10 @@
-"""What is particular to one place: its sets of GPUs, its schedules, settings of all its runs, whom to alert.
+"""What is particular to one place: its sets of GPUs, its schedules, settings of all its runs, whom
+to alert.
 
     python -m deployments.apply --site my_site.yaml        # see site.example.yaml beside this file
 
-Not here: the deployments that every place has (`declared`), or telling the Prefect server (`apply`).
+Not here: the deployments that every place has (`declared`), or telling the Prefect server
+(`apply`).
 """
 
 from __future__ import annotations
@@ -21,14 +23,16 @@ from rlpipe.errors import ConfigError
 ANY_GPUS = "train"
 """The set that training runs are put into unless they name another."""
 UNLIMITED = "default"
-"""The queue without a limit: iterations, which must never wait for the place of the run that waits for them."""
+"""The queue without a limit: iterations, which must never wait for the place of the run that waits
+for them."""
 
 
 class GpuSet(Config):
     """GPUs that belong together: a queue of the work pool, so many runs at a time."""
 
     gpus: tuple[int, ...] | None = None
-    """CUDA devices of the worker's machine that runs of this set see; None: all, or those of the cluster that a run joins."""
+    """CUDA devices of the worker's machine that runs of this set see; None: all, or those of the
+    cluster that a run joins."""
     limit: int = Field(default=1, ge=1)
     """Runs at a time; further ones wait in line."""
 
@@ -41,7 +45,8 @@ class Schedule(Config):
     interval_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Seconds from one to the next."""
     rrule: str | None = None
-    """iCalendar, such as `FREQ=WEEKLY;BYDAY=SA`, or once: `DTSTART:20270101T020000Z\\nRRULE:FREQ=DAILY;COUNT=1`."""
+    """iCalendar, such as `FREQ=WEEKLY;BYDAY=SA`, or once:
+    `DTSTART:20270101T020000Z\\nRRULE:FREQ=DAILY;COUNT=1`."""
     timezone: str = "UTC"
     """IANA name in which `cron` and `rrule` are read."""
     active: bool = True
@@ -84,24 +89,27 @@ class Alerts(Config):
     """Who is told, and of what, by automations of the Prefect server."""
 
     block: str | None = None
-    """Notification block made in Prefect's pages, `<type>/<name>`, such as `slack-webhook/oncall`; None: nobody is told."""
+    """Notification block made in Prefect's pages, `<type>/<name>`, such as `slack-webhook/oncall`;
+    None: nobody is told."""
     silent_after_s: float | None = Field(default=240.0, ge=90)
-    """A run whose process gives no sign of life (one a minute) for so long is Crashed: it can be retried then. None: never."""
+    """A run whose process gives no sign of life (one a minute) for so long is Crashed: it can be
+    retried then. None: never."""
 
 
 class Site(Config):
     """One place where runs are made."""
 
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$")
-    """Where several places have one Prefect server: its deployments are `train/<recipe>@<name>`, so that each has its own. None:
-    there is no other place, or that one has a name."""
+    """Where several places have one Prefect server: its deployments are `train/<recipe>@<name>`, so
+    that each has its own. None: there is no other place, or that one has a name."""
     pool: str = "rlpipe"
-    """Process work pool; made if there is none. With a name it is `rlpipe-<name>` unless it is given."""
+    """Process work pool; made if there is none. With a name it is `rlpipe-<name>` unless it is
+    given."""
     gpu_sets: dict[str, GpuSet] = Field(default_factory=dict)
     """Name → GPUs. `train` is always there, for all of them."""
     overrides: tuple[str, ...] = ()
-    """`dotted.key=value` for every training run and evaluation from here: where the store is, which Ray cluster. The form shows
-    them, and a run may change them."""
+    """`dotted.key=value` for every training run and evaluation from here: where the store is, which
+    Ray cluster. The form shows them, and a run may change them."""
     deployments: tuple[Entry, ...] = ()
     """Deployments beside those that every place has."""
     alerts: Alerts = Alerts()
@@ -110,7 +118,11 @@ class Site(Config):
     @model_validator(mode="before")
     @classmethod
     def _pool_of_its_own(cls, values: Any) -> Any:
-        if isinstance(values, dict) and isinstance(values.get("name"), str) and "pool" not in values:
+        if (
+            isinstance(values, dict)
+            and isinstance(values.get("name"), str)
+            and "pool" not in values
+        ):
             return {**values, "pool": f"rlpipe-{values['name']}"}
         return values
 
@@ -118,8 +130,13 @@ class Site(Config):
     def _sets_are_there(self) -> Site:
         if UNLIMITED in self.gpu_sets:
             raise ValueError(f"no set of GPUs can be called {UNLIMITED}: that queue has no limit")
-        if unknown := {entry.gpu_set for entry in self.deployments if entry.gpu_set} - {*self.gpu_sets, ANY_GPUS}:
-            raise ValueError(f"no such set of GPUs: {', '.join(sorted(unknown))}; there are {', '.join(self.sets)}")
+        if unknown := {entry.gpu_set for entry in self.deployments if entry.gpu_set} - {
+            *self.gpu_sets,
+            ANY_GPUS,
+        }:
+            raise ValueError(
+                f"no such set of GPUs: {', '.join(sorted(unknown))}; there are {', '.join(self.sets)}"
+            )
         return self
 
     @property
@@ -134,8 +151,8 @@ class Site(Config):
 
     @property
     def tag(self) -> str:
-        """Tag of the runs of its deployments, and how the names of its automations begin: another place may have the same Prefect
-        server."""
+        """Tag of the runs of its deployments, and how the names of its automations begin: another
+        place may have the same Prefect server."""
         return f"rlpipe/{self.pool}"
 
     @property
@@ -145,7 +162,8 @@ class Site(Config):
 
 
 def load_site(path: Path | None) -> Site:
-    """The site of a YAML file, or one without anything of its own. Raises: ConfigError naming file, line and key."""
+    """The site of a YAML file, or one without anything of its own. Raises: ConfigError naming file,
+    line and key."""
     if path is None:
         return Site()
     values, lines = parse(read(path, "the site"), str(path))
@@ -153,7 +171,9 @@ def load_site(path: Path | None) -> Site:
         return Site.model_validate(values or {})
     except ValidationError as error:
         origin = Origin(str(path), lines)
-        raise ConfigError("\n".join(_said(problem, origin) for problem in error.errors()), where=str(path)) from None
+        raise ConfigError(
+            "\n".join(_said(problem, origin) for problem in error.errors()), where=str(path)
+        ) from None
 
 
 def _said(problem: Any, origin: Origin) -> str:

@@ -1,6 +1,7 @@
-"""What is to be converted, a directory or a run's checkpoint out of its store, and the process that does it.
+"""What is to be converted, a directory or a run's checkpoint out of its store, and the process that
+does it.
 
-Not here: the flow (`convert`), converting (`rlpipe.engines.megatron.conversion`).
+Not here: the flow (`convert`), converting (`rlpipe.engines.megatron.checkpoint.conversion`).
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from typing import Any
 
 import rlpipe.errors
 from flows.evaluation import saved
-from rlpipe.actors.checkpoints import fetch_checkpoint
+from rlpipe.actors.trainer.checkpoints import fetch_checkpoint
 from rlpipe.config.load import validate_stored
 from rlpipe.errors import ConfigError, ObjectCorrupt, ObjectMissing, ResourceError, RlpipeError
-from rlpipe.inputs import checkpoint_inputs
+from rlpipe.lineage.stage_inputs import checkpoint_inputs
 from rlpipe.model_dir import model_directory
-from rlpipe.orphan import FLAG
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import store_of
 from rlpipe.store.segments import Segments, current_state
+from rlpipe.system.orphan import FLAG
 from rlpipe.types import Node, Stage
 
 LINE_BYTES = 2**20
@@ -49,17 +50,23 @@ class Stored:
 
 @contextmanager
 def checkpoint_of(home: Path, of: str) -> Iterator[Stored]:
-    """A run's checkpoint out of its store. `of`: "RUN@K", after iteration K, or "RUN", the newest saved.
+    """A run's checkpoint out of its store. `of`: "RUN@K", after iteration K, or "RUN", the newest
+    saved.
 
-    One in S3 is fetched, and gone afterwards. Raises: ConfigError if there is none; ObjectMissing, ObjectCorrupt, StoreFull.
+    One in S3 is fetched, and gone afterwards. Raises: ConfigError if there is none; ObjectMissing,
+    ObjectCorrupt, StoreFull.
     """
     run, _, k = of.partition("@")
     if not run or (k and not k.isdigit()):
-        raise ConfigError("not the name of a checkpoint", where="--of", found=of, expected="RUN or RUN@K")
+        raise ConfigError(
+            "not the name of a checkpoint", where="--of", found=of, expected="RUN or RUN@K"
+        )
     files = Files(store_of(home, run))
     branches = Branches(files)
     if branches.find(run) is None:
-        raise ConfigError("there is no such run", where=f"--of {of}", found=f"no branch {run} in {files.root}")
+        raise ConfigError(
+            "there is no such run", where=f"--of {of}", found=f"no branch {run} in {files.root}"
+        )
     start = saved(files, run, int(k) if k else None)
     node = _node(files, start.branch, start.iteration)
     origin = _model(branches.config(run), home)
@@ -77,35 +84,64 @@ def fetched(files: Files, node: Node, home: Path) -> Iterator[Path]:
     Raises: ObjectMissing, ObjectCorrupt, StoreFull.
     """
     home.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="conversion-", dir=home, ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="conversion-", dir=home, ignore_cleanup_errors=True
+    ) as folder:
         yield fetch_checkpoint(files, node, Path(folder))
 
 
-def job_of(source: Path, destination: Path, origin: Path | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """The conversion that turns one into the other. Raises: ConfigError if the source is neither kind."""
+def job_of(
+    source: Path, destination: Path, origin: Path | None, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """The conversion that turns one into the other. Raises: ConfigError if the source is neither
+    kind."""
     if (source / "config.json").is_file():
-        return {"to": "torch_dist", "hf_dir": str(source.absolute()), "save": str(destination.absolute()), **settings}
+        return {
+            "to": "torch_dist",
+            "hf_dir": str(source.absolute()),
+            "save": str(destination.absolute()),
+            **settings,
+        }
     if not source.is_dir():
         raise ConfigError("there is no such directory", where="source", found=str(source))
     where = {"checkpoint": source, "output": destination, **({"origin": origin} if origin else {})}
-    return {"to": "huggingface", **{name: str(path.absolute()) for name, path in where.items()}, **settings}
+    return {
+        "to": "huggingface",
+        **{name: str(path.absolute()) for name, path in where.items()},
+        **settings,
+    }
 
 
-async def converted(job: dict[str, Any], tell: Callable[[dict[str, Any]], Awaitable[None]]) -> dict[str, Any]:
-    """Do it in a process of its own, which is killed when nobody waits any more; the report. `tell` hears how far it is.
+async def converted(
+    job: dict[str, Any], tell: Callable[[dict[str, Any]], Awaitable[None]]
+) -> dict[str, Any]:
+    """Do it in a process of its own, which is killed when nobody waits any more; the report. `tell`
+    hears how far it is.
 
     Raises: what the conversion raised; ResourceError if its process died.
     """
-    arguments = ("-m", "rlpipe.engines.megatron.conversion", FLAG, str(os.getpid()), json.dumps(job))
+    arguments = (
+        "-m",
+        "rlpipe.engines.megatron.checkpoint.conversion",
+        FLAG,
+        str(os.getpid()),
+        json.dumps(job),
+    )
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, start_new_session=True, limit=LINE_BYTES
+        sys.executable,
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+        limit=LINE_BYTES,
     )
     try:
         assert process.stdout is not None
         async for line in process.stdout:
             said = json.loads(line) if line.startswith(b"{") else {}
             if "error" in said:
-                raise getattr(rlpipe.errors, said["error"]["type"], RlpipeError)(said["error"]["text"])
+                raise getattr(rlpipe.errors, said["error"]["type"], RlpipeError)(
+                    said["error"]["text"]
+                )
             if "report" in said:
                 return said["report"]
             if said:
@@ -114,7 +150,11 @@ async def converted(job: dict[str, Any], tell: Callable[[dict[str, Any]], Awaita
         if process.returncode is None:
             process.kill()
         await process.wait()
-    raise ResourceError("the converting process ended without a word", where="convert", found=f"exit code {process.returncode}")
+    raise ResourceError(
+        "the converting process ended without a word",
+        where="convert",
+        found=f"exit code {process.returncode}",
+    )
 
 
 def _node(files: Files, branch: str, iteration: int | None) -> Node:
@@ -125,7 +165,8 @@ def _node(files: Files, branch: str, iteration: int | None) -> Node:
 
 
 def _in_place(files: Files, node: Node) -> Path:
-    """The folder of a checkpoint in a store on this machine, every file of which is what was recorded."""
+    """The folder of a checkpoint in a store on this machine, every file of which is what was
+    recorded."""
     paths = {record: Path(files.url(record.path).removeprefix("file://")) for record in node.files}
     for record, path in paths.items():
         if not path.is_file():
@@ -134,7 +175,10 @@ def _in_place(files: Files, node: Node) -> Path:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != record.sha256:
             raise ObjectCorrupt(
-                "these are not the bytes that were written", where=str(path), found=f"sha256 {found}", expected=record.sha256
+                "these are not the bytes that were written",
+                where=str(path),
+                found=f"sha256 {found}",
+                expected=record.sha256,
             )
     return next(iter(paths.values())).parent
 

@@ -1,10 +1,13 @@
-"""Iterations as flow runs of their own: each in a process that a worker starts, with a Retry button in Prefect's pages.
+"""Iterations as flow runs of their own: each in a process that a worker starts, with a Retry button
+in Prefect's pages.
 
-One more than S + 1 is open, so that its start (some seconds) overlaps with the iteration before. Each has an idempotency key made
-of the store, the branch and k: a run that is started again finds the flow runs it opened before, and puts back those that
-did not come to their commit. One that fails is put back `orchestration.retries` times; a person's Retry is as good.
+One more than S + 1 is open, so that its start (some seconds) overlaps with the iteration before.
+Each has an idempotency key made of the store, the branch and k: a run that is started again finds
+the flow runs it opened before, and puts back those that did not come to their commit. One that
+fails is put back `orchestration.retries` times; a person's Retry is as good.
 
-Not here: what such a flow run does (`iteration_run`), or the deployment's declaration (`deployments`).
+Not here: what such a flow run does (`iteration_run`), or the deployment's declaration
+(`deployments`).
 """
 
 from __future__ import annotations
@@ -40,12 +43,15 @@ CRASH_REPORTS_S = 15.0
 END_TIMEOUT_S = 20.0
 """A worker gives a cancelled process 30 s, of which this one needs some for a checkpoint."""
 CANCELLED_WITHIN_S = 45.0
-"""A flow run that we see being cancelled for longer has no worker any more that would end it (Prefect itself takes minutes)."""
+"""A flow run that we see being cancelled for longer has no worker any more that would end it
+(Prefect itself takes minutes)."""
 
 
 def open_iterations(config: RunConfig) -> Iterations:
     """The iterations of a run in flight, as `orchestration.iterations` says."""
-    return Deployed(config) if config.orchestration.iterations == "deployment" else InProcess(config)
+    return (
+        Deployed(config) if config.orchestration.iterations == "deployment" else InProcess(config)
+    )
 
 
 class Deployed(Iterations):
@@ -66,7 +72,8 @@ class Deployed(Iterations):
         return self
 
     async def open(self, k: int) -> None:
-        """Find iteration k's flow run or make it. Raises: ConfigError if there is no such deployment."""
+        """Find iteration k's flow run or make it. Raises: ConfigError if there is no such
+        deployment."""
         self._allowed[k] = self._policy.retries
         key = f"{self._it.files.root}#{self._config.run}#{self._it.init[:16]}#{k}"
         sought = FlowRunFilter(idempotency_key=FlowRunFilterIdempotencyKey(any_=[key]))
@@ -80,7 +87,9 @@ class Deployed(Iterations):
         elif _ended(found[0]) and not _just_crashed(found[0]) and not is_committed(self._it, k):
             await self._put_back(k, after_s=0.0)
         else:
-            self._allowed[k] += 1  # one that runs under the driver before this one is refused when it commits
+            self._allowed[k] += (
+                1  # one that runs under the driver before this one is refused when it commits
+            )
 
     async def _create(self, k: int, key: str) -> FlowRun:
         try:
@@ -101,7 +110,8 @@ class Deployed(Iterations):
             ) from error
 
     def _environment(self) -> dict[str, str]:
-        """Of its process: our home, and the GPUs that we see, which it uses if it is retried when we have ended."""
+        """Of its process: our home, and the GPUs that we see, which it uses if it is retried when
+        we have ended."""
         gpus = {GPUS: os.environ[GPUS]} if GPUS in os.environ else {}
         return {HOME_VARIABLE: str(default_home()), **gpus}
 
@@ -124,12 +134,16 @@ class Deployed(Iterations):
                     expected=f"its commit, after at most {self._policy.retries} retries (orchestration.retries)",
                     do="press Retry on this run in Prefect's pages once the cause is gone: it puts that flow run back",
                 )
-            self._it.progress.say(f"{ended.name}: {state.name}, again in {delay_s:g} s: {state.message}")
+            self._it.progress.say(
+                f"{ended.name}: {state.name}, again in {delay_s:g} s: {state.message}"
+            )
             await self._put_back(k, after_s=delay_s)
         raise AssertionError("the last delay is None")
 
     def _delays(self, k: int) -> list[float | None]:
-        return [self._policy.retry_delay_s * 2**number for number in range(self._allowed[k])] + [None]
+        return [self._policy.retry_delay_s * 2**number for number in range(self._allowed[k])] + [
+            None
+        ]
 
     async def _until_ended(self, k: int) -> FlowRun | None:
         """None once it is committed; its flow run if that ended without."""
@@ -144,7 +158,9 @@ class Deployed(Iterations):
                 return run
             if self._it.epoch.lost:
                 raise self._it.epoch.lost
-            if ray_has_died():  # its iterations run in other processes, which join the Ray that this one starts
+            if (
+                ray_has_died()
+            ):  # its iterations run in other processes, which join the Ray that this one starts
                 await recover(self._config.run)
             if time.monotonic() > deadline_s:
                 raise DeadlineExceeded(
@@ -165,7 +181,8 @@ class Deployed(Iterations):
             await self._client.set_flow_run_state(run.id, AwaitingRetry(), force=True)
 
     async def _put_back_once_cancelled(self, k: int, run: FlowRun) -> None:
-        """The run before this one cancelled it when that ended. A worker that died meanwhile ends nothing: then we do."""
+        """The run before this one cancelled it when that ended. A worker that died meanwhile ends
+        nothing: then we do."""
         if _is(run, StateType.CANCELLING) and time.monotonic() > self._being_cancelled[k]:
             given_up = Cancelled(message=f"no worker ended it within {CANCELLED_WITHIN_S:g} s")
             await self._client.set_flow_run_state(run.id, given_up, force=True)
@@ -181,21 +198,30 @@ class Deployed(Iterations):
         return {str(node.stage): handle(node, reused=False) for node in nodes}
 
     async def close(self) -> None:
-        """Cancel what is not committed, and wait for the processes to end: they use this process's Ray and actors."""
+        """Cancel what is not committed, and wait for the processes to end: they use this process's
+        Ray and actors."""
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
-                ends = await asyncio.gather(*(self._end(k) for k in self._open), return_exceptions=True)
+                ends = await asyncio.gather(
+                    *(self._end(k) for k in self._open), return_exceptions=True
+                )
             for error in (end for end in ends if isinstance(end, Exception)):
-                self._it.progress.say(f"{self._config.run}: a flow run was not cancelled: {type(error).__name__}: {error}")
+                self._it.progress.say(
+                    f"{self._config.run}: a flow run was not cancelled: {type(error).__name__}: {error}"
+                )
         except TimeoutError:
-            self._it.progress.say(f"{self._config.run}: a flow run of an iteration did not end in {END_TIMEOUT_S:g} s")
+            self._it.progress.say(
+                f"{self._config.run}: a flow run of an iteration did not end in {END_TIMEOUT_S:g} s"
+            )
         finally:
             await self._resources.aclose()
 
     async def _end(self, k: int) -> None:
         run = await self._client.read_flow_run(self._open[k])
         if not _ended(run) and not is_committed(self._it, k):
-            await self._client.set_flow_run_state(run.id, Cancelling(message="the run that opened it has ended"))
+            await self._client.set_flow_run_state(
+                run.id, Cancelling(message="the run that opened it has ended")
+            )
         while not _ended(run):
             await asyncio.sleep(LOOK_INTERVAL_S)
             run = await self._client.read_flow_run(run.id)

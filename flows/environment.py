@@ -1,6 +1,8 @@
-"""Environment of the processes in which flows run: caches below the run's home, and how patient Prefect's client is.
+"""Environment of the processes in which flows run: caches below the run's home, and how patient
+Prefect's client is.
 
-Read before Prefect is imported, so it is not imported here. Not here: the server (`tools.local_prefect`).
+Read before Prefect is imported, so it is not imported here. Not here: the server
+(`tools.local_prefect`).
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ import os
 from pathlib import Path
 
 CLIENT_SETTINGS = {
-    "PREFECT_CLIENT_MAX_RETRIES": "7",  # after 2, 4, 8 … s: a server that is away for two minutes costs no run
+    # after 2, 4, 8 … s: a server that is away for two minutes costs no run
+    "PREFECT_CLIENT_MAX_RETRIES": "7",
     "DO_NOT_TRACK": "1",
 }
 CACHES = {
@@ -25,7 +28,8 @@ LONGEST_TMPDIR = 107 - len("/torch-shm-dir-XXXXXX/manager.sock.12345")
 
 
 def keep_caches_in(home: Path) -> None:
-    """Point the caches of this process and its children below `{home}/.cache`, unless the user pointed them elsewhere."""
+    """Point the caches of this process and its children below `{home}/.cache`, unless the user
+    pointed them elsewhere."""
     for variable, name in CACHES.items():
         folder = home / ".cache" / name
         if variable == "TMPDIR" and len(str(folder)) > LONGEST_TMPDIR:

@@ -1,7 +1,8 @@
 """A fork under its parent's own configuration, with some settings changed: no recipe is needed.
 
-Not here: what a fork shares with its parent, or how its weights come to be in the store (`tasks.fork`). Imports no Prefect, so
-that a command line can refuse what is wrong before a server starts.
+Not here: what a fork shares with its parent, or how its weights come to be in the store
+(`tasks.fork`). Imports no Prefect, so that a command line can refuse what is wrong before a server
+starts.
 """
 
 from __future__ import annotations
@@ -26,8 +27,15 @@ class Forked(NamedTuple):
     """A file with all of it."""
 
 
-def forked(home: Path, of: str, run: str | None = None, overrides: Sequence[str] = (), store: str | None = None) -> Forked:
-    """The fork `run` (default: `RUN-from-K`) of `RUN[@K]` (default: its newest commit, or that of a fork that has begun).
+def forked(
+    home: Path,
+    of: str,
+    run: str | None = None,
+    overrides: Sequence[str] = (),
+    store: str | None = None,
+) -> Forked:
+    """The fork `run` (default: `RUN-from-K`) of `RUN[@K]` (default: its newest commit, or that of a
+    fork that has begun).
 
     Raises: ConfigError.
     """
@@ -40,10 +48,18 @@ def forked(home: Path, of: str, run: str | None = None, overrides: Sequence[str]
             "that run has not committed this iteration",
             where="fork",
             found=of,
-            expected=f"RUN@K with K from 0 to {newest.iteration}" if newest else "a run with a committed iteration",
+            expected=f"RUN@K with K from 0 to {newest.iteration}"
+            if newest
+            else "a run with a committed iteration",
         )
     began = branches.find(run) if run and iteration is None else None
-    at = parse_commit_name(began.parent)[1] if began and began.parent else newest.iteration if iteration is None else iteration
+    at = (
+        parse_commit_name(began.parent)[1]
+        if began and began.parent
+        else newest.iteration
+        if iteration is None
+        else iteration
+    )
     start = json.dumps({"branch": parent, "iteration": at})
     fixed = [f"fork_from={start}", "warm_start=null", "model.start_from=null"]
     config = load_run(source.recipe, [*overrides, *fixed], run or f"{parent}-from-{at}")

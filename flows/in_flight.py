@@ -1,13 +1,15 @@
-"""The iterations that are open: S + 1 of them in this process, or one more as flow runs of their own.
+"""The iterations that are open: S + 1 of them in this process, or one more as flow runs of their
+own.
 
     async with open_iterations(config) as iterations:
         nodes = await iterations.finish(k)      # k and the ones after it are open; k is committed now
         await iterations.reach(k + 1)           # what may sample now does, whatever else is done before k + 1 is waited for
 
-Both open in order and are finished in order. Whatever is open when the block ends is cancelled: what its stages have finished
-is in the store, and the next attempt goes on from it.
+Both open in order and are finished in order. Whatever is open when the block ends is cancelled:
+what its stages have finished is in the store, and the next attempt goes on from it.
 
-Not here: when an iteration may sample or train (`tasks.turn`), or what is done about a finished one (`flows.train`).
+Not here: when an iteration may sample or train (`tasks.turn`), or what is done about a finished one
+(`flows.train`).
 """
 
 from __future__ import annotations
@@ -36,16 +38,24 @@ class Iterations(ABC):
     """Iterations in flight: up to `ahead` later than the one that is to finish next."""
 
     def __init__(self, config: RunConfig, *, ahead: int) -> None:
-        self._config, self._ahead, self._next = config, ahead, 0
+        self._config = config
+        self._ahead = ahead
+        self._next = 0
 
     async def __aenter__(self) -> Iterations:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         await self.close()
 
     async def finish(self, k: int) -> dict[str, NodeRef]:
-        """Wait until iteration k is committed; its stages' handles. Raises: what its stages raise."""
+        """Wait until iteration k is committed; its stages' handles. Raises: what its stages
+        raise."""
         await self.reach(k)
         return await self.result(k)
 
@@ -80,7 +90,8 @@ class InProcess(Iterations):
         self._open[k] = asyncio.create_task(numbered(k)(self._config.run, k), name=f"iteration {k}")
 
     async def result(self, k: int) -> dict[str, NodeRef]:
-        """Wait for its end. Cancelling this cancels the iteration. Raises: IterationFailed if it ended without its commit."""
+        """Wait for its end. Cancelling this cancels the iteration. Raises: IterationFailed if it
+        ended without its commit."""
         try:
             nodes = await self._open[k]
         finally:
@@ -107,8 +118,9 @@ class InProcess(Iterations):
 def numbered(k: int) -> Flow[[str, int], Any]:
     """The flow of an iteration, as that of iteration k alone.
 
-    Prefect knows a subflow of a flow run that is started again by its function's name and by how many of that name were called
-    before it. Under one name the first iteration of the second attempt would be taken for the first one of the first.
+    Prefect knows a subflow of a flow run that is started again by its function's name and by how
+    many of that name were called before it. Under one name the first iteration of the second
+    attempt would be taken for the first one of the first.
     """
 
     @wraps(iteration.fn)

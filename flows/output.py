@@ -1,6 +1,6 @@
-"""What a flow run prints under a worker goes into a pipe that the worker reads. If the worker dies, the next line would end the
-run: rich, with which Prefect logs, turns a broken pipe into SystemExit. So another pipe is put in front, whose reader outlives
-it.
+"""What a flow run prints under a worker goes into a pipe that the worker reads. If the worker dies,
+the next line would end the run: rich, with which Prefect logs, turns a broken pipe into SystemExit.
+So another pipe is put in front, whose reader outlives it.
 
 Not here: logs of actors and servers, which are files.
 """
@@ -19,7 +19,8 @@ import time
 from typing import Any
 
 UNDER_A_WORKER = "PREFECT__FLOW_RUN_ID"
-STDOUT, STDERR = 1, 2
+STDOUT = 1
+STDERR = 2
 CHUNK_BYTES = 65536
 LAST_WORDS_S = 1.0
 
@@ -27,9 +28,14 @@ _done: set[int] = set()
 
 
 def outlive_the_worker(flow: Any, flow_run: Any, state: Any) -> None:
-    """Hook of a flow that has begun to run. What is printed once nobody reads any more is lost; a second call changes nothing."""
+    """Hook of a flow that has begun to run. What is printed once nobody reads any more is lost; a
+    second call changes nothing."""
     for descriptor in (STDOUT, STDERR):
-        if UNDER_A_WORKER in os.environ and descriptor not in _done and stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        if (
+            UNDER_A_WORKER in os.environ
+            and descriptor not in _done
+            and stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+        ):
             _done.add(descriptor)
             _put_in_front(descriptor)
 
@@ -39,7 +45,9 @@ def _put_in_front(descriptor: int) -> None:
     ours, end = os.pipe()
     os.dup2(end, descriptor)
     os.close(end)
-    threading.Thread(target=_forward, args=(ours, theirs), name=f"output {descriptor}", daemon=True).start()
+    threading.Thread(
+        target=_forward, args=(ours, theirs), name=f"output {descriptor}", daemon=True
+    ).start()
     atexit.register(_wait_for_last_words, ours)
 
 

@@ -1,9 +1,10 @@
-"""What a person fills in to start a run, on a form or a command line: types of parameters, and what forks and seeds mean.
+"""What a person fills in to start a run, on a form or a command line: types of parameters, and what
+forks and seeds mean.
 
     recipe, overrides, run, seed, fork  →  the overrides and the name that `load_run` takes
 
-Not here: the configuration itself (`rlpipe.config`). Imports no Prefect, so that a command line can use it before a server
-starts.
+Not here: the configuration itself (`rlpipe.config`). Imports no Prefect, so that a command line can
+use it before a server starts.
 """
 
 from __future__ import annotations
@@ -37,9 +38,15 @@ Fork = Annotated[str, WithJsonSchema({"type": "string", "pattern": r"^[^@\s]+(@\
 
 
 def as_settled(
-    recipe: str, overrides: Sequence[str], run: str | None, *, seed: int | None = None, fork: str | None = None
+    recipe: str,
+    overrides: Sequence[str],
+    run: str | None,
+    *,
+    seed: int | None = None,
+    fork: str | None = None,
 ) -> tuple[list[str], str | None]:
-    """The overrides and the name of a run, with what `seed` and `fork` add to them; overrides that are given win.
+    """The overrides and the name of a run, with what `seed` and `fork` add to them; overrides that
+    are given win.
 
     Without `run`: a seed makes it `<recipe>-seed<N>`, a fork `<run>-from-<K>`.
     """
@@ -59,7 +66,8 @@ def as_settled(
 
 
 def named_at(run: str | None, moment: datetime | None) -> str | None:
-    """A run's name with `%Y`, `%m`, `%d`, `%H` … of the moment it was scheduled for (UTC): a name for each run of a schedule.
+    """A run's name with `%Y`, `%m`, `%d`, `%H` … of the moment it was scheduled for (UTC): a name
+    for each run of a schedule.
 
     A retry has the moment of its first try, so it goes on with the same run.
     """
@@ -71,5 +79,7 @@ def named_at(run: str | None, moment: datetime | None) -> str | None:
 def name_of(parameters: dict[str, Any], moment: datetime | None) -> str:
     """What a run will be called, from the parameters of its flow; nothing is checked."""
     recipe = parameters["recipe"]
-    _, run = as_settled(recipe, (), parameters.get("run"), seed=parameters.get("seed"), fork=parameters.get("fork"))
+    _, run = as_settled(
+        recipe, (), parameters.get("run"), seed=parameters.get("seed"), fork=parameters.get("fork")
+    )
     return named_at(run, moment) or Path(recipe).stem

@@ -1,4 +1,5 @@
-"""The configuration of a run that is in a store, as a recipe: for what goes on from it with a few settings changed.
+"""The configuration of a run that is in a store, as a recipe: for what goes on from it with a few
+settings changed.
 
     recorded(home, "my_run").recipe     {home}/my_run/configuration.yaml
 
@@ -17,7 +18,7 @@ from rlpipe.config.run import RunConfig
 from rlpipe.config.text import dump
 from rlpipe.errors import ConfigError
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import find_run
 
 
@@ -34,7 +35,8 @@ class Recorded:
 
 
 def recorded(home: Path, run: str, store: str | None = None) -> Recorded:
-    """The run of this name, in `store` or where the run of this home keeps it, else in the home's own.
+    """The run of this name, in `store` or where the run of this home keeps it, else in the home's
+    own.
 
     Raises: ConfigError if there is none; ObjectCorrupt.
     """
@@ -70,5 +72,7 @@ def run_at(said: str, where: str) -> tuple[str, int | None]:
     """Run and iteration of `RUN` or `RUN@K`. Raises: ConfigError."""
     run, at, iteration = said.partition("@")
     if not run or (at and not iteration.isdigit()):
-        raise ConfigError("not the number of an iteration", where=where, found=said, expected="RUN or RUN@K")
+        raise ConfigError(
+            "not the number of an iteration", where=where, found=said, expected="RUN or RUN@K"
+        )
     return run, int(iteration) if at else None

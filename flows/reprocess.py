@@ -1,9 +1,11 @@
-"""Reprocess the stored rollouts of a run: new rewards, filters and advantages under a new branch, compared with the old ones.
+"""Reprocess the stored rollouts of a run: new rewards, filters and advantages under a new branch,
+compared with the old ones.
 
-Nothing is sampled and no engine or trainer is started, unless a run shall be trained from the result; that is a run of its own,
-which starts no engines either. Doing it again reuses everything; after an interruption it goes on.
+Nothing is sampled and no engine or trainer is started, unless a run shall be trained from the
+result; that is a run of its own, which starts no engines either. Doing it again reuses everything;
+after an interruption it goes on.
 
-Not here: configurations (`reprocessing`), what is done to an iteration (`rlpipe.reprocess`).
+Not here: configurations (`reprocessing`), what is done to an iteration (`rlpipe.reprocess.branch`).
 """
 
 from __future__ import annotations
@@ -45,26 +47,28 @@ async def reprocess(
     store: str | None = None,
     jobs: int = 2,
 ) -> dict[str, Any]:
-    """Old and new figures; with `train` also that run's summary, under `trained`, or `Cancelled` if it was.
+    """Old and new figures; with `train` also that run's summary, under `trained`, or `Cancelled` if
+    it was.
 
-    Raises: ConfigError at once for bad input; RewardError, DeadlineExceeded; ObjectMissing, ObjectCorrupt; as the train flow.
+    Raises: ConfigError at once for bad input; RewardError, DeadlineExceeded; ObjectMissing,
+    ObjectCorrupt; as the train flow.
 
-    Args:
-        of: The run whose stored rollouts are reprocessed.
-        iterations: `A:B`, from A up to B without B; without: all that are stored.
-        run: Name of the new branch; without `OF.reprocessed`.
-        overrides: What shall be different, `dotted.key=value`, such as `reward.function={type: math}`,
-            `rollout.dynamic_sampling_filter_path=mine.py:keep`, `advantage.advantage_estimator=rloo`.
-        train: Name of a run that is trained from the result without sampling; without: none is.
-        train_overrides: Settings of that run alone.
-        store: URL of the store; without that of the run.
-        jobs: Iterations under way at once.
+    Args: of: The run whose stored rollouts are reprocessed. iterations: `A:B`, from A up to B
+    without B; without: all that are stored. run: Name of the new branch; without `OF.reprocessed`.
+    overrides: What shall be different, `dotted.key=value`, such as `reward.function={type: math}`,
+    `rollout.dynamic_sampling_filter_path=mine.py:keep`, `advantage.advantage_estimator=rloo`.
+    train: Name of a run that is trained from the result without sampling; without: none is.
+    train_overrides: Settings of that run alone. store: URL of the store; without that of the run.
+    jobs: Iterations under way at once.
     """
     home = default_home()
-    asked = reprocessing(home, of=of, iterations=iterations, run=run, overrides=overrides, store=store)
+    asked = reprocessing(
+        home, of=of, iterations=iterations, run=run, overrides=overrides, store=store
+    )
     check_same_branch(asked)
     recipe = training(home, asked, train, train_overrides) if train else None
-    config, files = asked.config, asked.source.files
+    config = asked.config
+    files = asked.source.files
     with Progress(config.run, len(asked.iterations)) as progress:
         async with opened(of, config, files, home / config.run, progress):
             await asyncio.to_thread(begin_branch, asked)
@@ -78,15 +82,19 @@ async def reprocess(
 
 
 def check_same_branch(asked: Reprocessing) -> None:
-    """A branch that is there goes on only with the configuration it was started with, as a run does; but its length, which grows
-    with the source, decides nothing where nothing is trained. Raises: ConfigError naming each key that differs."""
+    """A branch that is there goes on only with the configuration it was started with, as a run
+    does; but its length, which grows with the source, decides nothing where nothing is trained.
+    Raises: ConfigError naming each key that differs."""
     branches = Branches(asked.source.files)
     if found := branches.find(asked.config.run):
-        check_same_run(branches, asked.config.model_copy(update={"num_rollout": found.config["num_rollout"]}))
+        check_same_run(
+            branches, asked.config.model_copy(update={"num_rollout": found.config["num_rollout"]})
+        )
 
 
 def begin_branch(asked: Reprocessing) -> None:
-    """Start the branch, or find it started from the same commit and weights. Raises: ObjectConflict."""
+    """Start the branch, or find it started from the same commit and weights. Raises:
+    ObjectConflict."""
     branches = Branches(asked.source.files)
     found = branches.find(asked.config.run)
     config = found.config if found else asked.config.model_dump(mode="json")
@@ -99,7 +107,8 @@ async def and_trained(said: dict[str, Any], recipe: str, run: str | None) -> dic
 
 
 async def all_of(run: str, iterations: Sequence[int], jobs: int) -> list[dict[str, Any]]:
-    """Every iteration, so many at once, in order. Raises: what the first that fails raises, once those under way are over."""
+    """Every iteration, so many at once, in order. Raises: what the first that fails raises, once
+    those under way are over."""
     room = asyncio.Semaphore(max(1, jobs))
 
     async def one(k: int) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""The branch that stored rollouts are reprocessed into, and the run that is trained from it: their configurations.
+"""The branch that stored rollouts are reprocessed into, and the run that is trained from it: their
+configurations.
 
-The branch is known by the whole configuration of the run it is made of, with what was changed. Where the range does not begin
-with the first iteration, it is a fork of the commit before.
+The branch is known by the whole configuration of the run it is made of, with what was changed.
+Where the range does not begin with the first iteration, it is a fork of the commit before.
 
-Not here: doing it (`flows.reprocess`). Imports no Prefect, so that a command line can refuse what is wrong before a server
-starts.
+Not here: doing it (`flows.reprocess`). Imports no Prefect, so that a command line can refuse what
+is wrong before a server starts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from flows.recorded import Recorded, recorded, write_recipe
 from rlpipe.config.load import load_run
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError
-from rlpipe.run_rollouts import iterations as stored_iterations
+from rlpipe.lineage.rollouts import iterations as stored_iterations
 from rlpipe.store.branches import Branches, parse_commit_name
 
 PLACED = ("num_rollout", "fork_from", "warm_start", "model.start_from", "debug", "store.root")
@@ -35,7 +36,8 @@ class Reprocessing:
     """Of the new branch."""
     iterations: list[int]
     parent: str | None
-    """Commit that the first of them follows; None if it is the first of all, or nothing was committed."""
+    """Commit that the first of them follows; None if it is the first of all, or nothing was
+    committed."""
     init: str
     """Digest of the node of the first weights."""
 
@@ -49,22 +51,30 @@ def reprocessing(
     overrides: Sequence[str] = (),
     store: str | None = None,
 ) -> Reprocessing:
-    """The branch `run` of the run `of`, from A up to B (`iterations`: `A:B`; None: all). Raises: ConfigError."""
+    """The branch `run` of the run `of`, from A up to B (`iterations`: `A:B`; None: all). Raises:
+    ConfigError."""
     source = recorded(home, of, store)
     refuse_placed(overrides)
     name = run or f"{of}.reprocessed"
     if name == of:
-        raise ConfigError("a reprocessed run is another branch", where="run", found=name, do="take another name: --run NEW")
+        raise ConfigError(
+            "a reprocessed run is another branch",
+            where="run",
+            found=name,
+            do="take another name: --run NEW",
+        )
     chosen = chosen_iterations(source, iterations)
     branches = Branches(source.files)
-    trunk, first = trunk_of(branches, of), chosen[0]
+    trunk = trunk_of(branches, of)
+    first = chosen[0]
     parent = branches.parent_name(trunk, first) if branches.newest(trunk) is not None else None
     config = load_run(source.recipe, [*overrides, *placed(source, chosen, parent, loads=of)], name)
     return Reprocessing(source, config, chosen, parent, branches.get(of).init)
 
 
 def training(home: Path, asked: Reprocessing, name: str, overrides: Sequence[str] = ()) -> Path:
-    """The recipe of a run that trains from the reprocessed branch. Raises: ConfigError if it cannot."""
+    """The recipe of a run that trains from the reprocessed branch. Raises: ConfigError if it
+    cannot."""
     if asked.parent is None and asked.iterations[0] != 0:
         raise ConfigError(
             "training begins with the first iteration, or after a committed one",
@@ -78,8 +88,11 @@ def training(home: Path, asked: Reprocessing, name: str, overrides: Sequence[str
     return write_recipe(home, name, config.model_dump(mode="json"))
 
 
-def placed(source: Recorded, iterations: Sequence[int], parent: str | None, *, loads: str) -> list[str]:
-    """The overrides that make a configuration one of a branch that loads its rollouts, and goes on from `parent`."""
+def placed(
+    source: Recorded, iterations: Sequence[int], parent: str | None, *, loads: str
+) -> list[str]:
+    """The overrides that make a configuration one of a branch that loads its rollouts, and goes on
+    from `parent`."""
     fork = parse_commit_name(parent) if parent else None
     return [
         f"num_rollout={iterations[-1] + 1}",
@@ -92,16 +105,21 @@ def placed(source: Recorded, iterations: Sequence[int], parent: str | None, *, l
 
 
 def first_weights(source: Recorded) -> dict[str, Any] | None:
-    """`model.start_from` of a run whose first weights are the source's: those of its warm start, if it had one."""
+    """`model.start_from` of a run whose first weights are the source's: those of its warm start, if
+    it had one."""
     if source.config.get("warm_start"):
         return {"branch": f"{source.run}.warm_start", "iteration": None}
     return source.config["model"].get("start_from")
 
 
 def trunk_of(branches: Branches, run: str) -> str:
-    """The run that trained along the rollouts of `run`: itself, or of a reprocessed one that which it was made of."""
-    branch, seen = branches.get(run), {run}
-    while (loads := branch.config.get("debug", {}).get("load_debug_rollout_data")) and not _own_commits(branches, branch.branch):
+    """The run that trained along the rollouts of `run`: itself, or of a reprocessed one that which
+    it was made of."""
+    branch = branches.get(run)
+    seen = {run}
+    while (
+        loads := branch.config.get("debug", {}).get("load_debug_rollout_data")
+    ) and not _own_commits(branches, branch.branch):
         if loads in seen or branches.find(loads) is None:
             break
         seen.add(loads)
@@ -118,10 +136,20 @@ def chosen_iterations(source: Recorded, said: str | None) -> list[int]:
     """The stored iterations from A up to B, without gaps. Raises: ConfigError."""
     there = stored_iterations(source.files, source.run)
     if not there:
-        raise ConfigError("no rollout of this run is stored", where=source.run, found=source.files.root)
+        raise ConfigError(
+            "no rollout of this run is stored", where=source.run, found=source.files.root
+        )
     first, colon, end = (said or ":").partition(":")
-    if not all(number.isdigit() or (colon and not number) for number in ((first, end) if colon else (first,))):
-        raise ConfigError("not iterations", where="iterations", found=said, expected="A:B, A:, :B, : or one number")
+    if not all(
+        number.isdigit() or (colon and not number)
+        for number in ((first, end) if colon else (first,))
+    ):
+        raise ConfigError(
+            "not iterations",
+            where="iterations",
+            found=said,
+            expected="A:B, A:, :B, : or one number",
+        )
     low = int(first or there[0])
     high = (int(end) if end else there[-1] + 1) if colon else low + 1
     chosen = [k for k in there if low <= k < high]
@@ -129,7 +157,10 @@ def chosen_iterations(source: Recorded, said: str | None) -> list[int]:
         return chosen
     found = f"{said or ':'}, of which there are {chosen}" if chosen else said
     raise ConfigError(
-        "no such rollouts", where="iterations", found=found, expected=f"some of {there[0]}:{there[-1] + 1}, no gaps"
+        "no such rollouts",
+        where="iterations",
+        found=found,
+        expected=f"some of {there[0]}:{there[-1] + 1}, no gaps",
     )
 
 
@@ -138,4 +169,6 @@ def refuse_placed(overrides: Sequence[str]) -> None:
     for override in overrides:
         key = override.partition("=")[0].strip()
         if any(key == one or key.startswith(f"{one}.") for one in PLACED):
-            raise ConfigError("a reprocessed run sets this itself", where=key, found=override, do="leave it out")
+            raise ConfigError(
+                "a reprocessed run sets this itself", where=key, found=override, do="leave it out"
+            )

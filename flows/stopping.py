@@ -1,12 +1,15 @@
-"""SIGTERM (a preempted machine, Cancel in Prefect's pages): finish what runs if that is soon, then stop.
+"""SIGTERM (a preempted machine, Cancel in Prefect's pages): finish what runs if that is soon, then
+stop.
 
     with Stopping(grace_s=30) as stopping:
         await stopping.unless_asked(iteration(run, k))
 
-Prefect installs a SIGTERM handler of its own whenever a flow run begins in the main thread: it raises wherever the process
-just is, and takes the event loop down. `hear_sigterm`, a hook of our flows, puts ours back as soon as the flow run is Running; in
-the few ten milliseconds before that, SIGTERM still ends the process at once. Prefect's worker then finds nobody to tell of
-a Cancel before its SIGTERM, so it waits for the process to end (30 s, then SIGKILL) and marks the run Cancelled itself.
+Prefect installs a SIGTERM handler of its own whenever a flow run begins in the main thread: it
+raises wherever the process just is, and takes the event loop down. `hear_sigterm`, a hook of our
+flows, puts ours back as soon as the flow run is Running; in the few ten milliseconds before that,
+SIGTERM still ends the process at once. Prefect's worker then finds nobody to tell of a Cancel
+before its SIGTERM, so it waits for the process to end (30 s, then SIGKILL) and marks the run
+Cancelled itself.
 
 Not here: Ctrl-C, which abandons at once; nothing that is finished is lost by either.
 """
@@ -37,11 +40,13 @@ LOOK_TIMEOUT_S = 5.0
 
 
 class Preempted(RlpipeError):
-    """The process was asked to end. What is committed is safe; the same command goes on from there."""
+    """The process was asked to end. What is committed is safe; the same command goes on from
+    there."""
 
 
 class Stopping:
-    """Hears SIGTERM while it is entered. Inside another one it is that one: a run's warm start stops with the run."""
+    """Hears SIGTERM while it is entered. Inside another one it is that one: a run's warm start
+    stops with the run."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
@@ -71,7 +76,8 @@ class Stopping:
             signal.signal(signal.SIGTERM, self._on_signal)
 
     async def unless_asked(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of `work`. Once asked, nothing new begins, and it has `grace_s` seconds left; none on a Cancel.
+        """The result of `work`. Once asked, nothing new begins, and it has `grace_s` seconds left;
+        none on a Cancel.
 
         Raises: Preempted if asked before, or if the work did not finish in that time.
         """
@@ -86,7 +92,11 @@ class Stopping:
                 grace_s = 0.0 if await being_cancelled() else grace_s
                 await asyncio.wait({running}, timeout=grace_s)
             if not running.done():
-                raise Preempted("asked to stop by SIGTERM", found=f"an iteration abandoned after {grace_s:g} s", do=GO_ON)
+                raise Preempted(
+                    "asked to stop by SIGTERM",
+                    found=f"an iteration abandoned after {grace_s:g} s",
+                    do=GO_ON,
+                )
             return running.result()
         finally:
             for task in (running, asked):
@@ -98,7 +108,8 @@ class Stopping:
 
 
 async def or_cancelled(work: Coroutine[Any, Any, Result]) -> Result:
-    """What a flow answers: the result of `work`, or its state `Cancelled` if that ended because somebody cancelled it.
+    """What a flow answers: the result of `work`, or its state `Cancelled` if that ended because
+    somebody cancelled it.
 
     Raises: what `work` raises.
     """
@@ -111,15 +122,18 @@ async def or_cancelled(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 async def being_cancelled() -> bool:
-    """Has somebody cancelled the flow run that runs here, or the one that a worker started this process for, of which this one
-    is a part (a fork's training, a warm start)? A server that does not say so at once counts as no."""
+    """Has somebody cancelled the flow run that runs here, or the one that a worker started this
+    process for, of which this one is a part (a fork's training, a warm start)? A server that does
+    not say so at once counts as no."""
     found = {this_flow_run.get_id(), os.environ.get(UNDER_A_WORKER)} - {None}
     try:
         async with asyncio.timeout(LOOK_TIMEOUT_S), get_client() as client:
             states = [(await client.read_flow_run(UUID(run))).state for run in found]
     except (TimeoutError, httpx.HTTPError):
         return False
-    return any(state is not None and (state.is_cancelling() or state.is_cancelled()) for state in states)
+    return any(
+        state is not None and (state.is_cancelling() or state.is_cancelled()) for state in states
+    )
 
 
 def hear_sigterm(flow: Any, flow_run: Any, state: Any) -> None:

@@ -15,8 +15,8 @@ from flows.deployed import open_iterations
 from flows.output import outlive_the_worker
 from flows.parameters import Fork, Recipe, as_settled, name_of, named_at
 from flows.stopping import Preempted, Stopping, being_cancelled, hear_sigterm, or_cancelled
-from rlpipe.actors.local_ray import connect
-from rlpipe.actors.named import namespace
+from rlpipe.actors.ray.local_ray import connect
+from rlpipe.actors.ray.named import namespace
 from rlpipe.config.load import home as default_home
 from rlpipe.config.load import load_run, unused_keys, warm_start_overrides
 from rlpipe.config.run import RunConfig
@@ -24,7 +24,7 @@ from rlpipe.errors import RlpipeError
 from rlpipe.observe.progress import Progress
 from rlpipe.preflight import check, say_if_full
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from tasks.begin import begin, check_same_run
 from tasks.checkpoint import keep_if_held, keep_last
 from tasks.configuration import configuration_artifact
@@ -42,7 +42,12 @@ def run_name() -> str:
     return name_of(flow_run.parameters, flow_run.scheduled_start_time)
 
 
-@flow(name="train", flow_run_name=run_name, on_running=[hear_sigterm, outlive_the_worker], persist_result=False)
+@flow(
+    name="train",
+    flow_run_name=run_name,
+    on_running=[hear_sigterm, outlive_the_worker],
+    persist_result=False,
+)
 async def train(
     recipe: Recipe,
     overrides: Sequence[str] = (),
@@ -52,21 +57,24 @@ async def train(
     fork: Fork | None = None,
     site: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Train a recipe to its end, going on from what the store has of it. Answers the summary; `Cancelled` if it was cancelled.
+    """Train a recipe to its end, going on from what the store has of it. Answers the summary;
+    `Cancelled` if it was cancelled.
 
-    Raises: ConfigError, DataError at once for bad input; Fenced if another process drives it; Preempted; what a stage raised.
+    Raises: ConfigError, DataError at once for bad input; Fenced if another process drives it;
+    Preempted; what a stage raised.
 
-    Args:
-        recipe: One that comes with the project, or the path of a YAML file.
-        overrides: Settings over the recipe's, `dotted.key=value`, such as `train.optimizer.lr=2e-6`; later ones win.
-        run: Its name; a run that is there goes on. Without: the recipe's. `%Y%m%d` in it is the day it was scheduled for (UTC).
-        takeover: Replace the process that drives this run now, wherever it is.
-        seed: Another seed of data and training, as a run of its own: `<recipe>-seed<N>` unless `run` names it.
-        fork: `RUN@K`: go on from iteration K of that run (`RUN`: its newest), as a new run with these settings.
-        site: Settings of the place where it runs, filled in by the deployment; `overrides` win.
+    Args: recipe: One that comes with the project, or the path of a YAML file. overrides: Settings
+    over the recipe's, `dotted.key=value`, such as `train.optimizer.lr=2e-6`; later ones win. run:
+    Its name; a run that is there goes on. Without: the recipe's. `%Y%m%d` in it is the day it was
+    scheduled for (UTC). takeover: Replace the process that drives this run now, wherever it is.
+    seed: Another seed of data and training, as a run of its own: `<recipe>-seed<N>` unless `run`
+    names it. fork: `RUN@K`: go on from iteration K of that run (`RUN`: its newest), as a new run
+    with these settings. site: Settings of the place where it runs, filled in by the deployment;
+    `overrides` win.
     """
     overrides, run = as_settled(recipe, [*site, *overrides], run, seed=seed, fork=fork)
-    config, home = load_run(recipe, overrides, named_at(run, flow_run.scheduled_start_time)), default_home()
+    config = load_run(recipe, overrides, named_at(run, flow_run.scheduled_start_time))
+    home = default_home()
     await configuration_artifact(config, recipe, overrides, unused_keys(recipe, overrides))
     check(config, home)
     with Stopping(config.resources.stop_grace_s) as stopping:
@@ -77,16 +85,26 @@ async def train(
             raise
 
 
-async def warmed_up(config: RunConfig, home: Path, stopping: Stopping, *, takeover: bool) -> dict[str, Any]:
+async def warmed_up(
+    config: RunConfig, home: Path, stopping: Stopping, *, takeover: bool
+) -> dict[str, Any]:
     """The run, after its warm start if it has one."""
     if config.warm_start:
-        check_same_run(Branches(Files(config.store.root or home / "store")), config)  # before hours of another run
-        connect(config.resources, home, namespace=namespace(config.cluster))  # a Ray that has room for the run too
-        await train(config.warm_start, warm_start_overrides(config), f"{config.run}.warm_start", takeover)
+        check_same_run(
+            Branches(Files(config.store.root or home / "store")), config
+        )  # before hours of another run
+        connect(
+            config.resources, home, namespace=namespace(config.cluster)
+        )  # a Ray that has room for the run too
+        await train(
+            config.warm_start, warm_start_overrides(config), f"{config.run}.warm_start", takeover
+        )
     return await drive(config, home, stopping, takeover=takeover)
 
 
-async def drive(config: RunConfig, home: Path, stopping: Stopping, *, takeover: bool) -> dict[str, Any]:
+async def drive(
+    config: RunConfig, home: Path, stopping: Stopping, *, takeover: bool
+) -> dict[str, Any]:
     """Begin, iterate, report: a run from where it stands to its end."""
     with Progress(config.run, config.num_rollout) as progress:
         started = time.perf_counter()
@@ -94,9 +112,13 @@ async def drive(config: RunConfig, home: Path, stopping: Stopping, *, takeover: 
         completed = cancelled = False
         try:
             if first:
-                progress.say(f"{config.run}: going on from iteration {first} of {config.num_rollout}, the last one committed")
+                progress.say(
+                    f"{config.run}: going on from iteration {first} of {config.num_rollout}, the last one committed"
+                )
             progress.begin(first)
-            with Observer(await context(config.run), first, startup_seconds=time.perf_counter() - started) as observer:
+            with Observer(
+                await context(config.run), first, startup_seconds=time.perf_counter() - started
+            ) as observer:
                 try:
                     await run_iterations(config, first, observer, stopping)
                 except Preempted:
@@ -107,12 +129,17 @@ async def drive(config: RunConfig, home: Path, stopping: Stopping, *, takeover: 
                 summary = await observer.report()
             completed = True
         finally:
-            await close_context(config.run, end_actors=cancelled or (completed and config.resources.cluster is None))
+            await close_context(
+                config.run, end_actors=cancelled or (completed and config.resources.cluster is None)
+            )
     return summary
 
 
-async def run_iterations(config: RunConfig, first: int, observer: Observer, stopping: Stopping) -> None:
-    """Iterations from `first` to the end, evaluated where it is due; those ahead sample meanwhile. Raises: Preempted."""
+async def run_iterations(
+    config: RunConfig, first: int, observer: Observer, stopping: Stopping
+) -> None:
+    """Iterations from `first` to the end, evaluated where it is due; those ahead sample meanwhile.
+    Raises: Preempted."""
     done = await stopping.unless_asked(evaluate_if_due(config, first, observer))
     if config.debug.debug_rollout_only:
         for k in range(config.num_rollout):
@@ -135,7 +162,8 @@ async def run_iterations(config: RunConfig, first: int, observer: Observer, stop
 
 
 async def together(work: Coroutine[Any, Any, Result], other: Coroutine[Any, Any, Any]) -> Result:
-    """The result of `work` once both are done. Raises: what either raises, at once; the other is cancelled then."""
+    """The result of `work` once both are done. Raises: what either raises, at once; the other is
+    cancelled then."""
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(other)
@@ -145,14 +173,23 @@ async def together(work: Coroutine[Any, Any, Result], other: Coroutine[Any, Any,
     return working.result()
 
 
-async def evaluate_if_due(config: RunConfig, version: int, observer: Observer, *, beside: bool = False) -> bool:
-    """Evaluate all held-out sets if this weight version asks for it, `beside` an iteration or before; whether the run's stop
-    condition is met."""
+async def evaluate_if_due(
+    config: RunConfig, version: int, observer: Observer, *, beside: bool = False
+) -> bool:
+    """Evaluate all held-out sets if this weight version asks for it, `beside` an iteration or
+    before; whether the run's stop condition is met."""
     if not evaluation_due(config, version):
         return False
     start = time.perf_counter()
-    nodes = {dataset.name: await evaluate(config.run, version, dataset.name) for dataset in config.evaluation.datasets}
-    metrics = {name: value for node in nodes.values() for name, value in node.outputs["metrics"].items()}
+    nodes = {
+        dataset.name: await evaluate(config.run, version, dataset.name)
+        for dataset in config.evaluation.datasets
+    }
+    metrics = {
+        name: value for node in nodes.values() for name, value in node.outputs["metrics"].items()
+    }
     (await context(config.run)).tell()
-    await observer.evaluation(version, nodes, metrics, seconds=time.perf_counter() - start, beside=beside)
+    await observer.evaluation(
+        version, nodes, metrics, seconds=time.perf_counter() - start, beside=beside
+    )
     return good_enough(config, metrics)

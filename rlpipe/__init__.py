@@ -1,6 +1,7 @@
 """rlpipe: reinforcement-learning post-training of language models, as a workflow.
 
-The library behind the flows; it knows nothing of Prefect. Layers, top to bottom, each importing only what is below it:
+The library behind the flows; it knows nothing of Prefect. Layers, top to bottom, each importing
+only what is below it:
 
     actors      trainer, engine, generator: Ray actors that hold state, and how to find them
     sync        moving weights from the trainer to the engines
@@ -20,8 +21,10 @@ The library behind the flows; it knows nothing of Prefect. Layers, top to bottom
     types       samples, groups, plans, nodes, commits
     errors      one exception tree
 
-Beside them: `preflight` (what can be known to be wrong before anything starts), `model_dir` (where the model is, which it is),
-`reprocess` (stored rollouts under other rewards, filters and estimators).
+Beside them: `preflight` (what can be known to be wrong before anything starts), `model_dir` (where
+the model is, which it is), `reprocess` (stored rollouts under other rewards, filters and
+estimators).
 
-Start reading at `flows/iteration.py`: it is the picture in the README, and each of its lines leads to one folder here.
+Start reading at `flows/iteration.py`: it is the picture in the README, and each of its lines leads
+to one folder here.
 """

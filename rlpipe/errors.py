@@ -23,7 +23,8 @@
     ├── Fenced                           another driver owns this branch now
     └── DeadlineExceeded (TimeoutError)  something did not finish in its time
 
-An error says *where* it happened (a dotted config key, a URI, `stage/actor/sample`), what was *found*, what was
+An error says *where* it happened (a dotted config key, a URI, `stage/actor/sample`), what was
+*found*, what was
 *expected* and what to *do*. All of them survive pickling, because they cross process boundaries.
 """
 
@@ -42,7 +43,11 @@ class RlpipeError(Exception):
         expected: object = None,
         do: str | None = None,
     ) -> None:
-        self.problem, self.where, self.found, self.expected, self.do = problem, where, found, expected, do
+        self.problem = problem
+        self.where = where
+        self.found = found
+        self.expected = expected
+        self.do = do
         super().__init__(problem)
 
     def __str__(self) -> str:
@@ -53,7 +58,12 @@ class RlpipeError(Exception):
         return "\n".join([text, *(f"  ({note})" for note in getattr(self, "__notes__", ()))])
 
     def __reduce__(self):
-        details = {"where": self.where, "found": self.found, "expected": self.expected, "do": self.do}
+        details = {
+            "where": self.where,
+            "found": self.found,
+            "expected": self.expected,
+            "do": self.do,
+        }
         return _rebuild, (type(self), self.problem, details, list(getattr(self, "__notes__", ())))
 
 

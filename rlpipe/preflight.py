@@ -1,4 +1,5 @@
-"""What can be known to be wrong before anything is started: asked first, so that a typo costs a second and not a minute.
+"""What can be known to be wrong before anything is started: asked first, so that a typo costs a
+second and not a minute.
 
 Not here: what needs a tokenizer or a server (the generator checks every row once it is up).
 """
@@ -23,7 +24,6 @@ from rlpipe.config.model import HuggingFaceModel, MadeModel
 from rlpipe.config.problems import nearest
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
-from rlpipe.config.slime import slime_args
 from rlpipe.config.store_root import canonical_root
 from rlpipe.config.train import ParallelConfig
 from rlpipe.config.trial import trial
@@ -41,23 +41,25 @@ from rlpipe.model_dir import (
 )
 from rlpipe.observe.functions import LogFunctions
 from rlpipe.rewards.python import Scorer
-from rlpipe.rollout.custom import SampleHooks, load_generate
-from rlpipe.rollout.function import load_rollout_function
+from rlpipe.rollout.hooks.generate_function import SampleHooks, load_generate
+from rlpipe.rollout.hooks.rollout_function import load_rollout_function
 from rlpipe.rollout.tools import load_tools
-from rlpipe.routed import routed_width
+from rlpipe.slime.args import slime_args
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
+from rlpipe.store.routed_experts import routed_width
 
 LEAST_FREE_BYTES = 512 * 1024**2
 FULL_BYTES = 16 * 1024**2
 
 
 def check(config: RunConfig, home: Path) -> None:
-    """Folders and ports, prompt files and their rows, hooks, model directories, a store that answers, room on the disk.
+    """Folders and ports, prompt files and their rows, hooks, model directories, a store that
+    answers, room on the disk.
 
-    A warm start is checked as the run of its own that it is. The user's files are imported here only
-    after a process of their own has imported them (`config.trial`).
-    Raises: DataError naming file and line; ConfigError naming the key; StoreError; ResourceError.
+    A warm start is checked as the run of its own that it is. The user's files are imported here
+    only after a process of their own has imported them (`config.trial`). Raises: DataError naming
+    file and line; ConfigError naming the key; StoreError; ResourceError.
     """
     for one in (config, *_warm_starts(config)):
         _check_run(one, home)
@@ -66,7 +68,10 @@ def check(config: RunConfig, home: Path) -> None:
 def _check_run(config: RunConfig, home: Path) -> None:
     _check_places(config, home)
     with trial(config, config.resources.import_timeout_s) as importing:
-        for source in (config.data.prompts, *(dataset.prompts for dataset in config.evaluation.datasets)):
+        for source in (
+            config.data.prompts,
+            *(dataset.prompts for dataset in config.evaluation.datasets),
+        ):
             if source is not None:
                 _check_prompts(source)
         importing.wait()
@@ -91,7 +96,8 @@ def _check_run(config: RunConfig, home: Path) -> None:
 
 
 def _check_places(config: RunConfig, home: Path) -> None:
-    """Can everything be written where it will be, and is the port free? Raises: ConfigError, ResourceError."""
+    """Can everything be written where it will be, and is the port free? Raises: ConfigError,
+    ResourceError."""
     store = canonical_root(config.store.root or str(home / "store"))
     folders = {"--home": home, f"run={config.run}": home / config.run}
     if store.startswith("file://"):
@@ -107,7 +113,9 @@ def _check_places(config: RunConfig, home: Path) -> None:
             do="choose another name: --run NAME",
         )
     # A run that was begun may hold the port itself, in a process that is about to be taken over.
-    if (port := config.observe.prometheus_port) is not None and not (home / config.run / "run.json").exists():
+    if (port := config.observe.prometheus_port) is not None and not (
+        home / config.run / "run.json"
+    ).exists():
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -115,11 +123,14 @@ def _check_places(config: RunConfig, home: Path) -> None:
             except OSError as error:
                 found = f"{config.observe.prometheus_host}:{port}: {error.strerror or error}"
                 do = "choose another port, or another address in observe.prometheus_host"
-                raise ResourceError("nothing can listen there", where="observe.prometheus_port", found=found, do=do) from error
+                raise ResourceError(
+                    "nothing can listen there", where="observe.prometheus_port", found=found, do=do
+                ) from error
 
 
 def _check_folder(key: str, folder: Path) -> None:
-    """Is it a folder that can be written to, or could it be made? Leaves nothing behind. Raises: ConfigError."""
+    """Is it a folder that can be written to, or could it be made? Leaves nothing behind. Raises:
+    ConfigError."""
     there = folder
     while not os.path.lexists(there) and there != there.parent:
         there = there.parent
@@ -140,15 +151,21 @@ def _check_folder(key: str, folder: Path) -> None:
 
 
 def _same_but_for_case(folder: Path) -> str | None:
-    """The name that an existing folder really has, on a file system that does not tell capitals apart."""
+    """The name that an existing folder really has, on a file system that does not tell capitals
+    apart."""
     if not folder.exists() or folder.is_symlink():
         return None
     names = [entry.name for entry in folder.parent.iterdir()]
-    return None if folder.name in names else next((name for name in names if name.casefold() == folder.name.casefold()), None)
+    return (
+        None
+        if folder.name in names
+        else next((name for name in names if name.casefold() == folder.name.casefold()), None)
+    )
 
 
 def _warm_starts(config: RunConfig) -> list[RunConfig]:
-    """The configurations of the runs that come first, each the warm start of the one before it. Raises: ConfigError."""
+    """The configurations of the runs that come first, each the warm start of the one before it.
+    Raises: ConfigError."""
     seen: list[Path] = []
     configs: list[RunConfig] = []
     while config.warm_start:
@@ -156,9 +173,13 @@ def _warm_starts(config: RunConfig) -> list[RunConfig]:
             path = find_recipe(config.warm_start).resolve()
             if path in seen:
                 problem = "its warm starts begin with each other without end"
-                raise ConfigError(problem, where=str(path), found=" → ".join(map(str, (*seen, path))))
+                raise ConfigError(
+                    problem, where=str(path), found=" → ".join(map(str, (*seen, path)))
+                )
             seen.append(path)
-            config = load_run(config.warm_start, warm_start_overrides(config), f"{config.run}.warm_start")
+            config = load_run(
+                config.warm_start, warm_start_overrides(config), f"{config.run}.warm_start"
+            )
         except ConfigError as error:
             error.add_note(f"this is the recipe of warm_start={config.warm_start}")
             raise
@@ -202,16 +223,25 @@ def _check_model(config: RunConfig, directory: Path) -> None:
 
 
 def _check_trainer(config: RunConfig, directory: Path) -> None:
-    """The trainer's arguments and layout, where they are not the plain ones that any model takes. Raises: ConfigError."""
+    """The trainer's arguments and layout, where they are not the plain ones that any model takes.
+    Raises: ConfigError."""
     train = config.train
-    layouts = [train, *([train.model_copy(update={"parallel": config.critic.parallel})] if config.critic.parallel else [])]
+    layouts = [
+        train,
+        *(
+            [train.model_copy(update={"parallel": config.critic.parallel})]
+            if config.critic.parallel
+            else []
+        ),
+    ]
     for each in layouts:
         if each.megatron or each.replays_routing or each.parallel != ParallelConfig():
             check_trainer(directory, config.model, each, deterministic=config.deterministic)
 
 
 def _check_functions(rollout: RolloutConfig) -> None:
-    """Functions that sample, and tools, as they will be called. Raises: ConfigError with the signature one should have."""
+    """Functions that sample, and tools, as they will be called. Raises: ConfigError with the
+    signature one should have."""
     if path := rollout.custom_generate_function_path:
         load_generate(path)
     for key in ("rollout_function_path", "eval_function_path"):
@@ -251,7 +281,8 @@ def _check_maker(source: MadeModel) -> None:
 
 
 def _check_store(config: RunConfig, home: Path) -> None:
-    """One request to a store in S3: address, credentials and bucket; and the branches that the run begins with or loads.
+    """One request to a store in S3: address, credentials and bucket; and the branches that the run
+    begins with or loads.
 
     Raises: StoreError; ConfigError for a branch that is not there.
     """
@@ -270,7 +301,9 @@ def _check_store(config: RunConfig, home: Path) -> None:
                 "the store has no such run",
                 where=key,
                 found=branch,
-                expected=f"one of {', '.join((nearest(branch, known) or known)[:5])}" if known else "a run; the store has none",
+                expected=f"one of {', '.join((nearest(branch, known) or known)[:5])}"
+                if known
+                else "a run; the store has none",
                 do=f"look for it in {files.root}, or set store.root",
             )
 
@@ -279,7 +312,9 @@ def say_if_full(error: RlpipeError, home: Path) -> None:
     """Note on an error that the disk is full: processes that end for want of room cannot say so."""
     folder, free = _room(home)
     if free < FULL_BYTES:
-        error.add_note(f"the disk is full: {free / 1024**2:.0f} MiB free at {folder}; make room, and the same command goes on")
+        error.add_note(
+            f"the disk is full: {free / 1024**2:.0f} MiB free at {folder}; make room, and the same command goes on"
+        )
 
 
 def _room(home: Path) -> tuple[Path, int]:

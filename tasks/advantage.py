@@ -7,7 +7,7 @@ from typing import Any
 
 from prefect.client.schemas.objects import State
 
-from rlpipe.inputs import advantage_inputs
+from rlpipe.lineage.stage_inputs import advantage_inputs
 from rlpipe.types import NodeRef
 from tasks.context import context
 from tasks.record import once, stage_task
@@ -22,7 +22,8 @@ async def advantage(run: str, k: int, rollout: NodeRef, reward: NodeRef) -> Stat
     inputs = advantage_inputs(it.config, rollout.digest, reward.digest, before, it.contracts)
     known = await asyncio.to_thread(it.nodes.find, inputs.stage, inputs.digest)
     if known is None and (held := await hold(it, before, k)) != before:
-        before, inputs = held, advantage_inputs(it.config, rollout.digest, reward.digest, held, it.contracts)
+        before = held
+        inputs = advantage_inputs(it.config, rollout.digest, reward.digest, held, it.contracts)
 
     async def estimate() -> dict[str, Any]:
         answers = await it.cluster.trainer.call(

@@ -1,4 +1,5 @@
-"""Before the first iteration: actors up, first weights known as weight version 0, the branch there (or found to go on)."""
+"""Before the first iteration: actors up, first weights known as weight version 0, the branch there
+(or found to go on)."""
 
 from __future__ import annotations
 
@@ -11,15 +12,20 @@ from prefect import task
 from prefect.artifacts import acreate_table_artifact
 from prefect.cache_policies import NO_CACHE
 
-from rlpipe.actors.checkpoints import prune
+from rlpipe.actors.trainer.checkpoints import prune
 from rlpipe.config.load import validate_stored
 from rlpipe.config.model import BranchModel
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError, ObjectMissing
-from rlpipe.inputs import checkpoint_inputs, critic_schedule_length, init_inputs, schedule_length
+from rlpipe.lineage.stage_inputs import (
+    checkpoint_inputs,
+    critic_schedule_length,
+    init_inputs,
+    schedule_length,
+)
 from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from rlpipe.store.segments import Segments, current_state
 from rlpipe.store.signatures import SigningKey
 from rlpipe.types import Commit, Stage
@@ -44,11 +50,15 @@ ABSENT = _Absent()
 
 
 @task(name="begin", cache_policy=NO_CACHE)
-async def begin(config: RunConfig, home: Path, progress: Progress, *, takeover: bool = False) -> int:
-    """Open the run and make sure its branch exists; the first iteration that is not committed yet. It is open unless this raises.
+async def begin(
+    config: RunConfig, home: Path, progress: Progress, *, takeover: bool = False
+) -> int:
+    """Open the run and make sure its branch exists; the first iteration that is not committed yet.
+    It is open unless this raises.
 
-    Raises: ConfigError if the branch exists with another configuration, or a key to sign with cannot be read; Fenced if another
-    process drives the run, unless `takeover`; whatever keeps an actor from coming up.
+    Raises: ConfigError if the branch exists with another configuration, or a key to sign with
+    cannot be read; Fenced if another process drives the run, unless `takeover`; whatever keeps an
+    actor from coming up.
     """
     files = Files(config.store.root or home / "store")
     SigningKey.of_environment()
@@ -68,10 +78,12 @@ async def begin(config: RunConfig, home: Path, progress: Progress, *, takeover: 
 async def report_overlong(it: RunContext, found: dict[str, list[dict[str, Any]]]) -> None:
     """Name the rows that `data.overlong_prompts` drops or cuts.
 
-    A line in the terminal has their number and the first few of each set, an artifact the first hundred, and
-    `{home}/{run}/overlong_prompts.jsonl` all of them, one JSON object each.
+    A line in the terminal has their number and the first few of each set, an artifact the first
+    hundred, and `{home}/{run}/overlong_prompts.jsonl` all of them, one JSON object each.
     """
-    did = {"drop": "dropped", "truncate_left": "cut to their last tokens"}[it.config.data.overlong_prompts]
+    did = {"drop": "dropped", "truncate_left": "cut to their last tokens"}[
+        it.config.data.overlong_prompts
+    ]
     rows = [{"prompts": key, **row} for key, of_set in found.items() for row in of_set]
     await asyncio.to_thread(_write_overlong, it.directory / OVERLONG_FILE, rows)
     if not rows:
@@ -80,10 +92,14 @@ async def report_overlong(it: RunContext, found: dict[str, list[dict[str, Any]]]
         first = ", ".join(f"{row['where']} ({row['tokens']} tokens)" for row in of_set[:NAMED_ROWS])
         more = "" if len(of_set) <= NAMED_ROWS else f" and {len(of_set) - NAMED_ROWS} more"
         limit = f"longer than {of_set[0]['limit']} tokens ({of_set[0]['setting']})"
-        it.progress.say(f"{it.config.run}: {key}: {len(of_set)} over-long prompts are {did}, {limit}: {first}{more}")
+        it.progress.say(
+            f"{it.config.run}: {key}: {len(of_set)} over-long prompts are {did}, {limit}: {first}{more}"
+        )
     it.progress.say(f"{it.config.run}: all of them are in {it.directory / OVERLONG_FILE}")
     about = f"{len(rows)} over-long prompts of {it.config.run} are {did} (data.overlong_prompts)"
-    await acreate_table_artifact(rows[:SHOWN_ROWS], key=artifact_key(it.config.run, "overlong"), description=about)
+    await acreate_table_artifact(
+        rows[:SHOWN_ROWS], key=artifact_key(it.config.run, "overlong"), description=about
+    )
 
 
 def _write_overlong(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -95,7 +111,8 @@ def _write_overlong(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 async def first_iteration(it: RunContext, origin: Commit | None = None) -> int:
-    """The first iteration that is not committed, of a branch that is there now. `origin`: the commit that a new one is a fork of.
+    """The first iteration that is not committed, of a branch that is there now. `origin`: the
+    commit that a new one is a fork of.
 
     Raises: ConfigError; as `first_weights`.
     """
@@ -103,14 +120,17 @@ async def first_iteration(it: RunContext, origin: Commit | None = None) -> int:
         begin_fork(it.files, it.config, origin, it.fingerprint)
     elif it.branches.find(it.config.run) is None:
         it.progress.stage("start", note="first weights")
-        it.branches.create(it.config.run, it.config.model_dump(mode="json"), await first_weights(it))
+        it.branches.create(
+            it.config.run, it.config.model_dump(mode="json"), await first_weights(it)
+        )
     check_same_model(it)
     newest = it.branches.newest(it.config.run)
     return newest.iteration + 1 if newest else 0
 
 
 def check_same_run(branches: Branches, config: RunConfig) -> None:
-    """A branch goes on only with the configuration it was started with. Raises: ConfigError naming each key that differs."""
+    """A branch goes on only with the configuration it was started with. Raises: ConfigError naming
+    each key that differs."""
     record = branches.find(config.run)
     if record is None:
         return
@@ -118,7 +138,11 @@ def check_same_run(branches: Branches, config: RunConfig) -> None:
     differing = sorted(_differing(_decisive(stored), _decisive(config)))
     if differing:
         newest = branches.newest(config.run)
-        fork = f"{config.run}@{newest.iteration}" if newest else f"{config.run}@K (once it has committed an iteration)"
+        fork = (
+            f"{config.run}@{newest.iteration}"
+            if newest
+            else f"{config.run}@K (once it has committed an iteration)"
+        )
         raise ConfigError(
             "a run of this name exists with another configuration",
             where=f"run={config.run}",
@@ -143,8 +167,9 @@ def check_same_model(it: RunContext) -> None:
 
 
 async def first_weights(it: RunContext) -> str:
-    """Digest of the init node: weights of version 0, loaded once to say what they are. They are not stored: whoever needs them
-    loads them again from the model directory, or the checkpoint they started from, and compares."""
+    """Digest of the init node: weights of version 0, loaded once to say what they are. They are not
+    stored: whoever needs them loads them again from the model directory, or the checkpoint they
+    started from, and compares."""
     start = _start_from(it)
     inputs = init_inputs(it.config, it.fingerprint, start, it.contracts)
     if it.nodes.find(Stage.INIT, inputs.digest) is None:
@@ -153,7 +178,9 @@ async def first_weights(it: RunContext) -> str:
         if it.config.num_rollout and not it.config.debug.debug_rollout_only:
             await it.cluster.trainer.call("require_room", deadline_s=deadline_s)
         it.nodes.commit(inputs.node(outputs={"version": 0, **made}))
-        await asyncio.to_thread(prune, it.directory / "checkpoints", it.config.checkpoint.keep_local)
+        await asyncio.to_thread(
+            prune, it.directory / "checkpoints", it.config.checkpoint.keep_local
+        )
     return inputs.digest
 
 
@@ -163,12 +190,21 @@ def _start_from(it: RunContext) -> str | None:
 
 
 def checkpoint_of(it: RunContext, source: BranchModel) -> str:
-    """Digest of the checkpoint node at the end (or at `iteration`) of a branch. Raises: ObjectMissing."""
-    newest = it.branches.newest(source.branch) if source.iteration is None else it.branches.read(source.branch, source.iteration)
+    """Digest of the checkpoint node at the end (or at `iteration`) of a branch. Raises:
+    ObjectMissing."""
+    newest = (
+        it.branches.newest(source.branch)
+        if source.iteration is None
+        else it.branches.read(source.branch, source.iteration)
+    )
     where = f"model.start_from.branch={source.branch}"
     if newest is None:
-        raise ObjectMissing("that branch has no iteration yet", where=where, do="finish that run first")
-    weights = current_state(Segments(it.files), source.branch, newest.iteration + 1, newest.nodes[Stage.TRAIN])
+        raise ObjectMissing(
+            "that branch has no iteration yet", where=where, do="finish that run first"
+        )
+    weights = current_state(
+        Segments(it.files), source.branch, newest.iteration + 1, newest.nodes[Stage.TRAIN]
+    )
     inputs = checkpoint_inputs(weights)
     if it.nodes.find(inputs.stage, inputs.digest) is None:
         raise ObjectMissing(
@@ -181,10 +217,21 @@ def checkpoint_of(it: RunContext, source: BranchModel) -> str:
 
 
 def _decisive(config: RunConfig) -> dict[str, Any]:
-    """What decides results: the run's length is part of it only where the learning rate follows from it."""
-    lengths = {"schedule": schedule_length(config), "critic's schedule": critic_schedule_length(config)}
-    schedule = {f"optimizer steps of the {name}": length for name, length in lengths.items() if length is not None}
-    ranks = {"trainer ranks": config.resources.trainer_ranks, "critic's own ranks": config.resources.critic_ranks}
+    """What decides results: the run's length is part of it only where the learning rate follows
+    from it."""
+    lengths = {
+        "schedule": schedule_length(config),
+        "critic's schedule": critic_schedule_length(config),
+    }
+    schedule = {
+        f"optimizer steps of the {name}": length
+        for name, length in lengths.items()
+        if length is not None
+    }
+    ranks = {
+        "trainer ranks": config.resources.trainer_ranks,
+        "critic's own ranks": config.resources.critic_ranks,
+    }
     return {**config.decisive(), **schedule, **ranks}
 
 
@@ -192,10 +239,15 @@ def _differing(stored: Any, given: Any, key: str = "") -> list[str]:
     if isinstance(stored, dict) and isinstance(given, dict):
         names = sorted(set(stored) | set(given))
         nested = (
-            _differing(stored.get(name, ABSENT), given.get(name, ABSENT), f"{key}.{name}" if key else name) for name in names
+            _differing(
+                stored.get(name, ABSENT), given.get(name, ABSENT), f"{key}.{name}" if key else name
+            )
+            for name in names
         )
         return [line for lines in nested for line in lines]
     same = (
-        list(stored) == list(given) if isinstance(stored, (list, tuple)) and isinstance(given, (list, tuple)) else stored == given
+        list(stored) == list(given)
+        if isinstance(stored, (list, tuple)) and isinstance(given, (list, tuple))
+        else stored == given
     )
     return [] if same else [f"{key}: was {stored!r}, now {given!r}"]

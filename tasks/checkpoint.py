@@ -1,7 +1,7 @@
 """Stage 6: a torch_dist checkpoint when one is due, and the commit of the iteration.
 
-A checkpoint is on local disk when the stage ends; it is uploaded while the next iterations run, and counts once its node is
-recorded. A run that dies before that is rebuilt from the checkpoint before.
+A checkpoint is on local disk when the stage ends; it is uploaded while the next iterations run, and
+counts once its node is recorded. A run that dies before that is rebuilt from the checkpoint before.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from rlpipe.errors import RlpipeError, TrainerError
-from rlpipe.inputs import checkpoint_inputs, config_digest, eval_inputs
+from rlpipe.lineage.stage_inputs import checkpoint_inputs, config_digest, eval_inputs
 from rlpipe.observe.trace import traced
 from rlpipe.store.branches import commit_name
 from rlpipe.store.chain import leaf_paths
@@ -24,7 +24,8 @@ from tasks.uploads import begin_checkpoint, pending, settle
 
 @stage_task("checkpoint", "checkpoint-{k}")
 async def checkpoint(run: str, k: int, nodes: dict[str, NodeRef]) -> str:
-    """Checkpoint weight version k + 1 if it is due, then commit iteration k; the commit's name. `nodes`: its stages' handles."""
+    """Checkpoint weight version k + 1 if it is due, then commit iteration k; the commit's name.
+    `nodes`: its stages' handles."""
     it = await context(run)
     train = nodes["train"].digest
     digests = {Stage(name): node.digest for name, node in nodes.items()}
@@ -49,13 +50,18 @@ async def keep_last(run: str) -> None:
         await save(it, await asyncio.to_thread(it.weights_before, version), version)
         await settle(it, wait=True)
         if not await is_saved(it, await asyncio.to_thread(it.weights_before, version)):
-            raise TrainerError("the last checkpoint was lost before it was in the store", where=f"checkpoint {newest.iteration}")
+            raise TrainerError(
+                "the last checkpoint was lost before it was in the store",
+                where=f"checkpoint {newest.iteration}",
+            )
 
 
 async def keep_if_held(run: str, *, within_s: float) -> bool:
-    """On the way out: checkpoint the newest committed weights if the trainer holds them just now. Did it?
+    """On the way out: checkpoint the newest committed weights if the trainer holds them just now.
+    Did it?
 
-    Without it nothing is lost: the weights are rebuilt from the checkpoint before and the batches since.
+    Without it nothing is lost: the weights are rebuilt from the checkpoint before and the batches
+    since.
     """
     it = await context(run)
     try:
@@ -78,11 +84,16 @@ def checkpoint_due(it: RunContext, k: int) -> bool:
     """Every `save_interval` iterations, with every refresh of the reference, and after the last."""
     refresh = it.config.ref_update_interval
     refreshed = refresh is not None and (k + 1) % refresh == 0
-    return refreshed or (k + 1) % it.config.checkpoint.save_interval == 0 or k + 1 == it.config.num_rollout
+    return (
+        refreshed
+        or (k + 1) % it.config.checkpoint.save_interval == 0
+        or k + 1 == it.config.num_rollout
+    )
 
 
 async def save(it: RunContext, weights: str, weight_version: int) -> None:
-    """Write a checkpoint of these weights to local disk and begin its upload, unless it is recorded or on its way."""
+    """Write a checkpoint of these weights to local disk and begin its upload, unless it is recorded
+    or on its way."""
     inputs = checkpoint_inputs(weights)
     going = await pending(it)
     if await is_saved(it, weights) or (going and going[0].inputs == inputs):
@@ -102,7 +113,8 @@ async def is_saved(it: RunContext, weights: str) -> bool:
 def _record(it: RunContext, k: int, nodes: dict[Stage, str]) -> Commit:
     """Commit iteration k, and sign it if there is a key.
 
-    The chain looks for what is known of the weights before, and waits for what is due of those that the iteration made.
+    The chain looks for what is known of the weights before, and waits for what is due of those that
+    the iteration made.
     """
     before = it.nodes.get(Stage.TRAIN, nodes[Stage.TRAIN]).parents["before"]
     known = leaf_paths(before, _evaluations(it, before, k))
@@ -119,7 +131,8 @@ def _evaluations(it: RunContext, weights: str, version: int) -> list[str]:
 
 
 def _awaited(it: RunContext, k: int, weights: str) -> tuple[str, ...]:
-    """Paths of what is due of the weights that iteration k made; a checkpoint may be uploaded for some iterations."""
+    """Paths of what is due of the weights that iteration k made; a checkpoint may be uploaded for
+    some iterations."""
     checkpoint, *evaluations = leaf_paths(weights, _evaluations(it, weights, k + 1))
     return (*([checkpoint] if checkpoint_due(it, k) else []), *evaluations)
 

@@ -1,7 +1,7 @@
 """Beside the stages: how good one weight version is on a held-out set.
 
-It needs engines that hold these weights, not the trainer: the next iteration may train meanwhile, up to its push
-(`turn.turn_to_push`).
+It needs engines that hold these weights, not the trainer: the next iteration may train meanwhile,
+up to its push (`turn.turn_to_push`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prefect.client.schemas.objects import State
 
 from rlpipe.config.data import EvalDataset
 from rlpipe.errors import Superseded
-from rlpipe.inputs import eval_inputs
+from rlpipe.lineage.stage_inputs import eval_inputs
 from tasks.context import RunContext, context
 from tasks.record import once, stage_task
 from tasks.sync import are_served, publish
@@ -26,7 +26,8 @@ LOOK_INTERVAL_S = 5.0
 
 @stage_task("evaluate", "evaluate-{dataset}-{version}")
 async def evaluate(run: str, version: int, dataset: str) -> State:
-    """Sample and score a held-out set with the weights after `version` iterations: the eval node's handle."""
+    """Sample and score a held-out set with the weights after `version` iterations: the eval node's
+    handle."""
     it = await context(run)
     chosen = next(item for item in it.config.evaluation.datasets if item.name == dataset)
     while True:
@@ -48,7 +49,9 @@ async def _measured(it: RunContext, dataset: EvalDataset, version: int) -> State
         it.progress.stage("eval")
         deadline_s = it.config.rollout.timeout_s + 60
         async with _served(it, weights, version):
-            result = await it.cluster.generator.evaluate(dataset.name, inputs.digest, version, deadline_s=deadline_s)
+            result = await it.cluster.generator.evaluate(
+                dataset.name, inputs.digest, version, deadline_s=deadline_s
+            )
         _require(it, weights, await asyncio.to_thread(it.weights_before, version))
         return {"files": result["files"], "outputs": {**result["outputs"], "version": version}}
 
@@ -57,8 +60,9 @@ async def _measured(it: RunContext, dataset: EvalDataset, version: int) -> State
 
 @asynccontextmanager
 async def _served(it: RunContext, weights: str, version: int) -> AsyncIterator[None]:
-    """Meanwhile, when no engine holds the weights any more they are given them again, whatever the trainer has moved on to: it
-    comes back to that from the store. Raises: what keeps them from being given; Superseded."""
+    """Meanwhile, when no engine holds the weights any more they are given them again, whatever the
+    trainer has moved on to: it comes back to that from the store. Raises: what keeps them from
+    being given; Superseded."""
     try:
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(_serve(it, weights, version))
@@ -85,6 +89,11 @@ async def _give(it: RunContext, weights: str, version: int) -> None:
 
 
 def _require(it: RunContext, weights: str, found: str) -> None:
-    """Raises: Superseded if what was found are other weights: they had to be rebuilt, and came out different."""
+    """Raises: Superseded if what was found are other weights: they had to be rebuilt, and came out
+    different."""
     if found != weights:
-        raise Superseded("these weights came out different", where=f"{weights[:12]} of {it.config.run}", found=found)
+        raise Superseded(
+            "these weights came out different",
+            where=f"{weights[:12]} of {it.config.run}",
+            found=found,
+        )

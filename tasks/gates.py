@@ -1,7 +1,8 @@
-"""The gates of an iteration's figures: within their bounds nothing happens, else its flow run pauses until somebody resumes it.
+"""The gates of an iteration's figures: within their bounds nothing happens, else its flow run
+pauses until somebody resumes it.
 
-Who resumed it is not known, but that it was, and why it had stopped, is in the store (`gates/<run>/<iteration>-<weights>.json`):
-a retry does not ask again.
+Who resumed it is not known, but that it was, and why it had stopped, is in the store
+(`gates/<run>/<iteration>-<weights>.json`): a retry does not ask again.
 
 Not here: the bounds (`rlpipe.config.gates`), the gates that are about whose turn it is (`turn`).
 """
@@ -27,8 +28,8 @@ from prefect.runtime import flow_run
 
 from rlpipe.config.gates import Gate
 from rlpipe.errors import ConfigError, GateClosed, ObjectConflict
-from rlpipe.inputs import eval_inputs
-from rlpipe.run_history import iteration_metrics
+from rlpipe.lineage.history import iteration_metrics
+from rlpipe.lineage.stage_inputs import eval_inputs
 from rlpipe.store.notes import OpenedGate, gate_path
 from rlpipe.store.records import seal
 from rlpipe.types import NodeRef, Stage
@@ -41,7 +42,8 @@ WHY = "rlpipe.waits"
 
 
 async def gates(run: str, k: int, nodes: Mapping[str, NodeRef]) -> None:
-    """Return once the figures of these stages are within all bounds, or somebody says that iteration k shall go on with them.
+    """Return once the figures of these stages are within all bounds, or somebody says that
+    iteration k shall go on with them.
 
     Raises: GateClosed if nobody does in time; ConfigError for a gate on a metric that is not there.
     """
@@ -56,14 +58,20 @@ async def gates(run: str, k: int, nodes: Mapping[str, NodeRef]) -> None:
 
 @task(name="gates", task_run_name="gates-{k}", cache_policy=NO_CACHE)
 async def look(run: str, k: int, nodes: dict[str, NodeRef]) -> list[str]:
-    """What is out of bounds of an iteration's figures and of the evaluation of the weights it began with, in words."""
+    """What is out of bounds of an iteration's figures and of the evaluation of the weights it began
+    with, in words."""
     it = await context(run)
     return await asyncio.to_thread(broken, it, k, nodes)
 
 
 def broken(it: RunContext, k: int, nodes: Mapping[str, NodeRef]) -> list[str]:
     """As `look`. Raises: ConfigError for a gate on a metric that is not there."""
-    found = iteration_metrics({Stage(name): it.nodes.get(Stage(name), node.digest).outputs for name, node in nodes.items()})
+    found = iteration_metrics(
+        {
+            Stage(name): it.nodes.get(Stage(name), node.digest).outputs
+            for name, node in nodes.items()
+        }
+    )
     wrong = []
     for gate in it.config.gates.bounds:
         if gate.metric.startswith("eval/"):
@@ -85,16 +93,21 @@ def broken(it: RunContext, k: int, nodes: Mapping[str, NodeRef]) -> list[str]:
 def _critic_only(it: RunContext, nodes: Mapping[str, NodeRef]) -> bool:
     """An iteration that warms a critic up has not all figures."""
     batch = nodes.get(Stage.ADVANTAGE)
-    return batch is not None and bool(it.nodes.get(Stage.ADVANTAGE, batch.digest).outputs.get("critic_only"))
+    return batch is not None and bool(
+        it.nodes.get(Stage.ADVANTAGE, batch.digest).outputs.get("critic_only")
+    )
 
 
 def _of_evaluations(it: RunContext, k: int, gate: Gate) -> str | None:
-    """Of the weights after k iterations, against those of all versions before: of a fork, from those that it began with."""
+    """Of the weights after k iterations, against those of all versions before: of a fork, from
+    those that it began with."""
     now = _evaluated(it, k, gate.metric)
     if now is None:
         return None
     versions = range(it.first, k) if gate.falls_by is not None else ()
-    before = [value for version in versions if (value := _evaluated(it, version, gate.metric)) is not None]
+    before = [
+        value for version in versions if (value := _evaluated(it, version, gate.metric)) is not None
+    ]
     return gate.broken_by(now, max(before, default=None))
 
 
@@ -104,19 +117,26 @@ def _evaluated(it: RunContext, version: int, metric: str) -> float | None:
         return None
     weights = dict.fromkeys((it.weights_before(version), it.recorded_before(version)))
     for dataset, digest in product(it.config.evaluation.datasets, weights):
-        node = it.nodes.find(Stage.EVAL, eval_inputs(it.config, dataset, digest, it.contracts).digest)
+        node = it.nodes.find(
+            Stage.EVAL, eval_inputs(it.config, dataset, digest, it.contracts).digest
+        )
         if node is not None and metric in node.outputs.get("metrics", {}):
             return node.outputs["metrics"][metric]
     return None
 
 
 async def _ask(it: RunContext, k: int, wrong: list[str], passed: str) -> None:
-    run, asked_s = it.config.run, time.time()
+    run = it.config.run
+    asked_s = time.time()
     why = "\n".join(f"- {one}" for one in wrong)
     about = f"# {run}: iteration {k} waits\n\n{why}\n\nIts weights have not reached the engines. Resume or cancel its flow run."
-    await acreate_markdown_artifact(about, key=artifact_key(run, "gate"), description=f"iteration {k}: {wrong[0]}")
+    await acreate_markdown_artifact(
+        about, key=artifact_key(run, "gate"), description=f"iteration {k}: {wrong[0]}"
+    )
     it.progress.say(f"{run}: iteration {k} is paused: {'; '.join(wrong)}")
-    it.progress.say(f"{run}: to go on: Resume in Prefect's pages, or prefect flow-run resume {flow_run.id}")
+    it.progress.say(
+        f"{run}: to go on: Resume in Prefect's pages, or prefect flow-run resume {flow_run.id}"
+    )
     await tell_why("; ".join(wrong))
     if not await resumed(it.config.gates.timeout_s, it.config.gates.poll_s):
         raise GateClosed(
@@ -132,15 +152,21 @@ async def _ask(it: RunContext, k: int, wrong: list[str], passed: str) -> None:
 
 
 async def tell_why(why: str) -> None:
-    """To who looks at the flow run's logs, and to an alert: the state Paused has no message of its own."""
+    """To who looks at the flow run's logs, and to an alert: the state Paused has no message of its
+    own."""
     get_run_logger().warning("waits, its weights have not reached the engines: %s", why)
     async with get_client() as client:
         await client.update_flow_run_labels(UUID(flow_run.id), {WHY: why})
 
 
 async def resumed(timeout_s: float, poll_s: float) -> bool:
-    """Pause this flow run, and wait until somebody resumes it; False if it is cancelled, or nobody does in time."""
-    pause = asyncio.create_task(apause_flow_run(timeout=math.ceil(timeout_s), poll_interval=math.ceil(poll_s), key=uuid4().hex))
+    """Pause this flow run, and wait until somebody resumes it; False if it is cancelled, or nobody
+    does in time."""
+    pause = asyncio.create_task(
+        apause_flow_run(
+            timeout=math.ceil(timeout_s), poll_interval=math.ceil(poll_s), key=uuid4().hex
+        )
+    )
     try:
         async with get_client() as client:
             while not (await asyncio.wait({pause}, timeout=poll_s))[0]:

@@ -1,4 +1,5 @@
-"""With what a run computes: said once in each process that drives it, as a line and as a table in Prefect's UI.
+"""With what a run computes: said once in each process that drives it, as a line and as a table in
+Prefect's UI.
 
 Not here: finding it out (`rlpipe.engines.*.facts`), the record (the train and sync nodes).
 """
@@ -27,10 +28,15 @@ def distinct(machines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def machines_of(outputs: Mapping[Stage, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """`trainer`, `engines`, or `engines 0` … if they differ → name → value, as an iteration's nodes have them."""
+    """`trainer`, `engines`, or `engines 0` … if they differ → name → value, as an iteration's nodes
+    have them."""
     trainer = outputs.get(Stage.TRAIN, {}).get("machine")
     engines = outputs.get(Stage.SYNC, {}).get("machines", [])
-    names = ["engines"] if len(engines) == 1 else [f"engines {number}" for number in range(len(engines))]
+    names = (
+        ["engines"]
+        if len(engines) == 1
+        else [f"engines {number}" for number in range(len(engines))]
+    )
     return ({"trainer": trainer} if trainer else {}) | dict(zip(names, engines, strict=True))
 
 
@@ -39,7 +45,10 @@ def line(machines: Mapping[str, Mapping[str, Any]]) -> str:
     parts = []
     for name, machine in machines.items():
         shown = OF_TRAINER if name == "trainer" else OF_ENGINES
-        parts.append(f"{name}: " + ", ".join(f"{key} {machine[key]}" for key in shown if machine.get(key) is not None))
+        parts.append(
+            f"{name}: "
+            + ", ".join(f"{key} {machine[key]}" for key in shown if machine.get(key) is not None)
+        )
     return "; ".join(parts)
 
 
@@ -50,7 +59,9 @@ async def show_machines(it: RunContext, key: str, outputs: Mapping[Stage, dict[s
         return False
     it.progress.say(f"{it.config.run}: {line(machines)}")
     rows = [
-        {"of": name, "what": what, "value": str(value)} for name, machine in machines.items() for what, value in machine.items()
+        {"of": name, "what": what, "value": str(value)}
+        for name, machine in machines.items()
+        for what, value in machine.items()
     ]
     await acreate_table_artifact(rows, key=key, description="with what this run computes")
     return True

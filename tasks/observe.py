@@ -1,4 +1,5 @@
-"""What a person watches: the line in the terminal, TensorBoard, Prefect artifacts, the summary and the report page.
+"""What a person watches: the line in the terminal, TensorBoard, Prefect artifacts, the summary and
+the report page.
 
 Not here: what happened (the store), or how a page is drawn (`rlpipe.observe`).
 """
@@ -17,20 +18,24 @@ from typing import Any
 from uuid import UUID
 
 from httpx import HTTPStatusError
-from prefect.artifacts import acreate_image_artifact, acreate_markdown_artifact, acreate_table_artifact
+from prefect.artifacts import (
+    acreate_image_artifact,
+    acreate_markdown_artifact,
+    acreate_table_artifact,
+)
 from prefect.client.orchestration import get_client
 
-from rlpipe.config.slime import slime_args
+from rlpipe.batch.files import read_samples, read_scored
 from rlpipe.errors import ObjectMissing, RlpipeError
+from rlpipe.lineage.history import HistoryReader, iteration_metrics
 from rlpipe.observe.figure import write_figure
 from rlpipe.observe.functions import LogFunctions
 from rlpipe.observe.overview import overview
 from rlpipe.observe.report import write_report
 from rlpipe.observe.sinks import Sinks
 from rlpipe.observe.summary import summarise, write_summary
-from rlpipe.run_history import HistoryReader, iteration_metrics
-from rlpipe.stage_files import read_samples, read_scored
-from rlpipe.store import scalars
+from rlpipe.slime.args import slime_args
+from rlpipe.store.tables import scalars
 from rlpipe.types import NodeRef, Stage
 from tasks.context import RunContext
 from tasks.machine import show_machines
@@ -43,9 +48,16 @@ SHOWN = (
     ("tok/s", "perf/rollout_tokens_per_s"),
 )
 FIGURES = {
-    "rollout": {"tokens": "perf/rollout_tokens", "tokens/s": "perf/rollout_tokens_per_s", "cut off": "rollout/truncated_ratio"},
+    "rollout": {
+        "tokens": "perf/rollout_tokens",
+        "tokens/s": "perf/rollout_tokens_per_s",
+        "cut off": "rollout/truncated_ratio",
+    },
     "reward": {"mean": "rollout/raw_reward", "errors": "rollout/reward_error_ratio"},
-    "advantage": {"engine - trainer": "rollout/logprob_abs_diff/max", "length": "rollout/response_len/mean"},
+    "advantage": {
+        "engine - trainer": "rollout/logprob_abs_diff/max",
+        "length": "rollout/response_len/mean",
+    },
     "train": {"loss": "train/loss", "grad norm": "train/grad_norm", "entropy": "train/entropy"},
     "sync": {"engine - trainer": "sync/logprob_difference", "bytes": "sync/bytes"},
 }
@@ -66,13 +78,20 @@ class Observer:
         self._machines_shown = False
         self._curve, self._overview = Shown(), Shown()
         self._functions = LogFunctions(it.config.observe, slime_args(it.config))
-        self._sinks = Sinks(it.config.observe, it.config.run, it.directory, first, it.config.model_dump(mode="json"))
+        self._sinks = Sinks(
+            it.config.observe, it.config.run, it.directory, first, it.config.model_dump(mode="json")
+        )
         self._spent(startup_seconds, {"start": startup_seconds})
 
     def __enter__(self) -> Observer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._sinks.close()
 
     async def iteration(self, k: int, nodes: dict[str, NodeRef], *, seconds: float) -> None:
@@ -84,7 +103,8 @@ class Observer:
         figures = {**metrics, **{f"perf/{stage}_time": spent for stage, spent in work.items()}}
         if await self.sampled(k, nodes, metrics):
             metrics, figures = (
-                {name: one[name] for name in one if not name.startswith(OF_ROLLOUT)} for one in (metrics, figures)
+                {name: one[name] for name in one if not name.startswith(OF_ROLLOUT)}
+                for one in (metrics, figures)
             )
         self._sinks.write(k, figures)
         head = await asyncio.to_thread(self._head, k)
@@ -96,37 +116,57 @@ class Observer:
         self._it.progress.iteration({**shown, **self._accuracy})
         await iteration_artifact(self._it.config.run, k, nodes, metrics, head)
         if not self._machines_shown:
-            self._machines_shown = await show_machines(self._it, artifact_key(self._it.config.run, "machine"), outputs)
+            self._machines_shown = await show_machines(
+                self._it, artifact_key(self._it.config.run, "machine"), outputs
+            )
         if (k + 1) % self._it.config.observe.report_interval == 0:
             await self.report()
 
     def _head(self, k: int) -> str | None:
-        """sha256 of the commit of an iteration, for whoever keeps it; None of one that is only sampled."""
+        """sha256 of the commit of an iteration, for whoever keeps it; None of one that is only
+        sampled."""
         try:
             return self._it.branches.read_stored(self._it.config.run, k)[1]
         except ObjectMissing:
             return None
 
     def _outputs(self, nodes: dict[str, NodeRef]) -> dict[Stage, dict[str, Any]]:
-        return {Stage(name): self._it.nodes.get(Stage(name), node.digest).outputs for name, node in nodes.items()}
+        return {
+            Stage(name): self._it.nodes.get(Stage(name), node.digest).outputs
+            for name, node in nodes.items()
+        }
 
-    async def sampled(self, k: int, nodes: dict[str, NodeRef], metrics: dict[str, float] | None = None) -> bool:
+    async def sampled(
+        self, k: int, nodes: dict[str, NodeRef], metrics: dict[str, float] | None = None
+    ) -> bool:
         """The rollout of an iteration is scored: whether a function of the user has logged it."""
-        return self._functions.logs_rollouts and await self._logged(partial(self._log_rollout, k, nodes, metrics or {}))
+        return self._functions.logs_rollouts and await self._logged(
+            partial(self._log_rollout, k, nodes, metrics or {})
+        )
 
     def _log_rollout(self, k: int, nodes: dict[str, NodeRef], metrics: dict[str, float]) -> bool:
-        rollout, reward = (self._it.nodes.get(stage, nodes[stage].digest) for stage in (Stage.ROLLOUT, Stage.REWARD))
-        known = metrics or iteration_metrics({Stage.ROLLOUT: rollout.outputs, Stage.REWARD: reward.outputs})
+        rollout, reward = (
+            self._it.nodes.get(stage, nodes[stage].digest)
+            for stage in (Stage.ROLLOUT, Stage.REWARD)
+        )
+        known = metrics or iteration_metrics(
+            {Stage.ROLLOUT: rollout.outputs, Stage.REWARD: reward.outputs}
+        )
         extra = {name: value for name, value in known.items() if name.startswith(OF_ROLLOUT)}
-        return self._functions.rollout(k, read_scored(self._it.files, rollout, reward), extra, rollout.outputs["seconds"])
+        return self._functions.rollout(
+            k, read_scored(self._it.files, rollout, reward), extra, rollout.outputs["seconds"]
+        )
 
-    def _log_evaluation(self, version: int, nodes: dict[str, NodeRef], metrics: dict[str, float]) -> bool:
+    def _log_evaluation(
+        self, version: int, nodes: dict[str, NodeRef], metrics: dict[str, float]
+    ) -> bool:
         found = {name: self._it.nodes.get(Stage.EVAL, node.digest) for name, node in nodes.items()}
         samples = {name: read_samples(self._it.files, node) for name, node in found.items()}
         return self._functions.evaluation(version, samples, metrics)
 
     async def _logged(self, call: Callable[[], bool]) -> bool:
-        """Its answer; what it raises, or keeps its rows from being read, is said and stops nothing."""
+        """Its answer; what it raises, or keeps its rows from being read, is said and stops
+        nothing."""
         try:
             return await asyncio.to_thread(call)
         except RlpipeError as error:
@@ -134,47 +174,71 @@ class Observer:
             return False
 
     async def evaluation(
-        self, version: int, nodes: dict[str, NodeRef], metrics: dict[str, float], *, seconds: float, beside: bool
+        self,
+        version: int,
+        nodes: dict[str, NodeRef],
+        metrics: dict[str, float],
+        *,
+        seconds: float,
+        beside: bool,
     ) -> None:
-        """An evaluation is recorded: the node of each held-out set by its name. `beside`: the run did not wait for it."""
+        """An evaluation is recorded: the node of each held-out set by its name. `beside`: the run
+        did not wait for it."""
         self._it.stage_seconds.pop("eval", None)
-        self._accuracy = {name.split("/")[1]: value for name, value in metrics.items() if name.endswith("/accuracy")}
+        self._accuracy = {
+            name.split("/")[1]: value
+            for name, value in metrics.items()
+            if name.endswith("/accuracy")
+        }
         self._spent(0.0 if beside else seconds, {"eval": seconds})
         logs = self._functions.logs_evaluations
-        if not (logs and await self._logged(partial(self._log_evaluation, version, nodes, metrics))):
+        if not (
+            logs and await self._logged(partial(self._log_evaluation, version, nodes, metrics))
+        ):
             self._sinks.write(version, metrics)
-            line = ", ".join(f"{name} accuracy {value:.3f}" for name, value in self._accuracy.items())
+            line = ", ".join(
+                f"{name} accuracy {value:.3f}" for name, value in self._accuracy.items()
+            )
             self._it.progress.say(f"{self._it.config.run}: after {version} iterations {line}")
         await self.report()
 
     async def report(self) -> dict[str, Any]:
-        """Write summary.json, report.html and report.png as far as the run has come, and bring the branch's tables up to date;
-        answers the summary."""
+        """Write summary.json, report.html and report.png as far as the run has come, and bring the
+        branch's tables up to date; answers the summary."""
         summary, page = await asyncio.to_thread(self._write)
         await curve_artifact(self._curve, self._it.config.run, self._it.directory / "report.png")
         await overview_artifact(self._overview, self._it.config.run, page)
         return summary
 
     def _write(self) -> tuple[dict[str, Any], str]:
-        history, directory = self._reader.read(), self._it.directory
+        history = self._reader.read()
+        directory = self._it.directory
         write_summary(history, directory / "summary.json")
         write_report(history, directory / "report.html")
         write_figure(history, directory / "report.png")
         try:
             scalars.update(self._it.files, self._it.config.run)
-        except RlpipeError as error:  # they can be made again; what is wrong with the records is the audit's to say
-            self._it.progress.say(f"{self._it.config.run}: the tables are not up to date: {type(error).__name__}: {error}")
+        except (
+            RlpipeError
+        ) as error:  # they can be made again; what is wrong with the records is the audit's to say
+            self._it.progress.say(
+                f"{self._it.config.run}: the tables are not up to date: {type(error).__name__}: {error}"
+            )
         return summarise(history), overview(history)
 
     def _spent(self, seconds: float, other: dict[str, float], **entry: float) -> None:
         with (self._it.directory / "timing.jsonl").open("a") as log:
-            log.write(json.dumps({"time": time.time(), "seconds": seconds, "other": other, **entry}) + "\n")
+            log.write(
+                json.dumps({"time": time.time(), "seconds": seconds, "other": other, **entry})
+                + "\n"
+            )
 
 
 async def iteration_artifact(
     run: str, k: int, nodes: dict[str, NodeRef], metrics: dict[str, float], head: str | None = None
 ) -> None:
-    """A table in Prefect's UI: each stage's node and seconds. `head`: sha256 of the commit, which fixes all that is below it."""
+    """A table in Prefect's UI: each stage's node and seconds. `head`: sha256 of the commit, which
+    fixes all that is below it."""
     rows = [
         {
             "stage": name,
@@ -194,7 +258,9 @@ async def iteration_artifact(
 def figures(stage: str, metrics: dict[str, float]) -> str:
     """The figures of one stage in words."""
     said = FIGURES.get(stage, {}).items()
-    return ", ".join(f"{label} {metrics[metric]:.4g}" for label, metric in said if metric in metrics)
+    return ", ".join(
+        f"{label} {metrics[metric]:.4g}" for label, metric in said if metric in metrics
+    )
 
 
 def artifact_key(run: str, what: str) -> str:
@@ -203,7 +269,8 @@ def artifact_key(run: str, what: str) -> str:
 
 
 class Shown:
-    """An artifact that is made once in this process and then written anew: Prefect keeps every one that is made for good."""
+    """An artifact that is made once in this process and then written anew: Prefect keeps every one
+    that is made for good."""
 
     def __init__(self) -> None:
         self._id: UUID | None = None
@@ -215,10 +282,13 @@ class Shown:
 
 
 async def _written(artifact: UUID, data: str) -> bool:
-    """Write an artifact anew; False if there is none. Not by `update_artifact`, which stores all of it in an event as well."""
+    """Write an artifact anew; False if there is none. Not by `update_artifact`, which stores all of
+    it in an event as well."""
     async with get_client() as client:
         try:
-            await client.request("PATCH", "/artifacts/{id}", path_params={"id": artifact}, json={"data": data})
+            await client.request(
+                "PATCH", "/artifacts/{id}", path_params={"id": artifact}, json={"data": data}
+            )
         except HTTPStatusError as error:
             if error.response.status_code != 404:
                 raise
@@ -230,7 +300,9 @@ async def curve_artifact(shown: Shown, run: str, picture: Path) -> None:
     """The curves in Prefect's UI; the picture travels inside the artifact."""
     data = base64.b64encode(await asyncio.to_thread(picture.read_bytes)).decode()
     about = {"key": artifact_key(run, "curve"), "description": f"reward and accuracy of {run}"}
-    await shown.show(f"data:image/png;base64,{data}", lambda url: acreate_image_artifact(url, **about))
+    await shown.show(
+        f"data:image/png;base64,{data}", lambda url: acreate_image_artifact(url, **about)
+    )
 
 
 async def overview_artifact(shown: Shown, run: str, page: str) -> None:

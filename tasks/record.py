@@ -1,4 +1,5 @@
-"""The rule of every stage: its node is there, and nothing is done; or the work is done, and its node is recorded.
+"""The rule of every stage: its node is there, and nothing is done; or the work is done, and its
+node is recorded.
 
 Not here: what the work is.
 """
@@ -29,7 +30,7 @@ from rlpipe.errors import (
     SyncError,
     TrainerError,
 )
-from rlpipe.inputs import Inputs
+from rlpipe.lineage.stage_inputs import Inputs
 from rlpipe.observe.trace import traced
 from rlpipe.types import Node, NodeRef
 from tasks.context import RunContext, Stopwatch, context, recover
@@ -43,7 +44,8 @@ Work = Callable[[], Awaitable[dict[str, Any]]]
 RETRIES_AFTER_S = [1.0, 10.0]
 PASSING = (ActorLost, DeadlineExceeded, EngineError, StoreError, SyncError, TrainerError)
 LASTING = (ObjectConflict, ObjectCorrupt, ObjectMissing, StoreFull)
-"""A stage that failed with one of PASSING is tried again, after starting what died; but LASTING ones are not passing."""
+"""A stage that failed with one of PASSING is tried again, after starting what died; but LASTING
+ones are not passing."""
 
 
 def may_pass(_task: Any, _run: Any, state: State) -> bool:
@@ -55,13 +57,16 @@ def may_pass(_task: Any, _run: Any, state: State) -> bool:
 def stage_task(
     name: str, run_name: str
 ) -> Callable[[Callable[Parameters, Awaitable[Any]]], Callable[Parameters, Awaitable[Any]]]:
-    """A Prefect task, called like the plain function. A state that the function answers is the task's, and its data the result.
+    """A Prefect task, called like the plain function. A state that the function answers is the
+    task's, and its data the result.
 
-    Its first argument is the run's name. What may pass is tried again, after starting what died. Prefect's own cache is off:
-    it would answer for an actor that has been restarted since.
+    Its first argument is the run's name. What may pass is tried again, after starting what died.
+    Prefect's own cache is off: it would answer for an actor that has been restarted since.
     """
 
-    def decorate(function: Callable[Parameters, Awaitable[Any]]) -> Callable[Parameters, Awaitable[Any]]:
+    def decorate(
+        function: Callable[Parameters, Awaitable[Any]],
+    ) -> Callable[Parameters, Awaitable[Any]]:
         @wraps(function)
         async def attempt(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Any:
             run = str(arguments[0] if arguments else keywords["run"])
@@ -108,11 +113,20 @@ async def within(timeout_s: float, where: str) -> AsyncIterator[None]:
 
 
 async def once(run: RunContext, inputs: Inputs, work: Work) -> State:
-    """The handle of a stage's node, as the state of its task: `Reused` if it was there, else `Completed` after the work."""
-    node = await asyncio.to_thread(run.nodes.find, inputs.stage, inputs.digest)  # a store that is away is waited for
+    """The handle of a stage's node, as the state of its task: `Reused` if it was there, else
+    `Completed` after the work."""
+    node = await asyncio.to_thread(
+        run.nodes.find, inputs.stage, inputs.digest
+    )  # a store that is away is waited for
     if node is not None:
-        run.progress.say(f"{run.config.run}: {inputs.stage} {node.digest[:12]} is in the store already, reused")
-        return Completed(name="Reused", message=f"node {node.digest[:12]} was there", data=handle(node, reused=True))
+        run.progress.say(
+            f"{run.config.run}: {inputs.stage} {node.digest[:12]} is in the store already, reused"
+        )
+        return Completed(
+            name="Reused",
+            message=f"node {node.digest[:12]} was there",
+            data=handle(node, reused=True),
+        )
     run.progress.stage(str(inputs.stage))
     numbers = task_run.parameters
     with (
@@ -123,8 +137,12 @@ async def once(run: RunContext, inputs: Inputs, work: Work) -> State:
     outputs = {**result["outputs"], "seconds": watch.seconds}
     if switches := await run.cluster.switches():
         outputs["switches"] = switches
-    node = await asyncio.to_thread(run.nodes.commit, inputs.node(files=tuple(result.get("files", ())), outputs=outputs))
-    return Completed(message=f"node {node.digest[:12]} in {watch.seconds:.2f} s", data=handle(node, reused=False))
+    node = await asyncio.to_thread(
+        run.nodes.commit, inputs.node(files=tuple(result.get("files", ())), outputs=outputs)
+    )
+    return Completed(
+        message=f"node {node.digest[:12]} in {watch.seconds:.2f} s", data=handle(node, reused=False)
+    )
 
 
 def handle(node: Node, *, reused: bool) -> NodeRef:

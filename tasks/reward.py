@@ -1,4 +1,5 @@
-"""Stage 2: score the rows of a rollout. Needs no actor: it runs as well on stored rollouts, long after."""
+"""Stage 2: score the rows of a rollout. Needs no actor: it runs as well on stored rollouts, long
+after."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from typing import Any
 
 from prefect.client.schemas.objects import State
 
+from rlpipe.batch.files import read_samples, write_rewards
 from rlpipe.config.data import NoReward
-from rlpipe.config.slime import slime_args
-from rlpipe.inputs import reward_inputs
+from rlpipe.lineage.stage_inputs import reward_inputs
 from rlpipe.rewards.base import reward_outputs, score
 from rlpipe.rewards.post_process import post_process
-from rlpipe.stage_files import read_samples, write_rewards
+from rlpipe.slime.args import slime_args
 from rlpipe.types import NodeRef, Stage
 from tasks.context import context
 from tasks.record import once, stage_task
@@ -26,15 +27,25 @@ async def reward(run: str, k: int, rollout: NodeRef) -> State:
 
     async def judge() -> dict[str, Any]:
         if isinstance(it.config.reward.function, NoReward) and it.config.rollout.type == "dataset":
-            return {"outputs": {"scored": 0, "errors": 0}, "files": [write_rewards(it.files, inputs.digest, [])]}
+            return {
+                "outputs": {"scored": 0, "errors": 0},
+                "files": [write_rewards(it.files, inputs.digest, [])],
+            }
         sampled = it.nodes.get(Stage.ROLLOUT, rollout.digest)
         accepted = set(sampled.outputs["accepted"])
-        samples = [row for row in await asyncio.to_thread(read_samples, it.files, sampled) if row.group_id in accepted]
+        samples = [
+            row
+            for row in await asyncio.to_thread(read_samples, it.files, sampled)
+            if row.group_id in accepted
+        ]
         args = slime_args(it.config)
         rows = await score(samples, it.config.reward, args=args, progress=_shown(it))
         if path := it.config.reward.custom_reward_post_process_path:
             rows = await asyncio.to_thread(post_process, path, args, samples, rows)
-        return {"outputs": reward_outputs(rows), "files": [write_rewards(it.files, inputs.digest, rows)]}
+        return {
+            "outputs": reward_outputs(rows),
+            "files": [write_rewards(it.files, inputs.digest, rows)],
+        }
 
     return await once(it, inputs, judge)
 

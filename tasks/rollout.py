@@ -9,7 +9,7 @@ from typing import Any
 from prefect.client.schemas.objects import State
 
 from rlpipe.errors import DeadlineExceeded, ObjectMissing
-from rlpipe.inputs import Inputs, rollout_inputs
+from rlpipe.lineage.stage_inputs import Inputs, rollout_inputs
 from rlpipe.types import DataState, Node
 from tasks.context import RunContext, context
 from tasks.record import once, stage_task
@@ -36,13 +36,15 @@ async def rollout(run: str, k: int) -> State:
 
 
 async def planned(it: RunContext, k: int, before: DataState) -> tuple[str, DataState]:
-    """Digest of the plan of iteration k, and where the data source stands after it. Equal every time, so a retry finds it."""
+    """Digest of the plan of iteration k, and where the data source stands after it. Equal every
+    time, so a retry finds it."""
     plan = await it.cluster.generator.plan(k, before, deadline_s=it.config.rollout.timeout_s)
     return plan["plan"], plan["after"]
 
 
 async def data_before(it: RunContext, k: int) -> DataState:
-    """Where the data source stands before iteration k: what its predecessor left, committed yet or not.
+    """Where the data source stands before iteration k: what its predecessor left, committed yet or
+    not.
 
     Waits for the predecessor's rollout where only that decides it. Raises: DeadlineExceeded.
     """
@@ -61,18 +63,26 @@ async def data_before(it: RunContext, k: int) -> DataState:
 
 
 async def _recorded(it: RunContext, inputs: Inputs, k: int) -> Node:
-    end_s, pause_s = time.monotonic() + it.config.rollout.timeout_s, 0.02
+    end_s = time.monotonic() + it.config.rollout.timeout_s
+    pause_s = 0.02
     while (node := it.nodes.find(inputs.stage, inputs.digest)) is None:
         if time.monotonic() > end_s:
-            raise DeadlineExceeded("the rollout before is not recorded", where=f"rollout {k + 1}", found=f"none of iteration {k}")
+            raise DeadlineExceeded(
+                "the rollout before is not recorded",
+                where=f"rollout {k + 1}",
+                found=f"none of iteration {k}",
+            )
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     return node
 
 
 async def _sampled(it: RunContext, k: int, plan: str) -> dict[str, Any]:
-    """The generator's answer, while the terminal shows how far it is. If no engine can be brought back, that is the error."""
-    working = asyncio.ensure_future(it.cluster.generator.rollout(plan, deadline_s=it.config.rollout.timeout_s))
+    """The generator's answer, while the terminal shows how far it is. If no engine can be brought
+    back, that is the error."""
+    working = asyncio.ensure_future(
+        it.cluster.generator.rollout(plan, deadline_s=it.config.rollout.timeout_s)
+    )
     watching = asyncio.ensure_future(_watch(it, k))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -86,7 +96,8 @@ async def _sampled(it: RunContext, k: int, plan: str) -> dict[str, Any]:
 
 
 async def _watch(it: RunContext, k: int) -> None:
-    """Show the rollout's progress. Raises: what keeps every engine from coming back, once the rollout is abandoned."""
+    """Show the rollout's progress. Raises: what keeps every engine from coming back, once the
+    rollout is abandoned."""
     looked_s = time.monotonic()
     while True:
         now = await it.cluster.generator.progress(k)

@@ -1,4 +1,5 @@
-"""Stage 5: weights to engines. What an engine holds is what its server says; keeping it so is the conductor's."""
+"""Stage 5: weights to engines. What an engine holds is what its server says; keeping it so is the
+conductor's."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from typing import Any
 
 from prefect.client.schemas.objects import State
 
-from rlpipe.actors.fleet import Weights
+from rlpipe.actors.engines.fleet import Weights
 from rlpipe.errors import Mismatch
-from rlpipe.inputs import sync_inputs
-from rlpipe.lineage import state_node
+from rlpipe.lineage.stage_inputs import sync_inputs
+from rlpipe.lineage.states import state_node
 from rlpipe.store.segments import Segments, current_state
 from rlpipe.sync.probe import BOUNDS, Agreement, probe_metrics
 from rlpipe.types import NodeRef, WeightVersion
@@ -48,14 +49,18 @@ def push_due(it: RunContext, version: int) -> bool:
 
 
 async def publish(it: RunContext, weights: str, *, version: int, everyone: bool) -> dict[str, Any]:
-    """Let engines have the weights of a node: all of them now if `everyone`, else those that come back from a restart.
+    """Let engines have the weights of a node: all of them now if `everyone`, else those that come
+    back from a restart.
 
-    Answers `{"engines", "bytes", "seconds"}`. Raises: SyncError, EngineUnavailable, TrainerError, Mismatch, DeadlineExceeded.
+    Answers `{"engines", "bytes", "seconds"}`. Raises: SyncError, EngineUnavailable, TrainerError,
+    Mismatch, DeadlineExceeded.
     """
     if not it.cluster.has_engines:
         return {"engines": 0, "bytes": 0, "seconds": 0.0}
     wanted = await asyncio.to_thread(_weights, it, weights, version)
-    restore_s = it.config.checkpoint.timeout_s + len(wanted.lineage.replay) * it.config.train.timeout_s
+    restore_s = (
+        it.config.checkpoint.timeout_s + len(wanted.lineage.replay) * it.config.train.timeout_s
+    )
     deadline_s = it.config.resources.start_timeout_s + it.config.sync.timeout_s + restore_s
     try:
         return await it.cluster.publish(wanted, everyone=everyone, deadline_s=deadline_s)
@@ -67,7 +72,8 @@ async def publish(it: RunContext, weights: str, *, version: int, everyone: bool)
 
 
 def _weights(it: RunContext, weights: str, version: int) -> Weights:
-    """What is said of the weights of a node to who publishes them; of the segment that took their place, if one did."""
+    """What is said of the weights of a node to who publishes them; of the segment that took their
+    place, if one did."""
     digest = current_state(Segments(it.files), it.config.run, version, weights)
     return Weights(digest, version, stamp(it, digest, version), it.lineages.to(digest))
 
@@ -79,26 +85,33 @@ def stamp(it: RunContext, weights: str, version: int) -> str:
 
 
 async def are_served(it: RunContext, weights: str, version: int) -> bool:
-    """Does an engine hold the weights of a node, as far as was last seen? Without engines nobody asks for them."""
+    """Does an engine hold the weights of a node, as far as was last seen? Without engines nobody
+    asks for them."""
     sought = await asyncio.to_thread(stamp, it, weights, version)
-    return not it.cluster.has_engines or any(engine["stamp"] == sought for engine in await it.cluster.engines())
+    return not it.cluster.has_engines or any(
+        engine["stamp"] == sought for engine in await it.cluster.engines()
+    )
 
 
 async def serve(it: RunContext, k: int) -> None:
-    """Before rollout k: engines have weights of this run. They do, but after the conductor was lost, or before the first push.
+    """Before rollout k: engines have weights of this run. They do, but after the conductor was
+    lost, or before the first push.
 
-    A run that trains nothing (`debug.debug_rollout_only`) samples all its rollouts with the first ones.
+    A run that trains nothing (`debug.debug_rollout_only`) samples all its rollouts with the first
+    ones.
     """
     trained = 0 if it.config.debug.debug_rollout_only else k
-    known = sampled_after(trained, it.config.async_buffer_size, it.config.sync.update_weights_interval)
+    known = sampled_after(
+        trained, it.config.async_buffer_size, it.config.sync.update_weights_interval
+    )
     version, weights = await asyncio.to_thread(_newest, it, known)
     await publish(it, weights, version=version, everyone=False)
     await it.cluster.sample()
 
 
 def _newest(it: RunContext, known: int) -> tuple[int, str]:
-    """The newest weight version, and the digest of the node that made it. `known`: an iteration that is committed if it is one
-    of the branch's own."""
+    """The newest weight version, and the digest of the node that made it. `known`: an iteration
+    that is committed if it is one of the branch's own."""
     newest = it.branches.newest(it.config.run, after=known if known >= it.first else None)
     version = newest.iteration + 1 if newest else 0
     return version, it.weights_before(version)
@@ -116,9 +129,14 @@ async def probe(it: RunContext, weights: str, batch: str, version: int) -> dict[
     if not urls or not config.probe_samples:
         return {}
     held = await hold(it, weights, version)
-    trainer, deadline_s = it.cluster.trainer, config.timeout_s + CALL_TIMEOUT_S
-    await trainer.call("probe", held=held, batch=batch, samples=config.probe_samples, deadline_s=deadline_s)
-    answers = await trainer.call("compare", engines=urls, timeout_s=config.timeout_s, deadline_s=deadline_s)
+    trainer = it.cluster.trainer
+    deadline_s = config.timeout_s + CALL_TIMEOUT_S
+    await trainer.call(
+        "probe", held=held, batch=batch, samples=config.probe_samples, deadline_s=deadline_s
+    )
+    answers = await trainer.call(
+        "compare", engines=urls, timeout_s=config.timeout_s, deadline_s=deadline_s
+    )
     agreements = [Agreement(**answer) for answer in answers[0]]
     kind = it.config.engine.quantization or it.config.model.dtype
     bound = config.max_logprob_difference or BOUNDS[kind]

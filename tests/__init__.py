@@ -1,1 +1,2 @@
-"""Tests, in the shape of the source: tests/<room>/test_<module>.py. Shared servers and files are here; no test is."""
+"""Tests, in the shape of the source: tests/<room>/test_<module>.py. Shared servers and files are
+here; no test is."""

@@ -1,4 +1,5 @@
-"""What every test shares: a home of its own, and few threads, so that tests do not see each other or the user's runs."""
+"""What every test shares: a home of its own, and few threads, so that tests do not see each other
+or the user's runs."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from hypothesis import settings
 
 from tests.gpus import prepare, visible_gpus
 
-os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")  # 20 is too little beside other tests
+os.environ.setdefault(
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120"
+)  # 20 is too little beside other tests
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 prepare()
@@ -23,17 +26,19 @@ settings.load_profile("rlpipe")
 WHOLE_RUNS = (
     "tests/flows/test_train.py",
     "tests/deployments/test_apply.py",
-    "tests/tools/test_chaos.py",
+    "tests/soak/test_chaos.py",
     "tests/stores/test_releases.py",
 )
-"""Files whose tests start a run with all its servers. They come first and in one process: of two at once each would have half
-a machine."""
+"""Files whose tests start a run with all its servers. They come first and in one process: of two at
+once each would have half a machine."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Whole runs first; not what asks for more GPUs than there are."""
     items.sort(key=lambda item: not item.nodeid.startswith(WHOLE_RUNS))
-    if beyond := [item for item in items if (needed := _gpus_of(item)) and needed > len(visible_gpus())]:
+    if beyond := [
+        item for item in items if (needed := _gpus_of(item)) and needed > len(visible_gpus())
+    ]:
         config.hook.pytest_deselected(items=beyond)
         items[:] = [item for item in items if item not in beyond]
 
@@ -45,8 +50,8 @@ def _gpus_of(item: pytest.Item) -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several processes: the tests of a file stay in one of them, and so do all whole runs. (pytest-xdist 3.8's own groups
-    do nothing under pytest 9.2.)"""
+    """With several processes: the tests of a file stay in one of them, and so do all whole runs.
+    (pytest-xdist 3.8's own groups do nothing under pytest 9.2.)"""
     from xdist.scheduler import LoadFileScheduling
 
     class OneRunAtATime(LoadFileScheduling):

@@ -1,10 +1,11 @@
-"""The GPUs that tests may use. One can stand in for several: `TEST_GPUS=0,0,0,0 pytest -m gpu`; for a program that makes a Ray
+"""The GPUs that tests may use. One can stand in for several: `TEST_GPUS=0,0,0,0 pytest -m gpu`; for
+a program that makes a Ray
 
-    TEST_GPUS=0,0,0,0 python -m tests.gpus python -m tools.chaos --ranks 2 --engines 2 …
+    TEST_GPUS=0,0,0,0 python -m tests.gpus python -m tests.soak.chaos --ranks 2 --engines 2 …
 
-NCCL refuses two ranks on one GPU of one host; so every process calls itself a host of its own (`one_gpu/sitecustomize.py`), and
-what they send each other goes through sockets. All else is as on several GPUs but speed: kernels that wait for each other take
-turns on the one there is.
+NCCL refuses two ranks on one GPU of one host; so every process calls itself a host of its own
+(`one_gpu/sitecustomize.py`), and what they send each other goes through sockets. All else is as on
+several GPUs but speed: kernels that wait for each other take turns on the one there is.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ def visible_gpus() -> list[str]:
 
 def environment(gpus: Sequence[str]) -> dict[str, str]:
     """What a process is to be started with that makes a Ray of these."""
-    several = {"RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": len(gpus)}), **_hosts()} if len(set(gpus)) < len(gpus) else {}
+    several = (
+        {"RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": len(gpus)}), **_hosts()}
+        if len(set(gpus)) < len(gpus)
+        else {}
+    )
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), **several}
 
 

@@ -1,4 +1,5 @@
-"""One tiny real model behind a real SGLang server and a real router, shared by all tests of a run. Not a test."""
+"""One tiny real model behind a real SGLang server and a real router, shared by all tests of a run.
+Not a test."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Live:
 
 
 def make_model(directory: Path, seed: int) -> Qwen3ForCausalLM:
-    """A Qwen3 of 0.1M parameters with weights wide enough that its log-probabilities differ; saved to `directory` too."""
+    """A Qwen3 of 0.1M parameters with weights wide enough that its log-probabilities differ; saved
+    to `directory` too."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
@@ -60,11 +62,21 @@ def make_model(directory: Path, seed: int) -> Qwen3ForCausalLM:
     return model.eval()
 
 
-def log_probs(model: Qwen3ForCausalLM, prompt_ids: list[int], response_ids: list[int], temperature: float = 1.0) -> list[float]:
+def log_probs(
+    model: Qwen3ForCausalLM,
+    prompt_ids: list[int],
+    response_ids: list[int],
+    temperature: float = 1.0,
+) -> list[float]:
     """Log-probability of each response token by transformers."""
     with torch.no_grad():
-        logits = model(torch.tensor([prompt_ids + response_ids])).logits[0, len(prompt_ids) - 1 : -1] / temperature
-    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(response_ids)[:, None])[:, 0].tolist()
+        logits = (
+            model(torch.tensor([prompt_ids + response_ids])).logits[0, len(prompt_ids) - 1 : -1]
+            / temperature
+        )
+    return (
+        torch.log_softmax(logits, -1).gather(-1, torch.tensor(response_ids)[:, None])[:, 0].tolist()
+    )
 
 
 def make_server(model_dir: Path, log_path: Path) -> Server:

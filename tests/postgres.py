@@ -1,4 +1,5 @@
-"""A PostgreSQL server for the tests, where the machine has one; its data lie in a folder of its own.
+"""A PostgreSQL server for the tests, where the machine has one; its data lie in a folder of its
+own.
 
 It refuses to run as root, so under root it runs as another user of the machine.
 
@@ -26,7 +27,8 @@ USERS = ("postgres", "nobody")
 
 
 def binaries() -> Path | None:
-    """The folder with `initdb` and `postgres`: that of the path, or Debian's newest; None if there is none."""
+    """The folder with `initdb` and `postgres`: that of the path, or Debian's newest; None if there
+    is none."""
     if found := shutil.which("initdb"):
         return Path(found).resolve().parent
     return next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), None)
@@ -34,12 +36,29 @@ def binaries() -> Path | None:
 
 @contextmanager
 def postgresql(folder: Path) -> Iterator[str]:
-    """The URL, as Prefect takes it, of the database of a server that ends with this block. `folder` is the binaries'."""
-    place, port, user = Path(tempfile.mkdtemp(prefix="pg", dir="/tmp")), free_port(0), _other_user()
+    """The URL, as Prefect takes it, of the database of a server that ends with this block. `folder`
+    is the binaries'."""
+    place = Path(tempfile.mkdtemp(prefix="pg", dir="/tmp"))
+    port = free_port(0)
+    user = _other_user()
     if user:
         os.chown(place, pwd.getpwnam(user).pw_uid, -1)
-    _run([folder / "initdb", "-D", place / "data", "-A", "trust", "-U", "rlpipe", "--no-sync"], user=user)
-    command = [folder / "postgres", "-D", place / "data", "-h", "127.0.0.1", "-p", str(port), "-k", place, "-F"]
+    _run(
+        [folder / "initdb", "-D", place / "data", "-A", "trust", "-U", "rlpipe", "--no-sync"],
+        user=user,
+    )
+    command = [
+        folder / "postgres",
+        "-D",
+        place / "data",
+        "-h",
+        "127.0.0.1",
+        "-p",
+        str(port),
+        "-k",
+        place,
+        "-F",
+    ]
     with (place.with_suffix(".log")).open("wb") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, user=user, cwd="/")
     try:
@@ -60,7 +79,9 @@ def _other_user() -> str | None:
 
 
 def _run(command: Sequence[Any], *, user: str | None) -> None:
-    subprocess.run(command, user=user, cwd="/", check=True, stdout=subprocess.DEVNULL, timeout=START_TIMEOUT_S)
+    subprocess.run(
+        command, user=user, cwd="/", check=True, stdout=subprocess.DEVNULL, timeout=START_TIMEOUT_S
+    )
 
 
 def _wait(server: subprocess.Popen[bytes], port: int) -> None:

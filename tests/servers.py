@@ -1,6 +1,7 @@
 """Servers for the tests: a real S3 server with signatures, and a proxy that loses replies.
 
-`LossyProxy` forwards everything and drops the reply it is told to lose: the writer cannot know whether it wrote.
+`LossyProxy` forwards everything and drops the reply it is told to lose: the writer cannot know
+whether it wrote.
 
 Not here: fixtures (each room's conftest makes its own from these).
 """
@@ -16,12 +17,14 @@ from tools.s3_server import S3Server
 
 
 def seaweed(directory: Path, bucket: str = "tests") -> S3Server:
-    """A SeaweedFS S3 server with one bucket under `directory`, to be entered: stopped on the way out."""
+    """A SeaweedFS S3 server with one bucket under `directory`, to be entered: stopped on the way
+    out."""
     return S3Server(directory, bucket)
 
 
 class LossyProxy:
-    """Forwards TCP connections to an HTTP server; `lose(b"PUT ")` drops the reply to the next request with these bytes."""
+    """Forwards TCP connections to an HTTP server; `lose(b"PUT ")` drops the reply to the next
+    request with these bytes."""
 
     def __init__(self, server_url: str) -> None:
         host, _, port = server_url.removeprefix("http://").partition(":")
@@ -42,11 +45,18 @@ class LossyProxy:
         with suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                server, doomed = socket.create_connection(self._server), threading.Event()
-                threading.Thread(target=self._forward_requests, args=(client, server, doomed), daemon=True).start()
-                threading.Thread(target=self._forward_replies, args=(server, client, doomed), daemon=True).start()
+                server = socket.create_connection(self._server)
+                doomed = threading.Event()
+                threading.Thread(
+                    target=self._forward_requests, args=(client, server, doomed), daemon=True
+                ).start()
+                threading.Thread(
+                    target=self._forward_replies, args=(server, client, doomed), daemon=True
+                ).start()
 
-    def _forward_requests(self, client: socket.socket, server: socket.socket, doomed: threading.Event) -> None:
+    def _forward_requests(
+        self, client: socket.socket, server: socket.socket, doomed: threading.Event
+    ) -> None:
         with suppress(OSError), client, server:
             while data := client.recv(65536):
                 if self._pattern and self._pattern in data:
@@ -54,7 +64,9 @@ class LossyProxy:
                     doomed.set()
                 server.sendall(data)
 
-    def _forward_replies(self, server: socket.socket, client: socket.socket, doomed: threading.Event) -> None:
+    def _forward_replies(
+        self, server: socket.socket, client: socket.socket, doomed: threading.Event
+    ) -> None:
         with suppress(OSError), server, client:
             while data := server.recv(65536):
                 if doomed.is_set() and not data.startswith(b"HTTP/1.1 100"):

@@ -1,8 +1,10 @@
-"""Digests of whole configurations, pinned; and runs that keep the contract that they were begun with.
+"""Digests of whole configurations, pinned; and runs that keep the contract that they were begun
+with.
 
-`contracts.json` has the digest of every stage of every configuration below, by version of the contracts. A digest that changes
-makes the stored runs of every user unreachable: do not edit the file. Where a stage must compute something else, raise its
-version in `rlpipe.types.CONTRACTS`, keep the settings of the version before (`rlpipe.inputs.SETTINGS`), and add a table.
+`contracts.json` has the digest of every stage of every configuration below, by version of the
+contracts. A digest that changes makes the stored runs of every user unreachable: do not edit the
+file. Where a stage must compute something else, raise its version in `rlpipe.types.CONTRACTS`, keep
+the settings of the version before (`rlpipe.lineage.stage_inputs.SETTINGS`), and add a table.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from typing import Any
 
 import pytest
 
-from rlpipe import inputs, types
+from rlpipe import types
 from rlpipe.config.load import validate_stored
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ObjectCorrupt
-from rlpipe.inputs import (
+from rlpipe.lineage import stage_inputs as inputs
+from rlpipe.lineage.stage_inputs import (
     SETTINGS,
     advantage_inputs,
     checkpoint_inputs,
@@ -32,14 +35,17 @@ from rlpipe.inputs import (
     train_inputs,
 )
 from rlpipe.store.branches import Branch, Branches, config_path
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
 from rlpipe.store.records import seal
 from rlpipe.types import CONTRACTS, Stage
 
 PINNED = json.loads(Path(__file__).with_name("contracts.json").read_text())
 REPOSITORY = Path(__file__).resolve().parents[1]
-HELD = {"name": "held", "prompts": {"type": "reasoning_gym", "task": "chain_sum", "size": 4, "seed": 1000}}
+HELD = {
+    "name": "held",
+    "prompts": {"type": "reasoning_gym", "task": "chain_sum", "size": 4, "seed": 1000},
+}
 BASE: dict[str, Any] = {
     "run": "run",
     "num_rollout": 3,
@@ -60,8 +66,18 @@ JUDGE = {"type": "judge", "url": "http://judge:1/v1", "model": "large", "tempera
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "ppo with a critic": {
-        "advantage": {"advantage_estimator": "ppo", "lambd": 0.95, "kl_coef": 0.01, "reference": True},
-        "critic": {"hf_checkpoint": "/models/c", "lr": 1e-5, "num_critic_only_steps": 1, "parallel": {}},
+        "advantage": {
+            "advantage_estimator": "ppo",
+            "lambd": 0.95,
+            "kl_coef": 0.01,
+            "reference": True,
+        },
+        "critic": {
+            "hf_checkpoint": "/models/c",
+            "lr": 1e-5,
+            "num_critic_only_steps": 1,
+            "parallel": {},
+        },
         "resources": {"critic_num_gpus_per_node": 2},
     },
     "supervised": SUPERVISED,
@@ -81,8 +97,14 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         },
         "train": {"loss": {"use_tis": True}, "num_steps_per_rollout": 2},
     },
-    "colocated": {"deterministic": True, "resources": {"colocate": True, "actor_num_gpus_per_node": 2}},
-    "reprocessed": {"debug": {"load_debug_rollout_data": "other"}, "advantage": {"advantage_estimator": "rloo"}},
+    "colocated": {
+        "deterministic": True,
+        "resources": {"colocate": True, "actor_num_gpus_per_node": 2},
+    },
+    "reprocessed": {
+        "debug": {"load_debug_rollout_data": "other"},
+        "advantage": {"advantage_estimator": "rloo"},
+    },
     "routing replay": {"train": {"use_routing_replay": True, "use_rollout_routing_replay": True}},
     "large model": {
         "engine": {"quantization": "fp8"},
@@ -99,19 +121,35 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "seed": 7,
         "reward": {"function": JUDGE, "on_error": 0.0},
         "advantage": {"advantage_estimator": "reinforce_plus_plus"},
-        "evaluation": {"datasets": [{**HELD, "reward": {"function": {"type": "reasoning_gym"}}, "temperature": 0.0}]},
+        "evaluation": {
+            "datasets": [
+                {**HELD, "reward": {"function": {"type": "reasoning_gym"}}, "temperature": 0.0}
+            ]
+        },
     },
     "long context": {
-        "data": {"rollout_max_prompt_len": 512, "overlong_prompts": "drop", "apply_chat_template": True},
-        "rollout": {"rollout_max_context_len": 4096, "rollout_skip_special_tokens": False, "rollout_stop": ["</answer>"]},
+        "data": {
+            "rollout_max_prompt_len": 512,
+            "overlong_prompts": "drop",
+            "apply_chat_template": True,
+        },
+        "rollout": {
+            "rollout_max_context_len": 4096,
+            "rollout_skip_special_tokens": False,
+            "rollout_stop": ["</answer>"],
+        },
         "model": {"dtype": "float32", "start_from": {"branch": "other"}},
     },
 }
 
 
 def configuration(name: str) -> RunConfig:
-    """As of a stored run: a key that is not given has the default that it was introduced with, also once that is another."""
-    sections = {key: {**BASE.get(key, {}), **new} if isinstance(new, dict) else new for key, new in CONFIGURATIONS[name].items()}
+    """As of a stored run: a key that is not given has the default that it was introduced with, also
+    once that is another."""
+    sections = {
+        key: {**BASE.get(key, {}), **new} if isinstance(new, dict) else new
+        for key, new in CONFIGURATIONS[name].items()
+    }
     if "type" in sections.get("rollout", {}):
         sections["rollout"] = CONFIGURATIONS[name]["rollout"]
     return validate_stored({**BASE, **sections})
@@ -125,7 +163,10 @@ def digests(config: RunConfig, contracts: Mapping[Stage, int] = CONTRACTS) -> di
         reward_inputs(config, "rollout", contracts),
         advantage_inputs(config, "rollout", "reward", "before", contracts),
         train_inputs(config, "advantage", "before", contracts),
-        *(eval_inputs(config, dataset, "weights", contracts) for dataset in config.evaluation.datasets),
+        *(
+            eval_inputs(config, dataset, "weights", contracts)
+            for dataset in config.evaluation.datasets
+        ),
     ]
     return {str(one.stage): one.digest for one in made}
 
@@ -142,7 +183,12 @@ def test_the_names_of_nodes_without_settings_stay_what_they_are():
 
 def test_what_does_not_decide_results_is_in_no_digest():
     plain = digests(configuration("defaults"))
-    tuned = {**BASE, "resources": {"colocate": True}, "engine": {"server_concurrency": 8}, "num_rollout": 9}
+    tuned = {
+        **BASE,
+        "resources": {"colocate": True},
+        "engine": {"server_concurrency": 8},
+        "num_rollout": 9,
+    }
     assert digests(validate_stored(tuned)) == plain
 
 
@@ -158,8 +204,16 @@ def test_every_version_of_every_contract_has_its_settings():
 
 
 def test_every_stage_is_asked_for_with_the_contracts_of_its_branch():
-    """The default is for tests. A call that forgets the branch's contracts would give an older run other nodes."""
-    needs = {"init_inputs", "rollout_inputs", "reward_inputs", "advantage_inputs", "train_inputs", "eval_inputs"}
+    """The default is for tests. A call that forgets the branch's contracts would give an older run
+    other nodes."""
+    needs = {
+        "init_inputs",
+        "rollout_inputs",
+        "reward_inputs",
+        "advantage_inputs",
+        "train_inputs",
+        "eval_inputs",
+    }
     calls = [
         (f"{path.name}:{call.lineno}", call)
         for folder in ("rlpipe", "tasks", "flows", "tools")
@@ -168,7 +222,9 @@ def test_every_stage_is_asked_for_with_the_contracts_of_its_branch():
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in needs
     ]
     assert len(calls) >= 14
-    assert [where for where, call in calls if not ast.unparse(call.args[-1]).endswith("contracts")] == []
+    assert [
+        where for where, call in calls if not ast.unparse(call.args[-1]).endswith("contracts")
+    ] == []
 
 
 @pytest.fixture
@@ -184,17 +240,26 @@ def second_version(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(inputs.SETTINGS, Stage.TRAIN, {**SETTINGS[Stage.TRAIN], 2: second})
 
 
-def test_a_run_keeps_the_contracts_that_it_was_begun_with(local_files: Files, request: pytest.FixtureRequest):
+def test_a_run_keeps_the_contracts_that_it_was_begun_with(
+    local_files: Files, request: pytest.FixtureRequest
+):
     config = configuration("defaults")
     Branches(local_files).create("old", config.model_dump(mode="json"), "init")
     request.getfixturevalue("second_version")
     branches = Branches(local_files)
     branches.create("new", config.model_dump(mode="json"), "init")
-    assert (branches.contracts("old")[Stage.TRAIN], branches.contracts("new")[Stage.TRAIN]) == (1, 2)
+    assert (branches.contracts("old")[Stage.TRAIN], branches.contracts("new")[Stage.TRAIN]) == (
+        1,
+        2,
+    )
     assert branches.contracts("not begun")[Stage.TRAIN] == 2
-    assert branches.create("old", config.model_dump(mode="json"), "init").contracts[Stage.TRAIN] == 1, "it goes on"
+    assert (
+        branches.create("old", config.model_dump(mode="json"), "init").contracts[Stage.TRAIN] == 1
+    ), "it goes on"
     old, new = (train_inputs(config, "a", "b", branches.contracts(name)) for name in ("old", "new"))
-    assert old.digest == train_inputs(config, "a", "b", dict.fromkeys(Stage, 1)).digest != new.digest
+    assert (
+        old.digest == train_inputs(config, "a", "b", dict.fromkeys(Stage, 1)).digest != new.digest
+    )
     assert digests(config, branches.contracts("old")) == PINNED["1"]["defaults"]
     for one in (old, new):
         assert Nodes(local_files).commit(one.node()).contract == one.contract
@@ -202,13 +267,17 @@ def test_a_run_keeps_the_contracts_that_it_was_begun_with(local_files: Files, re
 
 
 def test_a_version_that_changes_no_setting_is_another_node():
-    assert inputs.Inputs(Stage.TRAIN, {}, contract=2).digest != inputs.Inputs(Stage.TRAIN, {}).digest
+    assert (
+        inputs.Inputs(Stage.TRAIN, {}, contract=2).digest != inputs.Inputs(Stage.TRAIN, {}).digest
+    )
 
 
 def test_a_branch_of_an_unknown_contract_is_refused_by_name(local_files: Files):
     record = Branch(branch="run", config={}, init="init", contracts={Stage.REWARD: 9})
     local_files.create(config_path("run"), seal(record, "x"))
-    with pytest.raises(ObjectCorrupt, match=r"(?s)contract of the stage reward.*contract 9.*1 to 1"):
+    with pytest.raises(
+        ObjectCorrupt, match=r"(?s)contract of the stage reward.*contract 9.*1 to 1"
+    ):
         Branches(local_files).get("run")
 
 

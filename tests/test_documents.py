@@ -13,9 +13,9 @@ import pytest
 from rlpipe.config.load import load_run, validate
 from rlpipe.config.problems import all_keys
 from rlpipe.config.run import RunConfig
-from rlpipe.config.slime import FREE
 from rlpipe.config.text import parse
 from rlpipe.errors import ConfigError
+from rlpipe.slime.args import FREE
 
 ROOT = Path(__file__).parents[1]
 ROOMS = [
@@ -31,14 +31,19 @@ ROOMS = [
 ]
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
-    for path in [*ROOT.glob("*.md"), *(path for room in ROOMS for path in (ROOT / room).glob("*.md"))]
+    for path in [
+        *ROOT.glob("*.md"),
+        *(path for room in ROOMS for path in (ROOT / room).glob("*.md")),
+    ]
     if path.name != "CHANGELOG.md"
 )
 GENERATED = "rlpipe/config/KEYS.md"
 NOT_KEYS = ("preset", "overrides")
 """Words before "=" of a command that are no keys: a model's preset, and the parameter of a flow."""
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-MODULE = re.compile(r"python -m ([a-z_.]+)|python (tools/[a-z_]+\.py)|nproc-per-node 2 (tools/[a-z_]+\.py)")
+MODULE = re.compile(
+    r"python -m ([a-z_.]+)|python (tools/[a-z_]+\.py)|nproc-per-node 2 (tools/[a-z_]+\.py)"
+)
 
 
 def text_of(document: str) -> str:
@@ -79,7 +84,9 @@ def module_source(name: str) -> str:
     if name.endswith(".py"):
         return (ROOT / name).read_text(encoding="utf-8")
     path = ROOT / name.replace(".", "/")
-    return (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
+    return (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_readme_is_at_most_200_lines_of_100_columns():
@@ -107,7 +114,9 @@ def test_every_link_leads_to_a_file_and_a_heading(document):
     for target in links(document):
         name, _, anchor = target.partition("#")
         path = (ROOT / document).parent / name if name else ROOT / document
-        if not path.exists() or (anchor and anchor not in anchors(path.resolve().relative_to(ROOT).as_posix())):
+        if not path.exists() or (
+            anchor and anchor not in anchors(path.resolve().relative_to(ROOT).as_posix())
+        ):
             broken.append(target)
     assert broken == []
 
@@ -115,7 +124,9 @@ def test_every_link_leads_to_a_file_and_a_heading(document):
 @pytest.mark.parametrize("document", [document for document in DOCUMENTS if document != GENERATED])
 def test_every_reference_link_is_defined(document):
     text = re.sub(r"`[^`]*`", "", prose(document))
-    used = set(re.findall(r"\]\[([a-z]+)\]", text)) | set(re.findall(r"(?<![\]\w])\[([a-z]+)\](?![\[(:])", text))
+    used = set(re.findall(r"\]\[([a-z]+)\]", text)) | set(
+        re.findall(r"(?<![\]\w])\[([a-z]+)\](?![\[(:])", text)
+    )
     assert used - set(re.findall(r"^\[([^\]]+)\]: ", text, re.MULTILINE)) == set()
 
 
@@ -140,15 +151,23 @@ def test_every_command_of_the_project_exists_and_has_the_options(document):
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_override_and_every_key_in_the_text_is_a_key(document):
     keys = set(all_keys())
-    sections = "|".join(sorted({key for key in keys if "." not in key and f"{key}." in " ".join(keys)}))
+    sections = "|".join(
+        sorted({key for key in keys if "." not in key and f"{key}." in " ".join(keys)})
+    )
     overrides = {
         word.partition("=")[0]
         for command in commands(document)
-        for word in shlex.split(command.replace("ARGS=", "ARGS= ").replace('"', " ").replace("'", " "), posix=False)
+        for word in shlex.split(
+            command.replace("ARGS=", "ARGS= ").replace('"', " ").replace("'", " "), posix=False
+        )
         if re.match(r"[a-z_.]+=", word)
     }
     named = re.findall(rf"`((?:{sections})\.(?!py`)[a-z_.]+?)[`=:]", prose(document))
-    wrong = [key for key in [*overrides, *named] if key not in keys and not key.startswith((*FREE, *NOT_KEYS))]
+    wrong = [
+        key
+        for key in [*overrides, *named]
+        if key not in keys and not key.startswith((*FREE, *NOT_KEYS))
+    ]
     assert wrong == []
 
 
@@ -178,14 +197,18 @@ def overrides_of(command: str) -> tuple[str, list[str]] | None:
     """Return recipe and overrides of a command that trains; None for any other."""
     if not re.search(r"\bmake train\b|tools\.train\b", command):
         return None
-    words = [word for part in shlex.split(command) for word in shlex.split(part.removeprefix("ARGS="))]
+    words = [
+        word for part in shlex.split(command) for word in shlex.split(part.removeprefix("ARGS="))
+    ]
     recipe = next((word.partition("=")[2] for word in words if word.startswith("RECIPE=")), None)
     recipe = words[words.index("--recipe") + 1] if "--recipe" in words else recipe
     overrides = [word for word in words if re.match(r"[a-z][a-z_.]+=", word)]
     return (recipe, overrides) if recipe else None
 
 
-@pytest.mark.parametrize("document", [document for document in DOCUMENTS if "bash" in text_of(document)])
+@pytest.mark.parametrize(
+    "document", [document for document in DOCUMENTS if "bash" in text_of(document)]
+)
 def test_every_training_command_has_a_valid_configuration(document, tmp_path, monkeypatch):
     example = next(code for code in blocks("README.md", "yaml") if code.startswith("# my_run.yaml"))
     (tmp_path / "my_run.yaml").write_text(example, encoding="utf-8")
@@ -215,7 +238,11 @@ def test_every_path_of_the_project_in_the_text_exists(document):
 
 
 def test_the_glossary_has_each_term_once():
-    rows = re.findall(r"^\| ([a-z][a-z -]+) \| ", text_of("rlpipe/store/README.md").split("## Layout")[0], re.MULTILINE)
+    rows = re.findall(
+        r"^\| ([a-z][a-z -]+) \| ",
+        text_of("rlpipe/store/README.md").split("## Layout")[0],
+        re.MULTILINE,
+    )
     terms = [row for row in rows if row != "term"]
     assert len(terms) >= 40
     assert len(set(terms)) == len(terms)

@@ -1,4 +1,5 @@
-"""The exception tree: drawn as it is, readable, and the same on the other side of a process boundary (rlpipe.errors)."""
+"""The exception tree: drawn as it is, readable, and the same on the other side of a process
+boundary (rlpipe.errors)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ from rlpipe.errors import (
     StoreFull,
 )
 
-TREE = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, RlpipeError)]
+TREE = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, RlpipeError)
+]
 DETAILS = {"where": "train.optimizer.lr", "found": "-1", "expected": "at least 0", "do": "set it"}
 
 
@@ -39,13 +44,20 @@ def drawn() -> dict[str, str]:
 
 
 def test_the_drawing_is_the_tree():
-    assert drawn() == {kind.__name__: kind.__mro__[1].__name__ for kind in TREE if kind is not RlpipeError}
+    assert drawn() == {
+        kind.__name__: kind.__mro__[1].__name__ for kind in TREE if kind is not RlpipeError
+    }
 
 
 def test_every_error_of_the_tree_is_raised_somewhere():
-    """A name that nothing raises, and that no error raised is a kind of, promises what nobody keeps."""
+    """A name that nothing raises, and that no error raised is a kind of, promises what nobody
+    keeps."""
     root = Path(errors.__file__).parents[1]
-    sources = [path for room in ("rlpipe", "tasks", "flows", "tools", "deployments") for path in (root / room).rglob("*.py")]
+    sources = [
+        path
+        for room in ("rlpipe", "tasks", "flows", "tools", "deployments")
+        for path in (root / room).rglob("*.py")
+    ]
     named = {
         node.id
         for path in sources
@@ -53,7 +65,11 @@ def test_every_error_of_the_tree_is_raised_somewhere():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Name)
     }
-    unused = {kind.__name__ for kind in TREE if not named & {child.__name__ for child in TREE if issubclass(child, kind)}}
+    unused = {
+        kind.__name__
+        for kind in TREE
+        if not named & {child.__name__ for child in TREE if issubclass(child, kind)}
+    }
     assert unused == set()
 
 
@@ -77,12 +93,20 @@ def test_an_error_survives_pickling_with_all_it_says(kind: type[RlpipeError]):
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is kind
     assert str(copy) == str(error)
-    assert (copy.problem, copy.where, copy.found, copy.expected, copy.do) == ("not a learning rate", *DETAILS.values())
+    assert (copy.problem, copy.where, copy.found, copy.expected, copy.do) == (
+        "not a learning rate",
+        *DETAILS.values(),
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "builtin"),
-    [(ConfigError, ValueError), (DataError, ValueError), (ObjectMissing, LookupError), (DeadlineExceeded, TimeoutError)],
+    [
+        (ConfigError, ValueError),
+        (DataError, ValueError),
+        (ObjectMissing, LookupError),
+        (DeadlineExceeded, TimeoutError),
+    ],
 )
 def test_input_errors_are_python_s_own_kinds_too(kind: type[RlpipeError], builtin: type[Exception]):
     with pytest.raises(builtin):
@@ -90,4 +114,8 @@ def test_input_errors_are_python_s_own_kinds_too(kind: type[RlpipeError], builti
 
 
 def test_one_clause_catches_all_that_the_store_says():
-    assert {kind for kind in TREE if issubclass(kind, StoreError)} > {StoreError, StoreFull, ObjectMissing}
+    assert {kind for kind in TREE if issubclass(kind, StoreError)} > {
+        StoreError,
+        StoreFull,
+        ObjectMissing,
+    }

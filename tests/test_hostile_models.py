@@ -1,4 +1,5 @@
-"""Model directories and hook paths from anywhere: read as they are, or refused by an error that names file and value."""
+"""Model directories and hook paths from anywhere: read as they are, or refused by an error that
+names file and value."""
 
 from __future__ import annotations
 
@@ -16,17 +17,24 @@ from safetensors.torch import save_file
 
 from rlpipe.config.hooks import hook_digest, load_hook
 from rlpipe.config.model import HuggingFaceModel, ModelConfig
-from rlpipe.engines.megatron.conversion.hf_files import HfWeights
+from rlpipe.engines.megatron.checkpoint.conversion.hf_files import HfWeights
 from rlpipe.errors import ConfigError, DataError, RlpipeError
 from rlpipe.model_dir import check_files, model_directory, model_fingerprint
-from rlpipe.routed import routed_width
+from rlpipe.store.routed_experts import routed_width
 
 DEEP = "[" * 100_000
 HEADER: dict[str, Any] = {
     "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
     "b": {"dtype": "F32", "shape": [4], "data_offsets": [24, 40]},
 }
-JSON = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st.integers(-9, 99), max_size=3)
+JSON = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=3)
+    | st.lists(st.integers(-9, 99), max_size=3)
+)
 
 
 def _model(folder: Path, config: str = '{"hidden_size": 8}', index: str | None = None) -> Path:
@@ -59,7 +67,15 @@ def test_a_config_that_is_none_is_refused_before_anything_starts(config: str, tm
 
 
 @pytest.mark.parametrize(
-    "name", ["../other/model.safetensors", "/etc/passwd", "..", "", "sub/a.safetensors", "a\\u0000.safetensors"]
+    "name",
+    [
+        "../other/model.safetensors",
+        "/etc/passwd",
+        "..",
+        "",
+        "sub/a.safetensors",
+        "a\\u0000.safetensors",
+    ],
 )
 def test_an_index_never_leads_out_of_the_directory(name: str, tmp_path: Path):
     _model(tmp_path / "other")
@@ -70,7 +86,10 @@ def test_an_index_never_leads_out_of_the_directory(name: str, tmp_path: Path):
         HfWeights(folder)
 
 
-@pytest.mark.parametrize("index", ["", "[]", DEEP, "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a": 5}}'])
+@pytest.mark.parametrize(
+    "index",
+    ["", "[]", DEEP, "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a": 5}}'],
+)
 def test_an_index_that_is_none_is_refused(index: str, tmp_path: Path):
     with pytest.raises(ConfigError):
         check_files(_model(tmp_path / "m", index=index), "model")
@@ -84,9 +103,12 @@ def _tampered(folder: Path, header: Any, data: bytes = bytes(40)) -> Path:
 
 @given(
     name=st.sampled_from(["dtype", "shape", "data_offsets"]),
-    value=JSON | st.sampled_from(["F64", "BF16", [2, 4], [2**62, 2**62], [24, 0], [0, 8], [16, 40], [-4, 24]]),
+    value=JSON
+    | st.sampled_from(["F64", "BF16", [2, 4], [2**62, 2**62], [24, 0], [0, 8], [16, 40], [-4, 24]]),
 )
-def test_a_header_that_lies_is_found_when_it_is_read(name: str, value: Any, tmp_path_factory: pytest.TempPathFactory):
+def test_a_header_that_lies_is_found_when_it_is_read(
+    name: str, value: Any, tmp_path_factory: pytest.TempPathFactory
+):
     header = copy.deepcopy(HEADER)
     header["a"][name] = value
     folder = _tampered(_model(tmp_path_factory.getbasetemp() / "tampered"), header)
@@ -96,7 +118,9 @@ def test_a_header_that_lies_is_found_when_it_is_read(name: str, value: Any, tmp_
         assert header == HEADER
 
 
-@pytest.mark.parametrize("header", [b"", b"[]", DEEP.encode(), {"a": 5}, {"a": {"dtype": "F32", "shape": [1]}}])
+@pytest.mark.parametrize(
+    "header", [b"", b"[]", DEEP.encode(), {"a": 5}, {"a": {"dtype": "F32", "shape": [1]}}]
+)
 def test_a_header_that_is_none_is_named(header: Any, tmp_path: Path):
     with pytest.raises(DataError, match=r"model\.safetensors"):
         HfWeights(_tampered(_model(tmp_path / "m"), header))
@@ -110,7 +134,8 @@ def test_a_file_of_another_length_than_its_header_says_is_named(data: bytes, tmp
 
 @pytest.mark.parametrize("said", ["{", "[]", '{"a": 1}', DEEP])
 def test_notes_of_digests_that_cannot_be_read_are_made_again(said: str, tmp_path: Path):
-    folder, notes = _model(tmp_path / "m"), tmp_path / "notes.json"
+    folder = _model(tmp_path / "m")
+    notes = tmp_path / "notes.json"
     first = model_fingerprint(str(folder), notes)
     notes.write_text(said)
     assert model_fingerprint(str(folder), notes) == first
@@ -118,14 +143,22 @@ def test_notes_of_digests_that_cannot_be_read_are_made_again(said: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    "model", [{}, {"text_config": [1]}, {"num_experts_per_tok": 2}, {"num_experts_per_tok": [], "num_hidden_layers": 1}]
+    "model",
+    [
+        {},
+        {"text_config": [1]},
+        {"num_experts_per_tok": 2},
+        {"num_experts_per_tok": [], "num_hidden_layers": 1},
+    ],
 )
 def test_a_model_whose_experts_cannot_be_counted_is_refused(model: dict[str, Any]):
     with pytest.raises(ConfigError):
         routed_width(model)
 
 
-@pytest.mark.parametrize("path", ["\0.py:f", "\ud800.py:f", "a" * 5000 + ".py:f", "a." * 3000 + "b", "s3://a/b.py:f"])
+@pytest.mark.parametrize(
+    "path", ["\0.py:f", "\ud800.py:f", "a" * 5000 + ".py:f", "a." * 3000 + "b", "s3://a/b.py:f"]
+)
 def test_a_hook_path_that_no_file_can_have_is_refused(path: str):
     for ask in (load_hook, hook_digest):
         with pytest.raises(ConfigError):

@@ -50,14 +50,18 @@ def made(maker: Path, home: Path, seed: int = 0, name: str = "make", **arguments
 
 
 def given(path: str, home: Path) -> str:
-    return model_directory(ModelConfig(source=HuggingFaceModel(type="huggingface", hf_checkpoint=path)), home, seed=0)
+    return model_directory(
+        ModelConfig(source=HuggingFaceModel(type="huggingface", hf_checkpoint=path)), home, seed=0
+    )
 
 
 def times_made(home: Path) -> int:
     return len((home / "made.log").read_text().splitlines())
 
 
-def test_a_given_directory_is_absolute_wherever_it_was_given_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_given_directory_is_absolute_wherever_it_was_given_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
@@ -178,7 +182,8 @@ def test_a_file_under_another_name_is_another_model(model: Path):
 
 
 def test_files_that_have_not_changed_are_not_read_again(model: Path):
-    before, weights = fingerprint(model), model / "model.safetensors"
+    before = fingerprint(model)
+    weights = model / "model.safetensors"
     changed = weights.stat().st_mtime_ns
     weights.write_bytes(b"87654321")
     os.utime(weights, ns=(changed, changed))
@@ -192,14 +197,18 @@ def test_a_stop_token_that_a_made_model_does_not_have_is_refused_once_it_is_made
     rollout = RolloutConfig(rollout_batch_size=1, rollout_stop_token_ids=(9,))
     check_stop_ids(rollout, (), str(tmp_path))
     with pytest.raises(ConfigError, match=r"(?s)rollout_stop_token_ids.*10.*0 to 9"):
-        check_stop_ids(rollout.model_copy(update={"rollout_stop_token_ids": (9, 10)}), (), str(tmp_path))
+        check_stop_ids(
+            rollout.model_copy(update={"rollout_stop_token_ids": (9, 10)}), (), str(tmp_path)
+        )
 
 
 def test_a_context_that_is_longer_than_a_made_models_is_refused_once_it_is_made(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 64}}')
     rollout = RolloutConfig(rollout_batch_size=1, rollout_max_context_len=64)
     check_context_len(EngineConfig(sglang={"context_length": 64}), rollout, (), str(tmp_path))
-    with pytest.raises(ConfigError, match=r"engine\.sglang\.context_length: [\s\S]*1000 tokens[\s\S]*at most 64"):
+    with pytest.raises(
+        ConfigError, match=r"engine\.sglang\.context_length: [\s\S]*1000 tokens[\s\S]*at most 64"
+    ):
         check_context_len(EngineConfig(sglang={"context_length": "1k"}), rollout, (), str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     check_context_len(EngineConfig(sglang={"context_length": "1k"}), rollout, (), str(tmp_path))

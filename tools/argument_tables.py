@@ -1,13 +1,14 @@
-"""Write the tables of names that pass through to the Megatron-core, SGLang and router that are installed
-(rlpipe/config/arguments/{table}-{version}.json).
+"""Write the tables of names that pass through to the Megatron-core, SGLang and router that are
+installed (rlpipe/config/arguments/{table}-{version}.json).
 
     python -m tools.argument_tables            write them
     python -m tools.argument_tables --check    compare them, exit 1 if they differ
 
-Run it after changing the pin of one of those packages, and delete the tables of versions that are no longer supported. A name is
-an argument as the package itself spells it: a dataclass field for Megatron, a command line option with underscores for SGLang and
-its router. Options that are other spellings of one field carry that field. The packages are named as data here, not imported:
-this tool only looks at classes.
+Run it after changing the pin of one of those packages, and delete the tables of versions that are
+no longer supported. A name is an argument as the package itself spells it: a dataclass field for
+Megatron, a command line option with underscores for SGLang and its router. Options that are other
+spellings of one field carry that field. The packages are named as data here, not imported: this
+tool only looks at classes.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ def _shape(action: argparse.Action) -> dict[str, Any]:
         shape["reads"] = "size"
     if isinstance(action, argparse.BooleanOptionalAction):
         shape["off"] = next(
-            option.removeprefix("--").replace("-", "_") for option in action.option_strings if option.startswith("--no-")
+            option.removeprefix("--").replace("-", "_")
+            for option in action.option_strings
+            if option.startswith("--no-")
         )
     return shape
 
@@ -108,10 +111,12 @@ def _argument_type(action: argparse.Action) -> str:
 
 
 def spell(kind: Any) -> str:
-    """A type as `int | None`, `'full' | 'selective' | None`, `list`, or OBJECT for what YAML cannot hold."""
+    """A type as `int | None`, `'full' | 'selective' | None`, `list`, or OBJECT for what YAML cannot
+    hold."""
     if kind in _PLAIN:
         return _PLAIN[kind]
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
     if origin is Literal:
         return " | ".join(repr(value) for value in arguments)
     if origin in (Union, types.UnionType):
@@ -138,13 +143,18 @@ def main() -> int:
     check = parser.parse_args().check
     differences = []
     for name in TABLES:
-        path, new = FOLDER / f"{name}-{installed(RECEIVERS[name][0])}.json", table(name)
+        path = FOLDER / f"{name}-{installed(RECEIVERS[name][0])}.json"
+        new = table(name)
         old = path.read_text(encoding="utf-8") if path.is_file() else ""
         if not check:
             path.write_text(new, encoding="utf-8")
         elif old != new:
             differences += difflib.unified_diff(
-                old.splitlines(), new.splitlines(), f"stored {name}", f"installed {name}", lineterm=""
+                old.splitlines(),
+                new.splitlines(),
+                f"stored {name}",
+                f"installed {name}",
+                lineterm="",
             )
     print("\n".join(differences) or f"{', '.join(TABLES)}: {'up to date' if check else 'written'}")
     return 1 if differences else 0

@@ -1,6 +1,6 @@
 """What the conversion commands share: sizes, a progress bar, how a result or an error is said.
 
-Not here: converting (`rlpipe.engines.megatron.conversion`).
+Not here: converting (`rlpipe.engines.megatron.checkpoint.conversion`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,19 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from rlpipe.errors import ConfigError, RlpipeError
 
 if TYPE_CHECKING:
-    from rlpipe.engines.megatron.conversion.convert import Report
+    from rlpipe.engines.megatron.checkpoint.conversion.convert import Report
 
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 
@@ -27,7 +34,9 @@ def size_bytes(text: str) -> int:
     """ "5GB" → bytes; units of 1024. Raises: ConfigError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if found is None or (size := int(float(found[1]) * _UNITS[found[2].upper()])) <= 0:
-        raise ConfigError("not a size", where="--max-shard-size", found=text, expected="such as 5GB or 500MB")
+        raise ConfigError(
+            "not a size", where="--max-shard-size", found=text, expected="such as 5GB or 500MB"
+        )
     return size
 
 
@@ -41,18 +50,30 @@ def bar() -> Iterator[Callable[[int, int, str], None]]:
     """What a conversion reports to: a bar on a terminal, else a line a file."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda done, total, what: print(f"{done / 1024**2:,.0f} of {total / 1024**2:,.0f} MiB: {what}", file=sys.stderr)
+        yield lambda done, total, what: print(
+            f"{done / 1024**2:,.0f} of {total / 1024**2:,.0f} MiB: {what}", file=sys.stderr
+        )
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=None)
-        yield lambda done, total, what: progress.update(task, completed=done, total=total, description=what)
+        yield lambda done, total, what: progress.update(
+            task, completed=done, total=total, description=what
+        )
 
 
 def say(report: Report) -> None:
     """The result in a few lines."""
     size = f"{report.total_bytes / 1024**2:,.0f} MiB"
-    print(f"{report.folder}: {report.tensors} tensors, {size} in {report.files} files, {report.dtype}, {report.seconds:.1f} s")
+    print(
+        f"{report.folder}: {report.tensors} tensors, {size} in {report.files} files, {report.dtype}, {report.seconds:.1f} s"
+    )
     if report.reused_files:
         print(f"{report.reused_files} files were there from an interrupted start")
     for note in report.notes:

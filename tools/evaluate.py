@@ -15,14 +15,22 @@ from collections.abc import Awaitable
 from typing import Any, cast
 
 from flows.evaluation import configuration
-from rlpipe.config.flags import read_flags
 from rlpipe.config.load import HOME_VARIABLE, home, use_home
-from rlpipe.config.slime_build import BASE, overrides_of
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.preflight import check
+from rlpipe.slime.build import BASE, overrides_of
+from rlpipe.slime.command_line import read_flags
 from tools.train import finish, split
 
-OPTIONS = {"--of": True, "--recipe": True, "--name": True, "--home": True, "--takeover": False, "--help": False, "-h": False}
+OPTIONS = {
+    "--of": True,
+    "--recipe": True,
+    "--name": True,
+    "--home": True,
+    "--takeover": False,
+    "--help": False,
+    "-h": False,
+}
 
 
 def main() -> int:
@@ -50,25 +58,45 @@ def main() -> int:
 def parse_arguments(words: list[str]) -> argparse.Namespace:
     """The options of this command itself."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.evaluate", description="Evaluate weights on held-out sets.", allow_abbrev=False
+        prog="python -m tools.evaluate",
+        description="Evaluate weights on held-out sets.",
+        allow_abbrev=False,
     )
-    parser.add_argument("--of", metavar="RUN[@K]", help="whose weights: of that run, after iteration K or its newest saved")
+    parser.add_argument(
+        "--of",
+        metavar="RUN[@K]",
+        help="whose weights: of that run, after iteration K or its newest saved",
+    )
     parser.add_argument("--recipe", help="a recipe: its held-out sets, and without --of its model")
-    parser.add_argument("--name", help="name of the evaluation as a run of its own (default: RUN.eval-K)")
-    parser.add_argument("--home", help=f"where everything is kept (default: ${HOME_VARIABLE} or ./runs)")
-    parser.add_argument("--takeover", action="store_true", help="replace the process that evaluates under this name now")
+    parser.add_argument(
+        "--name", help="name of the evaluation as a run of its own (default: RUN.eval-K)"
+    )
+    parser.add_argument(
+        "--home", help=f"where everything is kept (default: ${HOME_VARIABLE} or ./runs)"
+    )
+    parser.add_argument(
+        "--takeover",
+        action="store_true",
+        help="replace the process that evaluates under this name now",
+    )
     return parser.parse_args(words)
 
 
 def settle(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
-    """The parameters of the flow. Its configuration is made and checked here too: what is wrong is refused at once.
+    """The parameters of the flow. Its configuration is made and checked here too: what is wrong is
+    refused at once.
 
     Raises: as `check`.
     """
     given = read_flags(words, also=OPTIONS)
     run, _, iteration = (arguments.of or "").partition("@")
     if iteration and not iteration.isdigit():
-        raise ConfigError("not the number of an iteration", where="--of", found=arguments.of, expected="RUN or RUN@K")
+        raise ConfigError(
+            "not the number of an iteration",
+            where="--of",
+            found=arguments.of,
+            expected="RUN or RUN@K",
+        )
     asked = {
         "run": run or None,
         "iteration": int(iteration) if iteration else None,

@@ -2,8 +2,9 @@
 
     python -m tools.fork my_run@99 --run hotter rollout.rollout_temperature=1.2 num_rollout=300
 
-Without `@K` from its newest iteration. The history up to there is shared, the parent stays as it is. The same command goes on.
-With another recipe: `python -m tools.train --recipe … --fork my_run@99`.
+Without `@K` from its newest iteration. The history up to there is shared, the parent stays as it
+is. The same command goes on. With another recipe: `python -m tools.train --recipe … --fork
+my_run@99`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ from tools.train import finish
 def main() -> int:
     """Exit codes: as `tools.train`."""
     arguments = parse_arguments()
-    asked = {"of": arguments.of, "run": arguments.run, "overrides": arguments.overrides, "store": arguments.store}
+    asked = {
+        "of": arguments.of,
+        "run": arguments.run,
+        "overrides": arguments.overrides,
+        "store": arguments.store,
+    }
     try:
         use_home(arguments.home)
         config, _ = forked(home(), **asked)
@@ -50,15 +56,27 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.fork", description="Go on from an iteration of a run with changed settings.", allow_abbrev=False
+        prog="python -m tools.fork",
+        description="Go on from an iteration of a run with changed settings.",
+        allow_abbrev=False,
     )
-    parser.add_argument("of", metavar="RUN[@K]", help="the parent, and after which iteration (default: its newest)")
+    parser.add_argument(
+        "of", metavar="RUN[@K]", help="the parent, and after which iteration (default: its newest)"
+    )
     parser.add_argument("--run", help="name of the fork (default: RUN-from-K)")
     parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
     parser.add_argument("--store", help="URL of the store (default: that of the parent)")
-    parser.add_argument("--takeover", action="store_true", help="replace the process that drives the fork now, wherever it is")
-    parser.add_argument("--dump-config", action="store_true", help="print the resolved configuration and stop")
-    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="what shall be different")
+    parser.add_argument(
+        "--takeover",
+        action="store_true",
+        help="replace the process that drives the fork now, wherever it is",
+    )
+    parser.add_argument(
+        "--dump-config", action="store_true", help="print the resolved configuration and stop"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="dotted.key=value", help="what shall be different"
+    )
     return parser.parse_intermixed_args()
 
 

@@ -5,10 +5,11 @@
     python -m tools.gc --remove RUN [--remove RUN ...]             and these runs, with all that only they name
     python -m tools.gc ... --delete                                do it
 
-Without `--delete` nothing is touched, and runs may go on. With it this is alone in the store: it is refused while a run is being
-driven, and a run that begins meanwhile is refused until it is done. Killed half-way, the same command goes on. What is younger
-than `--grace` stays. What may go, and what has to stay for what: rlpipe/store/gc.py, rlpipe/store/retention.py. Exit codes: 0
-done, 2 it cannot be known what may go, or somebody else is at work.
+Without `--delete` nothing is touched, and runs may go on. With it this is alone in the store: it is
+refused while a run is being driven, and a run that begins meanwhile is refused until it is done.
+Killed half-way, the same command goes on. What is younger than `--grace` stays. What may go, and
+what has to stay for what: rlpipe/store/gc.py, rlpipe/store/retention.py. Exit codes: 0 done, 2 it
+cannot be known what may go, or somebody else is at work.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from rich.progress import Progress
 from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.store.epochs import Epochs
-from rlpipe.store.files import Files
 from rlpipe.store.gc import remove, unreachable
+from rlpipe.store.objects.files import Files
 from rlpipe.store.retention import Removal, Retention, branch_removal, spare_checkpoints, write_down
 from tools.piped import piped
 
@@ -40,7 +41,11 @@ def main() -> int:
         files = Files(arguments.store or home() / "store")
         with Epochs(files).alone() if arguments.delete else nullcontext() as own:
             asked = enumerate(arguments.remove)
-            records = [one.path for n, run in asked for one in branch_removal(files, run, arguments.remove[:n])]
+            records = [
+                one.path
+                for n, run in asked
+                for one in branch_removal(files, run, arguments.remove[:n])
+            ]
             grace_s = seconds(arguments.grace)
             spare = spare_of(files, grace_s, arguments.keep_checkpoints, arguments.keep_every)
             rest = unreachable(files, grace_s, {*records, *(removal.path for removal in spare)})
@@ -51,8 +56,12 @@ def main() -> int:
                 write_down(files, spare, set(paths))
                 with Progress(transient=True) as bar:
                     shown = bar.add_task("deleting", total=len(paths))
-                    remove(files, paths, own.check, lambda done, _: bar.update(shown, completed=done))
-        print(f"{len(paths)} objects {'deleted' if arguments.delete else 'may go; --delete does it'}")
+                    remove(
+                        files, paths, own.check, lambda done, _: bar.update(shown, completed=done)
+                    )
+        print(
+            f"{len(paths)} objects {'deleted' if arguments.delete else 'may go; --delete does it'}"
+        )
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -61,12 +70,31 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.gc", description="What may be deleted in a store.")
-    parser.add_argument("--keep-checkpoints", type=int, metavar="N", help="of each run keep the newest N (default: all)")
-    parser.add_argument("--keep-every", type=int, metavar="M", help="and those of every M-th weight version")
-    parser.add_argument("--remove", action="append", default=[], metavar="RUN", help="remove this run; several times for several")
-    parser.add_argument("--grace", default="1d", help="what is younger stays, such as 90m or 7d (default: 1d)")
-    parser.add_argument("--delete", action="store_true", help="delete it, rather than say what would go")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.gc", description="What may be deleted in a store."
+    )
+    parser.add_argument(
+        "--keep-checkpoints",
+        type=int,
+        metavar="N",
+        help="of each run keep the newest N (default: all)",
+    )
+    parser.add_argument(
+        "--keep-every", type=int, metavar="M", help="and those of every M-th weight version"
+    )
+    parser.add_argument(
+        "--remove",
+        action="append",
+        default=[],
+        metavar="RUN",
+        help="remove this run; several times for several",
+    )
+    parser.add_argument(
+        "--grace", default="1d", help="what is younger stays, such as 90m or 7d (default: 1d)"
+    )
+    parser.add_argument(
+        "--delete", action="store_true", help="delete it, rather than say what would go"
+    )
     parser.add_argument("--list", action="store_true", help="name every object")
     parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
     parser.add_argument("--store", help="URL of the store (default: the home's own)")
@@ -77,22 +105,40 @@ def seconds(text: str) -> float:
     """A time such as 90m. Raises: ConfigError."""
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):
         return float(match[1]) * UNITS[match[2]]
-    raise ConfigError("not a time", where="--grace", found=text, expected="a number and one of s, m, h, d, such as 90m")
+    raise ConfigError(
+        "not a time",
+        where="--grace",
+        found=text,
+        expected="a number and one of s, m, h, d, such as 90m",
+    )
 
 
-def spare_of(files: Files, grace_s: float, keep_last: int | None, keep_every: int | None) -> list[Removal]:
-    """Records and files of the checkpoints that may go by these settings. Raises: as `spare_checkpoints`."""
+def spare_of(
+    files: Files, grace_s: float, keep_last: int | None, keep_every: int | None
+) -> list[Removal]:
+    """Records and files of the checkpoints that may go by these settings. Raises: as
+    `spare_checkpoints`."""
     if keep_every is not None and keep_last is None:
         raise ConfigError(
-            "which are kept beside those?", where="--keep-every", found=keep_every, do="give --keep-checkpoints too"
+            "which are kept beside those?",
+            where="--keep-every",
+            found=keep_every,
+            do="give --keep-checkpoints too",
         )
-    return spare_checkpoints(files, Retention(keep_last, keep_every), grace_s) if keep_last is not None else []
+    return (
+        spare_checkpoints(files, Retention(keep_last, keep_every), grace_s)
+        if keep_last is not None
+        else []
+    )
 
 
 def print_summary(files: Files, paths: Sequence[str], *, listed: bool) -> None:
     """Objects and bytes by folder; every object if it is to be `listed`."""
-    wanted, totals = set(paths), {}
-    for entry in (entry for temporary in (False, True) for entry in files.entries(temporary=temporary)):
+    wanted = set(paths)
+    totals = {}
+    for entry in (
+        entry for temporary in (False, True) for entry in files.entries(temporary=temporary)
+    ):
         if entry.path in wanted:
             count, size = totals.get(entry.path.split("/")[0], (0, 0))
             totals[entry.path.split("/")[0]] = (count + 1, size + entry.size_bytes)

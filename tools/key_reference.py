@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rlpipe.config.run import RunConfig
-from rlpipe.config.slime import FLAGS, FREE, absent
+from rlpipe.slime.args import FLAGS, FREE, absent
 
 TARGET = Path(__file__).resolve().parents[1] / "rlpipe" / "config" / "KEYS.md"
 
@@ -139,7 +139,9 @@ def sections(root: type[BaseModel] = RunConfig) -> list[Section]:
     return list(found.values())
 
 
-def _collect(path: str, model: type[BaseModel], found: dict[type[BaseModel], Section], *, tuning: bool) -> None:
+def _collect(
+    path: str, model: type[BaseModel], found: dict[type[BaseModel], Section], *, tuning: bool
+) -> None:
     if model in found:
         found[model].other_paths.append(path)
         return
@@ -156,7 +158,9 @@ def _inner_path(path: str, name: str, info: FieldInfo) -> str:
 
 
 def _holds_tuple(annotation: Any) -> bool:
-    return get_origin(annotation) is tuple or any(get_origin(part) is tuple for part in get_args(annotation))
+    return get_origin(annotation) is tuple or any(
+        get_origin(part) is tuple for part in get_args(annotation)
+    )
 
 
 def _variants(model: type[BaseModel]) -> list[str]:
@@ -193,7 +197,8 @@ def unit_of(name: str) -> str:
 
 def type_of(annotation: Any) -> str:
     """Return a type as a reader of YAML calls it."""
-    origin, parts = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    parts = get_args(annotation)
     if origin is Annotated:
         return type_of(parts[0])
     if origin is Literal:
@@ -229,7 +234,8 @@ def bounds_of(info: FieldInfo) -> str:
 
 def bounded_type_of(info: FieldInfo) -> str:
     """Return a field's type with its bounds, such as `int ≥ 1 or none`."""
-    kind, bounds = type_of(info.annotation), bounds_of(info)
+    kind = type_of(info.annotation)
+    bounds = bounds_of(info)
     if not bounds:
         return kind
     bare = kind.removesuffix(" or none")
@@ -276,12 +282,17 @@ def reference() -> str:
     return "\n".join(parts)
 
 
-def _table(section: Section, places: dict[type[BaseModel], Section], flags: dict[str, list[str]]) -> str:
+def _table(
+    section: Section, places: dict[type[BaseModel], Section], flags: dict[str, list[str]]
+) -> str:
     head = f"## {section.title}\n\n{inspect.cleandoc(section.model.__doc__ or '').strip()}\n"
     if section.other_paths:
         others = ", ".join(f"`{path}`" for path in section.other_paths)
         head += f"\nThe same keys are in {others}.\n"
-    lines = ["| key | type | default | unit | meaning | slime's flag |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| key | type | default | unit | meaning | slime's flag |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, info in section.model.model_fields.items():
         cells = (
             f"`{name}`{' °' if section.tuning or is_tuning(info) else ''}",
@@ -327,7 +338,9 @@ def _cell(text: str) -> str:
 
 def main() -> int:
     """Write or compare the file. Exit code 1 if `--check` finds a difference."""
-    parser = argparse.ArgumentParser(prog="python -m tools.key_reference", description="Write KEYS.md.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.key_reference", description="Write KEYS.md."
+    )
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     check = parser.parse_args().check
     text = reference()

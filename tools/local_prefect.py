@@ -1,7 +1,9 @@
-"""A Prefect server of this process's own, with its UI, for as long as a run takes; and caches kept under the run's home.
+"""A Prefect server of this process's own, with its UI, for as long as a run takes; and caches kept
+under the run's home.
 
-It is started in a session of its own, so that Ctrl-C reaches the flow and not the server that has to hear of it. Not used
-where a server is configured already: by PREFECT_API_URL, or by Prefect's active profile (`prefect config set PREFECT_API_URL=…`).
+It is started in a session of its own, so that Ctrl-C reaches the flow and not the server that has
+to hear of it. Not used where a server is configured already: by PREFECT_API_URL, or by Prefect's
+active profile (`prefect config set PREFECT_API_URL=…`).
 """
 
 from __future__ import annotations
@@ -24,16 +26,18 @@ import httpx
 import psutil
 
 from flows.environment import CLIENT_SETTINGS, keep_caches_in
-from rlpipe.certificates import certificates
 from rlpipe.errors import ResourceError
+from rlpipe.system.certificates import certificates
 
 START_TIMEOUT_S = 180.0
 SETTINGS = {
     **CLIENT_SETTINGS,
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # the run's own lines are on the terminal, logs in the UI
+    # the run's own lines are on the terminal, logs in the UI
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
     "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
-    # SQLite takes one writer at a time; many small ones make the client wait two seconds for each collision
+    # SQLite takes one writer at a time; many small ones make the client wait two seconds for each
+    # collision
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "1000",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "5",
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_BATCH_SIZE": "1000",
@@ -43,7 +47,8 @@ SETTINGS = {
 
 @contextmanager
 def local_prefect(home: Path) -> Iterator[str]:
-    """The API URL of the configured server, or of one that ends with this block. Import prefect inside it, not before.
+    """The API URL of the configured server, or of one that ends with this block. Import prefect
+    inside it, not before.
 
     Raises: ResourceError if it does not come up, or the configured one is not there.
     """
@@ -67,7 +72,8 @@ def local_prefect(home: Path) -> Iterator[str]:
 
 
 def url_of_profile() -> str | None:
-    """The API URL that Prefect's active profile names. Read from its file: once Prefect is imported, its folder is settled."""
+    """The API URL that Prefect's active profile names. Read from its file: once Prefect is
+    imported, its folder is settled."""
     folder = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
     path = Path(os.environ.get("PREFECT_PROFILES_PATH") or folder / "profiles.toml").expanduser()
     try:
@@ -81,7 +87,8 @@ def url_of_profile() -> str | None:
 
 
 def _reach(url: str) -> None:
-    """Raises: ResourceError if nobody is there. What it answers, and when, is the client's matter: it knows keys and waits."""
+    """Raises: ResourceError if nobody is there. What it answers, and when, is the client's matter:
+    it knows keys and waits."""
     try:
         httpx.get(f"{url}/health", timeout=10, verify=certificates())
     except (httpx.ConnectError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
@@ -89,7 +96,9 @@ def _reach(url: str) -> None:
             return
         raise ResourceError(
             "the Prefect server that is configured does not answer",
-            where="PREFECT_API_URL" if os.environ.get("PREFECT_API_URL") else "Prefect's active profile",
+            where="PREFECT_API_URL"
+            if os.environ.get("PREFECT_API_URL")
+            else "Prefect's active profile",
             found=f"{re.sub(r'//[^/@]*@', '//', url)}: {error}",
             do="start it (`prefect server start`), or do without that setting: a run then brings a server of its own",
         ) from None
@@ -98,7 +107,8 @@ def _reach(url: str) -> None:
 
 
 def _started(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
-    """A server of ours that answers, and its URL. Of runs that start at once one gets the port, the others take another.
+    """A server of ours that answers, and its URL. Of runs that start at once one gets the port, the
+    others take another.
 
     Raises: ResourceError.
     """
@@ -111,11 +121,16 @@ def _started(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
         _end(server)
         if not answers(f"{url}/api/health"):
             break
-    ended = f"ended with exit code {server.returncode}" if server.returncode >= 0 else "did not answer"
+    ended = (
+        f"ended with exit code {server.returncode}" if server.returncode >= 0 else "did not answer"
+    )
     log = folder / "server.log"
     last = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
     raise ResourceError(
-        "the Prefect server did not come up", where=url, found=f"it {ended}; the end of {log}:\n{last}", do="see the log"
+        "the Prefect server did not come up",
+        where=url,
+        found=f"it {ended}; the end of {log}:\n{last}",
+        do="see the log",
     )
 
 
@@ -199,6 +214,9 @@ def listens(pid: int, port: int) -> bool:
         process = psutil.Process(pid)
         for one in (process, *process.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):
-                if any(known.status == psutil.CONN_LISTEN and known.laddr.port == port for known in one.net_connections("tcp")):
+                if any(
+                    known.status == psutil.CONN_LISTEN and known.laddr.port == port
+                    for known in one.net_connections("tcp")
+                ):
                     return True
     return False

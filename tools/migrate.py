@@ -1,12 +1,14 @@
 """Make a store of today of a store of record format 1:  python -m tools.migrate --store OLD --to NEW
 
-Format 1 is that of the stores from before stages had contracts. A node of it has every setting in its name; now a setting at the
-default that it was introduced with is left out. So every node gets another name, and so does all that refers to a node.
+Format 1 is that of the stores from before stages had contracts. A node of it has every setting in
+its name; now a setting at the default that it was introduced with is left out. So every node gets
+another name, and so does all that refers to a node.
 
-The old store is only read. NEW must be empty. Data files are copied, and compared with the sha256 that their node recorded. The
-old store must be whole: a record that was changed, a file that is not what its node says, or an object that no writer names ends
-the migration, and so does whatever the audit of the new store finds. Nothing is left in NEW then. Exit codes: 0 done, 1 the store
-is not whole, 2 it could not be tried.
+The old store is only read. NEW must be empty. Data files are copied, and compared with the sha256
+that their node recorded. The old store must be whole: a record that was changed, a file that is not
+what its node says, or an object that no writer names ends the migration, and so does whatever the
+audit of the new store finds. Nothing is left in NEW then. Exit codes: 0 done, 1 the store is not
+whole, 2 it could not be tried.
 
 Not copied: exported weights (`weights/`), which the next push makes again.
 """
@@ -34,14 +36,15 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.config.train import TrainConfig
 from rlpipe.errors import ConfigError, ObjectCorrupt, ObjectMissing, RlpipeError
-from rlpipe.store import epochs, notes, plans, receipts, scalars, segments
-from rlpipe.store.audit import check_store
+from rlpipe.store import epochs, notes, plans, receipts, segments
+from rlpipe.store.audit.check import check_store
+from rlpipe.store.audit.explained import CHECKPOINT_FILE, DATA_FOLDER, NODE, PLAN, SHARD_FOLDER
 from rlpipe.store.branches import COMMIT, CONFIG, Branch, Branches, config_path, parse_commit_name
 from rlpipe.store.epochs import SKEW_S, Lease
-from rlpipe.store.explained import CHECKPOINT_FILE, DATA_FOLDER, NODE, PLAN, SHARD_FOLDER
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes, input_digest
+from rlpipe.store.objects.files import Files
 from rlpipe.store.records import RecordType, canonical, digest, seal
+from rlpipe.store.tables import scalars
 from rlpipe.types import CONTRACTS, Commit, Node, Stage, VersionedRecord
 from tools.piped import piped
 
@@ -61,7 +64,14 @@ FLAT: dict[Stage, tuple[type[BaseModel], ...]] = {
     Stage.INIT: (TrainConfig, ModelConfig),
     Stage.ROLLOUT: (RolloutConfig, EngineConfig, TrainConfig, RunConfig),
     Stage.REWARD: (RewardConfig, RolloutConfig),
-    Stage.ADVANTAGE: (AdvantageConfig, RolloutConfig, TrainConfig, ReferenceConfig, CriticConfig, RunConfig),
+    Stage.ADVANTAGE: (
+        AdvantageConfig,
+        RolloutConfig,
+        TrainConfig,
+        ReferenceConfig,
+        CriticConfig,
+        RunConfig,
+    ),
     Stage.TRAIN: (TrainConfig, RolloutConfig, RunConfig),
     Stage.EVAL: (EngineConfig,),
 }
@@ -71,7 +81,12 @@ SECTIONS: dict[Stage, dict[str, type[BaseModel]]] = {
     Stage.ROLLOUT: {"reward": RewardConfig},
     Stage.ADVANTAGE: {"teacher": TeacherConfig},
     Stage.TRAIN: {"critic": CriticConfig},
-    Stage.EVAL: {"dataset": EvalDataset, "rollout": RolloutConfig, "reward": RewardConfig, "data": DataConfig},
+    Stage.EVAL: {
+        "dataset": EvalDataset,
+        "rollout": RolloutConfig,
+        "reward": RewardConfig,
+        "data": DataConfig,
+    },
 }
 """Settings that are the identity of a model."""
 PLAIN = {
@@ -89,7 +104,17 @@ STEPS = ("total_optimizer_steps", "critic_optimizer_steps")
 
 FILES = (DATA_FOLDER, CHECKPOINT_FILE, SHARD_FOLDER, PLAN, plans.DRAW, scalars.NAME)
 """Names of what is copied as it is."""
-RECORDS = (NODE, CONFIG, COMMIT, receipts.NAME, receipts.NODE_NAME, epochs.NAME, segments.NAME, notes.NAME, notes.GATE_NAME)
+RECORDS = (
+    NODE,
+    CONFIG,
+    COMMIT,
+    receipts.NAME,
+    receipts.NODE_NAME,
+    epochs.NAME,
+    segments.NAME,
+    notes.NAME,
+    notes.GATE_NAME,
+)
 WRITTEN = (*FILES, *RECORDS)
 NOT_COPIED = "weights/"
 
@@ -114,20 +139,32 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.migrate", description="A store of format 1 as one of today.")
-    parser.add_argument("--store", required=True, help="URL or directory of the old store; it is only read")
-    parser.add_argument("--to", required=True, help="URL or directory of the new store, which must be empty")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.migrate", description="A store of format 1 as one of today."
+    )
+    parser.add_argument(
+        "--store", required=True, help="URL or directory of the old store; it is only read"
+    )
+    parser.add_argument(
+        "--to", required=True, help="URL or directory of the new store, which must be empty"
+    )
     return parser.parse_args()
 
 
 def migrate(old: Files, new: Files, say: Say) -> list[str]:
     """Make the new store; what its audit finds wrong, in which case nothing is left of it.
 
-    Raises: ConfigError if the new root is not empty, the old store is empty or of another format, or a run of it is being driven;
-    ObjectCorrupt, ObjectMissing, StoreError if the old store is not whole.
+    Raises: ConfigError if the new root is not empty, the old store is empty or of another format,
+    or a run of it is being driven; ObjectCorrupt, ObjectMissing, StoreError if the old store is not
+    whole.
     """
     if new.root == old.root or new.list():
-        raise ConfigError("a migrated store needs an empty root", where="--to", found=new.root, do="name another directory")
+        raise ConfigError(
+            "a migrated store needs an empty root",
+            where="--to",
+            found=new.root,
+            do="name another directory",
+        )
     names = old.list()
     if not any(CONFIG.fullmatch(name) for name in names):
         raise ConfigError("there is no run in this store", where="--store", found=old.root)
@@ -136,18 +173,29 @@ def migrate(old: Files, new: Files, say: Say) -> list[str]:
     try:
         written = Migration(source, new).run(say)
         if old.list() != names:
-            raise ConfigError("the store was changed meanwhile", where=old.root, do="stop its runs, and start again")
+            raise ConfigError(
+                "the store was changed meanwhile",
+                where=old.root,
+                do="stop its runs, and start again",
+            )
         say(f"{new.root}: auditing")
         report = check_store(new)
-        found = [f"{finding.rule}: {finding.where}: {finding.problem}" for finding in report.findings]
+        found = [
+            f"{finding.rule}: {finding.where}: {finding.problem}" for finding in report.findings
+        ]
     except BaseException:
         remove(new)
         raise
     if found:
         remove(new)
-        return [*found, f"{old.root} is not whole, nothing was kept of {new.root}: audit it with the rlpipe that wrote it"]
+        return [
+            *found,
+            f"{old.root} is not whole, nothing was kept of {new.root}: audit it with the rlpipe that wrote it",
+        ]
     say(f"{new.root}: " + ", ".join(f"{number} {kind}" for kind, number in sorted(written.items())))
-    say(f"{new.root}: audited, nothing wrong; {len(report.notes)} notes (python -m tools.audit verify)")
+    say(
+        f"{new.root}: audited, nothing wrong; {len(report.notes)} notes (python -m tools.audit verify)"
+    )
     return []
 
 
@@ -158,7 +206,8 @@ def remove(files: Files) -> None:
 
 
 def settings(stage: Stage, old: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a stage by the first version of its contract, from those of format 1. Raises: ObjectCorrupt."""
+    """The settings of a stage by the first version of its contract, from those of format 1. Raises:
+    ObjectCorrupt."""
     if stage not in FLAT:
         return dict(old)
     made: dict[str, Any] = {}
@@ -174,13 +223,17 @@ def settings(stage: Stage, old: Mapping[str, Any]) -> dict[str, Any]:
         elif owner is not None:
             made |= identity(owner, {name: value})
         else:
-            raise ObjectCorrupt("no rlpipe of format 1 wrote such a setting", where=f"a node of {stage}", found=key)
+            raise ObjectCorrupt(
+                "no rlpipe of format 1 wrote such a setting", where=f"a node of {stage}", found=key
+            )
     return made
 
 
 def identity(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """An identity of format 1, which has every key, without those that have the default they were introduced with."""
-    entry, made = introduced(model), {}
+    """An identity of format 1, which has every key, without those that have the default they were
+    introduced with."""
+    entry = introduced(model)
+    made = {}
     for key, value in values.items():
         field = model.model_fields[key]
         value = _identity_below(list(models_in(field.annotation)), value)
@@ -211,26 +264,38 @@ class Source:
         return ((name, match) for name in self.names if (match := form.fullmatch(name)))
 
     def read(self, path: str) -> dict[str, Any]:
-        """The content of a sealed record of format 1. Raises: ObjectCorrupt if it is none; ConfigError if it is of another."""
+        """The content of a sealed record of format 1. Raises: ObjectCorrupt if it is none;
+        ConfigError if it is of another."""
         data = self.files.read(path)
         try:
             content = json.loads(data)
-            if canonical(content, path) + b"\n" != data or content.pop("sha256") != digest(content, path):
+            if canonical(content, path) + b"\n" != data or content.pop("sha256") != digest(
+                content, path
+            ):
                 raise ValueError("its bytes are not those that were written")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ObjectCorrupt("not a sealed record", where=self.files.url(path), found=repr(error)[:200]) from error
+            raise ObjectCorrupt(
+                "not a sealed record", where=self.files.url(path), found=repr(error)[:200]
+            ) from error
         if content.pop("format", OLD_FORMAT) != OLD_FORMAT:
-            raise ConfigError("only stores of format 1 are migrated", where=self.files.url(path), found="another format")
+            raise ConfigError(
+                "only stores of format 1 are migrated",
+                where=self.files.url(path),
+                found="another format",
+            )
         return content
 
     def valid(self, kind: type[RecordType], said: dict[str, Any], path: str) -> RecordType:
-        """What a record says, as a record of today. Raises: ObjectCorrupt naming its first wrong key."""
+        """What a record says, as a record of today. Raises: ObjectCorrupt naming its first wrong
+        key."""
         try:
             return kind.model_validate(said)
         except ValidationError as error:
             first = error.errors()[0]
             found = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            raise ObjectCorrupt(f"not a {kind.__name__.lower()} record", where=self.files.url(path), found=found) from error
+            raise ObjectCorrupt(
+                f"not a {kind.__name__.lower()} record", where=self.files.url(path), found=found
+            ) from error
 
     def refuse_driven(self) -> None:
         """Raises: ConfigError if a driver has a lease of some run that is not over."""
@@ -239,24 +304,39 @@ class Source:
             newest[match[1]] = max(newest.get(match[1], ""), name)
         for branch, name in newest.items():
             if not self.valid(Lease, self.read(name), name).over(SKEW_S):
-                raise ConfigError("a run of this store is being driven", where=branch, do="stop it first, or wait for its lease")
+                raise ConfigError(
+                    "a run of this store is being driven",
+                    where=branch,
+                    do="stop it first, or wait for its lease",
+                )
 
-    def check_receipts(self, kind: str, form: re.Pattern[str], record_of: Callable[[re.Match[str]], str]) -> set[str]:
-        """The records that have a receipt; each fits its record. Raises: ObjectCorrupt, ObjectMissing."""
+    def check_receipts(
+        self, kind: str, form: re.Pattern[str], record_of: Callable[[re.Match[str]], str]
+    ) -> set[str]:
+        """The records that have a receipt; each fits its record. Raises: ObjectCorrupt,
+        ObjectMissing."""
         found = set()
         for name, match in self.matching(form):
             path = record_of(match)
             said = {key: value for key, value in self.read(path).items() if key not in WHO_AND_WHEN}
             receipt = self.read(name)
-            if receipt["commit" if kind == "commit" else "record"] != digest(_without_defaults(kind, said), path):
-                raise ObjectCorrupt("a receipt does not fit its record", where=self.files.url(name), found=path)
+            if receipt["commit" if kind == "commit" else "record"] != digest(
+                _without_defaults(kind, said), path
+            ):
+                raise ObjectCorrupt(
+                    "a receipt does not fit its record", where=self.files.url(name), found=path
+                )
             found.add(path)
         return found
 
 
 def _without_defaults(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
     """A record of format 1 as its receipt has it."""
-    kept = {key: value for key, value in said.items() if key not in AT_DEFAULT[kind] or value != AT_DEFAULT[kind][key]}
+    kept = {
+        key: value
+        for key, value in said.items()
+        if key not in AT_DEFAULT[kind] or value != AT_DEFAULT[kind][key]
+    }
     if kind == "node" and "files" in kept:
         kept["files"] = [_without_defaults("file", record) for record in kept["files"]]
     if kind == "commit":
@@ -275,7 +355,8 @@ class Migration:
     """Writes the new store from the old one."""
 
     def __init__(self, source: Source, new: Files) -> None:
-        self._source, self._new = source, new
+        self._source = source
+        self._new = new
         self._old_nodes: dict[str, dict[str, Any]] = {}
         self._made: dict[str, Node] = {}
         """Old digest → new node."""
@@ -284,7 +365,8 @@ class Migration:
         self._written: Counter[str] = Counter()
 
     def run(self, say: Say) -> Counter[str]:
-        """Check the old records, then write all of the new store; how many objects of each kind were written."""
+        """Check the old records, then write all of the new store; how many objects of each kind
+        were written."""
         say(f"{self._source.files.root}: reading {len(self._source.names)} objects")
         self._read_nodes()
         self._check_old_receipts()
@@ -304,23 +386,35 @@ class Migration:
             parts = {key: content.get(key, {}) for key in ("parents", "config", "hooks")}
             found = digest({"stage": content["stage"], **parts}, path)
             if (content["stage"], content["digest"]) != (match[1], match[2]) or found != match[2]:
-                raise ObjectCorrupt("this is another node", where=self._source.files.url(path), found=found, expected=match[2])
+                raise ObjectCorrupt(
+                    "this is another node",
+                    where=self._source.files.url(path),
+                    found=found,
+                    expected=match[2],
+                )
             self._old_nodes[match[2]] = content
             for record in content.get("files", ()):
                 self._sha256[record["path"]] = record["sha256"]
 
     def _check_old_receipts(self) -> None:
-        """Only the newest commit of a branch may be without a receipt, or all, if they are older than receipts."""
+        """Only the newest commit of a branch may be without a receipt, or all, if they are older
+        than receipts."""
         source = self._source
-        source.check_receipts("node", receipts.NODE_NAME, lambda match: f"nodes/{match[1]}/{match[2]}.json")
-        received = source.check_receipts("commit", receipts.NAME, lambda match: f"branches/{_branch(match)}/{match[1]}.json")
+        source.check_receipts(
+            "node", receipts.NODE_NAME, lambda match: f"nodes/{match[1]}/{match[2]}.json"
+        )
+        received = source.check_receipts(
+            "commit", receipts.NAME, lambda match: f"branches/{_branch(match)}/{match[1]}.json"
+        )
         committed: dict[str, list[str]] = {}
         for path, match in source.matching(COMMIT):
             committed.setdefault(match[1], []).append(path)
         for paths in committed.values():
             missing = sorted(set(paths[:-1]) - received)
             if missing and set(paths) & received:
-                raise ObjectCorrupt("the receipt of a commit is gone", where=source.files.url(missing[0]))
+                raise ObjectCorrupt(
+                    "the receipt of a commit is gone", where=source.files.url(missing[0])
+                )
 
     def _make(self, old: str) -> Node:
         """The new node of an old digest; the nodes that it refers to first."""
@@ -329,7 +423,9 @@ class Migration:
             current = waiting[-1]
             content = self._old_nodes[current]
             of_rollout = [content["config"].get(key) for key in ("of", "judged_by")]
-            referred = [one for one in (*content["parents"].values(), *of_rollout) if one in self._old_nodes]
+            referred = [
+                one for one in (*content["parents"].values(), *of_rollout) if one in self._old_nodes
+            ]
             if unmade := [one for one in referred if one not in self._made]:
                 waiting += unmade
                 continue
@@ -342,12 +438,21 @@ class Migration:
         for role, parent in content["parents"].items():
             if parent not in self._old_nodes and plans.plan_path(parent) not in self._source.known:
                 where = f"nodes/{stage}/{content['digest']}.json"
-                raise ObjectCorrupt("a node was made from a node that is not there", where=where, found=f"{role} {parent}")
-        moved: dict[str, Any] = self._renamed({**content, "config": settings(stage, content["config"])})
+                raise ObjectCorrupt(
+                    "a node was made from a node that is not there",
+                    where=where,
+                    found=f"{role} {parent}",
+                )
+        moved: dict[str, Any] = self._renamed(
+            {**content, "config": settings(stage, content["config"])}
+        )
         inputs = {"parents": moved["parents"], "config": moved["config"], "hooks": moved["hooks"]}
         node = Node.model_validate({**moved, "contract": 1, "digest": ""})
         named = input_digest(stage, **inputs, contract=1)
-        own = [record.model_copy(update={"path": self._moved(record.path, content["digest"], named)}) for record in node.files]
+        own = [
+            record.model_copy(update={"path": self._moved(record.path, content["digest"], named)})
+            for record in node.files
+        ]
         return node.model_copy(update={"digest": named, "files": tuple(own)})
 
     def _renamed(self, value: Any) -> Any:
@@ -365,13 +470,23 @@ class Migration:
             return path
         if match[2] == old:
             return path.replace(old, named)
-        return path.replace(match[2], self._made[match[2]].digest) if match[2] in self._made else path
+        return (
+            path.replace(match[2], self._made[match[2]].digest) if match[2] in self._made else path
+        )
 
     def _copy_files(self) -> None:
         """Data files, checkpoints, plans with their shards, and draws."""
-        root = Path(self._new.root.removeprefix("file://")) if self._new.root.startswith("file://") else None
-        with tempfile.TemporaryDirectory(prefix=".migrate-", dir=root.parent if root else None) as folder:
-            for path in (name for name in self._source.names if any(form.match(name) for form in FILES)):
+        root = (
+            Path(self._new.root.removeprefix("file://"))
+            if self._new.root.startswith("file://")
+            else None
+        )
+        with tempfile.TemporaryDirectory(
+            prefix=".migrate-", dir=root.parent if root else None
+        ) as folder:
+            for path in (
+                name for name in self._source.names if any(form.match(name) for form in FILES)
+            ):
                 self._copy(path, Path(folder) / "file")
 
     def _copy(self, path: str, local: Path) -> None:
@@ -379,22 +494,33 @@ class Migration:
         copied = self._new.put_file(local, self._moved(path))
         local.unlink()
         if copied.sha256 != record.sha256:
-            raise ObjectCorrupt("a copy differs", where=self._new.url(copied.path), found=copied.sha256, expected=record.sha256)
+            raise ObjectCorrupt(
+                "a copy differs",
+                where=self._new.url(copied.path),
+                found=copied.sha256,
+                expected=record.sha256,
+            )
         self._written["files"] += 1
 
     def _write_nodes(self) -> None:
         """The nodes, with the receipts of checkpoints and evaluations."""
-        nodes, ours = Nodes(self._new), {"attempt", "created"}
+        nodes = Nodes(self._new)
+        ours = {"attempt", "created"}
         for old, node in self._made.items():
             if nodes.commit(node).model_dump(exclude=ours) != node.model_dump(exclude=ours):
                 where = f"nodes/{node.stage}/{old}.json"
-                raise ObjectCorrupt("two nodes of the old store have one name now", where=where, found=node.digest)
+                raise ObjectCorrupt(
+                    "two nodes of the old store have one name now", where=where, found=node.digest
+                )
             self._written["nodes"] += 1
 
     def _write_branches(self) -> None:
         """Configurations and commits; what a fork goes on from comes before it."""
-        branches, seen = Branches(self._new), set[str]()
-        records = {_branch(match): self._source.read(path) for path, match in self._source.matching(CONFIG)}
+        branches = Branches(self._new)
+        seen = set[str]()
+        records = {
+            _branch(match): self._source.read(path) for path, match in self._source.matching(CONFIG)
+        }
 
         def write(branch: str) -> None:
             if branch in seen:
@@ -404,10 +530,14 @@ class Migration:
             if said.get("parent") and (origin := parse_commit_name(said["parent"])[0]) in records:
                 write(origin)
             path = config_path(branch)
-            self._write_record(path, Branch, {**said, "contracts": dict.fromkeys(CONTRACTS, 1)}, path)
+            self._write_record(
+                path, Branch, {**said, "contracts": dict.fromkeys(CONTRACTS, 1)}, path
+            )
             for path, match in self._source.matching(COMMIT):
                 if match[1] == branch:
-                    commit = self._source.valid(Commit, self._renamed(self._source.read(path)), path)
+                    commit = self._source.valid(
+                        Commit, self._renamed(self._source.read(path)), path
+                    )
                     branches.commit(commit)
                     self._written["commits"] += 1
 
@@ -424,7 +554,9 @@ class Migration:
         for path, match in self._source.matching(notes.GATE_NAME):
             weights = next((old for old in self._old_nodes if old.startswith(match[3])), None)
             if b'"sha256"' in (data := self._source.files.read(path)):
-                self._write_record(self._named(path, weights), notes.OpenedGate, self._source.read(path), path)
+                self._write_record(
+                    self._named(path, weights), notes.OpenedGate, self._source.read(path), path
+                )
             else:  # as they were at first
                 self._new.create(self._named(path, weights), data)
                 self._written["records"] += 1
@@ -437,7 +569,9 @@ class Migration:
             return path
         return f"{folder}/{stem}{dash}{self._made[weights].digest[: len(digits)]}.json"
 
-    def _write_record(self, path: str, kind: type[VersionedRecord], said: dict[str, Any], old: str) -> None:
+    def _write_record(
+        self, path: str, kind: type[VersionedRecord], said: dict[str, Any], old: str
+    ) -> None:
         record = self._source.valid(kind, self._renamed(said), old)
         self._new.create(path, seal(record, path))
         self._written["records"] += 1

@@ -1,4 +1,5 @@
-"""A place to run in: which processes were started there (`tools.up`), what points others at them, and who is at it now.
+"""A place to run in: which processes were started there (`tools.up`), what points others at them,
+and who is at it now.
 
     {home}/.up/<name>.json     a process: its PID, what tells it from a later one whatever the clock says, its ports
     {home}/.up/lock            held by whoever brings the place up or down
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from rlpipe.actors.ray_access import settings as ray_settings
+from rlpipe.actors.ray.access import settings as ray_settings
 from rlpipe.config.load import HOME_VARIABLE
 from rlpipe.errors import ConfigError, ResourceError
 from rlpipe.store.holders import ended, pid_space, state_and_start
@@ -67,7 +68,8 @@ class Place:
             ) from error
 
     def record(self, name: str) -> Record | None:
-        """What was started last under this name, running or not. Raises: ResourceError if the record cannot be read."""
+        """What was started last under this name, running or not. Raises: ResourceError if the
+        record cannot be read."""
         file = self.folder / f"{name}.json"
         if not file.is_file():
             return None
@@ -101,12 +103,20 @@ class Place:
     def ports(self, name: str, made: Callable[[], list[int]]) -> list[int]:
         """The ports it had if nobody else has them now, else new ones."""
         record = self.record(name)
-        return list(record.ports) if record and all(free_port(port) == port for port in record.ports) else made()
+        return (
+            list(record.ports)
+            if record and all(free_port(port) == port for port in record.ports)
+            else made()
+        )
 
     def url(self, name: str) -> str:
         record = self.record(name)
         assert record is not None
-        return f"127.0.0.1:{record.ports[0]}" if name == "ray" else f"http://127.0.0.1:{record.ports[0]}"
+        return (
+            f"127.0.0.1:{record.ports[0]}"
+            if name == "ray"
+            else f"http://127.0.0.1:{record.ports[0]}"
+        )
 
     @property
     def secret(self) -> str:
@@ -137,7 +147,8 @@ class Place:
 
 @contextmanager
 def alone(place: Place, command: str) -> Iterator[None]:
-    """Nobody else brings this place up or down meanwhile. Raises: ResourceError if somebody is at it."""
+    """Nobody else brings this place up or down meanwhile. Raises: ResourceError if somebody is at
+    it."""
     with (place.folder / "lock").open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

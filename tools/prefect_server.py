@@ -8,7 +8,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from rlpipe.orphan import end_with
+from rlpipe.system.orphan import end_with
 
 if __name__ == "__main__":
     end_with(int(sys.argv.pop(1)))

@@ -1,8 +1,9 @@
 """Train a run's stored batches again and compare every state:  python -m tools.replay --run NAME [--home DIR] [--store URL]
 
-From weight version 0, in a trainer of its own (Ray, no engines), through warm starts and forks. Exit codes: 0 every state came
-out bit for bit as recorded, 1 one did not, 2 it could not be tried. A run whose states differ was made elsewhere (another kind
-of machine, other packages), or is not what its records say.
+From weight version 0, in a trainer of its own (Ray, no engines), through warm starts and forks.
+Exit codes: 0 every state came out bit for bit as recorded, 1 one did not, 2 it could not be tried.
+A run whose states differ was made elsewhere (another kind of machine, other packages), or is not
+what its records say.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import json
 import sys
 from pathlib import Path
 
-from rlpipe.actors.local_ray import disconnect
-from rlpipe.actors.replay import Compared, Replay, replay
+from rlpipe.actors.ray.local_ray import disconnect
+from rlpipe.actors.trainer.replay import Compared, Replay, replay
 from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.errors import RlpipeError
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import store_of
 from tools.piped import piped
 
@@ -43,10 +44,16 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.replay", description="Train a run's stored batches again.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.replay", description="Train a run's stored batches again."
+    )
     parser.add_argument("--run", required=True, help="name of the run, that is of its branch")
-    parser.add_argument("--home", help=f"where everything is kept (default: ${HOME_VARIABLE} or ./runs)")
-    parser.add_argument("--store", help="URL of the store (default: the one the run was started with)")
+    parser.add_argument(
+        "--home", help=f"where everything is kept (default: ${HOME_VARIABLE} or ./runs)"
+    )
+    parser.add_argument(
+        "--store", help="URL of the store (default: the one the run was started with)"
+    )
     parser.add_argument("--json", help="write all digests to this file")
     return parser.parse_args()
 

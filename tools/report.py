@@ -8,17 +8,19 @@ from pathlib import Path
 
 from rlpipe.config.load import HOME_VARIABLE, home, use_home, validate_stored
 from rlpipe.errors import RlpipeError
+from rlpipe.lineage.history import HistoryReader
 from rlpipe.observe.figure import write_figure
 from rlpipe.observe.report import write_report
 from rlpipe.observe.summary import write_summary
-from rlpipe.run_history import HistoryReader
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import get_run
 
 
 def main() -> int:
     """Exit codes: 0 done, 2 there is no such run."""
-    parser = argparse.ArgumentParser(prog="python -m tools.report", description="Write a run's report again from its records.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.report", description="Write a run's report again from its records."
+    )
     parser.add_argument("--run", required=True)
     parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
     arguments = parser.parse_args()
@@ -32,7 +34,8 @@ def main() -> int:
 
 
 def write(directory: Path) -> Path:
-    """Write the three files into a run's directory; the page's path. Raises: ConfigError if it is not a run's directory."""
+    """Write the three files into a run's directory; the page's path. Raises: ConfigError if it is
+    not a run's directory."""
     said = get_run(directory.parent, directory.name)
     history = HistoryReader(Files(said.store), validate_stored(said.config), directory).read()
     write_summary(history, directory / "summary.json")

@@ -1,11 +1,13 @@
 """Score and estimate a run's stored rollouts anew, as a branch beside it:
 
-    python -m tools.reprocess --of my_run 'reward.function={type: python, path: mine.py:score}' [dotted.key=value ...]
-    python -m tools.reprocess --of my_run --iterations 10:50 --run stricter rollout.dynamic_sampling_filter_path=mine.py:keep
-    python -m tools.reprocess --of my_run --run by_rloo advantage.advantage_estimator=rloo --train by_rloo.trained
+    python -m tools.reprocess --of my_run 'reward.function={type: python, path: mine.py:score}'
+    [dotted.key=value ...] python -m tools.reprocess --of my_run --iterations 10:50 --run stricter
+    rollout.dynamic_sampling_filter_path=mine.py:keep python -m tools.reprocess --of my_run --run
+    by_rloo advantage.advantage_estimator=rloo --train by_rloo.trained
 
-Starts neither engines nor a trainer, unless `--train NAME` trains a run from the result, without engines too. The run and its
-records stay as they are. The same command goes on where it was stopped, and finds everything done the second time.
+Starts neither engines nor a trainer, unless `--train NAME` trains a run from the result, without
+engines too. The run and its records stay as they are. The same command goes on where it was
+stopped, and finds everything done the second time.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from rlpipe.config.load import HOME_VARIABLE, home, load_run, use_home
 from rlpipe.errors import RlpipeError
 from rlpipe.observe.progress import duration
 from rlpipe.preflight import check
-from rlpipe.reprocess import Reprocessor
+from rlpipe.reprocess.branch import Reprocessor
 from tools.train import finish
 
 
@@ -49,7 +51,11 @@ def main() -> int:
     def start() -> Awaitable[dict[str, Any]]:
         from flows.reprocess import reprocess
 
-        more = {"train": arguments.train, "train_overrides": arguments.train_set, "jobs": arguments.jobs}
+        more = {
+            "train": arguments.train,
+            "train_overrides": arguments.train_set,
+            "jobs": arguments.jobs,
+        }
         return cast("Awaitable[dict[str, Any]]", reprocess(**asked, **more))
 
     code, said = finish(start)
@@ -61,19 +67,37 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.reprocess", description="Score and estimate stored rollouts anew.", allow_abbrev=False
+        prog="python -m tools.reprocess",
+        description="Score and estimate stored rollouts anew.",
+        allow_abbrev=False,
     )
-    parser.add_argument("--of", required=True, metavar="RUN", help="the run whose stored rollouts are reprocessed")
-    parser.add_argument("--iterations", metavar="A:B", help="from A up to B, without B (default: all that are stored)")
-    parser.add_argument("--run", help="name of the new branch (default: RUN.reprocessed)")
-    parser.add_argument("--train", metavar="NAME", help="train a run of this name from the result, without engines")
     parser.add_argument(
-        "--train-set", action="append", default=[], metavar="KEY=VALUE", help="an override of that run alone; may be repeated"
+        "--of", required=True, metavar="RUN", help="the run whose stored rollouts are reprocessed"
     )
-    parser.add_argument("--jobs", type=int, default=2, help="iterations under way at once (default: 2)")
+    parser.add_argument(
+        "--iterations",
+        metavar="A:B",
+        help="from A up to B, without B (default: all that are stored)",
+    )
+    parser.add_argument("--run", help="name of the new branch (default: RUN.reprocessed)")
+    parser.add_argument(
+        "--train", metavar="NAME", help="train a run of this name from the result, without engines"
+    )
+    parser.add_argument(
+        "--train-set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an override of that run alone; may be repeated",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="iterations under way at once (default: 2)"
+    )
     parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
     parser.add_argument("--store", help="URL of the store (default: that of the run)")
-    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="what shall be different")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="dotted.key=value", help="what shall be different"
+    )
     return parser.parse_intermixed_args()
 
 

@@ -3,7 +3,8 @@
     python -m tools.rollouts --run NAME                                       the newest, a line a sample
     python -m tools.rollouts --run NAME --iterations 10:20 --out some.jsonl   iterations 10 to 19 (or .parquet), whole rows
 
-A prompt that is messages, and metadata, are JSON in .parquet and objects in .jsonl. What a column holds: `rlpipe.run_rollouts`.
+A prompt that is messages, and metadata, are JSON in .parquet and objects in .jsonl. What a column
+holds: `rlpipe.lineage.rollouts`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,22 @@ import pyarrow.parquet as pq
 
 from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.errors import ConfigError, RlpipeError
-from rlpipe.run_rollouts import find, iterations, sample_rows
-from rlpipe.store.files import Files
+from rlpipe.lineage.rollouts import find, iterations, sample_rows
+from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import store_of
 from tools.piped import piped
 
-HEADER = ("iteration", "group", "n", "status", "tokens", "reward", "advantage", "dropped", "response")
+HEADER = (
+    "iteration",
+    "group",
+    "n",
+    "status",
+    "tokens",
+    "reward",
+    "advantage",
+    "dropped",
+    "response",
+)
 WIDTHS = (9, 24, 3, 9, 6, 8, 9, 14, 60)
 
 
@@ -53,12 +64,22 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.rollouts", description="Show or export a run's stored rollouts.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.rollouts", description="Show or export a run's stored rollouts."
+    )
     parser.add_argument("--run", required=True, help="name of the run, that is of its branch")
-    parser.add_argument("--iterations", metavar="A:B", help="from A up to B, without B (default: the newest); K: one; ':': all")
-    parser.add_argument("--out", metavar="FILE", help="write whole rows to this .jsonl or .parquet file")
+    parser.add_argument(
+        "--iterations",
+        metavar="A:B",
+        help="from A up to B, without B (default: the newest); K: one; ':': all",
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="write whole rows to this .jsonl or .parquet file"
+    )
     parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
-    parser.add_argument("--store", help="URL of the store (default: the one the run was started with)")
+    parser.add_argument(
+        "--store", help="URL of the store (default: the one the run was started with)"
+    )
     return parser.parse_args()
 
 
@@ -66,24 +87,47 @@ def chosen(files: Files, run: str, said: str | None) -> list[int]:
     """The iterations that `--iterations` names. Raises: ConfigError if there are none of them."""
     there = iterations(files, run)
     if not there:
-        raise ConfigError("no rollout of this run is stored", where=f"--run {run}", found=files.root, do="give --home or --store")
+        raise ConfigError(
+            "no rollout of this run is stored",
+            where=f"--run {run}",
+            found=files.root,
+            do="give --home or --store",
+        )
     if said is None:
         return there[-1:]
     first, colon, end = said.partition(":")
-    if not all(number.isdigit() or (colon and not number) for number in ((first, end) if colon else (first,))):
-        raise ConfigError("not iterations", where="--iterations", found=said, expected="A:B, A:, :B, : or one number")
+    if not all(
+        number.isdigit() or (colon and not number)
+        for number in ((first, end) if colon else (first,))
+    ):
+        raise ConfigError(
+            "not iterations",
+            where="--iterations",
+            found=said,
+            expected="A:B, A:, :B, : or one number",
+        )
     low = int(first or 0)
     high = (int(end) if end else there[-1] + 1) if colon else low + 1
     if found := [k for k in there if low <= k < high]:
         return found
-    raise ConfigError("no such rollouts", where="--iterations", found=said, expected=f"some of {there[0]}:{there[-1] + 1}")
+    raise ConfigError(
+        "no such rollouts",
+        where="--iterations",
+        found=said,
+        expected=f"some of {there[0]}:{there[-1] + 1}",
+    )
 
 
 def export(tables: Iterator[pa.Table], path: Path) -> int:
     """Write all rows; how many. Raises: ConfigError for another kind of file."""
     writers = {".jsonl": _write_jsonl, ".parquet": _write_parquet}
     if path.suffix not in writers:
-        raise ConfigError("not a kind of file that is written", where="--out", found=path, expected=" or ".join(writers))
+        raise ConfigError(
+            "not a kind of file that is written",
+            where="--out",
+            found=path,
+            expected=" or ".join(writers),
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     return writers[path.suffix](tables, path)
 
@@ -93,7 +137,10 @@ def _write_jsonl(tables: Iterator[pa.Table], path: Path) -> int:
     with path.open("w", encoding="utf-8") as file:
         for table in tables:
             for row in table.to_pylist():
-                row |= {"prompt": json.loads(row["prompt"]), "metadata": json.loads(row["metadata"])}
+                row |= {
+                    "prompt": json.loads(row["prompt"]),
+                    "metadata": json.loads(row["metadata"]),
+                }
                 row["reward_parts"] = dict(row["reward_parts"])
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
             count += table.num_rows
@@ -120,7 +167,8 @@ def show(tables: Iterator[pa.Table]) -> None:
 
 
 def _cells(row: dict[str, Any]) -> tuple[Any, ...]:
-    reward, advantages = row["reward"], row["advantages"]
+    reward = row["reward"]
+    advantages = row["advantages"]
     return (
         row["iteration"],
         row["group_id"],
@@ -136,7 +184,8 @@ def _cells(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def _line(cells: tuple[Any, ...]) -> str:
     fitted = (
-        str(cell) if len(str(cell)) <= width else f"{str(cell)[: width - 1]}…" for cell, width in zip(cells, WIDTHS, strict=True)
+        str(cell) if len(str(cell)) <= width else f"{str(cell)[: width - 1]}…"
+        for cell, width in zip(cells, WIDTHS, strict=True)
     )
     return "  ".join(text.ljust(width) for text, width in zip(fitted, WIDTHS, strict=True)).rstrip()
 

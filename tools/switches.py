@@ -1,9 +1,10 @@
 """What taking turns on shared GPUs cost a run, and what was in memory meanwhile:  python -m tools.switches --run NAME
 
-A line for each switch from one phase to another (`rlpipe.actors.sharing`): how often, the median and the longest in seconds, then
-in GiB the most that a trainer rank's process had of its GPU during the phase that ended, what it keeps in the next one, and what
-is in use of its GPU right after the switch, engines included: the first time, the largest, the last time. A last column that is
-larger than the first is memory that was not given back.
+A line for each switch from one phase to another (`rlpipe.actors.sharing`): how often, the median
+and the longest in seconds, then in GiB the most that a trainer rank's process had of its GPU during
+the phase that ended, what it keeps in the next one, and what is in use of its GPU right after the
+switch, engines included: the first time, the largest, the last time. A last column that is larger
+than the first is memory that was not given back.
 """
 
 from __future__ import annotations
@@ -19,16 +20,29 @@ from typing import Any
 from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import get_run
 
-HEADER = ("from", "to", "times", "seconds", "longest", "peak", "kept", "used first", "largest", "last")
+HEADER = (
+    "from",
+    "to",
+    "times",
+    "seconds",
+    "longest",
+    "peak",
+    "kept",
+    "used first",
+    "largest",
+    "last",
+)
 
 
 def main() -> int:
     """Exit codes: 0 done, 2 there is no such run, or it shares no GPUs."""
-    parser = argparse.ArgumentParser(prog="python -m tools.switches", description="What taking turns on shared GPUs cost.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.switches", description="What taking turns on shared GPUs cost."
+    )
     parser.add_argument("--run", required=True, help="name of the run, that is of its branch")
     parser.add_argument("--json", action="store_true", help="a JSON list instead of the table")
     parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
@@ -48,13 +62,23 @@ def main() -> int:
 
 
 def switches(directory: Path) -> list[dict[str, Any]]:
-    """All switches of a run, oldest first, from the nodes of its commits. Raises: ConfigError if there are none."""
+    """All switches of a run, oldest first, from the nodes of its commits. Raises: ConfigError if
+    there are none."""
     files = Files(get_run(directory.parent, directory.name).store)
-    nodes, commits = Nodes(files), [*Branches(files).walk(directory.name)][::-1]
-    said = (nodes.get(stage, digest).outputs for commit in commits for stage, digest in commit.nodes.items())
+    nodes = Nodes(files)
+    commits = [*Branches(files).walk(directory.name)][::-1]
+    said = (
+        nodes.get(stage, digest).outputs
+        for commit in commits
+        for stage, digest in commit.nodes.items()
+    )
     found = [switch for outputs in said for switch in outputs.get("switches", ())]
     if not found:
-        raise ConfigError("this run did not share GPUs", where=directory.name, expected="a run with resources.colocate")
+        raise ConfigError(
+            "this run did not share GPUs",
+            where=directory.name,
+            expected="a run with resources.colocate",
+        )
     return found
 
 
@@ -73,7 +97,8 @@ def _seconds(those: list[dict[str, Any]]) -> tuple[float, float]:
 
 def _memory(those: list[dict[str, Any]]) -> tuple[float, ...]:
     peaks, kept, used = (
-        [switch[name] / 1024**3 for switch in those] for name in ("trainer_peak_bytes", "trainer_bytes", "used_bytes")
+        [switch[name] / 1024**3 for switch in those]
+        for name in ("trainer_peak_bytes", "trainer_bytes", "used_bytes")
     )
     return max(peaks), max(kept), used[0], max(used), used[-1]
 

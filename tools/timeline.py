@@ -15,22 +15,41 @@ from pathlib import Path
 
 from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.errors import ConfigError, RlpipeError
+from rlpipe.lineage.rollouts import find, sample_rows
 from rlpipe.observe.timeline import Response, write_timeline
 from rlpipe.observe.trace import FILE, read_trace, works
-from rlpipe.run_rollouts import find, sample_rows
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import store_of
 from tools.rollouts import chosen
 
-COLUMNS = ("iteration", "group_id", "index", "engine", "t_start_s", "t_end_s", "response_ids", "status", "reward")
+COLUMNS = (
+    "iteration",
+    "group_id",
+    "index",
+    "engine",
+    "t_start_s",
+    "t_end_s",
+    "response_ids",
+    "status",
+    "reward",
+)
 
 
 def main() -> int:
     """Exit codes: 0 done, 2 there is no such run or rollout."""
-    parser = argparse.ArgumentParser(prog="python -m tools.timeline", description="Write a run's timeline for Perfetto.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.timeline", description="Write a run's timeline for Perfetto."
+    )
     parser.add_argument("--run", required=True)
-    parser.add_argument("--iterations", metavar="A:B", default=":", help="responses from A up to B, without B (default: all)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: timeline.json.gz in the run's folder")
+    parser.add_argument(
+        "--iterations",
+        metavar="A:B",
+        default=":",
+        help="responses from A up to B, without B (default: all)",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="default: timeline.json.gz in the run's folder"
+    )
     parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
     arguments = parser.parse_args()
     try:
@@ -39,7 +58,11 @@ def main() -> int:
         files = Files(store_of(home(), arguments.run))
         events = read_trace(folder / FILE)[0]
         if not events:
-            raise ConfigError("this run has no trace", where=str(folder / FILE), do="it is written where the run was driven")
+            raise ConfigError(
+                "this run has no trace",
+                where=str(folder / FILE),
+                do="it is written where the run was driven",
+            )
         found = list(responses(files, arguments.run, arguments.iterations))
         path = arguments.out or folder / "timeline.json.gz"
         written = write_timeline(path, works(events), found)
@@ -51,7 +74,8 @@ def main() -> int:
 
 
 def responses(files: Files, run: str, iterations: str | None) -> Iterator[Response]:
-    """Of stored rollouts; supervised rows, which nobody sampled, are left out. Raises: as `rollouts.chosen`."""
+    """Of stored rollouts; supervised rows, which nobody sampled, are left out. Raises: as
+    `rollouts.chosen`."""
     for k in chosen(files, run, iterations):
         stored = find(files, run, k)
         if stored is None:
@@ -60,7 +84,14 @@ def responses(files: Files, run: str, iterations: str | None) -> Iterator[Respon
         for row in table.to_pylist():
             if row["t_end_s"] > row["t_start_s"]:
                 place = row["iteration"], row["group_id"], row["index"], row["engine"]
-                yield Response(*place, row["t_start_s"], row["t_end_s"], len(row["response_ids"]), row["status"], row["reward"])
+                yield Response(
+                    *place,
+                    row["t_start_s"],
+                    row["t_end_s"],
+                    len(row["response_ids"]),
+                    row["status"],
+                    row["reward"],
+                )
 
 
 if __name__ == "__main__":

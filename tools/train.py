@@ -1,12 +1,14 @@
 """Train on this machine, a recipe or a command line in slime's style:
 
-    python -m tools.train --recipe spell_backward [--run NAME] [dotted.key=value ...]
-    python -m tools.train ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} ... [--run NAME] [dotted.key=value ...]
+    python -m tools.train --recipe spell_backward [--run NAME] [dotted.key=value ...] python -m
+    tools.train ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} ... [--run NAME]
+    [dotted.key=value ...]
 
-slime's own flags, Megatron's bare and SGLang's as `--sglang-*` become keys of the configuration (`python -m tools.flags` lists
-them); without a recipe they start from slime's defaults, with one they change it. Uses the Prefect server of the current profile
-if there is one, else one of its own for as long as the run takes. Ctrl-C stops it; the same command goes on from the last
-committed stage.
+slime's own flags, Megatron's bare and SGLang's as `--sglang-*` become keys of the configuration
+(`python -m tools.flags` lists them); without a recipe they start from slime's defaults, with one
+they change it. Uses the Prefect server of the current profile if there is one, else one of its own
+for as long as the run takes. Ctrl-C stops it; the same command goes on from the last committed
+stage.
 """
 
 from __future__ import annotations
@@ -20,23 +22,31 @@ from pathlib import Path
 from typing import Any
 
 from flows.parameters import as_settled
-from rlpipe.config.flags import Given, read_flags
 from rlpipe.config.load import HOME_VARIABLE, home, load_run, recipes, unused_keys, use_home
 from rlpipe.config.presets import presets
 from rlpipe.config.run import RunConfig
-from rlpipe.config.slime_build import BASE, differences, overrides_of
 from rlpipe.data.prompts import PromptRow
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.model_dir import model_directory, prompt_context_len, read_object
 from rlpipe.preflight import check
+from rlpipe.slime.build import BASE, differences, overrides_of
+from rlpipe.slime.command_line import Given, read_flags
 
 TAKES_A_VALUE = {"--recipe": True, "--run": True, "--home": True, "--seed": True, "--fork": True}
-OPTIONS = {**TAKES_A_VALUE, "--takeover": False, "--dump-config": False, "--help": False, "-h": False}
-"""Options of this command itself, and whether a value follows; every other flag is one of the table."""
+OPTIONS = {
+    **TAKES_A_VALUE,
+    "--takeover": False,
+    "--dump-config": False,
+    "--help": False,
+    "-h": False,
+}
+"""Options of this command itself, and whether a value follows; every other flag is one of the
+table."""
 
 
 def main() -> int:
-    """Parse, check, run. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted, 143 asked to stop (SIGTERM)."""
+    """Parse, check, run. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted, 143 asked to
+    stop (SIGTERM)."""
     mine, rest = split(sys.argv[1:])
     arguments = parse_arguments(mine)
     try:
@@ -60,8 +70,11 @@ def main() -> int:
     return drive(arguments)
 
 
-def split(words: Sequence[str], options: Mapping[str, bool] = OPTIONS) -> tuple[list[str], list[str]]:
-    """A command line as (a command's own options with their values, everything else), both in order."""
+def split(
+    words: Sequence[str], options: Mapping[str, bool] = OPTIONS
+) -> tuple[list[str], list[str]]:
+    """A command line as (a command's own options with their values, everything else), both in
+    order."""
     mine: list[str] = []
     rest: list[str] = []
     left = iter(words)
@@ -84,30 +97,61 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--recipe", help=f"a YAML file, or one of: {', '.join(recipes())}")
-    parser.add_argument("--run", help="name of the run (default: the recipe's, or the folder of --save)")
-    parser.add_argument("--home", help=f"where everything is kept (default: ${HOME_VARIABLE} or ./runs)")
-    parser.add_argument("--seed", type=int, help="another seed, as a run of its own: <recipe>-seed<N> unless --run names it")
     parser.add_argument(
-        "--fork", metavar="RUN[@K]", help="go on from iteration K of that run (default: its newest), as a new run"
+        "--run", help="name of the run (default: the recipe's, or the folder of --save)"
     )
-    parser.add_argument("--takeover", action="store_true", help="replace the process that drives this run now, wherever it is")
-    parser.add_argument("--dump-config", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument(
+        "--home", help=f"where everything is kept (default: ${HOME_VARIABLE} or ./runs)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        help="another seed, as a run of its own: <recipe>-seed<N> unless --run names it",
+    )
+    parser.add_argument(
+        "--fork",
+        metavar="RUN[@K]",
+        help="go on from iteration K of that run (default: its newest), as a new run",
+    )
+    parser.add_argument(
+        "--takeover",
+        action="store_true",
+        help="replace the process that drives this run now, wherever it is",
+    )
+    parser.add_argument(
+        "--dump-config", action="store_true", help="print the resolved configuration and stop"
+    )
     return parser.parse_args(words)
 
 
 def settle(arguments: argparse.Namespace, given: Given) -> None:
-    """Set `recipe`, `overrides` and `run` of the arguments, as the flow takes them. Raises: ConfigError."""
+    """Set `recipe`, `overrides` and `run` of the arguments, as the flow takes them. Raises:
+    ConfigError."""
     arguments.overrides = overrides_of(given)
     if arguments.recipe is None:
         if not given:
-            raise ConfigError("what shall be trained?", where="tools.train", do="give --recipe, or flags such as --hf-checkpoint")
+            raise ConfigError(
+                "what shall be trained?",
+                where="tools.train",
+                do="give --recipe, or flags such as --hf-checkpoint",
+            )
         arguments.recipe = str(BASE)
-        arguments.run = arguments.run or given.own.get("wandb_group") or Path(given.own.get("save", "slime")).name
+        arguments.run = (
+            arguments.run
+            or given.own.get("wandb_group")
+            or Path(given.own.get("save", "slime")).name
+        )
     arguments.overrides, arguments.run = as_settled(
-        arguments.recipe, arguments.overrides, arguments.run, seed=arguments.seed, fork=arguments.fork
+        arguments.recipe,
+        arguments.overrides,
+        arguments.run,
+        seed=arguments.seed,
+        fork=arguments.fork,
     )
     if given.own.get("num_epoch") is not None and given.own.get("num_rollout") is None:
-        arguments.overrides.append(f"num_rollout={iterations_of(arguments, given.own['num_epoch'])}")
+        arguments.overrides.append(
+            f"num_rollout={iterations_of(arguments, given.own['num_epoch'])}"
+        )
 
 
 def iterations_of(arguments: argparse.Namespace, epochs: int) -> int:
@@ -119,14 +163,25 @@ def iterations_of(arguments: argparse.Namespace, epochs: int) -> int:
 
     config = load_run(arguments.recipe, [*arguments.overrides, "num_rollout=0"], arguments.run)
     if config.data.prompts is None:
-        raise ConfigError("a data source of your own has no epochs", where="--num-epoch", found=epochs, do="give --num-rollout")
-    return epochs * num_drawn(config, load_prompts(config.data.prompts)) // config.rollout.rollout_batch_size
+        raise ConfigError(
+            "a data source of your own has no epochs",
+            where="--num-epoch",
+            found=epochs,
+            do="give --num-rollout",
+        )
+    return (
+        epochs
+        * num_drawn(config, load_prompts(config.data.prompts))
+        // config.rollout.rollout_batch_size
+    )
 
 
 def num_drawn(config: RunConfig, rows: Sequence[PromptRow]) -> int:
-    """Prompts of an epoch. Where over-long ones are dropped, every row is tokenized to count the others.
+    """Prompts of an epoch. Where over-long ones are dropped, every row is tokenized to count the
+    others.
 
-    Raises: ConfigError without a model directory or a tokenizer, or if every row is dropped; DataError for a row that is wrong.
+    Raises: ConfigError without a model directory or a tokenizer, or if every row is dropped;
+    DataError for a row that is wrong.
     """
     if config.data.overlong_prompts != "drop":
         return len(rows)
@@ -134,11 +189,21 @@ def num_drawn(config: RunConfig, rows: Sequence[PromptRow]) -> int:
     from rlpipe.data.tokens import load_tokenizer
 
     directory = model_directory(config.model, home(), seed=config.seed)
-    longest = prompt_context_len(config.rollout, read_object(Path(directory) / "config.json", "model.source"))
-    if not any((longest, config.data.rollout_max_prompt_len, config.rollout.rollout_max_context_len)):
+    longest = prompt_context_len(
+        config.rollout, read_object(Path(directory) / "config.json", "model.source")
+    )
+    if not any(
+        (longest, config.data.rollout_max_prompt_len, config.rollout.rollout_max_context_len)
+    ):
         return len(rows)
-    tokenizer = load_tokenizer(directory, trust_remote_code=getattr(config.model.source, "trust_remote_code", False))
-    return len(DataSource(rows, tokenizer, config.data, config.rollout, config.run, model_context_len=longest))
+    tokenizer = load_tokenizer(
+        directory, trust_remote_code=getattr(config.model.source, "trust_remote_code", False)
+    )
+    return len(
+        DataSource(
+            rows, tokenizer, config.data, config.rollout, config.run, model_context_len=longest
+        )
+    )
 
 
 def notes(given: Given) -> list[str]:
@@ -148,7 +213,9 @@ def notes(given: Given) -> list[str]:
         names = " ".join(flag.spelled for flag in given.neutral)
         said.append(f"note: these change nothing here (python -m tools.flags says why): {names}")
     if given.own.get("colocate") and (engines := given.own.get("rollout_num_gpus")) is not None:
-        said.append(f"note: --colocate with --rollout-num-gpus {engines}: so many for the engines, the trainer's first")
+        said.append(
+            f"note: --colocate with --rollout-num-gpus {engines}: so many for the engines, the trainer's first"
+        )
     return [*said, *(f"note: {difference}" for difference in differences(given))]
 
 
@@ -165,17 +232,22 @@ def drive(arguments: argparse.Namespace) -> int:
         return code
     folder = home() / summary["run"]
     if summary["accuracy_before"] is not None:
-        print(f"{summary['run']}: accuracy {summary['accuracy_before']:.3f} → {summary['accuracy_after']:.3f}")
+        print(
+            f"{summary['run']}: accuracy {summary['accuracy_before']:.3f} → {summary['accuracy_after']:.3f}"
+        )
     print(f"{summary['run']}: see {folder}/report.html")
     return code
 
 
 def finish(start: Callable[[], Awaitable[dict[str, Any]]]) -> tuple[int, dict[str, Any] | None]:
-    """Run a flow in this process, under a Prefect server: (exit code, its answer if it came to its end)."""
+    """Run a flow in this process, under a Prefect server: (exit code, its answer if it came to its
+    end)."""
     from tools.local_prefect import local_prefect
 
     if sys.__stderr__ is not None:
-        faulthandler.enable(file=sys.__stderr__)  # user code that crashes in this process leaves a stack
+        faulthandler.enable(
+            file=sys.__stderr__
+        )  # user code that crashes in this process leaves a stack
     try:
         with local_prefect(home()):
             return run_flow(start)
@@ -190,7 +262,7 @@ def finish(start: Callable[[], Awaitable[dict[str, Any]]]) -> tuple[int, dict[st
 def run_flow(start: Callable[[], Awaitable[dict[str, Any]]]) -> tuple[int, dict[str, Any] | None]:
     """As `finish`, under the server that there is. Raises: KeyboardInterrupt, RlpipeError."""
     from flows.stopping import Preempted
-    from rlpipe.actors.local_ray import disconnect
+    from rlpipe.actors.ray.local_ray import disconnect
     from tools.local_prefect import drain
 
     async def run() -> dict[str, Any]:

@@ -3,13 +3,15 @@
     python -m tools.up [--site FILE] [--without ray,s3]     start what does not run, declare the deployments, say where all is
     python -m tools.up --status | --down
 
-Each is a process of its own session, remembered in `{home}/.up` (`place`). What runs stays as it is; what died comes back with
-the same data, at the same port unless somebody else has it now: then Ray and worker, which were told of the old one, are started
-anew, unless runs are under way. While one brings the place up or down, another is refused. Everything listens on loopback only.
-The store's key is made at the first start and lies in `{home}/.up/env`, which nobody else can read: `. runs/.up/env` in a shell
-points Prefect's commands and any S3 client here.
+Each is a process of its own session, remembered in `{home}/.up` (`place`). What runs stays as it
+is; what died comes back with the same data, at the same port unless somebody else has it now: then
+Ray and worker, which were told of the old one, are started anew, unless runs are under way. While
+one brings the place up or down, another is refused. Everything listens on loopback only. The
+store's key is made at the first start and lies in `{home}/.up/env`, which nobody else can read: `.
+runs/.up/env` in a shell points Prefect's commands and any S3 client here.
 
-Not here: what a run needs of a cluster (`deployments/*.md`), or a server for one run only (`local_prefect`).
+Not here: what a run needs of a cluster (`deployments/*.md`), or a server for one run only
+(`local_prefect`).
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ import yaml
 
 from deployments.site import load_site
 from flows.environment import keep_caches_in
-from rlpipe.actors.ray_access import BEYOND_THIS_MACHINE
-from rlpipe.actors.ray_access import settings as ray_settings
+from rlpipe.actors.ray.access import BEYOND_THIS_MACHINE
+from rlpipe.actors.ray.access import settings as ray_settings
 from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.errors import ResourceError, RlpipeError
 from tools.local_prefect import SETTINGS, answers, free_port, listens
@@ -43,7 +45,8 @@ NAMES = ("s3", "prefect", "ray", "worker")
 BEGINNING_S = 5.0
 START_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 45.0
-"""A run that is asked to end gets `resources.stop_grace_s` (20 s) for its iteration, and some for a checkpoint."""
+"""A run that is asked to end gets `resources.stop_grace_s` (20 s) for its iteration, and some for a
+checkpoint."""
 ENGINE = "prefect.engine"
 """The module that a worker starts a flow run with."""
 POOL = "RLPIPE_POOL"
@@ -52,7 +55,9 @@ MIN_CPUS = 16
 """Ray counts a CPU for each actor, most of which wait for a GPU or for each other."""
 
 
-def start(place: Place, name: str, command: list[str], ports: Iterable[int], environment: dict[str, str]) -> None:
+def start(
+    place: Place, name: str, command: list[str], ports: Iterable[int], environment: dict[str, str]
+) -> None:
     """A process that outlives this one."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     with place.log(name).open("ab") as log:
@@ -90,9 +95,23 @@ def start_s3(place: Place) -> None:
 def start_prefect(place: Place) -> None:
     """The server, with its pages and its database."""
     (port,) = place.ports("prefect", lambda: [free_port(4200)])
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "prefect",
+        "server",
+        "start",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     url = f"http://127.0.0.1:{port}"
-    environment = {**SETTINGS, "PREFECT_HOME": str(place.folder / "prefect"), "PREFECT_UI_API_URL": f"{url}/api"}
+    environment = {
+        **SETTINGS,
+        "PREFECT_HOME": str(place.folder / "prefect"),
+        "PREFECT_UI_API_URL": f"{url}/api",
+    }
     start(place, "prefect", command, [port], {**environment, "PREFECT_API_URL": f"{url}/api"})
     wait(place, "prefect", lambda: ours(place, "prefect", port) and answers(f"{url}/api/health"))
 
@@ -105,30 +124,60 @@ def ours(place: Place, name: str, port: int) -> bool:
 
 def start_ray(place: Place) -> None:
     """The head of a cluster that others can join. Its processes end with it."""
-    from rlpipe.actors.local_ray import temporary_folder
+    from rlpipe.actors.ray.local_ray import temporary_folder
 
     (port,) = place.ports("ray", lambda: [free_port(6379)])
     cpus = max(MIN_CPUS, os.cpu_count() or 1)
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
-    head = ["start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", f"--num-cpus={cpus}"]
-    quiet = ["--include-dashboard=false", "--disable-usage-stats", f"--object-store-memory={256 * 1024**2}"]
+    head = [
+        "start",
+        "--head",
+        "--block",
+        "--node-ip-address=127.0.0.1",
+        f"--port={port}",
+        f"--num-cpus={cpus}",
+    ]
+    quiet = [
+        "--include-dashboard=false",
+        "--disable-usage-stats",
+        f"--object-store-memory={256 * 1024**2}",
+    ]
     quiet.append(f"--temp-dir={temporary_folder(place.home)}")
     access = ray_settings(place.home)
     start(place, "ray", [*ray, *head, *quiet], [port], {**place.environment, **access})
-    asks = {"args": [*ray, "status", f"--address=127.0.0.1:{port}"], "cwd": ROOT, "env": {**os.environ, **access}}
-    wait(place, "ray", lambda: subprocess.run(**asks, capture_output=True, check=False).returncode == 0)
+    asks = {
+        "args": [*ray, "status", f"--address=127.0.0.1:{port}"],
+        "cwd": ROOT,
+        "env": {**os.environ, **access},
+    }
+    wait(
+        place,
+        "ray",
+        lambda: subprocess.run(**asks, capture_output=True, check=False).returncode == 0,
+    )
 
 
 def start_worker(place: Place, pool: str) -> None:
     """What starts flow runs, each in a process of its own."""
-    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
+    command = [
+        sys.executable,
+        "-m",
+        "prefect",
+        "worker",
+        "start",
+        "--pool",
+        pool,
+        "--type",
+        "process",
+    ]
     settings = {**SETTINGS, "PREFECT_HOME": str(place.folder / "prefect")}
     settings["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "INFO"
     start(place, "worker", command, [], {**settings, **place.environment, POOL: pool})
 
 
 def up(place: Place, site: Path | None) -> int:
-    """Start what does not run, then declare the deployments; the exit code of that, without a worker unless it is 0.
+    """Start what does not run, then declare the deployments; the exit code of that, without a
+    worker unless it is 0.
 
     Raises: ConfigError, ResourceError.
     """
@@ -154,13 +203,27 @@ def up(place: Place, site: Path | None) -> int:
 
 
 def exports(place: Place) -> str:
-    """What a shell sources to be pointed here. A Ray of several machines can still be started from it."""
-    return "".join(f"export {key}='{value}'\n" for key, value in place.environment.items() if key != BEYOND_THIS_MACHINE)
+    """What a shell sources to be pointed here. A Ray of several machines can still be started from
+    it."""
+    return "".join(
+        f"export {key}='{value}'\n"
+        for key, value in place.environment.items()
+        if key != BEYOND_THIS_MACHINE
+    )
 
 
 def declare(place: Place) -> int:
-    """Declare the deployments of the place's site; the exit code, and if it is not 0 a word about what stays up."""
-    command = [sys.executable, "-m", "deployments.apply", "--site", str(place.folder / "site.yaml"), "--home", str(place.home)]
+    """Declare the deployments of the place's site; the exit code, and if it is not 0 a word about
+    what stays up."""
+    command = [
+        sys.executable,
+        "-m",
+        "deployments.apply",
+        "--site",
+        str(place.folder / "site.yaml"),
+        "--home",
+        str(place.home),
+    ]
     print("declaring the deployments …", flush=True)
     settings = {**SETTINGS, **place.environment, "PREFECT_HOME": str(place.folder / "prefect")}
     code = subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, check=False).returncode
@@ -174,21 +237,25 @@ def declare(place: Place) -> int:
 
 
 def environment_of(process: psutil.Process) -> dict[str, str]:
-    """What it was started with. In its first moments a process has none yet. Raises: psutil.Error."""
+    """What it was started with. In its first moments a process has none yet. Raises:
+    psutil.Error."""
     end_s = time.monotonic() + BEGINNING_S
     while not (found := process.environ()) and time.monotonic() < end_s:
         time.sleep(0.01)
     return found
 
 
-def end_if_elsewhere(place: Place, name: str, also: Mapping[str, str] = MappingProxyType({})) -> None:
-    """End a process that was started for other servers than those that run now, some of which it would not find, or without what
-    is to be in its environment `also`.
+def end_if_elsewhere(
+    place: Place, name: str, also: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """End a process that was started for other servers than those that run now, some of which it
+    would not find, or without what is to be in its environment `also`.
 
     Raises: ResourceError if that would end runs.
     """
     wanted = {**place.environment, **also}
-    process, began_with = place.running(name), wanted
+    process = place.running(name)
+    began_with = wanted
     if process is not None:
         with suppress(psutil.Error):
             began_with = environment_of(process)
@@ -197,7 +264,9 @@ def end_if_elsewhere(place: Place, name: str, also: Mapping[str, str] = MappingP
                 raise ResourceError(
                     f"{name} was started for other servers than those that run now, and starting it anew would end runs",
                     where=str(place.folder),
-                    found=", ".join(f"flow run {number} (PID {run.pid})" for number, run in runs.items()),
+                    found=", ".join(
+                        f"flow run {number} (PID {run.pid})" for number, run in runs.items()
+                    ),
                     expected="no run under way",
                     do="wait for them or cancel them, then the same command; or `make down`, which stops them as SIGTERM does",
                 )
@@ -206,11 +275,14 @@ def end_if_elsewhere(place: Place, name: str, also: Mapping[str, str] = MappingP
 
 
 def under_way(place: Place) -> dict[str, psutil.Process]:
-    """The processes of flow runs of this home by the runs' ids, also of those whose worker has died."""
+    """The processes of flow runs of this home by the runs' ids, also of those whose worker has
+    died."""
     found = {}
     for process in psutil.process_iter(["cmdline", "environ"]):
         given = process.info["environ"] or {}
-        if ENGINE in (process.info["cmdline"] or ()) and given.get(HOME_VARIABLE) == str(place.home):
+        if ENGINE in (process.info["cmdline"] or ()) and given.get(HOME_VARIABLE) == str(
+            place.home
+        ):
             found[given.get("PREFECT__FLOW_RUN_ID", "?")] = process
     return found
 
@@ -250,23 +322,40 @@ def told(place: Place) -> str:
     for name in NAMES:
         process = place.running(name)
         where = place.url(name) if process and name != "worker" else ""
-        lines.append(f"  {name:<8} {f'PID {process.pid}' if process else 'down':<12} {where}".rstrip())
+        lines.append(
+            f"  {name:<8} {f'PID {process.pid}' if process else 'down':<12} {where}".rstrip()
+        )
     if place.running("worker"):
         declared = place.folder / "site.yaml"
         demo = load_site(declared if declared.exists() else None).called("spell_backward")
-        lines += ["", f"  . {place.folder / 'env'}", f"  .venv/bin/prefect deployment run train/{demo}"]
+        lines += [
+            "",
+            f"  . {place.folder / 'env'}",
+            f"  .venv/bin/prefect deployment run train/{demo}",
+        ]
         lines += [f"  its pages: {place.url('prefect')}   logs: {place.folder}/*.log"]
     return "\n".join(lines)
 
 
 def main() -> int:
     """Parse, do it. Exit codes: 0 done, 1 something did not start, 2 bad input."""
-    parser = argparse.ArgumentParser(prog="python -m tools.up", description="Prefect server, S3 store, Ray head and worker.")
-    parser.add_argument("--home", help=f"where everything is kept (default: ${HOME_VARIABLE} or ./runs)")
-    parser.add_argument(
-        "--site", type=Path, help="YAML file with sets of GPUs, schedules, settings: deployments/site.example.yaml"
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.up", description="Prefect server, S3 store, Ray head and worker."
     )
-    parser.add_argument("--without", default="", metavar="NAMES", help="do not start these: of ray,s3 (runs then use their own)")
+    parser.add_argument(
+        "--home", help=f"where everything is kept (default: ${HOME_VARIABLE} or ./runs)"
+    )
+    parser.add_argument(
+        "--site",
+        type=Path,
+        help="YAML file with sets of GPUs, schedules, settings: deployments/site.example.yaml",
+    )
+    parser.add_argument(
+        "--without",
+        default="",
+        metavar="NAMES",
+        help="do not start these: of ray,s3 (runs then use their own)",
+    )
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--down", action="store_true", help="end them all")
     action.add_argument("--status", action="store_true", help="say what runs")
@@ -278,7 +367,11 @@ def main() -> int:
     try:
         use_home(arguments.home)
         place = Place(home(), without)
-        with nullcontext() if arguments.status else alone(place, "make down" if arguments.down else "make up"):
+        with (
+            nullcontext()
+            if arguments.status
+            else alone(place, "make down" if arguments.down else "make up")
+        ):
             if arguments.down:
                 print(f"ended: {', '.join(down(place)) or 'nothing was running'}")
             elif not arguments.status:

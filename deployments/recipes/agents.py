@@ -1,4 +1,5 @@
-"""The model of the recipes with tools, made on the spot: a tiny Qwen3 whose tokenizer has one token for each tag.
+"""The model of the recipes with tools, made on the spot: a tiny Qwen3 whose tokenizer has one token
+for each tag.
 
 Needs no network. Not here: any training; the model starts from random weights.
 """
@@ -32,16 +33,22 @@ def make_agent_model(
     intermediate_size: int = 384,
     max_position_embeddings: int = 512,
 ) -> None:
-    """A Qwen3 of 0.6M parameters: `tiny_models`' characters, and tokens for `<tool>`, `</tool>`, `<result>`, `</result>`.
+    """A Qwen3 of 0.6M parameters: `tiny_models`' characters, and tokens for `<tool>`, `</tool>`,
+    `<result>`, `</result>`.
 
-    A question of n characters is a prompt of n tokens, and a call of a tool costs two tokens beside its argument.
+    A question of n characters is a prompt of n tokens, and a call of a tool costs two tokens beside
+    its argument.
     """
     tokenizer = character_tokenizer("Question: ")
     names = [*tools, "result"]
-    tags: list[str | AddedToken] = [AddedToken(f"<{end}{name}>", normalized=False) for name in names for end in ("", "/")]
+    tags: list[str | AddedToken] = [
+        AddedToken(f"<{end}{name}>", normalized=False) for name in names for end in ("", "/")
+    ]
     tokenizer.add_tokens(tags)
     room = -len(tokenizer) % 8
-    tokenizer.add_special_tokens({"additional_special_tokens": [f"<spare_{number}>" for number in range(room)]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [f"<spare_{number}>" for number in range(room)]}
+    )
     tokenizer.chat_template = CHATML
     make_tiny_model(
         directory,

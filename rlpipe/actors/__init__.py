@@ -1,1 +1,2 @@
-"""Ray actors that hold state (trainer ranks, engines, generator), how they are placed, found by name and called."""
+"""Ray actors that hold state (trainer ranks, engines, generator), how they are placed, found by
+name and called."""

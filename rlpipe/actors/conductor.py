@@ -1,11 +1,14 @@
 """`Conductor`: the one actor through which flow processes use a cluster's trainer and engines.
 
-Several processes may drive a run at once: an iteration that is opened ahead, one that outlived its worker, one that a person
-retried. Calls to trainer ranks are collective, so all ranks must get them in one order: here they wait for each other. What
-comes from a process of an older epoch, or of a run that has left the cluster, is refused. Engines are kept by the `Fleet`. Where
-trainer and engines share GPUs, each call to either has them first do with memory what its phase asks for (`Sharing`).
+Several processes may drive a run at once: an iteration that is opened ahead, one that outlived its
+worker, one that a person retried. Calls to trainer ranks are collective, so all ranks must get them
+in one order: here they wait for each other. What comes from a process of an older epoch, or of a
+run that has left the cluster, is refused. Engines are kept by the `Fleet`. Where trainer and
+engines share GPUs, each call to either has them first do with memory what its phase asks for
+(`Sharing`).
 
-It remembers nothing that matters: killed, it is started again and finds ranks, engines and router by name.
+It remembers nothing that matters: killed, it is started again and finds ranks, engines and router
+by name.
 
 Not here: what happened (the store), rollouts (drivers call the generator themselves).
 """
@@ -21,35 +24,43 @@ from typing import Any
 
 from ray.actor import ActorHandle
 
-from rlpipe.actors.calls import call_or_end, end
-from rlpipe.actors.engine import EngineSpec
-from rlpipe.actors.files_sync import FilesSync
-from rlpipe.actors.fleet import Fleet, Receivers, Weights
+from rlpipe.actors.engines.engine import EngineSpec
+from rlpipe.actors.engines.files_sync import FilesSync
+from rlpipe.actors.engines.fleet import Fleet, Receivers, Weights
+from rlpipe.actors.engines.kept_engine import KeptEngine
 from rlpipe.actors.idle import Idle, is_driven
-from rlpipe.actors.kept_engine import KeptEngine
-from rlpipe.actors.layout import engine_names
-from rlpipe.actors.named import NamedActors
+from rlpipe.actors.ray.calls import call_or_end, end
+from rlpipe.actors.ray.layout import engine_names
+from rlpipe.actors.ray.named import NamedActors
 from rlpipe.actors.requests import Requests
-from rlpipe.actors.sending import places, restore
 from rlpipe.actors.sharing import PHASE_OF, Phase, Sharing
 from rlpipe.actors.specs import ClusterSpec, Driver, GeneratorSpec
-from rlpipe.actors.trainer_group import TrainerGroup
-from rlpipe.actors.trainer_spec import TrainerSpec, trainer_spec
-from rlpipe.actors.trainer_turn import TrainerTurn
+from rlpipe.actors.trainer.group import TrainerGroup
+from rlpipe.actors.trainer.sending import places, restore
+from rlpipe.actors.trainer.spec import TrainerSpec, trainer_spec
+from rlpipe.actors.trainer.trainer_turn import TrainerTurn
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import Fenced, RlpipeError
-from rlpipe.lineage import Lineage
+from rlpipe.lineage.states import Lineage
 
 CALL_TIMEOUT_S = 60.0
 
 
 class Conductor:
-    """See the module. Every method but `open` refuses a driver that is not the cluster's; all raise what an actor raised."""
+    """See the module. Every method but `open` refuses a driver that is not the cluster's; all raise
+    what an actor raised."""
 
-    def __init__(self, cluster: str, cwd: str, actors: Callable[[str, ResourcesConfig, str], NamedActors] = NamedActors) -> None:
+    def __init__(
+        self,
+        cluster: str,
+        cwd: str,
+        actors: Callable[[str, ResourcesConfig, str], NamedActors] = NamedActors,
+    ) -> None:
         os.chdir(cwd)
-        self._make_actors, self._cluster, self._cwd = actors, cluster, cwd
+        self._make_actors = actors
+        self._cluster = cluster
+        self._cwd = cwd
         self._driver: Driver | None = None
         self._spec: ClusterSpec | None = None
         self._actors: NamedActors | None = None
@@ -63,18 +74,26 @@ class Conductor:
         self._idle = Idle(lambda: self.close(None), self._open_lock)
 
     async def open(self, driver: Driver, spec: ClusterSpec) -> None:
-        """Bring up what is not up, for this driver from now on. Repeated, it starts again what died.
+        """Bring up what is not up, for this driver from now on. Repeated, it starts again what
+        died.
 
-        Raises: Fenced if a newer driver of the run was here, or another run is at work on the cluster; ResourceError,
-        EngineUnavailable, DataError, ConfigError, DeadlineExceeded: whatever keeps an actor from coming up.
+        Raises: Fenced if a newer driver of the run was here, or another run is at work on the
+        cluster; ResourceError, EngineUnavailable, DataError, ConfigError, DeadlineExceeded:
+        whatever keeps an actor from coming up.
         """
         async with self._open_lock:
             await self._take_over(driver, spec)
             known = self._spec
             if self._fleet is not None and (known is None or known.branch != spec.branch):
                 self._fleet.forget()
-            if self._actors is None or known is None or known.config.resources != spec.config.resources:
-                if known is not None and engine_names(known.config.resources) != engine_names(spec.config.resources):
+            if (
+                self._actors is None
+                or known is None
+                or known.config.resources != spec.config.resources
+            ):
+                if known is not None and engine_names(known.config.resources) != engine_names(
+                    spec.config.resources
+                ):
                     await self._leave_engines()
                 self._actors = self._make_actors(self._cluster, spec.config.resources, self._cwd)
             self._share_gpus_of(spec)
@@ -92,7 +111,9 @@ class Conductor:
             except BaseExceptionGroup as several:
                 raise several.exceptions[0] from several
 
-    async def collective(self, driver: Driver, method: str, deadline_s: float, arguments: dict[str, Any]) -> list[Any]:
+    async def collective(
+        self, driver: Driver, method: str, deadline_s: float, arguments: dict[str, Any]
+    ) -> list[Any]:
         """As `TrainerGroup.call`, when no other call runs."""
         async with self._trainer_for(driver, method, deadline_s) as trainer:
             if method in PHASE_OF:
@@ -104,13 +125,17 @@ class Conductor:
         async with self._trainer_for(driver, "holds", CALL_TIMEOUT_S) as trainer:
             return await trainer.holds(state)
 
-    async def initialise(self, driver: Driver, key: str, start_from: str | None, deadline_s: float) -> dict[str, str]:
+    async def initialise(
+        self, driver: Driver, key: str, start_from: str | None, deadline_s: float
+    ) -> dict[str, str]:
         """As `TrainerGroup.initialise`."""
         async with self._trainer_for(driver, "initialise", deadline_s) as trainer:
             await self._enter("train")
             return await trainer.initialise(key, start_from, deadline_s=deadline_s)
 
-    async def ensure(self, driver: Driver, lineage: Lineage, deadline_s: float) -> dict[str, Any] | None:
+    async def ensure(
+        self, driver: Driver, lineage: Lineage, deadline_s: float
+    ) -> dict[str, Any] | None:
         """As `TrainerGroup.ensure`."""
         async with self._trainer_for(driver, "ensure", deadline_s) as trainer:
             if self._sharing.active and not await trainer.holds(lineage.target):
@@ -118,8 +143,11 @@ class Conductor:
             return await trainer.ensure(lineage, deadline_s=deadline_s)
 
     async def publish(self, driver: Driver, weights: Weights, *, everyone: bool) -> dict[str, Any]:
-        """As `Fleet.publish`. Engines that share GPUs are always all given them now: later there is no room."""
-        return await self._kept().publish(weights, everyone=everyone or self._sharing.active, check=lambda: self._refuse(driver))
+        """As `Fleet.publish`. Engines that share GPUs are always all given them now: later there is
+        no room."""
+        return await self._kept().publish(
+            weights, everyone=everyone or self._sharing.active, check=lambda: self._refuse(driver)
+        )
 
     async def sample(self, driver: Driver) -> None:
         """Requests will come: where GPUs are shared, engines have them from now on."""
@@ -149,7 +177,8 @@ class Conductor:
         await self._kept().stop_engines()
 
     async def close(self, driver: Driver | None) -> None:
-        """End every other actor, and with it its server, and give their places back. None: nobody drives them any more."""
+        """End every other actor, and with it its server, and give their places back. None: nobody
+        drives them any more."""
         if driver is not None:
             self._refuse(driver)
         await self._leave_engines()
@@ -160,8 +189,10 @@ class Conductor:
         self._sharing = Sharing()
 
     async def _take_over(self, driver: Driver, spec: ClusterSpec) -> None:
-        """Let this driver have the actors, unless a newer one of its run has them, or another run is still at work."""
-        now, known = self._driver, self._spec
+        """Let this driver have the actors, unless a newer one of its run has them, or another run
+        is still at work."""
+        now = self._driver
+        known = self._spec
         if now is not None and known is not None and known.branch != spec.branch:
             if await asyncio.to_thread(is_driven, known.store_root, now.run, epoch=now.epoch):
                 raise Fenced(
@@ -180,8 +211,11 @@ class Conductor:
         self._idle.called()
 
     @asynccontextmanager
-    async def _trainer_for(self, driver: Driver, method: str, deadline_s: float) -> AsyncIterator[TrainerGroup]:
-        """The trainer, while nobody else calls it. Raises: Fenced; DeadlineExceeded naming who has it."""
+    async def _trainer_for(
+        self, driver: Driver, method: str, deadline_s: float
+    ) -> AsyncIterator[TrainerGroup]:
+        """The trainer, while nobody else calls it. Raises: Fenced; DeadlineExceeded naming who has
+        it."""
         self._refuse(driver)
         async with self._turn.exclusive(method, deadline_s) as trainer:
             self._refuse(driver)
@@ -192,13 +226,16 @@ class Conductor:
         return self._fleet
 
     def _share_gpus_of(self, spec: ClusterSpec) -> None:
-        """Begin with sharing GPUs, or end it, if this spec says other things of it than the one before."""
-        config, known = spec.config, self._spec
+        """Begin with sharing GPUs, or end it, if this spec says other things of it than the one
+        before."""
+        config = spec.config
+        known = self._spec
         shared = config.resources.colocate and (config.needs_engines or self._fleet is not None)
         if not shared:
             self._sharing = Sharing()
         elif not self._sharing.active or known is None or known != spec:
-            before, trace = self._sharing.now, Path(spec.home) / config.run
+            before = self._sharing.now
+            trace = Path(spec.home) / config.run
             trace.mkdir(parents=True, exist_ok=True)
             self._sharing = Sharing(
                 config.resources,
@@ -215,7 +252,8 @@ class Conductor:
         await self._sharing.enter(phase, self._turn.group, self._fleet)
 
     async def _open_in_turn(self, driver: Driver, spec: ClusterSpec) -> None:
-        """Engines come up while the trainer has given up its memory, and it is set up while they have given up theirs."""
+        """Engines come up while the trainer has given up its memory, and it is set up while they
+        have given up theirs."""
         engines_are_up = self._has_engines_of(spec)
         if not engines_are_up:
             async with self._turn.exclusive("open", self._patience_s()):
@@ -232,7 +270,8 @@ class Conductor:
             await self._set_up_trainer(trainer, wanted)
 
     async def _open_trainer(self, spec: ClusterSpec) -> None:
-        """Ranks that somebody calls were set up; who calls them hears of it if one has died, and sees to it."""
+        """Ranks that somebody calls were set up; who calls them hears of it if one has died, and
+        sees to it."""
         wanted = trainer_spec(spec)
         if self._turn.taken and self._set_up == wanted:
             return
@@ -245,18 +284,23 @@ class Conductor:
         self._set_up = wanted
 
     async def _find_ranks(self, actors: NamedActors, config: RunConfig) -> None:
-        """The trainer's ranks, found or started once there is a place for everybody; not set up yet."""
+        """The trainer's ranks, found or started once there is a place for everybody; not set up
+        yet."""
         group = self._turn.group
         anew = group is None or not group.is_from(actors.trainer)
         async with self._turn.alone("open", self._patience_s()) if anew else nullcontext():
-            if anew:  # ranks that have to go may be gone when what takes their place does not fit after all
+            # ranks that have to go may be gone when what takes their place does not fit after all
+            if anew:
                 self._set_up = self._turn.group = None
             await asyncio.to_thread(lambda: actors.make_way(engines=config.needs_engines))
             if anew:
-                self._turn.group = await asyncio.to_thread(TrainerGroup.of, actors.trainer, config.resources)
+                self._turn.group = await asyncio.to_thread(
+                    TrainerGroup.of, actors.trainer, config.resources
+                )
 
     async def _leave_engines(self) -> None:
-        """Let go of the engines: their keepers would start those again that are to go. A new fleet finds those that stay."""
+        """Let go of the engines: their keepers would start those again that are to go. A new fleet
+        finds those that stay."""
         if self._fleet is not None:
             await self._fleet.close()
             self._fleet = None
@@ -265,7 +309,8 @@ class Conductor:
         setup = GeneratorSpec(spec.config, spec.model_dir, spec.store_root)
         generator = self._generator
         assert generator is not None
-        asked, timeout_s = generator.setup.remote(driver, setup), spec.config.resources.start_timeout_s
+        asked = generator.setup.remote(driver, setup)
+        timeout_s = spec.config.resources.start_timeout_s
         ready = call_or_end(generator, asked, where="generator.setup", deadline_s=timeout_s)
         if not spec.config.needs_engines:
             await ready
@@ -274,7 +319,8 @@ class Conductor:
         await self._connect(str(self._router_url))
 
     async def _open_fleet(self, spec: ClusterSpec) -> None:
-        """Engines of this spec, up and kept. One that did not come up as a whole is opened anew the next time."""
+        """Engines of this spec, up and kept. One that did not come up as a whole is opened anew the
+        next time."""
         if self._has_engines_of(spec):
             return
         await self._leave_engines()
@@ -303,7 +349,9 @@ class Conductor:
 
     def _has_engines_of(self, spec: ClusterSpec) -> bool:
         fleet = self._fleet
-        return fleet is not None and fleet.spec == EngineSpec.of(spec, self._cluster, fleet.spec.devices)
+        return fleet is not None and fleet.spec == EngineSpec.of(
+            spec, self._cluster, fleet.spec.devices
+        )
 
     async def _make_room(self) -> None:
         async with self._turn.exclusive("make room for engines", self._patience_s()):
@@ -338,7 +386,8 @@ class Conductor:
             return await trainer.held() in (weights.digest, None)
 
     async def _send(self, weights: Weights, to: Receivers, *, must: bool) -> dict[str, Any] | None:
-        """See `fleet.Send`. A trainer that holds nothing is restored first; requests are held while weights are on their way."""
+        """See `fleet.Send`. A trainer that holds nothing is restored first; requests are held while
+        weights are on their way."""
         assert self._spec is not None
         config = self._spec.config
         if config.sync.through_files:
@@ -353,18 +402,29 @@ class Conductor:
         async with self._trainer_with(weights, config, must=must) as trainer:
             if trainer is None:
                 return None
-            async with nullcontext() if to.idle or self._sharing.active else self._requests(config).held_for_push():
+            async with (
+                nullcontext()
+                if to.idle or self._sharing.active
+                else self._requests(config).held_for_push()
+            ):
                 urls = await to.begin(to.urls())
                 of_push = {"engines": urls, "stamp": weights.stamp, "sync": config.sync}
                 shared = places(self._kept().engines, urls, config.resources)
-                answers = await trainer.call("push", held=weights.digest, places=shared, deadline_s=deadline_s, **of_push)
+                answers = await trainer.call(
+                    "push", held=weights.digest, places=shared, deadline_s=deadline_s, **of_push
+                )
                 await to.end(answers[0]["unknown"])
         return answers[0]
 
     @asynccontextmanager
-    async def _trainer_with(self, weights: Weights, config: RunConfig, *, must: bool) -> AsyncIterator[TrainerGroup | None]:
-        """The trainer with these weights, restored if it held nothing; None if it holds others, unless it `must` give them up."""
-        async with self._turn.exclusive("push", config.sync.timeout_s + CALL_TIMEOUT_S + config.train.timeout_s) as trainer:
+    async def _trainer_with(
+        self, weights: Weights, config: RunConfig, *, must: bool
+    ) -> AsyncIterator[TrainerGroup | None]:
+        """The trainer with these weights, restored if it held nothing; None if it holds others,
+        unless it `must` give them up."""
+        async with self._turn.exclusive(
+            "push", config.sync.timeout_s + CALL_TIMEOUT_S + config.train.timeout_s
+        ) as trainer:
             if not must and await trainer.held() not in (weights.digest, None):
                 yield None
                 return
@@ -377,9 +437,13 @@ class Conductor:
 
     @asynccontextmanager
     async def _loading(self, config: RunConfig, *, idle: bool) -> AsyncIterator[None]:
-        """Engines have room for weights, which come from elsewhere than the trainer, and get no requests."""
+        """Engines have room for weights, which come from elsewhere than the trainer, and get no
+        requests."""
         if self._sharing.active:
-            async with self._turn.exclusive("load weights", self._patience_s()), self._phase_kept_after():
+            async with (
+                self._turn.exclusive("load weights", self._patience_s()),
+                self._phase_kept_after(),
+            ):
                 await self._enter("push")
                 yield
             return
@@ -388,7 +452,8 @@ class Conductor:
 
     @asynccontextmanager
     async def _phase_kept_after(self) -> AsyncIterator[None]:
-        """In the middle of a rollout, of which one engine is given weights, it goes on afterwards."""
+        """In the middle of a rollout, of which one engine is given weights, it goes on
+        afterwards."""
         sampled = self._sharing.active and self._sharing.sampling
         try:
             yield

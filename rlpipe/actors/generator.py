@@ -1,9 +1,12 @@
-"""`Generator`: the actor that plans iterations, samples them through the router and writes finished groups as shards.
+"""`Generator`: the actor that plans iterations, samples them through the router and writes finished
+groups as shards.
 
-It holds the prompts, the tokenizer and an HTTP client, and nothing that cannot be read again: a generator that is killed
-is started again, reads the plan, adopts the groups whose shards are there and asks for the rest.
+It holds the prompts, the tokenizer and an HTTP client, and nothing that cannot be read again: a
+generator that is killed is started again, reads the plan, adopts the groups whose shards are there
+and asks for the rest.
 
-Not here: how one group is sampled (`rollout.generate`), rewards of a training rollout (a stage of their own).
+Not here: how one group is sampled (`rollout.generate`), rewards of a training rollout (a stage of
+their own).
 """
 
 from __future__ import annotations
@@ -19,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.actors.specs import Driver, GeneratorSpec
+from rlpipe.batch.files import write_evaluation
 from rlpipe.config.data import EvalDataset, RewardConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
-from rlpipe.config.slime import slime_args
 from rlpipe.data.custom import BufferFilter, CustomSource
 from rlpipe.data.prompts import load_prompts, with_metadata
 from rlpipe.data.source import DataSource, evaluation_plan
@@ -31,17 +34,17 @@ from rlpipe.errors import EngineError
 from rlpipe.model_dir import prompt_context_len
 from rlpipe.observe.evaluation import evaluation_metrics
 from rlpipe.rewards.base import score
-from rlpipe.rollout.afterwards import Afterwards
-from rlpipe.rollout.client import GenerateClient, HoldMode
+from rlpipe.rollout.client.client import GenerateClient, HoldMode
 from rlpipe.rollout.filters import load_filter
+from rlpipe.rollout.generators import Ground, Occasion, by_function
+from rlpipe.rollout.generators import sampling as sampled
+from rlpipe.rollout.hooks.afterwards import Afterwards
 from rlpipe.rollout.judge import Judge
 from rlpipe.rollout.planner import Planner
 from rlpipe.rollout.rows import KeptRows, Part, StoredRows
 from rlpipe.rollout.sampler import RolloutProgress, RolloutResult, RolloutSettings, run_rollout
-from rlpipe.rollout.ways import Ground, Occasion, by_function
-from rlpipe.rollout.ways import sampling as sampled
-from rlpipe.stage_files import write_evaluation
-from rlpipe.store.files import Files
+from rlpipe.slime.args import slime_args
+from rlpipe.store.objects.files import Files
 from rlpipe.types import DataState, Plan, Sample
 
 SAMPLES_PER_REQUEST_ON_CPU = 64
@@ -52,8 +55,8 @@ class RolloutAbandoned(EngineError):
 
 
 class Generator:
-    """See the module. Methods are coroutines: `progress` answers while `rollout` runs. What is asked in the name of a driver
-    raises Fenced unless it is the one of the last set-up."""
+    """See the module. Methods are coroutines: `progress` answers while `rollout` runs. What is
+    asked in the name of a driver raises Fenced unless it is the one of the last set-up."""
 
     def __init__(self, cwd: str) -> None:
         os.chdir(cwd)
@@ -76,10 +79,14 @@ class Generator:
                 self._client = None
             self._load(spec)
         self._driver = driver
-        return {"rows": len(self._source), "eval_rows": {name: len(plan.groups) for name, plan in self._held_out.items()}}
+        return {
+            "rows": len(self._source),
+            "eval_rows": {name: len(plan.groups) for name, plan in self._held_out.items()},
+        }
 
     async def overlong(self, driver: Driver) -> dict[str, list[dict[str, Any]]]:
-        """The rows that `data.overlong_prompts` drops or cuts, as fields of `Overlong`, by the key of their prompts."""
+        """The rows that `data.overlong_prompts` drops or cuts, as fields of `Overlong`, by the key
+        of their prompts."""
         self._require(driver)
         return {key: [asdict(row) for row in rows] for key, rows in self._overlong.items() if rows}
 
@@ -94,13 +101,15 @@ class Generator:
             vocab_size=self._model_config["vocab_size"],
             deadline_s=self._config.engine.request_timeout_s,
             samples_per_request=1 if on_gpus else SAMPLES_PER_REQUEST_ON_CPU,
-            max_connections=self._config.engine.server_concurrency * self._config.resources.num_engines,
+            max_connections=self._config.engine.server_concurrency
+            * self._config.resources.num_engines,
             end_ids=self._end_ids,
             routed_width=self._ground.routed_width,
         )
 
     async def hold(self, mode: HoldMode, *, deadline_s: float, expires_s: float) -> None:
-        """Before a push of weights: see `GenerateClient.hold`. Cheap, and harmless if it is held already."""
+        """Before a push of weights: see `GenerateClient.hold`. Cheap, and harmless if it is held
+        already."""
         if self._client is not None:
             await self._client.hold(mode, deadline_s=deadline_s, expires_s=expires_s)
 
@@ -110,24 +119,32 @@ class Generator:
             self._client.release()
 
     async def plan(self, driver: Driver, iteration: int, state: DataState) -> dict[str, Any]:
-        """Write part 0 of an iteration's plan: `{"plan": digest, "after": DataState, "static": bool}`.
+        """Write part 0 of an iteration's plan: `{"plan": digest, "after": DataState, "static":
+        bool}`.
 
         `after` is the state of the next iteration if the rollout is `static`; else its outputs say.
         """
         self._require(driver)
         part = await asyncio.to_thread(self._planner.part, iteration, state, 0)
-        return {"plan": part.digest, "after": part.plan.after, "static": self._config.rollout.static}
+        return {
+            "plan": part.digest,
+            "after": part.plan.after,
+            "static": self._config.rollout.static,
+        }
 
     async def rollout(self, driver: Driver, plan: str) -> dict[str, Any]:
-        """Sample what a plan (its part 0) asks for, except the groups whose rows are there. `{"files", "outputs", "seconds"}`.
+        """Sample what a plan (its part 0) asks for, except the groups whose rows are there.
+        `{"files", "outputs", "seconds"}`.
 
-        Rollouts of several iterations run at once, first come, first served; an earlier attempt at this iteration is ended.
-        Raises: EngineError if fewer than `rollout.min_completed_fraction` of the groups came back, or too few were accepted in
-        `max_sampling_rounds`; DeadlineExceeded; RolloutAbandoned.
+        Rollouts of several iterations run at once, first come, first served; an earlier attempt at
+        this iteration is ended. Raises: EngineError if fewer than `rollout.min_completed_fraction`
+        of the groups came back, or too few were accepted in `max_sampling_rounds`;
+        DeadlineExceeded; RolloutAbandoned.
         """
         self._require(driver)
         start = time.perf_counter()
-        parts, rows = await asyncio.to_thread(self._planner.parts, plan), StoredRows(self._files)
+        parts = await asyncio.to_thread(self._planner.parts, plan)
+        rows = StoredRows(self._files)
         iteration = parts[0].plan.iteration
         while iteration in self._running:
             await self.abandon(driver, iteration)
@@ -136,7 +153,9 @@ class Generator:
         try:
             result = await task
         except asyncio.CancelledError as error:
-            raise RolloutAbandoned("the rollout was abandoned", where=f"generator.rollout {iteration}") from error
+            raise RolloutAbandoned(
+                "the rollout was abandoned", where=f"generator.rollout {iteration}"
+            ) from error
         finally:
             if self._running.get(iteration) is task:
                 del self._running[iteration]
@@ -146,13 +165,17 @@ class Generator:
         return {"files": rows.files, "outputs": outputs, "seconds": time.perf_counter() - start}
 
     async def abandon(self, driver: Driver, iteration: int | None = None) -> None:
-        """End the rollout of an iteration (None: all, and evaluations): finished groups are flushed, its caller hears of it."""
+        """End the rollout of an iteration (None: all, and evaluations): finished groups are
+        flushed, its caller hears of it."""
         self._require(driver)
-        await _ended([task for number, task in self._running.items() if iteration in (None, number)])
+        await _ended(
+            [task for number, task in self._running.items() if iteration in (None, number)]
+        )
         await _ended(self._evaluating.values() if iteration is None else ())
 
     async def evaluate(self, driver: Driver, name: str, key: str, version: int) -> dict[str, Any]:
-        """Sample and score every prompt of a held-out set once, into files of node `key`. `{"files", "outputs", "seconds"}`.
+        """Sample and score every prompt of a held-out set once, into files of node `key`.
+        `{"files", "outputs", "seconds"}`.
 
         An earlier attempt at this node is ended. Raises: as `rollout`.
         """
@@ -164,31 +187,51 @@ class Generator:
         try:
             return await task
         except asyncio.CancelledError as error:
-            raise RolloutAbandoned("the evaluation was abandoned", where=f"generator.evaluate {name}") from error
+            raise RolloutAbandoned(
+                "the evaluation was abandoned", where=f"generator.evaluate {name}"
+            ) from error
         finally:
             if self._evaluating.get(key) is task:
                 del self._evaluating[key]
 
     async def _evaluated(self, name: str, key: str, version: int) -> dict[str, Any]:
         start = time.perf_counter()
-        dataset = next(dataset for dataset in self._config.evaluation.datasets if dataset.name == name)
+        dataset = next(
+            dataset for dataset in self._config.evaluation.datasets if dataset.name == name
+        )
         sampling, reward = evaluation_settings(dataset, self._config.rollout, self._config.reward)
-        occasion = Occasion(sampling, version, evaluation=True, temperature=dataset.temperature, on_gpus=self._on_gpus)
+        occasion = Occasion(
+            sampling,
+            version,
+            evaluation=True,
+            temperature=dataset.temperature,
+            on_gpus=self._on_gpus,
+        )
         samples, outputs = await self._sampled_held_out(name, occasion)
         rows = await score(samples, reward, args=slime_args(self._config))
         record = write_evaluation(self._files, key, version, samples, rows)
-        rewards, parts = [row.reward for row in rows], [row.parts for row in rows]
-        metrics = evaluation_metrics(name, samples, rewards, parts, pass_threshold=dataset.pass_threshold)
+        rewards = [row.reward for row in rows]
+        parts = [row.parts for row in rows]
+        metrics = evaluation_metrics(
+            name, samples, rewards, parts, pass_threshold=dataset.pass_threshold
+        )
         measured = {
             "accuracy": metrics[f"eval/{name}/accuracy"],
             "scored": len(rewards) - rewards.count(None),
             "metrics": metrics,
         }
-        return {"files": [record], "outputs": {**outputs, **measured}, "seconds": time.perf_counter() - start}
+        return {
+            "files": [record],
+            "outputs": {**outputs, **measured},
+            "seconds": time.perf_counter() - start,
+        }
 
-    async def _sampled_held_out(self, name: str, occasion: Occasion) -> tuple[list[Sample], dict[str, Any]]:
+    async def _sampled_held_out(
+        self, name: str, occasion: Occasion
+    ) -> tuple[list[Sample], dict[str, Any]]:
         """The samples of a held-out set, and how the sampling went."""
-        part, kept = Part("", self._held_out[name]), KeptRows()
+        part = Part("", self._held_out[name])
+        kept = KeptRows()
         if self._ground.eval_function is not None:
             async with by_function(self._ground, occasion, self._client) as function:
                 result = await function.evaluate(part, name, kept)
@@ -205,13 +248,19 @@ class Generator:
         return kept.samples, sampling_outputs(result)
 
     async def progress(self, iteration: int | None = None) -> dict[str, Any]:
-        """How far the rollout of an iteration (None: the oldest that runs) is: `{"done", "total", "tokens"}`.
+        """How far the rollout of an iteration (None: the oldest that runs) is: `{"done", "total",
+        "tokens"}`.
 
-        In groups, accepted ones where the plan may grow, and response tokens; all 0 if it does not run.
+        In groups, accepted ones where the plan may grow, and response tokens; all 0 if it does not
+        run.
         """
         oldest = min(self._progress, default=-1) if iteration is None else iteration
         now = self._progress.get(oldest, RolloutProgress())
-        done, total = (now.finished_groups, now.groups) if self._static else (now.accepted_groups, now.wanted_groups)
+        done, total = (
+            (now.finished_groups, now.groups)
+            if self._static
+            else (now.accepted_groups, now.wanted_groups)
+        )
         return {"done": done, "total": total, "tokens": now.response_tokens}
 
     def _require(self, driver: Driver) -> None:
@@ -225,9 +274,15 @@ class Generator:
         config = self._config = spec.config
         source = config.model.source
         self._model_config = json.loads((Path(spec.model_dir) / "config.json").read_text())
-        self._tokenizer = load_tokenizer(spec.model_dir, trust_remote_code=getattr(source, "trust_remote_code", False))
+        self._tokenizer = load_tokenizer(
+            spec.model_dir, trust_remote_code=getattr(source, "trust_remote_code", False)
+        )
         data = config.data
-        rows = load_prompts(data.prompts, streaming=data.streaming_data, workers=data.num_data_workers) if data.prompts else ()
+        rows = (
+            load_prompts(data.prompts, streaming=data.streaming_data, workers=data.num_data_workers)
+            if data.prompts
+            else ()
+        )
         self._source = DataSource(
             rows,
             self._tokenizer,
@@ -239,26 +294,34 @@ class Generator:
         )
         self._source.check()
         self._overlong = {"data.prompts": self._source.overlong}
-        self._held_out = {dataset.name: self._evaluation_plan(dataset) for dataset in config.evaluation.datasets}
+        self._held_out = {
+            dataset.name: self._evaluation_plan(dataset) for dataset in config.evaluation.datasets
+        }
         self._files = Files(spec.store_root)
         self._planner = self._made_planner(config)
         self._end_ids = end_ids(spec.model_dir, self._tokenizer.eos_token_id)
         self._ground = Ground.of(config, self._tokenizer, self._model_config, spec.model_dir)
         self._slots = asyncio.Semaphore(self._groups_at_once(config.rollout))
-        keep, args = config.rollout.dynamic_sampling_filter_path, slime_args(config)
+        keep = config.rollout.dynamic_sampling_filter_path
+        args = slime_args(config)
         reward = config.reward if config.rollout.judged_by_reward else None
         self._judge = Judge(load_filter(keep, args) if keep else None, reward, args)
         self._afterwards = Afterwards(config.rollout, args, self._planner.custom)
         self._spec = spec
 
     def _made_planner(self, config: RunConfig) -> Planner:
-        rollout, args = config.rollout, slime_args(config)
+        rollout = config.rollout
+        args = slime_args(config)
         return Planner(
             self._source,
             rollout,
             self._files,
-            custom=CustomSource(rollout.data_source_path, args) if rollout.data_source_path else None,
-            choose=BufferFilter(rollout.buffer_filter_path, args) if rollout.buffer_filter_path else None,
+            custom=CustomSource(rollout.data_source_path, args)
+            if rollout.data_source_path
+            else None,
+            choose=BufferFilter(rollout.buffer_filter_path, args)
+            if rollout.buffer_filter_path
+            else None,
         )
 
     def _evaluation_plan(self, dataset: EvalDataset) -> Plan:
@@ -279,12 +342,16 @@ class Generator:
         return plan
 
     async def _sample(self, parts: Sequence[Part], rows: StoredRows) -> RolloutResult:
-        config, stop, client = self._config.rollout, asyncio.Event(), self._client
+        config = self._config.rollout
+        stop = asyncio.Event()
+        client = self._client
         occasion = Occasion(config, parts[0].plan.iteration, stop=stop, on_gpus=self._on_gpus)
         if self._ground.rollout_function is not None:
             settings = {"batch_size": config.rollout_batch_size, "partial": config.partial_rollout}
             async with by_function(self._ground, occasion, client) as function:
-                return await function.train(list(parts), rows, more=self._planner.following, **settings)
+                return await function.train(
+                    list(parts), rows, more=self._planner.following, **settings
+                )
         async with sampled(self._ground, occasion, client) as generate:
             return await run_rollout(
                 parts,
@@ -312,12 +379,17 @@ async def _ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
         await asyncio.sleep(0)
 
 
-def evaluation_settings(dataset: EvalDataset, rollout: RolloutConfig, reward: RewardConfig) -> tuple[RolloutConfig, RewardConfig]:
-    """How a held-out set is sampled and scored: its own settings, else the run's. Temperature goes its own way: it may be 0."""
+def evaluation_settings(
+    dataset: EvalDataset, rollout: RolloutConfig, reward: RewardConfig
+) -> tuple[RolloutConfig, RewardConfig]:
+    """How a held-out set is sampled and scored: its own settings, else the run's. Temperature goes
+    its own way: it may be 0."""
     return rollout.model_copy(update=dataset.sampling()), dataset.reward or reward
 
 
-def rollout_settings(config: RolloutConfig, *, groups: int | None = None, in_order: bool = False) -> RolloutSettings:
+def rollout_settings(
+    config: RolloutConfig, *, groups: int | None = None, in_order: bool = False
+) -> RolloutSettings:
     """`groups`: sample just so many, whatever becomes of them."""
     return RolloutSettings(
         batch_size=config.rollout_batch_size if groups is None else groups,
@@ -332,14 +404,24 @@ def rollout_settings(config: RolloutConfig, *, groups: int | None = None, in_ord
 
 
 def end_ids(model_dir: str, of_tokenizer: object) -> set[int]:
-    """Tokens that end a response, as SGLang finds them: of the model's configuration, its generation settings, its tokenizer."""
+    """Tokens that end a response, as SGLang finds them: of the model's configuration, its
+    generation settings, its tokenizer."""
     paths = [Path(model_dir) / name for name in ("config.json", "generation_config.json")]
-    said = [of_tokenizer, *(json.loads(path.read_text()).get("eos_token_id") for path in paths if path.exists())]
-    return {token for ids in said for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int)}
+    said = [
+        of_tokenizer,
+        *(json.loads(path.read_text()).get("eos_token_id") for path in paths if path.exists()),
+    ]
+    return {
+        token
+        for ids in said
+        for token in (ids if isinstance(ids, list) else [ids])
+        if isinstance(token, int)
+    }
 
 
 def rollout_outputs(result: RolloutResult) -> dict[str, Any]:
-    """What a rollout's node says about itself: where the data source stands now, and what became of each group."""
+    """What a rollout's node says about itself: where the data source stands now, and what became of
+    each group."""
     return {
         **sampling_outputs(result),
         "plans": [part.digest for part in result.parts],

@@ -1,8 +1,11 @@
-"""`Idle`: actors that nobody drives any more are ended, some time later, so that their GPUs are free for others.
+"""`Idle`: actors that nobody drives any more are ended, some time later, so that their GPUs are
+free for others.
 
-A run that fails on a Ray that it joined leaves its actors: a Retry finds everything warm. If none comes, this is their end.
+A run that fails on a Ray that it joined leaves its actors: a Retry finds everything warm. If none
+comes, this is their end.
 
-Not here: how they end (`conductor`); what ends with its driver anyway, which is all that is on a local Ray.
+Not here: how they end (`conductor`); what ends with its driver anyway, which is all that is on a
+local Ray.
 """
 
 from __future__ import annotations
@@ -18,19 +21,21 @@ import ray
 
 from rlpipe.actors.specs import ClusterSpec
 from rlpipe.store.epochs import SKEW_S, Epochs
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 
 LOOK_INTERVAL_S = 20.0
 
 
 class Idle:
-    """Counts while nobody calls and the driver that these actors were opened for has no lease. Made and used on the conductor's
-    event loop."""
+    """Counts while nobody calls and the driver that these actors were opened for has no lease. Made
+    and used on the conductor's event loop."""
 
     def __init__(self, end: Callable[[], Awaitable[None]], opening: asyncio.Lock) -> None:
-        """When it has been enough, `end` is awaited under the lock that is held while the cluster is `opening`; then the actor
-        that this is in ends too, unless somebody has waited to open the cluster."""
-        self._end, self._opening = end, opening
+        """When it has been enough, `end` is awaited under the lock that is held while the cluster
+        is `opening`; then the actor that this is in ends too, unless somebody has waited to open
+        the cluster."""
+        self._end = end
+        self._opening = opening
         self._called_s = time.monotonic()
         self._watching: asyncio.Task[None] | None = None
 
@@ -39,7 +44,8 @@ class Idle:
         self._called_s = time.monotonic()
 
     def watch(self, spec: ClusterSpec, epoch: int) -> None:
-        """From now on it is about this driver of this run, and no other: a later one may be at work elsewhere."""
+        """From now on it is about this driver of this run, and no other: a later one may be at work
+        elsewhere."""
         self.called()
         if self._watching is not None:
             self._watching.cancel()
@@ -58,15 +64,23 @@ class Idle:
             try:
                 if self.left_s(interval_s) > 0:
                     continue
-                if await asyncio.to_thread(is_driven, spec.store_root, spec.config.run, epoch=epoch):
+                if await asyncio.to_thread(
+                    is_driven, spec.store_root, spec.config.run, epoch=epoch
+                ):
                     self.called()
                 elif self.left_s(keep_s) <= 0:
-                    _say(spec, f"nobody has driven {spec.config.run} for {keep_s:g} s (resources.keep_idle_s): its actors end")
+                    _say(
+                        spec,
+                        f"nobody has driven {spec.config.run} for {keep_s:g} s (resources.keep_idle_s): its actors end",
+                    )
                     await self._end_all()
                     return
             except Exception as error:  # noqa: BLE001 - nobody waits for this, and it is tried again
                 if self.left_s(keep_s) <= 0:
-                    _say(spec, f"actors that nobody drives could not be ended: {type(error).__name__}: {error}")
+                    _say(
+                        spec,
+                        f"actors that nobody drives could not be ended: {type(error).__name__}: {error}",
+                    )
 
     async def _end_all(self) -> None:
         async with self._opening:
@@ -77,7 +91,8 @@ class Idle:
 
 
 def is_driven(store_root: str, run: str, *, epoch: int | None = None) -> bool:
-    """Does the lease of the newest driver of a run, of this `epoch` if one is given, still run? Raises: StoreError."""
+    """Does the lease of the newest driver of a run, of this `epoch` if one is given, still run?
+    Raises: StoreError."""
     held = Epochs(Files(store_root)).newest(run)
     return held is not None and epoch in (None, held.epoch) and not held.over(SKEW_S)
 

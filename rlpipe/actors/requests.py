@@ -1,6 +1,6 @@
 """Generation requests from outside: held in the generator while engines have something else to do.
 
-Not here: how a request waits and goes on (`rollout.client`, `rollout.gate`).
+Not here: how a request waits and goes on (`rollout.client.client`, `rollout.client.gate`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 
 from ray.actor import ActorHandle
 
-from rlpipe.actors.calls import call
+from rlpipe.actors.ray.calls import call
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ActorLost, RlpipeError
 
@@ -18,10 +18,12 @@ CALL_TIMEOUT_S = 60.0
 
 
 class Requests:
-    """Those of one generator, which works by this configuration. A generator that is gone asks for nothing."""
+    """Those of one generator, which works by this configuration. A generator that is gone asks for
+    nothing."""
 
     def __init__(self, generator: ActorHandle, config: RunConfig) -> None:
-        self._generator, self._config = generator, config
+        self._generator = generator
+        self._config = config
 
     async def connect(self, router_url: str, *, on_gpus: bool) -> None:
         """They go to this router from now on."""
@@ -39,7 +41,8 @@ class Requests:
                 await self._release()
 
     async def hold(self) -> None:
-        """Until `release`: engines give up their memory. What is in flight ends before, one way or the other."""
+        """Until `release`: engines give up their memory. What is in flight ends before, one way or
+        the other."""
         mode = "drain" if self._config.sync.in_flight == "drain" else "abort"
         await self._hold(mode, self._config.orchestration.timeout_s)
 
@@ -55,4 +58,6 @@ class Requests:
             await call(hold, where="generator.hold", deadline_s=drain_s + CALL_TIMEOUT_S)
 
     async def _release(self) -> None:
-        await call(self._generator.release.remote(), where="generator.release", deadline_s=CALL_TIMEOUT_S)
+        await call(
+            self._generator.release.remote(), where="generator.release", deadline_s=CALL_TIMEOUT_S
+        )

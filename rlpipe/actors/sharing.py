@@ -7,15 +7,18 @@
     push      weights               weights                          weights on their way to engines, scoring samples to compare
     start     –                     –                                engines that have to be started while none is up
 
-Of two phases, what the second does not have goes first, then what it has more comes: never both at once. From the end of
-`sample` to the next one requests are held in the generator, and what is in flight is aborted: it goes on from its tokens. Weights
-that an engine gave up are pushed anew before it samples.
+Of two phases, what the second does not have goes first, then what it has more comes: never both at
+once. From the end of `sample` to the next one requests are held in the generator, and what is in
+flight is aborted: it goes on from its tokens. Weights that an engine gave up are pushed anew before
+it samples.
 
-Entering a phase is repeatable: it says what shall be the case, of whatever processes there are now. A rank or an engine that
-was started again has everything, and that is put right with the next phase, before anybody else takes memory. What a switch
-cost and what was in use is kept until somebody asks (`take_log`), and in the run's trace.
+Entering a phase is repeatable: it says what shall be the case, of whatever processes there are now.
+A rank or an engine that was started again has everything, and that is put right with the next
+phase, before anybody else takes memory. What a switch cost and what was in use is kept until
+somebody asks (`take_log`), and in the run's trace.
 
-Not here: how memory is given up (`engines.megatron.memory`, `EngineActor.keep`), or which stage comes when (the driver).
+Not here: how memory is given up (`engines.megatron.memory`, `EngineActor.keep`), or which stage
+comes when (the driver).
 """
 
 from __future__ import annotations
@@ -86,7 +89,8 @@ class Servers(Protocol):
 
 
 class Sharing:
-    """The turns of one cluster. Where trainer and engines have GPUs of their own (`resources` None) it does nothing."""
+    """The turns of one cluster. Where trainer and engines have GPUs of their own (`resources` None)
+    it does nothing."""
 
     def __init__(
         self,
@@ -96,8 +100,12 @@ class Sharing:
         release: Callable[[], Awaitable[None]] | None = None,
         trace: Path | None = None,
     ) -> None:
-        """`hold` and `release`: of requests, in the generator. `trace`: folder of the run's trace."""
-        self._resources, self._hold, self._release, self._trace = resources, hold, release, trace
+        """`hold` and `release`: of requests, in the generator. `trace`: folder of the run's
+        trace."""
+        self._resources = resources
+        self._hold = hold
+        self._release = release
+        self._trace = trace
         self._turn = asyncio.Lock()
         self._log: list[dict[str, Any]] = []
         self.now: Phase | None = None
@@ -122,23 +130,28 @@ class Sharing:
         return self.now is not None and not self.awake(self.now).trainer
 
     def awake(self, phase: Phase) -> Awake:
-        """What is in GPU memory during a phase, if who does not give up memory keeps it all the time."""
-        wanted, resources = PHASES[phase], self._resources
+        """What is in GPU memory during a phase, if who does not give up memory keeps it all the
+        time."""
+        wanted = PHASES[phase]
+        resources = self._resources
         assert resources is not None
         trainer = wanted.trainer if resources.trainer_sleeps else OF_TRAINER
         return Awake(trainer, wanted.engines if resources.engines_sleep else OF_ENGINES)
 
     async def enter(self, phase: Phase, ranks: Ranks | None, servers: Servers | None) -> None:
-        """Have this phase from now on, until the next one. Those that are not there yet (None) take part in the next.
+        """Have this phase from now on, until the next one. Those that are not there yet (None) take
+        part in the next.
 
-        Raises: TrainerError, ActorLost, DeadlineExceeded if the trainer does not give up or take what it should; an engine that
-        does not is ended.
+        Raises: TrainerError, ActorLost, DeadlineExceeded if the trainer does not give up or take
+        what it should; an engine that does not is ended.
         """
         if self._resources is None:
             return
         async with self._turn:
-            before, self.now = self.now, None
-            wanted, start = self.awake(phase), time.perf_counter()
+            before = self.now
+            self.now = None
+            wanted = self.awake(phase)
+            start = time.perf_counter()
             with self._traced(phase) if before != phase else contextlib.nullcontext():
                 reports = await self._switch(phase, wanted, ranks, servers)
             self.now = phase
@@ -146,13 +159,19 @@ class Sharing:
                 self.switches += 1
                 self._log.append(_entry(before, phase, time.perf_counter() - start, reports))
 
-    async def _switch(self, phase: Phase, wanted: Awake, ranks: Ranks | None, servers: Servers | None) -> list[dict[str, float]]:
+    async def _switch(
+        self, phase: Phase, wanted: Awake, ranks: Ranks | None, servers: Servers | None
+    ) -> list[dict[str, float]]:
         assert self._resources is not None
         if phase != "sample" and self._hold is not None and servers is not None:
             await self._hold()
         if servers is not None:
             await servers.keep(wanted.engines)
-        reports = [] if ranks is None else await ranks.occupy(wanted.trainer, deadline_s=self._resources.start_timeout_s)
+        reports = (
+            []
+            if ranks is None
+            else await ranks.occupy(wanted.trainer, deadline_s=self._resources.start_timeout_s)
+        )
         if servers is not None:
             await servers.take(wanted.engines)
         if phase == "sample" and self._release is not None and servers is not None:
@@ -161,7 +180,8 @@ class Sharing:
 
     @contextlib.asynccontextmanager
     async def room_to_start(self) -> AsyncIterator[Awake | None]:
-        """While this lasts the phase stays as it is. What an engine may keep that is started now; None: it may not be started."""
+        """While this lasts the phase stays as it is. What an engine may keep that is started now;
+        None: it may not be started."""
         if self._resources is None:
             yield Awake(OF_TRAINER, OF_ENGINES)
             return
@@ -171,18 +191,26 @@ class Sharing:
     def take_log(self) -> list[dict[str, Any]]:
         """The switches since this was last asked.
 
-        Each is `{"from", "to", "seconds", "trainer_peak_bytes", "trainer_bytes", "used_bytes"}`: the most that any rank's process
-        had of its GPU during the phase that ended (0 without CUDA), then what it keeps, and what is in use of its GPU after the
-        switch, engines included; of all ranks the largest.
+        Each is `{"from", "to", "seconds", "trainer_peak_bytes", "trainer_bytes", "used_bytes"}`:
+        the most that any rank's process had of its GPU during the phase that ended (0 without
+        CUDA), then what it keeps, and what is in use of its GPU after the switch, engines included;
+        of all ranks the largest.
         """
-        log, self._log = self._log, []
+        log = self._log
+        self._log = []
         return log
 
     def _traced(self, phase: Phase) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._trace is None else traced(self._trace, f"switch to {phase}", None)
+        return (
+            contextlib.nullcontext()
+            if self._trace is None
+            else traced(self._trace, f"switch to {phase}", None)
+        )
 
 
-def _entry(before: Phase | None, phase: Phase, seconds: float, reports: list[dict[str, float]]) -> dict[str, Any]:
+def _entry(
+    before: Phase | None, phase: Phase, seconds: float, reports: list[dict[str, float]]
+) -> dict[str, Any]:
     def largest(name: str) -> float:
         return max((report.get(name, 0.0) for report in reports), default=0.0)
 

@@ -1,4 +1,5 @@
-"""Who drives a cluster, and what its actors are set up with. Light to import: a flow process needs no torch.
+"""Who drives a cluster, and what its actors are set up with. Light to import: a flow process needs
+no torch.
 
 Not here: the specs of single actors, which are made from these (`conductor`).
 """
@@ -19,7 +20,8 @@ class Driver:
     epoch: int
 
     def require(self, now: Driver | None, *, where: str) -> None:
-        """An actor's guard: is the caller (this) the driver that it works for now? Raises: Fenced."""
+        """An actor's guard: is the caller (this) the driver that it works for now? Raises:
+        Fenced."""
         if self != now:
             raise Fenced(
                 "another driver uses the cluster's actors",

@@ -1,1 +1,2 @@
-"""Pure functions: rewards to advantages, divergences, losses, and how per-token values become one number."""
+"""Pure functions: rewards to advantages, divergences, losses, and how per-token values become one
+number."""

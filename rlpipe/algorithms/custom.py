@@ -1,25 +1,31 @@
-"""Functions of the user in place of an estimator, a loss, a correction, a reducer: how they are called, what they must be.
+"""Functions of the user in place of an estimator, a loss, a correction, a reducer: how they are
+called, what they must be.
 
-Each is found by a path in the configuration and has slime's signature, so slime's own functions work; `args` has slime's names:
+Each is found by a path in the configuration and has slime's signature, so slime's own functions
+work; `args` has slime's names:
 
     custom_advantage_function_path        (args, rollout_data) -> None; sets rollout_data["advantages"], ["returns"]
     custom_tis_function_path              (args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths,
                                            response_lengths, **others) -> (pg_loss, masks, metrics)
     custom_pg_loss_reducer_function_path  (total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> reducer
     custom_loss_function_path             (args, batch, logits, sum_of_sample_mean) -> (loss, metrics)
-                                          or (args, batch, log_probs, entropy) -> (loss per token, metrics)
+                                          or (args, batch, log_probs, entropy) -> (loss per token,
+                                          metrics)
 
-Correction and reducer are asked once per optimizer step, of all its samples on the CPU, and must be what slime's are too: the
-first proportional to pg_loss, the second linear in its values. So their result is a weight per token, and neither micro-batches
-nor parallelism change it. What is not proportional or linear is refused, with its numbers.
+Correction and reducer are asked once per optimizer step, of all its samples on the CPU, and must be
+what slime's are too: the first proportional to pg_loss, the second linear in its values. So their
+result is a weight per token, and neither micro-batches nor parallelism change it. What is not
+proportional or linear is refused, with its numbers.
 
-The first form of a custom loss is slime's: see `algorithms.logits`, and what it costs there. The second spares whole logits; it
-is a loss with a parameter `log_probs` or `entropy`. Its `batch` has [n] tensors of the tokens at hand (advantages, log_probs,
-rollout_log_probs, ref_log_probs, teacher_log_probs, values, returns: those the batch has, `log_probs` being the ones before the
+The first form of a custom loss is slime's: see `algorithms.logits`, and what it costs there. The
+second spares whole logits; it is a loss with a parameter `log_probs` or `entropy`. Its `batch` has
+[n] tensors of the tokens at hand (advantages, log_probs, rollout_log_probs, ref_log_probs,
+teacher_log_probs, values, returns: those the batch has, `log_probs` being the ones before the
 iteration) and `sequence_mean`, [n] → [n].
 
-The source of each function is an input of its stage, and so are the keys of that stage. What a function reads of `args` beyond
-them is not: change such a key together with the function's source (a comment will do).
+The source of each function is an input of its stage, and so are the keys of that stage. What a
+function reads of `args` beyond them is not: change such a key together with the function's source
+(a comment will do).
 
 Not here: finding and importing a function (`config.hooks`).
 """
@@ -39,8 +45,8 @@ from rlpipe.algorithms.objective import Tokens
 from rlpipe.algorithms.values import Estimates
 from rlpipe.config.algorithms import AdvantageConfig, LossConfig
 from rlpipe.config.hooks import load_hook
-from rlpipe.config.slime_modules import provide
 from rlpipe.errors import ConfigError, DataError
+from rlpipe.slime.modules import provide
 
 Function = Callable[..., Any]
 
@@ -48,7 +54,14 @@ CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "custom_advantage_function_path": (("args", "rollout_data"), ()),
     "custom_tis_function_path": (
         ("args",),
-        ("pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths"),
+        (
+            "pg_loss",
+            "train_log_probs",
+            "rollout_log_probs",
+            "loss_masks",
+            "total_lengths",
+            "response_lengths",
+        ),
     ),
     "custom_pg_loss_reducer_function_path": (
         ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),
@@ -60,7 +73,8 @@ CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def load(key: str, path: str) -> Function:
-    """The function under a key. Raises: ConfigError if it is not there or cannot be called as it will be."""
+    """The function under a key. Raises: ConfigError if it is not there or cannot be called as it
+    will be."""
     provide(MODULES)
     function = load_hook(path)
     positional, keywords = CALLS[key]
@@ -89,13 +103,18 @@ def check(advantage: AdvantageConfig, loss: LossConfig) -> None:
                 load(key, path)
 
 
-def custom_estimates(function: Function, args: Any, rollout_data: dict[str, Any], lengths: np.ndarray) -> Estimates:
-    """What an advantage function sets, flat [R] float64. Raises: DataError if it is not one number per response token."""
+def custom_estimates(
+    function: Function, args: Any, rollout_data: dict[str, Any], lengths: np.ndarray
+) -> Estimates:
+    """What an advantage function sets, flat [R] float64. Raises: DataError if it is not one number
+    per response token."""
     function(args, rollout_data)
     where = "custom_advantage_function_path"
     advantages = _flat(rollout_data.get("advantages"), lengths, where, "advantages")
     returns = rollout_data.get("returns")
-    return Estimates(advantages, advantages if returns is None else _flat(returns, lengths, where, "returns"))
+    return Estimates(
+        advantages, advantages if returns is None else _flat(returns, lengths, where, "returns")
+    )
 
 
 def custom_correction(
@@ -109,7 +128,8 @@ def custom_correction(
 ) -> Correction:
     """The factor of every token: what a correction makes of pg_loss = 1.
 
-    Shapes: one array per sample. Raises: DataError if it is not proportional to pg_loss or does not answer one value per token.
+    Shapes: one array per sample. Raises: DataError if it is not proportional to pg_loss or does not
+    answer one value per token.
     """
     lengths = np.array([len(mask) for mask in masks], np.int64)
 
@@ -143,12 +163,17 @@ def custom_correction(
 
 
 def reducer_weights(
-    function: Function, *, masks: Sequence[np.ndarray], total_lengths: np.ndarray, per_token: bool, num_rollouts: int
+    function: Function,
+    *,
+    masks: Sequence[np.ndarray],
+    total_lengths: np.ndarray,
+    per_token: bool,
+    num_rollouts: int,
 ) -> np.ndarray:
     """The weight [R] float32 of every token under a reducer: its gradient.
 
-    slime's reducers give a sum over samples (of tokens, under calculate_per_token_loss), which is then divided by their number.
-    Raises: DataError if it is not linear.
+    slime's reducers give a sum over samples (of tokens, under calculate_per_token_loss), which is
+    then divided by their number. Raises: DataError if it is not linear.
     """
     lengths = [len(mask) for mask in masks]
     tensors = [torch.from_numpy(np.asarray(mask, np.float64)) for mask in masks]
@@ -156,7 +181,8 @@ def reducer_weights(
     values = torch.zeros(sum(lengths), dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(reduce(values), values)
     probe = torch.sin(torch.arange(1, len(values) + 1, dtype=torch.float64))
-    found, linear = float(reduce(probe)), float(gradient @ probe)
+    found = float(reduce(probe))
+    linear = float(gradient @ probe)
     if not np.isclose(found, linear, rtol=1e-6, atol=1e-9):
         raise DataError(
             "a reducer must be linear in its values",
@@ -168,7 +194,9 @@ def reducer_weights(
     return (gradient.numpy() / max(total, 1.0)).astype(np.float32)
 
 
-def custom_loss(function: Function, args: Any, tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def custom_loss(
+    function: Function, args: Any, tokens: Tokens
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss [n] of a custom loss, and its metrics [n]. Raises: DataError for another shape."""
     batch = {**tokens.columns, "sequence_mean": tokens.sequences.mean}
     per_token, metrics = function(args, batch, tokens.log_probs, tokens.entropy)
@@ -177,7 +205,9 @@ def custom_loss(function: Function, args: Any, tokens: Tokens) -> tuple[torch.Te
             raise DataError(
                 "a custom loss answers one value per token",
                 where=f"train.loss.custom_loss_function_path ({name})",
-                found=tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__,
+                found=tuple(value.shape)
+                if isinstance(value, torch.Tensor)
+                else type(value).__name__,
                 expected=tuple(tokens.log_probs.shape),
                 do="do not reduce it: it is weighted by token like every loss (calculate_per_token_loss and the like)",
             )
@@ -186,9 +216,20 @@ def custom_loss(function: Function, args: Any, tokens: Tokens) -> tuple[torch.Te
 
 def _flat(values: Any, lengths: np.ndarray, where: str, name: str) -> np.ndarray:
     """A flat [R] float64 array of a list per sample, or of one flat tensor."""
-    parts = [values] if isinstance(values, torch.Tensor | np.ndarray) else list(() if values is None else values)
-    arrays = [np.asarray(part.detach().cpu() if isinstance(part, torch.Tensor) else part, np.float64).ravel() for part in parts]
-    if len(arrays) == len(lengths) and any(len(array) != length for array, length in zip(arrays, lengths, strict=True)):
+    parts = (
+        [values]
+        if isinstance(values, torch.Tensor | np.ndarray)
+        else list(() if values is None else values)
+    )
+    arrays = [
+        np.asarray(
+            part.detach().cpu() if isinstance(part, torch.Tensor) else part, np.float64
+        ).ravel()
+        for part in parts
+    ]
+    if len(arrays) == len(lengths) and any(
+        len(array) != length for array, length in zip(arrays, lengths, strict=True)
+    ):
         arrays = []
     flat = np.concatenate(arrays) if arrays else np.zeros(0)
     if len(flat) != int(lengths.sum()):

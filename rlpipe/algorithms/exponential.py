@@ -1,9 +1,11 @@
 """Exponentials that keep gradients finite wherever the exact gradient is finite.
 
-exp(x) overflows float32 at x = 88.7. An infinite ratio is harmless where a clip, a mask or a zero weight leaves it out. Its
-gradient is not: autograd multiplies the zero that comes from the clip with infinity, and 0 × ∞ is NaN.
+exp(x) overflows float32 at x = 88.7. An infinite ratio is harmless where a clip, a mask or a zero
+weight leaves it out. Its gradient is not: autograd multiplies the zero that comes from the clip
+with infinity, and 0 × ∞ is NaN.
 
-Up to `SPLIT` every result and every gradient has the same bits as torch's own functions, so replays of stored batches agree.
+Up to `SPLIT` every result and every gradient has the same bits as torch's own functions, so replays
+of stored batches agree.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ SPLIT = 80.0
 def exp(x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
     """scale × exp(x), at most the dtype's largest number, with gradient.
 
-    A product that fits into the dtype is exact even where exp(x) alone does not fit. The gradient is the exact one: it is
-    infinite where it does not fit into the dtype, and 0 where the incoming gradient is 0.
+    A product that fits into the dtype is exact even where exp(x) alone does not fit. The gradient
+    is the exact one: it is infinite where it does not fit into the dtype, and 0 where the incoming
+    gradient is 0.
 
     Any equal shapes; `scale` None is 1.
     """
@@ -27,7 +30,8 @@ def exp(x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def expm1(x: torch.Tensor) -> torch.Tensor:
-    """exp(x) - 1, at most the dtype's largest number. Above `SPLIT` the 1 is far below the last digit."""
+    """exp(x) - 1, at most the dtype's largest number. Above `SPLIT` the 1 is far below the last
+    digit."""
     large = x > SPLIT
     return torch.where(large, exp(x), torch.expm1(torch.where(large, 0.0, x)))
 

@@ -2,10 +2,11 @@
 
     Σ_t w_t (f_t S_t - c_H H_t + c_KL KL_t),    S the surrogate, f its off-policy factor, w the weight of `reduction`
 
-Every term is a sum over tokens with weights that the whole step has in common, so objectives of micro-batches and ranks add up.
-n tokens, all with loss mask 1.
+Every term is a sum over tokens with weights that the whole step has in common, so objectives of
+micro-batches and ranks add up. n tokens, all with loss mask 1.
 
-Not here: where columns come from and how gradients and metrics are summed over ranks (`engines.megatron.step`).
+Not here: where columns come from and how gradients and metrics are summed over ranks
+(`engines.megatron.train.step`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ CustomLoss = Callable[["Tokens"], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 class Objective(NamedTuple):
-    """The scalar to differentiate, and its part of every metric (name → scalar without gradient)."""
+    """The scalar to differentiate, and its part of every metric (name → scalar without
+    gradient)."""
 
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor]
@@ -70,10 +72,11 @@ class Tokens:
 
 
 def objective(tokens: Tokens, loss: LossConfig, custom: CustomLoss | None = None) -> Objective:
-    """The objective that `loss` describes. Policy and custom losses need advantages only if they read them.
+    """The objective that `loss` describes. Policy and custom losses need advantages only if they
+    read them.
 
-    Metrics: loss, entropy; of a policy pg_loss, clipfrac, ppo_kl, kl_loss, ratio, train_rollout_logprob_abs_diff, with use_opsm
-    opsm_clipfrac; of a custom loss those it names.
+    Metrics: loss, entropy; of a policy pg_loss, clipfrac, ppo_kl, kl_loss, ratio,
+    train_rollout_logprob_abs_diff, with use_opsm opsm_clipfrac; of a custom loss those it names.
     """
     match loss.type:
         case "sft":
@@ -87,7 +90,9 @@ def objective(tokens: Tokens, loss: LossConfig, custom: CustomLoss | None = None
     kl = torch.zeros_like(tokens.log_probs)
     if tokens.reference is not None:
         if loss.use_unbiased_kl:
-            kl = unbiased_kl(tokens.log_probs, tokens.reference, _base(tokens, loss), loss.kl_loss_type)
+            kl = unbiased_kl(
+                tokens.log_probs, tokens.reference, _base(tokens, loss), loss.kl_loss_type
+            )
         else:
             kl = kl_estimate(tokens.log_probs, tokens.reference, loss.kl_loss_type)
     others = loss.kl_loss_coef * kl - loss.entropy_coef * tokens.entropy
@@ -113,7 +118,11 @@ def _surrogate(tokens: Tokens, loss: LossConfig) -> tuple[torch.Tensor, dict[str
     assert tokens.advantages is not None
     base = _base(tokens, loss)
     clip = _policy_loss(tokens, base, tokens.advantages, loss)
-    apart = torch.zeros_like(base) if tokens.behaviour is None else (tokens.old - tokens.behaviour).abs()
+    apart = (
+        torch.zeros_like(base)
+        if tokens.behaviour is None
+        else (tokens.old - tokens.behaviour).abs()
+    )
     logged = {
         "clipfrac": clip.clipped,
         "ppo_kl": clip.ppo_kl,
@@ -122,26 +131,41 @@ def _surrogate(tokens: Tokens, loss: LossConfig) -> tuple[torch.Tensor, dict[str
     }
     surrogate = clip.loss
     if loss.use_opsm:
-        mask = off_policy_sequence_mask(tokens.log_probs, base, tokens.advantages, tokens.sequences, delta=loss.opsm_delta)
+        mask = off_policy_sequence_mask(
+            tokens.log_probs, base, tokens.advantages, tokens.sequences, delta=loss.opsm_delta
+        )
         surrogate, logged["opsm_clipfrac"] = surrogate * mask, 1 - mask
     if tokens.factor is not None:
         surrogate = surrogate * tokens.factor
     return surrogate, logged
 
 
-def _policy_loss(tokens: Tokens, base: torch.Tensor, advantages: torch.Tensor, loss: LossConfig) -> PolicyLoss:
-    low, high = loss.eps_clip, loss.eps_clip_high
+def _policy_loss(
+    tokens: Tokens, base: torch.Tensor, advantages: torch.Tensor, loss: LossConfig
+) -> PolicyLoss:
+    low = loss.eps_clip
+    high = loss.eps_clip_high
     if loss.surrogate == "cispo":
         return cispo_loss(tokens.log_probs, base, advantages, eps_clip=low, eps_clip_high=high)
     dual = loss.eps_clip_c
     if loss.surrogate == "gspo":
         return sequence_policy_loss(
-            tokens.log_probs, base, advantages, tokens.sequences, eps_clip=low, eps_clip_high=high, eps_clip_c=dual
+            tokens.log_probs,
+            base,
+            advantages,
+            tokens.sequences,
+            eps_clip=low,
+            eps_clip_high=high,
+            eps_clip_c=dual,
         )
-    return policy_loss(tokens.log_probs, base, advantages, eps_clip=low, eps_clip_high=high, eps_clip_c=dual)
+    return policy_loss(
+        tokens.log_probs, base, advantages, eps_clip=low, eps_clip_high=high, eps_clip_c=dual
+    )
 
 
 def _reduced(tokens: Tokens, per_token: torch.Tensor, logged: dict[str, torch.Tensor]) -> Objective:
     total = (tokens.weight * per_token).sum()
     values = torch.stack([column.detach() for column in logged.values()]) @ tokens.weight
-    return Objective(total, {"loss": total.detach(), **dict(zip(logged, values.unbind(), strict=True))})
+    return Objective(
+        total, {"loss": total.detach(), **dict(zip(logged, values.unbind(), strict=True))}
+    )

@@ -1,1 +1,2 @@
-"""The configuration of a run: typed, frozen, complete, and importable without torch, ray or prefect."""
+"""The configuration of a run: typed, frozen, complete, and importable without torch, ray or
+prefect."""

@@ -1,8 +1,10 @@
-"""What every configuration model shares: frozen, strict, and able to say which of its keys decide results.
+"""What every configuration model shares: frozen, strict, and able to say which of its keys decide
+results.
 
-A stage's *identity* is the part of its configuration that can change what it computes, and goes into the input digest. A
-timeout, a port or a log level does not: such a field is declared with `Tuning(...)` in place of `Field(...)`. A key at the
-default that it was introduced with is left out (`rlpipe.config.introduced`), so a new key changes no digest of older runs.
+A stage's *identity* is the part of its configuration that can change what it computes, and goes
+into the input digest. A timeout, a port or a log level does not: such a field is declared with
+`Tuning(...)` in place of `Field(...)`. A key at the default that it was introduced with is left out
+(`rlpipe.config.introduced`), so a new key changes no digest of older runs.
 
 Not here: reading YAML (`load`), or any default that depends on the machine.
 """
@@ -28,13 +30,15 @@ from rlpipe.config.introduced import introduced, is_tuning
 SCALARS = frozenset({"bool", "int", "float"})
 """Types that take nothing but themselves; a whole number is a `float` too."""
 LARGEST = 1e12
-"""No setting has a meaning beyond this. Numbers near 1e38 become infinite in float32, long after the run has begun."""
+"""No setting has a meaning beyond this. Numbers near 1e38 become infinite in float32, long after
+the run has begun."""
 LONGEST_S = 1e8
 """Three years. Timers overflow at larger numbers, at a moment when nobody looks for a setting."""
 MOST_PROCESSES = 1024
 """Processes or threads that one setting may start on one machine."""
 MOST_ROWS = 1_000_000
-"""Prompts, or samples of one prompt, of an iteration: their rows are in the memory of one process."""
+"""Prompts, or samples of one prompt, of an iteration: their rows are in the memory of one
+process."""
 MOST_TOKENS = 2**31 - 1
 """Engines and trainer number the tokens of a sequence with 32 bits."""
 MOST_GPUS = 100_000
@@ -62,18 +66,24 @@ def _make_scalars_strict(schema: Any) -> None:
 class Config(BaseModel):
     """Frozen; an unknown key is an error; docstrings under fields are their descriptions.
 
-    Every number is finite, and nothing is converted in silence: `true` is no 1, `"5"` is no 5 and `"off"` is no `false`.
+    Every number is finite, and nothing is converted in silence: `true` is no 1, `"5"` is no 5 and
+    `"off"` is no `false`.
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
     )
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
         """As pydantic makes it, but with strict numbers and booleans.
 
-        pydantic's own `strict=True` would refuse lists for tuples too, and YAML has nothing but lists.
+        pydantic's own `strict=True` would refuse lists for tuples too, and YAML has nothing but
+        lists.
         """
         schema = handler(source)
         _make_scalars_strict(schema)
@@ -85,27 +95,39 @@ class Config(BaseModel):
         """What no field takes: an empty text, a number that is larger than any that is meant."""
         for part in value if isinstance(value, tuple) else (value,):
             if isinstance(part, str) and not part:
-                raise ValueError("an empty text has no meaning here; leave it out, or write null where that is allowed")
+                raise ValueError(
+                    "an empty text has no meaning here; leave it out, or write null where that is allowed"
+                )
             if not isinstance(part, int | float) or isinstance(part, bool):
                 continue
             if isinstance(part, float) and abs(part) > LARGEST:
-                raise ValueError(f"{part:g} is too large for any use of it; expected at most {LARGEST:g}")
+                raise ValueError(
+                    f"{part:g} is too large for any use of it; expected at most {LARGEST:g}"
+                )
             if (info.field_name or "").endswith("_s") and part > LONGEST_S:
-                raise ValueError(f"{part:g} seconds are more than three years; expected at most {LONGEST_S:g}")
+                raise ValueError(
+                    f"{part:g} seconds are more than three years; expected at most {LONGEST_S:g}"
+                )
         return value
 
     def decisive(self) -> dict[str, Any]:
-        """Return every key that can change results with its value, JSON-able, nested models likewise."""
+        """Return every key that can change results with its value, JSON-able, nested models
+        likewise."""
         fields = type(self).model_fields.items()
-        return {name: _decisive(getattr(self, name)) for name, field in fields if not is_tuning(field)}
+        return {
+            name: _decisive(getattr(self, name)) for name, field in fields if not is_tuning(field)
+        }
 
     def identity(self) -> dict[str, Any]:
         """Return `decisive` without the keys that have the default they were introduced with.
 
         A section whose keys are all left out is left out itself.
         """
-        entry, fields = introduced(type(self)), type(self).model_fields.items()
-        values = {name: _identity(getattr(self, name)) for name, field in fields if not is_tuning(field)}
+        entry = introduced(type(self))
+        fields = type(self).model_fields.items()
+        values = {
+            name: _identity(getattr(self, name)) for name, field in fields if not is_tuning(field)
+        }
         return {name: value for name, value in values.items() if not entry.leaves_out(name, value)}
 
 
@@ -137,4 +159,5 @@ def _name(value: str) -> str:
 
 
 Name = Annotated[str, AfterValidator(_name)]
-"""Name of a run, a branch or a cluster. It is a folder of the home and of the store, so it has no "/" and is not ".."."""
+"""Name of a run, a branch or a cluster. It is a folder of the home and of the store, so it has no
+"/" and is not ".."."""

@@ -15,16 +15,18 @@ class FilePrompts(Config):
 
     type: Literal["file"]
     paths: tuple[str, ...] = Field(min_length=1)
-    """Files, read in this order. `path@[a:b]` takes rows a to b - 1 of a file; either may be left out, or count from the end."""
+    """Files, read in this order. `path@[a:b]` takes rows a to b - 1 of a file; either may be left
+    out, or count from the end."""
     input_key: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
     label_key: str | None = None
     """Column with the reference answer; None if there is none."""
     metadata_key: str | None = "metadata"
-    """Column with a JSON object handed through to rewards and hooks; ignored where a row has none."""
+    """Column with a JSON object handed through to rewards and hooks; ignored where a row has
+    none."""
     tool_key: str | None = None
-    """Column with the tools of a row, a JSON list: handed to the chat template, and through as `metadata.tools`. None: there is
-    no such column; ignored where a row has none."""
+    """Column with the tools of a row, a JSON list: handed to the chat template, and through as
+    `metadata.tools`. None: there is no such column; ignored where a row has none."""
 
 
 class ReasoningGymPrompts(Config):
@@ -64,24 +66,30 @@ class DataConfig(Config):
     rollout_shuffle: bool = True
     """Shuffle each epoch with (rollout_seed, epoch)."""
     rollout_seed: int = 0
-    """Seed of the order of prompts and of every sample's own seed; the run's `seed` unless given."""
+    """Seed of the order of prompts and of every sample's own seed; the run's `seed` unless
+    given."""
     rollout_max_prompt_len: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
-    """Longest prompt in tokens; `overlong_prompts` says what becomes of a longer one. None: no limit but the context."""
+    """Longest prompt in tokens; `overlong_prompts` says what becomes of a longer one. None: no
+    limit but the context."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
-    """What becomes of a prompt that is longer than rollout_max_prompt_len, or leaves no room for a response in
-    rollout.rollout_max_context_len or in the model's context (this last one not where a function of yours samples).
+    """What becomes of a prompt that is longer than rollout_max_prompt_len, or leaves no room for a
+    response in rollout.rollout_max_context_len or in the model's context (this last one not where a
+    function of yours samples).
 
-    `error`: the run does not start; the error names the row. `drop`: the row is never drawn, and an epoch is all other rows.
-    `truncate_left`: the prompt's last tokens are kept, as many as the limit allows; set rollout_max_prompt_len so that a
-    response has room after them. Rows that are dropped or cut are counted when the run starts, and listed with their lengths in
+    `error`: the run does not start; the error names the row. `drop`: the row is never drawn, and an
+    epoch is all other rows. `truncate_left`: the prompt's last tokens are kept, as many as the
+    limit allows; set rollout_max_prompt_len so that a response has room after them. Rows that are
+    dropped or cut are counted when the run starts, and listed with their lengths in
     `overlong_prompts.jsonl` in the run's folder.
 
-    Held-out sets are treated in the same way, as slime does: the accuracy of a set is that of the rows that are kept, which keep
-    their ids and seeds. A rollout.data_source_path of yours gives rows one at a time, so there `drop` is an error too."""
+    Held-out sets are treated in the same way, as slime does: the accuracy of a set is that of the
+    rows that are kept, which keep their ids and seeds. A rollout.data_source_path of yours gives
+    rows one at a time, so there `drop` is an error too."""
     num_data_workers: int = Tuning(default=0, ge=0, le=MOST_PROCESSES)
     """Processes that read prompt files and check their rows; 0 is the generator's own."""
     streaming_data: bool = Tuning(False)
-    """Read rows from their files when they are drawn, instead of keeping all in memory; order and results are the same."""
+    """Read rows from their files when they are drawn, instead of keeping all in memory; order and
+    results are the same."""
 
 
 class ReasoningGymReward(Config):
@@ -91,7 +99,8 @@ class ReasoningGymReward(Config):
     threshold: float | None = 1.0
     """Scores at or above it are 1, below it 0; None keeps the task's partial credit."""
     answer_pattern: str | None = None
-    """Regular expression searched in the response; its first group is the answer. No match scores 0 with the part `format` 0."""
+    """Regular expression searched in the response; its first group is the answer. No match scores 0
+    with the part `format` 0."""
 
 
 class MathReward(Config):
@@ -103,10 +112,12 @@ class MathReward(Config):
 
 
 class RuleReward(Config):
-    """A rule that compares the response with the label; each is described in `rlpipe.rewards.rules`.
+    """A rule that compares the response with the label; each is described in
+    `rlpipe.rewards.rules`.
 
-    `dapo`: `Answer: ...` in the last 300 characters, 1 or -1. `deepscaler`: the \\boxed{} after `</think>`, 1 or 0. `f1`: words
-    in common, 0 to 1. `gpqa`: the letter of a choice, 1 or 0. `random`: 0 or 1 by the sample's seed.
+    `dapo`: `Answer: ...` in the last 300 characters, 1 or -1. `deepscaler`: the \\boxed{} after
+    `</think>`, 1 or 0. `f1`: words in common, 0 to 1. `gpqa`: the letter of a choice, 1 or 0.
+    `random`: 0 or 1 by the sample's seed.
     """
 
     type: Literal["dapo", "deepscaler", "f1", "gpqa", "random"]
@@ -115,18 +126,20 @@ class RuleReward(Config):
 
 
 class RowReward(Config):
-    """Each row says its own: `metadata.rm_type` is a type of the rules, `math` or `reasoning_gym`, after `boxed_` or alone."""
+    """Each row says its own: `metadata.rm_type` is a type of the rules, `math` or `reasoning_gym`,
+    after `boxed_` or alone."""
 
     type: Literal["by_row"]
     default: str | None = None
     """For rows that say none; None: such a row is an error."""
     reward_key: str | None = None
-    """Which entry is the reward, of a rule that gives several: `dapo` gives `score` (1 or -1), `acc` (1 or 0) and `format`.
-    None: `score`."""
+    """Which entry is the reward, of a rule that gives several: `dapo` gives `score` (1 or -1),
+    `acc` (1 or 0) and `format`. None: `score`."""
 
 
 class RemoteReward(Config):
-    """A server of yours: POST `{"prompt", "response", "label", "metadata"}`, answered by a number or an object of numbers."""
+    """A server of yours: POST `{"prompt", "response", "label", "metadata"}`, answered by a number
+    or an object of numbers."""
 
     type: Literal["remote"]
     url: str = Tuning(...)
@@ -134,11 +147,13 @@ class RemoteReward(Config):
     reward_key: str | None = None
     """Which entry of an object is the reward; the others become reward parts."""
     tries: int = Tuning(default=10, ge=1)
-    """Posts before the server's error stands, 1, 2, 4 ... 30 s apart, within `reward.sample_timeout_s`."""
+    """Posts before the server's error stands, 1, 2, 4 ... 30 s apart, within
+    `reward.sample_timeout_s`."""
 
 
 class JudgeReward(Config):
-    """A model judges: any server with OpenAI's chat completions, such as SGLang's own (`http://host:port/v1`).
+    """A model judges: any server with OpenAI's chat completions, such as SGLang's own
+    (`http://host:port/v1`).
 
     Its key is read from the environment variable RLPIPE_JUDGE_KEY, if it needs one.
     """
@@ -154,7 +169,8 @@ class JudgeReward(Config):
     )
     """Python format of the judge's message, filled with `prompt`, `response` and `label`."""
     score_pattern: str = r"Score:\s*(-?[0-9]+(?:\.[0-9]+)?)"
-    """Regular expression; the first group of its last match in the answer is the reward. No match is an error of the row."""
+    """Regular expression; the first group of its last match in the answer is the reward. No match
+    is an error of the row."""
     scale: float = Field(default=1.0, gt=0)
     """The number is divided by it."""
     temperature: float = Field(default=0.0, ge=0)
@@ -168,8 +184,8 @@ class JudgeReward(Config):
 class PythonReward(Config):
     """A function or class of yours; see `rlpipe.rewards.custom` for the forms.
 
-    `reward(sample) -> float | dict`, plain or async, or `reward(samples) -> list`; slime's `custom_rm(args, sample)`; a class
-    with `compute_reward(prompts, responses) -> list`.
+    `reward(sample) -> float | dict`, plain or async, or `reward(samples) -> list`; slime's
+    `custom_rm(args, sample)`; a class with `compute_reward(prompts, responses) -> list`.
     """
 
     type: Literal["python"]
@@ -190,7 +206,14 @@ class NoReward(Config):
 
 
 RewardFunction = Annotated[
-    ReasoningGymReward | MathReward | RuleReward | RowReward | RemoteReward | JudgeReward | PythonReward | NoReward,
+    ReasoningGymReward
+    | MathReward
+    | RuleReward
+    | RowReward
+    | RemoteReward
+    | JudgeReward
+    | PythonReward
+    | NoReward,
     Field(discriminator="type"),
 ]
 
@@ -201,14 +224,17 @@ class RewardConfig(Config):
     function: RewardFunction
     """Verifier of a response."""
     on_error: Literal["exclude_group"] | float = "exclude_group"
-    """A verifier's error leaves its group out of the batch with reason `reward_error`, unless a reward is given here."""
+    """A verifier's error leaves its group out of the batch with reason `reward_error`, unless a
+    reward is given here."""
     max_error_fraction: float = Field(default=0.5, ge=0, le=1)
     """The stage fails if a larger share of rows could not be scored."""
     custom_reward_post_process_path: str | None = None
-    """Function of all scored samples of an iteration: `post_process(args, samples) -> (raw_rewards, rewards)`; the second are
-    what advantages are estimated from. See `rlpipe.rewards.post_process`."""
+    """Function of all scored samples of an iteration: `post_process(args, samples) -> (raw_rewards,
+    rewards)`; the second are what advantages are estimated from. See
+    `rlpipe.rewards.post_process`."""
     workers: int = Tuning(default=0, ge=0, le=MOST_PROCESSES)
-    """Processes that run the verifier; 0 runs it in the stage's own process (what compares as mathematics always gets one)."""
+    """Processes that run the verifier; 0 runs it in the stage's own process (what compares as
+    mathematics always gets one)."""
     attempts: int = Tuning(default=1, ge=1)
     """Tries per row before an error stands."""
     sample_timeout_s: float = Tuning(default=30.0, gt=0)
@@ -259,11 +285,14 @@ class EvalDataset(Config):
     @classmethod
     def _is_part_of_a_metric(cls, value: str) -> str:
         if "/" in value or not value.isprintable() or value != value.strip():
-            raise ValueError(f"part of the metric eval/<name>/accuracy: no '/', no spaces around it; found {value!r}")
+            raise ValueError(
+                f"part of the metric eval/<name>/accuracy: no '/', no spaces around it; found {value!r}"
+            )
         return value
 
     def sampling(self) -> dict[str, Any]:
-        """What it changes of the rollout's settings, by their names there; its temperature, which may be 0, is not among them."""
+        """What it changes of the rollout's settings, by their names there; its temperature, which
+        may be 0, is not among them."""
         changes = {
             "rollout_top_p": self.top_p,
             "rollout_top_k": self.top_k,
@@ -280,7 +309,11 @@ class EvalDataset(Config):
 
     def limited(self, data: DataConfig) -> DataConfig:
         """How its prompts become token ids: as the run's, but for their longest length."""
-        return data if self.max_prompt_len is None else data.model_copy(update={"rollout_max_prompt_len": self.max_prompt_len})
+        return (
+            data
+            if self.max_prompt_len is None
+            else data.model_copy(update={"rollout_max_prompt_len": self.max_prompt_len})
+        )
 
 
 class EvaluationConfig(Config):

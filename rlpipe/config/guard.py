@@ -2,13 +2,16 @@
 
 `guarded(function)` is called like the function, and differs in two cases:
 
-- The function ends Python instead of returning: it raises SystemExit, KeyboardInterrupt, or a cancellation that nobody asked
-  for. That is a HookError, so the caller treats it like any other exception of the function.
-- The function forks, and the copy returns or raises. Without a guard the copy would go on as a second trainer, sampler or reward
-  process, and answer on its parent's pipes and sockets. The copy says so on stderr and ends.
+- The function ends Python instead of returning: it raises SystemExit, KeyboardInterrupt, or a
+  cancellation that nobody asked for. That is a HookError, so the caller treats it like any other
+  exception of the function.
+- The function forks, and the copy returns or raises. Without a guard the copy would go on as a
+  second trainer, sampler or reward process, and answer on its parent's pipes and sockets. The copy
+  says so on stderr and ends.
 
-A copy that an async function makes is ended at the latest when the function awaits something. Not guarded: a copy that only
-runs in an asyncio task that the function created; a process that ends itself (`os._exit`, a signal).
+A copy that an async function makes is ended at the latest when the function awaits something. Not
+guarded: a copy that only runs in an asyncio task that the function created; a process that ends
+itself (`os._exit`, a signal).
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ LONGEST_TEXT = 2000
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function behind the guard. It keeps its signature, its name, and whether it is async."""
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004 - an object with an async __call__, not a test for callable
+    call = getattr(function, "__call__", None)  # noqa: B004 - an object may have an async __call__
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):
 
         @functools.wraps(function)
         async def guarded_async(*arguments: Any, **keywords: Any) -> Any:
@@ -72,7 +76,8 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def leave_if_copied(pid: int, function: object) -> None:
-    """End this process at once unless it is process `pid`: the user's code forked, and the copy came back from it."""
+    """End this process at once unless it is process `pid`: the user's code forked, and the copy
+    came back from it."""
     if os.getpid() == pid:
         return
     error = sys.exc_info()[1]
@@ -85,7 +90,8 @@ def leave_if_copied(pid: int, function: object) -> None:
 
 
 def error_text(error: BaseException) -> str:
-    """`Type: message`, whatever the message is: not longer than a row should hold, also where `str(error)` itself raises."""
+    """`Type: message`, whatever the message is: not longer than a row should hold, also where
+    `str(error)` itself raises."""
     try:
         text = str(error)
     except Exception as second:  # noqa: BLE001 - the exception is the user's, and so is its __str__
@@ -115,11 +121,13 @@ def _stepped(coroutine: Coroutine[Any, Any, Any], pid: int) -> Generator[Any, An
             coroutine.close()
             raise
         except BaseException as error:  # noqa: BLE001 - it is the coroutine's to handle
-            resume, value = coroutine.throw, error
+            resume = coroutine.throw
+            value = error
 
 
 def _may_be_ctrl_c() -> bool:
-    """True where Python itself raises KeyboardInterrupt for SIGINT; a running event loop takes SIGINT for itself."""
+    """True where Python itself raises KeyboardInterrupt for SIGINT; a running event loop takes
+    SIGINT for itself."""
     if threading.current_thread() is not threading.main_thread():
         return False
     try:
@@ -130,7 +138,11 @@ def _may_be_ctrl_c() -> bool:
 
 
 def _ended_python(function: object, error: BaseException) -> HookError:
-    return HookError("a function of the user ended Python instead of returning", where=_name(function), found=error_text(error))
+    return HookError(
+        "a function of the user ended Python instead of returning",
+        where=_name(function),
+        found=error_text(error),
+    )
 
 
 def _name(function: object) -> str:

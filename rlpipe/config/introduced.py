@@ -1,12 +1,15 @@
 """The default that each key of the configuration had when it was introduced.
 
-`introduced.json` holds them, by model and key. A stage's identity leaves a key out while the key has that default, so a new key
-changes no digest of a run that does not set it. The table only grows:
+`introduced.json` holds them, by model and key. A stage's identity leaves a key out while the key
+has that default, so a new key changes no digest of a run that does not set it. The table only
+grows:
 
-- A new key gets its present default: `python -m rlpipe.config.introduced` adds every key that is missing.
-- A default that is changed later leaves its entry as it is. The key is then part of the identity at its new default.
-- A key that is removed leaves its entry. A stored run that had the key at that default goes on without it. A stored run that had
-  another value is refused by name (`upgraded`).
+- A new key gets its present default: `python -m rlpipe.config.introduced` adds every key that is
+  missing.
+- A default that is changed later leaves its entry as it is. The key is then part of the identity at
+  its new default.
+- A key that is removed leaves its entry. A stored run that had the key at that default goes on
+  without it. A stored run that had another value is refused by name (`upgraded`).
 
 `required` keys had no default and are always part of the identity. `tuning` keys never are.
 """
@@ -46,7 +49,9 @@ class Introduced(NamedTuple):
 def read_table() -> dict[str, Introduced]:
     """The table: model name to entry."""
     return {
-        model: Introduced(frozenset(entry["required"]), entry["defaults"], frozenset(entry["tuning"]))
+        model: Introduced(
+            frozenset(entry["required"]), entry["defaults"], frozenset(entry["tuning"])
+        )
         for model, entry in stored_table().items()
     }
 
@@ -60,7 +65,8 @@ def introduced(model: type[BaseModel]) -> Introduced:
 
 
 def spelled(value: Any) -> str:
-    """A plain value as JSON: 1, 1.0 and true are three values, a tuple is a list, the order of keys does not matter."""
+    """A plain value as JSON: 1, 1.0 and true are three values, a tuple is a list, the order of keys
+    does not matter."""
     return json.dumps(value, sort_keys=True)
 
 
@@ -70,15 +76,20 @@ def is_tuning(field: FieldInfo) -> bool:
 
 
 def models_of(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """A model and all models that its fields can hold, by name. Raises: ValueError if two have one name."""
+    """A model and all models that its fields can hold, by name. Raises: ValueError if two have one
+    name."""
     found: dict[str, type[BaseModel]] = {}
     waiting = [model]
     while waiting:
         one = waiting.pop()
         if found.setdefault(one.__name__, one) is not one:
-            raise ValueError(f"two models of the configuration are called {one.__name__}; the table needs one name for each")
+            raise ValueError(
+                f"two models of the configuration are called {one.__name__}; the table needs one name for each"
+            )
         for field in one.model_fields.values():
-            waiting += [inner for inner in models_in(field.annotation) if inner.__name__ not in found]
+            waiting += [
+                inner for inner in models_in(field.annotation) if inner.__name__ not in found
+            ]
     return found
 
 
@@ -91,7 +102,8 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def differences(root: type[BaseModel]) -> list[str]:
-    """What the table lacks of the models below `root`, and keys that moved between identity and tuning, in words."""
+    """What the table lacks of the models below `root`, and keys that moved between identity and
+    tuning, in words."""
     problems = []
     for name, model in sorted(models_of(root).items()):
         entry = read_table().get(name)
@@ -104,7 +116,9 @@ def differences(root: type[BaseModel]) -> list[str]:
                 problems.append(f"{name}.{key} has no entry in {TABLE.name}: run `{EXTEND}`")
             elif is_tuning(field) != (key in entry.tuning):
                 now = "Tuning(...)" if is_tuning(field) else "part of the identity"
-                problems.append(f"{name}.{key} is {now} and was not when it was introduced: raise the contract of its stages")
+                problems.append(
+                    f"{name}.{key} is {now} and was not when it was introduced: raise the contract of its stages"
+                )
     return problems
 
 
@@ -114,17 +128,23 @@ def removed(root: type[BaseModel]) -> list[str]:
     keys = []
     for name, entry in sorted(read_table().items()):
         known = models[name].model_fields if name in models else {}
-        keys += [f"{name}.{key}" for key in sorted({*entry.required, *entry.defaults, *entry.tuning} - set(known))]
+        keys += [
+            f"{name}.{key}"
+            for key in sorted({*entry.required, *entry.defaults, *entry.tuning} - set(known))
+        ]
     return keys
 
 
 def upgraded(root: type[BaseModel], stored: dict[str, Any], where: str = "") -> dict[str, Any]:
-    """Stored values of the model `root`, as the model is today, so that they mean what they meant when they were stored.
+    """Stored values of the model `root`, as the model is today, so that they mean what they meant
+    when they were stored.
 
-    A key that was introduced since gets the default that it was introduced with, if that is another one than today's. A key that
-    was removed since is left out. Raises: ConfigError naming a removed key that was not at the default of its introduction.
+    A key that was introduced since gets the default that it was introduced with, if that is another
+    one than today's. A key that was removed since is left out. Raises: ConfigError naming a removed
+    key that was not at the default of its introduction.
     """
-    entry, table = introduced(root), stored_table()
+    entry = introduced(root)
+    table = stored_table()
     whole: dict[str, Any] = {}
     for key, value in stored.items():
         path = f"{where}.{key}" if where else key
@@ -135,14 +155,19 @@ def upgraded(root: type[BaseModel], stored: dict[str, Any], where: str = "") -> 
                 "a stored run has a setting that was removed",
                 where=path,
                 found=value,
-                expected=f"{entry.defaults[key]!r}, with which a run is the same" if key in entry.defaults else "no such key",
+                expected=f"{entry.defaults[key]!r}, with which a run is the same"
+                if key in entry.defaults
+                else "no such key",
                 do="use a version of rlpipe that has this key",
             )
         elif key not in entry.defaults and key not in entry.tuning:
             whole[key] = value  # never a key: validation refuses it
     for key in entry.defaults.keys() & root.model_fields.keys() - stored.keys():
-        field, default = root.model_fields[key], entry.defaults[key]
-        value = _upgraded_below(list(models_in(field.annotation)), default, f"{where}.{key}" if where else key)
+        field = root.model_fields[key]
+        default = entry.defaults[key]
+        value = _upgraded_below(
+            list(models_in(field.annotation)), default, f"{where}.{key}" if where else key
+        )
         if value != default or not entry.leaves_out(key, default_of(field, table)):
             whole[key] = value
     return whole
@@ -150,28 +175,37 @@ def upgraded(root: type[BaseModel], stored: dict[str, Any], where: str = "") -> 
 
 def _upgraded_below(models: list[type[BaseModel]], value: Any, where: str) -> Any:
     if isinstance(value, list | tuple):
-        return [_upgraded_below(models, one, f"{where}.{number}") for number, one in enumerate(value)]
+        return [
+            _upgraded_below(models, one, f"{where}.{number}") for number, one in enumerate(value)
+        ]
     model = model_of(models, value)
     return value if model is None else upgraded(model, value, where)
 
 
 def model_of(models: list[type[BaseModel]], value: Any) -> type[BaseModel] | None:
-    """The model that a plain value is of; of a union, the member that allows its `type`. None: the value is of no model."""
+    """The model that a plain value is of; of a union, the member that allows its `type`. None: the
+    value is of no model."""
     if not isinstance(value, dict) or len(models) < 2:
         return models[0] if models and isinstance(value, dict) else None
-    fits = (model for model in models if value.get("type") in get_args(model.model_fields["type"].annotation))
+    fits = (
+        model
+        for model in models
+        if value.get("type") in get_args(model.model_fields["type"].annotation)
+    )
     return next(fits, None)
 
 
 def extended(root: type[BaseModel], stored: dict[str, Any]) -> dict[str, Any]:
-    """The table with an entry for every key of the models below `root`. What `stored` has stays as it is."""
+    """The table with an entry for every key of the models below `root`. What `stored` has stays as
+    it is."""
     table: dict[str, Any] = copy.deepcopy(stored)
     _extend(table, root, set())
     return dict(sorted(table.items()))
 
 
 def _extend(table: dict[str, Any], model: type[BaseModel], seen: set[type[BaseModel]]) -> None:
-    """Add what is missing of a model. The models of its fields come first: the default of a section is given by theirs."""
+    """Add what is missing of a model. The models of its fields come first: the default of a section
+    is given by theirs."""
     if model in seen:
         return
     seen.add(model)
@@ -191,7 +225,8 @@ def _extend(table: dict[str, Any], model: type[BaseModel], seen: set[type[BaseMo
 
 
 def default_of(field: FieldInfo, table: dict[str, Any]) -> Any:
-    """The identity of a field's present default. A required field has none, which no entry is equal to."""
+    """The identity of a field's present default. A required field has none, which no entry is equal
+    to."""
     if field.is_required():
         return {"required": True}
     return _identity(field.get_default(call_default_factory=True, validated_data={}), table)
@@ -202,9 +237,15 @@ def _identity(value: Any, table: dict[str, Any]) -> Any:
     if isinstance(value, BaseModel):
         defaults = table[type(value).__name__]["defaults"]
         of_keys = {
-            key: _identity(getattr(value, key), table) for key, field in type(value).model_fields.items() if not is_tuning(field)
+            key: _identity(getattr(value, key), table)
+            for key, field in type(value).model_fields.items()
+            if not is_tuning(field)
         }
-        return {key: one for key, one in of_keys.items() if key not in defaults or spelled(one) != spelled(defaults[key])}
+        return {
+            key: one
+            for key, one in of_keys.items()
+            if key not in defaults or spelled(one) != spelled(defaults[key])
+        }
     if isinstance(value, list | tuple):
         return [_identity(item, table) for item in value]
     if isinstance(value, dict):
@@ -221,7 +262,10 @@ def main() -> int:
     """Add an entry for every key that has none."""
     from rlpipe.config.run import RunConfig
 
-    TABLE.write_text(json.dumps(extended(RunConfig, stored_table()), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    TABLE.write_text(
+        json.dumps(extended(RunConfig, stored_table()), indent=1, ensure_ascii=False) + "\n",
+        encoding="utf-8",
+    )
     return 0
 
 

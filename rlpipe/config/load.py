@@ -1,8 +1,9 @@
-"""From a recipe to a `RunConfig`: YAML, then `dotted.key=value` overrides, then validation with errors people can act on.
+"""From a recipe to a `RunConfig`: YAML, then `dotted.key=value` overrides, then validation with
+errors people can act on.
 
-A recipe is a YAML file, given by path or by its name under `deployments/recipes`; with `preset`, over a model's preset
-(`presets`). Later overrides win. Every problem names
-its dotted key, the line or the override that it comes from, and the nearest keys there are.
+A recipe is a YAML file, given by path or by its name under `deployments/recipes`; with `preset`,
+over a model's preset (`presets`). Later overrides win. Every problem names its dotted key, the line
+or the override that it comes from, and the nearest keys there are.
 
 Not here: flags in slime's style, and anything that needs torch, ray or prefect.
 """
@@ -30,6 +31,7 @@ from rlpipe.config.unused import unused
 from rlpipe.errors import ConfigError
 
 RECIPES = Path(__file__).resolve().parents[2] / "deployments" / "recipes"
+SLIME_DEFAULTS = Path(__file__).resolve().parents[1] / "slime"
 HOME_VARIABLE = "RLPIPE_HOME"
 
 
@@ -38,7 +40,8 @@ RESERVED = ("store", "models")
 
 
 def home() -> Path:
-    """Where runs, models and the default store are kept: $RLPIPE_HOME, else ./runs. Absolute; not created here.
+    """Where runs, models and the default store are kept: $RLPIPE_HOME, else ./runs. Absolute; not
+    created here.
 
     Raises: ConfigError if it is there and is no folder.
     """
@@ -47,56 +50,83 @@ def home() -> Path:
     try:
         folder = Path(given).expanduser().absolute()
         is_other = folder.exists() and not folder.is_dir()
-    except (RuntimeError, OSError, ValueError) as error:  # `~somebody` who has no account; a name that is too long
+    except (
+        RuntimeError,
+        OSError,
+        ValueError,
+    ) as error:  # `~somebody` who has no account; a name that is too long
         raise ConfigError(
-            "no folder can have this name", where=where, found=f"{given!r}: {error}", expected="a folder"
+            "no folder can have this name",
+            where=where,
+            found=f"{given!r}: {error}",
+            expected="a folder",
         ) from error
     if is_other:
-        raise ConfigError("this is no folder", where=where, found=str(folder), expected="a folder, or a name that is free")
+        raise ConfigError(
+            "this is no folder",
+            where=where,
+            found=str(folder),
+            expected="a folder, or a name that is free",
+        )
     return folder
 
 
 def use_home(folder: str | None) -> None:
-    """Keep everything in this folder from now on, in this process and those that it starts; None changes nothing.
+    """Keep everything in this folder from now on, in this process and those that it starts; None
+    changes nothing.
 
     Raises: ConfigError.
     """
     if folder is None:
         return
     if not folder.strip():
-        raise ConfigError("no folder has an empty name", where="--home", found=repr(folder), expected="a folder")
+        raise ConfigError(
+            "no folder has an empty name", where="--home", found=repr(folder), expected="a folder"
+        )
     os.environ[HOME_VARIABLE] = folder
     os.environ[HOME_VARIABLE] = str(home())
 
 
-def load_run(recipe: str | Path, overrides: Sequence[str] = (), run: str | None = None) -> RunConfig:
+def load_run(
+    recipe: str | Path, overrides: Sequence[str] = (), run: str | None = None
+) -> RunConfig:
     """The configuration of one run.
 
-    `recipe` is a path or a name under deployments/recipes; `overrides` are `dotted.key=value` with a YAML value (list items by
-    number: `evaluation.datasets.0.temperature=0`); `run` names the run, and without it the recipe's `run`, else its file name.
-    Raises: ConfigError.
+    `recipe` is a path or a name under deployments/recipes; `overrides` are `dotted.key=value` with
+    a YAML value (list items by number: `evaluation.datasets.0.temperature=0`); `run` names the run,
+    and without it the recipe's `run`, else its file name. Raises: ConfigError.
     """
     return _loaded(recipe, overrides, run)[0]
 
 
-def unused_keys(recipe: str | Path, overrides: Sequence[str] = (), run: str | None = None) -> list[str]:
-    """What to say of keys that were given and have no effect, because their switch is off; see `unused`.
+def unused_keys(
+    recipe: str | Path, overrides: Sequence[str] = (), run: str | None = None
+) -> list[str]:
+    """What to say of keys that were given and have no effect, because their switch is off; see
+    `unused`.
 
-    Only a person's keys count: those of a recipe or preset that comes with the project are not mentioned.
-    Raises: ConfigError, as `load_run`.
+    Only a person's keys count: those of a recipe or preset that comes with the project are not
+    mentioned. Raises: ConfigError, as `load_run`.
     """
     config, origin = _loaded(recipe, overrides, run)
-    if Path(origin.file).resolve().parent in (RECIPES, Path(__file__).resolve().parent):
+    if Path(origin.file).resolve().parent in (RECIPES, SLIME_DEFAULTS):
         origin.lines = {}
     return unused(config, origin)
 
 
-def _loaded(recipe: str | Path, overrides: Sequence[str], run: str | None) -> tuple[RunConfig, Origin]:
+def _loaded(
+    recipe: str | Path, overrides: Sequence[str], run: str | None
+) -> tuple[RunConfig, Origin]:
     path = find_recipe(recipe)
     values, lines = parse(read(path, "the recipe"), str(path))
     if not isinstance(values, dict):
         found = "nothing" if values is None else type(values).__name__
-        raise ConfigError("a recipe is a mapping of keys", where=str(path), found=found, expected="lines of `key: value`")
+        raise ConfigError(
+            "a recipe is a mapping of keys",
+            where=str(path),
+            found=found,
+            expected="lines of `key: value`",
+        )
     values.setdefault("run", path.stem)
     origin = Origin(str(path), lines)
     for override in overrides:
@@ -126,16 +156,26 @@ def _refuse_reserved(config: RunConfig, origin: Origin) -> None:
 
 
 def warm_start_overrides(config: RunConfig) -> list[str]:
-    """What a warm start has in common with its run: seed, dtype, store, processes and engines; not the ranks of a critic."""
+    """What a warm start has in common with its run: seed, dtype, store, processes and engines; not
+    the ranks of a critic."""
     of_policy = {"critic_num_nodes": 1, "critic_num_gpus_per_node": 0}
     resources = config.resources.model_copy(update={"cluster": config.cluster, **of_policy})
-    shared = {"resources": resources.model_dump(), "engine": config.engine.model_dump(), "store": config.store.model_dump()}
-    same = [f"seed={config.seed}", f"deterministic={json.dumps(config.deterministic)}", f"model.dtype={config.model.dtype}"]
+    shared = {
+        "resources": resources.model_dump(),
+        "engine": config.engine.model_dump(),
+        "store": config.store.model_dump(),
+    }
+    same = [
+        f"seed={config.seed}",
+        f"deterministic={json.dumps(config.deterministic)}",
+        f"model.dtype={config.model.dtype}",
+    ]
     return [*same, *(f"{section}={json.dumps(values)}" for section, values in shared.items())]
 
 
 def validate(values: dict[str, Any], origin: Origin | None = None) -> RunConfig:
-    """A `RunConfig` of plain data, with the arguments of other packages checked. Raises: ConfigError."""
+    """A `RunConfig` of plain data, with the arguments of other packages checked. Raises:
+    ConfigError."""
     _refuse_unstorable(values, origin or Origin("configuration", {}))
     try:
         config = RunConfig.model_validate(values)
@@ -148,7 +188,8 @@ def validate(values: dict[str, Any], origin: Origin | None = None) -> RunConfig:
 
 
 def validate_stored(values: dict[str, Any]) -> RunConfig:
-    """The `RunConfig` of a stored run: keys that are younger than the run are as they were introduced, not as they are today.
+    """The `RunConfig` of a stored run: keys that are younger than the run are as they were
+    introduced, not as they are today.
 
     Raises: ConfigError, also for a key that was removed since and made a difference.
     """
@@ -162,7 +203,9 @@ def _refuse_unstorable(values: Any, origin: Origin) -> None:
             raise ConfigError("not a finite number", where=f"{key} ({origin.of(key)})", found=value)
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ConfigError(
-                "a number of more than 64 bits", where=f"{key} ({origin.of(key)})", found=f"{value.bit_length()} bits"
+                "a number of more than 64 bits",
+                where=f"{key} ({origin.of(key)})",
+                found=f"{value.bit_length()} bits",
             )
         if isinstance(value, str) and _PASSWORD.search(value):
             raise ConfigError(
@@ -194,21 +237,35 @@ def recipes() -> list[str]:
 
 
 def find_recipe(recipe: str | Path) -> Path:
-    """The YAML file of a recipe given by name or path. Raises: ConfigError with the nearest names."""
+    """The YAML file of a recipe given by name or path. Raises: ConfigError with the nearest
+    names."""
     path = Path(recipe)
     if path.suffix in (".yaml", ".yml"):
         if exists(path):
             return path
-        raise ConfigError("there is no such recipe file", where=str(recipe), do="give its path, or the name of a recipe")
+        raise ConfigError(
+            "there is no such recipe file",
+            where=str(recipe),
+            do="give its path, or the name of a recipe",
+        )
     if len(path.parts) != 1:
-        raise ConfigError("not a recipe", where=repr(str(recipe)), expected="a YAML file (.yaml, .yml), or the name of a recipe")
+        raise ConfigError(
+            "not a recipe",
+            where=repr(str(recipe)),
+            expected="a YAML file (.yaml, .yml), or the name of a recipe",
+        )
     path = RECIPES / f"{recipe}.yaml"
     if is_file(path):
         return path
     known = recipes()
     close = nearest(str(recipe), known) or known
     expected = f"one of {', '.join(close)}" if close else f"a YAML file in {RECIPES}"
-    raise ConfigError("there is no such recipe", where=str(recipe), expected=expected, do="or give the path of a YAML file")
+    raise ConfigError(
+        "there is no such recipe",
+        where=str(recipe),
+        expected=expected,
+        do="or give the path of a YAML file",
+    )
 
 
 def _apply(values: dict[str, Any], override: str) -> str:
@@ -216,7 +273,12 @@ def _apply(values: dict[str, Any], override: str) -> str:
     key, separator, text = override.partition("=")
     key = key.strip()
     if not separator or not all(key.split(".")):
-        raise ConfigError("not an override", where=override, expected="dotted.key=value", do="train.optimizer.lr=1e-5")
+        raise ConfigError(
+            "not an override",
+            where=override,
+            expected="dotted.key=value",
+            do="train.optimizer.lr=1e-5",
+        )
     value, _ = parse(text, f"override {key}")
     *parents, last = key.split(".")
     target: Any = values
@@ -232,17 +294,23 @@ def _apply(values: dict[str, Any], override: str) -> str:
 
 
 def _child(target: Any, name: str, parent: str, override: str) -> Any:
-    return target[name] if isinstance(target, dict) else target[_index(target, name, parent, override)]
+    return (
+        target[name] if isinstance(target, dict) else target[_index(target, name, parent, override)]
+    )
 
 
 def _index(target: Any, name: str, parent: str, override: str) -> int:
     if not isinstance(target, list):
-        raise ConfigError(f"{parent} is a value and has no keys", where=f"override {override}", found=repr(target))
+        raise ConfigError(
+            f"{parent} is a value and has no keys", where=f"override {override}", found=repr(target)
+        )
     if not (name.isdecimal() and int(name) < len(target)):
         raise ConfigError(
             f"{parent} is a list",
             where=f"override {override}",
             found=name,
-            expected=f"a number from 0 to {len(target) - 1}" if target else "an entry; the list is empty",
+            expected=f"a number from 0 to {len(target) - 1}"
+            if target
+            else "an entry; the list is empty",
         )
     return int(name)

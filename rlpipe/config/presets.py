@@ -1,11 +1,13 @@
-"""Presets of models: what a family and size needs of trainer and engines, as YAML that a recipe names.
+"""Presets of models: what a family and size needs of trainer and engines, as YAML that a recipe
+names.
 
     preset: qwen3-4b          # in a recipe, or `preset=qwen3-4b` on a command line
 
-Its keys are the configuration's; whatever a recipe or an override says wins, key by key. The resolved configuration has the
-values and not the name.
+Its keys are the configuration's; whatever a recipe or an override says wins, key by key. The
+resolved configuration has the values and not the name.
 
-Not here: the model's architecture, which is its directory's config.json; what is learned, and how (recipes).
+Not here: the model's architecture, which is its directory's config.json; what is learned, and how
+(recipes).
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def presets() -> list[str]:
 
 
 def with_preset(values: dict[str, Any], origin: Origin) -> dict[str, Any]:
-    """A recipe's values over those of the preset that it names, if any; what `origin` says of their places is completed.
+    """A recipe's values over those of the preset that it names, if any; what `origin` says of their
+    places is completed.
 
     Raises: ConfigError for a preset that is not there, with the nearest names, or is not a mapping.
     """
@@ -38,7 +41,9 @@ def with_preset(values: dict[str, Any], origin: Origin) -> dict[str, Any]:
     path = _find(name, origin)
     below, lines = parse(read(path, "the preset"), str(path))
     if not isinstance(below, dict):
-        raise ConfigError("a preset is a mapping of keys", where=str(path), found=type(below).__name__)
+        raise ConfigError(
+            "a preset is a mapping of keys", where=str(path), found=type(below).__name__
+        )
     origin.elsewhere = {key: f"{path}:{line}" for key, line in lines.items()}
     return _over(rest, below)
 
@@ -63,9 +68,18 @@ def _find(name: Any, origin: Origin) -> Path:
         path = PRESETS / f"{name}.yaml"
     if is_file(path):
         return path
-    close = [known for known in presets() if known.startswith(str(name))] or nearest(str(name), presets()) or presets()
+    close = (
+        [known for known in presets() if known.startswith(str(name))]
+        or nearest(str(name), presets())
+        or presets()
+    )
     where = f"{KEY} ({origin.of(KEY)})"
-    raise ConfigError("there is no such preset", where=where, found=name, expected=f"a YAML file, or one of {', '.join(close)}")
+    raise ConfigError(
+        "there is no such preset",
+        where=where,
+        found=name,
+        expected=f"a YAML file, or one of {', '.join(close)}",
+    )
 
 
 def _over(above: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:

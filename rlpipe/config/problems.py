@@ -1,4 +1,5 @@
-"""What pydantic found wrong with a configuration, said so that it can be mended: key, line, found, expected, nearest keys.
+"""What pydantic found wrong with a configuration, said so that it can be mended: key, line, found,
+expected, nearest keys.
 
 Not here: reading the text (`text`) or deciding what is valid (the models themselves).
 """
@@ -18,7 +19,8 @@ from rlpipe.errors import ConfigError
 
 @dataclass(slots=True)
 class Origin:
-    """Where values came from: a file with the line of every dotted key, and the overrides by key."""
+    """Where values came from: a file with the line of every dotted key, and the overrides by
+    key."""
 
     file: str
     lines: dict[str, int]
@@ -27,7 +29,8 @@ class Origin:
     """`file:line` of keys that come from another file."""
 
     def of(self, key: str) -> str:
-        """`override a.b=c`, or `file:line` of the key or of the nearest one around it; the file for the whole ("")."""
+        """`override a.b=c`, or `file:line` of the key or of the nearest one around it; the file for
+        the whole ("")."""
         while key:
             if key in self.overrides:
                 return f"override {self.overrides[key]}"
@@ -35,7 +38,9 @@ class Origin:
                 return f"{self.file}:{self.lines[key]}"
             if key in self.elsewhere:
                 return self.elsewhere[key]
-            made = next((text for name, text in self.overrides.items() if name.startswith(f"{key}.")), None)
+            made = next(
+                (text for name, text in self.overrides.items() if name.startswith(f"{key}.")), None
+            )
             if made:
                 return f"override {made}"
             key = key.rpartition(".")[0]
@@ -56,7 +61,8 @@ def nearest(name: str, names: Iterable[str], at_most: int = 3) -> list[str]:
 
 
 def explain(error: ValidationError, origin: Origin) -> ConfigError:
-    """One ConfigError for all that pydantic found. A single problem fills found / expected; several become lines."""
+    """One ConfigError for all that pydantic found. A single problem fills found / expected; several
+    become lines."""
     problems: dict[tuple[str, str], _Problem] = {}
     for entry in error.errors():
         problem = _problem(entry)
@@ -65,7 +71,9 @@ def explain(error: ValidationError, origin: Origin) -> ConfigError:
     if len(problems) == 1:
         (one,) = problems.values()
         where = f"{one.key} ({origin.of(one.key)})" if one.key else origin.of("")
-        return ConfigError(one.text, where=where, found=one.found, expected="; or ".join(one.expected) or None)
+        return ConfigError(
+            one.text, where=where, found=one.found, expected="; or ".join(one.expected) or None
+        )
     lines = [_line(problem, origin) for problem in problems.values()]
     return ConfigError(f"{len(lines)} problems\n" + "\n".join(lines), where=origin.file)
 
@@ -79,20 +87,34 @@ def _line(problem: _Problem, origin: Origin) -> str:
 
 def _problem(entry: Any) -> _Problem:
     keys, model, rest = _walk(entry["loc"])
-    key, kind, message = ".".join(keys), entry["type"], entry["msg"].removeprefix("Value error, ")
+    key = ".".join(keys)
+    kind = entry["type"]
+    message = entry["msg"].removeprefix("Value error, ")
     if kind == "extra_forbidden":
         name = str(rest[0]) if rest else keys[-1]
-        return _Problem(".".join([*keys, name]) if rest else key, "unknown key", expected=_expected_key(name, model))
+        return _Problem(
+            ".".join([*keys, name]) if rest else key,
+            "unknown key",
+            expected=_expected_key(name, model),
+        )
     if kind == "missing":
         return _Problem(key, "this key is needed")
     if kind.startswith("union_tag"):
-        tags, found = entry.get("ctx", {}).get("expected_tags", ""), entry.get("ctx", {}).get("tag")
+        tags = entry.get("ctx", {}).get("expected_tags", "")
+        found = entry.get("ctx", {}).get("tag")
         expected = [f"one of {tags}".replace("'", "")] if tags else []
-        return _Problem(f"{key}.type", "unknown type" if found else "this key is needed", found, expected)
+        return _Problem(
+            f"{key}.type", "unknown type" if found else "this key is needed", found, expected
+        )
     if kind == "value_error":
         return _Problem(key, message)
     if kind == "too_short":
-        return _Problem(key, "too few entries", _shown(entry["input"]), [f"at least {entry['ctx']['min_length']}"])
+        return _Problem(
+            key,
+            "too few entries",
+            _shown(entry["input"]),
+            [f"at least {entry['ctx']['min_length']}"],
+        )
     wanted = _WANTED.get(kind) or message.removeprefix("Input should be ").partition(", unable")[0]
     return _Problem(key, "not a valid value", _shown(entry["input"]), [_lower(wanted)])
 
@@ -113,7 +135,11 @@ _WANTED = {
 def _shown(value: Any) -> str:
     """A value as it was given, cut where it would fill the screen."""
     text = repr(value)
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}... ({len(text)} characters)"
+    return (
+        text
+        if len(text) <= _LONGEST_SHOWN
+        else f"{text[:_LONGEST_SHOWN]}... ({len(text)} characters)"
+    )
 
 
 _LONGEST_SHOWN = 200
@@ -124,7 +150,8 @@ def _lower(text: str) -> str:
 
 
 def _expected_key(name: str, model: type[BaseModel] | None) -> list[str]:
-    """Keys like this one: first among its siblings, then the same name anywhere in the configuration."""
+    """Keys like this one: first among its siblings, then the same name anywhere in the
+    configuration."""
     if model is None:
         return []
     siblings = nearest(name, model.model_fields)
@@ -155,7 +182,8 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 def _walk(loc: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel] | None, list[int | str]]:
     """Pydantic's location as (dotted key's parts, the model they end in, what is left).
 
-    Pydantic puts the tag of a discriminated union into the location; a configuration's keys do not have it.
+    Pydantic puts the tag of a discriminated union into the location; a configuration's keys do not
+    have it.
     """
     keys: list[str] = []
     models: list[type[BaseModel]] = [RunConfig]
@@ -167,7 +195,9 @@ def _walk(loc: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel] | None
         elif isinstance(item, int) or free:
             keys.append(str(item))
         else:
-            info = next((model.model_fields[item] for model in models if item in model.model_fields), None)
+            info = next(
+                (model.model_fields[item] for model in models if item in model.model_fields), None
+            )
             if info is None:
                 return keys, (models[0] if models else None), list(loc[position:])
             keys.append(item)

@@ -6,7 +6,12 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlpipe.config.algorithms import AdvantageConfig, contradiction, set_surrogate, without_comparison
+from rlpipe.config.algorithms import (
+    AdvantageConfig,
+    contradiction,
+    set_surrogate,
+    without_comparison,
+)
 from rlpipe.config.base import Config, Name, Tuning
 from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig
 from rlpipe.config.debug import DebugConfig
@@ -24,8 +29,9 @@ class StoreConfig(Config):
     """Where everything that happened is kept."""
 
     root: str | None = Tuning(None)
-    """A directory (`/data/rl`, `file:///data/rl`) or `s3://bucket/prefix`; None is `{home}/store`. Credentials come from the
-    environment. Other protocols are refused: that the first writer of a name wins is tested for these two only."""
+    """A directory (`/data/rl`, `file:///data/rl`) or `s3://bucket/prefix`; None is `{home}/store`.
+    Credentials come from the environment. Other protocols are refused: that the first writer of a
+    name wins is tested for these two only."""
 
     @field_validator("root")
     @classmethod
@@ -48,14 +54,15 @@ class OrchestrationConfig(Config):
     """How iterations become Prefect flow runs."""
 
     iterations: Literal["in_process", "deployment"] = Tuning("in_process")
-    """`in_process`: subflows of the train flow (0.2 s each). `deployment`: a flow run of its own for each iteration, with a Retry
-    button; the next one starts up while this one runs."""
+    """`in_process`: subflows of the train flow (0.2 s each). `deployment`: a flow run of its own
+    for each iteration, with a Retry button; the next one starts up while this one runs."""
     deployment: str = Tuning("iteration/iteration")
     """`flow/deployment` that runs an iteration."""
     retries: int = Tuning(default=3, ge=0)
     """A failed or crashed iteration is put back so many times before the run fails."""
     retry_delay_s: float = Tuning(default=15.0, ge=0)
-    """Before the first of them; doubled each time. A worker reports a crash twice, up to 11 s apart."""
+    """Before the first of them; doubled each time. A worker reports a crash twice, up to 11 s
+    apart."""
     timeout_s: float = Tuning(default=4 * 3600.0, gt=0)
     """Deadline of one iteration, waiting for the ones before it included."""
 
@@ -64,26 +71,28 @@ class RunConfig(Config):
     """One run: a branch of the store, from its first weights to `num_rollout` iterations."""
 
     run: Name
-    """Name of the run and of its branch. `store` and `models` are folders of the home, and no names of new runs."""
+    """Name of the run and of its branch. `store` and `models` are folders of the home, and no names
+    of new runs."""
     num_rollout: int = Tuning(..., ge=0, le=99_999_999)
     """Iterations in total. Commits are numbered with eight digits."""
     stop_when: StopCondition | None = Tuning(None)
     """End earlier; None: never."""
     seed: int = 0
-    """Seeds everything that has no seed of its own: a made model's weights, data.rollout_seed, train.seed."""
+    """Seeds everything that has no seed of its own: a made model's weights, data.rollout_seed,
+    train.seed."""
     async_buffer_size: int = Field(default=0, ge=0, le=10_000)
-    """S: rollouts may run so many iterations ahead of training, and no token older than S weight versions is trained.
-    0 is synchronous. At most 10000: each iteration ahead is open from the start of the run, as a flow run with
-    `orchestration.iterations: deployment`."""
+    """S: rollouts may run so many iterations ahead of training, and no token older than S weight
+    versions is trained. 0 is synchronous. At most 10000: each iteration ahead is open from the
+    start of the run, as a flow run with `orchestration.iterations: deployment`."""
     deterministic: bool = False
-    """Bit-exact training and replay, and batches that do not depend on which group finished first, at some cost in speed.
-    On GPUs the engines sample by each request's seed too."""
+    """Bit-exact training and replay, and batches that do not depend on which group finished first,
+    at some cost in speed. On GPUs the engines sample by each request's seed too."""
     fork_from: BranchModel | None = None
-    """Go on from a commit of another run, with its weights, optimizer state and place in the data, as a branch of its own under
-    this configuration. Excludes warm_start and model.start_from."""
+    """Go on from a commit of another run, with its weights, optimizer state and place in the data,
+    as a branch of its own under this configuration. Excludes warm_start and model.start_from."""
     warm_start: str | None = None
-    """Recipe of a run to finish first, as `{run}.warm_start` in the same store with the same seed; its last weights are
-    this run's first."""
+    """Recipe of a run to finish first, as `{run}.warm_start` in the same store with the same seed;
+    its last weights are this run's first."""
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
@@ -104,8 +113,8 @@ class RunConfig(Config):
     debug: DebugConfig = DebugConfig()
     orchestration: OrchestrationConfig = OrchestrationConfig()
     flags: dict[str, Any] = Tuning(default_factory=dict)
-    """Flags of a command line in slime's style that set no key of their own name, by name. They change nothing here, but
-    functions of yours read them as `args.<flag>`."""
+    """Flags of a command line in slime's style that set no key of their own name, by name. They
+    change nothing here, but functions of yours read them as `args.<flag>`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -120,7 +129,9 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _batches_come_out_even(self):
-        samples, step, steps = self.samples_per_iteration, self.train.global_batch_size, self.train.num_steps_per_rollout
+        samples = self.samples_per_iteration
+        step = self.train.global_batch_size
+        steps = self.train.num_steps_per_rollout
         if samples % (step or steps or 1) or (step and steps and samples != step * steps):
             of = {"train.global_batch_size": step, "train.num_steps_per_rollout": steps}
             raise ValueError(
@@ -129,7 +140,9 @@ class RunConfig(Config):
             )
         measured = [f"eval/{dataset.name}/accuracy" for dataset in self.evaluation.datasets]
         if self.stop_when is not None and self.stop_when.metric not in measured:
-            raise ValueError(f"stop_when.metric: nothing measures {self.stop_when.metric!r}, only {measured or 'nothing'}")
+            raise ValueError(
+                f"stop_when.metric: nothing measures {self.stop_when.metric!r}, only {measured or 'nothing'}"
+            )
         if self.async_buffer_size < self.sync.update_weights_interval - 1:
             raise ValueError(
                 f"async_buffer_size = {self.async_buffer_size} must be at least sync.update_weights_interval - 1 = "
@@ -142,8 +155,11 @@ class RunConfig(Config):
                 f"{self.rollout.rollout_batch_size}"
             )
         if self.data.prompts is None and self.rollout.data_source_path is None:
-            raise ValueError("data.prompts is needed, unless rollout.data_source_path gives prompts")
-        ranks, model = self.resources.trainer_ranks, self.train.parallel.model_ranks
+            raise ValueError(
+                "data.prompts is needed, unless rollout.data_source_path gives prompts"
+            )
+        ranks = self.resources.trainer_ranks
+        model = self.train.parallel.model_ranks
         if ranks % model:
             raise ValueError(
                 f"resources.actor_num_nodes × resources.actor_num_gpus_per_node = {ranks} ranks must be a multiple of "
@@ -151,18 +167,26 @@ class RunConfig(Config):
             )
         if self.fork_from is not None and self.start_from is not None:
             other = "warm_start" if self.warm_start else "model.start_from"
-            raise ValueError(f"fork_from and {other}: a fork's first weights are its parent's; leave one of them out")
+            raise ValueError(
+                f"fork_from and {other}: a fork's first weights are its parent's; leave one of them out"
+            )
         if problem := contradiction(self.advantage, self.train.loss, self.num_steps_per_rollout):
             raise ValueError(problem)
         if self.advantage.use_opd and self.teacher.opd_type is None:
             raise ValueError("advantage.use_opd needs a teacher: set teacher.opd_type")
-        if self.advantage.use_opd and self.teacher.opd_type == "sglang" and self.rollout.rollout_temperature != 1:
+        if (
+            self.advantage.use_opd
+            and self.teacher.opd_type == "sglang"
+            and self.rollout.rollout_temperature != 1
+        ):
             raise ValueError(
                 f"teacher.opd_type: sglang scores at temperature 1, but rollout.rollout_temperature is "
                 f"{self.rollout.rollout_temperature}; use opd_type: megatron"
             )
         if self.teacher_of_samples and self.rollout.type == "dataset":
-            raise ValueError("teacher.opd_type: samples needs functions that sample; found rollout.type: dataset")
+            raise ValueError(
+                "teacher.opd_type: samples needs functions that sample; found rollout.type: dataset"
+            )
         if self.reference.ref_update_interval and not self.advantage.reference:
             raise ValueError("reference.ref_update_interval needs advantage.reference: true")
         supervised = self.rollout.type == "dataset"
@@ -179,7 +203,9 @@ class RunConfig(Config):
     def _samples_of_a_prompt_can_be_compared(self):
         if self.rollout.n_samples_per_prompt > 1 or self.debug.debug_rollout_only:
             return self
-        fans_out = bool(self.rollout.custom_generate_function_path or self.rollout.rollout_function_path)
+        fans_out = bool(
+            self.rollout.custom_generate_function_path or self.rollout.rollout_function_path
+        )
         if problem := without_comparison(self.advantage, self.train.loss, fans_out=fans_out):
             raise ValueError(problem)
         return self
@@ -200,7 +226,9 @@ class RunConfig(Config):
         names = [dataset.name for dataset in self.evaluation.datasets]
         for gate in self.gates.bounds:
             if gate.metric.startswith("eval/") and gate.metric.split("/")[1] not in names:
-                raise ValueError(f"gates.bounds: nothing measures {gate.metric!r}; held-out sets are {names or 'none'}")
+                raise ValueError(
+                    f"gates.bounds: nothing measures {gate.metric!r}; held-out sets are {names or 'none'}"
+                )
         if self.gates.bounds and self.gates.timeout_s >= self.orchestration.timeout_s:
             raise ValueError(
                 f"gates.timeout_s = {self.gates.timeout_s:g} must be less than orchestration.timeout_s = "
@@ -229,7 +257,8 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _critic_has_its_ranks(self):
-        ranks, parallel = self.resources.critic_ranks, self.critic.parallel or self.train.parallel
+        ranks = self.resources.critic_ranks
+        parallel = self.critic.parallel or self.train.parallel
         if ranks and not self.uses_critic:
             raise ValueError(
                 f"resources.critic_num_gpus_per_node: only advantage.advantage_estimator: ppo has a critic; found "
@@ -274,11 +303,16 @@ class RunConfig(Config):
     @property
     def start_from(self) -> BranchModel | None:
         """The branch whose last weights are this run's first, if any."""
-        return BranchModel(branch=f"{self.run}.warm_start") if self.warm_start else self.model.start_from
+        return (
+            BranchModel(branch=f"{self.run}.warm_start")
+            if self.warm_start
+            else self.model.start_from
+        )
 
     @property
     def cluster(self) -> str:
-        """Name of the actors' cluster: runs of one cluster use the same actors, one run after another."""
+        """Name of the actors' cluster: runs of one cluster use the same actors, one run after
+        another."""
         return self.resources.cluster or self.run
 
     @property
@@ -303,13 +337,16 @@ class RunConfig(Config):
 
     @property
     def reads_text(self) -> bool:
-        """True if the engines need the tokenizer, for the rollouts or for a held-out set's own function."""
+        """True if the engines need the tokenizer, for the rollouts or for a held-out set's own
+        function."""
         own = (dataset.custom_generate_function_path for dataset in self.evaluation.datasets)
         return self.rollout.needs_text or any(own)
 
     @property
     def needs_engines(self) -> bool:
-        return not self.debug.debug_train_only and (self.rollout.type == "sample" or bool(self.evaluation.datasets))
+        return not self.debug.debug_train_only and (
+            self.rollout.type == "sample" or bool(self.evaluation.datasets)
+        )
 
     @property
     def samples_per_iteration(self) -> int:

@@ -1,10 +1,11 @@
 """Configuration as text: YAML 1.2 in, YAML out, each key with the line it stands on.
 
-PyYAML speaks YAML 1.1, where `1e-5` is a string, `010` is 8, `1:30` is 90 and `no` is false. Here the scalars are those of
-the YAML 1.2 core schema, and a key written twice is an error. What `dump` writes, `parse` reads back unchanged.
+PyYAML speaks YAML 1.1, where `1e-5` is a string, `010` is 8, `1:30` is 90 and `no` is false. Here
+the scalars are those of the YAML 1.2 core schema, and a key written twice is an error. What `dump`
+writes, `parse` reads back unchanged.
 
-What no configuration needs is an error too, because nobody else would say so: other types (`!!binary`), aliases that make the
-document endless or too large, text that no file can hold.
+What no configuration needs is an error too, because nobody else would say so: other types
+(`!!binary`), aliases that make the document endless or too large, text that no file can hold.
 
 Not here: what the keys mean (`run`), or where recipes are kept (`load`).
 """
@@ -18,7 +19,7 @@ from typing import Any
 import yaml
 
 from rlpipe.errors import ConfigError
-from rlpipe.plain_files import read_plain
+from rlpipe.system.plain_files import read_plain
 
 _SCALARS = (
     ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -32,9 +33,12 @@ _SCALARS = (
 )
 _PATTERNS = {"tag:yaml.org,2002:str": ".*", **{tag: pattern for tag, pattern, _ in _SCALARS}}
 _COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
-_DEEPEST, _MOST_VALUES, _MOST_DIGITS = 50, 100_000, 100
+_DEEPEST = 50
+_MOST_VALUES = 100_000
+_MOST_DIGITS = 100
 MOST_BYTES = 1024**2
-"""Of a document. PyYAML reads a megabyte in a second; the longest recipe of the project has 4000 bytes."""
+"""Of a document. PyYAML reads a megabyte in a second; the longest recipe of the project has 4000
+bytes."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -70,11 +74,15 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _float)
 def parse(text: str, where: str) -> tuple[Any, dict[str, int]]:
     """The value of a YAML document, and dotted key → line (from 1) of everything in it.
 
-    Raises: ConfigError naming `where` and the line, for bad YAML, for a key that is written twice, for what is no plain data.
+    Raises: ConfigError naming `where` and the line, for bad YAML, for a key that is written twice,
+    for what is no plain data.
     """
     if len(text) > MOST_BYTES:
         raise ConfigError(
-            "too long to be a configuration", where=where, found=f"{len(text)} characters", expected=f"at most {MOST_BYTES}"
+            "too long to be a configuration",
+            where=where,
+            found=f"{len(text)} characters",
+            expected=f"at most {MOST_BYTES}",
         )
     loader: _Loader | None = None
     try:
@@ -92,14 +100,20 @@ def parse(text: str, where: str) -> tuple[Any, dict[str, int]]:
         if problem.startswith("but "):
             problem = f"{getattr(error, 'context', '')}, {problem}"
         do = "indent with spaces" if "'\\t'" in problem else None
-        raise ConfigError("not valid YAML", where=f"{where}:{mark.line + 1}" if mark else where, found=problem, do=do) from error
+        raise ConfigError(
+            "not valid YAML",
+            where=f"{where}:{mark.line + 1}" if mark else where,
+            found=problem,
+            do=do,
+        ) from error
     finally:
         if loader is not None:
             loader.dispose()
 
 
 def read(path: Path, what: str, flag: str | None = None) -> str:
-    """The text of a YAML file. Raises: ConfigError naming `what` it is, for anything but a regular file of UTF-8 text.
+    """The text of a YAML file. Raises: ConfigError naming `what` it is, for anything but a regular
+    file of UTF-8 text.
 
     `flag`: what names the file on a command line.
     """
@@ -112,21 +126,35 @@ def read(path: Path, what: str, flag: str | None = None) -> str:
     except (OSError, ValueError) as error:
         found = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{what} cannot be read", where=flag or str(path), found=f"{path}: {found}" if flag else found, expected=expected
+            f"{what} cannot be read",
+            where=flag or str(path),
+            found=f"{path}: {found}" if flag else found,
+            expected=expected,
         ) from error
 
 
-def _construct(loader: _Loader, node: yaml.Node, key: str, lines: dict[str, int], where: str, depth: int = 0) -> Any:
+def _construct(
+    loader: _Loader, node: yaml.Node, key: str, lines: dict[str, int], where: str, depth: int = 0
+) -> Any:
     line = lines[key] = node.start_mark.line + 1
     if depth > _DEEPEST or len(lines) > _MOST_VALUES:
-        found = f"more than {_MOST_VALUES} values" if depth <= _DEEPEST else f"more than {_DEEPEST} levels"
-        raise ConfigError("not valid YAML", where=f"{where}:{line}", found=found, do="look at its aliases (*name)")
+        found = (
+            f"more than {_MOST_VALUES} values"
+            if depth <= _DEEPEST
+            else f"more than {_DEEPEST} levels"
+        )
+        raise ConfigError(
+            "not valid YAML", where=f"{where}:{line}", found=found, do="look at its aliases (*name)"
+        )
     if isinstance(node, yaml.CollectionNode) and node.tag not in _COLLECTIONS:
         raise _foreign(node.tag, f"{where}:{line}")
     if isinstance(node, yaml.MappingNode):
         return _mapping(loader, node, key, lines, where, depth + 1)
     if isinstance(node, yaml.SequenceNode):
-        return [_construct(loader, child, _join(key, index), lines, where, depth + 1) for index, child in enumerate(node.value)]
+        return [
+            _construct(loader, child, _join(key, index), lines, where, depth + 1)
+            for index, child in enumerate(node.value)
+        ]
     return _scalar(loader, node, f"{where}:{line}")
 
 
@@ -134,7 +162,12 @@ def _scalar(loader: _Loader, node: yaml.Node, where: str) -> Any:
     if node.tag not in _PATTERNS or not re.fullmatch(_PATTERNS[node.tag], node.value, re.DOTALL):
         raise _foreign(f"{node.tag} {node.value[:80]}", where)
     if re.search("[\0\ud800-\udfff]", node.value):
-        raise ConfigError("not valid YAML", where=where, found=ascii(node.value[:80]), expected="text that a file can hold")
+        raise ConfigError(
+            "not valid YAML",
+            where=where,
+            found=ascii(node.value[:80]),
+            expected="text that a file can hold",
+        )
     try:
         return loader.construct_object(node)
     except ValueError as error:
@@ -142,19 +175,32 @@ def _scalar(loader: _Loader, node: yaml.Node, where: str) -> Any:
 
 
 def _foreign(found: str, where: str) -> ConfigError:
-    return ConfigError("not valid YAML", where=where, found=found, expected="a value of its core schema, without a tag")
+    return ConfigError(
+        "not valid YAML",
+        where=where,
+        found=found,
+        expected="a value of its core schema, without a tag",
+    )
 
 
-def _mapping(loader: _Loader, node: yaml.MappingNode, key: str, lines: dict[str, int], where: str, depth: int) -> dict[str, Any]:
+def _mapping(
+    loader: _Loader, node: yaml.MappingNode, key: str, lines: dict[str, int], where: str, depth: int
+) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name_node, child in node.value:
         line = name_node.start_mark.line + 1
         if not isinstance(name_node, yaml.ScalarNode):
-            raise ConfigError("not valid YAML", where=f"{where}:{line}", found="a list or mapping as a key", expected="a name")
+            raise ConfigError(
+                "not valid YAML",
+                where=f"{where}:{line}",
+                found="a list or mapping as a key",
+                expected="a name",
+            )
         name = str(_scalar(loader, name_node, f"{where}:{line}"))
         dotted = _join(key, name)
         if name == "<<":
-            found, do = "a merge key (<<), which YAML 1.2 does not have", "write the keys out"
+            found = "a merge key (<<), which YAML 1.2 does not have"
+            do = "write the keys out"
             raise ConfigError("not valid YAML", where=f"{where}:{line}", found=found, do=do)
         if name in values:
             raise ConfigError(

@@ -4,17 +4,17 @@
         ...
         importing.wait()                  # ConfigError if a file is not to be imported
 
-Importing a file runs its code, which may do anything: raise, end Python, sleep for ever, crash, fork,
-print gigabytes. In the process of the command that would be a traceback, silence with exit code 0, or
-a hang. Here it is a ConfigError that names the file. Classes of rewards and tools are made once too,
-with the arguments they are given.
+Importing a file runs its code, which may do anything: raise, end Python, sleep for ever, crash,
+fork, print gigabytes. In the process of the command that would be a traceback, silence with exit
+code 0, or a hang. Here it is a ConfigError that names the file. Classes of rewards and tools are
+made once too, with the arguments they are given.
 
-One process takes all files of a configuration, and files that were found well are not tried again in
-this process. Code that comes with this project is not tried: the models of its recipes import torch,
-which takes seconds.
+One process takes all files of a configuration, and files that were found well are not tried again
+in this process. Code that comes with this project is not tried: the models of its recipes import
+torch, which takes seconds.
 
-A file that behaves differently the second time is caught by `hooks.load_hook`, as far as the process survives. Not here: how
-a function is called.
+A file that behaves differently the second time is caught by `hooks.load_hook`, as far as the
+process survives. Not here: how a function is called.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
-from rlpipe.children import ended_how
 from rlpipe.config.guard import error_text, guarded
 from rlpipe.config.hooks import GENERATE_NAMES, ROLLOUT_NAMES, hook_digest, load_hook
 from rlpipe.errors import ConfigError
+from rlpipe.system.child_processes import ended_how
 
 TIMEOUT_KEY = "resources.import_timeout_s"
 MOST_OUTPUT_BYTES = 8 * 1024**2
@@ -63,14 +63,20 @@ class UserFile:
 
 
 def user_files(config: BaseModel, key: str = "") -> list[UserFile]:
-    """Every function and class of the user that a configuration names: fields called `path`, `maker` or `..._path`."""
+    """Every function and class of the user that a configuration names: fields called `path`,
+    `maker` or `..._path`."""
     found: list[UserFile] = []
     for name in type(config).model_fields:
-        value, here = getattr(config, name), f"{key}.{name}" if key else name
+        value = getattr(config, name)
+        here = f"{key}.{name}" if key else name
         if isinstance(value, BaseModel):
             found += user_files(value, here)
         elif isinstance(value, list | tuple) and any(isinstance(item, BaseModel) for item in value):
-            found += [file for number, item in enumerate(value) for file in user_files(item, f"{here}.{number}")]
+            found += [
+                file
+                for number, item in enumerate(value)
+                for file in user_files(item, f"{here}.{number}")
+            ]
         elif name in ("path", "maker") or name.endswith("_path"):
             paths = [value] if isinstance(value, str) else list(value or ())
             made = getattr(config, "arguments", None) if name == "path" else None
@@ -90,7 +96,8 @@ class Trial:
     """A process that imports files. Made by `trial`."""
 
     def __init__(self, files: list[UserFile], timeout_s: float) -> None:
-        self._files, self._timeout_s = files, timeout_s
+        self._files = files
+        self._timeout_s = timeout_s
         self._output = bytearray()
         self._printed = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -98,7 +105,8 @@ class Trial:
             self._begin()
 
     def wait(self) -> None:
-        """Wait until all files are imported. Raises: ConfigError naming the first one that cannot be."""
+        """Wait until all files are imported. Raises: ConfigError naming the first one that cannot
+        be."""
         if self._process is None:
             return
         for number in range(len(self._files)):
@@ -108,7 +116,8 @@ class Trial:
 
     def end(self) -> None:
         """End the process, and what the files have started in it."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return
         with suppress(ProcessLookupError):
@@ -120,9 +129,16 @@ class Trial:
 
     def _begin(self) -> None:
         self._answers, theirs = os.pipe()
-        told = {"path": sys.path, "answers": theirs, "parent": os.getpid(), "files": [asdict(file) for file in self._files]}
+        told = {
+            "path": sys.path,
+            "answers": theirs,
+            "parent": os.getpid(),
+            "files": [asdict(file) for file in self._files],
+        }
         path = os.pathsep.join([str(OWN_CODE), *filter(None, [os.environ.get("PYTHONPATH")])])
-        with tempfile.TemporaryFile() as task:  # not a pipe: a process that dies at once does not read it
+        with (
+            tempfile.TemporaryFile() as task
+        ):  # not a pipe: a process that dies at once does not read it
             task.write(json.dumps(told).encode())
             task.seek(0)
             self._process = subprocess.Popen(
@@ -140,18 +156,24 @@ class Trial:
 
     def _wait_for(self, number: int) -> None:
         """The answer about one file."""
-        file, until = self._files[number], time.monotonic() + self._timeout_s
+        file = self._files[number]
+        until = time.monotonic() + self._timeout_s
         assert self._process is not None
         while b"\n" not in self._left:
             ended = self._process.poll() is not None
             came = self._take(0.0 if ended else LOOK_INTERVAL_S)
             if ended and not came:
-                self._refuse(file, f"it ended the process that imported it: {ended_how(self._process.returncode)}")
+                self._refuse(
+                    file,
+                    f"it ended the process that imported it: {ended_how(self._process.returncode)}",
+                )
             if self._printed > MOST_OUTPUT_BYTES:
                 self._refuse(file, f"it printed more than {MOST_OUTPUT_BYTES // 1024**2} MiB")
             if time.monotonic() > until:
                 self._refuse(
-                    file, "it is still being imported", expected=f"imported within {self._timeout_s:g} s ({TIMEOUT_KEY})"
+                    file,
+                    "it is still being imported",
+                    expected=f"imported within {self._timeout_s:g} s ({TIMEOUT_KEY})",
                 )
         line, _, self._left = self._left.partition(b"\n")
         if (error := json.loads(line)) is not None:
@@ -229,15 +251,17 @@ class _ForksError(BaseException):
 
 
 def main() -> None:
-    """Import the files that standard input names, and answer a line of JSON for each: null, or a ConfigError's fields."""
-    from rlpipe.orphan import end_with
+    """Import the files that standard input names, and answer a line of JSON for each: null, or a
+    ConfigError's fields."""
+    from rlpipe.system.orphan import end_with
 
     told = json.loads(sys.stdin.buffer.read())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if sys.platform == "linux":
         end_with(told["parent"])
     sys.path.extend(entry for entry in told["path"] if entry not in sys.path)
-    answers, pid = told["answers"], os.getpid()
+    answers = told["answers"]
+    pid = os.getpid()
     os.set_inheritable(answers, False)
     sys.addaudithook(_refuse_forks)
     for values in told["files"]:
@@ -257,17 +281,26 @@ def _answer(file: UserFile) -> dict[str, Any] | None:
             _make(found, file.arguments)
     except ConfigError as error:
         if isinstance(error.__cause__, _ForksError):
-            problem, do = "the file forks while it is imported", "fork in the function, or start a program with `subprocess`"
+            problem = "the file forks while it is imported"
+            do = "fork in the function, or start a program with `subprocess`"
             return {"problem": problem, "where": where, "found": str(error.__cause__), "do": do}
         fields = {"where": where, "found": error.found, "expected": error.expected, "do": error.do}
-        return {"problem": error.problem, **{name: None if value is None else str(value) for name, value in fields.items()}}
+        return {
+            "problem": error.problem,
+            **{name: None if value is None else str(value) for name, value in fields.items()},
+        }
     except BaseException as error:  # noqa: BLE001 - the code is the user's
-        return {"problem": "the file cannot be imported", "where": where, "found": error_text(error)}
+        return {
+            "problem": "the file cannot be imported",
+            "where": where,
+            "found": error_text(error),
+        }
     return None
 
 
 def _make(kind: type, arguments: dict[str, Any]) -> None:
-    """Make a class of the user once. Arguments that it does not take are for `load_custom` and `Tool` to refuse."""
+    """Make a class of the user once. Arguments that it does not take are for `load_custom` and
+    `Tool` to refuse."""
     try:
         inspect.signature(kind).bind(**arguments)
     except (TypeError, ValueError):

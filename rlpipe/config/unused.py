@@ -2,9 +2,10 @@
 
     unused(config, origin)      ["train.loss.tis_clip (recipe.yaml:7) has no effect: it needs train.loss.use_tis: true"]
 
-One table says which keys depend on what. Such a key is a warning and no error: recipes are changed by overrides, and a setting
-of the variant that is off for the moment may stay in the file. A key of a file at its default is not mentioned, so that
-a printed configuration can be run again without warnings.
+One table says which keys depend on what. Such a key is a warning and no error: recipes are changed
+by overrides, and a setting of the variant that is off for the moment may stay in the file. A key of
+a file at its default is not mentioned, so that a printed configuration can be run again without
+warnings.
 
 Not here: keys that contradict each other, which are errors of the models.
 """
@@ -38,8 +39,11 @@ def _needs(keys: str, has_effect: Condition, switch: str) -> Dependency:
 
 
 def _estimator(*names: str) -> Condition:
-    """True for one of these estimators, and for a function of the user, which reads what it likes."""
-    return lambda c: c.advantage.advantage_estimator in names or c.advantage.custom_advantage_function_path
+    """True for one of these estimators, and for a function of the user, which reads what it
+    likes."""
+    return lambda c: (
+        c.advantage.advantage_estimator in names or c.advantage.custom_advantage_function_path
+    )
 
 
 def _policy_loss(c: RunConfig) -> bool:
@@ -58,7 +62,9 @@ def _samples(c: RunConfig) -> bool:
 
 def _can_cut_off(c: RunConfig) -> bool:
     """True if a rollout can end with groups that are left over for the next one."""
-    return c.rollout.type == "sample" and (not c.rollout.static or c.rollout.data_source_path is not None)
+    return c.rollout.type == "sample" and (
+        not c.rollout.static or c.rollout.data_source_path is not None
+    )
 
 
 def _critic(c: RunConfig) -> bool:
@@ -77,13 +83,21 @@ def _rejects(c: RunConfig) -> bool:
 
 def _speaks_turns(c: RunConfig) -> bool:
     rollout = c.rollout
-    functions = (rollout.custom_generate_function_path, rollout.rollout_function_path, rollout.eval_function_path)
+    functions = (
+        rollout.custom_generate_function_path,
+        rollout.rollout_function_path,
+        rollout.eval_function_path,
+    )
     return bool(rollout.tools) or any(functions)
 
 
 DEPENDENCIES: tuple[Dependency, ...] = (
     # data and rollouts
-    _needs("data.apply_chat_template_kwargs", lambda c: c.data.apply_chat_template, "data.apply_chat_template: true"),
+    _needs(
+        "data.apply_chat_template_kwargs",
+        lambda c: c.data.apply_chat_template,
+        "data.apply_chat_template: true",
+    ),
     _needs("data.num_data_workers data.streaming_data", _has_files, "prompts of type file"),
     _needs(
         "rollout.rollout_top_p rollout.rollout_top_k rollout.rollout_stop rollout.rollout_stop_token_ids "
@@ -105,7 +119,9 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     _needs(
         "rollout.partial_rollout",
         lambda c: (
-            c.async_buffer_size or c.rollout.mask_offpolicy_in_partial_rollout or c.rollout.rollout_function_path is not None
+            c.async_buffer_size
+            or c.rollout.mask_offpolicy_in_partial_rollout
+            or c.rollout.rollout_function_path is not None
         ),
         "rollout.mask_offpolicy_in_partial_rollout: true or async_buffer_size above 0, or every group begins again",
     ),
@@ -114,7 +130,9 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         lambda c: _can_cut_off(c) or c.async_buffer_size,
         "rollout.partial_rollout or async_buffer_size",
     ),
-    _needs("rollout.loss_mask_type", lambda c: c.rollout.type == "dataset", "rollout.type: dataset"),
+    _needs(
+        "rollout.loss_mask_type", lambda c: c.rollout.type == "dataset", "rollout.type: dataset"
+    ),
     _needs("rollout.max_turns", _speaks_turns, "rollout.tools, or a function that samples"),
     _needs(
         "rollout.tool_call_format rollout.max_turn_tokens rollout.tool_timeout_s rollout.max_tool_response_len",
@@ -152,17 +170,32 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     _needs("advantage.lambd", _estimator("ppo"), "advantage.advantage_estimator: ppo"),
     _needs(
         "advantage.kl_type",
-        lambda c: c.advantage.kl_coef or (c.advantage.reference and c.advantage.custom_advantage_function_path),
+        lambda c: (
+            c.advantage.kl_coef
+            or (c.advantage.reference and c.advantage.custom_advantage_function_path)
+        ),
         "advantage.kl_coef above 0",
     ),
     _needs(
         "advantage.normalize_advantages",
-        lambda c: c.advantage.advantage_estimator != "none" or c.advantage.custom_advantage_function_path,
+        lambda c: (
+            c.advantage.advantage_estimator != "none" or c.advantage.custom_advantage_function_path
+        ),
         "an advantage.advantage_estimator other than none",
     ),
-    _needs("advantage.opd_kl_coef teacher", lambda c: c.advantage.use_opd, "advantage.use_opd: true"),
-    _needs("teacher.url teacher.timeout_s", lambda c: c.teacher.opd_type == "sglang", "teacher.opd_type: sglang"),
-    _needs("teacher.opd_teacher_load", lambda c: c.teacher.opd_type == "megatron", "teacher.opd_type: megatron"),
+    _needs(
+        "advantage.opd_kl_coef teacher", lambda c: c.advantage.use_opd, "advantage.use_opd: true"
+    ),
+    _needs(
+        "teacher.url teacher.timeout_s",
+        lambda c: c.teacher.opd_type == "sglang",
+        "teacher.opd_type: sglang",
+    ),
+    _needs(
+        "teacher.opd_teacher_load",
+        lambda c: c.teacher.opd_type == "megatron",
+        "teacher.opd_type: megatron",
+    ),
     _needs("critic", _critic, "advantage.advantage_estimator: ppo"),
     # the loss
     _needs(
@@ -171,14 +204,20 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         _policy_loss,
         "train.loss.type: policy",
     ),
-    _needs("train.loss.eps_clip_c", lambda c: c.train.loss.surrogate != "cispo", "another train.loss.surrogate than cispo"),
+    _needs(
+        "train.loss.eps_clip_c",
+        lambda c: c.train.loss.surrogate != "cispo",
+        "another train.loss.surrogate than cispo",
+    ),
     _needs("train.loss.opsm_delta", lambda c: c.train.loss.use_opsm, "train.loss.use_opsm: true"),
     _needs(
         "train.loss.kl_loss_type train.loss.use_unbiased_kl",
         lambda c: c.advantage.reference and _policy_loss(c),
         "advantage.reference: true (and train.loss.kl_loss_coef above 0 to train on it)",
     ),
-    _needs("train.loss.tis_clip train.loss.tis_clip_low", _bounds_of_tis, "train.loss.use_tis: true"),
+    _needs(
+        "train.loss.tis_clip train.loss.tis_clip_low", _bounds_of_tis, "train.loss.use_tis: true"
+    ),
     _needs(
         "train.loss.tis_level train.loss.tis_mode train.loss.tis_batch_normalize",
         lambda c: c.train.loss.use_tis,
@@ -189,7 +228,11 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         lambda c: c.train.loss.use_rs,
         "train.loss.use_rs: true",
     ),
-    _needs("train.loss.renormalize_rejected", _rejects, "train.loss.use_rs, rs_veto_threshold or use_tis"),
+    _needs(
+        "train.loss.renormalize_rejected",
+        _rejects,
+        "train.loss.use_rs, rs_veto_threshold or use_tis",
+    ),
     _needs(
         "train.optimizer.min_lr train.optimizer.lr_decay_steps",
         lambda c: c.train.optimizer.lr_decay_style != "constant",
@@ -206,7 +249,9 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         lambda c: c.sync.transport == "delta",
         "sync.transport: delta",
     ),
-    _needs("sync.max_logprob_difference", lambda c: c.sync.probe_samples, "sync.probe_samples above 0"),
+    _needs(
+        "sync.max_logprob_difference", lambda c: c.sync.probe_samples, "sync.probe_samples above 0"
+    ),
     _needs(
         "sync engine resources.rollout_num_gpus resources.rollout_num_gpus_per_engine resources.external_engines "
         "resources.colocate",
@@ -214,18 +259,30 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         "engines, which only rollout.type: sample or held-out sets need",
     ),
     _needs(
-        "resources.rollout_num_gpus", lambda c: not c.resources.external_engines, "engines of the run's own, not external ones"
+        "resources.rollout_num_gpus",
+        lambda c: not c.resources.external_engines,
+        "engines of the run's own, not external ones",
     ),
-    _needs("resources.exclusive_gpus", lambda c: c.resources.ray_address is None, "a Ray of the run's own (no ray_address)"),
+    _needs(
+        "resources.exclusive_gpus",
+        lambda c: c.resources.ray_address is None,
+        "a Ray of the run's own (no ray_address)",
+    ),
     # what a person watches
-    _needs("evaluation.eval_interval evaluation.skip_eval_before_train", lambda c: c.evaluation.datasets, "evaluation.datasets"),
+    _needs(
+        "evaluation.eval_interval evaluation.skip_eval_before_train",
+        lambda c: c.evaluation.datasets,
+        "evaluation.datasets",
+    ),
     _needs(
         "observe.wandb_mode observe.wandb_project observe.wandb_team observe.wandb_group observe.wandb_run_id observe.wandb_dir "
         "observe.wandb_host",
         lambda c: c.observe.use_wandb,
         "observe.use_wandb: true",
     ),
-    _needs("observe.prometheus_host", lambda c: c.observe.prometheus_port, "observe.prometheus_port"),
+    _needs(
+        "observe.prometheus_host", lambda c: c.observe.prometheus_port, "observe.prometheus_port"
+    ),
     _needs(
         "observe.profile_step_start observe.profile_step_end observe.profile_ranks",
         lambda c: c.observe.profile_target or c.observe.record_memory_history,
@@ -233,9 +290,15 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     ),
     _needs("gates.timeout_s gates.poll_s", lambda c: c.gates.bounds, "gates.bounds"),
     _needs(
-        "orchestration.deployment", lambda c: c.orchestration.iterations == "deployment", "orchestration.iterations: deployment"
+        "orchestration.deployment",
+        lambda c: c.orchestration.iterations == "deployment",
+        "orchestration.iterations: deployment",
     ),
-    _needs("orchestration.retry_delay_s", lambda c: c.orchestration.retries, "orchestration.retries above 0"),
+    _needs(
+        "orchestration.retry_delay_s",
+        lambda c: c.orchestration.retries,
+        "orchestration.retries above 0",
+    ),
 )
 
 
@@ -248,11 +311,15 @@ def unused(config: RunConfig, origin: Origin) -> list[str]:
         for key in dependency.keys:
             for given in _given(key, config, origin):
                 found.setdefault(given, dependency.switch)
-    return [f"{key} ({origin.of(key)}) has no effect: it needs {switch}" for key, switch in found.items()]
+    return [
+        f"{key} ({origin.of(key)}) has no effect: it needs {switch}"
+        for key, switch in found.items()
+    ]
 
 
 def _given(key: str, config: RunConfig, origin: Origin) -> Iterator[str]:
-    """The keys given at or below this one: by an override, or by a file with a value that is not the default."""
+    """The keys given at or below this one: by an override, or by a file with a value that is not
+    the default."""
     below = f"{key}."
     for given in origin.overrides:
         if given == key or given.startswith(below):
@@ -265,7 +332,8 @@ def _given(key: str, config: RunConfig, origin: Origin) -> Iterator[str]:
 
 
 def _is_default(key: str, config: RunConfig) -> bool:
-    """True for a section, whose keys speak for themselves, and for a value that is its field's default."""
+    """True for a section, whose keys speak for themselves, and for a value that is its field's
+    default."""
     *parents, name = key.split(".")
     model: Any = config
     for parent in parents:
@@ -273,4 +341,6 @@ def _is_default(key: str, config: RunConfig) -> bool:
     if not isinstance(model, BaseModel) or name not in type(model).model_fields:
         return True
     value = getattr(model, name)
-    return isinstance(value, BaseModel) or value == type(model).model_fields[name].get_default(call_default_factory=True)
+    return isinstance(value, BaseModel) or value == type(model).model_fields[name].get_default(
+        call_default_factory=True
+    )

@@ -1,10 +1,13 @@
-"""Where prompts come from: rows of files, or the generator of `reasoning_gym`, as one sequence of `PromptRow`.
+"""Where prompts come from: rows of files, or the generator of `reasoning_gym`, as one sequence of
+`PromptRow`.
 
-A row that is wrong is an error that names it (`file:line`, or `task[item]`); no row is ever skipped. A file may be given as
-`path@[a:b]`, Python's slice of its rows. With `streaming` only where each row begins is kept in memory; with `workers` files are
-read and checked by so many processes. The rows are the same either way.
+A row that is wrong is an error that names it (`file:line`, or `task[item]`); no row is ever
+skipped. A file may be given as `path@[a:b]`, Python's slice of its rows. With `streaming` only
+where each row begins is kept in memory; with `workers` files are read and checked by so many
+processes. The rows are the same either way.
 
-Not here: how a row of a file is read (`files`), tokens and templates (`tokens`), order and epochs (`source`).
+Not here: how a row of a file is read (`files`), tokens and templates (`tokens`), order and epochs
+(`source`).
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One prompt as it was given. `where` names it in errors; `metadata` is JSON-able and travels to rewards and hooks."""
+    """One prompt as it was given. `where` names it in errors; `metadata` is JSON-able and travels
+    to rewards and hooks."""
 
     prompt: Prompt
     label: str | None = None
@@ -37,10 +41,12 @@ class PromptRow:
 
 
 class StreamedPrompts(Sequence[PromptRow]):
-    """Rows that are read from their files when they are asked for; each was read and found right once before."""
+    """Rows that are read from their files when they are asked for; each was read and found right
+    once before."""
 
     def __init__(self, source: FilePrompts, files: Sequence[FileRows]) -> None:
-        self._source, self._files = source, files
+        self._source = source
+        self._files = files
 
     def __len__(self) -> int:
         return sum(map(len, self._files))
@@ -59,16 +65,23 @@ class StreamedPrompts(Sequence[PromptRow]):
         raise AssertionError("unreachable")
 
 
-def load_prompts(source: PromptSource, *, streaming: bool = False, workers: int = 0) -> Sequence[PromptRow]:
+def load_prompts(
+    source: PromptSource, *, streaming: bool = False, workers: int = 0
+) -> Sequence[PromptRow]:
     """All rows of the source, in its own order, each of them checked now.
 
-    Raises: DataError for a file that is missing, empty or not readable, and for a row that is not what the source's keys
-    say; ConfigError for a task, argument or format that does not exist.
+    Raises: DataError for a file that is missing, empty or not readable, and for a row that is not
+    what the source's keys say; ConfigError for a task, argument or format that does not exist.
     """
     if not isinstance(source, FilePrompts):
-        from rlpipe.data.reasoning_gym import make_questions  # the package loads a second's worth of others
+        from rlpipe.data.reasoning_gym import (
+            make_questions,
+        )  # the package loads a second's worth of others
 
-        return [PromptRow(made.prompt, made.label, made.metadata, made.where) for made in make_questions(source)]
+        return [
+            PromptRow(made.prompt, made.label, made.metadata, made.where)
+            for made in make_questions(source)
+        ]
     if streaming:
         files = _each(partial(_index, source=source), source.paths, workers)
         _refuse_doubles([rows.place for rows in files], source.paths)
@@ -79,7 +92,8 @@ def load_prompts(source: PromptSource, *, streaming: bool = False, workers: int 
 
 
 def _refuse_doubles(places: Sequence[tuple[str, range]], paths: Sequence[str]) -> None:
-    """Raises: DataError if two paths give a row of one file, which would be drawn twice as often as the others."""
+    """Raises: DataError if two paths give a row of one file, which would be drawn twice as often as
+    the others."""
     for later, (file, rows) in enumerate(places):
         for earlier in range(later):
             other, others = places[earlier]
@@ -119,13 +133,18 @@ def _index(path: str, source: FilePrompts) -> FileRows:
 
 
 def file_digests(source: PromptSource) -> list[str]:
-    """sha256 of each prompt file; none for made prompts, which their arguments decide. Raises: DataError."""
+    """sha256 of each prompt file; none for made prompts, which their arguments decide. Raises:
+    DataError."""
     paths = source.paths if isinstance(source, FilePrompts) else ()
     return [hashlib.sha256(bytes_of(split_slice(path)[0])).hexdigest() for path in paths]
 
 
 def _row(content: dict[str, Any], source: FilePrompts, where: str) -> PromptRow:
-    label = None if source.label_key is None else label_of(value_of(content, source.label_key, "label_key", where), where)
+    label = (
+        None
+        if source.label_key is None
+        else label_of(value_of(content, source.label_key, "label_key", where), where)
+    )
     prompt = prompt_of(value_of(content, source.input_key, "input_key", where), where)
     metadata = metadata_of(content, source.metadata_key, where)
     if (tools := tools_of(content, source.tool_key, where)) is not None:

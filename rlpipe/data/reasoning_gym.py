@@ -1,4 +1,5 @@
-"""Questions made by the `reasoning-gym` package: prompts whose metadata carry what scoring an answer needs.
+"""Questions made by the `reasoning-gym` package: prompts whose metadata carry what scoring an
+answer needs.
 
 Not here: the scoring, and what of an item it needs (`rewards.reasoning_gym`).
 """
@@ -28,14 +29,18 @@ class Question:
 def make_questions(source: ReasoningGymPrompts) -> list[Question]:
     """The task's items in order, without those whose question text occurs in `source.exclude`.
 
-    Raises: ConfigError for an unknown task, argument, format or pattern; DataError for an item the pattern does not
-    match or that JSON cannot hold, and if nothing is left.
+    Raises: ConfigError for an unknown task, argument, format or pattern; DataError for an item the
+    pattern does not match or that JSON cannot hold, and if nothing is left.
     """
     pattern = None
     if source.question_pattern is not None:
         pattern = compile_pattern(source.question_pattern, "prompts.question_pattern")
     left_out = {entry["question"] for other in source.exclude for _, entry in _entries(other)}
-    made = [_question(source, pattern, where, entry) for where, entry in _entries(source) if entry["question"] not in left_out]
+    made = [
+        _question(source, pattern, where, entry)
+        for where, entry in _entries(source)
+        if entry["question"] not in left_out
+    ]
     if not made:
         raise DataError(
             "no question is left",
@@ -50,28 +55,45 @@ def _entries(source: ReasoningGymPrompts) -> list[tuple[str, dict[str, Any]]]:
     owned = sorted({"seed", "size"} & source.arguments.keys())
     if owned:
         raise ConfigError(
-            "these have keys of their own", where="prompts.arguments", found=owned, expected="prompts.seed, prompts.size"
+            "these have keys of their own",
+            where="prompts.arguments",
+            found=owned,
+            expected="prompts.seed, prompts.size",
         )
     task = make_task(source.task, source.arguments, seed=source.seed, size=source.size)
-    return [(f"{source.task}(seed={source.seed})[{index}]", task[index]) for index in range(source.size)]
+    return [
+        (f"{source.task}(seed={source.seed})[{index}]", task[index]) for index in range(source.size)
+    ]
 
 
-def _question(source: ReasoningGymPrompts, pattern: re.Pattern[str] | None, where: str, entry: dict[str, Any]) -> Question:
-    question, answer = entry["question"], entry["answer"]
+def _question(
+    source: ReasoningGymPrompts, pattern: re.Pattern[str] | None, where: str, entry: dict[str, Any]
+) -> Question:
+    question = entry["question"]
+    answer = entry["answer"]
     if pattern is not None:
         found = pattern.search(question)
         if found is None:
             raise DataError(
-                "prompts.question_pattern does not match", where=where, found=repr(question), expected=pattern.pattern
+                "prompts.question_pattern does not match",
+                where=where,
+                found=repr(question),
+                expected=pattern.pattern,
             )
         question = found.group(1)
     prompt = _formatted(source.prompt_format, "prompt_format", question, answer)
-    label = None if answer is None else _formatted(source.answer_format, "answer_format", question, answer)
+    label = (
+        None
+        if answer is None
+        else _formatted(source.answer_format, "answer_format", question, answer)
+    )
     record = scoring_record(source.task, source.arguments, entry)
     try:
         json.dumps(record)
     except (TypeError, ValueError) as error:
-        raise DataError("the task's entries cannot be written as JSON", where=where, found=str(error)) from error
+        raise DataError(
+            "the task's entries cannot be written as JSON", where=where, found=str(error)
+        ) from error
     return Question(prompt, label, record, where)
 
 

@@ -29,7 +29,11 @@ def prompt_of(value: Any, where: str) -> Prompt:
     """A string, or a list of messages. Raises: DataError for anything else."""
     if isinstance(value, str) and value:
         return _storable(value, "prompt", where)
-    if isinstance(value, list) and value and all(isinstance(item, dict) and isinstance(item.get("role"), str) for item in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(item, dict) and isinstance(item.get("role"), str) for item in value)
+    ):
         return _storable(value, "prompt", where)
     raise DataError(
         "not a prompt",
@@ -45,11 +49,17 @@ def label_of(value: Any, where: str) -> str:
         return _storable(value, "label", where)
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
-    raise DataError("not a label", where=where, found=f"{type(value).__name__} {short(value)}", expected="a string or a number")
+    raise DataError(
+        "not a label",
+        where=where,
+        found=f"{type(value).__name__} {short(value)}",
+        expected="a string or a number",
+    )
 
 
 def metadata_of(content: dict[str, Any], key: str | None, where: str) -> dict[str, Any]:
-    """The object under a key, or in the JSON text there; empty if there is none. Raises: DataError if it is not one."""
+    """The object under a key, or in the JSON text there; empty if there is none. Raises: DataError
+    if it is not one."""
     value = None if key is None else content.get(key)
     if value is None:
         return {}
@@ -59,12 +69,15 @@ def metadata_of(content: dict[str, Any], key: str | None, where: str) -> dict[st
         except (ValueError, RecursionError) as error:
             raise DataError("the metadata is not JSON", where=where, found=short(value)) from error
     if not isinstance(value, dict):
-        raise DataError("the metadata is not an object", where=where, found=short(value), expected="{...}")
+        raise DataError(
+            "the metadata is not an object", where=where, found=short(value), expected="{...}"
+        )
     return _storable(value, "metadata", where)
 
 
 def tools_of(content: dict[str, Any], key: str | None, where: str) -> list[Any] | None:
-    """The list of tools under a key, or in the JSON text there; None if there is none. Raises: DataError if it is not one."""
+    """The list of tools under a key, or in the JSON text there; None if there is none. Raises:
+    DataError if it is not one."""
     value = None if key is None else content.get(key)
     if isinstance(value, str) and value:
         try:
@@ -74,16 +87,24 @@ def tools_of(content: dict[str, Any], key: str | None, where: str) -> list[Any] 
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise DataError("not a list of tools", where=where, found=short(value), expected='[{"type": "function", ...}]')
+        raise DataError(
+            "not a list of tools",
+            where=where,
+            found=short(value),
+            expected='[{"type": "function", ...}]',
+        )
     return _storable(value, "tools", where)
 
 
 def _storable(value: Any, what: str, where: str) -> Any:
-    """The value, if a plan can hold it: plain and finite, with whole characters. Raises: DataError."""
+    """The value, if a plan can hold it: plain and finite, with whole characters. Raises:
+    DataError."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"the {what} cannot be written as JSON", where=where, found=str(error)) from error
+        raise DataError(
+            f"the {what} cannot be written as JSON", where=where, found=str(error)
+        ) from error
     return value
 
 

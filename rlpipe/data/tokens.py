@@ -1,7 +1,9 @@
-"""From prompts to token ids: the tokenizer, the chat template, and the loss mask of supervised rows.
+"""From prompts to token ids: the tokenizer, the chat template, and the loss mask of supervised
+rows.
 
-A plain prompt is tokenized as it stands: no special token is added to it, and a chat template brings its own. Prompt and
-response are always tokenized apart, so that a supervised row has the very prompt ids that sampling would start from.
+A plain prompt is tokenized as it stands: no special token is added to it, and a chat template
+brings its own. Prompt and response are always tokenized apart, so that a supervised row has the
+very prompt ids that sampling would start from.
 
 Not here: which row comes when (`source`).
 """
@@ -28,10 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A row in tokens. `prompt` is what the ids say (rendered text), or the messages of a supervised chat row.
+    """A row in tokens. `prompt` is what the ids say (rendered text), or the messages of a
+    supervised chat row.
 
-    Of a prompt that was cut, the text is that of the ids that are left; messages stay whole. `response_ids` and `loss_mask` have
-    the same length; both are empty where the response is to be sampled.
+    Of a prompt that was cut, the text is that of the ids that are left; messages stay whole.
+    `response_ids` and `loss_mask` have the same length; both are empty where the response is to be
+    sampled.
     """
 
     prompt: Prompt
@@ -39,12 +43,14 @@ class Encoded:
     response_ids: tuple[int, ...] = ()
     loss_mask: tuple[int, ...] = ()
     overlong: Overlong | None = None
-    """Set if the prompt is longer than its limit: it is cut to the limit, or left to the caller to drop."""
+    """Set if the prompt is longer than its limit: it is cut to the limit, or left to the caller to
+    drop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlong:
-    """A prompt that is longer than its limit. `tokens` is its whole length; `setting` names the limit."""
+    """A prompt that is longer than its limit. `tokens` is its whole length; `setting` names the
+    limit."""
 
     where: str
     tokens: int
@@ -64,13 +70,20 @@ class Overlong:
 
 
 def load_tokenizer(directory: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face model directory. Raises: ConfigError if it is not there or cannot be loaded."""
+    """The tokenizer of a Hugging Face model directory. Raises: ConfigError if it is not there or
+    cannot be loaded."""
     if not Path(directory).is_dir():
-        raise ConfigError("no such model directory", where="model.source.hf_checkpoint", found=directory)
+        raise ConfigError(
+            "no such model directory", where="model.source.hf_checkpoint", found=directory
+        )
     try:
-        from transformers import AutoTokenizer  # seconds, which who only names these functions need not wait
+        from transformers import (
+            AutoTokenizer,
+        )  # seconds, which who only names these functions need not wait
 
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=trust_remote_code, local_files_only=True
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             "the model directory has no tokenizer that can be loaded",
@@ -88,26 +101,36 @@ def encode_prompt(
     *,
     model_context_len: int | None = None,
 ) -> Encoded:
-    """The row as it will be sampled from. `model_context_len`: longest prompt + response of the model; None: not a limit.
+    """The row as it will be sampled from. `model_context_len`: longest prompt + response of the
+    model; None: not a limit.
 
-    Raises: DataError naming the row if it is empty or not renderable, or too long with `data.overlong_prompts: error`.
+    Raises: DataError naming the row if it is empty or not renderable, or too long with
+    `data.overlong_prompts: error`.
     """
     text = render(tokenizer, row.prompt, data, where=row.where, tools=row.metadata.get("tools"))
     encoded = Encoded(text, _ids(tokenizer, text))
     return _within_limits(tokenizer, encoded, row.where, data, rollout, model_context_len)
 
 
-def encode_supervised(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, rollout: RolloutConfig) -> Encoded:
-    """The row with its own answer as the response; `prompt_ids` is everything before the first token that is trained.
+def encode_supervised(
+    tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, rollout: RolloutConfig
+) -> Encoded:
+    """The row with its own answer as the response; `prompt_ids` is everything before the first
+    token that is trained.
 
-    Plain rows: the label's tokens, then end-of-sequence. Chat rows (`apply_chat_template`): messages, with the label as one
-    more assistant message if there is one; `loss_mask_type` says which assistant messages count, and
-    `"step_loss_mask": 0` in a message takes it out. A trained message ends with the end-of-sequence token its template writes.
+    Plain rows: the label's tokens, then end-of-sequence. Chat rows (`apply_chat_template`):
+    messages, with the label as one more assistant message if there is one; `loss_mask_type` says
+    which assistant messages count, and `"step_loss_mask": 0` in a message takes it out. A trained
+    message ends with the end-of-sequence token its template writes.
 
-    Raises: DataError naming the row if it has no answer, nothing to train on, an answer that is too long, or a prompt that is too
-    long with `data.overlong_prompts: error`.
+    Raises: DataError naming the row if it has no answer, nothing to train on, an answer that is too
+    long, or a prompt that is too long with `data.overlong_prompts: error`.
     """
-    encoded = _encode_chat(tokenizer, row, data, rollout) if data.apply_chat_template else _encode_plain(tokenizer, row, data)
+    encoded = (
+        _encode_chat(tokenizer, row, data, rollout)
+        if data.apply_chat_template
+        else _encode_plain(tokenizer, row, data)
+    )
     return _within_limits(tokenizer, encoded, row.where, data, rollout, None)
 
 
@@ -120,12 +143,13 @@ def render(
     add_generation_prompt: bool = True,
     tools: list[Any] | None = None,
 ) -> str:
-    """The prompt as text. Without a chat template that is the string itself; with one, a string is a user's message.
+    """The prompt as text. Without a chat template that is the string itself; with one, a string is
+    a user's message.
 
     `tools` are what the template may describe; without a template they are only metadata.
 
-    Raises: DataError if messages are given without `apply_chat_template` or the template refuses them; ConfigError if the
-    tokenizer has no template.
+    Raises: DataError if messages are given without `apply_chat_template` or the template refuses
+    them; ConfigError if the tokenizer has no template.
     """
     if not data.apply_chat_template:
         if isinstance(prompt, str):
@@ -137,16 +161,25 @@ def render(
             do="set data.apply_chat_template: true, or give rendered text",
         )
     if not tokenizer.chat_template:
-        raise ConfigError("the tokenizer has no chat template", where="data.apply_chat_template", found=tokenizer.name_or_path)
+        raise ConfigError(
+            "the tokenizer has no chat template",
+            where="data.apply_chat_template",
+            found=tokenizer.name_or_path,
+        )
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    options: dict[str, Any] = {**data.apply_chat_template_kwargs, "add_generation_prompt": add_generation_prompt}
+    options: dict[str, Any] = {
+        **data.apply_chat_template_kwargs,
+        "add_generation_prompt": add_generation_prompt,
+    }
     if tools:
         options["tools"] = tools
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except (TemplateError, TypeError, KeyError) as error:
         raise DataError(
-            "the chat template refuses the messages", where=where, found=f"{type(error).__name__}: {error}"
+            "the chat template refuses the messages",
+            where=where,
+            found=f"{type(error).__name__}: {error}",
         ) from error
 
 
@@ -156,23 +189,40 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
 
 def _encode_plain(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig) -> Encoded:
     if row.label is None:
-        raise DataError("a supervised row needs an answer", where=row.where, found="no label", do="set prompts.label_key")
+        raise DataError(
+            "a supervised row needs an answer",
+            where=row.where,
+            found="no label",
+            do="set prompts.label_key",
+        )
     eos_token_id = tokenizer.eos_token_id
     if not isinstance(eos_token_id, int):
-        raise ConfigError("the tokenizer has no end-of-sequence token", where="model.source", found=tokenizer.name_or_path)
+        raise ConfigError(
+            "the tokenizer has no end-of-sequence token",
+            where="model.source",
+            found=tokenizer.name_or_path,
+        )
     text = render(tokenizer, row.prompt, data, where=row.where)
     response = (*_ids(tokenizer, row.label), eos_token_id)
     return Encoded(text, _ids(tokenizer, text), response, (1,) * len(response))
 
 
-def _encode_chat(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, rollout: RolloutConfig) -> Encoded:
-    messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
+def _encode_chat(
+    tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, rollout: RolloutConfig
+) -> Encoded:
+    messages = (
+        [{"role": "user", "content": row.prompt}]
+        if isinstance(row.prompt, str)
+        else list(row.prompt)
+    )
     if row.label is not None:
         messages.append({"role": "assistant", "content": row.label})
     trained = _trained_messages(messages, rollout.loss_mask_type, row.where)
     bare = [_bare(message) for message in messages[: trained[-1] + 1]]
     text, spans = _spans(bare, trained, tokenizer, data, row.where, row.metadata.get("tools"))
-    prompt_ids, response_ids, loss_mask = _ids(tokenizer, text[: spans[0][0]]), [], []
+    prompt_ids = _ids(tokenizer, text[: spans[0][0]])
+    response_ids = []
+    loss_mask = []
     for (start, end), (following, _) in pairwise([*spans, (spans[-1][1], 0)]):
         answer = _ids(tokenizer, text[start:end])
         num_trained = _length_to_end_of_turn(answer, tokenizer.eos_token_id)
@@ -180,16 +230,26 @@ def _encode_chat(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataC
         response_ids += answer[:num_trained] + rest
         loss_mask += [1] * num_trained + [0] * len(rest)
     last = len(loss_mask) - loss_mask[::-1].index(1)
-    return Encoded(messages[: trained[-1] + 1], prompt_ids, tuple(response_ids[:last]), tuple(loss_mask[:last]))
+    return Encoded(
+        messages[: trained[-1] + 1], prompt_ids, tuple(response_ids[:last]), tuple(loss_mask[:last])
+    )
 
 
 def _trained_messages(messages: list[Message], loss_mask_type: str, where: str) -> list[int]:
-    """Positions of the assistant messages that count in the loss, of which there is at least one."""
-    answers = [position for position, message in enumerate(messages) if message["role"] == "assistant"]
+    """Positions of the assistant messages that count in the loss, of which there is at least
+    one."""
+    answers = [
+        position for position, message in enumerate(messages) if message["role"] == "assistant"
+    ]
     chosen = answers[-1:] if loss_mask_type == "last" else answers
     for message in messages:
         if message.get("step_loss_mask", 1) not in (0, 1):
-            raise DataError("step_loss_mask is not 0 or 1", where=where, found=message["step_loss_mask"], expected="0 or 1")
+            raise DataError(
+                "step_loss_mask is not 0 or 1",
+                where=where,
+                found=message["step_loss_mask"],
+                expected="0 or 1",
+            )
     trained = [position for position in chosen if messages[position].get("step_loss_mask", 1)]
     if not trained:
         raise DataError(
@@ -218,7 +278,14 @@ def _spans(
     spans = []
     for position in trained:
         before = render(tokenizer, messages[:position], data, where=where, tools=tools)
-        through = render(tokenizer, messages[: position + 1], data, where=where, add_generation_prompt=False, tools=tools)
+        through = render(
+            tokenizer,
+            messages[: position + 1],
+            data,
+            where=where,
+            add_generation_prompt=False,
+            tools=tools,
+        )
         if not (text.startswith(through) and through.startswith(before)):
             raise DataError(
                 "the chat template rewrites earlier messages, so the answer has no fixed place in the text",
@@ -231,7 +298,8 @@ def _spans(
 
 
 def _length_to_end_of_turn(ids: tuple[int, ...], eos_token_id: Any) -> int:
-    """Tokens up to the last end-of-sequence token, with it: what a template writes after it is never sampled."""
+    """Tokens up to the last end-of-sequence token, with it: what a template writes after it is
+    never sampled."""
     return len(ids) - ids[::-1].index(eos_token_id) if eos_token_id in ids else len(ids)
 
 
@@ -244,7 +312,8 @@ def _within_limits(
     model_context_len: int | None,
 ) -> Encoded:
     """The row as `data.overlong_prompts` has it. Raises: DataError naming the row."""
-    tokens, answer = len(encoded.prompt_ids), len(encoded.response_ids)
+    tokens = len(encoded.prompt_ids)
+    answer = len(encoded.response_ids)
     if not tokens:
         raise DataError("the prompt has no tokens", where=where, found=repr(encoded.prompt))
     limit, setting = _prompt_limit(data, rollout, max(answer, 1), model_context_len)
@@ -255,23 +324,34 @@ def _within_limits(
         return replace(encoded, overlong=overlong)
     if answer > rollout.rollout_max_response_len:
         expected = f"at most {rollout.rollout_max_response_len} (rollout.rollout_max_response_len)"
-        raise DataError("the answer is too long", where=where, found=f"{answer} tokens", expected=expected)
+        raise DataError(
+            "the answer is too long", where=where, found=f"{answer} tokens", expected=expected
+        )
     return encoded if overlong is None else _cut(tokenizer, encoded, overlong)
 
 
-def _prompt_limit(data: DataConfig, rollout: RolloutConfig, answer: int, model_context_len: int | None) -> tuple[int, str]:
+def _prompt_limit(
+    data: DataConfig, rollout: RolloutConfig, answer: int, model_context_len: int | None
+) -> tuple[int, str]:
     """Longest prompt in tokens before an answer of at least so many, and the key that says so."""
     bounds = {
         "data.rollout_max_prompt_len": (data.rollout_max_prompt_len, 0),
-        "rollout.rollout_max_context_len, with room for a response": (rollout.rollout_max_context_len, answer),
-        "max_position_embeddings of the model, with room for a response": (model_context_len, answer),
+        "rollout.rollout_max_context_len, with room for a response": (
+            rollout.rollout_max_context_len,
+            answer,
+        ),
+        "max_position_embeddings of the model, with room for a response": (
+            model_context_len,
+            answer,
+        ),
     }
     limits = [(bound - room, key) for key, (bound, room) in bounds.items() if bound is not None]
     return min(limits, default=(MOST_TOKENS, ""))
 
 
 def _cut(tokenizer: PreTrainedTokenizerBase, encoded: Encoded, overlong: Overlong) -> Encoded:
-    """The row with only the last tokens of its prompt, and their text. Raises: DataError if there is room for none."""
+    """The row with only the last tokens of its prompt, and their text. Raises: DataError if there
+    is room for none."""
     if overlong.limit < 1:
         raise DataError(
             "there is no room for a prompt",
@@ -280,5 +360,9 @@ def _cut(tokenizer: PreTrainedTokenizerBase, encoded: Encoded, overlong: Overlon
             expected=f"a shorter one, or a larger limit ({overlong.setting})",
         )
     kept = encoded.prompt_ids[-overlong.limit :]
-    text = str(tokenizer.decode(list(kept), skip_special_tokens=False)) if isinstance(encoded.prompt, str) else encoded.prompt
+    text = (
+        str(tokenizer.decode(list(kept), skip_special_tokens=False))
+        if isinstance(encoded.prompt, str)
+        else encoded.prompt
+    )
     return replace(encoded, prompt=text, prompt_ids=kept, overlong=overlong)

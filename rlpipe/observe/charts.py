@@ -1,6 +1,8 @@
-"""Charts as inline SVG: lines over iterations, and shares of a whole. Drawn by hand, coloured by the page's stylesheet.
+"""Charts as inline SVG: lines over iterations, and shares of a whole. Drawn by hand, coloured by
+the page's stylesheet.
 
-Series are lists of (x, y); what is not finite is left out. Not here: which chart a report has (`report`).
+Series are lists of (x, y); what is not finite is left out. Not here: which chart a report has
+(`report`).
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from html import escape
 
 Series = Sequence[tuple[float, float]]
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 14, 12, 26
+_LEFT = 46
+_RIGHT = 14
+_TOP = 12
+_BOTTOM = 26
 
 
 def line_chart(
@@ -27,8 +32,8 @@ def line_chart(
 ) -> str:
     """An SVG of these named series over iterations; an empty string if nothing finite is in them.
 
-    `percent` labels y as per cent of 1; `floor` is a value that the y axis reaches down to; `dots` marks and labels each
-    point; `smooth` draws the points faint and their moving average over them.
+    `percent` labels y as per cent of 1; `floor` is a value that the y axis reaches down to; `dots`
+    marks and labels each point; `smooth` draws the points faint and their moving average over them.
     """
     shown = {name: points for name, raw in series.items() if (points := _finite(raw, logarithmic))}
     if not shown:
@@ -54,7 +59,8 @@ def shares(parts: Mapping[str, float], *, width: int = 720, height: int = 26) ->
     whole = sum(parts.values())
     if whole <= 0:
         return ""
-    bars, x = [], 0.0
+    bars = []
+    x = 0.0
     for index, (name, amount) in enumerate(parts.items()):
         length = amount / whole * width
         title = f"<title>{escape(name)}: {amount / whole:.0%}</title>"
@@ -88,14 +94,16 @@ def number(value: float, percent: bool = False) -> str:
 
 
 def _finite(points: Series, positive: bool) -> list[tuple[float, float]]:
-    """What can be drawn: finite, positive on a logarithmic axis, and no magnitude that arithmetic would lose."""
+    """What can be drawn: finite, positive on a logarithmic axis, and no magnitude that arithmetic
+    would lose."""
     rounded = ((x, y if abs(y) > 1e-200 else 0.0) for x, y in points if abs(y) < 1e200)
     return [(x, y) for x, y in rounded if y > 0 or not positive]
 
 
 def _ticks(points: Series, floor: float | None, percent: bool) -> list[float]:
     """About five round values from below the smallest to above the largest."""
-    low, high = min(y for _, y in points), max(y for _, y in points)
+    low = min(y for _, y in points)
+    high = max(y for _, y in points)
     low = low if floor is None else min(low, floor)
     span = high - low
     if span <= 1e-9 * max(abs(low), abs(high)):
@@ -117,27 +125,39 @@ def _log_ticks(points: Series) -> list[float]:
 def _placer(
     points: Series, ticks: Sequence[float], width: int, height: int, logarithmic: bool
 ) -> Callable[[float, float], tuple[float, float]]:
-    left, right = min(x for x, _ in points), max(x for x, _ in points)
+    left = min(x for x, _ in points)
+    right = max(x for x, _ in points)
     scale = math.log10 if logarithmic else float
-    low, high = scale(ticks[0]), scale(ticks[-1])
+    low = scale(ticks[0])
+    high = scale(ticks[-1])
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - left) / (right - left) if right > left else 0.5
         up = (scale(y) - low) / (high - low)
-        return _LEFT + across * (width - _LEFT - _RIGHT), height - _BOTTOM - up * (height - _TOP - _BOTTOM)
+        return _LEFT + across * (width - _LEFT - _RIGHT), height - _BOTTOM - up * (
+            height - _TOP - _BOTTOM
+        )
 
     return place
 
 
-def _axes(ticks: Sequence[float], place: Callable, points: Series, width: int, height: int, percent: bool) -> str:
+def _axes(
+    ticks: Sequence[float], place: Callable, points: Series, width: int, height: int, percent: bool
+) -> str:
     parts, (left, right) = [], (min(x for x, _ in points), max(x for x, _ in points))
     for tick in ticks:
         _, y = place(left, tick)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{number(tick, percent)}</text>')
+        parts.append(
+            f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
+        parts.append(
+            f'<text class="tick" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{number(tick, percent)}</text>'
+        )
     for x in _marks(left, right):
         at, _ = place(x, ticks[0])
-        parts.append(f'<text class="tick" x="{at:.1f}" y="{height - 7}" text-anchor="middle">{x:,.0f}</text>')
+        parts.append(
+            f'<text class="tick" x="{at:.1f}" y="{height - 7}" text-anchor="middle">{x:,.0f}</text>'
+        )
     return "".join(parts)
 
 
@@ -146,7 +166,11 @@ def _marks(left: float, right: float) -> list[float]:
     if right <= left:
         return [left]
     power = 10 ** math.floor(math.log10(right - left))
-    step = next(power * factor for factor in (0.1, 0.2, 0.25, 0.5, 1, 2) if (right - left) / (power * factor) <= 8)
+    step = next(
+        power * factor
+        for factor in (0.1, 0.2, 0.25, 0.5, 1, 2)
+        if (right - left) / (power * factor) <= 8
+    )
     step = max(1.0, step)
     return [index * step for index in range(math.ceil(left / step), math.floor(right / step) + 1)]
 
@@ -157,5 +181,9 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
 
 def _dot(name: str, point: tuple[float, float], place: Callable, index: int, percent: bool) -> str:
     x, y = place(*point)
-    title = f"<title>{escape(name)}, iteration {point[0]:,.0f}: {point[1]:.1%}</title>" if percent else ""
+    title = (
+        f"<title>{escape(name)}, iteration {point[0]:,.0f}: {point[1]:.1%}</title>"
+        if percent
+        else ""
+    )
     return f'<circle class="dot s{index}" cx="{x:.1f}" cy="{y:.1f}" r="4">{title}</circle>'

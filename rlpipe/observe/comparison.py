@@ -1,6 +1,8 @@
-"""Rewards and advantages of the same samples, before and after something was changed: figures, a picture, a page.
+"""Rewards and advantages of the same samples, before and after something was changed: figures, a
+picture, a page.
 
-N samples of all iterations, NaN where one side has no value. Not here: where the columns come from (`rlpipe.reprocess_report`).
+N samples of all iterations, NaN where one side has no value. Not here: where the columns come from
+(`rlpipe.reprocess.report`).
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Example:
 
 @dataclass(slots=True)
 class IterationRow:
-    """One iteration, before and after: mean rewards (None without any), accepted groups, rows with an error."""
+    """One iteration, before and after: mean rewards (None without any), accepted groups, rows with
+    an error."""
 
     iteration: int
     reward: tuple[float | None, float | None]
@@ -70,8 +73,13 @@ class Comparison:
 
 
 def figures(comparison: Comparison) -> list[dict[str, Any]]:
-    """Rows `{"what", "before", "after"}` of the table; numbers, or None where there is nothing to measure."""
-    rows = [_row("samples with a reward", *(int(np.isfinite(side).sum()) for side in comparison.rewards))]
+    """Rows `{"what", "before", "after"}` of the table; numbers, or None where there is nothing to
+    measure."""
+    rows = [
+        _row(
+            "samples with a reward", *(int(np.isfinite(side).sum()) for side in comparison.rewards)
+        )
+    ]
     for name, measure in (
         ("mean", np.mean),
         ("deviation", np.std),
@@ -80,22 +88,44 @@ def figures(comparison: Comparison) -> list[dict[str, Any]]:
         ("largest", np.max),
     ):
         rows.append(_row(f"reward: {name}", *(_of(side, measure) for side in comparison.rewards)))
-    rows.append(_row("rows with an error", *(sum(row.errors[side] for row in comparison.iterations) for side in (0, 1))))
-    rows.append(_row("groups in batches", *(sum(row.groups[side] for row in comparison.iterations) for side in (0, 1))))
     rows.append(
-        _row("share of groups whose rewards are equal", *(_equal_share(comparison.group, side) for side in comparison.rewards))
+        _row(
+            "rows with an error",
+            *(sum(row.errors[side] for row in comparison.iterations) for side in (0, 1)),
+        )
     )
-    rows.append(_row("samples with advantages", *(int(np.isfinite(side).sum()) for side in comparison.advantages)))
+    rows.append(
+        _row(
+            "groups in batches",
+            *(sum(row.groups[side] for row in comparison.iterations) for side in (0, 1)),
+        )
+    )
+    rows.append(
+        _row(
+            "share of groups whose rewards are equal",
+            *(_equal_share(comparison.group, side) for side in comparison.rewards),
+        )
+    )
+    rows.append(
+        _row(
+            "samples with advantages",
+            *(int(np.isfinite(side).sum()) for side in comparison.advantages),
+        )
+    )
     for name, measure in (("mean", np.mean), ("deviation", np.std)):
-        rows.append(_row(f"advantage: {name}", *(_of(side, measure) for side in comparison.advantages)))
+        rows.append(
+            _row(f"advantage: {name}", *(_of(side, measure) for side in comparison.advantages))
+        )
     return rows
 
 
 def agreement(comparison: Comparison) -> dict[str, float]:
-    """How alike the two are, as far as that can be said. Pairs are two samples of a group whose rewards differed before.
+    """How alike the two are, as far as that can be said. Pairs are two samples of a group whose
+    rewards differed before.
 
-    `reward_changed`: share of samples with another reward; `correlation` of the rewards; `pairs_kept`, `pairs_tied`,
-    `pairs_turned`: shares of pairs that are still in that order, are equal now, are the other way round.
+    `reward_changed`: share of samples with another reward; `correlation` of the rewards;
+    `pairs_kept`, `pairs_tied`, `pairs_turned`: shares of pairs that are still in that order, are
+    equal now, are the other way round.
     """
     before, after = comparison.rewards
     both = np.isfinite(before) & np.isfinite(after)
@@ -104,9 +134,14 @@ def agreement(comparison: Comparison) -> dict[str, float]:
     found = {"reward_changed": float((before[both] != after[both]).mean())}
     if before[both].std() > 0 and after[both].std() > 0:
         found["correlation"] = float(np.corrcoef(before[both], after[both])[0, 1])
-    signs = np.concatenate([_pair_signs(before[rows], after[rows]) for rows in _by_group(comparison.group, both)])
+    signs = np.concatenate(
+        [_pair_signs(before[rows], after[rows]) for rows in _by_group(comparison.group, both)]
+    )
     if len(signs):
-        found |= {f"pairs_{name}": float((signs == sign).mean()) for name, sign in (("kept", 1), ("tied", 0), ("turned", -1))}
+        found |= {
+            f"pairs_{name}": float((signs == sign).mean())
+            for name, sign in (("kept", 1), ("tied", 0), ("turned", -1))
+        }
     return found
 
 
@@ -119,7 +154,9 @@ def summary(comparison: Comparison) -> dict[str, Any]:
         "changed": comparison.changed,
         "figures": figures(comparison),
         "agreement": agreement(comparison),
-        "without_advantages": {str(row.iteration): row.without for row in comparison.iterations if row.without},
+        "without_advantages": {
+            str(row.iteration): row.without for row in comparison.iterations if row.without
+        },
     }
 
 
@@ -133,9 +170,20 @@ def write_picture(comparison: Comparison, path: Path) -> Path:
     _histogram(second, "advantages", comparison.advantages)
     _style(third, "mean reward by iteration")
     for side, name in enumerate(SIDES):
-        points = [(row.iteration, value) for row in comparison.iterations if (value := row.reward[side]) is not None]
+        points = [
+            (row.iteration, value)
+            for row in comparison.iterations
+            if (value := row.reward[side]) is not None
+        ]
         if points:
-            third.plot(*zip(*points, strict=True), color=COLOURS[side], linewidth=1.8, label=name, marker="o", markersize=2.5)
+            third.plot(
+                *zip(*points, strict=True),
+                color=COLOURS[side],
+                linewidth=1.8,
+                label=name,
+                marker="o",
+                markersize=2.5,
+            )
     third.xaxis.set_major_locator(MaxNLocator(integer=True))
     third.set_xlabel("iteration", fontsize=9, color=SOFT)
     first.legend(frameon=False, fontsize=9, labelcolor=INK)
@@ -150,7 +198,13 @@ def write_page(comparison: Comparison, path: Path) -> Path:
     """Write the page (self-contained HTML, whole or not at all); the path."""
     style = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
     body = "\n".join(
-        (_header(comparison), _tables(comparison), _charts(comparison), _by_iteration(comparison), _examples(comparison))
+        (
+            _header(comparison),
+            _tables(comparison),
+            _charts(comparison),
+            _by_iteration(comparison),
+            _examples(comparison),
+        )
     )
     return write_whole(
         path,
@@ -163,19 +217,27 @@ def write_page(comparison: Comparison, path: Path) -> Path:
 
 def _header(comparison: Comparison) -> str:
     said = f"{len(comparison.iterations):,} iterations of {escape(comparison.of)}"
-    return (
-        f'<header><div class="eyebrow">rlpipe reprocessed · {said}</div><h1>{escape(comparison.run)}</h1><p>{ABOUT}</p></header>'
-    )
+    return f'<header><div class="eyebrow">rlpipe reprocessed · {said}</div><h1>{escape(comparison.run)}</h1><p>{ABOUT}</p></header>'
 
 
 def _tables(comparison: Comparison) -> str:
-    rows = "".join(_cells(row["what"], _said(row["before"]), _said(row["after"])) for row in figures(comparison))
+    rows = "".join(
+        _cells(row["what"], _said(row["before"]), _said(row["after"]))
+        for row in figures(comparison)
+    )
     alike = "".join(
         f"<div><b>{value:.3f}</b><span>{escape(name.replace('_', ' '))}</span></div>"
         for name, value in agreement(comparison).items()
     )
-    changed = "".join(f"<tr><td>{escape(key)}</td><td>{escape(said)}</td></tr>" for key, said in comparison.changed.items())
-    what = f'<h2>What was changed</h2><div class="card scroll"><table>{changed}</table></div>' if changed else ""
+    changed = "".join(
+        f"<tr><td>{escape(key)}</td><td>{escape(said)}</td></tr>"
+        for key, said in comparison.changed.items()
+    )
+    what = (
+        f'<h2>What was changed</h2><div class="card scroll"><table>{changed}</table></div>'
+        if changed
+        else ""
+    )
     alike = f'<section class="figures">{alike}</section>' if alike else ""
     head = '<tr><th></th><th class="n">before</th><th class="n">after</th></tr>'
     return f'{alike}{what}<h2>Figures</h2><div class="card"><table>{head}{rows}</table></div>'
@@ -189,7 +251,11 @@ def _charts(comparison: Comparison) -> str:
         if (chart := _bars(sides))
     ]
     series = {
-        name: [(row.iteration, value) for row in comparison.iterations if (value := row.reward[side]) is not None]
+        name: [
+            (row.iteration, value)
+            for row in comparison.iterations
+            if (value := row.reward[side]) is not None
+        ]
         for side, name in enumerate(SIDES)
     }
     chart = line_chart(series, width=970, height=220)
@@ -201,13 +267,20 @@ def _charts(comparison: Comparison) -> str:
 def _by_iteration(comparison: Comparison) -> str:
     rows = "".join(
         "<tr>"
-        + "".join(f'<td class="n">{_said(value)}</td>' for value in (row.iteration, *row.reward, *row.groups, row.errors[1]))
+        + "".join(
+            f'<td class="n">{_said(value)}</td>'
+            for value in (row.iteration, *row.reward, *row.groups, row.errors[1])
+        )
         + f"<td>{escape(row.without)}</td></tr>"
         for row in comparison.iterations
     )
     names = ("iteration", "reward before", "after", "groups before", "after", "errors")
-    head = "".join(f'<th class="n">{name}</th>' for name in names) + "<th>no advantages because</th>"
-    return f'<h2>By iteration</h2><div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>'
+    head = (
+        "".join(f'<th class="n">{name}</th>' for name in names) + "<th>no advantages because</th>"
+    )
+    return (
+        f'<h2>By iteration</h2><div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>'
+    )
 
 
 def _examples(comparison: Comparison) -> str:
@@ -218,7 +291,9 @@ def _examples(comparison: Comparison) -> str:
         f'<td><div class="text">{escape(one.prompt)}</div></td><td><div class="text">{escape(one.response)}</div></td></tr>'
         for one in comparison.examples
     )
-    head = '<tr><th class="n">before</th><th class="n">after</th><th>prompt</th><th>response</th></tr>'
+    head = (
+        '<tr><th class="n">before</th><th class="n">after</th><th>prompt</th><th>response</th></tr>'
+    )
     return f'<h2>Rewards that changed most</h2><div class="card scroll"><table>{head}{rows}</table></div>'
 
 
@@ -228,22 +303,27 @@ def _bars(sides: tuple[np.ndarray, np.ndarray], width: int = 460, height: int = 
     if not len(edges):
         return ""
     top = max(float(share.max()) for share in shares) or 1.0
-    step, room = (width - 20) / BINS, height - 24
+    step = (width - 20) / BINS
+    room = height - 24
     parts = []
     for side, share in enumerate(shares):
         for index, value in enumerate(share.tolist()):
-            x, tall = 10 + index * step + side * step / 2, value / top * room
+            x = 10 + index * step + side * step / 2
+            tall = value / top * room
             title = f"<title>{SIDES[side]}: {value:.1%} in {number(edges[index])} … {number(edges[index + 1])}</title>"
             place = f'x="{x:.1f}" y="{room - tall:.1f}" width="{step / 2:.1f}" height="{tall:.1f}"'
             parts.append(f'<rect class="f{side}" {place}>{title}</rect>')
     for at, anchor in ((0, "start"), (BINS // 2, "middle"), (BINS, "end")):
         x = 10 + at * step
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{height - 6}" text-anchor="{anchor}">{number(edges[at])}</text>')
+        parts.append(
+            f'<text class="tick" x="{x:.1f}" y="{height - 6}" text-anchor="{anchor}">{number(edges[at])}</text>'
+        )
     return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{", ".join(SIDES)}">{"".join(parts)}</svg>'
 
 
 def _shares(sides: tuple[np.ndarray, np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Share of the values in each of BINS bins, of both sides, and the edges they have in common (none without values)."""
+    """Share of the values in each of BINS bins, of both sides, and the edges they have in common
+    (none without values)."""
     finite = [side[np.isfinite(side)] for side in sides]
     everything = np.concatenate(finite)
     if not len(everything):
@@ -257,7 +337,13 @@ def _histogram(axes: Axes, title: str, sides: tuple[np.ndarray, np.ndarray]) -> 
     shares, edges = _shares(sides)
     for side, share in enumerate(shares):
         axes.stairs(
-            share, edges, color=COLOURS[side], linewidth=1.8, fill=side == 1, alpha=0.55 if side else 1, label=SIDES[side]
+            share,
+            edges,
+            color=COLOURS[side],
+            linewidth=1.8,
+            fill=side == 1,
+            alpha=0.55 if side else 1,
+            label=SIDES[side],
         )
 
 
@@ -295,7 +381,8 @@ def _by_group(group: np.ndarray, wanted: np.ndarray) -> list[np.ndarray]:
 def _pair_signs(before: np.ndarray, after: np.ndarray) -> np.ndarray:
     """1, 0, -1 of each pair with different values before: kept, tied, turned."""
     first, second = np.triu_indices(len(before), 1)
-    was, now = np.sign(before[first] - before[second]), np.sign(after[first] - after[second])
+    was = np.sign(before[first] - before[second])
+    now = np.sign(after[first] - after[second])
     return (was * now)[was != 0]
 
 

@@ -1,4 +1,5 @@
-"""The figures of one evaluation of one held-out set: accuracy, pass@k, how long and how often cut off.
+"""The figures of one evaluation of one held-out set: accuracy, pass@k, how long and how often cut
+off.
 
 | metric `eval/<name>/...` | |
 |---|---|
@@ -22,7 +23,8 @@ from rlpipe.types import Sample
 
 
 def pass_at_k(right: int, total: int, k: int) -> float:
-    """Chance that k responses drawn without replacement from `total`, of which `right` are right, hold a right one.
+    """Chance that k responses drawn without replacement from `total`, of which `right` are right,
+    hold a right one.
 
     1 - C(total - right, k) / C(total, k): unbiased, unlike 1 - (1 - right/total)^k.
     Raises: ValueError unless 0 ≤ right ≤ total and 1 ≤ k ≤ total.
@@ -41,7 +43,8 @@ def evaluation_metrics(
     *,
     pass_threshold: float,
 ) -> dict[str, float]:
-    """The metrics of the table above. Rewards and parts in the order of the samples; None was not scored."""
+    """The metrics of the table above. Rewards and parts in the order of the samples; None was not
+    scored."""
     scored = [reward for reward in rewards if reward is not None]
     count = max(1, len(samples))
     metrics = {
@@ -55,7 +58,9 @@ def evaluation_metrics(
     return {f"eval/{name}/{metric}": value for metric, value in metrics.items()}
 
 
-def _pass_rates(samples: Sequence[Sample], rewards: Sequence[float | None], threshold: float) -> dict[str, float]:
+def _pass_rates(
+    samples: Sequence[Sample], rewards: Sequence[float | None], threshold: float
+) -> dict[str, float]:
     groups: dict[str, list[bool]] = defaultdict(list)
     for sample, reward in zip(samples, rewards, strict=True):
         if reward is not None:
@@ -64,7 +69,9 @@ def _pass_rates(samples: Sequence[Sample], rewards: Sequence[float | None], thre
     rates: dict[str, float] = {}
     k = 1
     while most > 1 and k <= most:
-        chances = [pass_at_k(sum(right), len(right), k) for right in groups.values() if len(right) >= k]
+        chances = [
+            pass_at_k(sum(right), len(right), k) for right in groups.values() if len(right) >= k
+        ]
         rates[f"pass@{k}"] = fmean(chances)
         k *= 2
     return rates

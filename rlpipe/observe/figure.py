@@ -1,4 +1,5 @@
-"""`report.png`: the run in one picture, for a README or a message. Accuracy on the left, reward on the right."""
+"""`report.png`: the run in one picture, for a README or a message. Accuracy on the left, reward on
+the right."""
 
 from __future__ import annotations
 
@@ -11,12 +12,15 @@ from matplotlib.figure import Figure
 from rlpipe.observe.charts import moving_average
 from rlpipe.observe.history import REWARD, RunHistory
 
-INK, SOFT, RULE = "#1c1b1a", "#6f6b66", "#e6e2dc"
+INK = "#1c1b1a"
+SOFT = "#6f6b66"
+RULE = "#e6e2dc"
 COLOURS = ("#0b6e5f", "#c0712b", "#4a5fa8", "#8a4b7d", "#6b8f3a", "#b2452f")
 
 
 def write_figure(history: RunHistory, path: str | Path) -> Path:
-    """Draw the picture (PNG, 1600 x 640 pixels) and return its path. Draws off screen, and leaves pyplot's state alone."""
+    """Draw the picture (PNG, 1600 x 640 pixels) and return its path. Draws off screen, and leaves
+    pyplot's state alone."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure = Figure(figsize=(10, 4), dpi=160, facecolor="white")
@@ -24,7 +28,9 @@ def write_figure(history: RunHistory, path: str | Path) -> Path:
     left, right = figure.subplots(1, 2)
     _accuracy(left, history)
     _reward(right, history)
-    figure.suptitle(_title(history), x=0.06, y=0.965, ha="left", fontsize=13, fontweight="bold", color=INK)
+    figure.suptitle(
+        _title(history), x=0.06, y=0.965, ha="left", fontsize=13, fontweight="bold", color=INK
+    )
     figure.subplots_adjust(left=0.06, right=0.985, top=0.78, bottom=0.13, wspace=0.16)
     figure.savefig(path)
     return path
@@ -41,8 +47,17 @@ def _accuracy(axes: Axes, history: RunHistory) -> None:
     _style(axes, "accuracy on held-out prompts")
     for index, dataset in enumerate(history.datasets):
         curve = history.accuracy(dataset)
-        x, y = [evaluation.iteration for evaluation in curve], [100 * evaluation.accuracy for evaluation in curve]
-        axes.plot(x, y, color=COLOURS[index % len(COLOURS)], linewidth=2.2, marker="o", markersize=4.5, label=dataset)
+        x = [evaluation.iteration for evaluation in curve]
+        y = [100 * evaluation.accuracy for evaluation in curve]
+        axes.plot(
+            x,
+            y,
+            color=COLOURS[index % len(COLOURS)],
+            linewidth=2.2,
+            marker="o",
+            markersize=4.5,
+            label=dataset,
+        )
     if len(history.datasets) > 1:
         axes.legend(frameon=False, fontsize=9, labelcolor=INK)
     axes.set_ylim(bottom=0)

@@ -3,13 +3,15 @@
     custom_rollout_log_function_path        (rollout_id, args, samples, extra_metrics, rollout_time) -> bool
     custom_eval_rollout_log_function_path   (rollout_id, args, data, extra_metrics) -> bool
 
-`samples` are those of the batch's groups, with their rewards; `rollout_time` is in seconds; `data` has `{"rewards", "truncated",
-"samples"}` of each held-out set by its name; `extra_metrics` are rlpipe's own figures of the rollout or the evaluation, by name.
-`rollout_id` is the iteration, of an evaluation how many were trained before it. What answers true has logged it: TensorBoard and
-the terminal do not show the same again. The store and the report have everything in any case.
+`samples` are those of the batch's groups, with their rewards; `rollout_time` is in seconds; `data`
+has `{"rewards", "truncated", "samples"}` of each held-out set by its name; `extra_metrics` are
+rlpipe's own figures of the rollout or the evaluation, by name. `rollout_id` is the iteration, of an
+evaluation how many were trained before it. What answers true has logged it: TensorBoard and the
+terminal do not show the same again. The store and the report have everything in any case.
 
-They run in the process that drives the run, when an iteration is committed or an evaluation recorded. An iteration comes once,
-or never if the process dies just then; the evaluation of the weights that a restart begins with comes again.
+They run in the process that drives the run, when an iteration is committed or an evaluation
+recorded. An iteration comes once, or never if the process dies just then; the evaluation of the
+weights that a restart begins with comes again.
 
 Not here: who calls them, and what becomes of their errors (`tasks.observe`).
 """
@@ -26,7 +28,8 @@ from rlpipe.config.observe import ObserveConfig
 from rlpipe.errors import ConfigError, HookError
 from rlpipe.types import Sample
 
-ROLLOUT, EVALUATION = "custom_rollout_log_function_path", "custom_eval_rollout_log_function_path"
+ROLLOUT = "custom_rollout_log_function_path"
+EVALUATION = "custom_eval_rollout_log_function_path"
 CALLS: dict[str, tuple[str, ...]] = {
     ROLLOUT: ("rollout_id", "args", "samples", "extra_metrics", "rollout_time"),
     EVALUATION: ("rollout_id", "args", "data", "extra_metrics"),
@@ -51,11 +54,15 @@ class LogFunctions:
     def logs_evaluations(self) -> bool:
         return EVALUATION in self._functions
 
-    def rollout(self, k: int, samples: Sequence[Sample], metrics: Mapping[str, float], seconds: float) -> bool:
+    def rollout(
+        self, k: int, samples: Sequence[Sample], metrics: Mapping[str, float], seconds: float
+    ) -> bool:
         """Was it logged, so that nobody else needs to? Raises: HookError."""
         return self._call(ROLLOUT, k, self._args, list(samples), dict(metrics), seconds)
 
-    def evaluation(self, version: int, samples: Mapping[str, Sequence[Sample]], metrics: Mapping[str, float]) -> bool:
+    def evaluation(
+        self, version: int, samples: Mapping[str, Sequence[Sample]], metrics: Mapping[str, float]
+    ) -> bool:
         """The same for all held-out sets of an evaluation, by name. Raises: HookError."""
         data = {name: _of_set(rows) for name, rows in samples.items()}
         return self._call(EVALUATION, version, self._args, data, dict(metrics))
@@ -65,7 +72,11 @@ class LogFunctions:
             return bool(self._functions[key](*arguments))
         except (Exception, SystemExit) as error:  # a hook may raise anything
             found = f"{type(error).__name__}: {error}"
-            raise HookError("the function that logs failed", where=f"observe.{key}: {self._paths[key]}", found=found) from error
+            raise HookError(
+                "the function that logs failed",
+                where=f"observe.{key}: {self._paths[key]}",
+                found=found,
+            ) from error
 
 
 def _of_set(samples: Sequence[Sample]) -> dict[str, list[Any]]:
@@ -77,10 +88,14 @@ def _of_set(samples: Sequence[Sample]) -> dict[str, list[Any]]:
 
 
 def _load(key: str, path: str) -> Callable[..., Any]:
-    function, expected = load_hook(path), f"({', '.join(CALLS[key])}) -> bool"
+    function = load_hook(path)
+    expected = f"({', '.join(CALLS[key])}) -> bool"
     if inspect.iscoroutinefunction(function):
         raise ConfigError(
-            "a function that logs is a plain one", where=f"observe.{key}", found=f"{path}: async", expected=expected
+            "a function that logs is a plain one",
+            where=f"observe.{key}",
+            found=f"{path}: async",
+            expected=expected,
         )
     check_call(function, *CALLS[key], path=path, key=f"observe.{key}", expected=expected)
     return function

@@ -1,4 +1,5 @@
-"""What is known of a run when it ends (or so far): the input of the summary and the report, filled from the store.
+"""What is known of a run when it ends (or so far): the input of the summary and the report, filled
+from the store.
 
 Not here: where any of it comes from, or how it is shown.
 """
@@ -11,7 +12,8 @@ from typing import Any
 
 REWARD = "rollout/raw_reward"
 LOGPROB_DIFFERENCE = ("rollout/logprob_abs_diff/mean", "train/train_rollout_logprob_abs_diff")
-"""Mean |engine's − trainer's log-prob|: of the batch before the first optimizer step, or as the loss saw it."""
+"""Mean |engine's − trainer's log-prob|: of the batch before the first optimizer step, or as the
+loss saw it."""
 
 
 @dataclass(slots=True)
@@ -25,7 +27,8 @@ class IterationRecord:
 
 @dataclass(slots=True)
 class Evaluation:
-    """Accuracy (mean reward, 0 to 1) on one held-out set after so many trained iterations; 0 is before training."""
+    """Accuracy (mean reward, 0 to 1) on one held-out set after so many trained iterations; 0 is
+    before training."""
 
     iteration: int
     dataset: str
@@ -56,7 +59,8 @@ class RunHistory:
     samples: list[SampleChange] = field(default_factory=list)
     config_yaml: str = ""
     totals: dict[str, Any] = field(default_factory=dict)
-    """Further figures by name (JSON-able), such as `samples`, `response_tokens`, `seconds`; shown as they are."""
+    """Further figures by name (JSON-able), such as `samples`, `response_tokens`, `seconds`; shown
+    as they are."""
     other_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds spent outside iterations in all, by what on: `start`, `eval`, `checkpoint`."""
     packages: dict[str, str] = field(default_factory=dict)
@@ -76,10 +80,15 @@ class RunHistory:
 
     def series(self, metric: str) -> list[tuple[int, float]]:
         """(iteration, value) of a metric, where it was recorded."""
-        return [(record.iteration, record.metrics[metric]) for record in self.iterations if metric in record.metrics]
+        return [
+            (record.iteration, record.metrics[metric])
+            for record in self.iterations
+            if metric in record.metrics
+        ]
 
     def logprob_difference(self) -> list[tuple[int, float]]:
-        """(iteration, mean absolute difference between engine and trainer), from the first source that was recorded."""
+        """(iteration, mean absolute difference between engine and trainer), from the first source
+        that was recorded."""
         return next((series for name in LOGPROB_DIFFERENCE if (series := self.series(name))), [])
 
     @property

@@ -1,4 +1,5 @@
-"""A run on one page of Markdown, for Prefect's UI: is it learning, is it healthy, where did the time go.
+"""A run on one page of Markdown, for Prefect's UI: is it learning, is it healthy, where did the
+time go.
 
 Not here: the page with curves (`report`), or the figures' origin (`run_history`).
 """
@@ -32,7 +33,8 @@ BAR = 20
 
 
 def overview(history: RunHistory) -> str:
-    """The page. Figures are means over the first and the last ten iterations, and the extremes of all."""
+    """The page. Figures are means over the first and the last ten iterations, and the extremes of
+    all."""
     parts = [f"# {history.run}: {history.status}"]
     parts += ["## Is it learning?", *_accuracies(history), *_figures(history, LEARNING)]
     parts += ["## Is it healthy?", *_figures(history, HEALTH)]
@@ -46,8 +48,20 @@ def _accuracies(history: RunHistory) -> list[str]:
         curve = history.accuracy(dataset)
         best = max(curve, key=lambda one: one.accuracy)
         now = f"{curve[-1].accuracy:.3f} after {curve[-1].iteration}"
-        rows.append((dataset, f"{curve[0].accuracy:.3f}", now, f"{best.accuracy:.3f} after {best.iteration}", _trend(curve)))
-    return [_table(("held-out set", "first", "now", "best", ""), rows)] if rows else ["No held-out set was measured yet."]
+        rows.append(
+            (
+                dataset,
+                f"{curve[0].accuracy:.3f}",
+                now,
+                f"{best.accuracy:.3f} after {best.iteration}",
+                _trend(curve),
+            )
+        )
+    return (
+        [_table(("held-out set", "first", "now", "best", ""), rows)]
+        if rows
+        else ["No held-out set was measured yet."]
+    )
 
 
 def _trend(curve: Sequence) -> str:
@@ -62,18 +76,35 @@ def _figures(history: RunHistory, metrics: dict[str, str]) -> list[str]:
             means = (sum(some) / len(some) for some in (values[:RECENT], values[-RECENT:]))
             extremes = f"{min(values):.4g} to {max(values):.4g}"
             rows.append((label, *(f"{mean:.4g}" for mean in means), extremes, sparkline(values)))
-    return [_table(("", "first", "now", "range", ""), rows)] if rows else ["No iteration is committed yet."]
+    return (
+        [_table(("", "first", "now", "range", ""), rows)]
+        if rows
+        else ["No iteration is committed yet."]
+    )
 
 
 def _times(history: RunHistory) -> list[str]:
     rows = []
-    for stage, spent in sorted(stage_table(history).items(), key=lambda item: -(item[1]["total"] or 0)):
-        total, share, median = spent["total"] or 0.0, spent["share"] or 0.0, spent["median"]
+    for stage, spent in sorted(
+        stage_table(history).items(), key=lambda item: -(item[1]["total"] or 0)
+    ):
+        total = spent["total"] or 0.0
+        share = spent["share"] or 0.0
+        median = spent["median"]
         bar = "█" * round(BAR * share)
-        rows.append((stage, f"{total:.1f}", "" if median is None else f"{median:.2f}", f"{100 * share:.0f} % {bar}"))
+        rows.append(
+            (
+                stage,
+                f"{total:.1f}",
+                "" if median is None else f"{median:.2f}",
+                f"{100 * share:.0f} % {bar}",
+            )
+        )
     found = [_table(("stage", "seconds", "median of an iteration", "share"), rows)]
     overhead = history.totals.get("orchestration_s_per_iteration")
-    return found + ([f"Between stages: {overhead:.2f} s an iteration."] if overhead is not None else [])
+    return found + (
+        [f"Between stages: {overhead:.2f} s an iteration."] if overhead is not None else []
+    )
 
 
 def sparkline(values: Sequence[float], width: int = 16) -> str:
@@ -81,9 +112,12 @@ def sparkline(values: Sequence[float], width: int = 16) -> str:
     if not values:
         return ""
     count = min(width, len(values))
-    parts = [values[n * len(values) // count : (n + 1) * len(values) // count] for n in range(count)]
+    parts = [
+        values[n * len(values) // count : (n + 1) * len(values) // count] for n in range(count)
+    ]
     means = [sum(part) / len(part) for part in parts]
-    low, spread = min(means), max(means) - min(means)
+    low = min(means)
+    spread = max(means) - min(means)
     level: Callable[[float], int] = lambda mean: round(7 * (mean - low) / spread) if spread else 3  # noqa: E731
     return "".join("▁▂▃▄▅▆▇█"[level(mean)] for mean in means)
 

@@ -1,12 +1,14 @@
-"""A run in the terminal: a live line for the stage that runs, one line for every iteration that is done.
+"""A run in the terminal: a live line for the stage that runs, one line for every iteration that is
+done.
 
     with Progress("spell_backward", total_iterations=300) as progress:
         progress.stage("rollout", done=96, total=256, tokens=12_000, reward=0.41)
         progress.stage("train")
         progress.iteration({"reward": 0.43, "accuracy": 0.52})
 
-Calls return at once (drawing happens in a thread of its own), so it is safe to use from async code. Where the output is not
-a terminal it is quiet: one plain line an iteration. Not here: logging, or anything that a program should read.
+Calls return at once (drawing happens in a thread of its own), so it is safe to use from async code.
+Where the output is not a terminal it is quiet: one plain line an iteration. Not here: logging, or
+anything that a program should read.
 """
 
 from __future__ import annotations
@@ -43,10 +45,11 @@ class _Iteration:
 
 
 class Progress:
-    """The progress of one run. Made by the process that drives it, used as a context, for one run only.
+    """The progress of one run. Made by the process that drives it, used as a context, for one run
+    only.
 
-    `first_iteration` is where a resumed run begins; where that is found out later, `begin` says it. `stream` is standard
-    error unless given; `clock` counts seconds.
+    `first_iteration` is where a resumed run begins; where that is found out later, `begin` says it.
+    `stream` is standard error unless given; `clock` counts seconds.
     """
 
     def __init__(
@@ -58,7 +61,9 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.run, self.total, self.first = run, total_iterations, first_iteration
+        self.run = run
+        self.total = total_iterations
+        self.first = first_iteration
         self._clock = clock
         self._console = Console(file=stream or sys.stderr, highlight=False)
         self._begun = clock()
@@ -66,7 +71,11 @@ class Progress:
         self._finished = 0
         self._stage: _Stage | None = None
         self._live = Live(
-            get_renderable=self._picture, console=self._console, refresh_per_second=5, transient=True, auto_refresh=True
+            get_renderable=self._picture,
+            console=self._console,
+            refresh_per_second=5,
+            transient=True,
+            auto_refresh=True,
         )
 
     def __enter__(self) -> Progress:
@@ -75,11 +84,17 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._live.stop()
 
     def begin(self, first_iteration: int) -> None:
-        """Iterations begin now, with this one: what came before (starting processes, loading weights) counts for no iteration."""
+        """Iterations begin now, with this one: what came before (starting processes, loading
+        weights) counts for no iteration."""
         self.first = first_iteration
         self._begun = self._clock()
         self._stage, self._finished, self._iteration = None, 0, _Iteration(self._begun)
@@ -94,18 +109,25 @@ class Progress:
         reward: float | None = None,
         note: str = "",
     ) -> None:
-        """The stage that runs now, and how far it is. Another name than before ends the stage before.
+        """The stage that runs now, and how far it is. Another name than before ends the stage
+        before.
 
-        `tokens` are those since the stage began, `reward` the mean so far. What is not given is not shown.
+        `tokens` are those since the stage began, `reward` the mean so far. What is not given is not
+        shown.
         """
         if self._stage is None or self._stage.name != name:
             self._end_stage()
             self._stage = _Stage(name, self._clock())
         stage = self._stage
-        stage.done, stage.total, stage.tokens, stage.reward, stage.note = done, total, tokens, reward, note
+        stage.done = done
+        stage.total = total
+        stage.tokens = tokens
+        stage.reward = reward
+        stage.note = note
 
     def iteration(self, summary: Mapping[str, float | int | str]) -> None:
-        """An iteration is done: one line with these figures in their order, its stages' seconds, and the time left."""
+        """An iteration is done: one line with these figures in their order, its stages' seconds,
+        and the time left."""
         self._end_stage()
         self._finished += 1
         now = self._clock()
@@ -119,7 +141,11 @@ class Progress:
 
     def _end_stage(self) -> None:
         if self._stage is not None:
-            spent = self._iteration.seconds.get(self._stage.name, 0.0) + self._clock() - self._stage.started
+            spent = (
+                self._iteration.seconds.get(self._stage.name, 0.0)
+                + self._clock()
+                - self._stage.started
+            )
             self._iteration.seconds[self._stage.name] = spent
             self._stage = None
 
@@ -136,26 +162,40 @@ class Progress:
             line.append(f"  {name} ", style="dim").append(_figure(value))
         line.append(f"  {duration(now - self._iteration.started)}")
         if self._iteration.seconds:
-            stages = " ".join(f"{name} {seconds:.1f}" for name, seconds in self._iteration.seconds.items())
+            stages = " ".join(
+                f"{name} {seconds:.1f}" for name, seconds in self._iteration.seconds.items()
+            )
             line.append(f" ({stages})", style="dim")
         left = self._left(now)
         return line.append(f"  {duration(left)} left", style="dim") if left else line
 
     def _left(self, now: float) -> float | None:
-        """Seconds until the last iteration, at the speed so far; None before the first or after the last."""
+        """Seconds until the last iteration, at the speed so far; None before the first or after the
+        last."""
         if not self._finished or self._done >= self.total:
             return None
         return (now - self._begun) / self._finished * (self.total - self._done)
 
     def _picture(self) -> Group:
-        now, stage = self._clock(), self._stage
+        now = self._clock()
+        stage = self._stage
         left = self._left(now)
-        parts = [f"iteration {min(self._done + 1, self.total)}/{self.total}", duration(now - self._begun)]
+        parts = [
+            f"iteration {min(self._done + 1, self.total)}/{self.total}",
+            duration(now - self._begun),
+        ]
         if left:
             parts.append(f"{duration(left)} left")
         rows = [_row(self.run, self._done, self.total, parts)]
         if stage is not None:
-            rows.append(_row(f"  {stage.name}", stage.done, stage.total, _stage_figures(stage, now - stage.started)))
+            rows.append(
+                _row(
+                    f"  {stage.name}",
+                    stage.done,
+                    stage.total,
+                    _stage_figures(stage, now - stage.started),
+                )
+            )
         return Group(*rows)
 
 
@@ -164,7 +204,9 @@ def _row(name: str, done: float | None, total: float | None, figures: list[str])
     row.add_column(width=18, no_wrap=True)
     row.add_column(width=24)
     row.add_column(no_wrap=True)
-    bar = ProgressBar(total=total or 1, completed=done or 0, width=24, pulse=done is None or not total)
+    bar = ProgressBar(
+        total=total or 1, completed=done or 0, width=24, pulse=done is None or not total
+    )
     row.add_row(Text(name, style="bold", overflow="ellipsis"), bar, Text("  ".join(figures)))
     return row
 

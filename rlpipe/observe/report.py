@@ -1,7 +1,9 @@
-"""The page about one run that people look at: self-contained HTML, no scripts, nothing fetched. `report.png` is `figure`'s.
+"""The page about one run that people look at: self-contained HTML, no scripts, nothing fetched.
+`report.png` is `figure`'s.
 
-First screen: accuracy before and after, its curve, the run in figures. Then training curves, time per stage, how far trainer and
-engine disagree on log-probs, the same prompts before and after, the configuration. A section without data is left out.
+First screen: accuracy before and after, its curve, the run in figures. Then training curves, time
+per stage, how far trainer and engine disagree on log-probs, the same prompts before and after, the
+configuration. A section without data is left out.
 """
 
 from __future__ import annotations
@@ -52,9 +54,7 @@ def render(history: RunHistory) -> str:
 
 def _header(history: RunHistory) -> str:
     about = f"<p>{escape(history.description)}</p>" if history.description else ""
-    return (
-        f'<header><div class="eyebrow">rlpipe run · {escape(history.status)}</div><h1>{escape(history.run)}</h1>{about}</header>'
-    )
+    return f'<header><div class="eyebrow">rlpipe run · {escape(history.status)}</div><h1>{escape(history.run)}</h1>{about}</header>'
 
 
 def _hero(history: RunHistory) -> str:
@@ -62,15 +62,23 @@ def _hero(history: RunHistory) -> str:
     if not history.evaluations:
         return _reward_hero(history)
     first = history.accuracy(history.datasets[0])
-    before, after = first[0], first[-1]
+    before = first[0]
+    after = first[-1]
     gain = round((after.accuracy - before.accuracy) * 100, 1)
     big = f'<span class="to">{after.accuracy:.0%}</span>'
     if len(first) > 1:
         big = f'<span class="from">{before.accuracy:.0%}</span><span class="arrow">→</span>{big}'
         big += f'</div><div class="gain{" down" if gain < 0 else ""}">{gain:+.1f} points'
-    when = "before and after training" if before.iteration == 0 else f"from iteration {before.iteration} on"
+    when = (
+        "before and after training"
+        if before.iteration == 0
+        else f"from iteration {before.iteration} on"
+    )
     what = f"accuracy on {after.n:,} held-out responses ({escape(history.datasets[0])}), {when}"
-    curves = {name: [(e.iteration, e.accuracy) for e in history.accuracy(name)] for name in history.datasets}
+    curves = {
+        name: [(e.iteration, e.accuracy) for e in history.accuracy(name)]
+        for name in history.datasets
+    }
     chart = line_chart(curves, percent=True, floor=0.0, dots=True)
     keys = "" if len(curves) < 2 else " " + _keys(curves)
     return _hero_card(big, what, chart, f"held-out accuracy over iterations{keys}")
@@ -80,10 +88,13 @@ def _reward_hero(history: RunHistory) -> str:
     rewards = history.series(REWARD)
     if not rewards:
         return ""
-    first, last = number(rewards[0][1]), number(rewards[-1][1])
+    first = number(rewards[0][1])
+    last = number(rewards[-1][1])
     big = f'<span class="from">{first}</span><span class="arrow">→</span><span class="to">{last}</span>'
     chart = line_chart({"reward": rewards}, smooth=True)
-    return _hero_card(big, "mean reward of the first and the last iteration", chart, "reward over iterations")
+    return _hero_card(
+        big, "mean reward of the first and the last iteration", chart, "reward over iterations"
+    )
 
 
 def _hero_card(big: str, what: str, chart: str, caption: str) -> str:
@@ -102,7 +113,9 @@ def _figures(history: RunHistory) -> str:
         for name, value in history.totals.items()
         if isinstance(value, int | float | str) and name not in SAID
     ]
-    cells = "".join(f"<div><b>{escape(figure)}</b><span>{escape(name)}</span></div>" for figure, name in figures)
+    cells = "".join(
+        f"<div><b>{escape(figure)}</b><span>{escape(name)}</span></div>" for figure, name in figures
+    )
     return f'<section class="figures">{cells}</section>'
 
 
@@ -124,11 +137,17 @@ def _training(history: RunHistory) -> str:
     cards = []
     if history.evaluations and (rewards := history.series(REWARD)):
         cards.append(
-            _curve("Reward", "mean of the sampled responses", line_chart({"reward": rewards}, width=320, height=190, smooth=True))
+            _curve(
+                "Reward",
+                "mean of the sampled responses",
+                line_chart({"reward": rewards}, width=320, height=190, smooth=True),
+            )
         )
     for metric, title, unit in CURVES:
         floor = None if metric == "train/loss" else 0.0
-        chart = line_chart({title: history.series(metric)}, width=320, height=190, floor=floor, smooth=True)
+        chart = line_chart(
+            {title: history.series(metric)}, width=320, height=190, floor=floor, smooth=True
+        )
         if chart:
             cards.append(_curve(title, unit, chart))
     if not cards:
@@ -169,14 +188,20 @@ def _agreement(history: RunHistory) -> str:
         "Mean absolute difference between the log-probs that the engine sampled with and those that the trainer computes for the "
         f"same tokens. It is small as long as both hold the same weights. Largest: {number(worst)}."
     )
-    return f'<h2>Do trainer and engine agree?</h2><p>{text}</p><figure class="card">{chart}</figure>'
+    return (
+        f'<h2>Do trainer and engine agree?</h2><p>{text}</p><figure class="card">{chart}</figure>'
+    )
 
 
 def _samples(history: RunHistory) -> str:
     if not history.samples:
         return ""
     labelled = any(sample.label is not None for sample in history.samples)
-    head = "<tr><th>prompt</th>" + ("<th>expected</th>" if labelled else "") + "<th>before</th><th>after</th></tr>"
+    head = (
+        "<tr><th>prompt</th>"
+        + ("<th>expected</th>" if labelled else "")
+        + "<th>before</th><th>after</th></tr>"
+    )
     rows = "".join(_sample(sample, labelled) for sample in history.samples)
     text = "Held-out prompts, answered by the weights at the start and at the end."
     return f'<h2>Before and after</h2><p>{text}</p><div class="card scroll"><table>{head}{rows}</table></div>'
@@ -200,9 +225,15 @@ def _cell(text: str, reward: float | None = None) -> str:
 def _setup(history: RunHistory) -> str:
     packages = "\n".join(f"{name} {version}" for name, version in history.packages.items())
     blocks = [("Configuration", history.config_yaml), ("Packages", packages)]
-    shown = "".join(f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>" for title, text in blocks if text)
+    shown = "".join(
+        f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>"
+        for title, text in blocks
+        if text
+    )
     return f"<h2>How it was made</h2>{shown}" if shown else ""
 
 
 def _keys(names: Iterable[str]) -> str:
-    return " ".join(f'<span class="key b{index}"></span>{escape(name)}' for index, name in enumerate(names))
+    return " ".join(
+        f'<span class="key b{index}"></span>{escape(name)}' for index, name in enumerate(names)
+    )

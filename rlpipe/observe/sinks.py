@@ -1,4 +1,5 @@
-"""Where figures go: TensorBoard, Weights & Biases, Prometheus; those that `observe` asks for, behind one `Sinks`.
+"""Where figures go: TensorBoard, Weights & Biases, Prometheus; those that `observe` asks for,
+behind one `Sinks`.
 
 Not here: which figures there are (`run_history`), or TensorBoard's files (`tensorboard`).
 """
@@ -40,11 +41,19 @@ class Sink(Protocol):
 class Sinks:
     """All of a run's. Made by the process that drives it, closed when it ends."""
 
-    def __init__(self, config: ObserveConfig, run: str, directory: Path, first_step: int, settings: Mapping[str, Any]) -> None:
-        """`directory`: `{home}/{run}`. `first_step`: steps from here on, left by an earlier process, are replaced or hidden.
-        `settings`: the run's configuration, for who shows it.
+    def __init__(
+        self,
+        config: ObserveConfig,
+        run: str,
+        directory: Path,
+        first_step: int,
+        settings: Mapping[str, Any],
+    ) -> None:
+        """`directory`: `{home}/{run}`. `first_step`: steps from here on, left by an earlier
+        process, are replaced or hidden. `settings`: the run's configuration, for who shows it.
 
-        Raises: ConfigError if W&B is asked for and not installed; ResourceError if the port is taken.
+        Raises: ConfigError if W&B is asked for and not installed; ResourceError if the port is
+        taken.
         """
         self._sinks: list[Sink] = []
         with ExitStack() as made:
@@ -79,12 +88,18 @@ class Sinks:
     def __enter__(self) -> Sinks:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
 class PrometheusSink:
-    """The newest figures at `http://host:port/metrics`: `rlpipe_train_loss{run="…"}` for `train/loss`, and `rlpipe_iteration`."""
+    """The newest figures at `http://host:port/metrics`: `rlpipe_train_loss{run="…"}` for
+    `train/loss`, and `rlpipe_iteration`."""
 
     def __init__(self, run: str, host: str, port: int) -> None:
         """Raises: ResourceError if the port cannot be had."""
@@ -106,7 +121,8 @@ class PrometheusSink:
             self._gauge(name).labels(self._run).set(value)
 
     def tell(self, step: int, name: str, text: str) -> None:
-        """Leave it out: Prometheus keeps numbers, and a label for each text would be a series for each."""
+        """Leave it out: Prometheus keeps numbers, and a label for each text would be a series for
+        each."""
 
     def close(self) -> None:
         """Give the port back."""
@@ -122,9 +138,12 @@ class PrometheusSink:
 
 
 class WandbSink:
-    """A run at Weights & Biases, known by the run's name: resumed, it goes on there. The key is `WANDB_API_KEY`'s."""
+    """A run at Weights & Biases, known by the run's name: resumed, it goes on there. The key is
+    `WANDB_API_KEY`'s."""
 
-    def __init__(self, config: ObserveConfig, run: str, directory: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, config: ObserveConfig, run: str, directory: Path, settings: Mapping[str, Any]
+    ) -> None:
         """Raises: ConfigError if the package is not installed, or it does not let us in."""
         try:
             wandb = importlib.import_module("wandb")
@@ -149,7 +168,9 @@ class WandbSink:
                 dir=str(folder),
                 config=dict(settings),
                 settings=wandb.Settings(
-                    console="off", silent=True, **({"base_url": config.wandb_host} if config.wandb_host else {})
+                    console="off",
+                    silent=True,
+                    **({"base_url": config.wandb_host} if config.wandb_host else {}),
                 ),
             )
         except wandb.Error as error:

@@ -13,11 +13,12 @@ from rlpipe.observe.history import REWARD, RunHistory
 
 
 def summarise(history: RunHistory) -> dict[str, Any]:
-    """JSON-able figures; totals stand beside the others under their own names. NaN and infinity become null.
+    """JSON-able figures; totals stand beside the others under their own names. NaN and infinity
+    become null.
 
-    Keys: run, status, iterations, accuracy {dataset: before, after, best, n, curve}, reward {first, last, best},
-    seconds_per_iteration (median), seconds_per_stage {stage: total, median, share}, train_rollout_logprob_abs_diff {mean, max},
-    packages, and those of `totals`.
+    Keys: run, status, iterations, accuracy {dataset: before, after, best, n, curve}, reward {first,
+    last, best}, seconds_per_iteration (median), seconds_per_stage {stage: total, median, share},
+    train_rollout_logprob_abs_diff {mean, max}, packages, and those of `totals`.
     """
     figures = {
         "run": history.run,
@@ -34,7 +35,8 @@ def summarise(history: RunHistory) -> dict[str, Any]:
 
 
 def stage_table(history: RunHistory) -> dict[str, dict[str, float | None]]:
-    """Stage → total seconds, median of an iteration (None outside iterations), share of all that was timed (0 to 1)."""
+    """Stage → total seconds, median of an iteration (None outside iterations), share of all that
+    was timed (0 to 1)."""
     timed = {stage: history.stage_seconds(stage) for stage in history.stages}
     totals = {stage: sum(seconds) for stage, seconds in timed.items()}
     for stage, seconds in history.other_seconds.items():
@@ -51,7 +53,8 @@ def stage_table(history: RunHistory) -> dict[str, dict[str, float | None]]:
 
 
 def write_summary(history: RunHistory, path: str | Path) -> Path:
-    """Write summary.json whole or not at all (a temporary file, then a rename), and return its path."""
+    """Write summary.json whole or not at all (a temporary file, then a rename), and return its
+    path."""
     path = Path(path)
     text = json.dumps(summarise(history), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     return write_whole(path, text)
@@ -87,7 +90,10 @@ def _ends(series: list[tuple[int, float]]) -> dict[str, float | None]:
 
 def _spread(series: list[tuple[int, float]]) -> dict[str, float | None]:
     numbers = [value for _, value in series]
-    return {"mean": statistics.fmean(numbers) if numbers else None, "max": max(numbers, default=None)}
+    return {
+        "mean": statistics.fmean(numbers) if numbers else None,
+        "max": max(numbers, default=None),
+    }
 
 
 def _finite(value: Any) -> Any:

@@ -1,11 +1,13 @@
-"""A run as a timeline that https://ui.perfetto.dev and chrome://tracing open: stages, turns of shared GPUs, every response.
+"""A run as a timeline that https://ui.perfetto.dev and chrome://tracing open: stages, turns of
+shared GPUs, every response.
 
-The format is Chrome's Trace Event Format (JSON, times in microseconds). Two processes: the stages, a row for each (an iteration
-that overlaps another one's same stage has a row of its own), and the engines, a row for each with as many responses beside each
-other as it sampled at once; over them curves of responses in flight.
+The format is Chrome's Trace Event Format (JSON, times in microseconds). Two processes: the stages,
+a row for each (an iteration that overlaps another one's same stage has a row of its own), and the
+engines, a row for each with as many responses beside each other as it sampled at once; over them
+curves of responses in flight.
 
-Not here: where events (`trace`) and samples (`run_rollouts`) come from.
-Source: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+Not here: where events (`trace`) and samples (`run_rollouts`) come from. Source: "Trace Event
+Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 from __future__ import annotations
@@ -41,8 +43,13 @@ class Response(NamedTuple):
 def timeline(works: Sequence[Work], responses: Sequence[Response]) -> Iterator[dict[str, Any]]:
     """The events of the timeline."""
     yield _name("process_name", STAGES, 0, "stages")
-    stages = sorted({work.stage for work in works}, key=lambda s: (ORDER.index(s) if s in ORDER else len(ORDER), s))
-    for row, work, beside in _rows({stage: [w for w in works if w.stage == stage] for stage in stages}):
+    stages = sorted(
+        {work.stage for work in works},
+        key=lambda s: (ORDER.index(s) if s in ORDER else len(ORDER), s),
+    )
+    for row, work, beside in _rows(
+        {stage: [w for w in works if w.stage == stage] for stage in stages}
+    ):
         if beside is not None:
             yield from (_name("thread_name", STAGES, row, beside), _sorted(STAGES, row))
         label = work.stage if work.iteration is None else f"{work.stage} {work.iteration}"
@@ -52,11 +59,20 @@ def timeline(works: Sequence[Work], responses: Sequence[Response]) -> Iterator[d
         return
     yield _name("process_name", ENGINES, 0, "engines")
     names = sorted({response.engine for response in responses})
-    of_engine = {name or "engine": sorted(r for r in responses if r.engine == name) for name in names}
-    for row, response, beside in _rows({name: sorted(rows, key=lambda r: r.begin) for name, rows in of_engine.items()}):
+    of_engine = {
+        name or "engine": sorted(r for r in responses if r.engine == name) for name in names
+    }
+    for row, response, beside in _rows(
+        {name: sorted(rows, key=lambda r: r.begin) for name, rows in of_engine.items()}
+    ):
         if beside is not None:
             yield from (_name("thread_name", ENGINES, row, beside), _sorted(ENGINES, row))
-        said = {"tokens": response.tokens, "status": response.status, "reward": response.reward, "iteration": response.iteration}
+        said = {
+            "tokens": response.tokens,
+            "status": response.status,
+            "reward": response.reward,
+            "iteration": response.iteration,
+        }
         label = f"{response.group_id} #{response.index}"
         yield _span(label, ENGINES, row, response.begin, response.end, **said)
     for name, rows in of_engine.items():
@@ -74,13 +90,15 @@ def write_timeline(path: Path, works: Sequence[Work], responses: Sequence[Respon
 
 
 def _rows(groups: Mapping[str, Sequence[Any]]) -> Iterator[tuple[int, Any, str | None]]:
-    """Each item of each group (in order of its beginning) on the first row of its group that is free by then; and with the first
-    item of a row, the row's name."""
+    """Each item of each group (in order of its beginning) on the first row of its group that is
+    free by then; and with the first item of a row, the row's name."""
     first = 1
     for name, items in groups.items():
         free_s: list[float] = []
         for item in items:
-            row = next((n for n, until_s in enumerate(free_s) if until_s <= item.begin), len(free_s))
+            row = next(
+                (n for n, until_s in enumerate(free_s) if until_s <= item.begin), len(free_s)
+            )
             new = row == len(free_s)
             if new:
                 free_s.append(0.0)
@@ -96,12 +114,29 @@ def _in_flight(engine: str, responses: Iterable[Response]) -> Iterator[dict[str,
     for time_s, change in changes:
         number += change
         name = f"{engine}: responses in flight"
-        yield {"ph": "C", "name": name, "pid": ENGINES, "tid": 0, "ts": round(time_s * 1e6), "args": {"responses": number}}
+        yield {
+            "ph": "C",
+            "name": name,
+            "pid": ENGINES,
+            "tid": 0,
+            "ts": round(time_s * 1e6),
+            "args": {"responses": number},
+        }
 
 
-def _span(name: str, pid: int, tid: int, begin_s: float, end_s: float, **about: Any) -> dict[str, Any]:
+def _span(
+    name: str, pid: int, tid: int, begin_s: float, end_s: float, **about: Any
+) -> dict[str, Any]:
     duration = max(0, round((end_s - begin_s) * 1e6))
-    return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": round(begin_s * 1e6), "dur": duration, "args": about}
+    return {
+        "ph": "X",
+        "name": name,
+        "pid": pid,
+        "tid": tid,
+        "ts": round(begin_s * 1e6),
+        "dur": duration,
+        "args": about,
+    }
 
 
 def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
@@ -109,4 +144,10 @@ def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 
 def _sorted(pid: int, tid: int) -> dict[str, Any]:
-    return {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+    return {
+        "ph": "M",
+        "name": "thread_sort_index",
+        "pid": pid,
+        "tid": tid,
+        "args": {"sort_index": tid},
+    }

@@ -1,10 +1,11 @@
 """The page on which people read samples: self-contained HTML, no scripts, nothing fetched.
 
-Each group is a prompt with its responses, each response with its reward (and its parts) and its tokens, coloured by advantage or
-by how far the log-probs of engine and trainer are apart: two buttons at the top choose. A token says all that is known of it
-when the mouse rests on it. Colours are relative to the largest value on the page.
+Each group is a prompt with its responses, each response with its reward (and its parts) and its
+tokens, coloured by advantage or by how far the log-probs of engine and trainer are apart: two
+buttons at the top choose. A token says all that is known of it when the mouse rests on it. Colours
+are relative to the largest value on the page.
 
-Not here: where samples come from (`rlpipe.token_rows`).
+Not here: where samples come from (`rlpipe.lineage.token_rows`).
 """
 
 from __future__ import annotations
@@ -56,9 +57,17 @@ def write_viewer(title: str, about: str, samples: Sequence[ShownSample], path: s
 def render(title: str, about: str, samples: Sequence[ShownSample]) -> str:
     """The page as HTML."""
     folder = Path(__file__).parent
-    style = "".join((folder / name).read_text(encoding="utf-8") for name in ("report.css", "viewer.css"))
-    scales = (_largest(sample.advantages for sample in samples), _largest(sample.differences for sample in samples))
-    groups = "\n".join(_group(group, list(found), scales) for group, found in groupby(samples, key=lambda sample: sample.group))
+    style = "".join(
+        (folder / name).read_text(encoding="utf-8") for name in ("report.css", "viewer.css")
+    )
+    scales = (
+        _largest(sample.advantages for sample in samples),
+        _largest(sample.differences for sample in samples),
+    )
+    groups = "\n".join(
+        _group(group, list(found), scales)
+        for group, found in groupby(samples, key=lambda sample: sample.group)
+    )
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -96,7 +105,11 @@ def _group(group: str, samples: list[ShownSample], scales: tuple[float, float]) 
     first = samples[0]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     mean = f"mean reward {number(sum(rewards) / len(rewards))}, " if rewards else ""
-    label = f'<p class="label">expected: <span>{escape(first.label)}</span></p>' if first.label is not None else ""
+    label = (
+        f'<p class="label">expected: <span>{escape(first.label)}</span></p>'
+        if first.label is not None
+        else ""
+    )
     cards = "".join(_sample(sample, scales) for sample in samples)
     return (
         f'<section class="group"><h2>{escape(group)}</h2><p>{mean}{len(samples)} samples, {escape(first.fate)}</p>'
@@ -108,11 +121,17 @@ def _sample(sample: ShownSample, scales: tuple[float, float]) -> str:
     """A card: reward and its parts beside the tokens."""
     reward = "–" if sample.reward is None else number(sample.reward)
     kind = "" if sample.reward is None else " right" if sample.reward > 0 else " wrong"
-    parts = "".join(f"<div>{escape(name)} {number(value)}</div>" for name, value in sample.parts.items())
+    parts = "".join(
+        f"<div>{escape(name)} {number(value)}</div>" for name, value in sample.parts.items()
+    )
     said = [f"{len(sample.ids)} tokens"]
     said += [sample.status] if sample.status != "completed" else []
     versions = sorted(set(sample.versions))
-    said += [f"weights {versions[0]}" + (f"…{versions[-1]}" if len(versions) > 1 else "")] if versions else []
+    said += (
+        [f"weights {versions[0]}" + (f"…{versions[-1]}" if len(versions) > 1 else "")]
+        if versions
+        else []
+    )
     error = f'<div class="wrong">{escape(sample.error)}</div>' if sample.error else ""
     tokens = "".join(_token(sample, place, scales) for place in range(len(sample.ids)))
     return (
@@ -136,11 +155,14 @@ def _token(sample: ShownSample, place: int, scales: tuple[float, float]) -> str:
     about += [f"weights {sample.versions[place]}"] if sample.versions else []
     about += ["not in the loss"] if masked else []
     kind = f' class="{" ".join(classes)}"' if classes else ""
-    return f'<i{kind} title="{escape(" · ".join(about))}">{escape(_visible(sample.texts[place]))}</i>'
+    return (
+        f'<i{kind} title="{escape(" · ".join(about))}">{escape(_visible(sample.texts[place]))}</i>'
+    )
 
 
 def _shade(name: str, value: float | None, largest: float) -> list[str]:
-    """The class of a colour: `ap9` is the largest positive advantage. Nothing for what is too small to be seen."""
+    """The class of a colour: `ap9` is the largest positive advantage. Nothing for what is too small
+    to be seen."""
     level = round(abs(value) / largest * LEVELS) if value and largest else 0
     return [f"{name}{'p' if value and value > 0 else 'n'}{level}"] if level else []
 

@@ -1,1 +1,2 @@
-"""Rewards: what scores a sample, and how many of them are scored with deadlines, retries and worker processes."""
+"""Rewards: what scores a sample, and how many of them are scored with deadlines, retries and worker
+processes."""

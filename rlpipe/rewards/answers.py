@@ -18,12 +18,15 @@ UNITS = (
 )
 _UNIT = re.compile(rf"\b(?:{UNITS})\b")
 _WORDS = re.compile(r"\\(?:text|textbf|mbox|mathrm|overline)\s*\{(.*?)\}")
-_THOUSANDS = re.compile(r"(?<![\d.,])(?:[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d{0,2}(?: \d{3})+)(?![\d,]|\s\d)")
+_THOUSANDS = re.compile(
+    r"(?<![\d.,])(?:[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d{0,2}(?: \d{3})+)(?![\d,]|\s\d)"
+)
 _NOISE = re.compile(r"\\[,;! ]|\^\{?\\circ\}?|\\l?dots|\\\$|[\"$]|<\|\w+\|>|\{,\}")
 
 
 _END = re.compile(r"(?:\s*(?:<\|\w+\|>|<｜[^｜>]{1,60}｜>|</s>|<eos>|<end_of_turn>))+\s*\Z")
-"""Special tokens at the end of a response, as Qwen, Llama 3, DeepSeek, Llama 2 and Gemma write them."""
+"""Special tokens at the end of a response, as Qwen, Llama 3, DeepSeek, Llama 2 and Gemma write
+them."""
 
 
 class Box(NamedTuple):
@@ -36,7 +39,8 @@ class Box(NamedTuple):
 
 
 def without_end(response: str) -> str:
-    """A response without the special tokens that end it, where `rollout.rollout_skip_special_tokens: false` keeps them."""
+    """A response without the special tokens that end it, where
+    `rollout.rollout_skip_special_tokens: false` keeps them."""
     return _END.sub("", response)
 
 
@@ -53,14 +57,17 @@ def boxes(text: str) -> list[Box]:
 
 
 def boxed(text: str) -> str | None:
-    """What the last `\\boxed{...}` (or `\\fbox`) of a text holds; None if there is none, or it is not closed."""
+    """What the last `\\boxed{...}` (or `\\fbox`) of a text holds; None if there is none, or it is
+    not closed."""
     found = boxes(text)
     return found[-1].content if found else None
 
 
 def _closing(text: str, start: int) -> int | None:
-    """Where the brace is that closes a group whose content starts here; escaped braces do not count."""
-    depth, position = 1, start
+    """Where the brace is that closes a group whose content starts here; escaped braces do not
+    count."""
+    depth = 1
+    position = start
     while position < len(text):
         letter = text[position]
         if letter == "\\":
@@ -73,14 +80,19 @@ def _closing(text: str, start: int) -> int | None:
 
 
 def joined_boxes(text: str) -> str | None:
-    """The last boxes that only `and`, `or`, commas and `x =` separate, as one list; None if there is only one.
+    """The last boxes that only `and`, `or`, commas and `x =` separate, as one list; None if there
+    is only one.
 
     A question with several answers is often answered by as many boxes.
     """
     found = boxes(text)
     run = found[-1:]
     for before in found[-2::-1]:
-        between = re.sub(r"\$|\\[()\[\]]|\\text\s*\{|\}|[A-Za-z](?:_\{?\d\}?)?\s*=", " ", text[before.end : run[0].start])
+        between = re.sub(
+            r"\$|\\[()\[\]]|\\text\s*\{|\}|[A-Za-z](?:_\{?\d\}?)?\s*=",
+            " ",
+            text[before.end : run[0].start],
+        )
         if re.fullmatch(r"[\s,;]*(?:and|or)?\s*", between) is None:
             break
         run.insert(0, before)
@@ -89,7 +101,8 @@ def joined_boxes(text: str) -> str | None:
 
 
 def stated(text: str) -> list[str]:
-    """Candidates for the answer of a text without boxes: after its last `answer is` or `answer:`, and all of a single line."""
+    """Candidates for the answer of a text without boxes: after its last `answer is` or `answer:`,
+    and all of a single line."""
     found = [match[1] for match in _STATED.finditer(text)][-1:]
     line = text.strip()
     return [*found, *([line] if line and "\n" not in line else [])]
@@ -106,10 +119,11 @@ def after_thinking(text: str) -> str | None:
 def plain(answer: str) -> str:
     """An answer without the words, units and spacing that do not change what it is.
 
-    Only what follows the last `=` counts; in `... $x$ ...` only x. `\\frac12` is `\\frac{1}{2}`, `\\sqrt2` is `\\sqrt{2}`.
-    Source: the normalisation of Minerva (arXiv 2206.14858, appendix D.1), which DAPO's reward uses too. Differs: units are
-    removed as whole words only, so that `ways` does not eat a part of another word. Digits are joined only where commas or
-    spaces separate thousands: `10,00` and `1 0 0 0` are not 1000.
+    Only what follows the last `=` counts; in `... $x$ ...` only x. `\\frac12` is `\\frac{1}{2}`,
+    `\\sqrt2` is `\\sqrt{2}`. Source: the normalisation of Minerva (arXiv 2206.14858, appendix D.1),
+    which DAPO's reward uses too. Differs: units are removed as whole words only, so that `ways`
+    does not eat a part of another word. Digits are joined only where commas or spaces separate
+    thousands: `10,00` and `1 0 0 0` are not 1000.
     """
     text = answer.rpartition("=")[2]
     if dollars := re.search(r"\$(.+?)\$", text):
@@ -117,7 +131,11 @@ def plain(answer: str) -> str:
     text = _WORDS.sub(r" \1 ", boxed(text) or text)
     text = _UNIT.sub(" ", _NOISE.sub("", text))
     text = re.sub(r"\b(?:an?|and|the)\s", "", text)
-    text = re.sub(r"(?<=\d)\s+(?=\d)", "_", _THOUSANDS.sub(lambda found: re.sub(r"[, ]", "", found[0]), text.strip()))
+    text = re.sub(
+        r"(?<=\d)\s+(?=\d)",
+        "_",
+        _THOUSANDS.sub(lambda found: re.sub(r"[, ]", "", found[0]), text.strip()),
+    )
     text = re.sub(r"\s+", "", text).rstrip(".")
     text = re.sub(r"frac(\w)(\w)", r"frac{\1}{\2}", text)
     return re.sub(r"sqrt(\w)", r"sqrt{\1}", text)
@@ -125,7 +143,8 @@ def plain(answer: str) -> str:
 
 def same(answer: str, label: str) -> bool:
     """True if two answers are the same text, or exactly the same number, once they are plain."""
-    left, right = plain(answer), plain(label)
+    left = plain(answer)
+    right = plain(label)
     if left == right:
         return bool(left)
     numbers = quantity(tidy(left)), quantity(tidy(right))

@@ -1,8 +1,10 @@
 """Scores the samples of one rollout: calls, deadlines, retries, workers, and what an error means.
 
-An error never becomes a reward unless `on_error` says which: it is the `error` of its row, whose reward stays None.
+An error never becomes a reward unless `on_error` says which: it is the `error` of its row, whose
+reward stays None.
 
-Not here: reading or writing rows (`store`), leaving groups out of a batch (the advantage stage), the verifiers themselves.
+Not here: reading or writing rows (`store`), leaving groups out of a batch (the advantage stage),
+the verifiers themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +17,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlpipe.config.data import MathReward, NoReward, RewardConfig, RewardFunction, RowReward, RuleReward
+from rlpipe.config.data import (
+    MathReward,
+    NoReward,
+    RewardConfig,
+    RewardFunction,
+    RowReward,
+    RuleReward,
+)
 from rlpipe.errors import DeadlineExceeded, RewardError
 from rlpipe.rewards.python import Score, Scorer
 from rlpipe.rewards.workers import LoopWorker, ProcessWorker, ThreadWorker, Worker
@@ -30,7 +39,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class RewardRow:
-    """The reward of one sample. `reward` None: not scored (see `error`; both None: there was nothing to score)."""
+    """The reward of one sample. `reward` None: not scored (see `error`; both None: there was
+    nothing to score)."""
 
     group_id: str
     index: int
@@ -47,16 +57,18 @@ async def score(
     progress: Progress | None = None,
     workers: list[Worker] | None = None,
 ) -> list[RewardRow]:
-    """One row for each sample, in the order given. `args` are for functions in slime's form. `workers`: those of `open_workers`
-    that are used, by one call of `score` at a time; None: own ones.
+    """One row for each sample, in the order given. `args` are for functions in slime's form.
+    `workers`: those of `open_workers` that are used, by one call of `score` at a time; None: own
+    ones.
 
-    Only samples that are completed or truncated are scored; with `function.group`, a group's call gets those of its
-    samples. `workers: 0` runs an async function on this event loop (up to 64 calls at once) and a plain one in a thread of
-    this process; what compares as mathematics always gets a process, because nothing else can end it when it hangs.
-    `progress(done, total)` is called with numbers of rows.
+    Only samples that are completed or truncated are scored; with `function.group`, a group's call
+    gets those of its samples. `workers: 0` runs an async function on this event loop (up to 64
+    calls at once) and a plain one in a thread of this process; what compares as mathematics always
+    gets a process, because nothing else can end it when it hangs. `progress(done, total)` is called
+    with numbers of rows.
 
-    Raises: RewardError if more than `max_error_fraction` of the scored rows have an error; DeadlineExceeded after
-    `timeout_s`; ConfigError if the function cannot be loaded.
+    Raises: RewardError if more than `max_error_fraction` of the scored rows have an error;
+    DeadlineExceeded after `timeout_s`; ConfigError if the function cannot be loaded.
     """
     rows = [_given(sample) for sample in samples]
     calls = [] if isinstance(config.function, NoReward) else _calls(samples, config)
@@ -82,7 +94,8 @@ async def score(
 
 
 def reward_outputs(rows: Sequence[RewardRow]) -> dict[str, Any]:
-    """What a reward node says about its rows: how many were scored, errors, the mean reward (absent if nothing was scored)."""
+    """What a reward node says about its rows: how many were scored, errors, the mean reward (absent
+    if nothing was scored)."""
     scored = [row.reward for row in rows if row.reward is not None]
     errors = sum(row.error is not None for row in rows)
     outputs: dict[str, Any] = {"scored": len(scored), "errors": errors}
@@ -91,12 +104,15 @@ def reward_outputs(rows: Sequence[RewardRow]) -> dict[str, Any]:
 
 
 def _given(sample: Sample) -> RewardRow:
-    """A row with the reward that the sample comes with, if its generate function gave it one: that stands."""
+    """A row with the reward that the sample comes with, if its generate function gave it one: that
+    stands."""
     return RewardRow(sample.group_id, sample.index, sample.reward, dict(sample.reward_parts))
 
 
 def _calls(samples: Sequence[Sample], config: RewardConfig) -> list[Call]:
-    wanted = [(position, sample) for position, sample in enumerate(samples) if sample.reward is None]
+    wanted = [
+        (position, sample) for position, sample in enumerate(samples) if sample.reward is None
+    ]
     scored = [(position, sample) for position, sample in wanted if sample.status in SCORED]
     if not getattr(config.function, "group", False):
         return [[item] for item in scored]
@@ -110,7 +126,8 @@ def _calls(samples: Sequence[Sample], config: RewardConfig) -> list[Call]:
 async def open_workers(
     config: RewardConfig, args: Namespace | None = None, most: int = ASYNC_CALLS
 ) -> AsyncIterator[list[Worker]]:
-    """At most so many workers of a reward function, for one stage or for one after another. Raises: ConfigError."""
+    """At most so many workers of a reward function, for one stage or for one after another. Raises:
+    ConfigError."""
     function = config.function
     assert not isinstance(function, NoReward)
     num_processes = max(1, config.workers) if _may_hang(function) else config.workers
@@ -119,7 +136,11 @@ async def open_workers(
         workers = [ProcessWorker(function, args) for _ in range(min(num_processes, most))]
     else:
         scorer = Scorer(function, args)
-        workers = [LoopWorker(scorer) for _ in range(min(ASYNC_CALLS, most))] if scorer.is_async else [ThreadWorker(scorer)]
+        workers = (
+            [LoopWorker(scorer) for _ in range(min(ASYNC_CALLS, most))]
+            if scorer.is_async
+            else [ThreadWorker(scorer)]
+        )
     try:
         yield workers
     finally:
@@ -129,7 +150,9 @@ async def open_workers(
 
 def _may_hang(function: RewardFunction) -> bool:
     """Does it compare as mathematics, which on the wrong numbers takes for ever?"""
-    return isinstance(function, MathReward | RowReward) or (isinstance(function, RuleReward) and function.type == "deepscaler")
+    return isinstance(function, MathReward | RowReward) or (
+        isinstance(function, RuleReward) and function.type == "deepscaler"
+    )
 
 
 @dataclass(slots=True)
@@ -173,7 +196,9 @@ class _Run:
             row = self.rows[position]
             if isinstance(answer, str):
                 row.error = answer
-                row.reward = None if self.config.on_error == "exclude_group" else float(self.config.on_error)
+                row.reward = (
+                    None if self.config.on_error == "exclude_group" else float(self.config.on_error)
+                )
             else:
                 row.reward, row.parts = answer[number].reward, dict(answer[number].parts)
 

@@ -1,14 +1,16 @@
-"""Reward functions and classes of yours, in the forms that are known, as functions of samples alone.
+"""Reward functions and classes of yours, in the forms that are known, as functions of samples
+alone.
 
 | form | called |
 |---|---|
 | `reward(sample) -> float or dict` | for one sample |
 | `reward(samples) -> list` | with `group: true`, for all samples of a group |
-| `custom_rm(args, sample)`, `custom_rm(args, samples)` | slime's: with `args` before (`rlpipe.config.slime.slime_args`) |
+| `custom_rm(args, sample)`, `custom_rm(args, samples)` | slime's: with `args` before (`rlpipe.slime.args.slime_args`) |
 | a class with `compute_reward(prompts, responses) -> list` | made once with `arguments`; lists of one without `group` |
 | a class with `__call__` | made once with `arguments`; then as a function |
 
-Each may be `async`. Which form it is follows from its signature, and one that fits none is an error at start-up.
+Each may be `async`. Which form it is follows from its signature, and one that fits none is an error
+at start-up.
 
 Not here: what a call returned (`python`), deadlines and processes (`workers`).
 """
@@ -33,9 +35,11 @@ FORMS = (
 
 
 def load_custom(config: PythonReward, args: Namespace | None = None) -> Callable[[Any], Any]:
-    """The function that takes one sample (with `group` a list of them). Its forms are told by its signature.
+    """The function that takes one sample (with `group` a list of them). Its forms are told by its
+    signature.
 
-    Raises: ConfigError if it cannot be loaded or made, fits no form, or wants `args` where there are none.
+    Raises: ConfigError if it cannot be loaded or made, fits no form, or wants `args` where there
+    are none.
     """
     function = load_hook(config.path)
     if inspect.isclass(function):
@@ -43,11 +47,19 @@ def load_custom(config: PythonReward, args: Namespace | None = None) -> Callable
         if (method := getattr(function, "compute_reward", None)) is not None:
             return _of_texts(method, config)
     elif config.arguments:
-        raise ConfigError("a function takes no arguments of its own", where="reward.function.arguments", found=config.path)
+        raise ConfigError(
+            "a function takes no arguments of its own",
+            where="reward.function.arguments",
+            found=config.path,
+        )
     if _positional(function, config.path) < 2:
         return function
     if args is None:
-        raise ConfigError("the function wants args, which only a run has", where=config.path, expected="reward(sample)")
+        raise ConfigError(
+            "the function wants args, which only a run has",
+            where=config.path,
+            expected="reward(sample)",
+        )
     if _is_async(function):
         return _AsyncWithArgs(function, args)
     return lambda samples: function(args, samples)
@@ -57,7 +69,8 @@ class _AsyncWithArgs:
     """An object with an async `__call__`, so that it is seen to be one."""
 
     def __init__(self, function: Callable[..., Any], args: Namespace) -> None:
-        self._function, self._args = function, args
+        self._function = function
+        self._args = args
 
     async def __call__(self, samples: Any) -> Any:
         return await self._function(self._args, samples)
@@ -81,7 +94,9 @@ def _made(kind: type, config: PythonReward) -> Any:
     try:
         made = guarded(kind)(**config.arguments)
     except Exception as error:  # the class is the user's
-        raise ConfigError("the class cannot be made", where=config.path, found=error_text(error)) from error
+        raise ConfigError(
+            "the class cannot be made", where=config.path, found=error_text(error)
+        ) from error
     if not hasattr(made, "compute_reward") and not callable(made):
         raise ConfigError("the class has no method to call", where=config.path, expected=FORMS)
     return made
@@ -91,11 +106,16 @@ def _of_texts(method: Callable[..., Any], config: PythonReward) -> Callable[[Any
     """`compute_reward(prompts, responses)` as a function of a sample, or of a group."""
     if _positional(method, config.path) != 2:
         raise ConfigError(
-            "not a reward class", where=config.path, found=f"compute_reward{inspect.signature(method)}", expected=FORMS
+            "not a reward class",
+            where=config.path,
+            found=f"compute_reward{inspect.signature(method)}",
+            expected=FORMS,
         )
 
     def of_group(samples: list[Sample]) -> Any:
-        return method([sample.prompt for sample in samples], [sample.response for sample in samples])
+        return method(
+            [sample.prompt for sample in samples], [sample.response for sample in samples]
+        )
 
     def of_sample(sample: Sample) -> Any:
         answer = of_group([sample])
@@ -127,4 +147,9 @@ def _positional(function: Callable[..., Any], path: str) -> int:
         except TypeError:
             continue
         return count
-    raise ConfigError("the function cannot be called as a reward", where=path, found=f"{signature}", expected=FORMS)
+    raise ConfigError(
+        "the function cannot be called as a reward",
+        where=path,
+        found=f"{signature}",
+        expected=FORMS,
+    )

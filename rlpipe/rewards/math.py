@@ -1,13 +1,15 @@
 """Compare the answer in a response with the label as mathematics.
 
-The answer is the last box after the reasoning (`</think>`), else what the text there states, else the same of the whole
-response. Numbers, units, tuples, sets and texts are compared by `equal` itself, exactly; formulas by `math-verify`.
+The answer is the last box after the reasoning (`</think>`), else what the text there states, else
+the same of the whole response. Numbers, units, tuples, sets and texts are compared by `equal`
+itself, exactly; formulas by `math-verify`.
 
-math-verify alone is not enough. It joins boxes that stand close together, reads `1e3` as e times 3 and `1 0 0 0` as 0,
-takes words for products of letters (`east` = `seat`), and finds `(1,2)` equal to `\\{1,2\\}` and 5 cm to 5 m.
+math-verify alone is not enough. It joins boxes that stand close together, reads `1e3` as e times 3
+and `1 0 0 0` as 0, takes words for products of letters (`east` = `seat`), and finds `(1,2)` equal
+to `\\{1,2\\}` and 5 cm to 5 m.
 
-Its own time limit is a signal alarm, which works only in a main thread, so it is off: the deadline is kept from outside,
-by ending the process (`workers`).
+Its own time limit is a signal alarm, which works only in a main thread, so it is off: the deadline
+is kept from outside, by ending the process (`workers`).
 """
 
 from __future__ import annotations
@@ -19,14 +21,26 @@ from math_verify import parse, verify
 
 from rlpipe.errors import DataError
 from rlpipe.rewards.answers import after_thinking, boxed, boxes, joined_boxes, stated
-from rlpipe.rewards.notation import Listed, is_worded, listed, plain_letters, quantity, tidy, words_of
+from rlpipe.rewards.notation import (
+    Listed,
+    is_worded,
+    listed,
+    plain_letters,
+    quantity,
+    tidy,
+    words_of,
+)
 from rlpipe.types import Sample
 
-for _name in ("math_verify.parser", "math_verify.grader"):  # their only warnings are about the time limit we keep ourselves
+for _name in (
+    "math_verify.parser",
+    "math_verify.grader",
+):  # their only warnings are about the time limit we keep ourselves
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 LONGEST_STATEMENT = 80
-"""Characters of a statement that is compared as a formula; a longer one is prose, from which math-verify extracts."""
+"""Characters of a statement that is compared as a formula; a longer one is prose, from which
+math-verify extracts."""
 
 _NAME = re.compile(
     r"^(?:[A-Za-z](?:_\{?\w+\}?)?|\\[a-z]+|\([A-Za-z](?:\s*,\s*[A-Za-z])*\))\s*(?:(?<![<>!])=|\\in(?![a-z]))\s*(?=\S)"
@@ -37,13 +51,17 @@ _CHOICE = re.compile(r"^(?:\\text\{)?\(?([A-Ja-j])\)?(?:\}|\)|\.)*\s+(?:\\text\{
 def reward(sample: Sample) -> dict[str, float]:
     """`{"reward": 1 or 0, "format": 1 if an answer was found}`.
 
-    Raises: DataError if the label is missing or has nothing in it to compare; whatever math-verify raises while it compares.
+    Raises: DataError if the label is missing or has nothing in it to compare; whatever math-verify
+    raises while it compares.
     """
     label = sample.label or ""
     label = boxed(label) or label
     if not any(letter.isalnum() or letter in "\\∅∞√πθ" for letter in tidy(label)):
         raise DataError(
-            "the label holds nothing to compare with", where="label", found=repr(sample.label), expected="such as 1/2, $x+1$"
+            "the label holds nothing to compare with",
+            where="label",
+            found=repr(sample.label),
+            expected="such as 1/2, $x+1$",
         )
     for text in filter(None, (after_thinking(sample.response), sample.response)):
         right = _judged(text, label)
@@ -64,7 +82,11 @@ def _judged(text: str, label: str) -> bool | None:
         items = listed(answer)
         certain = quantity(answer) is not None or (items is not None and _certain(items))
         formula = len(answer) <= LONGEST_STATEMENT and not is_worded(answer)
-        if certain or words_of(answer) == words_of(tidy(label)) or (formula and equal(answer, label)):
+        if (
+            certain
+            or words_of(answer) == words_of(tidy(label))
+            or (formula and equal(answer, label))
+        ):
             return equal(answer, label)
     answers = _parsed(_plain_numbers(text))
     return _verified(_gold(label), answers) if answers else None
@@ -72,17 +94,23 @@ def _judged(text: str, label: str) -> bool | None:
 
 def _several(text: str, label: str) -> bool:
     """True if the label is a list of answers, and the last boxes hold one each."""
-    wanted, answers = listed(tidy(label)), joined_boxes(text)
-    return wanted is not None and not wanted.ordered and answers is not None and equal(answers, label)
+    wanted = listed(tidy(label))
+    answers = joined_boxes(text)
+    return (
+        wanted is not None and not wanted.ordered and answers is not None and equal(answers, label)
+    )
 
 
 def _certain(items: Listed) -> bool:
     """True if this is a list for sure, and no sentence with commas in it."""
-    return bool(items.opening) or all(quantity(item) is not None for reading in items.readings for item in reading)
+    return bool(items.opening) or all(
+        quantity(item) is not None for reading in items.readings for item in reading
+    )
 
 
 def equal(answer: str, label: str) -> bool:
-    """True if two answers, each without a box around it, are the same. Raises: whatever math-verify raises.
+    """True if two answers, each without a box around it, are the same. Raises: whatever math-verify
+    raises.
 
     | they are | right is |
     |---|---|
@@ -103,25 +131,38 @@ def _equal(answer: str, label: str) -> bool:
         return True
     if len(words_of(label)) > 0 and (choice := _CHOICE.match(answer)) and not _CHOICE.match(label):
         # `\textbf{(B)}\ 12` answers both the question for the letter and the one for the value.
-        return words_of(label) == choice[1].lower() if re.fullmatch(r"\(?[A-Ja-j]\)?", label) else _equal(tidy(choice[2]), label)
+        return (
+            words_of(label) == choice[1].lower()
+            if re.fullmatch(r"\(?[A-Ja-j]\)?", label)
+            else _equal(tidy(choice[2]), label)
+        )
     answer, label = _without_names(answer, label)
-    left, right = quantity(answer), quantity(label)
+    left = quantity(answer)
+    right = quantity(label)
     if left is not None and right is not None:
         return left.equals(right)
-    items, wanted = listed(answer), listed(label)
+    items = listed(answer)
+    wanted = listed(label)
     if items is not None and wanted is not None:
         return _same_items(items, wanted)
     if (items is not None and right is not None) or (wanted is not None and left is not None):
         return False
     if words_of(answer) == words_of(label):
         return True
-    if is_worded(answer) or is_worded(label) or re.search(r"\d\s+\d", f"{answer}\n\n{label}".replace("\n", "|")):
+    if (
+        is_worded(answer)
+        or is_worded(label)
+        or re.search(r"\d\s+\d", f"{answer}\n\n{label}".replace("\n", "|"))
+    ):
         return False
-    return _verified(_gold(right.text if right else label), _parsed(_in_box(left.text if left else answer)))
+    return _verified(
+        _gold(right.text if right else label), _parsed(_in_box(left.text if left else answer))
+    )
 
 
 def _without_names(answer: str, label: str) -> tuple[str, str]:
-    """Both without `x =`, where only one has it or both the same; the last side of an equation, if only the answer is one."""
+    """Both without `x =`, where only one has it or both the same; the last side of an equation, if
+    only the answer is one."""
     names = _NAME.match(answer), _NAME.match(label)
     if names[0] and names[1]:
         if words_of(names[0][0]) != words_of(names[1][0]):
@@ -142,7 +183,9 @@ def _same_items(items: Listed, wanted: Listed) -> bool:
     if items.opening and wanted.opening and brackets[0] != brackets[1]:
         return False
     ordered = items.ordered or wanted.ordered
-    return any(_match(a, b, ordered) for a in items.readings for b in wanted.readings if len(a) == len(b))
+    return any(
+        _match(a, b, ordered) for a in items.readings for b in wanted.readings if len(a) == len(b)
+    )
 
 
 def _match(items: tuple[str, ...], wanted: tuple[str, ...], ordered: bool) -> bool:
@@ -158,7 +201,8 @@ def _match(items: tuple[str, ...], wanted: tuple[str, ...], ordered: bool) -> bo
 
 
 def _gold(label: str) -> list:
-    """The label's expressions. Text around `$...$` is a sentence, from which math-verify extracts the formula."""
+    """The label's expressions. Text around `$...$` is a sentence, from which math-verify extracts
+    the formula."""
     return _parsed(label if "$" in label else _in_box(label))
 
 
@@ -175,10 +219,13 @@ def _verified(gold: list, answers: list) -> bool:
 
 
 def _plain_numbers(text: str) -> str:
-    """A text in which digits are ASCII and numbers with an exponent are written out, for math-verify's extraction."""
+    """A text in which digits are ASCII and numbers with an exponent are written out, for
+    math-verify's extraction."""
 
     def written(match: re.Match[str]) -> str:
         found = quantity(match[0])
         return found.text if found is not None and found.value.denominator == 1 else match[0]
 
-    return re.sub(r"(?<![\w.])\d+(?:\.\d+)?[eE][+-]?\d{1,3}(?![\w.]*\w)", written, plain_letters(text))
+    return re.sub(
+        r"(?<![\w.])\d+(?:\.\d+)?[eE][+-]?\d{1,3}(?![\w.]*\w)", written, plain_letters(text)
+    )

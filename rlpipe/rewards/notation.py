@@ -1,11 +1,12 @@
-"""Reading short mathematical answers without a computer algebra system: notation, quantities, lists.
+"""Reading short mathematical answers without a computer algebra system: notation, quantities,
+lists.
 
     tidy(text)      one spelling for Unicode digits and signs, LaTeX spaces, `\\dfrac`, `$...$`, trailing punctuation
     quantity(text)  a number with its unit: `1,000`, `1 000`, `1e3`, `7 3/4`, `50\\%`, `5\\text{ cm}`, `1010_2`
     listed(text)    a tuple, interval, set or bare list, with every reading of its commas
 
-Numbers are exact fractions. What is not well formed is not read at all: `10,00` and `1 0 0 0` are no numbers, because a
-verifier that guesses pays a policy for guessing.
+Numbers are exact fractions. What is not well formed is not read at all: `10,00` and `1 0 0 0` are
+no numbers, because a verifier that guesses pays a policy for guessing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from fractions import Fraction
 
 LARGEST_EXPONENT = 1000
 LONGEST_NUMBER = 1000
-"""Characters. Longer digit strings are compared as text: Python refuses to read integers of more than 4300 digits."""
+"""Characters. Longer digit strings are compared as text: Python refuses to read integers of more
+than 4300 digits."""
 
 _SIGNS = {
     "−": "-", "–": "-", "‐": "-", "‑": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/",
@@ -31,18 +33,27 @@ _NAMES = (
     "pi|theta|alpha|beta|gamma|delta|lambda|mu|phi|sigma|omega|infty|infinity|inf|sqrt|sin|cos|tan|cot|sec|csc|"
     "arcsin|arccos|arctan|log|ln|exp|mod|gcd|lcm|max|min|det"
 )
-_COMMANDS = re.compile(r"(?<![\\A-Za-z])(pi|theta|alpha|beta|gamma|lambda|phi|omega|infty|infinity|sqrt)(?![A-Za-z])")
+_COMMANDS = re.compile(
+    r"(?<![\\A-Za-z])(pi|theta|alpha|beta|gamma|lambda|phi|omega|infty|infinity|sqrt)(?![A-Za-z])"
+)
 
 
 def tidy(text: str) -> str:
-    """The same answer in one spelling. LaTeX commands stay commands, and `\\text{...}` stays around words."""
+    """The same answer in one spelling. LaTeX commands stay commands, and `\\text{...}` stays around
+    words."""
     text = plain_letters(text.strip())
-    text = re.sub(r"\\(?:left|right|big|Big|bigl|bigr|displaystyle|textstyle|limits)(?![A-Za-z])", "", text)
+    text = re.sub(
+        r"\\(?:left|right|big|Big|bigl|bigr|displaystyle|textstyle|limits)(?![A-Za-z])", "", text
+    )
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
     text = re.sub(r"\\!", "", text).replace("{,}", ",")
     text = re.sub(r"\\[,;: ]|~|\\q?quad(?![A-Za-z])", " ", text)
     text = re.sub(_WRAPPERS, r"\\text{", text)
-    text = re.sub(r"\*\*(?=\S)(.*?)(?<=\S)\*\*", r"\1", text) if text.startswith("**") else text.replace("**", "^")
+    text = (
+        re.sub(r"\*\*(?=\S)(.*?)(?<=\S)\*\*", r"\1", text)
+        if text.startswith("**")
+        else text.replace("**", "^")
+    )
     text = _unwrapped(text)
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{", text)
@@ -60,7 +71,8 @@ def plain_letters(text: str) -> str:
 
 
 def _plain_letter(letter: str) -> str:
-    """ASCII for a letter that only looks different: digits of any script, full-width forms, spaces, signs."""
+    """ASCII for a letter that only looks different: digits of any script, full-width forms, spaces,
+    signs."""
     if letter.isascii():
         return letter
     if letter in _SIGNS:
@@ -76,39 +88,67 @@ def _plain_letter(letter: str) -> str:
         return chr(ord(letter) - 0xFEE0)
     if letter.translate(_SUPERSCRIPTS) != letter:
         return "^{" + letter.translate(_SUPERSCRIPTS) + "}"
-    if category == "No" and (value := unicodedata.numeric(letter, None)) is not None and 0 < value < 1:
+    if (
+        category == "No"
+        and (value := unicodedata.numeric(letter, None)) is not None
+        and 0 < value < 1
+    ):
         half = Fraction(value).limit_denominator(10)
         return f" {half.numerator}/{half.denominator}"
     return letter
 
 
 def _unwrapped(text: str) -> str:
-    """Without what encloses the whole: `$...$`, `\\(...\\)`, `\\[...\\]`, braces; and without punctuation at the end."""
+    """Without what encloses the whole: `$...$`, `\\(...\\)`, `\\[...\\]`, braces; and without
+    punctuation at the end."""
     before = None
     while text != before:
-        before, text = text, text.strip()
-        text = re.sub(r"(?<!\\)[.,;:!](?:\s|$)*$", "", text) if not re.search(r"\d!$", text) else text
-        for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("{", "}"), ("`", "`")):
+        before = text
+        text = text.strip()
+        text = (
+            re.sub(r"(?<!\\)[.,;:!](?:\s|$)*$", "", text) if not re.search(r"\d!$", text) else text
+        )
+        for left, right in (
+            ("$$", "$$"),
+            ("$", "$"),
+            (r"\(", r"\)"),
+            (r"\[", r"\]"),
+            ("{", "}"),
+            ("`", "`"),
+        ):
             inner = text[len(left) : -len(right)]
-            enclosed = len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right)
-            if enclosed and not text.endswith("\\" + right) and left not in inner and right not in inner:
+            enclosed = (
+                len(text) > len(left) + len(right)
+                and text.startswith(left)
+                and text.endswith(right)
+            )
+            if (
+                enclosed
+                and not text.endswith("\\" + right)
+                and left not in inner
+                and right not in inner
+            ):
                 text = inner
     return "" if set(text) <= set("$ ") else text
 
 
 def words_of(text: str) -> str:
-    """A tidy answer as lower-case words, to be compared as text: no `\\text{}`, no articles, single spaces."""
+    """A tidy answer as lower-case words, to be compared as text: no `\\text{}`, no articles, single
+    spaces."""
     bare = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)
     bare = re.sub(r"\b(?:a|an|the)\s(?=\w{2})", "", bare.casefold())
     return re.sub(r"\s+", " ", bare.replace('"', "")).strip(" .")
 
 
 def is_worded(text: str) -> bool:
-    """True if a tidy answer is text and no formula: it has a word of four letters, and no operator or command."""
+    """True if a tidy answer is text and no formula: it has a word of four letters, and no operator
+    or command."""
     bare = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)
     if re.search(r"[\\^=+*/<>|_]", bare):
         return False
-    words = [word for word in re.findall(r"[^\W\d_]+", bare) if not re.fullmatch(_NAMES, word.casefold())]
+    words = [
+        word for word in re.findall(r"[^\W\d_]+", bare) if not re.fullmatch(_NAMES, word.casefold())
+    ]
     return any(len(word) >= 4 for word in words)
 
 
@@ -120,27 +160,36 @@ class Quantity:
     text: str
     """The number alone, in LaTeX that math-verify reads."""
     decimals: int | None = None
-    """Digits after the decimal point; None: written as an integer, a fraction or with an exponent."""
+    """Digits after the decimal point; None: written as an integer, a fraction or with an
+    exponent."""
     unit: str = ""
     percent: bool = False
 
     def equals(self, label: Quantity) -> bool:
         """True if this answer is the label's number.
 
-        Units decide only if both have one that is known: `5 cm` is not `5 m`, and it is `5`. A percentage may be meant by
-        its number or by its value, so `50\\%` is `50` and `0.5`. Decimals are exact, but a number with six decimals or
-        more is also what the other one rounds to (`0.333333` for 1/3).
+        Units decide only if both have one that is known: `5 cm` is not `5 m`, and it is `5`. A
+        percentage may be meant by its number or by its value, so `50\\%` is `50` and `0.5`.
+        Decimals are exact, but a number with six decimals or more is also what the other one rounds
+        to (`0.333333` for 1/3).
         """
         if self.unit and label.unit and self.unit != label.unit:
             return False
         pairs = [(self.value, label.value)]
         if self.percent != label.percent:
-            pairs.append((self.value / (100 if self.percent else 1), label.value / (100 if label.percent else 1)))
+            pairs.append(
+                (
+                    self.value / (100 if self.percent else 1),
+                    label.value / (100 if label.percent else 1),
+                )
+            )
         return any(left == right or self._rounds_to(left, right, label) for left, right in pairs)
 
     def _rounds_to(self, left: Fraction, right: Fraction, label: Quantity) -> bool:
         places = [number.decimals for number in (self, label) if number.decimals is not None]
-        inexact = any(number.decimals is None and number.value.denominator > 1 for number in (self, label))
+        inexact = any(
+            number.decimals is None and number.value.denominator > 1 for number in (self, label)
+        )
         if not places or (len(places) == 1 and not inexact) or min(places) < 6:
             return False
         return round(left, min(places)) == round(right, min(places))
@@ -152,7 +201,12 @@ _POWER = r"10\s*\^\s*(?:\{\s*([+-]?\d+)\s*\}|([+-]?\d))"
 _TIMES = r"\s*(?:\\times|\\cdot|\*|x)\s*"
 _SIGN = r"([+-]?)\s*"
 _FORMS = (
-    ("fraction", re.compile(rf"{_SIGN}\\frac\s*\{{\s*([+-]?\s*{_NUMBER})\s*\}}\s*\{{\s*([+-]?\s*{_NUMBER})\s*\}}")),
+    (
+        "fraction",
+        re.compile(
+            rf"{_SIGN}\\frac\s*\{{\s*([+-]?\s*{_NUMBER})\s*\}}\s*\{{\s*([+-]?\s*{_NUMBER})\s*\}}"
+        ),
+    ),
     ("fraction", re.compile(rf"{_SIGN}({_NUMBER})\s*/\s*({_NUMBER})")),
     ("mixed", re.compile(rf"{_SIGN}(\d+)\s*\\frac\s*\{{\s*(\d+)\s*\}}\s*\{{\s*(\d+)\s*\}}")),
     ("mixed", re.compile(rf"{_SIGN}(\d+)(?: |\s*-\s*)(\d+)\s*/\s*(\d+)")),
@@ -178,7 +232,9 @@ def quantity(text: str) -> Quantity | None:
         if number is not None and unit is not None:
             value, written, decimals = number
             percent = unit == "%"
-            return Quantity(value, written, decimals, currency if percent or not unit else unit, percent)
+            return Quantity(
+                value, written, decimals, currency if percent or not unit else unit, percent
+            )
     return None
 
 
@@ -196,12 +252,15 @@ def _value(form: str, match: re.Match[str]) -> tuple[Fraction, str, int | None] 
             return None
         value = sign * (_fraction(match[2]) if match[2] else 1) * Fraction(10) ** exponent
     elif form == "mixed":
-        whole, above, below = int(match[2]), int(match[3]), int(match[4])
+        whole = int(match[2])
+        above = int(match[3])
+        below = int(match[4])
         if not 0 < above < below:
             return None
         value = sign * (whole + Fraction(above, below))
     else:
-        above, below = _fraction(match[2]), _fraction(match[3])
+        above = _fraction(match[2])
+        below = _fraction(match[3])
         if not below:
             return None
         value = sign * above / below
@@ -254,11 +313,14 @@ _UNITS = {
     "w": "watt watts",
     "rad": "rad radian radians",
 }
-_KNOWN: dict[str, str] = {spelling: unit for unit, spellings in _UNITS.items() for spelling in spellings.split()}
+_KNOWN: dict[str, str] = {
+    spelling: unit for unit, spellings in _UNITS.items() for spelling in spellings.split()
+}
 
 
 def _unit(rest: str) -> str | None:
-    """The unit after a number: "" if there is none or it is not one we know, None if this is no unit but a formula."""
+    """The unit after a number: "" if there is none or it is not one we know, None if this is no
+    unit but a formula."""
     text = rest.strip()
     if not text:
         return ""
@@ -274,14 +336,16 @@ def _unit(rest: str) -> str | None:
     names = re.findall(r"[a-z]+", bare)
     spaced = rest.startswith(" ") or text.startswith(r"\text{")
     if not spaced or not (
-        text.startswith(r"\text{") or all(n in _KNOWN or (len(n) >= 4 and n not in _NAMES.split("|")) for n in names)
+        text.startswith(r"\text{")
+        or all(n in _KNOWN or (len(n) >= 4 and n not in _NAMES.split("|")) for n in names)
     ):
         return None
     return _canonical(bare)
 
 
 def _canonical(bare: str) -> str:
-    """A unit in one spelling, such as `cm^2` for `square centimeters`; "" if a part of it is not known."""
+    """A unit in one spelling, such as `cm^2` for `square centimeters`; "" if a part of it is not
+    known."""
     bare = re.sub(r"\bper\b", "/", bare)
     bare = re.sub(r"\b(?:square|sq)\.? ([a-z]+)", r"\1 ^2", bare)
     bare = re.sub(r"\b(?:cubic|cu)\.? ([a-z]+)", r"\1 ^3", bare)
@@ -307,7 +371,9 @@ class Listed:
         return self.opening in ("(", "[")
 
 
-_CONNECTED = re.compile(r"\s*(?:,\s*(?:\\text\{\s*(?:and|or)\s*\}|and\b|or\b)|\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b|;)\s*")
+_CONNECTED = re.compile(
+    r"\s*(?:,\s*(?:\\text\{\s*(?:and|or)\s*\}|and\b|or\b)|\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b|;)\s*"
+)
 
 
 def listed(text: str) -> Listed | None:
@@ -316,9 +382,13 @@ def listed(text: str) -> Listed | None:
     inner = re.sub(r"^\\langle(.*)\\rangle$", r"(\1)", text)
     for left, right in ((r"\{", r"\}"), ("(", ")"), ("(", "]"), ("[", ")"), ("[", "]")):
         if inner.startswith(left) and inner.endswith(right) and _closes_last(inner, left, right):
-            opening, closing, inner = left.lstrip("\\"), right.lstrip("\\"), inner[len(left) : -len(right)].strip()
+            opening = left.lstrip("\\")
+            closing = right.lstrip("\\")
+            inner = inner[len(left) : -len(right)].strip()
             break
-    parts = _split(_CONNECTED.sub(",", inner) if not opening or opening == "{" else inner.replace(";", ","))
+    parts = _split(
+        _CONNECTED.sub(",", inner) if not opening or opening == "{" else inner.replace(";", ",")
+    )
     if len(parts) < 2 or not all(part.strip() for part in parts):
         return None
     separate = tuple(part.strip() for part in parts)
@@ -332,7 +402,8 @@ def listed(text: str) -> Listed | None:
 
 def _closes_last(text: str, left: str, right: str) -> bool:
     """True if the bracket that opens the text is closed by its last one."""
-    depth, inner = 0, text[len(left) : -len(right)]
+    depth = 0
+    inner = text[len(left) : -len(right)]
     for letter in inner:
         depth += letter in "([{"
         depth -= letter in ")]}"
@@ -343,7 +414,8 @@ def _closes_last(text: str, left: str, right: str) -> bool:
 
 def _split(text: str) -> list[str]:
     """The text at its commas outside brackets; blanks are kept."""
-    parts, depth = [""], 0
+    parts = [""]
+    depth = 0
     for letter in text:
         depth += letter in "([{"
         depth -= letter in ")]}"

@@ -1,9 +1,12 @@
-"""Calls a reward function and turns what it returned into scores: yours, or one of ours, by the same rules.
+"""Calls a reward function and turns what it returned into scores: yours, or one of ours, by the
+same rules.
 
-A function takes one sample (with `group: true` all samples of a group) and is plain or async; `custom` lists the other forms that
-are known. It returns a number, or a dict of numbers of which one is the reward and the others are reward parts; for a group a
-list of these, one for each sample in the order given. What it raises, or returning anything else, is a RewardError that says so;
-so is ending Python (`sys.exit`). A copy of the process that the function forks never comes back with an answer (`config.guard`).
+A function takes one sample (with `group: true` all samples of a group) and is plain or async;
+`custom` lists the other forms that are known. It returns a number, or a dict of numbers of which
+one is the reward and the others are reward parts; for a group a list of these, one for each sample
+in the order given. What it raises, or returning anything else, is a RewardError that says so; so is
+ending Python (`sys.exit`). A copy of the process that the function forks never comes back with an
+answer (`config.guard`).
 
 Not here: deadlines, retries and processes (`base`, `workers`).
 """
@@ -55,30 +58,39 @@ COMPARED = (MathReward, RuleReward, RowReward, ReasoningGymReward)
 
 
 class Scorer:
-    """One loaded reward function. Made once per thread or process of the reward stage; holds no state between calls."""
+    """One loaded reward function. Made once per thread or process of the reward stage; holds no
+    state between calls."""
 
     def __init__(self, config: RewardFunction, args: Namespace | None = None):
-        """`args` is for functions in slime's form. Raises: ConfigError if the function cannot be loaded or set up."""
+        """`args` is for functions in slime's form. Raises: ConfigError if the function cannot be
+        loaded or set up."""
         self._group = isinstance(config, PythonReward) and config.group
         function, self._key = _load(config, args)
-        self._function = guarded(_of_plain_text(function) if isinstance(config, COMPARED) else function)
+        self._function = guarded(
+            _of_plain_text(function) if isinstance(config, COMPARED) else function
+        )
         self.is_async = inspect.iscoroutinefunction(self._function)
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """One call, for one sample or for a group. Raises: RewardError for all that goes wrong in it."""
+        """One call, for one sample or for a group. Raises: RewardError for all that goes wrong in
+        it."""
         try:
             result = self._function(self._argument(samples))
             if inspect.isawaitable(result):
                 result = asyncio.run(_awaited(result))
             return self._scores(result, samples)
-        except Exception as error:  # a verifier may raise anything; it becomes the error of its rows
+        except (
+            Exception
+        ) as error:  # a verifier may raise anything; it becomes the error of its rows
             raise _reward_error(error) from error
 
     async def score_async(self, samples: Sequence[Sample]) -> list[Score]:
         """The same on the running event loop, for an async function."""
         try:
             return self._scores(await self._function(self._argument(samples)), samples)
-        except Exception as error:  # a verifier may raise anything; it becomes the error of its rows
+        except (
+            Exception
+        ) as error:  # a verifier may raise anything; it becomes the error of its rows
             raise _reward_error(error) from error
 
     def _argument(self, samples: Sequence[Sample]) -> Any:
@@ -88,8 +100,16 @@ class Scorer:
         if not self._group:
             return [_score(result, self._key)]
         if not isinstance(result, list | tuple) or len(result) != len(samples):
-            found = f"{len(result)} results" if isinstance(result, list | tuple) else type(result).__name__
-            raise RewardError("the group's rewards do not match its samples", found=found, expected=f"a list of {len(samples)}")
+            found = (
+                f"{len(result)} results"
+                if isinstance(result, list | tuple)
+                else type(result).__name__
+            )
+            raise RewardError(
+                "the group's rewards do not match its samples",
+                found=found,
+                expected=f"a list of {len(samples)}",
+            )
         return [_score(item, self._key) for item in result]
 
 
@@ -117,7 +137,9 @@ def _load(config: RewardFunction, args: Namespace | None) -> tuple[Callable[...,
 
         return make_judge(config), "reward"
     if isinstance(config, ReasoningGymReward):
-        from rlpipe.rewards.reasoning_gym import make_reward  # these packages load a second's worth of others
+        from rlpipe.rewards.reasoning_gym import (
+            make_reward,
+        )  # these packages load a second's worth of others
 
         return make_reward(config), "reward"
     if isinstance(config, MathReward) and not config.boxed:
@@ -125,14 +147,17 @@ def _load(config: RewardFunction, args: Namespace | None) -> tuple[Callable[...,
 
         return reward, "reward"
     if isinstance(config, NoReward):
-        raise ConfigError("not a function that scores", where="reward.function.type", found=config.type)
+        raise ConfigError(
+            "not a function that scores", where="reward.function.type", found=config.type
+        )
     from rlpipe.rewards.rules import make_rule
 
     return make_rule(config), _entry_of_rule(config)
 
 
 def _entry_of_rule(config: RuleReward | RowReward | MathReward) -> str:
-    """The entry of a rule's answer that is the reward. slime calls it `score`, and so may the configuration."""
+    """The entry of a rule's answer that is the reward. slime calls it `score`, and so may the
+    configuration."""
     key = config.reward_key if isinstance(config, RowReward) else None
     return "reward" if key in (None, "score") else key
 
@@ -141,7 +166,11 @@ def _score(result: Any, key: str | None) -> Score:
     if not isinstance(result, dict):
         return Score(_number(result, "the reward"))
     if len(result) > MOST_PARTS:
-        raise RewardError("too many reward parts", found=f"a dict of {len(result)}", expected=f"at most {MOST_PARTS}")
+        raise RewardError(
+            "too many reward parts",
+            found=f"a dict of {len(result)}",
+            expected=f"at most {MOST_PARTS}",
+        )
     if key not in result:
         raise RewardError(
             "which entry of the dict is the reward?",
@@ -149,7 +178,11 @@ def _score(result: Any, key: str | None) -> Score:
             found=f"reward_key {key!r}, entries {', '.join(str(name)[:50] for name in result)}",
             expected="the name of an entry",
         )
-    parts = {str(name): _number(value, f"reward part {name!r}") for name, value in result.items() if name != key}
+    parts = {
+        str(name): _number(value, f"reward part {name!r}")
+        for name, value in result.items()
+        if name != key
+    }
     return Score(_number(result[key], f"the reward {key!r}"), parts)
 
 
@@ -162,7 +195,11 @@ def _number(value: Any, what: str) -> float:
         number = math.inf
     if not math.isfinite(number):
         # reprlib: the text of all of a list of a million numbers would take seconds and gigabytes
-        found = f"{type(value).__name__} {reprlib.repr(value)}"[:200] if number != math.inf else "one beyond 1e308"
+        found = (
+            f"{type(value).__name__} {reprlib.repr(value)}"[:200]
+            if number != math.inf
+            else "one beyond 1e308"
+        )
         raise RewardError(f"{what} is not a finite number", found=found)
     return number
 

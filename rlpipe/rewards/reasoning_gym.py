@@ -1,7 +1,9 @@
-"""Scores answers with the `reasoning_gym` task that asked the question; the row's metadata names task and item.
+"""Scores answers with the `reasoning_gym` task that asked the question; the row's metadata names
+task and item.
 
-An item goes into JSON and must come out as it was: some scorers compare tuples, which plain JSON turns into lists (and
-then score the right answer 0.05). `pack` and `unpack` keep tuples and keys that are not strings.
+An item goes into JSON and must come out as it was: some scorers compare tuples, which plain JSON
+turns into lists (and then score the right answer 0.05). `pack` and `unpack` keep tuples and keys
+that are not strings.
 
 Not here: making the questions (`data.reasoning_gym`).
 """
@@ -27,17 +29,20 @@ METADATA_KEY = "reasoning_gym"
 
 
 def make_reward(config: ReasoningGymReward) -> Callable[[Sample], dict[str, float]]:
-    """The function that scores one sample: `{"reward", "score"}`, and `format` where an answer pattern is set.
+    """The function that scores one sample: `{"reward", "score"}`, and `format` where an answer
+    pattern is set.
 
-    `score` is the task's own number, `reward` that number or whether it reaches the threshold. Without a pattern the
-    whole response, stripped, is the answer. Raises: ConfigError for a pattern that is not a regular expression with a group.
+    `score` is the task's own number, `reward` that number or whether it reaches the threshold.
+    Without a pattern the whole response, stripped, is the answer. Raises: ConfigError for a pattern
+    that is not a regular expression with a group.
     """
     pattern = None
     if config.answer_pattern is not None:
         pattern = compile_pattern(config.answer_pattern, "reward.function.answer_pattern")
 
     def reward(sample: Sample) -> dict[str, float]:
-        answer, parts = sample.response, {}
+        answer = sample.response
+        parts = {}
         if pattern is not None:
             found = pattern.search(answer)
             parts["format"] = float(found is not None)
@@ -45,13 +50,18 @@ def make_reward(config: ReasoningGymReward) -> Callable[[Sample], dict[str, floa
                 return {"reward": 0.0, "score": 0.0, **parts}
             answer = found.group(1) or ""
         score = score_answer(answer.strip(), sample.metadata)
-        return {"reward": score if config.threshold is None else float(score >= config.threshold), "score": score, **parts}
+        return {
+            "reward": score if config.threshold is None else float(score >= config.threshold),
+            "score": score,
+            **parts,
+        }
 
     return reward
 
 
 def score_answer(answer: str, metadata: dict[str, Any]) -> float:
-    """The task's own score of `answer`, 0 to 1. Raises: DataError without a scoring record; what the scorer raises."""
+    """The task's own score of `answer`, 0 to 1. Raises: DataError without a scoring record; what
+    the scorer raises."""
     record = metadata.get(METADATA_KEY)
     if not isinstance(record, dict) or record.keys() != {"task", "arguments", "entry"}:
         raise DataError(
@@ -61,7 +71,11 @@ def score_answer(answer: str, metadata: dict[str, Any]) -> float:
             expected="task, arguments and entry",
             do="use prompts of type reasoning_gym, or another reward function",
         )
-    return float(_task(record["task"], json.dumps(record["arguments"])).score_answer(answer, unpack(record["entry"])))
+    return float(
+        _task(record["task"], json.dumps(record["arguments"])).score_answer(
+            answer, unpack(record["entry"])
+        )
+    )
 
 
 def scoring_record(task: str, arguments: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +87,12 @@ def make_task(task: str, arguments: dict[str, Any], *, seed: int, size: int) -> 
     """`reasoning_gym.create_dataset`, with the package's complaints as ConfigError."""
     if task not in DATASETS:
         near = get_close_matches(task, DATASETS, n=3) or sorted(DATASETS)
-        raise ConfigError("reasoning_gym has no such task", where="prompts.task", found=task, expected=", ".join(near))
+        raise ConfigError(
+            "reasoning_gym has no such task",
+            where="prompts.task",
+            found=task,
+            expected=", ".join(near),
+        )
     try:
         return reasoning_gym.create_dataset(task, **arguments, seed=seed, size=size)
     except (TypeError, ValueError, AssertionError) as error:
@@ -86,19 +105,26 @@ def make_task(task: str, arguments: dict[str, Any], *, seed: int, size: int) -> 
 
 
 def compile_pattern(pattern: str, where: str) -> re.Pattern[str]:
-    """The compiled pattern. Raises: ConfigError naming `where` if it is not a regular expression with a group."""
+    """The compiled pattern. Raises: ConfigError naming `where` if it is not a regular expression
+    with a group."""
     expected = "a regular expression with one (...)"
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise ConfigError("not a regular expression", where=where, found=f"{pattern!r}: {error}", expected=expected) from error
+        raise ConfigError(
+            "not a regular expression",
+            where=where,
+            found=f"{pattern!r}: {error}",
+            expected=expected,
+        ) from error
     if compiled.groups < 1:
         raise ConfigError("the pattern has no group", where=where, found=pattern, expected=expected)
     return compiled
 
 
 def pack(value: Any) -> Any:
-    """`value` in JSON's types: a tuple is `{"__tuple__": [...]}`, other keys than strings `{"__items__": [[k, v], ...]}`."""
+    """`value` in JSON's types: a tuple is `{"__tuple__": [...]}`, other keys than strings
+    `{"__items__": [[k, v], ...]}`."""
     if isinstance(value, tuple):
         return {"__tuple__": [pack(item) for item in value]}
     if isinstance(value, list):

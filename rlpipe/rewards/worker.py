@@ -1,16 +1,19 @@
-"""Score samples in a process of its own: `python -m rlpipe.rewards.worker`, started and asked by `workers.ProcessWorker`.
+"""Score samples in a process of its own: `python -m rlpipe.rewards.worker`, started and asked by
+`workers.ProcessWorker`.
 
 A message is a frame (`workers.FRAME`: its number and its length) and a pickle. Message 0 is
-`(sys.path, function config, args)`; the others are lists of samples. The answer to a message has its
-number: None or an error to message 0, scores or a RewardError to the others.
+`(sys.path, function config, args)`; the others are lists of samples. The answer to a message has
+its number: None or an error to message 0, scores or a RewardError to the others.
 
-The reward function is the user's and may do anything, so the two pipes are kept from it. Standard input is empty and standard
-output goes to stderr, for the function and every program it starts. A process that is forked here loses both pipes: it can
-neither answer nor keep them open after this process has died. If the function closes the pipes, this process ends.
+The reward function is the user's and may do anything, so the two pipes are kept from it. Standard
+input is empty and standard output goes to stderr, for the function and every program it starts. A
+process that is forked here loses both pipes: it can neither answer nor keep them open after this
+process has died. If the function closes the pipes, this process ends.
 
-This process leads a process group, which is killed when this process or the stage ends: what the function left running does
-not stay behind. On Linux it is also killed when the thread that started it ends, because arithmetic on huge numbers holds the
-interpreter so that nothing else in the process runs.
+This process leads a process group, which is killed when this process or the stage ends: what the
+function left running does not stay behind. On Linux it is also killed when the thread that started
+it ends, because arithmetic on huge numbers holds the interpreter so that nothing else in the
+process runs.
 
 Not for anyone else to start; it keeps no deadline of its own.
 """
@@ -27,9 +30,9 @@ import threading
 
 from rlpipe.config.guard import error_text, guarded
 from rlpipe.errors import RewardError, RlpipeError
-from rlpipe.orphan import end_with
 from rlpipe.rewards.python import Scorer
 from rlpipe.rewards.workers import FRAME
+from rlpipe.system.orphan import end_with
 from rlpipe.types import Sample
 
 PR_SET_PDEATHSIG = 1
@@ -64,7 +67,8 @@ class Pipe:
             left = left[os.write(self._descriptor, left) :]
 
     def _check(self) -> None:
-        """End the process if the descriptor is closed, or names a file that the user's code has opened since."""
+        """End the process if the descriptor is closed, or names a file that the user's code has
+        opened since."""
         if self._seen() == self._identity:
             return
         os.write(2, b"the reward function closed a pipe of its process; the process ends\n")
@@ -79,7 +83,8 @@ class Pipe:
 
 
 def main() -> None:
-    requests, answers = Pipe(sys.stdin.fileno()), Pipe(sys.stdout.fileno())
+    requests = Pipe(sys.stdin.fileno())
+    answers = Pipe(sys.stdout.fileno())
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, sys.stdin.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -103,7 +108,9 @@ def main() -> None:
             answer: object = scorer.score(_samples(content))
         except RewardError as error:
             answer = error
-        except KeyboardInterrupt as error:  # the function's own: Ctrl-C does not reach another session
+        except (
+            KeyboardInterrupt
+        ) as error:  # the function's own: Ctrl-C does not reach another session
             answer = RewardError(error_text(error))
         _answer(answers, number, answer)
 
@@ -113,11 +120,14 @@ def _samples(content: bytes) -> list[Sample]:
     try:
         return pickle.loads(content)
     except Exception as error:  # whatever a class of theirs comes up with
-        raise RewardError(f"the samples cannot be read in the reward's process: {type(error).__name__}: {error}") from error
+        raise RewardError(
+            f"the samples cannot be read in the reward's process: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _read(pipe: Pipe, messages: queue.SimpleQueue[tuple[int, bytes]]) -> None:
-    """Hand messages over until the stage closes its end; then end the process, also in the middle of a call."""
+    """Hand messages over until the stage closes its end; then end the process, also in the middle
+    of a call."""
     while len(frame := pipe.read(FRAME.size)) == FRAME.size:
         number, size = FRAME.unpack(frame)
         messages.put((number, pipe.read(size)))

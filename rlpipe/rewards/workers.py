@@ -1,9 +1,12 @@
-"""Who runs a verifier: the event loop, a thread, or a process that can be killed. All keep a deadline for each call.
+"""Who runs a verifier: the event loop, a thread, or a process that can be killed. All keep a
+deadline for each call.
 
-Only a process ends a verifier that hangs: a thread that misses its deadline is left to itself (it is a daemon, and its
-late answer goes nowhere) and the next call gets a new one. An async function is cancelled, and left to itself if it goes on.
+Only a process ends a verifier that hangs: a thread that misses its deadline is left to itself (it
+is a daemon, and its late answer goes nowhere) and the next call gets a new one. An async function
+is cancelled, and left to itself if it goes on.
 
-Only a process survives a verifier that crashes: with `reward.workers: 0` a segmentation fault in it ends the run's own process.
+Only a process survives a verifier that crashes: with `reward.workers: 0` a segmentation fault in it
+ends the run's own process.
 
 Not here: which samples make a call, retries, what an error means (`base`).
 """
@@ -25,26 +28,29 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlpipe.children import end_group, ended_how, exit_status
 from rlpipe.config.data import RewardFunction
 from rlpipe.errors import DeadlineExceeded, ResourceError, RewardError
 from rlpipe.rewards.python import Score, Scorer
+from rlpipe.system.child_processes import end_group, ended_how, exit_status
 from rlpipe.types import Sample
 
 FRAME = struct.Struct("<QQ")
-"""What comes before a message to and from a reward's process: the number of the call, and the bytes of the message."""
+"""What comes before a message to and from a reward's process: the number of the call, and the bytes
+of the message."""
 START_TIMEOUT_S = 120.0
 LAST_WORDS_S = 0.5
 """How long the last bytes may take after a process has ended, and its end after the last bytes."""
 
 
 class Worker(Protocol):
-    """Made by `base.score` for one stage, used by one task at a time, stopped by it whatever happens."""
+    """Made by `base.score` for one stage, used by one task at a time, stopped by it whatever
+    happens."""
 
     async def call(self, samples: Sequence[Sample], timeout_s: float) -> list[Score]:
         """One call of the verifier.
 
-        Raises: RewardError, DeadlineExceeded; ConfigError if it cannot be loaded, ResourceError if a process does not start.
+        Raises: RewardError, DeadlineExceeded; ConfigError if it cannot be loaded, ResourceError if
+        a process does not start.
         """
         ...
 
@@ -65,7 +71,8 @@ class LoopWorker:
                 raise _late(samples, timeout_s)
             return call.result()
         finally:
-            call.cancel()  # and not waited for: a function that catches its cancellation could take for ever
+            # and not waited for: a function that catches its cancellation could take for ever
+            call.cancel()
 
     async def stop(self) -> None:
         """Nothing is held."""
@@ -81,7 +88,9 @@ class ThreadWorker:
     async def call(self, samples: Sequence[Sample], timeout_s: float) -> list[Score]:
         if self._calls is None:
             self._calls = queue.SimpleQueue()
-            threading.Thread(target=_serve_thread, args=(self._scorer, self._calls), daemon=True, name="reward").start()
+            threading.Thread(
+                target=_serve_thread, args=(self._scorer, self._calls), daemon=True, name="reward"
+            ).start()
         answer: Future[list[Score]] = Future()
         self._calls.put((samples, answer))
         try:
@@ -110,14 +119,16 @@ def _serve_thread(scorer: Scorer, calls: queue.SimpleQueue) -> None:
 
 
 class ProcessWorker:
-    """Runs the function in a process of its own (`rlpipe.rewards.worker`), killed when it is late and started again.
+    """Runs the function in a process of its own (`rlpipe.rewards.worker`), killed when it is late
+    and started again.
 
-    Each call has a number, and its answer has to have the same one. Anything else ends the process: an answer is never taken
-    for that of another call.
+    Each call has a number, and its answer has to have the same one. Anything else ends the process:
+    an answer is never taken for that of another call.
     """
 
     def __init__(self, function: RewardFunction, args: Namespace | None = None):
-        self._function, self._args = function, args
+        self._function = function
+        self._args = args
         self._process: Process | None = None
         self._calls = 0
 
@@ -129,7 +140,9 @@ class ProcessWorker:
             await self.stop()
             raise _late(samples, timeout_s) from error
         except _DiedError as error:
-            raise RewardError("the reward's process died", found=await self._how_it_died()) from error
+            raise RewardError(
+                "the reward's process died", found=await self._how_it_died()
+            ) from error
         except RewardError:
             await self.stop()
             raise
@@ -139,12 +152,14 @@ class ProcessWorker:
 
     async def stop(self) -> None:
         """End the process, and what it started."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             await end_group(process)
 
     async def _how_it_died(self) -> str:
-        """How the process ended, in words; its pipes may be closed a moment before it has. What it started is ended."""
+        """How the process ended, in words; its pipes may be closed a moment before it has. What it
+        started is ended."""
         process = self._process
         assert process is not None
         with suppress(TimeoutError):
@@ -169,14 +184,20 @@ class ProcessWorker:
             start_new_session=True,
         )
         try:
-            ready = await asyncio.wait_for(self._ask((sys.path, self._function, self._args)), START_TIMEOUT_S)
+            ready = await asyncio.wait_for(
+                self._ask((sys.path, self._function, self._args)), START_TIMEOUT_S
+            )
         except TimeoutError as error:
             await self.stop()
             late = f"no answer within {START_TIMEOUT_S} s"
-            raise ResourceError("a reward process did not start", where="reward.workers", found=late) from error
+            raise ResourceError(
+                "a reward process did not start", where="reward.workers", found=late
+            ) from error
         except _DiedError as error:
             found = await self._how_it_died()
-            raise ResourceError("a reward process did not start", where="reward.workers", found=found) from error
+            raise ResourceError(
+                "a reward process did not start", where="reward.workers", found=found
+            ) from error
         except RewardError:
             await self.stop()
             raise
@@ -185,11 +206,13 @@ class ProcessWorker:
             raise ready
 
     async def _ask(self, message: object) -> Any:
-        """The answer to the next message. Raises: _DiedError; RewardError for anything that is not its answer."""
+        """The answer to the next message. Raises: _DiedError; RewardError for anything that is not
+        its answer."""
         process = self._process
         assert process is not None
         assert process.stdin is not None
-        number, self._calls = self._calls, self._calls + 1
+        number = self._calls
+        self._calls = self._calls + 1
         content = pickle.dumps(message)
         try:
             process.stdin.write(FRAME.pack(number, len(content)) + content)
@@ -208,7 +231,9 @@ class ProcessWorker:
         try:
             return pickle.loads(answer)
         except Exception as error:  # whatever the bytes are
-            raise RewardError("the answer of the reward's process cannot be read", found=f"{size} bytes") from error
+            raise RewardError(
+                "the answer of the reward's process cannot be read", found=f"{size} bytes"
+            ) from error
 
 
 class _DiedError(Exception):
@@ -237,5 +262,7 @@ async def _read(process: Process, size: int) -> bytes:
 def _late(samples: Sequence[Sample], timeout_s: float) -> DeadlineExceeded:
     where = f"reward/{samples[0].group_id}" + (f"/{samples[0].index}" if len(samples) == 1 else "")
     return DeadlineExceeded(
-        "the verifier did not answer", where=where, expected=f"within {timeout_s} s (reward.sample_timeout_s)"
+        "the verifier did not answer",
+        where=where,
+        expected=f"within {timeout_s} s (reward.sample_timeout_s)",
     )

@@ -1,1 +1,2 @@
-"""Sampling groups of responses from the engines through the router. Knows HTTP, not SGLang's package."""
+"""Sampling groups of responses from the engines through the router. Knows HTTP, not SGLang's
+package."""

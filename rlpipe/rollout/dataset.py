@@ -1,4 +1,5 @@
-"""Supervised rows: the response is given, nothing is sampled and no engine is asked. A generate function like `SingleTurn`."""
+"""Supervised rows: the response is given, nothing is sampled and no engine is asked. A generate
+function like `SingleTurn`."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class Given:
         self.decode = decode
 
     async def __call__(self, group: PlannedGroup, so_far: Sequence[Sample] = ()) -> list[Sample]:
-        """One completed sample per seed, with the planned response and loss mask, and no log-probabilities.
+        """One completed sample per seed, with the planned response and loss mask, and no
+        log-probabilities.
 
         Raises: DataError if the plan gives no response, or a loss mask of another length.
         """
@@ -31,8 +33,12 @@ class Given:
 
     def _sample(self, group: PlannedGroup, index: int) -> Sample:
         sample = planned_sample(group, index)
-        sample.response_ids, sample.response = list(group.response_ids), self.decode(group.response_ids)
+        sample.response_ids, sample.response = (
+            list(group.response_ids),
+            self.decode(group.response_ids),
+        )
         sample.loss_mask = list(group.loss_mask) or [1] * len(group.response_ids)
-        sample.status, sample.finish_reason = Status.COMPLETED, "stop"
+        sample.status = Status.COMPLETED
+        sample.finish_reason = "stop"
         sample.t_start_s = sample.t_end_s = time.time()
         return sample

@@ -1,8 +1,9 @@
 """The default way to sample a group: one turn, every sample of the group from the same prompt.
 
-A generate function is `async (PlannedGroup, so_far: Sequence[Sample]) -> list[Sample]`, one sample per seed; it raises an
-`RlpipeError` if the group failed. `so_far` is empty, or has the samples of the group as an earlier rollout left them: finished
-ones stay as they are, the others go on. A sample that comes back aborted was cut off by whoever asked.
+A generate function is `async (PlannedGroup, so_far: Sequence[Sample]) -> list[Sample]`, one sample
+per seed; it raises an `RlpipeError` if the group failed. `so_far` is empty, or has the samples of
+the group as an earlier rollout left them: finished ones stay as they are, the others go on. A
+sample that comes back aborted was cut off by whoever asked.
 
 Not here: which groups, how many at a time and what becomes of a failed one (`sampler`); rewards.
 """
@@ -15,16 +16,18 @@ from typing import Any, Protocol
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.errors import DataError, EngineError
-from rlpipe.rollout.client import GenerateClient
+from rlpipe.rollout.client.client import GenerateClient
 from rlpipe.rollout.generation import Generation
-from rlpipe.routed import within
+from rlpipe.store.routed_experts import within
 from rlpipe.types import PlannedGroup, Sample, Status, WeightVersion
 
 
 class Generate(Protocol):
     """See the module."""
 
-    def __call__(self, group: PlannedGroup, so_far: Sequence[Sample] = ()) -> Awaitable[list[Sample]]: ...
+    def __call__(
+        self, group: PlannedGroup, so_far: Sequence[Sample] = ()
+    ) -> Awaitable[list[Sample]]: ...
 
 
 Decode = Callable[[Sequence[int]], str]
@@ -36,12 +39,15 @@ _STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status
 def sampling_params(
     config: RolloutConfig, *, temperature: float | None = None, max_response_len: int | None = None
 ) -> dict[str, Any]:
-    """SGLang's sampling parameters of a rollout; evaluation overrides temperature (0 is greedy) and length."""
+    """SGLang's sampling parameters of a rollout; evaluation overrides temperature (0 is greedy) and
+    length."""
     params: dict[str, Any] = {
         "temperature": config.rollout_temperature if temperature is None else temperature,
         "top_p": config.rollout_top_p,
         "top_k": config.rollout_top_k,
-        "max_new_tokens": config.rollout_max_response_len if max_response_len is None else max_response_len,
+        "max_new_tokens": config.rollout_max_response_len
+        if max_response_len is None
+        else max_response_len,
         "stop_token_ids": list(config.rollout_stop_token_ids),
         "skip_special_tokens": False,
     }
@@ -55,10 +61,11 @@ def sampling_params(
 class SingleTurn:
     """The default generate function.
 
-    `decode` turns response ids into text. `context_len` is the longest prompt +
-    response; a response is cut short to fit. `seeded`: send each sample's own seed, one request each; only engines started
-    with `enable_deterministic_inference` honour it. Once `stop` is set, what is aborted is returned as it is. `routed`: samples
-    say which experts the engine routed their tokens to.
+    `decode` turns response ids into text. `context_len` is the longest prompt + response; a
+    response is cut short to fit. `seeded`: send each sample's own seed, one request each; only
+    engines started with `enable_deterministic_inference` honour it. Once `stop` is set, what is
+    aborted is returned as it is. `routed`: samples say which experts the engine routed their tokens
+    to.
     """
 
     def __init__(
@@ -72,11 +79,17 @@ class SingleTurn:
         routed: bool = False,
         stop: asyncio.Event | None = None,
     ) -> None:
-        self.client, self.sampling, self.decode, self.context_len, self.seeded = client, sampling, decode, context_len, seeded
-        self.routed, self.stop = routed, stop
+        self.client = client
+        self.sampling = sampling
+        self.decode = decode
+        self.context_len = context_len
+        self.seeded = seeded
+        self.routed = routed
+        self.stop = stop
 
     async def __call__(self, group: PlannedGroup, so_far: Sequence[Sample] = ()) -> list[Sample]:
-        """Raises: DataError if the prompt leaves no room for a response, and what `GenerateClient.generate` raises."""
+        """Raises: DataError if the prompt leaves no room for a response, and what
+        `GenerateClient.generate` raises."""
         room = self.context_len - len(group.prompt_ids)
         if room < 1:
             raise DataError(
@@ -92,24 +105,37 @@ class SingleTurn:
             sampling,
             n=len(group.seeds),
             seeds=group.seeds if self.seeded else None,
-            so_far=[_generation(sample) for sample in sorted(so_far, key=lambda sample: sample.index)] or None,
+            so_far=[
+                _generation(sample) for sample in sorted(so_far, key=lambda sample: sample.index)
+            ]
+            or None,
             stop=self.stop,
             routed_from=0 if self.routed else None,
             where=f"group {group.group_id}",
         )
         kept = {sample.index: sample for sample in so_far if sample.status in FINISHED}
-        return [kept.get(index) or self._sample(group, index, generation) for index, generation in enumerate(generations)]
+        return [
+            kept.get(index) or self._sample(group, index, generation)
+            for index, generation in enumerate(generations)
+        ]
 
     def _sample(self, group: PlannedGroup, index: int, generation: Generation) -> Sample:
         sample = planned_sample(group, index)
-        sample.response_ids, sample.rollout_log_probs = generation.response_ids, generation.log_probs
+        sample.response_ids = generation.response_ids
+        sample.rollout_log_probs = generation.log_probs
         tokens = len(group.prompt_ids) + len(generation.response_ids)
         sample.rollout_routed_experts = within(generation.routed_experts, tokens)
         sample.response = self.decode(generation.response_ids)
-        runs = [(tokens, version_of(stamp, f"group {group.group_id}")) for tokens, stamp in generation.weight_versions]
+        runs = [
+            (tokens, version_of(stamp, f"group {group.group_id}"))
+            for tokens, stamp in generation.weight_versions
+        ]
         sample.weight_versions = _merged(runs)
-        sample.status, sample.finish_reason = _STATUS[generation.finish_reason], generation.finish_reason
-        sample.engine, sample.t_start_s, sample.t_end_s = generation.engine, generation.t_start_s, generation.t_end_s
+        sample.status = _STATUS[generation.finish_reason]
+        sample.finish_reason = generation.finish_reason
+        sample.engine = generation.engine
+        sample.t_start_s = generation.t_start_s
+        sample.t_end_s = generation.t_end_s
         return sample
 
 
@@ -135,7 +161,8 @@ def planned_sample(group: PlannedGroup, index: int) -> Sample:
 
 
 def failed_samples(group: PlannedGroup, error: Exception) -> list[Sample]:
-    """The rows of a group that could not be sampled: status failed, the error's text, no response; or those it came with."""
+    """The rows of a group that could not be sampled: status failed, the error's text, no response;
+    or those it came with."""
     if isinstance(error, GroupFailed):
         return error.samples
     samples = [planned_sample(group, index) for index in range(len(group.seeds))]
@@ -154,9 +181,14 @@ def _generation(sample: Sample) -> Generation | None:
     if not sample.response_ids:
         return None
     stamps = [(tokens, f"{_EARLIER}{version}") for tokens, version in sample.weight_versions]
-    ids, log_probs, reason = sample.response_ids, sample.rollout_log_probs or [], _REASON[sample.status]
-    times, routed = (sample.t_start_s, sample.t_end_s), sample.rollout_routed_experts
-    return Generation(ids, log_probs, reason, stamps, sample.engine, 0, *times, routed_experts=routed)
+    ids = sample.response_ids
+    log_probs = sample.rollout_log_probs or []
+    reason = _REASON[sample.status]
+    times = (sample.t_start_s, sample.t_end_s)
+    routed = sample.rollout_routed_experts
+    return Generation(
+        ids, log_probs, reason, stamps, sample.engine, 0, *times, routed_experts=routed
+    )
 
 
 def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,12 +1,15 @@
-"""Turns with tools between them, by `rollout.tools`: the policy calls, the answer is appended, the policy goes on.
+"""Turns with tools between them, by `rollout.tools`: the policy calls, the answer is appended, the
+policy goes on.
 
     prompt │ turn: sampled, trained │ answer: given, masked │ turn │ answer │ … │ last turn
            └────────────────────── response, at most rollout_max_response_len ───────────┘
 
-What was sampled is never tokenised again: a turn's tokens are the engine's, and only the answer's text becomes tokens here. Each
-request begins with all tokens before it. A rollout ends when a turn calls nothing, after `max_turns`, or without room.
+What was sampled is never tokenised again: a turn's tokens are the engine's, and only the answer's
+text becomes tokens here. Each request begins with all tokens before it. A rollout ends when a turn
+calls nothing, after `max_turns`, or without room.
 
-Where a rollout stands can be read off its tokens and loss mask, so one that was cut off in the middle of a turn goes on there.
+Where a rollout stands can be read off its tokens and loss mask, so one that was cut off in the
+middle of a turn goes on there.
 
 Not here: how a call is written (`tool_calls`), the tools (`tools`).
 """
@@ -21,12 +24,12 @@ from itertools import groupby
 from typing import Any
 
 from rlpipe.errors import DataError
-from rlpipe.rollout.client import GenerateClient
+from rlpipe.rollout.client.client import GenerateClient
 from rlpipe.rollout.generate import FINISHED, planned_sample, version_of
 from rlpipe.rollout.generation import Generation
 from rlpipe.rollout.tool_calls import Call, CallFormat
 from rlpipe.rollout.tools import Tool
-from rlpipe.routed import appended, num_rows, within
+from rlpipe.store.routed_experts import appended, num_rows, within
 from rlpipe.types import PlannedGroup, Sample, Status
 
 
@@ -48,8 +51,9 @@ class TurnLimits:
 class MultiTurn:
     """The generate function of a run with tools.
 
-    `encode` and `decode` are the tokenizer's, special tokens skipped: calls and answers are read so. `response_text` makes the
-    text of a response (None: `decode`); the others as in `SingleTurn`.
+    `encode` and `decode` are the tokenizer's, special tokens skipped: calls and answers are read
+    so. `response_text` makes the text of a response (None: `decode`); the others as in
+    `SingleTurn`.
     """
 
     def __init__(
@@ -68,13 +72,26 @@ class MultiTurn:
         routed: bool = False,
         stop: asyncio.Event | None = None,
     ) -> None:
-        self.client, self.tools, self.calls, self.limits = client, tools, calls, limits
-        self.sampling = {**sampling, "stop": [*sampling.get("stop", ()), *calls.stops], "no_stop_trim": True}
-        self.encode, self.decode, self.seeded, self.affinity, self.stop = encode, decode, seeded, affinity, stop
-        self.routed, self.response_text = routed, response_text or decode
+        self.client = client
+        self.tools = tools
+        self.calls = calls
+        self.limits = limits
+        self.sampling = {
+            **sampling,
+            "stop": [*sampling.get("stop", ()), *calls.stops],
+            "no_stop_trim": True,
+        }
+        self.encode = encode
+        self.decode = decode
+        self.seeded = seeded
+        self.affinity = affinity
+        self.stop = stop
+        self.routed = routed
+        self.response_text = response_text or decode
 
     async def __call__(self, group: PlannedGroup, so_far: Sequence[Sample] = ()) -> list[Sample]:
-        """Raises: DataError if the prompt leaves no room for a response, and what `GenerateClient.generate` raises."""
+        """Raises: DataError if the prompt leaves no room for a response, and what
+        `GenerateClient.generate` raises."""
         if len(group.prompt_ids) >= self.limits.context_len:
             raise DataError(
                 "the prompt leaves no room for a response",
@@ -111,13 +128,19 @@ class MultiTurn:
             calls = self.calls.read(turn)
             if not calls or sample.num_turns >= self.limits.max_turns:
                 done = generation.finish_reason == "stop"
-                return _ended(sample, Status.COMPLETED if done else Status.TRUNCATED, generation.finish_reason)
+                return _ended(
+                    sample, Status.COMPLETED if done else Status.TRUNCATED, generation.finish_reason
+                )
             if generation.finish_reason == "length" and self._room(sample) < 1:
                 return _ended(sample, Status.TRUNCATED, "length")
             await self._answer(sample, calls)
 
     async def _turn(self, sample: Sample, room: int, begun: int) -> Generation:
-        longest = room if self.limits.turn_len is None else min(room, max(1, self.limits.turn_len - begun))
+        longest = (
+            room
+            if self.limits.turn_len is None
+            else min(room, max(1, self.limits.turn_len - begun))
+        )
         params = {**self.sampling, "max_new_tokens": longest}
         if self.seeded:
             params["sampling_seed"] = (sample.seed + len(sample.response_ids)) % 2**31
@@ -136,17 +159,23 @@ class MultiTurn:
         self._extend(sample, generation.response_ids, generation.log_probs, 1)
         sample.weight_versions = _joined([*sample.weight_versions, *runs])
         tokens = len(sample.prompt_ids) + len(sample.response_ids)
-        sample.rollout_routed_experts = within(appended(sample.rollout_routed_experts, generation.routed_experts), tokens)
-        sample.engine, sample.t_end_s = generation.engine, generation.t_end_s
+        sample.rollout_routed_experts = within(
+            appended(sample.rollout_routed_experts, generation.routed_experts), tokens
+        )
+        sample.engine = generation.engine
+        sample.t_end_s = generation.t_end_s
 
-    def _extend(self, sample: Sample, ids: Sequence[int], log_probs: Sequence[float], counts: int) -> None:
+    def _extend(
+        self, sample: Sample, ids: Sequence[int], log_probs: Sequence[float], counts: int
+    ) -> None:
         assert sample.rollout_log_probs is not None and sample.loss_mask is not None
         sample.response_ids += ids
         sample.rollout_log_probs += log_probs
         sample.loss_mask += [counts] * len(ids)
 
     async def _answer(self, sample: Sample, calls: Sequence[Call]) -> None:
-        """What the tools answer, as tokens that do not count. They have the weight version of the tokens before them."""
+        """What the tools answer, as tokens that do not count. They have the weight version of the
+        tokens before them."""
         start_s = time.time()
         answers = await asyncio.gather(*(self._called(call) for call in calls))
         sample.non_generation_time += time.time() - start_s
@@ -155,7 +184,9 @@ class MultiTurn:
         ids = self.encode(text)[: max(0, self._room(sample))]
         self._extend(sample, ids, [0.0] * len(ids), 0)
         if ids:
-            sample.weight_versions = _joined([*sample.weight_versions, (len(ids), sample.weight_versions[-1][1])])
+            sample.weight_versions = _joined(
+                [*sample.weight_versions, (len(ids), sample.weight_versions[-1][1])]
+            )
         sample.response = self.response_text(sample.response_ids)
 
     async def _called(self, call: Call) -> str:
@@ -169,11 +200,14 @@ class MultiTurn:
     def _room(self, sample: Sample) -> int:
         """Tokens that may still follow."""
         used = len(sample.response_ids)
-        return min(self.limits.response_len - used, self.limits.context_len - len(sample.prompt_ids) - used)
+        return min(
+            self.limits.response_len - used, self.limits.context_len - len(sample.prompt_ids) - used
+        )
 
 
 def _ended(sample: Sample, status: Status, reason: str) -> Sample:
-    sample.status, sample.finish_reason = status, reason
+    sample.status = status
+    sample.finish_reason = reason
     return sample
 
 

@@ -3,9 +3,10 @@
     plans/<part>/groups/   finished groups, whatever becomes of them: a retry takes them in
     plans/<part>/cut/      what there was of groups that were cut off
 
-A group in several shards counts from the first one, and of what was cut off the longest: it was there when the other went on.
+A group in several shards counts from the first one, and of what was cut off the longest: it was
+there when the other went on.
 
-Not here: which groups are sampled (`sampler`), shards themselves (`rlpipe.store.shards`).
+Not here: which groups are sampled (`sampler`), shards themselves (`rlpipe.store.parquet.shards`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from rlpipe.errors import ObjectMissing
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
+from rlpipe.store.parquet.rows import table_to_samples
+from rlpipe.store.parquet.shards import ShardWriter, adopt, read_rows
 from rlpipe.store.plans import Plans
-from rlpipe.store.rows import table_to_samples
-from rlpipe.store.shards import ShardWriter, adopt, read_rows
 from rlpipe.types import FileRecord, Plan, Sample
 
 Groups = dict[str, list[Sample]]
@@ -57,7 +58,8 @@ class StoredRows:
 
     @property
     def files(self) -> list[FileRecord]:
-        """Finished groups first: of a group that was cut off by one attempt and finished by another, those rows count."""
+        """Finished groups first: of a group that was cut off by one attempt and finished by
+        another, those rows count."""
         return [*self._finished, *self._cut]
 
     def adopt(self, part: Part) -> tuple[Groups, Groups]:
@@ -66,19 +68,28 @@ class StoredRows:
         cut = adopt(self._files, Plans.cut_prefix(part.digest), every=True)
         self._finished += [record for record, _ in finished]
         self._cut += [record for record, _ in cut]
-        return self._read(record for record, _ in finished), self._longest(record for record, _ in cut)
+        return self._read(record for record, _ in finished), self._longest(
+            record for record, _ in cut
+        )
 
     def earlier(self, digest: str, group_ids: Collection[str]) -> Groups:
         """See `Rows`."""
         found: Groups = {}
-        for prefix, read in ((Plans.groups_prefix(digest), self._read), (Plans.cut_prefix(digest), self._longest)):
+        for prefix, read in (
+            (Plans.groups_prefix(digest), self._read),
+            (Plans.cut_prefix(digest), self._longest),
+        ):
             missing = set(group_ids) - set(found)
             shards = adopt(self._files, prefix, every=True) if missing else []
             rows = read(record for record, groups in shards if missing & set(groups))
-            found |= {group_id: samples for group_id, samples in rows.items() if group_id in missing}
+            found |= {
+                group_id: samples for group_id, samples in rows.items() if group_id in missing
+            }
         if missing := sorted(set(group_ids) - set(found)):
             raise ObjectMissing(
-                "groups of the buffer have no rows", where=self._files.url(f"plans/{digest}"), found=f"no {missing}"
+                "groups of the buffer have no rows",
+                where=self._files.url(f"plans/{digest}"),
+                found=f"no {missing}",
             )
         return found
 

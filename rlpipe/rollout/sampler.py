@@ -1,12 +1,14 @@
-"""Run a rollout: sample groups, a bounded number at a time, until its batch is full; hand finished ones on meanwhile.
+"""Run a rollout: sample groups, a bounded number at a time, until its batch is full; hand finished
+ones on meanwhile.
 
     part 0 ─ sample ─ finished ─ judge ─┬─ accepted (the first rollout_batch_size)
     part 1 …            │               ├─ rejected: dropped with a reason (a fallback fills a batch that is too small)
                         │               └─ surplus:  buffered with its rows, not sampled again
                         └─ cut off when the batch is full: buffered, with or without its tokens so far
 
-All that was generated becomes rows, whatever became of it. Not here: how a group is sampled (`generate`, `dataset`), which
-groups there are (`rlpipe.data`), where rows are kept (`rows`), which groups are accepted (`selection`, `judge`).
+All that was generated becomes rows, whatever became of it. Not here: how a group is sampled
+(`generate`, `dataset`), which groups there are (`rlpipe.data`), where rows are kept (`rows`), which
+groups are accepted (`selection`, `judge`).
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class RolloutSettings:
     static: bool
     """Part 0 is all there is: also if groups fail, no more are asked for."""
     in_order: bool
-    """Accept in the order of the plan, so that it does not matter which group finished first. Nothing is cut off then."""
+    """Accept in the order of the plan, so that it does not matter which group finished first.
+    Nothing is cut off then."""
     partial: bool
     """A group that is cut off goes on from its tokens later; False: it starts again."""
     max_rounds: int
@@ -73,7 +76,8 @@ class RolloutProgress:
 
 @dataclass(frozen=True, slots=True)
 class RolloutResult:
-    """What a rollout came to: each group of its parts is accepted, dropped or in the buffer of `after`."""
+    """What a rollout came to: each group of its parts is accepted, dropped or in the buffer of
+    `after`."""
 
     progress: RolloutProgress
     parts: tuple[Part, ...]
@@ -88,7 +92,8 @@ class RolloutResult:
     scored: Groups = field(default_factory=dict)
     """Groups with their rewards, where the judge needed them."""
     fallbacks: dict[str, str] = field(default_factory=dict)
-    """Accepted groups that the filter did not keep, with its reason: they fill a batch for which too few groups were fit."""
+    """Accepted groups that the filter did not keep, with its reason: they fill a batch for which
+    too few groups were fit."""
 
 
 async def run_rollout(
@@ -105,13 +110,15 @@ async def run_rollout(
 ) -> RolloutResult:
     """Sample the parts of a plan, and those that `more` adds while too few groups are accepted.
 
-    `slots` bounds how many groups are sampled at once, also of several rollouts: first come, first served. `cut_off` makes
-    `generate` return what it has. Finished groups are written together at least every `flush_interval_s`, and once more at the
-    end, also when this is cancelled or fails. A group whose generation raises an RlpipeError becomes failed rows; they are
-    written last, and only if at least `min_completed_fraction` of the groups did not fail; a retry samples them again.
+    `slots` bounds how many groups are sampled at once, also of several rollouts: first come, first
+    served. `cut_off` makes `generate` return what it has. Finished groups are written together at
+    least every `flush_interval_s`, and once more at the end, also when this is cancelled or fails.
+    A group whose generation raises an RlpipeError becomes failed rows; they are written last, and
+    only if at least `min_completed_fraction` of the groups did not fail; a retry samples them
+    again.
 
-    Raises: DeadlineExceeded naming groups still running after `timeout_s`; EngineError if too many groups failed, or if
-    `max_rounds` parts did not make a batch.
+    Raises: DeadlineExceeded naming groups still running after `timeout_s`; EngineError if too many
+    groups failed, or if `max_rounds` parts did not make a batch.
     """
     plan = parts[0].plan
     run = _Run(settings, generate, rows, judge, slots, progress)
@@ -141,8 +148,15 @@ async def run_rollout(
 class _Run:
     """The state of one attempt."""
 
-    def __init__(self, settings: RolloutSettings, generate: Generate, rows: Rows, judge: Judge, slots, show) -> None:
-        self.settings, self.generate, self.rows, self.judge, self.slots, self.show = settings, generate, rows, judge, slots, show
+    def __init__(
+        self, settings: RolloutSettings, generate: Generate, rows: Rows, judge: Judge, slots, show
+    ) -> None:
+        self.settings = settings
+        self.generate = generate
+        self.rows = rows
+        self.judge = judge
+        self.slots = slots
+        self.show = show
         self.selection = Selection(settings.batch_size, in_order=settings.in_order)
         self.progress = RolloutProgress(wanted_groups=settings.batch_size)
         self.parts: list[Part] = []
@@ -153,7 +167,8 @@ class _Run:
         """Weight versions in each group that is finished."""
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.running: set[str] = set()
-        self.adopted, self.closed = 0, False
+        self.adopted = 0
+        self.closed = False
         self.unjudged: list[list[Sample]] = []
         self.finished: list[list[Sample]] = []
         self.failed: Groups = {}
@@ -161,7 +176,12 @@ class _Run:
         self.cut_before: Groups = {}
         self.scored: Groups = {}
         self.errors: dict[str, str] = {}
-        self.arrived, self.over, self.judged, self.to_judge = asyncio.Event(), asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.arrived, self.over, self.judged, self.to_judge = (
+            asyncio.Event(),
+            asyncio.Event(),
+            asyncio.Event(),
+            asyncio.Event(),
+        )
         self.start_s = time.monotonic()
 
     async def sample_all(self, parts: list[Part], more, cut_off, where: str) -> None:
@@ -186,7 +206,8 @@ class _Run:
             raise several.exceptions[0] from several
 
     async def _open(self, part: Part) -> None:
-        """Take a part in, with what an earlier attempt left of it and earlier rollouts of its groups."""
+        """Take a part in, with what an earlier attempt left of it and earlier rollouts of its
+        groups."""
         finished, cut = await asyncio.to_thread(self.rows.adopt, part)
         self.parts.append(part)
         self.selection.add(group.group_id for group in part.plan.groups)
@@ -243,7 +264,9 @@ class _Run:
 
     def _take(self, group_id: str, samples: list[Sample]) -> None:
         """A group whose rows are complete: it is judged now or soon."""
-        self.done[group_id] = [version for sample in samples for _, version in sample.weight_versions]
+        self.done[group_id] = [
+            version for sample in samples for _, version in sample.weight_versions
+        ]
         self.progress.finished_groups += 1
         verdict = self.judge.at_once(samples)
         if verdict is not None:
@@ -258,7 +281,8 @@ class _Run:
         while True:
             await self.to_judge.wait()
             self.to_judge.clear()
-            groups, self.unjudged = self.unjudged, []
+            groups = self.unjudged
+            self.unjudged = []
             for verdict in await self.judge.verdicts(groups):
                 self._decide(verdict)
 
@@ -302,7 +326,8 @@ class _Run:
 
     async def _flush_finished(self) -> None:
         self.arrived.clear()
-        groups, self.finished = self.finished, []
+        groups = self.finished
+        self.finished = []
         await self._write(groups, cut=False)
 
     async def _write(self, groups: Sequence[list[Sample]], *, cut: bool) -> None:
@@ -324,7 +349,8 @@ class _Run:
         await self._write([samples for samples in self.cut.values() if _tokens(samples)], cut=True)
 
     def refuse_failures(self, where: str) -> None:
-        groups, least = self.progress.groups, self.settings.min_completed_fraction
+        groups = self.progress.groups
+        least = self.settings.min_completed_fraction
         if groups - len(self.failed) >= least * groups:
             return
         group_id = next(iter(self.failed))
@@ -349,13 +375,20 @@ class _Run:
         )
 
     def result(self) -> RolloutResult:
-        accepted, dropped = self.selection.accepted, dict(self.selection.rejected)
-        dropped |= {group_id: "buffer_filter" for part in self.parts for group_id in discarded(part.plan)}
+        accepted = self.selection.accepted
+        dropped = dict(self.selection.rejected)
+        dropped |= {
+            group_id: "buffer_filter" for part in self.parts for group_id in discarded(part.plan)
+        }
         used = {*accepted, *dropped}
-        left = [self._buffered(group_id) for group_id in self.selection.planned if group_id not in used]
+        left = [
+            self._buffered(group_id) for group_id in self.selection.planned if group_id not in used
+        ]
         waited = {one.group_id for one in self.parts[0].plan.before.buffer}
         last = self.parts[-1].plan.after
-        again, new = ([one for one in left if (one.group_id in waited) is old] for old in (True, False))
+        again, new = (
+            [one for one in left if (one.group_id in waited) is old] for old in (True, False)
+        )
         after = last.model_copy(update={"buffer": (*again, *last.buffer, *new)})
         counts = (self.adopted, len(self.cut), self.errors, self.scored, self.selection.fallbacks)
         return RolloutResult(self.progress, tuple(self.parts), accepted, dropped, after, *counts)
@@ -370,9 +403,13 @@ class _Run:
             return waiting.model_copy(update={"rows": part.digest, **ages})
         cut = self.cut.get(group_id) or self.cut_before.get(group_id) or []
         if _tokens(cut):
-            return waiting.model_copy(update={"rows": part.digest, **_ages(cut)} if self.settings.partial else {})
+            return waiting.model_copy(
+                update={"rows": part.digest, **_ages(cut)} if self.settings.partial else {}
+            )
         begun = self.begun.get(group_id)
-        return waiting.model_copy(update={"rows": group.earlier, **_ages(begun)}) if begun else waiting
+        return (
+            waiting.model_copy(update={"rows": group.earlier, **_ages(begun)}) if begun else waiting
+        )
 
 
 def _tokens(samples: Sequence[Sample]) -> int:
@@ -383,4 +420,7 @@ def _ages(samples: Sequence[Sample]) -> dict[str, int | None]:
     """Oldest weight version of the tokens of a group, and newest if the group is finished."""
     versions = [version for sample in samples for _, version in sample.weight_versions]
     finished = all(sample.status in FINISHED for sample in samples)
-    return {"oldest": min(versions, default=None), "finished": max(versions, default=None) if finished else None}
+    return {
+        "oldest": min(versions, default=None),
+        "finished": max(versions, default=None) if finished else None,
+    }

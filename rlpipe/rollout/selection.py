@@ -1,4 +1,5 @@
-"""Which groups of a rollout make its batch: the first that are fit. Counting only; nothing runs here.
+"""Which groups of a rollout make its batch: the first that are fit. Counting only; nothing runs
+here.
 
 planned ──┬── fit ──────┬── accepted   the first `batch_size`: as they became fit, or `in_order` of the plan
           │             └── surplus    the others: they wait in the buffer
@@ -6,9 +7,10 @@ planned ──┬── fit ──────┬── accepted   the first `ba
           ├── rejected (reason)        dropped
           └── undecided                when it is over: cut off, they wait in the buffer
 
-A fallback is a group whose filter set `keep_when_insufficient`. It takes a place in the batch only when every planned group is
-decided and fit groups leave places free. So it spares a sampling round and never displaces a fit group. slime decides about
-each group at once, by how many are still being sampled; as many groups are accepted there, but not always the same ones.
+A fallback is a group whose filter set `keep_when_insufficient`. It takes a place in the batch only
+when every planned group is decided and fit groups leave places free. So it spares a sampling round
+and never displaces a fit group. slime decides about each group at once, by how many are still being
+sampled; as many groups are accepted there, but not always the same ones.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ class Selection:
     """The verdicts so far."""
 
     def __init__(self, batch_size: int, *, in_order: bool) -> None:
-        self.batch_size, self.in_order = batch_size, in_order
+        self.batch_size = batch_size
+        self.in_order = in_order
         self.planned: list[str] = []
         self._rejected: dict[str, str] = {}
         self._fallbacks: dict[str, str] = {}
@@ -49,7 +52,8 @@ class Selection:
 
     @property
     def over(self) -> bool:
-        """Is there nothing to wait for? In order of the plan, every group is waited for: who came first must not matter."""
+        """Is there nothing to wait for? In order of the plan, every group is waited for: who came
+        first must not matter."""
         undecided = len(self.planned) - len(self._decided)
         return not undecided or (not self.in_order and len(self._fit) >= self.batch_size)
 
@@ -66,7 +70,8 @@ class Selection:
 
     @property
     def fallbacks(self) -> dict[str, str]:
-        """Accepted groups that the filter did not keep, with its reason: the first decided, with `in_order` the first planned."""
+        """Accepted groups that the filter did not keep, with its reason: the first decided, with
+        `in_order` the first planned."""
         free = self.batch_size - len(self._fit)
         if free <= 0 or not self.over:
             return {}
@@ -77,12 +82,16 @@ class Selection:
     def rejected(self) -> dict[str, str]:
         """Group id → reason."""
         used = self.fallbacks
-        return self._rejected | {key: reason for key, reason in self._fallbacks.items() if key not in used}
+        return self._rejected | {
+            key: reason for key, reason in self._fallbacks.items() if key not in used
+        }
 
     def reasons(self) -> str:
         """How often which reason was given."""
         counts = Counter([*self._rejected.values(), *self._fallbacks.values()])
-        return ", ".join(f"{number} {reason}" for reason, number in sorted(counts.items())) or "none"
+        return (
+            ", ".join(f"{number} {reason}" for reason, number in sorted(counts.items())) or "none"
+        )
 
     def _ordered(self, group_ids: Iterable[str]) -> list[str]:
         wanted = set(group_ids)

@@ -20,7 +20,8 @@ END_OF_TURN = "<|im_end|>"
 
 @dataclass(frozen=True)
 class Call:
-    """One call. `arguments` is text for a tool that takes one, else keyword arguments; `error`: it cannot be read."""
+    """One call. `arguments` is text for a tool that takes one, else keyword arguments; `error`: it
+    cannot be read."""
 
     name: str
     arguments: str | dict[str, Any]
@@ -38,7 +39,8 @@ class CallFormat(Protocol):
         ...
 
     def render(self, answers: Sequence[str], *, ended: bool) -> str:
-        """The answers as the policy sees them. `ended`: the turn's last token is the end-of-sequence one."""
+        """The answers as the policy sees them. `ended`: the turn's last token is the
+        end-of-sequence one."""
         ...
 
 

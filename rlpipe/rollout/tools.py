@@ -1,7 +1,7 @@
 """Tools of the policy: how one is called, within its deadline, and those that come along.
 
-A tool is a function of the user or one of ours; what it returns becomes text. Nothing it does ends a rollout: what it raises, and
-a deadline it misses, is what the policy is told.
+A tool is a function of the user or one of ours; what it returns becomes text. Nothing it does ends
+a rollout: what it raises, and a deadline it misses, is what the policy is told.
 
     calculator(expression)    arithmetic: + - * / // % ** and parentheses
     python(code)              a Python program in a process of its own; what it prints
@@ -23,12 +23,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from rlpipe.children import end_group, exit_status
 from rlpipe.config.guard import error_text, guarded
 from rlpipe.config.hooks import load_hook
 from rlpipe.config.rollout import ToolConfig
 from rlpipe.errors import ConfigError
-from rlpipe.rollout.custom import called
+from rlpipe.rollout.hooks.generate_function import called
+from rlpipe.system.child_processes import end_group, exit_status
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -41,7 +41,8 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-_LARGEST_POWER, _LARGEST_NUMBER = 64, 10**30
+_LARGEST_POWER = 64
+_LARGEST_NUMBER = 10**30
 _LONGEST_EXPRESSION = 500
 _KEPT_BYTES = 64 * 1024
 _LAST_WORDS_S = 5.0
@@ -57,16 +58,29 @@ class Tool:
         self.timeout_s = timeout_s
         key = f"rollout.tools ({self.name})"
         try:
-            made: Any = guarded(found)(**config.arguments) if inspect.isclass(found) else partial(found, **config.arguments)
+            made: Any = (
+                guarded(found)(**config.arguments)
+                if inspect.isclass(found)
+                else partial(found, **config.arguments)
+            )
         except TypeError as error:
             raise ConfigError(
-                "the tool does not take these arguments", where=key, found=f"{config.arguments}: {error}"
+                "the tool does not take these arguments",
+                where=key,
+                found=f"{config.arguments}: {error}",
             ) from error
         except Exception as error:  # the class is the user's
-            raise ConfigError("the tool cannot be made", where=key, found=error_text(error)) from error
+            raise ConfigError(
+                "the tool cannot be made", where=key, found=error_text(error)
+            ) from error
         function = made.func if isinstance(made, partial) else made
         if not callable(function):
-            raise ConfigError("the tool cannot be called", where=key, found=config.path, expected="a class with __call__")
+            raise ConfigError(
+                "the tool cannot be called",
+                where=key,
+                found=config.path,
+                expected="a class with __call__",
+            )
         self._function: Callable[..., Any] = made if isinstance(made, partial) else guarded(made)
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__, not a test for callable
@@ -74,7 +88,11 @@ class Tool:
 
     async def answer(self, arguments: str | dict[str, Any]) -> str:
         """What the policy is told: the result as text, or what went wrong."""
-        call = partial(self._function, **arguments) if isinstance(arguments, dict) else partial(self._function, arguments)
+        call = (
+            partial(self._function, **arguments)
+            if isinstance(arguments, dict)
+            else partial(self._function, arguments)
+        )
         try:
             async with asyncio.timeout(self.timeout_s):
                 return str(await (call() if self._is_async else called(call)))
@@ -90,13 +108,17 @@ def load_tools(configs: Sequence[ToolConfig], *, timeout_s: float) -> dict[str, 
     names = [tool.name for tool in tools]
     if len(set(names)) != len(names):
         raise ConfigError(
-            "two tools have one name", where="rollout.tools", found=names, do="give them names: rollout.tools.0.name"
+            "two tools have one name",
+            where="rollout.tools",
+            found=names,
+            do="give them names: rollout.tools.0.name",
         )
     return dict(zip(names, tools, strict=True))
 
 
 def calculator(expression: str) -> str:
-    """The value of an arithmetic expression; whole numbers without a decimal point. Raises: ValueError, ZeroDivisionError."""
+    """The value of an arithmetic expression; whole numbers without a decimal point. Raises:
+    ValueError, ZeroDivisionError."""
     if len(expression) > _LONGEST_EXPRESSION:
         raise ValueError(f"longer than {_LONGEST_EXPRESSION} characters")
     try:
@@ -113,7 +135,8 @@ def _value(node: ast.AST) -> Any:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return _bounded(value)
         case ast.BinOp(left, op, right) if type(op) in _OPERATORS:
-            first, second = _value(left), _value(right)
+            first = _value(left)
+            second = _value(right)
             if isinstance(op, ast.Pow) and abs(second) > _LARGEST_POWER:
                 raise ValueError(f"a power above {_LARGEST_POWER}")
             return _bounded(_OPERATORS[type(op)](first, second))
@@ -131,9 +154,10 @@ def _bounded(value: Any) -> Any:
 async def python(code: str, *, memory_bytes: int = 512 * 1024**2, cpu_s: int = 10) -> str:
     """What a Python program prints, standard error included, and how it ended if not well.
 
-    It runs in a process of its own with `python -I`, in an empty folder that is removed, within these limits; it is killed when
-    the tool's deadline passes. Processes that it leaves running are killed when it ends: they hold its standard output, and would
-    keep the answer waiting. That bounds mistakes, not malice: it can read files and the network as the run can.
+    It runs in a process of its own with `python -I`, in an empty folder that is removed, within
+    these limits; it is killed when the tool's deadline passes. Processes that it leaves running are
+    killed when it ends: they hold its standard output, and would keep the answer waiting. That
+    bounds mistakes, not malice: it can read files and the network as the run can.
     """
     with tempfile.TemporaryDirectory(prefix="rlpipe-tool-") as folder:
         limits = partial(_limit, memory_bytes, cpu_s)
@@ -169,7 +193,9 @@ async def python(code: str, *, memory_bytes: int = 512 * 1024**2, cpu_s: int = 1
 async def _printed(process: Process) -> bytes:
     assert process.stdout is not None
     printed = b""
-    while len(printed) < _KEPT_BYTES and (piece := await process.stdout.read(_KEPT_BYTES - len(printed))):
+    while len(printed) < _KEPT_BYTES and (
+        piece := await process.stdout.read(_KEPT_BYTES - len(printed))
+    ):
         printed += piece
     return printed
 

@@ -1,9 +1,10 @@
 """Branches: a run is a chain of commits, one per iteration, each written once.
 
-Iterations are numbered without gaps. The first commit of a root branch has iteration 0 and no parent; that of a fork goes
-on from its parent's. A commit is refused unless its parent is there, so what `newest` returns always has its whole history.
-Along a branch the epochs of its commits never go down. After each commit its receipt is written, which outlives it.
-Each commit names the digests of its parent and of its records (`chain`).
+Iterations are numbered without gaps. The first commit of a root branch has iteration 0 and no
+parent; that of a fork goes on from its parent's. A commit is refused unless its parent is there, so
+what `newest` returns always has its whole history. Along a branch the epochs of its commits never
+go down. After each commit its receipt is written, which outlives it. Each commit names the digests
+of its parent and of its records (`chain`).
 
 Not here: who may commit (`epochs`), or what a commit's nodes hold (`nodes`).
 """
@@ -21,8 +22,8 @@ from pydantic import Field
 
 from rlpipe.errors import Fenced, ObjectConflict, ObjectCorrupt, ObjectMissing, StoreError
 from rlpipe.store.chain import chained
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import refuse_unknown_contract
+from rlpipe.store.objects.files import Files
 from rlpipe.store.receipts import CHAIN, WHO_AND_WHEN, Receipts
 from rlpipe.store.records import now, seal, unseal
 from rlpipe.types import CONTRACTS, Commit, Record, Stage, VersionedRecord
@@ -30,11 +31,13 @@ from rlpipe.types import CONTRACTS, Commit, Record, Stage, VersionedRecord
 CONFIG = re.compile(r"branches/[^/]+/config\.json")
 COMMIT = re.compile(r"branches/([^/]+)/([0-9]{8})\.json")
 AT_THE_TIME = {"leaves", "awaited"}
-"""Keys of the chain in which two commits of one result may differ: a checkpoint was recorded between them."""
+"""Keys of the chain in which two commits of one result may differ: a checkpoint was recorded
+between them."""
 
 
 class Branch(VersionedRecord):
-    """What a branch is, from the start: its configuration, its first weights, and what it was forked from."""
+    """What a branch is, from the start: its configuration, its first weights, and what it was
+    forked from."""
 
     branch: str
     config: dict[str, Any]
@@ -43,7 +46,8 @@ class Branch(VersionedRecord):
     parent: str | None = None
     """`branch/%08d` of the commit it goes on from; None for a root branch."""
     contracts: dict[Stage, int] = Field(default_factory=dict)
-    """Version of each stage's contract, for as long as the branch is there; of a stage that is not named it is 1."""
+    """Version of each stage's contract, for as long as the branch is there; of a stage that is not
+    named it is 1."""
     created: str = ""
 
 
@@ -69,22 +73,40 @@ class Branches:
 
     def names(self) -> list[str]:
         """All branches, sorted."""
-        return [path.split("/")[1] for path in self._files.list("branches") if path.endswith("/config.json")]
+        return [
+            path.split("/")[1]
+            for path in self._files.list("branches")
+            if path.endswith("/config.json")
+        ]
 
-    def create(self, branch: str, config: Mapping[str, Any], init: str, parent: str | None = None) -> Branch:
-        """Start a branch, or find it started in just this way. `parent`: the commit that it is a fork of.
+    def create(
+        self, branch: str, config: Mapping[str, Any], init: str, parent: str | None = None
+    ) -> Branch:
+        """Start a branch, or find it started in just this way. `parent`: the commit that it is a
+        fork of.
 
-        Raises: ObjectConflict if the name is taken by another run; ObjectMissing if the parent is not there.
+        Raises: ObjectConflict if the name is taken by another run; ObjectMissing if the parent is
+        not there.
         """
         if parent is not None:
             self.read(*parse_commit_name(parent))
-        record = Branch(branch=branch, config=dict(config), init=init, parent=parent, contracts=dict(CONTRACTS), created=now())
+        record = Branch(
+            branch=branch,
+            config=dict(config),
+            init=init,
+            parent=parent,
+            contracts=dict(CONTRACTS),
+            created=now(),
+        )
         path = config_path(branch)
         try:
             self._files.create(path, seal(record, path))
         except ObjectConflict as error:
             found = self.get(branch)
-            if found.model_copy(update={"created": record.created, "contracts": record.contracts}) == record:
+            if (
+                found.model_copy(update={"created": record.created, "contracts": record.contracts})
+                == record
+            ):
                 return found
             raise ObjectConflict(
                 "there is a run of this name with another configuration or start",
@@ -101,7 +123,12 @@ class Branches:
             record = unseal(Branch, self._files.read(path), self._files.url(path))
             if record.branch != branch or not _is_commit_name(record.parent):
                 found = f"{record.branch}, a fork of {record.parent}"
-                raise ObjectCorrupt("this is another branch", where=self._files.url(path), found=found, expected=branch)
+                raise ObjectCorrupt(
+                    "this is another branch",
+                    where=self._files.url(path),
+                    found=found,
+                    expected=branch,
+                )
             for stage, version in record.contracts.items():
                 refuse_unknown_contract(stage, version, self._files.url(path))
             self._known[branch] = record
@@ -119,15 +146,21 @@ class Branches:
         return self.get(branch).config
 
     def contracts(self, branch: str) -> dict[Stage, int]:
-        """Version of each stage's contract on a branch; of one that is not begun yet, the newest. Raises: ObjectCorrupt."""
+        """Version of each stage's contract on a branch; of one that is not begun yet, the newest.
+        Raises: ObjectCorrupt."""
         record = self.find(branch)
-        return dict(CONTRACTS) if record is None else {stage: record.contracts.get(stage, 1) for stage in Stage}
+        return (
+            dict(CONTRACTS)
+            if record is None
+            else {stage: record.contracts.get(stage, 1) for stage in Stage}
+        )
 
     def newest(self, branch: str, after: int | None = None) -> Commit | None:
         """The commit to go on from: the newest, or the parent of a fork that has none, or None.
 
-        `after` is an iteration known to be committed: only what follows it is looked for, without a listing.
-        Raises: ObjectMissing if there is no such branch, or `after` is not committed; ObjectCorrupt.
+        `after` is an iteration known to be committed: only what follows it is looked for, without a
+        listing. Raises: ObjectMissing if there is no such branch, or `after` is not committed;
+        ObjectCorrupt.
         """
         record = self.get(branch)
         if after is not None:
@@ -137,56 +170,91 @@ class Branches:
         return self.read(*parse_commit_name(record.parent)) if record.parent else None
 
     def committed(self, branch: str, after: int | None = None) -> list[int]:
-        """The iterations that a branch has committed itself, in order. `after`: as `newest`; those that follow it."""
+        """The iterations that a branch has committed itself, in order. `after`: as `newest`; those
+        that follow it."""
         if after is not None:
-            return list(takewhile(lambda k: self._files.exists(commit_path(branch, k)), count(after + 1)))
-        return [int(match[2]) for path in self._files.list(f"branches/{branch}") if (match := COMMIT.fullmatch(path))]
+            return list(
+                takewhile(lambda k: self._files.exists(commit_path(branch, k)), count(after + 1))
+            )
+        return [
+            int(match[2])
+            for path in self._files.list(f"branches/{branch}")
+            if (match := COMMIT.fullmatch(path))
+        ]
 
     def read(self, branch: str, iteration: int) -> Commit:
-        """One commit. Raises: ObjectMissing; ObjectCorrupt also if it is another one, or does not follow the one before it."""
+        """One commit. Raises: ObjectMissing; ObjectCorrupt also if it is another one, or does not
+        follow the one before it."""
         return self.read_stored(branch, iteration)[0]
 
     def read_stored(self, branch: str, iteration: int) -> tuple[Commit, str]:
-        """One commit, and the sha256 of its bytes: the head of the history up to it. Raises: as `read`."""
+        """One commit, and the sha256 of its bytes: the head of the history up to it. Raises: as
+        `read`."""
         path = commit_path(branch, iteration)
         data = self._files.read(path)
         commit = unseal(Commit, data, self._files.url(path))
         if (commit.branch, commit.iteration) != (branch, iteration) or not _follows(commit):
             found = f"{commit_name(commit.branch, commit.iteration)} after {commit.parent}"
-            raise ObjectCorrupt("this is another commit", where=self._files.url(path), found=found, expected="one that follows")
+            raise ObjectCorrupt(
+                "this is another commit",
+                where=self._files.url(path),
+                found=found,
+                expected="one that follows",
+            )
         return commit, hashlib.sha256(data).hexdigest()
 
     def parent_name(self, branch: str, iteration: int) -> str | None:
-        """Name of the commit that an iteration of a branch follows: of the branch itself, or the one it is a fork of.
+        """Name of the commit that an iteration of a branch follows: of the branch itself, or the
+        one it is a fork of.
 
-        None for the first of a root branch. Raises: StoreError for an iteration of before the fork; ObjectMissing, ObjectCorrupt.
+        None for the first of a root branch. Raises: StoreError for an iteration of before the fork;
+        ObjectMissing, ObjectCorrupt.
         """
         fork = self.get(branch).parent
         first = parse_commit_name(fork)[1] + 1 if fork else 0
         if iteration < first:
             where = commit_name(branch, iteration)
-            raise StoreError("not an iteration of this branch", where=where, expected=f"at least {first}: it is a fork of {fork}")
+            raise StoreError(
+                "not an iteration of this branch",
+                where=where,
+                expected=f"at least {first}: it is a fork of {fork}",
+            )
         return fork if iteration == first else commit_name(branch, iteration - 1)
 
     def before(self, branch: str, iteration: int) -> Commit | None:
-        """The commit that an iteration of a branch goes on from, a fork's first from another branch's; None for the very first.
+        """The commit that an iteration of a branch goes on from, a fork's first from another
+        branch's; None for the very first.
 
         Raises: as `parent_name`; ObjectMissing if that iteration is not committed.
         """
         parent = self.parent_name(branch, iteration)
         return self.read(*parse_commit_name(parent)) if parent else None
 
-    def commit(self, commit: Commit, fence: Callable[[], object] | None = None, *, look_for: Sequence[str] = ()) -> Commit:
-        """Record an iteration; returns the record that counts: ours, or an earlier one that says the same.
+    def commit(
+        self,
+        commit: Commit,
+        fence: Callable[[], object] | None = None,
+        *,
+        look_for: Sequence[str] = (),
+    ) -> Commit:
+        """Record an iteration; returns the record that counts: ours, or an earlier one that says
+        the same.
 
-        `attempt` and `created` are filled in if they are empty, and the keys of the chain from what is stored. `look_for`: paths
-        of checkpoints and evaluations that may be recorded by now, beside those that the commit awaits.
-        `fence` is called last before the write, and raises if this driver may not commit any more (`Epoch.check`).
-        Raises: Fenced if it does, or if a newer epoch has committed; StoreError if the commit does not follow from the branch's
-        last one; ObjectMissing if that is not there; ObjectConflict if the iteration was committed with another content.
+        `attempt` and `created` are filled in if they are empty, and the keys of the chain from what
+        is stored. `look_for`: paths of checkpoints and evaluations that may be recorded by now,
+        beside those that the commit awaits. `fence` is called last before the write, and raises if
+        this driver may not commit any more (`Epoch.check`). Raises: Fenced if it does, or if a
+        newer epoch has committed; StoreError if the commit does not follow from the branch's last
+        one; ObjectMissing if that is not there; ObjectConflict if the iteration was committed with
+        another content.
         """
         before, parent_sha256 = self._refuse_gap(commit)
-        commit = commit.model_copy(update={"attempt": commit.attempt or uuid4().hex[:12], "created": commit.created or now()})
+        commit = commit.model_copy(
+            update={
+                "attempt": commit.attempt or uuid4().hex[:12],
+                "created": commit.created or now(),
+            }
+        )
         path = commit_path(commit.branch, commit.iteration)
         if not self._files.exists(path):
             self._receipts.refuse_other(commit)
@@ -223,12 +291,14 @@ class Branches:
         return commit
 
     def sampled_by(self, branch: str) -> str:
-        """The branch that planned and sampled what a branch's iterations are made of: itself, unless it loads another's rollouts
-        (`debug.load_debug_rollout_data`), which may load others in turn. Raises: ObjectMissing, ObjectCorrupt."""
+        """The branch that planned and sampled what a branch's iterations are made of: itself,
+        unless it loads another's rollouts (`debug.load_debug_rollout_data`), which may load others
+        in turn. Raises: ObjectMissing, ObjectCorrupt."""
         return [branch, *self.sources(branch)][-1]
 
     def sources(self, branch: str) -> list[str]:
-        """The branches whose rollouts a branch loads: the one it names, the one which that names, and so on.
+        """The branches whose rollouts a branch loads: the one it names, the one which that names,
+        and so on.
 
         Raises: ObjectMissing, ObjectCorrupt.
         """
@@ -242,7 +312,8 @@ class Branches:
         return seen[1:]
 
     def walk(self, branch: str) -> Iterator[Commit]:
-        """The commits of a branch and of what it was forked from, newest first. Raises: ObjectMissing, ObjectCorrupt."""
+        """The commits of a branch and of what it was forked from, newest first. Raises:
+        ObjectMissing, ObjectCorrupt."""
         commit = self.newest(branch)
         while commit is not None:
             yield commit
@@ -253,7 +324,12 @@ class Branches:
         expected = self.parent_name(commit.branch, commit.iteration)
         if commit.parent != expected:
             name = commit_name(commit.branch, commit.iteration)
-            raise StoreError("not the next commit of its branch", where=name, found=commit.parent, expected=expected)
+            raise StoreError(
+                "not the next commit of its branch",
+                where=name,
+                found=commit.parent,
+                expected=expected,
+            )
         if expected is None:
             return None, None
         before, sha256 = self.read_stored(*parse_commit_name(expected))
@@ -301,8 +377,10 @@ def _follows(commit: Commit) -> bool:
 
 
 def _differing_keys(first: Record, second: Record) -> list[str]:
-    """Keys in which two records of one thing say something else; those of the chain only if no others differ."""
+    """Keys in which two records of one thing say something else; those of the chain only if no
+    others differ."""
     free = WHO_AND_WHEN | AT_THE_TIME
-    one, other = first.model_dump(), second.model_dump()
+    one = first.model_dump()
+    other = second.model_dump()
     differing = [key for key in one if one[key] != other[key] and key not in free]
     return [key for key in differing if key not in CHAIN] or differing

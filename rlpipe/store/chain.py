@@ -40,9 +40,9 @@ from contextlib import suppress
 from typing import Any
 
 from rlpipe.errors import ObjectMissing
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import LEAVES, input_digest, node_path
 from rlpipe.store.notes import gate_path
+from rlpipe.store.objects.files import Files
 from rlpipe.store.plans import plan_path
 from rlpipe.store.records import unseal
 from rlpipe.store.segments import Segments, segment_path
@@ -55,8 +55,17 @@ EXPANDED = (Stage.INIT, Stage.ROLLOUT, Stage.REWARD, Stage.ADVANTAGE, Stage.SEGM
 """Stages of other nodes than the iteration's own whose parents are named too. A train node is not
 among them: the parents of an earlier state are in earlier commits.
 """
-BESIDE = (Stage.SEGMENT, Stage.CHECKPOINT, Stage.TRAIN, Stage.ROLLOUT, Stage.REWARD, Stage.ADVANTAGE, Stage.INIT)
-"""Stages that are tried for a parent that neither this commit nor the one before names. It is rare."""
+BESIDE = (
+    Stage.SEGMENT,
+    Stage.CHECKPOINT,
+    Stage.TRAIN,
+    Stage.ROLLOUT,
+    Stage.REWARD,
+    Stage.ADVANTAGE,
+    Stage.INIT,
+)
+"""Stages that are tried for a parent that neither this commit nor the one before names. It is
+rare."""
 
 
 def chained(
@@ -88,15 +97,25 @@ def chained(
     linker.add_iteration()
     if _has_gates(config) and Stage.TRAIN in commit.nodes:
         linker.add(gate_path(commit.branch, commit.iteration, commit.nodes[Stage.TRAIN]))
-    awaited = linker.add_leaves(dict.fromkeys([*(before.awaited if before else ()), *commit.awaited]), look_for)
-    keys = {"parent_sha256": parent_sha256, "records": linker.records, "leaves": linker.leaves, "awaited": awaited}
+    awaited = linker.add_leaves(
+        dict.fromkeys([*(before.awaited if before else ()), *commit.awaited]), look_for
+    )
+    keys = {
+        "parent_sha256": parent_sha256,
+        "records": linker.records,
+        "leaves": linker.leaves,
+        "awaited": awaited,
+    }
     return commit.model_copy(update=keys)
 
 
 def leaf_paths(weights: str, evaluations: Iterable[str] = ()) -> list[str]:
     """Paths of the records about a state: its checkpoint, and the evaluations of these digests."""
     checkpoint = input_digest(Stage.CHECKPOINT, {"weights": weights}, {}, {})
-    return [node_path(Stage.CHECKPOINT, checkpoint), *(node_path(Stage.EVAL, digest) for digest in evaluations)]
+    return [
+        node_path(Stage.CHECKPOINT, checkpoint),
+        *(node_path(Stage.EVAL, digest) for digest in evaluations),
+    ]
 
 
 def _has_gates(config: Mapping[str, Any]) -> bool:
@@ -108,7 +127,9 @@ class _Linker:
     """Collects the digests of one commit."""
 
     def __init__(self, files: Files, commit: Commit, before: Commit | None) -> None:
-        self._files, self._commit, self._before = files, commit, before
+        self._files = files
+        self._commit = commit
+        self._before = before
         self.records: dict[str, str] = {}
         self.leaves: dict[str, str] = {}
         self.known: set[str] = {*commit.plans}
@@ -151,10 +172,16 @@ class _Linker:
         with ThreadPoolExecutor(READERS) as pool:
             found = pool.map(self._read, asked)
             self.leaves |= {
-                path: hashlib.sha256(data).hexdigest() for path, data in zip(asked, found, strict=True) if data is not None
+                path: hashlib.sha256(data).hexdigest()
+                for path, data in zip(asked, found, strict=True)
+                if data is not None
             }
         checkpoints = node_path(Stage.CHECKPOINT, "").removesuffix(".json")
-        arrived = [number for number, path in enumerate(due) if path in self.leaves and path.startswith(checkpoints)]
+        arrived = [
+            number
+            for number, path in enumerate(due)
+            if path in self.leaves and path.startswith(checkpoints)
+        ]
         newest = max(arrived, default=-1)
         missing = [
             path
@@ -186,7 +213,9 @@ class _Linker:
         if self._files.exists(plan_path(digest)):
             self.records[plan_path(digest)] = digest
             return
-        found = next((stage for stage in BESIDE if self._files.exists(node_path(stage, digest))), None)
+        found = next(
+            (stage for stage in BESIDE if self._files.exists(node_path(stage, digest))), None
+        )
         if found is not None:
             self.add_nodes([(found, digest)])
 
@@ -208,5 +237,7 @@ class _Linker:
 
 def _made_of(node: Node) -> list[str]:
     """Digests of what a node was made of."""
-    beside = [node.config.get(key) for key in ("of", "judged_by")] if node.stage is Stage.ROLLOUT else []
+    beside = (
+        [node.config.get(key) for key in ("of", "judged_by")] if node.stage is Stage.ROLLOUT else []
+    )
     return [*node.parents.values(), *(one for one in beside if isinstance(one, str))]

@@ -1,36 +1,42 @@
-"""Epochs: one driver of a branch at a time, and a driver that was replaced is told so before it commits.
+"""Epochs: one driver of a branch at a time, and a driver that was replaced is told so before it
+commits.
 
     branches/<branch>/epochs/%08d.json         epoch n: who drives, since when. Written once, without gaps, kept for good
     branches/<branch>/epochs/%08d/%08d.json    its lease, renewed: the last one counts, which is the last by name
 
-Whoever creates epoch n + 1 has replaced the driver of epoch n, whose next check finds that record. This alone decides, and
-no clock has a part in it. The lease only keeps a driver from being replaced by accident: while it runs, another driver is
-refused unless it asks for a takeover. A lease is over when it was released, when its process is known to be dead (same boot
-of the same machine, same PID namespace), or by the clock: on the holder's machine when its time is up, elsewhere SKEW_S
-later. Clocks that differ by more replace a driver too early, or wait longer; cloned machines may take each other's processes
-for dead. Both cost a driver, never a record.
+Whoever creates epoch n + 1 has replaced the driver of epoch n, whose next check finds that record.
+This alone decides, and no clock has a part in it. The lease only keeps a driver from being replaced
+by accident: while it runs, another driver is refused unless it asks for a takeover. A lease is over
+when it was released, when its process is known to be dead (same boot of the same machine, same PID
+namespace), or by the clock: on the holder's machine when its time is up, elsewhere SKEW_S later.
+Clocks that differ by more replace a driver too early, or wait longer; cloned machines may take each
+other's processes for dead. Both cost a driver, never a record.
 
-A renewal every lease_s / 3: one look for epoch n + 1, one write, one removal of the renewal before the last. At 60 s that is
-180 of each an hour and at most three objects; a killed driver's last ones are garbage (`superseded`) once it is replaced.
-Acquiring is two listings, two reads, one write; `check` is one request for an object that is not there.
+A renewal every lease_s / 3: one look for epoch n + 1, one write, one removal of the renewal before
+the last. At 60 s that is 180 of each an hour and at most three objects; a killed driver's last ones
+are garbage (`superseded`) once it is replaced. Acquiring is two listings, two reads, one write;
+`check` is one request for an object that is not there.
 
-Between a check and the write that follows it a takeover may still come. Then first writer wins: the new driver finds that
-commit and goes on from it, or is told that it differs. No batch is trained twice on one branch either way.
+Between a check and the write that follows it a takeover may still come. Then first writer wins: the
+new driver finds that commit and goes on from it, or is told that it differs. No batch is trained
+twice on one branch either way.
 
-A process that does a part of a driver's work (an iteration in a flow run of its own) joins its epoch: it carries that
-number, checks as its driver does, and is refused with it.
+A process that does a part of a driver's work (an iteration in a flow run of its own) joins its
+epoch: it carries that number, checks as its driver does, and is refused with it.
 
-Whoever removes things from the store (`gc`) is alone in it. It has epochs of its own, under a name that no run has:
+Whoever removes things from the store (`gc`) is alone in it. It has epochs of its own, under a name
+that no run has:
 
     collector                                    driver
     1. writes an epoch of its own                1. writes an epoch of its branch
     2. looks at every branch's newest one        2. looks at the collector's newest one
 
-Both write before they look, so whichever looks second sees the other, and gives up. A driver that may only be asleep is
-replaced by the collector, and so is such a collector by a driver: each is told before its next commit or removal.
+Both write before they look, so whichever looks second sees the other, and gives up. A driver that
+may only be asleep is replaced by the collector, and so is such a collector by a driver: each is
+told before its next commit or removal.
 
-Not here: which process holds one, and whether it lives (`holders`), when to check (`Branches.commit`, and whoever opens a run),
-or ending the other driver's processes.
+Not here: which process holds one, and whether it lives (`holders`), when to check
+(`Branches.commit`, and whoever opens a run), or ending the other driver's processes.
 """
 
 from __future__ import annotations
@@ -45,8 +51,8 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from rlpipe.errors import Fenced, ObjectConflict, ObjectCorrupt, ObjectMissing, StoreError
-from rlpipe.store.files import Files
 from rlpipe.store.holders import Holder
+from rlpipe.store.objects.files import Files
 from rlpipe.store.records import seal, unseal
 from rlpipe.types import VersionedRecord
 
@@ -84,7 +90,8 @@ class Lease(VersionedRecord):
     lease_s: float = Field(ge=0, lt=1e9)
     released: bool = False
     stand_in: bool = False
-    """Does it only finish what somebody asked for while there is no driver? A driver need not wait for it."""
+    """Does it only finish what somebody asked for while there is no driver? A driver need not wait
+    for it."""
 
     @property
     def until(self) -> datetime:
@@ -101,35 +108,54 @@ class Epochs:
     """The epochs of a store's branches."""
 
     def __init__(self, files: Files, *, skew_s: float = SKEW_S) -> None:
-        self._files, self._skew_s = files, skew_s
+        self._files = files
+        self._skew_s = skew_s
 
     def newest(self, branch: str) -> Lease | None:
         """The lease that counts; None if nobody ever drove the branch. Raises: ObjectCorrupt."""
-        while names := [name for name in self._files.list(epochs_folder(branch)) if NAME.fullmatch(name)]:
+        while names := [
+            name for name in self._files.list(epochs_folder(branch)) if NAME.fullmatch(name)
+        ]:
             newest = max(names)
             with suppress(ObjectMissing):  # renewed twice since the listing: list again
                 return read_lease(self._files, newest)
         return None
 
-    def acquire(self, branch: str, *, takeover: bool = False, stand_in: bool = False, lease_s: float = LEASE_S) -> Epoch:
+    def acquire(
+        self,
+        branch: str,
+        *,
+        takeover: bool = False,
+        stand_in: bool = False,
+        lease_s: float = LEASE_S,
+    ) -> Epoch:
         """Become the driver of a branch; call `keep` on what this returns, or `renew` in time.
 
-        A `stand_in` is replaced by the next driver without being asked.
-        Raises: Fenced while another driver's lease runs (with `takeover`: if a third one was faster), or the collector is at
-        work; StoreError.
+        A `stand_in` is replaced by the next driver without being asked. Raises: Fenced while
+        another driver's lease runs (with `takeover`: if a third one was faster), or the collector
+        is at work; StoreError.
         """
-        return self._admitted(self._take(branch, takeover=takeover, stand_in=stand_in, lease_s=lease_s))
+        return self._admitted(
+            self._take(branch, takeover=takeover, stand_in=stand_in, lease_s=lease_s)
+        )
 
     @contextmanager
     def alone(self) -> Iterator[Epoch]:
-        """Keep every driver out of the store for as long as the block takes; `check` the epoch before each thing done in it.
+        """Keep every driver out of the store for as long as the block takes; `check` the epoch
+        before each thing done in it.
 
         Raises: Fenced if there is a driver now, or another collector; StoreError.
         """
         own = self._take(COLLECTOR)
         own.keep()
         try:
-            for branch in sorted({match[1] for name in self._files.list("branches") if (match := NAME.fullmatch(name))}):
+            for branch in sorted(
+                {
+                    match[1]
+                    for name in self._files.list("branches")
+                    if (match := NAME.fullmatch(name))
+                }
+            ):
                 held = self.newest(branch) if branch != COLLECTOR else None
                 if held is not None and not held.released and not held.holder.dead:
                     self._take(branch, stand_in=True, released=True)
@@ -146,9 +172,15 @@ class Epochs:
         lease_s: float = LEASE_S,
         released: bool = False,
     ) -> Epoch:
-        """The next epoch, `released` from the start if it is only to replace the one before. Raises: Fenced; StoreError."""
+        """The next epoch, `released` from the start if it is only to replace the one before.
+        Raises: Fenced; StoreError."""
         held = self.newest(branch)
-        if held is not None and not takeover and not held.over(self._skew_s) and (stand_in or not held.stand_in):
+        if (
+            held is not None
+            and not takeover
+            and not held.over(self._skew_s)
+            and (stand_in or not held.stand_in)
+        ):
             raise self._refusal(held)
         now = clock().isoformat(timespec="milliseconds")
         number = held.epoch + 1 if held else 1
@@ -170,7 +202,8 @@ class Epochs:
         return Epoch(self._files, lease)
 
     def _admitted(self, epoch: Epoch) -> Epoch:
-        """The epoch, given back if the collector is at work. One that died or sleeps is replaced, and removes nothing more."""
+        """The epoch, given back if the collector is at work. One that died or sleeps is replaced,
+        and removes nothing more."""
         try:
             while (held := self.newest(COLLECTOR)) is not None and not held.released:
                 if not held.over(self._skew_s):
@@ -183,7 +216,8 @@ class Epochs:
         return epoch
 
     def join(self, branch: str, *, stand_in: bool) -> Epoch:
-        """Work under the newest epoch while its driver lives (checked, never renewed here); else become a stand-in for one.
+        """Work under the newest epoch while its driver lives (checked, never renewed here); else
+        become a stand-in for one.
 
         Raises: Fenced instead if this shall be no `stand_in`; StoreError.
         """
@@ -213,7 +247,12 @@ class Epochs:
         found = f"{_who(held)}; its lease, last renewed {held.renewed}, is over at {until} unless it renews it again"
         if held.branch == COLLECTOR:
             do = f"wait until it is done, or stop it (if it is dead already: {max(left_s, 0):.0f} s); then start again"
-            return Fenced("what nobody needs is being removed from this store (tools.gc)", where=where, found=found, do=do)
+            return Fenced(
+                "what nobody needs is being removed from this store (tools.gc)",
+                where=where,
+                found=found,
+                do=do,
+            )
         return Fenced(
             "another driver runs this branch",
             where=where,
@@ -225,16 +264,22 @@ class Epochs:
 
 
 class Epoch:
-    """The right to commit to a branch, until another driver takes it. Thread-safe; stays in its process.
+    """The right to commit to a branch, until another driver takes it. Thread-safe; stays in its
+    process.
 
-    One that is `joined` is another process's: it ends with the next one too, but this process neither renews nor releases it.
+    One that is `joined` is another process's: it ends with the next one too, but this process
+    neither renews nor releases it.
     """
 
     def __init__(self, files: Files, lease: Lease, *, joined: bool = False) -> None:
-        self._files, self._lease, self._renewals = files, lease, 0
+        self._files = files
+        self._lease = lease
+        self._renewals = 0
         self.joined = joined
         self._lock, self._stopped = threading.Lock(), threading.Event()
-        self._keeper = threading.Thread(target=self._renew_until_stopped, name=f"lease of {lease.branch}", daemon=True)
+        self._keeper = threading.Thread(
+            target=self._renew_until_stopped, name=f"lease of {lease.branch}", daemon=True
+        )
         self.lost: Fenced | None = None
         """Why this driver may not commit any more, as far as is known without asking the store."""
 
@@ -254,8 +299,11 @@ class Epoch:
             self._keeper.start()
 
     def check(self) -> None:
-        """Ask the store whether this is still the newest epoch. Raises: Fenced, now and ever after; StoreError."""
-        if self.lost is None and self._files.exists(path := epoch_path(self._lease.branch, self.number + 1)):
+        """Ask the store whether this is still the newest epoch. Raises: Fenced, now and ever after;
+        StoreError."""
+        if self.lost is None and self._files.exists(
+            path := epoch_path(self._lease.branch, self.number + 1)
+        ):
             newer = read_lease(self._files, path)
             self.lost = Fenced(
                 "another driver has taken over this branch",
@@ -268,7 +316,8 @@ class Epoch:
             raise self.lost
 
     def check_driver(self) -> None:
-        """`check`, and whether the driver that was joined is still there to wait for. Raises: Fenced; StoreError."""
+        """`check`, and whether the driver that was joined is still there to wait for. Raises:
+        Fenced; StoreError."""
         self.check()
         if not self.joined:
             return
@@ -290,7 +339,8 @@ class Epoch:
             self._write()
 
     def release(self) -> None:
-        """Give the branch back: the next driver need not wait. A store that does not answer lets the lease run out instead."""
+        """Give the branch back: the next driver need not wait. A store that does not answer lets
+        the lease run out instead."""
         self._stopped.set()
         with self._lock:
             if self.lost is None:
@@ -298,7 +348,9 @@ class Epoch:
                     with suppress(StoreError):
                         self._write(released=True)
                 path = epoch_path(self._lease.branch, self.number)
-                self.lost = Fenced("this driver has given the branch back", where=self._files.url(path))
+                self.lost = Fenced(
+                    "this driver has given the branch back", where=self._files.url(path)
+                )
 
     def _write(self, *, released: bool = False) -> None:
         self._renewals += 1  # first: a number whose write failed may be there all the same
@@ -307,16 +359,24 @@ class Epoch:
         path = epoch_path(lease.branch, self.number, self._renewals)
         self._files.create(path, seal(lease, path))
         if self._renewals > KEPT_RENEWALS:
-            self._files.delete(epoch_path(lease.branch, self.number, self._renewals - KEPT_RENEWALS))
+            self._files.delete(
+                epoch_path(lease.branch, self.number, self._renewals - KEPT_RENEWALS)
+            )
 
     def _renew_until_stopped(self) -> None:
-        while self.lost is None and not self._stopped.wait(self._lease.lease_s / RENEWALS_PER_LEASE):
-            with suppress(Exception):  # `check` keeps a Fenced in `lost`; whatever else it is, the next renewal may succeed
+        while self.lost is None and not self._stopped.wait(
+            self._lease.lease_s / RENEWALS_PER_LEASE
+        ):
+            with suppress(
+                Exception
+                # `check` keeps a Fenced in `lost`; whatever else it is, the next renewal may succeed
+            ):
                 self.renew()
 
 
 def superseded(names: Iterable[str]) -> set[str]:
-    """Of the names of a store's objects: renewals that count no more, those of replaced epochs and all but each last one."""
+    """Of the names of a store's objects: renewals that count no more, those of replaced epochs and
+    all but each last one."""
     leases = {name: match for name in names if (match := NAME.fullmatch(name))}
     newest: dict[str, str] = {}
     for name, match in leases.items():
@@ -336,17 +396,25 @@ def epochs_folder(branch: str) -> str:
 
 def epoch_path(branch: str, number: int, renewal: int = 0) -> str:
     """Where the record of an epoch lies, or a renewal of its lease."""
-    return f"{epochs_folder(branch)}/{number:08d}" + (f"/{renewal:08d}.json" if renewal else ".json")
+    return f"{epochs_folder(branch)}/{number:08d}" + (
+        f"/{renewal:08d}.json" if renewal else ".json"
+    )
 
 
 def read_lease(files: Files, path: str) -> Lease:
-    """The lease of this name. Raises: ObjectMissing; ObjectCorrupt, also if it is another epoch's."""
+    """The lease of this name. Raises: ObjectMissing; ObjectCorrupt, also if it is another
+    epoch's."""
     lease = unseal(Lease, files.read(path), files.url(path))
-    if path.removesuffix(".json").partition("/epochs/")[2].partition("/")[0] != f"{lease.epoch:08d}" or not path.startswith(
-        f"{epochs_folder(lease.branch)}/"
-    ):
+    if path.removesuffix(".json").partition("/epochs/")[2].partition("/")[
+        0
+    ] != f"{lease.epoch:08d}" or not path.startswith(f"{epochs_folder(lease.branch)}/"):
         found = f"epoch {lease.epoch} of {lease.branch}"
-        raise ObjectCorrupt("this is another lease", where=files.url(path), found=found, expected="the epoch of its name")
+        raise ObjectCorrupt(
+            "this is another lease",
+            where=files.url(path),
+            found=found,
+            expected="the epoch of its name",
+        )
     return lease
 
 

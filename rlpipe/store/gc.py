@@ -1,20 +1,25 @@
 """Garbage: what no branch reaches.
 
-Reached are all branches and their commits, the plans and nodes they name, their parents, and the files of those nodes.
-Checkpoints and evaluations of reached weights are reached too: they are recorded beside the commits, some after them. Kept as
-well is what a branch may still adopt when it goes on: plans of iterations it has not committed, their finished groups, and
-nodes grown from them. So a crashed run loses nothing, however long it lies. All else goes once it is older than
-the grace period, which must outlast a checkpoint's upload: draws of plans that go, and what is left of a run whose removal was
-killed, too. Of who drives a branch only the renewals of leases go, all but the one that counts; the epochs of a run that was
-removed stay, half a kilobyte each, so that a driver that slept meanwhile is refused.
+Reached are all branches and their commits, the plans and nodes they name, their parents, and the
+files of those nodes. Checkpoints and evaluations of reached weights are reached too: they are
+recorded beside the commits, some after them. Kept as well is what a branch may still adopt when it
+goes on: plans of iterations it has not committed, their finished groups, and nodes grown from them.
+So a crashed run loses nothing, however long it lies. All else goes once it is older than the grace
+period, which must outlast a checkpoint's upload: draws of plans that go, and what is left of a run
+whose removal was killed, too. Of who drives a branch only the renewals of leases go, all but the
+one that counts; the epochs of a run that was removed stay, half a kilobyte each, so that a driver
+that slept meanwhile is refused.
 
-Garbage may be adopted by whoever begins: its inputs are the same as then. So nothing is removed beside a driver. Who removes is
-alone in the store (`Epochs.alone`): it is refused while anyone drives a branch, whoever begins meanwhile is refused, and it asks
-before every single removal whether that still holds. The promise: what a commit names is there. The window: a collector whose
-machine stands still for longer than its lease, between that question and the request after it, removes that one object.
+Garbage may be adopted by whoever begins: its inputs are the same as then. So nothing is removed
+beside a driver. Who removes is alone in the store (`Epochs.alone`): it is refused while anyone
+drives a branch, whoever begins meanwhile is refused, and it asks before every single removal
+whether that still holds. The promise: what a commit names is there. The window: a collector whose
+machine stands still for longer than its lease, between that question and the request after it,
+removes that one object.
 
-Listing comes first and reading the branches second: what is committed in between was either young or is seen.
-Not here: parts of S3 uploads that were killed (a bucket's lifecycle rule), and anything outside the store's own folders.
+Listing comes first and reading the branches second: what is committed in between was either young
+or is seen. Not here: parts of S3 uploads that were killed (a bucket's lifecycle rule), and anything
+outside the store's own folders.
 """
 
 from __future__ import annotations
@@ -26,10 +31,10 @@ from rlpipe.errors import ObjectMissing
 from rlpipe.store.branches import Branches, config_path, is_commit
 from rlpipe.store.epochs import NAME as EPOCH
 from rlpipe.store.epochs import superseded
-from rlpipe.store.files import Files
-from rlpipe.store.local import Entry
 from rlpipe.store.nodes import LEAVES, Nodes, node_path
 from rlpipe.store.notes import noted, noted_iterations
+from rlpipe.store.objects.files import Files
+from rlpipe.store.objects.local import Entry
 from rlpipe.store.plans import Plans, plan_path
 from rlpipe.store.receipts import NODE_NAME, REMOVED_NAME, Receipts
 from rlpipe.store.segments import Segments
@@ -42,10 +47,12 @@ FOLDERS = (*NAMING, "receipts", "nodes", "plans", "data", "checkpoints")
 
 
 def unreachable(files: Files, grace_s: float, leaving: Collection[str] = ()) -> list[str]:
-    """Names of all objects that may go: reached by nothing and older than the grace period (seconds).
+    """Names of all objects that may go: reached by nothing and older than the grace period
+    (seconds).
 
     `leaving`: records that are about to be removed (`retention`), and reach nothing any more.
-    Raises: ObjectMissing, ObjectCorrupt if a record cannot be read: who knows what it reaches, so nothing may go.
+    Raises: ObjectMissing, ObjectCorrupt if a record cannot be read: who knows what it reaches, so
+    nothing may go.
     """
     now = time.time()
     entries = [entry for folder in FOLDERS for entry in files.entries(folder)]
@@ -61,10 +68,14 @@ def unreachable(files: Files, grace_s: float, leaving: Collection[str] = ()) -> 
 
 
 def remove(
-    files: Files, paths: Sequence[str], check: Callable[[], object], say: Callable[[int, int], object] | None = None
+    files: Files,
+    paths: Sequence[str],
+    check: Callable[[], object],
+    say: Callable[[int, int], object] | None = None,
 ) -> None:
-    """Remove objects, in this order; killed half-way it can be done again. `check` is called before each, and raises if nothing
-    may be removed any more (`Epochs.alone`). `say` is told how many are done, and of how many.
+    """Remove objects, in this order; killed half-way it can be done again. `check` is called before
+    each, and raises if nothing may be removed any more (`Epochs.alone`). `say` is told how many are
+    done, and of how many.
     """
     for number, path in enumerate(paths, start=1):
         check()
@@ -74,11 +85,19 @@ def remove(
 
 
 class _Reached:
-    """The closure over one listing of the store: `paths` may not go. `left`: records of branches that are there no more."""
+    """The closure over one listing of the store: `paths` may not go. `left`: records of branches
+    that are there no more."""
 
     def __init__(self, files: Files, names: set[str], leaving: Collection[str] = ()) -> None:
-        self._files, self._nodes, self._plans, self._branches = files, Nodes(files), Plans(files), Branches(files)
-        self._homes = {_digest(name): name for name in names.difference(leaving) if name.startswith("nodes/")}
+        self._files, self._nodes, self._plans, self._branches = (
+            files,
+            Nodes(files),
+            Plans(files),
+            Branches(files),
+        )
+        self._homes = {
+            _digest(name): name for name in names.difference(leaving) if name.startswith("nodes/")
+        }
         self._next: dict[str, int] = {}
         self.paths: set[str] = set()
         known = self._branches.names()
@@ -86,13 +105,22 @@ class _Reached:
             if config_path(branch) not in leaving:
                 self._add_branch(branch)
         self.left = self._left(names.difference(leaving), set(known))
-        plans = {name.split("/")[1] for name in names if name.startswith("plans/") and name.endswith("/plan.json")}
+        plans = {
+            name.split("/")[1]
+            for name in names
+            if name.startswith("plans/") and name.endswith("/plan.json")
+        }
         self._add_pending({digest for digest in plans if self._is_open(digest)})
         self._add_leaves()
         for name in names:
-            if (receipt := NODE_NAME.fullmatch(name)) and f"nodes/{receipt[1]}/{receipt[2]}.json" in self.paths:
+            if (
+                receipt := NODE_NAME.fullmatch(name)
+            ) and f"nodes/{receipt[1]}/{receipt[2]}.json" in self.paths:
                 self.paths.add(name)
-            if REMOVED_NAME.fullmatch(name) and self._homes.get(Receipts(files).get_removed(name).weights) in self.paths:
+            if (
+                REMOVED_NAME.fullmatch(name)
+                and self._homes.get(Receipts(files).get_removed(name).weights) in self.paths
+            ):
                 self.paths.add(name)
             folder, _, rest = name.partition("/")
             if (folder == "draws" and plan_path(self._plans.drawn_in(name)) in self.paths) or (
@@ -101,12 +129,20 @@ class _Reached:
                 self.paths.add(name)
 
     def _left(self, names: Iterable[str], known: Collection[str]) -> set[str]:
-        """Records of branches without a configuration, but epochs. Raises: ObjectMissing if commits are among them."""
-        left = {name for name in names if name.startswith("branches/") and name.split("/")[1] not in known}
+        """Records of branches without a configuration, but epochs. Raises: ObjectMissing if commits
+        are among them."""
+        left = {
+            name
+            for name in names
+            if name.startswith("branches/") and name.split("/")[1] not in known
+        }
         if lost := next((name for name in sorted(left) if is_commit(name)), None):
             branch = lost.split("/")[1]
-            where, do = self._files.url(config_path(branch)), f"bring it back from a copy, or remove the run: --remove {branch}"
-            raise ObjectMissing("a run has commits and no configuration", where=where, found=lost, do=do)
+            where = self._files.url(config_path(branch))
+            do = f"bring it back from a copy, or remove the run: --remove {branch}"
+            raise ObjectMissing(
+                "a run has commits and no configuration", where=where, found=lost, do=do
+            )
         return {name for name in left if not EPOCH.fullmatch(name)}
 
     def _add_branch(self, branch: str) -> None:
@@ -126,14 +162,16 @@ class _Reached:
                 self._add_noted(stage, digest)
 
     def _add_named(self, stage: Stage, digest: str) -> None:
-        """A node that a branch's own records name. Raises: ObjectMissing if it is lost: its files are not garbage yet."""
+        """A node that a branch's own records name. Raises: ObjectMissing if it is lost: its files
+        are not garbage yet."""
         if digest not in self._homes:
             self._nodes.get(stage, digest)
             self._homes[digest] = node_path(stage, digest)
         self._add(digest)
 
     def _add_noted(self, stage: Stage, digest: str) -> None:
-        """A node of an iteration that was sampled or reprocessed, but not trained; with the scores that a filter chose by."""
+        """A node of an iteration that was sampled or reprocessed, but not trained; with the scores
+        that a filter chose by."""
         self._add_named(stage, digest)
         if stage is Stage.ROLLOUT:
             config = self._read(self._homes[digest]).config
@@ -158,7 +196,9 @@ class _Reached:
             for folder in (Plans.groups_prefix(digest), Plans.cut_prefix(digest)):
                 self.paths.update(self._files.list(folder))
         loose = {path: self._read(path) for path in self._homes.values() if path not in self.paths}
-        while grown := [path for path, node in loose.items() if growing & set(node.parents.values())]:
+        while grown := [
+            path for path, node in loose.items() if growing & set(node.parents.values())
+        ]:
             for digest in [loose.pop(path).digest for path in grown]:
                 growing.add(digest)
                 self._add(digest)

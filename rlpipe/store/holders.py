@@ -1,6 +1,8 @@
-"""Processes that hold something in the store, told apart for good, and whether they are known to be dead.
+"""Processes that hold something in the store, told apart for good, and whether they are known to be
+dead.
 
-No clock has a part in it: one that is set, or stands still, makes nobody another process. Not here: what they hold (`epochs`).
+No clock has a part in it: one that is set, or stands still, makes nobody another process. Not here:
+what they hold (`epochs`).
 """
 
 from __future__ import annotations
@@ -32,7 +34,13 @@ class Holder(Record):
         """This process, in a new attempt."""
         pid = os.getpid()
         _, started = state_and_start(pid)
-        return cls(host=socket.gethostname(), pid_space=pid_space(), pid=pid, started=started, attempt=uuid4().hex[:12])
+        return cls(
+            host=socket.gethostname(),
+            pid_space=pid_space(),
+            pid=pid,
+            started=started,
+            attempt=uuid4().hex[:12],
+        )
 
     @property
     def near(self) -> bool:
@@ -46,7 +54,8 @@ class Holder(Record):
 
 
 def pid_space() -> str:
-    """What tells the PIDs of this process's machine, since it was booted, and container from all others."""
+    """What tells the PIDs of this process's machine, since it was booted, and container from all
+    others."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
@@ -67,6 +76,7 @@ def ended(pid: int, started: int) -> bool:
 
 
 def state_and_start(pid: int) -> tuple[str, int]:
-    """A process's state (a letter, proc(5)) and the clock ticks from boot to its start. Raises: OSError."""
+    """A process's state (a letter, proc(5)) and the clock ticks from boot to its start. Raises:
+    OSError."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[19])

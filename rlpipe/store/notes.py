@@ -3,7 +3,7 @@
     rollouts/<branch>/<k>.json             its nodes, where it has no commit: it was only sampled, or reprocessed
     gates/<branch>/<k>-<weights>.json      that somebody let it go on though its figures were out of bounds
 
-Not here: what such rollouts are read for (`rlpipe.run_rollouts`).
+Not here: what such rollouts are read for (`rlpipe.lineage.rollouts`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 
 from rlpipe.errors import ObjectConflict, ObjectCorrupt
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from rlpipe.store.records import seal, unseal
 from rlpipe.types import Stage, VersionedRecord
 
@@ -42,11 +42,13 @@ class OpenedGate(VersionedRecord):
 
 
 def note(files: Files, branch: str, k: int, nodes: Mapping[Stage, str]) -> dict[Stage, str]:
-    """Write down which nodes are iteration k of a branch. The first that are noted stay; answers those that are.
+    """Write down which nodes are iteration k of a branch. The first that are noted stay; answers
+    those that are.
 
     Raises: ObjectCorrupt if what is there is no such record; StoreError.
     """
-    ours, path = Note(branch=branch, iteration=k, nodes=dict(nodes)), note_path(branch, k)
+    ours = Note(branch=branch, iteration=k, nodes=dict(nodes))
+    path = note_path(branch, k)
     try:
         files.create(path, seal(ours, path))
     except ObjectConflict:
@@ -55,18 +57,29 @@ def note(files: Files, branch: str, k: int, nodes: Mapping[Stage, str]) -> dict[
 
 
 def noted(files: Files, branch: str, k: int) -> dict[Stage, str]:
-    """The nodes of iteration k of a branch. Raises: ObjectMissing; ObjectCorrupt, also if it is another iteration's note."""
+    """The nodes of iteration k of a branch. Raises: ObjectMissing; ObjectCorrupt, also if it is
+    another iteration's note."""
     path = note_path(branch, k)
     found = unseal(Note, files.read(path), files.url(path), do=AGAIN)
     if (found.branch, found.iteration) != (branch, k):
         said = f"iteration {found.iteration} of {found.branch}"
-        raise ObjectCorrupt("this is another note", where=files.url(path), found=said, expected="that of its name", do=AGAIN)
+        raise ObjectCorrupt(
+            "this is another note",
+            where=files.url(path),
+            found=said,
+            expected="that of its name",
+            do=AGAIN,
+        )
     return found.nodes
 
 
 def noted_iterations(files: Files, branch: str) -> list[int]:
     """The iterations of a branch that are noted, in order."""
-    return [int(match[1]) for path in files.list(f"rollouts/{branch}") if (match := NAME.fullmatch(path))]
+    return [
+        int(match[1])
+        for path in files.list(f"rollouts/{branch}")
+        if (match := NAME.fullmatch(path))
+    ]
 
 
 def note_path(branch: str, k: int) -> str:

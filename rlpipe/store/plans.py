@@ -12,7 +12,7 @@ import hashlib
 import re
 
 from rlpipe.errors import ObjectConflict, ObjectCorrupt
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from rlpipe.store.records import seal, unseal
 from rlpipe.types import DataState, Plan
 
@@ -31,7 +31,8 @@ class Plans:
         self._files = files
 
     def write(self, plan: Plan) -> str:
-        """Store a plan; returns its digest. An equal plan has the same digest, and is there already. Raises: DataError."""
+        """Store a plan; returns its digest. An equal plan has the same digest, and is there
+        already. Raises: DataError."""
         data = _sealed(plan)
         digest = hashlib.sha256(data).hexdigest()
         self._files.create(plan_path(digest), data)
@@ -43,7 +44,8 @@ class Plans:
         return digest if self._files.exists(plan_path(digest)) else None
 
     def drawn(self, branch: str, iteration: int, part: int, before: DataState) -> str | None:
-        """Digest of the plan that was drawn first from this state, where a draw cannot be repeated; None: nothing was.
+        """Digest of the plan that was drawn first from this state, where a draw cannot be repeated;
+        None: nothing was.
 
         Raises: ObjectCorrupt.
         """
@@ -51,15 +53,20 @@ class Plans:
         return self.drawn_in(path) if self._files.exists(path) else None
 
     def drawn_in(self, path: str) -> str:
-        """Digest of the plan that the record of a draw names. Raises: ObjectMissing, ObjectCorrupt."""
+        """Digest of the plan that the record of a draw names. Raises: ObjectMissing,
+        ObjectCorrupt."""
         said = self._files.read(path)
         if not re.fullmatch(rb"[0-9a-f]{64}", said):
-            raise ObjectCorrupt("not the digest of a plan", where=self._files.url(path), found=said[:80])
+            raise ObjectCorrupt(
+                "not the digest of a plan", where=self._files.url(path), found=said[:80]
+            )
         return said.decode()
 
     def draw(self, plan: Plan) -> str:
-        """Store a plan that a user's function drew, unless one was drawn before from the same state: the digest that counts."""
-        digest, path = self.write(plan), draw_path(plan.branch, plan.iteration, plan.part, plan.before)
+        """Store a plan that a user's function drew, unless one was drawn before from the same
+        state: the digest that counts."""
+        digest = self.write(plan)
+        path = draw_path(plan.branch, plan.iteration, plan.part, plan.before)
         try:
             self._files.create(path, digest.encode())
         except ObjectConflict:
@@ -90,7 +97,9 @@ def plan_of_rows(path: str) -> str | None:
 
 def draw_path(branch: str, iteration: int, part: int, before: DataState) -> str:
     """Where the draw from a state is recorded."""
-    state = hashlib.sha256(f"{branch}/{iteration}/{part}/{before.model_dump_json()}".encode()).hexdigest()
+    state = hashlib.sha256(
+        f"{branch}/{iteration}/{part}/{before.model_dump_json()}".encode()
+    ).hexdigest()
     return f"draws/{state}"
 
 

@@ -1,7 +1,8 @@
 """JSON records: one spelling, a digest of it, and a seal that shows every change.
 
-The canonical spelling has sorted keys, no spaces, UTF-8, and refuses NaN and infinities (JSON has none). A sealed record
-carries the sha256 of the canonical spelling of its other keys under `sha256`, so a flipped digit in a commit is found.
+The canonical spelling has sorted keys, no spaces, UTF-8, and refuses NaN and infinities (JSON has
+none). A sealed record carries the sha256 of the canonical spelling of its other keys under
+`sha256`, so a flipped digit in a commit is found.
 
 Not here: where records live. A seal is a checksum, not a signature.
 """
@@ -27,12 +28,20 @@ def now() -> str:
 
 
 def canonical(value: Any, where: str) -> bytes:
-    """The one spelling of a JSON value. Raises: DataError if it is none (NaN, an object, half a surrogate pair)."""
+    """The one spelling of a JSON value. Raises: DataError if it is none (NaN, an object, half a
+    surrogate pair)."""
     try:
-        text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(
+            value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+        )
         return text.encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise DataError("this cannot be written as JSON", where=where, found=error, expected="finite, plain values") from error
+        raise DataError(
+            "this cannot be written as JSON",
+            where=where,
+            found=error,
+            expected="finite, plain values",
+        ) from error
 
 
 def digest(value: Any, where: str) -> str:
@@ -49,13 +58,19 @@ def seal(record: Record, where: str) -> bytes:
 def unseal(kind: type[RecordType], data: bytes, where: str, *, do: str | None = None) -> RecordType:
     """The record in sealed bytes.
 
-    Raises: ObjectCorrupt naming what does not fit, and what to `do`; also for a format that this version cannot read.
+    Raises: ObjectCorrupt naming what does not fit, and what to `do`; also for a format that this
+    version cannot read.
     """
     try:
         content = json.loads(data)
         sha256 = content.pop("sha256")
         if sha256 != digest(content, where):
-            raise ObjectCorrupt("the record was changed after it was written", where=where, expected=f"sha256 {sha256}", do=do)
+            raise ObjectCorrupt(
+                "the record was changed after it was written",
+                where=where,
+                expected=f"sha256 {sha256}",
+                do=do,
+            )
         _refuse_unknown_format(content, kind, where)
         return kind.model_validate(content)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -65,7 +80,8 @@ def unseal(kind: type[RecordType], data: bytes, where: str, *, do: str | None = 
 
 
 def _refuse_unknown_format(content: dict[str, Any], kind: type[Record], where: str) -> None:
-    """Raises: ObjectCorrupt for a record of an earlier or later format, whose keys may mean something else.
+    """Raises: ObjectCorrupt for a record of an earlier or later format, whose keys may mean
+    something else.
 
     A record without a format is older than the key: format 1.
     """

@@ -1,6 +1,7 @@
 """`{home}/{run}/run.json`: in which store a run of this home is, and what it was last started with.
 
-For whoever has the name of a run and nothing else: command lines, and processes that join a run. Written by who starts one.
+For whoever has the name of a run and nothing else: command lines, and processes that join a run.
+Written by who starts one.
 
 Not here: the run itself, which is its branch (`branches`).
 """
@@ -35,23 +36,35 @@ def run_path(home: Path, run: str) -> Path:
 
 
 def find_run(home: Path, run: str) -> RunFile | None:
-    """What this home says of a run; None if it knows none of that name. Raises: ObjectCorrupt if it cannot be read."""
+    """What this home says of a run; None if it knows none of that name. Raises: ObjectCorrupt if it
+    cannot be read."""
     path = run_path(home, run)
     try:
         return RunFile.model_validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValidationError) as error:
-        found = f"{error.errors()[0]['loc']}: {error.errors()[0]['msg']}" if isinstance(error, ValidationError) else error
+        found = (
+            f"{error.errors()[0]['loc']}: {error.errors()[0]['msg']}"
+            if isinstance(error, ValidationError)
+            else error
+        )
         do = "start the run again, which writes it anew; or remove it, and name the store: --store URL"
-        raise ObjectCorrupt("not the record of a run", where=str(path), found=found, do=do) from error
+        raise ObjectCorrupt(
+            "not the record of a run", where=str(path), found=found, do=do
+        ) from error
 
 
 def get_run(home: Path, run: str) -> RunFile:
     """As `find_run`. Raises: ConfigError if there is none; ObjectCorrupt."""
     if (said := find_run(home, run)) is None:
         found = f"no {run_path(home, run)}"
-        raise ConfigError("there is no such run", where=f"run={run}", found=found, do="start it, or name one of this home")
+        raise ConfigError(
+            "there is no such run",
+            where=f"run={run}",
+            found=found,
+            do="start it, or name one of this home",
+        )
     return said
 
 

@@ -1,15 +1,17 @@
 """Segments: states that a replay made anew, and which of them a branch goes on from.
 
-Training the same batches again is bit for bit the same only on the same kind of machine. Elsewhere the state of a weight version
-may come out different from what its train node recorded. It then has a node of its own (stage `segment`), a checkpoint of its
-own, and a pointer that makes it the branch's state of that weight version:
+Training the same batches again is bit for bit the same only on the same kind of machine. Elsewhere
+the state of a weight version may come out different from what its train node recorded. It then has
+a node of its own (stage `segment`), a checkpoint of its own, and a pointer that makes it the
+branch's state of that weight version:
 
     branches/<branch>/segments/%08d-%08d-<weights>.json       weight version, epoch, first digits of the train node's digest
 
-First writer wins; of several epochs the newest counts. The recorded train node stays what it was: the segment says what
-it replaced, and the next train node that it was trained from it.
+First writer wins; of several epochs the newest counts. The recorded train node stays what it was:
+the segment says what it replaced, and the next train node that it was trained from it.
 
-Not here: making such a state (`actors.states`), and what its node holds (`rlpipe.lineage`).
+Not here: making such a state (`actors.trainer.states`), and what its node holds
+(`rlpipe.lineage.states`).
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import re
 from collections.abc import Container
 
 from rlpipe.errors import ObjectConflict, ObjectCorrupt
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes, input_digest
+from rlpipe.store.objects.files import Files
 from rlpipe.store.records import now, seal, unseal
 from rlpipe.types import Stage, VersionedRecord
 
@@ -46,12 +48,22 @@ class Segments:
     def __init__(self, files: Files) -> None:
         self._files = files
 
-    def record(self, branch: str, version: int, epoch: int, *, weights: str, segment: str) -> Segment:
-        """Make the segment the branch's state in place of a train node's; the pointer that counts: ours, or an earlier one.
+    def record(
+        self, branch: str, version: int, epoch: int, *, weights: str, segment: str
+    ) -> Segment:
+        """Make the segment the branch's state in place of a train node's; the pointer that counts:
+        ours, or an earlier one.
 
         The segment and its checkpoint must be in the store already.
         """
-        ours = Segment(branch=branch, version=version, epoch=epoch, weights=weights, segment=segment, created=now())
+        ours = Segment(
+            branch=branch,
+            version=version,
+            epoch=epoch,
+            weights=weights,
+            segment=segment,
+            created=now(),
+        )
         path = segment_path(ours)
         try:
             self._files.create(path, seal(ours, path))
@@ -60,7 +72,8 @@ class Segments:
         return ours
 
     def find(self, branch: str, version: int, weights: str) -> Segment | None:
-        """What stands in place of a train node's state at this weight version; None if the recorded state still counts.
+        """What stands in place of a train node's state at this weight version; None if the recorded
+        state still counts.
 
         One listing. Raises: ObjectCorrupt.
         """
@@ -79,23 +92,28 @@ class Segments:
         segment = unseal(Segment, self._files.read(path), self._files.url(path))
         if segment_path(segment) != path:
             raise ObjectCorrupt(
-                "this is another segment", where=self._files.url(path), found=segment_path(segment), expected=path
+                "this is another segment",
+                where=self._files.url(path),
+                found=segment_path(segment),
+                expected=path,
             )
         return segment
 
 
 def current_state(segments: Segments, branch: str, version: int, recorded: str) -> str:
-    """Digest of the node whose state a branch has at a weight version: the recorded train (or init) node, or a segment."""
+    """Digest of the node whose state a branch has at a weight version: the recorded train (or init)
+    node, or a segment."""
     found = segments.find(branch, version, recorded)
     return found.segment if found else recorded
 
 
 def segment_problem(nodes: Nodes, digest: str, known: Container[str]) -> str | None:
-    """What keeps a parent that is not on a branch from being a segment in place of a state of it; None: nothing does.
+    """What keeps a parent that is not on a branch from being a segment in place of a state of it;
+    None: nothing does.
 
-    `known`: digests of the branch so far. A segment replaces a train node of the branch, was trained again from a state of
-    it (the init node, or a checkpoint of a train node or of another such segment), and has a checkpoint of its own.
-    Raises: ObjectCorrupt.
+    `known`: digests of the branch so far. A segment replaces a train node of the branch, was
+    trained again from a state of it (the init node, or a checkpoint of a train node or of another
+    such segment), and has a checkpoint of its own. Raises: ObjectCorrupt.
     """
     node = nodes.find(Stage.SEGMENT, digest)
     if node is None:
@@ -104,7 +122,10 @@ def segment_problem(nodes: Nodes, digest: str, known: Container[str]) -> str | N
     base = node.parents.get("base", "nothing")
     if replaced not in known:
         return f"segment {digest} stands in place of {replaced}, which is not on this branch"
-    if nodes.find(Stage.CHECKPOINT, input_digest(Stage.CHECKPOINT, {"weights": digest}, {}, {})) is None:
+    if (
+        nodes.find(Stage.CHECKPOINT, input_digest(Stage.CHECKPOINT, {"weights": digest}, {}, {}))
+        is None
+    ):
         return f"segment {digest} has no checkpoint"
     if base in known:
         return None

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.errors import ConfigError, ObjectConflict, ObjectCorrupt
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from rlpipe.store.records import seal, unseal
 from rlpipe.types import VersionedRecord
 
@@ -58,7 +58,9 @@ class SigningKey:
         """Raises: ConfigError if there is no ed25519 private key in it, or `cryptography` is not
         installed.
         """
-        self._key = _load(file, "load_pem_private_key", "Ed25519PrivateKey", KEY_VARIABLE, password=None)
+        self._key = _load(
+            file, "load_pem_private_key", "Ed25519PrivateKey", KEY_VARIABLE, password=None
+        )
 
     @classmethod
     def of_environment(cls) -> SigningKey | None:
@@ -69,7 +71,9 @@ class SigningKey:
     def sign(self, files: Files, branch: str, iteration: int, commit: str) -> None:
         """Sign the digest of a commit; one that is signed already stays so. Raises: StoreError."""
         public_key = self._key.public_key().public_bytes_raw().hex()
-        said = Signature(branch=branch, iteration=iteration, commit=commit, public_key=public_key, signature="")
+        said = Signature(
+            branch=branch, iteration=iteration, commit=commit, public_key=public_key, signature=""
+        )
         signed = said.model_copy(update={"signature": self._key.sign(said.message()).hex()})
         path = signature_path(branch, iteration)
         with suppress(ObjectConflict):  # with another key
@@ -84,7 +88,9 @@ class PublicKey:
         installed.
         """
         self._key = _load(file, "load_pem_public_key", "Ed25519PublicKey", "--public-key")
-        self._invalid: type[Exception] = importlib.import_module("cryptography.exceptions").InvalidSignature
+        self._invalid: type[Exception] = importlib.import_module(
+            "cryptography.exceptions"
+        ).InvalidSignature
 
     def of(self, signature: Signature) -> bool:
         """True if a signature says that it was made with this key."""
@@ -104,7 +110,12 @@ def read_signature(files: Files, path: str) -> Signature:
     found = unseal(Signature, files.read(path), files.url(path))
     if signature_path(found.branch, found.iteration) != path:
         said = f"iteration {found.iteration} of {found.branch}"
-        raise ObjectCorrupt("this is another signature", where=files.url(path), found=said, expected="that of its name")
+        raise ObjectCorrupt(
+            "this is another signature",
+            where=files.url(path),
+            found=said,
+            expected="that of its name",
+        )
     return found
 
 
@@ -113,17 +124,35 @@ def signature_path(branch: str, iteration: int) -> str:
     return f"branches/{branch}/signatures/{iteration:08d}.json"
 
 
-def _load(file: str | os.PathLike[str], loader: str, kind: str, where: str, **arguments: Any) -> Any:
+def _load(
+    file: str | os.PathLike[str], loader: str, kind: str, where: str, **arguments: Any
+) -> Any:
     """A key of this kind. Raises: ConfigError."""
     try:
-        load = getattr(importlib.import_module("cryptography.hazmat.primitives.serialization"), loader)
-        expected = getattr(importlib.import_module("cryptography.hazmat.primitives.asymmetric.ed25519"), kind)
+        load = getattr(
+            importlib.import_module("cryptography.hazmat.primitives.serialization"), loader
+        )
+        expected = getattr(
+            importlib.import_module("cryptography.hazmat.primitives.asymmetric.ed25519"), kind
+        )
     except ImportError as error:
-        raise ConfigError("signing needs a library", where=where, found=str(error), do="pip install cryptography") from error
+        raise ConfigError(
+            "signing needs a library", where=where, found=str(error), do="pip install cryptography"
+        ) from error
     try:
         key = load(Path(file).read_bytes(), **arguments)
     except (OSError, ValueError, TypeError) as error:  # TypeError: it is encrypted
-        raise ConfigError("not a key that can be read", where=where, found=f"{file}: {error}", expected="PEM, ed25519") from error
+        raise ConfigError(
+            "not a key that can be read",
+            where=where,
+            found=f"{file}: {error}",
+            expected="PEM, ed25519",
+        ) from error
     if not isinstance(key, expected):
-        raise ConfigError("not a key of this kind", where=where, found=f"{file}: {type(key).__name__}", expected=kind)
+        raise ConfigError(
+            "not a key of this kind",
+            where=where,
+            found=f"{file}: {type(key).__name__}",
+            expected=kind,
+        )
     return key

@@ -1,7 +1,8 @@
-"""`Board`: short messages between trainer ranks while they send weights, beside the collectives of their model.
+"""`Board`: short messages between trainer ranks while they send weights, beside the collectives of
+their model.
 
-A store of its own, at rank 0: whoever waits in the trainer's own store would keep others from it. Messages are JSON, each is
-taken once. Waiting is polling, so that it can be given up.
+A store of its own, at rank 0: whoever waits in the trainer's own store would keep others from it.
+Messages are JSON, each is taken once. Waiting is polling, so that it can be given up.
 
 Not here: what is said (`staged`).
 """
@@ -14,14 +15,15 @@ from datetime import timedelta
 from typing import Any
 
 from rlpipe.errors import DeadlineExceeded
-from rlpipe.rendezvous import store
+from rlpipe.system.rendezvous import store
 
 CALL_S = 60.0
 _POLL_S = 0.002
 
 
 class Board:
-    """One rank's connection. The first one is made at rank 0 and opens it; others are made with its `port`."""
+    """One rank's connection. The first one is made at rank 0 and opens it; others are made with its
+    `port`."""
 
     def __init__(self, address: str, port: int | None = None) -> None:
         """`address`: of rank 0's machine, as this rank reaches it."""
@@ -42,7 +44,9 @@ class Board:
                     await asyncio.sleep(_POLL_S)
         except TimeoutError as error:
             raise DeadlineExceeded(
-                "a trainer rank does not answer", where=f"push: {key}", expected=f"within {timeout_s:g} s"
+                "a trainer rank does not answer",
+                where=f"push: {key}",
+                expected=f"within {timeout_s:g} s",
             ) from error
         message = json.loads(self._store.get(key))
         self._store.delete_key(key)

@@ -1,11 +1,14 @@
-"""FP8 engines of a policy that is trained in bf16: weights quantised on their way, and the directory that such engines serve.
+"""FP8 engines of a policy that is trained in bf16: weights quantised on their way, and the
+directory that such engines serve.
 
-As Hugging Face's FP8 checkpoints have it (`quant_method: fp8`, DeepSeek-V3, Qwen3-FP8): the matrices of attention, MLPs and
-experts in blocks of 128 × 128, each in e4m3 with one float32 factor,
+As Hugging Face's FP8 checkpoints have it (`quant_method: fp8`, DeepSeek-V3, Qwen3-FP8): the
+matrices of attention, MLPs and experts in blocks of 128 × 128, each in e4m3 with one float32
+factor,
 
     weight[i, j] ≈ e4m3[i, j] · weight_scale_inv[i // 128, j // 128],   weight_scale_inv = max |block| / 448
 
-Activations are quantised by the engine. Embeddings, norms, routers, biases and the head stay as they are.
+Activations are quantised by the engine. Embeddings, norms, routers, biases and the head stay as
+they are.
 
 Not here: what trains (all of it stays in its own dtype), or kernels.
 """
@@ -48,7 +51,8 @@ _LAYOUT = 1
 
 @torch.no_grad()
 def quantised(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of a model, the matrices as two: `….weight` in e4m3 and `….weight_scale_inv`. On the device where they are."""
+    """Each tensor of a model, the matrices as two: `….weight` in e4m3 and `….weight_scale_inv`. On
+    the device where they are."""
     for name, tensor in tensors:
         if _MATRICES.search(name) and tensor.ndim == 2:
             weight, scale_inv = in_blocks(tensor)
@@ -59,7 +63,8 @@ def quantised(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tens
 
 
 def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, columns] → the same in e4m3, and float32 factors [ceil(rows / 128), ceil(columns / 128)]."""
+    """[rows, columns] → the same in e4m3, and float32 factors [ceil(rows / 128), ceil(columns /
+    128)]."""
     rows, columns = weight.shape
     whole = pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = whole.view(whole.shape[0] // BLOCK, BLOCK, whole.shape[1] // BLOCK, BLOCK)
@@ -76,18 +81,23 @@ def from_blocks(weight: Tensor, scale_inv: Tensor) -> Tensor:
 
 
 def fp8_directory(model_dir: str, folder: Path) -> str:
-    """A copy of a model directory with quantised weights, under `folder`; made once on a machine, in a neighbour, then renamed.
+    """A copy of a model directory with quantised weights, under `folder`; made once on a machine,
+    in a neighbour, then renamed.
 
-    A directory that is in FP8 like this already (DeepSeek-V3, Kimi K2) is taken as it is.
-    Raises: ConfigError if a matrix has no whole blocks where SGLang needs them, holds two in one, or is quantised otherwise.
+    A directory that is in FP8 like this already (DeepSeek-V3, Kimi K2) is taken as it is. Raises:
+    ConfigError if a matrix has no whole blocks where SGLang needs them, holds two in one, or is
+    quantised otherwise.
     """
     source = Path(model_dir)
     if _is_quantised(source / "config.json"):
         return model_dir
     files = sorted(path for path in source.iterdir() if path.is_file())
     seen = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    digest = hashlib.sha256(json.dumps([str(source.resolve()), seen, _LAYOUT]).encode()).hexdigest()[:16]
-    target, partial = folder / f"fp8-{digest}", folder / f"fp8-{digest}.partial"
+    digest = hashlib.sha256(
+        json.dumps([str(source.resolve()), seen, _LAYOUT]).encode()
+    ).hexdigest()[:16]
+    target = folder / f"fp8-{digest}"
+    partial = folder / f"fp8-{digest}.partial"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"fp8-{digest}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -110,17 +120,25 @@ def _write(files: list[Path], target: Path) -> None:
             size_bytes += sum(tensor.nbytes for tensor in tensors.values())
         elif path.name == "config.json":
             (target / path.name).write_text(
-                json.dumps({**json.loads(path.read_text()), "quantization_config": QUANTIZATION_CONFIG}, indent=2)
+                json.dumps(
+                    {**json.loads(path.read_text()), "quantization_config": QUANTIZATION_CONFIG},
+                    indent=2,
+                )
             )
         elif not path.name.endswith((".index.json", ".bin", ".pt", ".gguf")):
             shutil.copyfile(path, target / path.name)
     index = {"metadata": {"total_size": size_bytes}, "weight_map": found}
-    (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+    (target / "model.safetensors.index.json").write_text(
+        json.dumps(index, indent=2, sort_keys=True)
+    )
 
 
 def _is_quantised(path: Path) -> bool:
     found = json.loads(path.read_text()).get("quantization_config")
-    if found and any(found.get(name) != QUANTIZATION_CONFIG[name] for name in ("quant_method", "weight_block_size")):
+    if found and any(
+        found.get(name) != QUANTIZATION_CONFIG[name]
+        for name in ("quant_method", "weight_block_size")
+    ):
         raise ConfigError(
             "the model is quantised otherwise, and could not be trained",
             where=str(path),

@@ -43,9 +43,9 @@ from typing import Any
 
 import numpy as np
 
+from rlpipe.batch.packing import BatchColumns
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import DeadlineExceeded
-from rlpipe.packing import BatchColumns
 
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.1, "fp8": 0.3}
 """Largest `difference`, in nats, by the engines' quantization or else the model's dtype.
@@ -108,7 +108,9 @@ def probe_metrics(agreements: list[Agreement]) -> dict[str, float]:
         "sync/logprob_difference_max": max(agreement.largest for agreement in agreements),
         "sync/logprob_noise": worst.noise,
     }
-    shares = [agreement.stale_share for agreement in agreements if agreement.stale_share is not None]
+    shares = [
+        agreement.stale_share for agreement in agreements if agreement.stale_share is not None
+    ]
     if shares:
         metrics["sync/stale_share"] = max(shares)
     return metrics
@@ -133,7 +135,9 @@ def mean_difference(log_probs: np.ndarray, other: np.ndarray) -> float:
     return mean if np.isfinite(mean) else float("inf")
 
 
-def stale_share(log_probs: np.ndarray, engine: np.ndarray, update: np.ndarray) -> tuple[float, float] | None:
+def stale_share(
+    log_probs: np.ndarray, engine: np.ndarray, update: np.ndarray
+) -> tuple[float, float] | None:
     """Return the share of the update that an engine misses, and its standard error.
 
     The least-squares coefficient of d = engine - log_probs on the centred update, weighted by
@@ -165,7 +169,9 @@ def stale_share(log_probs: np.ndarray, engine: np.ndarray, update: np.ndarray) -
     return float(share), float(error)
 
 
-def compare(probe: Probe, engines: list[str], timeout_s: float, *, at_once: bool) -> list[dict[str, Any]]:
+def compare(
+    probe: Probe, engines: list[str], timeout_s: float, *, at_once: bool
+) -> list[dict[str, Any]]:
     """Have each engine score the probed samples; return an `Agreement` of each as a dict.
 
     `timeout_s` is for all engines together. `at_once`: they score at the same time; engines that
@@ -179,7 +185,9 @@ def compare(probe: Probe, engines: list[str], timeout_s: float, *, at_once: bool
 
 
 def _agreement(probe: Probe, url: str, rows: list[list[float]]) -> Agreement:
-    responses = [row[prompt - 1 :] for row, prompt in zip(rows, probe.samples.prompt_lengths, strict=True)]
+    responses = [
+        row[prompt - 1 :] for row, prompt in zip(rows, probe.samples.prompt_lengths, strict=True)
+    ]
     engine = np.concatenate([np.asarray(row, np.float32) for row in responses])
     stale = None
     if probe.update is not None:

@@ -2,10 +2,12 @@
 
     pause → flush → begin → load → end → echo the stamp → continue
 
-Every step is taken by all engines at once. One that fails a step is out: it stays paused, on weights that nobody knows, and the
-report says why. One that took them all samples with the new weights.
+Every step is taken by all engines at once. One that fails a step is out: it stays paused, on
+weights that nobody knows, and the report says why. One that took them all samples with the new
+weights.
 
-Not here: how weights get into the engines (`load`: the transports), or what becomes of an engine that is out (the fleet).
+Not here: how weights get into the engines (`load`: the transports), or what becomes of an engine
+that is out (the fleet).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from contextlib import AsyncExitStack
 
 from rlpipe.engines.sglang.admin import Engine, PauseMode
 from rlpipe.errors import DeadlineExceeded, EngineError, SyncError
-from rlpipe.sync.base import PushReport
+from rlpipe.sync.transports.base import PushReport
 
 Step = Callable[[Engine], Awaitable[None]]
 CALLS_PER_PUSH = 4
@@ -28,7 +30,8 @@ class Session:
     """One push: the engines still in it, and why the others are not."""
 
     def __init__(self, engines: list[Engine], stamp: str) -> None:
-        self.active, self.stamp = engines, stamp
+        self.active = engines
+        self.stamp = stamp
         self.unknown: dict[str, str] = {}
         self.current: list[str] = []
         self.tensors = self.size_bytes = self.buckets = 0
@@ -40,13 +43,17 @@ class Session:
         self._held_at_s = self._since_s = time.monotonic()
 
     def turn_to(self, doing: str, *, kind: str | None = None) -> None:
-        """What the push does from here on. `kind`: under what it is counted in `steps`, if there are several of it."""
+        """What the push does from here on. `kind`: under what it is counted in `steps`, if there
+        are several of it."""
         now_s = time.monotonic()
         self.steps[self._kind] = self.steps.get(self._kind, 0.0) + now_s - self._since_s
-        self.doing, self._kind, self._since_s = doing, kind or doing, now_s
+        self.doing = doing
+        self._kind = kind or doing
+        self._since_s = now_s
 
     async def each(self, doing: str, step: Step, *, kind: str | None = None) -> None:
-        """Take one step on every engine at once; one that fails is out. Raises: SyncError when none is left."""
+        """Take one step on every engine at once; one that fails is out. Raises: SyncError when none
+        is left."""
         self.turn_to(doing, kind=kind)
         errors = await asyncio.gather(*(_error_of(step(engine)) for engine in self.active))
         for engine, error in zip(self.active, errors, strict=True):
@@ -57,10 +64,15 @@ class Session:
             raise SyncError("no engine is left", where=f"push of {self.stamp}", found=self.unknown)
 
     async def all(self, doing: str, step: Step) -> None:
-        """Take one step of a check on every engine at once. Raises: SyncError if any of them does not pass it."""
+        """Take one step of a check on every engine at once. Raises: SyncError if any of them does
+        not pass it."""
         self.turn_to(doing)
         errors = await asyncio.gather(*(_error_of(step(engine)) for engine in self.active))
-        if found := {engine.url: str(error) for engine, error in zip(self.active, errors, strict=True) if error is not None}:
+        if found := {
+            engine.url: str(error)
+            for engine, error in zip(self.active, errors, strict=True)
+            if error is not None
+        }:
             raise SyncError(
                 "an engine does not hold the weights that were sent (sync.check_weight_update_equal)",
                 where=f"push of {self.stamp}: {doing}",
@@ -69,10 +81,12 @@ class Session:
             )
 
     async def hold(self, pause: PauseMode) -> None:
-        """Pause and flush: from here on nothing is sampled, and no cache is left of the old weights.
+        """Pause and flush: from here on nothing is sampled, and no cache is left of the old
+        weights.
 
-        `pause`: what becomes of requests in flight. `retract` keeps them in the engine and computes their cache anew under the
-        new weights; never `in_place`, with which old caches would be used on (see `Engine.pause`).
+        `pause`: what becomes of requests in flight. `retract` keeps them in the engine and computes
+        their cache anew under the new weights; never `in_place`, with which old caches would be
+        used on (see `Engine.pause`).
         """
         assert pause != "in_place"
         self._held_at_s = time.monotonic()
@@ -84,22 +98,27 @@ class Session:
         await self.each("begin", self._begin)
 
     async def end(self) -> None:
-        """Close the update, where there is one: the engine makes what it derives from its weights."""
+        """Close the update, where there is one: the engine makes what it derives from its
+        weights."""
         await self.each("end", self._end)
 
     async def overwrite(self) -> None:
         """After a load: each engine remembers what it holds, and fills it with random numbers."""
         await self.all("remember the weights", lambda engine: engine.check_weights("snapshot"))
-        await self.each("overwrite the weights", lambda engine: engine.check_weights("reset_tensors"))
+        await self.each(
+            "overwrite the weights", lambda engine: engine.check_weights("reset_tensors")
+        )
 
     async def compare(self) -> None:
-        """After a load over random numbers. Raises: SyncError if an engine then holds anything else than it remembers."""
+        """After a load over random numbers. Raises: SyncError if an engine then holds anything else
+        than it remembers."""
         await self.all("compare the weights", lambda engine: engine.check_weights("compare"))
 
     async def resume(self, *, goes_on: bool = True) -> None:
         """Echo and continue: engines that name the new weights sample with them.
 
-        `goes_on` False leaves them paused: who gave up their cache has them continue when it is back.
+        `goes_on` False leaves them paused: who gave up their cache has them continue when it is
+        back.
         """
         await self.each("echo", self._echo)
         if goes_on:
@@ -109,7 +128,9 @@ class Session:
 
     def count(self, tensors: int, size_bytes: int) -> None:
         """Another bucket was sent."""
-        self.tensors, self.size_bytes, self.buckets = self.tensors + tensors, self.size_bytes + size_bytes, self.buckets + 1
+        self.tensors = self.tensors + tensors
+        self.size_bytes = self.size_bytes + size_bytes
+        self.buckets = self.buckets + 1
 
     async def _begin(self, engine: Engine) -> None:
         if await engine.begin_weight_update():
@@ -122,7 +143,9 @@ class Session:
     async def _echo(self, engine: Engine) -> None:
         found = await engine.weight_version()
         if found != self.stamp:
-            raise SyncError("it names other weights", where=engine.url, found=found, expected=self.stamp)
+            raise SyncError(
+                "it names other weights", where=engine.url, found=found, expected=self.stamp
+            )
 
 
 async def push_session(
@@ -134,21 +157,38 @@ async def push_session(
     """
     start_s = time.monotonic()
     async with AsyncExitStack() as stack:
-        engines = [await stack.enter_async_context(Engine(url, deadline_s=timeout_s / CALLS_PER_PUSH)) for url in urls]
+        engines = [
+            await stack.enter_async_context(Engine(url, deadline_s=timeout_s / CALLS_PER_PUSH))
+            for url in urls
+        ]
         session = Session(engines, stamp)
         try:
             async with asyncio.timeout(timeout_s):
                 await work(session)
         except (TimeoutError, SyncError) as error:
-            why = str(error) if isinstance(error, SyncError) else f"not finished within {timeout_s:g} s ({session.doing})"
+            why = (
+                str(error)
+                if isinstance(error, SyncError)
+                else f"not finished within {timeout_s:g} s ({session.doing})"
+            )
             out = [url for url in urls if url not in session.current and url not in session.unknown]
             session.unknown.update(dict.fromkeys(out, why))
     session.turn_to("over")
     if not session.current:
-        raise SyncError("the weights arrived nowhere", where=f"push of {stamp}", found=session.unknown)
+        raise SyncError(
+            "the weights arrived nowhere", where=f"push of {stamp}", found=session.unknown
+        )
     sent = session.tensors, session.size_bytes, session.buckets
     seconds = time.monotonic() - start_s
-    return PushReport(stamp, tuple(session.current), session.unknown, *sent, seconds, session.paused_s, session.steps)
+    return PushReport(
+        stamp,
+        tuple(session.current),
+        session.unknown,
+        *sent,
+        seconds,
+        session.paused_s,
+        session.steps,
+    )
 
 
 async def _error_of(step: Awaitable[None]) -> Exception | None:

@@ -1,7 +1,7 @@
 """Work beside the event loop of a push: reading tensors ahead, and calls that can stand still.
 
-Threads are daemons: one that hangs in a collective with a dead engine must not keep its process from ending. A new thread knows
-nothing of the CUDA device of the one that made it, so it is told.
+Threads are daemons: one that hangs in a collective with a dead engine must not keep its process
+from ending. A new thread knows nothing of the CUDA device of the one that made it, so it is told.
 
 Not here: what is read or called (`bucketed`, `distributed`).
 """
@@ -20,9 +20,11 @@ T = TypeVar("T")
 
 
 class Ahead(Generic[T]):
-    """An iterator that runs in a thread of its own, at most one item ahead of its reader. `async with`, then `async for`.
+    """An iterator that runs in a thread of its own, at most one item ahead of its reader. `async
+    with`, then `async for`.
 
-    However the block is left, the iterator is run to its end: the other ranks take part in it, item by item.
+    However the block is left, the iterator is run to its end: the other ranks take part in it, item
+    by item.
     """
 
     def __init__(self, items: Iterator[T]) -> None:
@@ -74,7 +76,8 @@ class Ahead(Generic[T]):
 
 
 def aside(function: Callable[[], T]) -> Awaitable[T]:
-    """Call a function that blocks, and may block for ever, in a thread. What awaits it can give up; the thread cannot."""
+    """Call a function that blocks, and may block for ever, in a thread. What awaits it can give up;
+    the thread cannot."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
 

@@ -1,4 +1,5 @@
-"""A small Ray of this package's own, started once and ended with its last test; a fleet of small actors on it."""
+"""A small Ray of this package's own, started once and ended with its last test; a fleet of small
+actors on it."""
 
 from __future__ import annotations
 
@@ -7,13 +8,13 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import ray
 
-from rlpipe.actors import fleet as module
-from rlpipe.actors.fleet import Fleet
-from rlpipe.actors.kept_engine import KeptEngine
-from rlpipe.actors.local_ray import connect, disconnect
+from rlpipe.actors.engines import fleet as module
+from rlpipe.actors.engines.fleet import Fleet
+from rlpipe.actors.engines.kept_engine import KeptEngine
+from rlpipe.actors.ray.local_ray import connect, disconnect
 from rlpipe.config.model import ResourcesConfig
-from tests.actors.engines import FakeEngine, FakeRouter, find_or_start
-from tests.actors.fleets import ENGINES, SPEC, Trainer
+from tests.actors.engines.fleets import ENGINES, SPEC, Trainer
+from tests.actors.engines.started import FakeEngine, FakeRouter, find_or_start
 
 NAMESPACE = "rlpipe-tests"
 
@@ -32,10 +33,15 @@ def trainer() -> Trainer:
 
 
 @pytest.fixture
-async def fleet(local_ray: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
+async def fleet(
+    local_ray: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Fleet]:
     """Two engines that are up, without weights, looked at twenty times a second."""
     monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.05)
-    engines = [KeptEngine(number, lambda n, _: find_or_start(FakeEngine, f"fleet-engine-{n}", n)) for number in range(ENGINES)]
+    engines = [
+        KeptEngine(number, lambda n, _: find_or_start(FakeEngine, f"fleet-engine-{n}", n))
+        for number in range(ENGINES)
+    ]
     urls: list[str] = []
 
     async def on_router(url: str) -> None:

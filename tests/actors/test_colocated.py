@@ -1,6 +1,8 @@
-"""Engines that gave up their weights sample nothing before they are given them again (rlpipe.actors.conductor, fleet, engine).
+"""Engines that gave up their weights sample nothing before they are given them again
+(rlpipe.actors.conductor, fleet, engine).
 
-Conductor, fleet and engine actors are ours, in the test's own process, without Ray; servers and trainer ranks are small fakes.
+Conductor, fleet and engine actors are ours, in the test's own process, without Ray; servers and
+trainer ranks are small fakes.
 """
 
 from __future__ import annotations
@@ -13,21 +15,21 @@ from typing import Any
 
 import pytest
 
-from rlpipe.actors import engine as engine_module
-from rlpipe.actors import fleet as fleet_module
 from rlpipe.actors.conductor import Conductor
-from rlpipe.actors.engine import EngineActor
-from rlpipe.actors.files_sync import FilesSync
-from rlpipe.actors.fleet import Fleet, Weights
-from rlpipe.actors.kept_engine import KeptEngine
+from rlpipe.actors.engines import engine as engine_module
+from rlpipe.actors.engines import fleet as fleet_module
+from rlpipe.actors.engines.engine import EngineActor
+from rlpipe.actors.engines.files_sync import FilesSync
+from rlpipe.actors.engines.fleet import Fleet, Weights
+from rlpipe.actors.engines.kept_engine import KeptEngine
 from rlpipe.actors.sharing import OF_ENGINES, Sharing
 from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.config.train import SyncConfig
 from rlpipe.errors import TrainerError
-from rlpipe.lineage import Lineage
-from rlpipe.sync.base import PushReport
+from rlpipe.lineage.states import Lineage
+from rlpipe.sync.transports.base import PushReport
 from rlpipe.types import Stage
-from tests.actors.engines import FakeRouter
+from tests.actors.engines.started import FakeRouter
 
 RIGHT = Weights("state 1", 1, "run@1@state 1", Lineage(Stage.INIT, "init", "state 1", "init"))
 GARBAGE = "whatever is in the memory"
@@ -39,7 +41,9 @@ class Server:
     pid = 1
 
     def __init__(self, url: str) -> None:
-        self.url, self.alive, self.paused = url, True, False
+        self.url = url
+        self.alive = True
+        self.paused = False
         self.stamp = self.weights = "default"
 
     def start(self) -> None: ...
@@ -88,7 +92,8 @@ class Ranks:
     """A trainer group. It can be lost; restored, it holds the weights again."""
 
     def __init__(self, servers: Servers) -> None:
-        self.servers, self.state = servers, "state 1"
+        self.servers = servers
+        self.state = "state 1"
         self.pushed: list[list[str]] = []
         self.breaks = False
 
@@ -104,7 +109,9 @@ class Ranks:
     async def ensure(self, lineage: Lineage, *, deadline_s: float) -> None:
         self.state = lineage.target
 
-    async def call(self, method: str, *, engines: list[str], stamp: str, **_: Any) -> list[dict[str, Any]]:
+    async def call(
+        self, method: str, *, engines: list[str], stamp: str, **_: Any
+    ) -> list[dict[str, Any]]:
         self.pushed.append(engines)
         if self.breaks:
             self.breaks = False
@@ -139,7 +146,9 @@ def through_files(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     async def write(_: Any, group: Ranks, weights: Weights) -> Any:
         return SimpleNamespace(size_bytes=7, full_bytes=7)
 
-    async def bring(_: Any, stamp: str, urls: Sequence[str], *__: Any) -> tuple[dict[str, str], dict[str, str]]:
+    async def bring(
+        _: Any, stamp: str, urls: Sequence[str], *__: Any
+    ) -> tuple[dict[str, str], dict[str, str]]:
         return dict.fromkeys(urls, "folder"), {}
 
     async def load(_: Any, stamp: str, folders: Mapping[str, str], end_s: float) -> PushReport:
@@ -173,15 +182,23 @@ async def shared(
         checkpoint=SimpleNamespace(timeout_s=60.0),
     )
     conductor: Any = Conductor("shared", str(Path.cwd()))
-    conductor._spec = SimpleNamespace(config=config, store_root=str(tmp_path / "store"), home=str(tmp_path))
+    conductor._spec = SimpleNamespace(
+        config=config, store_root=str(tmp_path / "store"), home=str(tmp_path)
+    )
     conductor._sharing, conductor._turn.group = Sharing(resources), Ranks(servers)
     spec: Any = SimpleNamespace(engine=config.engine, resources=resources, logs="logs")
     engines = [KeptEngine(number, lambda n, _: engine_actor(servers, n)) for number in range(2)]
 
     async def on_router(url: str) -> None: ...
 
-    make: Any = {"make_router": lambda: Here(FakeRouter()), "sharing": conductor._sharing, "can_send": conductor._can_send}
-    fleet = conductor._fleet = Fleet(engines, spec=spec, send=conductor._send, on_router=on_router, **make)
+    make: Any = {
+        "make_router": lambda: Here(FakeRouter()),
+        "sharing": conductor._sharing,
+        "can_send": conductor._can_send,
+    }
+    fleet = conductor._fleet = Fleet(
+        engines, spec=spec, send=conductor._send, on_router=on_router, **make
+    )
     await fleet.open()
     await fleet.publish(RIGHT, everyone=True)
     await conductor._enter("sample")
@@ -196,12 +213,18 @@ def both_sample(fleet: Fleet, servers: Servers) -> bool:
     )
 
 
-async def test_engines_that_gave_up_their_weights_so_that_the_trainer_is_restored_are_sent_them_too(shared):
+async def test_engines_that_gave_up_their_weights_so_that_the_trainer_is_restored_are_sent_them_too(
+    shared,
+):
     conductor, fleet, servers, ranks = shared
     assert both_sample(fleet, servers)
     ranks.state = ""
     servers.known[str(fleet.engines[1].url)].alive = False
-    await until(lambda: bool(ranks.state) and conductor._sharing.now == "sample" and both_sample(fleet, servers))
+    await until(
+        lambda: (
+            bool(ranks.state) and conductor._sharing.now == "sample" and both_sample(fleet, servers)
+        )
+    )
     assert {weights for _, weights in servers.sampled} == {RIGHT.stamp}
     if ranks.pushed:
         assert ranks.pushed[1:] == [["http://engine-0/0", "http://engine-1/2"]]
@@ -209,13 +232,20 @@ async def test_engines_that_gave_up_their_weights_so_that_the_trainer_is_restore
 
 async def test_none_goes_on_after_a_push_that_broke_in_the_middle(shared):
     conductor, fleet, servers, ranks = shared
-    ranks.state, ranks.breaks = "", True
+    ranks.state = ""
+    ranks.breaks = True
     servers.known[str(fleet.engines[1].url)].alive = False
-    await until(lambda: bool(ranks.state) and conductor._sharing.now == "sample" and both_sample(fleet, servers))
+    await until(
+        lambda: (
+            bool(ranks.state) and conductor._sharing.now == "sample" and both_sample(fleet, servers)
+        )
+    )
     assert {weights for _, weights in servers.sampled} == {RIGHT.stamp}
 
 
-async def test_an_engine_that_has_all_its_memory_back_goes_on_once_its_weights_are_known(monkeypatch: pytest.MonkeyPatch):
+async def test_an_engine_that_has_all_its_memory_back_goes_on_once_its_weights_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+):
     servers = Servers(monkeypatch)
     actor = engine_actor(servers, 0)
     spec: Any = SimpleNamespace(resources=SimpleNamespace(start_timeout_s=1.0))

@@ -1,7 +1,8 @@
-"""Who may use a cluster's actors, and that all ranks hear the same calls in the same order (rlpipe.actors.conductor).
+"""Who may use a cluster's actors, and that all ranks hear the same calls in the same order
+(rlpipe.actors.conductor).
 
-The conductor runs in the test's own process; trainer ranks are real actors of a small class. A run of supervised rows needs no
-engines, so there are none: those are the fleet's (test_fleet).
+The conductor runs in the test's own process; trainer ranks are real actors of a small class. A run
+of supervised rows needs no engines, so there are none: those are the fleet's (test_fleet).
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from rlpipe.actors.specs import ClusterSpec, Driver
 from rlpipe.config.load import validate
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ActorLost, DataError, DeadlineExceeded, Fenced, ResourceError
-from rlpipe.lineage import Lineage
+from rlpipe.lineage.states import Lineage
 from rlpipe.store.epochs import Epochs
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from rlpipe.types import Stage
-from tests.actors.engines import find_or_start
-from tests.actors.ranks import start
+from tests.actors.engines.started import find_or_start
+from tests.actors.trainer.ranks import start
 
 pytestmark = pytest.mark.integration
 
@@ -83,7 +84,8 @@ def spec(folder: Path, run: str = "run") -> ClusterSpec:
     return ClusterSpec(validate(config), str(folder), "/m", str(folder / "store"))
 
 
-FIRST, SECOND = Driver("run", 1), Driver("run", 2)
+FIRST = Driver("run", 1)
+SECOND = Driver("run", 2)
 
 
 @pytest.fixture
@@ -102,15 +104,24 @@ async def heard(conductor: Conductor, driver: Driver) -> list[list[str]]:
     return [[line for line in log if not line.startswith("setup")] for log in logs]
 
 
-async def test_calls_of_several_processes_reach_all_ranks_in_one_order_and_never_overlap(conductor: Conductor):
+async def test_calls_of_several_processes_reach_all_ranks_in_one_order_and_never_overlap(
+    conductor: Conductor,
+):
     names = [f"{number}" for number in range(8)]
-    await asyncio.gather(*(conductor.collective(FIRST, "note", 60, {"what": name, "seconds": 0.02}) for name in names))
+    await asyncio.gather(
+        *(
+            conductor.collective(FIRST, "note", 60, {"what": name, "seconds": 0.02})
+            for name in names
+        )
+    )
     logs = await heard(conductor, FIRST)
     assert logs[0] == logs[1]
     assert logs[0] == [line for name in names for line in (f"begin {name}", f"end {name}")]
 
 
-async def test_a_newer_driver_of_the_run_has_the_actors_and_the_older_one_is_told_so(conductor: Conductor, tmp_path: Path):
+async def test_a_newer_driver_of_the_run_has_the_actors_and_the_older_one_is_told_so(
+    conductor: Conductor, tmp_path: Path
+):
     await conductor.open(SECOND, spec(tmp_path))
     for refused in (
         conductor.collective(FIRST, "note", 60, {"what": "x"}),
@@ -126,8 +137,12 @@ async def test_a_newer_driver_of_the_run_has_the_actors_and_the_older_one_is_tol
     assert await heard(conductor, SECOND) == [[], []]
 
 
-async def test_a_call_that_waited_while_a_newer_driver_came_is_refused(conductor: Conductor, tmp_path: Path):
-    long = asyncio.create_task(conductor.collective(FIRST, "note", 60, {"what": "long", "seconds": 1.0}))
+async def test_a_call_that_waited_while_a_newer_driver_came_is_refused(
+    conductor: Conductor, tmp_path: Path
+):
+    long = asyncio.create_task(
+        conductor.collective(FIRST, "note", 60, {"what": "long", "seconds": 1.0})
+    )
     await asyncio.sleep(0.2)
     waiting = asyncio.create_task(conductor.collective(FIRST, "note", 60, {"what": "late"}))
     await asyncio.sleep(0)
@@ -138,7 +153,9 @@ async def test_a_call_that_waited_while_a_newer_driver_came_is_refused(conductor
     assert (await heard(conductor, SECOND))[0] == ["begin long", "end long"]
 
 
-async def test_another_run_of_the_cluster_has_them_after_the_first(conductor: Conductor, tmp_path: Path):
+async def test_another_run_of_the_cluster_has_them_after_the_first(
+    conductor: Conductor, tmp_path: Path
+):
     other = Driver("other", 1)
     await conductor.open(other, spec(tmp_path, "other"))
     with pytest.raises(Fenced, match="run other in epoch 1"):
@@ -146,11 +163,16 @@ async def test_another_run_of_the_cluster_has_them_after_the_first(conductor: Co
     assert not await conductor.holds(other, "state")
 
 
-async def test_another_run_is_refused_while_the_first_is_at_work(conductor: Conductor, tmp_path: Path):
+async def test_another_run_is_refused_while_the_first_is_at_work(
+    conductor: Conductor, tmp_path: Path
+):
     at_work = Epochs(Files(tmp_path / "store")).acquire("run", takeover=False)
     with pytest.raises(Fenced, match="another run uses the cluster's actors") as caught:
         await conductor.open(Driver("other", 1), spec(tmp_path, "other"))
-    assert (caught.value.where, caught.value.found) == ("resources.cluster=tests", "run run in epoch 1, at work")
+    assert (caught.value.where, caught.value.found) == (
+        "resources.cluster=tests",
+        "run run in epoch 1, at work",
+    )
     assert not await conductor.holds(FIRST, "state")
     at_work.release()
     await conductor.open(Driver("other", 1), spec(tmp_path, "other"))
@@ -177,7 +199,10 @@ async def test_actors_that_nobody_drives_end_after_a_while_and_are_there_again_f
     await asyncio.sleep(2.0)
     with pytest.raises(ValueError, match="trainer-0"):
         rank()
-    assert "nobody has driven run for 0.5 s" in (tmp_path / "run" / "logs" / "conductor.log").read_text()
+    assert (
+        "nobody has driven run for 0.5 s"
+        in (tmp_path / "run" / "logs" / "conductor.log").read_text()
+    )
     await conductor.open(FIRST, left)
     assert rank() and not await conductor.holds(FIRST, "a")
 
@@ -200,8 +225,12 @@ async def test_a_driver_at_work_elsewhere_keeps_no_actors_here_and_nor_does_a_lo
     await conductor.open(SECOND, left)
 
 
-async def test_opened_while_the_ranks_work_it_waits_only_if_they_are_to_become_others(conductor: Conductor, tmp_path: Path):
-    long = asyncio.create_task(conductor.collective(FIRST, "note", 60, {"what": "long", "seconds": 1.0}))
+async def test_opened_while_the_ranks_work_it_waits_only_if_they_are_to_become_others(
+    conductor: Conductor, tmp_path: Path
+):
+    long = asyncio.create_task(
+        conductor.collective(FIRST, "note", 60, {"what": "long", "seconds": 1.0})
+    )
     await asyncio.sleep(0.2)
     await conductor.open(FIRST, spec(tmp_path))
     assert not long.done()
@@ -213,7 +242,9 @@ async def test_opened_while_the_ranks_work_it_waits_only_if_they_are_to_become_o
 
 
 async def test_a_call_that_gets_no_turn_says_who_has_it(conductor: Conductor):
-    long = asyncio.create_task(conductor.collective(FIRST, "note", 60, {"what": "long", "seconds": 1.0}))
+    long = asyncio.create_task(
+        conductor.collective(FIRST, "note", 60, {"what": "long", "seconds": 1.0})
+    )
     await asyncio.sleep(0.2)
     with pytest.raises(DeadlineExceeded) as caught:
         await conductor.collective(FIRST, "note", 0.3, {"what": "late"})
@@ -231,7 +262,9 @@ async def test_opened_again_it_starts_what_died(conductor: Conductor, tmp_path: 
     assert await conductor.holds(FIRST, "b")
 
 
-async def test_ranks_that_a_lost_caller_left_apart_are_started_again(conductor: Conductor, tmp_path: Path):
+async def test_ranks_that_a_lost_caller_left_apart_are_started_again(
+    conductor: Conductor, tmp_path: Path
+):
     """One rank was called and waits in a collective; the other never heard of it."""
     ranks = [ray.get_actor(f"trainer-{rank}") for rank in range(2)]
     ranks[0].train.remote("a", dies=9)
@@ -241,17 +274,23 @@ async def test_ranks_that_a_lost_caller_left_apart_are_started_again(conductor: 
         assert await heard(conductor, FIRST) == [[], []]
 
 
-async def test_a_layout_that_does_not_fit_leaves_the_ranks_with_what_they_hold(conductor: Conductor, tmp_path: Path):
+async def test_a_layout_that_does_not_fit_leaves_the_ranks_with_what_they_hold(
+    conductor: Conductor, tmp_path: Path
+):
     await conductor.collective(FIRST, "train", 60, {"key": "a"})
     fits = spec(tmp_path)
     wide = fits.config.resources.model_copy(update={"actor_num_gpus_per_node": 3})
     with pytest.raises(ResourceError, match="not enough room"):
-        await conductor.open(FIRST, replace(fits, config=fits.config.model_copy(update={"resources": wide})))
+        await conductor.open(
+            FIRST, replace(fits, config=fits.config.model_copy(update={"resources": wide}))
+        )
     await conductor.open(FIRST, fits)
     assert await conductor.holds(FIRST, "a")
 
 
-async def test_what_keeps_an_actor_from_coming_up_is_the_error_and_nothing_is_half_open(conductor: Conductor, tmp_path: Path):
+async def test_what_keeps_an_actor_from_coming_up_is_the_error_and_nothing_is_half_open(
+    conductor: Conductor, tmp_path: Path
+):
     generator = find_or_start(FakeGenerator, "conductor-generator")
     await generator.become.remote(wrong=True)
     with pytest.raises(DataError, match=r"a\.jsonl:3: no prompt"):

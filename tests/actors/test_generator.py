@@ -1,4 +1,5 @@
-"""The generator on a real engine: plans that grow, a buffer over iterations, several rollouts at once."""
+"""The generator on a real engine: plans that grow, a buffer over iterations, several rollouts at
+once."""
 
 from __future__ import annotations
 
@@ -13,20 +14,21 @@ import pytest
 
 from rlpipe.actors.generator import Generator, RolloutAbandoned, end_ids
 from rlpipe.actors.specs import Driver, GeneratorSpec
-from rlpipe.config.flags import read_flags
 from rlpipe.config.hooks import load_hook
 from rlpipe.config.load import load_run, validate
-from rlpipe.config.slime_build import BASE, overrides_of
 from rlpipe.errors import DataError, Fenced
 from rlpipe.rollout.generate import FINISHED
-from rlpipe.store.files import Files
+from rlpipe.slime.build import BASE, overrides_of
+from rlpipe.slime.command_line import read_flags
+from rlpipe.store.objects.files import Files
+from rlpipe.store.parquet.rows import table_to_samples
+from rlpipe.store.parquet.shards import read_rows
 from rlpipe.store.plans import Plans
-from rlpipe.store.rows import table_to_samples
-from rlpipe.store.shards import read_rows
 from rlpipe.types import DataState, Sample
 from tests.live_engine import CONTEXT_LEN, END, VOCAB_SIZE, Live, live_engine, log_probs
 
-REPLACED, DRIVER = Driver("run", 1), Driver("run", 2)
+REPLACED = Driver("run", 1)
+DRIVER = Driver("run", 2)
 REWARD = "def reward(sample):\n    return float(len(sample.response_ids) % 2)\n"
 
 
@@ -36,12 +38,16 @@ def live(request: pytest.FixtureRequest) -> Live:
     return live_engine(request.config)
 
 
-async def _generator(live: Live, folder: Path, rollout: dict[str, Any], **sections: Any) -> Generator:
+async def _generator(
+    live: Live, folder: Path, rollout: dict[str, Any], **sections: Any
+) -> Generator:
     """One that is set up and connected; 40 prompts of one letter each."""
     model_dir = folder / "model"
     if not model_dir.exists():
         shutil.copytree(live.model_dir, model_dir)
-        load_hook("deployments/recipes/tiny_models.py:character_tokenizer")("Spell: ").save_pretrained(model_dir)
+        load_hook("deployments/recipes/tiny_models.py:character_tokenizer")(
+            "Spell: "
+        ).save_pretrained(model_dir)
         lines = [f'{{"prompt": "{chr(97 + n % 26)}{n}", "label": "x"}}' for n in range(40)]
         (folder / "a.jsonl").write_text("\n".join(lines))
         (folder / "reward.py").write_text(REWARD)
@@ -52,7 +58,12 @@ async def _generator(live: Live, folder: Path, rollout: dict[str, Any], **sectio
             "model": {"source": {"type": "huggingface", "hf_checkpoint": str(model_dir)}},
             "data": {"prompts": {"type": "file", "paths": [str(folder / "a.jsonl")]}},
             "reward": {"function": {"type": "python", "path": f"{folder / 'reward.py'}:reward"}},
-            "rollout": {"n_samples_per_prompt": 4, "rollout_max_response_len": 200, "flush_interval_s": 0.1, **rollout},
+            "rollout": {
+                "n_samples_per_prompt": 4,
+                "rollout_max_response_len": 200,
+                "flush_interval_s": 0.1,
+                **rollout,
+            },
             **sections,
         }
     )
@@ -78,7 +89,9 @@ def _samples(folder: Path, answer: dict[str, Any]) -> dict[str, list[Sample]]:
 
 
 @pytest.mark.integration
-async def test_surplus_and_cut_off_groups_come_back_from_the_buffer_until_every_one_is_used(live, tmp_path):
+async def test_surplus_and_cut_off_groups_come_back_from_the_buffer_until_every_one_is_used(
+    live, tmp_path
+):
     filtered = {
         "rollout_batch_size": 3,
         "over_sampling_batch_size": 8,
@@ -86,22 +99,33 @@ async def test_surplus_and_cut_off_groups_come_back_from_the_buffer_until_every_
         "dynamic_sampling_filter_path": "rlpipe.rollout.filters.reward_nonzero_std",
     }
     generator = await _generator(live, tmp_path, filtered, async_buffer_size=9)
-    state, used, went_on, versions = DataState(), [], 0, None
+    state = DataState()
+    used = []
+    went_on = 0
+    versions = None
     for k in range(4):
         planned = await generator.plan(DRIVER, k, state)
         assert not planned["static"]
         answer = await generator.rollout(DRIVER, planned["plan"])
-        out, groups = answer["outputs"], _samples(tmp_path, answer)
+        out = answer["outputs"]
+        groups = _samples(tmp_path, answer)
         plans = [Plans(Files(tmp_path / "store")).read(digest) for digest in out["plans"]]
         ids = [group.group_id for plan in plans for group in plan.groups]
         state = DataState.model_validate(out["after"])
-        assert sorted([*out["accepted"], *out["dropped"], *(one.group_id for one in state.buffer)]) == sorted(ids)
-        assert len(out["accepted"]) == 3 and set(out["dropped"].values()) <= {"zero_std_0", "zero_std_1"}
+        assert sorted(
+            [*out["accepted"], *out["dropped"], *(one.group_id for one in state.buffer)]
+        ) == sorted(ids)
+        assert len(out["accepted"]) == 3 and set(out["dropped"].values()) <= {
+            "zero_std_0",
+            "zero_std_1",
+        }
         went_on += sum(group.earlier is not None for plan in plans for group in plan.groups)
         for group_id in out["accepted"]:
             assert all(sample.status in FINISHED for sample in groups[group_id])
             assert len({len(sample.response_ids) % 2 for sample in groups[group_id]}) == 2
-            assert all(sample.reward is None for sample in groups[group_id]), "the reward stage scores again"
+            assert all(sample.reward is None for sample in groups[group_id]), (
+                "the reward stage scores again"
+            )
         for sample in (sample for samples in groups.values() for sample in samples):
             expected = log_probs(live.model, sample.prompt_ids, sample.response_ids)
             np.testing.assert_allclose(sample.rollout_log_probs or [], expected, atol=1e-4)
@@ -113,12 +137,17 @@ async def test_surplus_and_cut_off_groups_come_back_from_the_buffer_until_every_
 @pytest.mark.integration
 async def test_two_rollouts_run_at_once_and_ending_one_does_not_touch_the_other(live, tmp_path):
     static = {"rollout_batch_size": 6}
-    generator = await _generator(live, tmp_path, static, async_buffer_size=1, engine={"server_concurrency": 8})
+    generator = await _generator(
+        live, tmp_path, static, async_buffer_size=1, engine={"server_concurrency": 8}
+    )
     first = await generator.plan(DRIVER, 0, DataState())
     second = await generator.plan(DRIVER, 1, first["after"])
     assert first["static"] and second["after"].draws == 12
     await generator.hold("abort", deadline_s=1, expires_s=60)
-    running = [asyncio.create_task(generator.rollout(DRIVER, planned["plan"])) for planned in (first, second)]
+    running = [
+        asyncio.create_task(generator.rollout(DRIVER, planned["plan"]))
+        for planned in (first, second)
+    ]
     while (await generator.progress(1))["total"] == 0:  # noqa: ASYNC110 - an actor has no event for it
         await asyncio.sleep(0.01)
     assert (await generator.progress())["total"] == 6
@@ -132,8 +161,12 @@ async def test_two_rollouts_run_at_once_and_ending_one_does_not_touch_the_other(
 
 
 @pytest.mark.integration
-async def test_another_attempt_at_an_iteration_ends_the_one_before_and_takes_its_groups_in(live, tmp_path):
-    generator = await _generator(live, tmp_path, {"rollout_batch_size": 36}, engine={"server_concurrency": 8})
+async def test_another_attempt_at_an_iteration_ends_the_one_before_and_takes_its_groups_in(
+    live, tmp_path
+):
+    generator = await _generator(
+        live, tmp_path, {"rollout_batch_size": 36}, engine={"server_concurrency": 8}
+    )
     planned = await generator.plan(DRIVER, 0, DataState())
     first = asyncio.create_task(generator.rollout(DRIVER, planned["plan"]))
     await _until_done(generator, 2)
@@ -147,9 +180,13 @@ async def test_another_attempt_at_an_iteration_ends_the_one_before_and_takes_its
 @pytest.mark.integration
 async def test_an_evaluation_ends_when_all_is_abandoned_and_when_it_is_tried_again(live, tmp_path):
     held = {"name": "held", "prompts": {"type": "file", "paths": [str(tmp_path / "a.jsonl@[0:4]")]}}
-    generator = await _generator(live, tmp_path, {"rollout_batch_size": 1}, evaluation={"datasets": [held]})
+    generator = await _generator(
+        live, tmp_path, {"rollout_batch_size": 1}, evaluation={"datasets": [held]}
+    )
     await generator.hold("abort", deadline_s=1, expires_s=60)
-    first, second = [asyncio.create_task(generator.evaluate(DRIVER, "held", "key", 0)) for _ in range(2)]
+    first, second = [
+        asyncio.create_task(generator.evaluate(DRIVER, "held", "key", 0)) for _ in range(2)
+    ]
     with pytest.raises(RolloutAbandoned, match=r"generator\.evaluate held"):
         await first
     await asyncio.sleep(0.1)
@@ -164,8 +201,12 @@ async def test_an_evaluation_ends_when_all_is_abandoned_and_when_it_is_tried_aga
 
 
 @pytest.mark.integration
-async def test_a_driver_that_was_replaced_neither_samples_nor_ends_what_the_next_one_samples(live, tmp_path):
-    generator = await _generator(live, tmp_path, {"rollout_batch_size": 12}, engine={"server_concurrency": 8})
+async def test_a_driver_that_was_replaced_neither_samples_nor_ends_what_the_next_one_samples(
+    live, tmp_path
+):
+    generator = await _generator(
+        live, tmp_path, {"rollout_batch_size": 12}, engine={"server_concurrency": 8}
+    )
     planned = await generator.plan(DRIVER, 0, DataState())
     running = asyncio.create_task(generator.rollout(DRIVER, planned["plan"]))
     await _until_done(generator, 1)
@@ -184,14 +225,20 @@ async def test_a_driver_that_was_replaced_neither_samples_nor_ends_what_the_next
 async def test_a_dead_generator_s_parts_are_found_by_the_next(live, tmp_path):
     keep = tmp_path / "keep.py"
     keep.write_text("def keep(samples):\n    return int(samples[0].group_id[-1]) >= 4\n")
-    choosing = {"rollout_batch_size": 2, "dynamic_sampling_filter_path": f"{keep}:keep", "rollout_max_response_len": 8}
+    choosing = {
+        "rollout_batch_size": 2,
+        "dynamic_sampling_filter_path": f"{keep}:keep",
+        "rollout_max_response_len": 8,
+    }
     generator = await _generator(live, tmp_path, choosing)
     planned = await generator.plan(DRIVER, 0, DataState())
     first = (await generator.rollout(DRIVER, planned["plan"]))["outputs"]
     again = await _generator(live, tmp_path, choosing)
     assert (await again.plan(DRIVER, 0, DataState()))["plan"] == planned["plan"]
     second = (await again.rollout(DRIVER, planned["plan"]))["outputs"]
-    assert len(first["plans"]) == 3 and first["dropped"] == {f"run:{n:08d}": "filtered" for n in range(4)}
+    assert len(first["plans"]) == 3 and first["dropped"] == {
+        f"run:{n:08d}": "filtered" for n in range(4)
+    }
     assert {key: first[key] for key in ("plans", "after", "accepted", "dropped")} == {
         key: second[key] for key in ("plans", "after", "accepted", "dropped")
     }
@@ -216,10 +263,16 @@ async def generate(args, sample, sampling_params):
 
 
 @pytest.mark.integration
-async def test_a_function_of_slime_on_real_engines_is_killed_and_its_finished_groups_are_taken_in(live, tmp_path):
+async def test_a_function_of_slime_on_real_engines_is_killed_and_its_finished_groups_are_taken_in(
+    live, tmp_path
+):
     (tmp_path / "mine.py").write_text(CUSTOM)
     path = str(tmp_path / "mine.py")
-    rollout = {"rollout_batch_size": 12, "custom_generate_function_path": path, "rollout_max_response_len": 40}
+    rollout = {
+        "rollout_batch_size": 12,
+        "custom_generate_function_path": path,
+        "rollout_max_response_len": 40,
+    }
     generator = await _generator(live, tmp_path, rollout, engine={"server_concurrency": 8})
     planned = await generator.plan(DRIVER, 0, DataState())
     running = asyncio.create_task(generator.rollout(DRIVER, planned["plan"]))
@@ -230,13 +283,20 @@ async def test_a_function_of_slime_on_real_engines_is_killed_and_its_finished_gr
     again = await _generator(live, tmp_path, rollout)
     answer = await again.rollout(DRIVER, planned["plan"])
     groups = _samples(tmp_path, answer)
-    assert answer["outputs"]["adopted_groups"] >= 3 and len(groups) == len(answer["outputs"]["accepted"]) == 12
+    assert (
+        answer["outputs"]["adopted_groups"] >= 3
+        and len(groups) == len(answer["outputs"]["accepted"]) == 12
+    )
     for sample in (sample for samples in groups.values() for sample in samples):
         assert sample.rollout_log_probs is not None and sample.loss_mask is not None
         expected = log_probs(live.model, sample.prompt_ids, sample.response_ids)
-        for said, known, counts in zip(sample.rollout_log_probs, expected, sample.loss_mask, strict=True):
+        for said, known, counts in zip(
+            sample.rollout_log_probs, expected, sample.loss_mask, strict=True
+        ):
             assert said == (pytest.approx(known, abs=1e-4) if counts else 0.0)
-        assert sample.loss_mask.count(0) == 2 and sum(tokens for tokens, _ in sample.weight_versions) == len(sample.response_ids)
+        assert sample.loss_mask.count(0) == 2 and sum(
+            tokens for tokens, _ in sample.weight_versions
+        ) == len(sample.response_ids)
 
 
 def test_end_tokens_are_those_of_all_three_places(tmp_path):
@@ -250,18 +310,27 @@ def test_the_engine_of_these_tests_fits_the_tokenizer():
     assert VOCAB_SIZE >= 104 and CONTEXT_LEN > 200 and END == 1
 
 
-async def test_a_generator_draws_each_prompt_that_is_kept_once_an_epoch_and_names_the_others(tmp_path: Path):
+async def test_a_generator_draws_each_prompt_that_is_kept_once_an_epoch_and_names_the_others(
+    tmp_path: Path,
+):
     long = {3, 4, 17, 25, 31, 48, 49}
-    path, model_dir = tmp_path / "fifty.jsonl", tmp_path / "model"
+    path = tmp_path / "fifty.jsonl"
+    model_dir = tmp_path / "model"
     prompts = ["a" * (30 + number if number in long else 1) + f"b{number}" for number in range(50)]
-    path.write_text("".join(json.dumps({"input": prompt, "label": "x"}) + "\n" for prompt in prompts))
-    load_hook("deployments/recipes/tiny_models.py:character_tokenizer")("").save_pretrained(model_dir)
+    path.write_text(
+        "".join(json.dumps({"input": prompt, "label": "x"}) + "\n" for prompt in prompts)
+    )
+    load_hook("deployments/recipes/tiny_models.py:character_tokenizer")("").save_pretrained(
+        model_dir
+    )
     (model_dir / "config.json").write_text('{"vocab_size": 200, "max_position_embeddings": 30}')
     words = f"--hf-checkpoint {model_dir} --prompt-data {path} --label-key label --num-rollout 15 --rollout-batch-size 6"
     words += f" --n-samples-per-prompt 2 --rm-type math --rollout-shuffle --eval-prompt-data held {path} --save {tmp_path}/mine"
     words += " --sglang-context-length 30 --rollout-max-response-len 20"
     config = load_run(BASE, [*overrides_of(read_flags(words.split())), "run=run"])
-    plans, state, drawn = Plans(Files(tmp_path / "store")), DataState(), []
+    plans = Plans(Files(tmp_path / "store"))
+    state = DataState()
+    drawn = []
     for k in range(15):
         if k in (0, 4):  # the process is another one from iteration 4 on
             generator = Generator(str(Path.cwd()))
@@ -277,9 +346,17 @@ async def test_a_generator_draws_each_prompt_that_is_kept_once_an_epoch_and_name
     assert list(found) == ["data.prompts", "evaluation.datasets: held"]
     for rows in found.values():
         assert [row["where"] for row in rows] == [f"{path}:{number + 1}" for number in sorted(long)]
-        assert rows[0]["tokens"] == 35 and rows[0]["limit"] == 29 and "max_position_embeddings" in rows[0]["setting"]
-    refusing = config.model_copy(update={"data": config.data.model_copy(update={"overlong_prompts": "error"})})
+        assert (
+            rows[0]["tokens"] == 35
+            and rows[0]["limit"] == 29
+            and "max_position_embeddings" in rows[0]["setting"]
+        )
+    refusing = config.model_copy(
+        update={"data": config.data.model_copy(update={"overlong_prompts": "error"})}
+    )
     with pytest.raises(DataError, match=r"fifty\.jsonl:4: the prompt is too long"):
-        await Generator(str(Path.cwd())).setup(DRIVER, GeneratorSpec(refusing, str(model_dir), str(tmp_path / "store")))
+        await Generator(str(Path.cwd())).setup(
+            DRIVER, GeneratorSpec(refusing, str(model_dir), str(tmp_path / "store"))
+        )
     with pytest.raises(Fenced):
         await generator.overlong(REPLACED)

@@ -1,4 +1,5 @@
-"""Whose turn shared GPUs are (rlpipe.actors.sharing). Trainer and engines are lists of what they were told, in one order."""
+"""Whose turn shared GPUs are (rlpipe.actors.sharing). Trainer and engines are lists of what they
+were told, in one order."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlpipe.actors.sharing import OF_ENGINES, OF_TRAINER, PHASE_OF, PHASES, Phase, Sharing
-from rlpipe.actors.trainer import TrainerRank
+from rlpipe.actors.trainer.trainer import TrainerRank
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.engines.megatron.memory import PARTS
 from rlpipe.engines.sglang.admin import MEMORY_TAGS
@@ -20,7 +21,8 @@ COLOCATED = ResourcesConfig(colocate=True)
 
 
 class Told:
-    """Both sides of a GPU, and the generator: what is in memory, and the order in which they were told."""
+    """Both sides of a GPU, and the generator: what is in memory, and the order in which they were
+    told."""
 
     def __init__(self) -> None:
         self.trainer: set[str] = set(OF_TRAINER)
@@ -34,7 +36,10 @@ class Told:
             raise TrainerError("out of memory", where="trainer/0")
         self.trainer = set(parts)
         self._said("trainer")
-        return [{"peak_bytes": 5.0, "kept_bytes": float(len(parts)), "used_bytes": 9.0}, {"peak_bytes": 7.0, "kept_bytes": 0.0}]
+        return [
+            {"peak_bytes": 5.0, "kept_bytes": float(len(parts)), "used_bytes": 9.0},
+            {"peak_bytes": 7.0, "kept_bytes": 0.0},
+        ]
 
     async def keep(self, tags: Collection[str]) -> None:
         self.engines &= set(tags)
@@ -55,20 +60,37 @@ class Told:
         self.together.append((set(self.trainer), set(self.engines)))
 
 
-def shared(told: Told, resources: ResourcesConfig = COLOCATED, trace: Path | None = None) -> Sharing:
+def shared(
+    told: Told, resources: ResourcesConfig = COLOCATED, trace: Path | None = None
+) -> Sharing:
     return Sharing(resources, hold=told.hold, release=told.release, trace=trace)
 
 
 async def test_an_iteration_s_phases_are_never_in_memory_together():
     told = Told()
     sharing = shared(told)
-    iteration: list[Phase] = ["start", "train", "push", "sample", "score", "train", "push", "sample"]
+    iteration: list[Phase] = [
+        "start",
+        "train",
+        "push",
+        "sample",
+        "score",
+        "train",
+        "push",
+        "sample",
+    ]
     for phase in iteration:
         await sharing.enter(phase, told, told)
-        assert (told.trainer, told.engines) == (set(PHASES[phase].trainer), set(PHASES[phase].engines))
+        assert (told.trainer, told.engines) == (
+            set(PHASES[phase].trainer),
+            set(PHASES[phase].engines),
+        )
     both = {phase: (set(awake.trainer), set(awake.engines)) for phase, awake in PHASES.items()}
     for trainer, engines in told.together[2:]:
-        assert any(trainer <= allowed[0] and engines <= allowed[1] for allowed in both.values()), (trainer, engines)
+        assert any(trainer <= allowed[0] and engines <= allowed[1] for allowed in both.values()), (
+            trainer,
+            engines,
+        )
 
 
 async def test_requests_are_held_before_engines_give_up_memory_until_they_have_all_of_it():
@@ -91,8 +113,11 @@ async def test_who_keeps_its_memory_is_told_to_keep_all_of_it_in_every_phase():
     assert told.engines == set(OF_ENGINES)
 
 
-async def test_a_phase_is_entered_again_for_processes_that_were_started_meanwhile_but_counted_once(tmp_path: Path):
-    told, late = Told(), Told()
+async def test_a_phase_is_entered_again_for_processes_that_were_started_meanwhile_but_counted_once(
+    tmp_path: Path,
+):
+    told = Told()
+    late = Told()
     sharing = shared(told, trace=tmp_path)
     await sharing.enter("score", told, None)
     await sharing.enter("score", told, late)
@@ -100,7 +125,10 @@ async def test_a_phase_is_entered_again_for_processes_that_were_started_meanwhil
     assert [(entry["from"], entry["to"]) for entry in sharing.take_log()] == [(None, "score")]
     assert sharing.take_log() == []
     events, _ = read_trace(tmp_path / FILE)
-    assert [(event.stage, event.event) for event in events] == [("switch to score", "begin"), ("switch to score", "end")]
+    assert [(event.stage, event.event) for event in events] == [
+        ("switch to score", "begin"),
+        ("switch to score", "end"),
+    ]
 
 
 async def test_the_log_says_what_a_switch_cost_and_what_was_in_use():
@@ -109,7 +137,13 @@ async def test_the_log_says_what_a_switch_cost_and_what_was_in_use():
     await sharing.enter("train", told, told)
     (entry,) = sharing.take_log()
     assert entry.pop("seconds") >= 0
-    assert entry == {"from": None, "to": "train", "trainer_peak_bytes": 7.0, "trainer_bytes": 4.0, "used_bytes": 9.0}
+    assert entry == {
+        "from": None,
+        "to": "train",
+        "trainer_peak_bytes": 7.0,
+        "trainer_bytes": 4.0,
+        "used_bytes": 9.0,
+    }
 
 
 async def test_engines_are_started_only_where_the_trainer_has_no_memory_and_the_phase_waits_for_them():

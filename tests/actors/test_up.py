@@ -1,4 +1,5 @@
-"""Whoever pushes waits until an engine is up, and no longer (rlpipe.actors.fleet). Without Ray."""
+"""Whoever pushes waits until an engine is up, and no longer (rlpipe.actors.engines.fleet). Without
+Ray."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rlpipe.actors import fleet as module
-from rlpipe.actors.fleet import Fleet
+from rlpipe.actors.engines import fleet as module
+from rlpipe.actors.engines.fleet import Fleet
 
 SPEC: Any = SimpleNamespace(resources=SimpleNamespace(start_timeout_s=60.0))
 
@@ -22,7 +23,9 @@ class Engine:
     starting = False
 
     def __init__(self, after_s: float, downs: int = 0) -> None:
-        self.after_s, self.downs, self.looks = after_s, downs, 0
+        self.after_s = after_s
+        self.downs = downs
+        self.looks = 0
 
     async def look(self) -> bool:
         await asyncio.sleep(self.after_s)
@@ -37,7 +40,9 @@ async def waited(engines: Sequence[Engine]) -> None:
         await fleet._until_one_is_up()
 
 
-async def test_one_that_hangs_holds_nobody_up_and_all_others_are_looked_at(monkeypatch: pytest.MonkeyPatch):
+async def test_one_that_hangs_holds_nobody_up_and_all_others_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(module, "ANSWER_S", 0.5)
     engines = [Engine(600.0), Engine(0.0), Engine(0.1, downs=9)]
     await waited(engines)

@@ -1,6 +1,7 @@
 """The mathematics again, as loops over Python floats: what the algorithms are compared with.
 
-Nothing here is vectorised or shared with the code under test. A batch is a list of samples, a sample a list of tokens.
+Nothing here is vectorised or shared with the code under test. A batch is a list of samples, a
+sample a list of tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ def deviation(values: Sequence[float]) -> float:
     return math.sqrt(sum((value - middle) ** 2 for value in values) / (len(values) - 1))
 
 
-def baseline(i: int, rewards: Sequence[float], groups: Sequence[int], rollouts: Sequence[int]) -> list[float]:
+def baseline(
+    i: int, rewards: Sequence[float], groups: Sequence[int], rollouts: Sequence[int]
+) -> list[float]:
     """Mean rewards of the rollouts of sample i's group."""
     mine = [j for j in range(len(rewards)) if groups[j] == groups[i]]
     found = []
@@ -44,15 +47,25 @@ def rloo(rewards, groups, rollouts) -> list[float]:
     result = []
     for i, reward in enumerate(rewards):
         others = [
-            mean([rewards[j] for j in range(len(rewards)) if groups[j] == groups[i] and rollouts[j] == rollout])
-            for rollout in dict.fromkeys(rollouts[j] for j in range(len(rewards)) if groups[j] == groups[i])
+            mean(
+                [
+                    rewards[j]
+                    for j in range(len(rewards))
+                    if groups[j] == groups[i] and rollouts[j] == rollout
+                ]
+            )
+            for rollout in dict.fromkeys(
+                rollouts[j] for j in range(len(rewards)) if groups[j] == groups[i]
+            )
             if rollout != rollouts[i]
         ]
         result.append(reward - mean(others) if others else 0.0)
     return result
 
 
-def reinforce_plus_plus(rewards, kl: Rows, mask: Rows, gamma: float, beta: float, every_token: bool) -> list[list[float]]:
+def reinforce_plus_plus(
+    rewards, kl: Rows, mask: Rows, gamma: float, beta: float, every_token: bool
+) -> list[list[float]]:
     result = []
     for reward, divergences, counted in zip(rewards, kl, mask, strict=True):
         paid = [-beta * d * m for d, m in zip(divergences, counted, strict=True)]
@@ -61,7 +74,8 @@ def reinforce_plus_plus(rewards, kl: Rows, mask: Rows, gamma: float, beta: float
             paid[last] += reward
         returns = []
         for t in range(len(paid)):
-            total, steps = 0.0, 0
+            total = 0.0
+            steps = 0
             for s in range(t, len(paid)):
                 total += gamma**steps * paid[s]
                 steps += 1 if every_token or counted[s] else 0
@@ -71,11 +85,16 @@ def reinforce_plus_plus(rewards, kl: Rows, mask: Rows, gamma: float, beta: float
 
 
 def whiten(values: Rows, mask: Rows) -> list[list[float]]:
-    counted = [v for row, m in zip(values, mask, strict=True) for v, c in zip(row, m, strict=True) if c]
+    counted = [
+        v for row, m in zip(values, mask, strict=True) for v, c in zip(row, m, strict=True) if c
+    ]
     middle = mean(counted)
     variance = sum((v - middle) ** 2 for v in counted) / max(len(counted) - 1, 1)
     return [
-        [(v - middle) / math.sqrt(variance + 1e-8) if c else 0.0 for v, c in zip(row, m, strict=True)]
+        [
+            (v - middle) / math.sqrt(variance + 1e-8) if c else 0.0
+            for v, c in zip(row, m, strict=True)
+        ]
         for row, m in zip(values, mask, strict=True)
     ]
 
@@ -91,7 +110,10 @@ def clamp(value: float, low: float, high: float) -> float:
 
 
 def sequence_ratios(new: Rows, old: Rows) -> list[float]:
-    return [math.exp(mean([a - b for a, b in zip(n, o, strict=True)])) if n else 1.0 for n, o in zip(new, old, strict=True)]
+    return [
+        math.exp(mean([a - b for a, b in zip(n, o, strict=True)])) if n else 1.0
+        for n, o in zip(new, old, strict=True)
+    ]
 
 
 def clip_loss(ratio: float, advantage: float, low: float, high: float, dual: float | None) -> float:
@@ -113,9 +135,12 @@ def importance_ratios(new: Rows, old: Rows, mask: Rows, level: str) -> list[list
     return result
 
 
-def corrected(new: Rows, old: Rows, mask: Rows, loss) -> tuple[list[list[float]], list[list[float]]]:
+def corrected(
+    new: Rows, old: Rows, mask: Rows, loss
+) -> tuple[list[list[float]], list[list[float]]]:
     """(factors, kept) per sample of a LossConfig."""
-    factors, kept = [[1.0] * len(row) for row in new], [[1.0] * len(row) for row in new]
+    factors = [[1.0] * len(row) for row in new]
+    kept = [[1.0] * len(row) for row in new]
     if loss.use_tis:
         ratios = importance_ratios(new, old, mask, loss.tis_level)
         for i, row in enumerate(ratios):
@@ -136,23 +161,34 @@ def corrected(new: Rows, old: Rows, mask: Rows, loss) -> tuple[list[list[float]]
                 kept[i][t] *= float(low <= w <= high)
     if loss.rs_veto_threshold is not None:
         for i, (n, o, m) in enumerate(zip(new, old, mask, strict=True)):
-            if any(c and a - b < math.log(loss.rs_veto_threshold) for a, b, c in zip(n, o, m, strict=True)):
+            if any(
+                c and a - b < math.log(loss.rs_veto_threshold)
+                for a, b, c in zip(n, o, m, strict=True)
+            ):
                 kept[i] = [0.0] * len(n)
     if loss.use_tis and loss.tis_batch_normalize:
-        chosen = [[f for f, c, k in zip(*rows, strict=True) if c and k] for rows in zip(factors, mask, kept, strict=True)]
+        chosen = [
+            [f for f, c, k in zip(*rows, strict=True) if c and k]
+            for rows in zip(factors, mask, kept, strict=True)
+        ]
         pool = [f for row in chosen for f in (row if loss.tis_level == "token" else row[:1])]
         scale = mean(pool) if pool and mean(pool) > 0 else 1.0
         factors = [[f / scale for f in row] for row in factors]
     return factors, kept
 
 
-def reduced(losses: Rows, mask: Rows, rollouts: Sequence[int], kept: Rows, *, per_token=False, constant=None) -> float:
+def reduced(
+    losses: Rows, mask: Rows, rollouts: Sequence[int], kept: Rows, *, per_token=False, constant=None
+) -> float:
     """One number of per-token losses: Σ over rollouts of (Σ m k L) / denominator."""
-    total, tokens = 0.0, sum(sum(row) for row in mask)
+    total = 0.0
+    tokens = sum(sum(row) for row in mask)
     names = list(dict.fromkeys(rollouts))
     for name in names:
         members = [i for i, rollout in enumerate(rollouts) if rollout == name]
-        inner = sum(m * k * v for i in members for m, k, v in zip(mask[i], kept[i], losses[i], strict=True))
+        inner = sum(
+            m * k * v for i in members for m, k, v in zip(mask[i], kept[i], losses[i], strict=True)
+        )
         if per_token:
             total += inner / max(tokens, 1)
         else:
@@ -162,17 +198,28 @@ def reduced(losses: Rows, mask: Rows, rollouts: Sequence[int], kept: Rows, *, pe
 
 
 def objective(columns: Sequence[Rows], mask: Rows, rollouts: Sequence[int], loss) -> float:
-    """A policy loss of new, old, behaviour and reference log-probs and advantages; a token's entropy is minus its new one."""
-    old, behaviour = columns[1], columns[2]
+    """A policy loss of new, old, behaviour and reference log-probs and advantages; a token's
+    entropy is minus its new one."""
+    old = columns[1]
+    behaviour = columns[2]
     factors, kept = corrected(old, behaviour, mask, loss)
     totals = [
         [token_objective(row, m, t, loss, f) for t, f in enumerate(factor)]
         for row, m, factor in zip(list(zip(*columns, strict=True)), mask, factors, strict=True)
     ]
-    return reduced(totals, mask, rollouts, kept, per_token=loss.calculate_per_token_loss, constant=loss.constant_length)
+    return reduced(
+        totals,
+        mask,
+        rollouts,
+        kept,
+        per_token=loss.calculate_per_token_loss,
+        constant=loss.constant_length,
+    )
 
 
-def token_objective(row: Sequence[Sequence[float]], mask: Sequence[float], t: int, loss, factor: float) -> float:
+def token_objective(
+    row: Sequence[Sequence[float]], mask: Sequence[float], t: int, loss, factor: float
+) -> float:
     new, old, _, reference, advantages = row
     counted = [s for s, m in enumerate(mask) if m]
     gap = sum(new[s] - old[s] for s in counted) / max(len(counted), 1)

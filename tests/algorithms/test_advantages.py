@@ -17,13 +17,18 @@ GROUP_OF_FOUR = np.zeros(4, int)
 
 
 def scored(batch: Ragged, **columns) -> Scored:
-    groups, rollouts = np.array(batch.groups), np.array(batch.rollouts)
-    return Scored(np.array(batch.rewards), groups, rollouts, batch.lengths, Ragged.flat(batch.mask), **columns)
+    groups = np.array(batch.groups)
+    rollouts = np.array(batch.rollouts)
+    return Scored(
+        np.array(batch.rewards), groups, rollouts, batch.lengths, Ragged.flat(batch.mask), **columns
+    )
 
 
 def four(**columns) -> Scored:
     """Four samples of two tokens, one group."""
-    return Scored(np.array([1, 0, 0, 1.0]), GROUP_OF_FOUR, np.arange(4), np.full(4, 2), np.ones(8), **columns)
+    return Scored(
+        np.array([1, 0, 0, 1.0]), GROUP_OF_FOUR, np.arange(4), np.full(4, 2), np.ones(8), **columns
+    )
 
 
 def advantages_of(batch: Scored, **config) -> np.ndarray:
@@ -39,7 +44,12 @@ def test_two_of_four_right():
 
 
 def test_two_of_four_right_without_the_deviation():
-    assert group_relative(np.array([1, 0, 0, 1.0]), GROUP_OF_FOUR, scale_by_std=False).tolist() == [0.5, -0.5, -0.5, 0.5]
+    assert group_relative(np.array([1, 0, 0, 1.0]), GROUP_OF_FOUR, scale_by_std=False).tolist() == [
+        0.5,
+        -0.5,
+        -0.5,
+        0.5,
+    ]
 
 
 def test_one_of_four_right():
@@ -48,7 +58,9 @@ def test_one_of_four_right():
 
 
 def test_leave_one_out_compares_with_the_others():
-    assert leave_one_out(np.array([1, 0, 0, 1.0]), GROUP_OF_FOUR) == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
+    assert leave_one_out(np.array([1, 0, 0, 1.0]), GROUP_OF_FOUR) == pytest.approx(
+        [2 / 3, -2 / 3, -2 / 3, 2 / 3]
+    )
     assert leave_one_out(np.array([3.0]), np.zeros(1, int)).tolist() == [0]
 
 
@@ -58,11 +70,15 @@ def test_a_group_of_one_and_a_group_without_contrast_have_no_advantage():
 
 
 def test_without_centering_the_reward_itself_comes_back():
-    assert group_relative(np.array([1.0, 3.0]), np.zeros(2, int), center=False, scale_by_std=True).tolist() == [1, 3]
+    assert group_relative(
+        np.array([1.0, 3.0]), np.zeros(2, int), center=False, scale_by_std=True
+    ).tolist() == [1, 3]
 
 
 def test_a_rollout_with_many_samples_pulls_the_baseline_no_more_than_another():
-    rewards, group, rollout = np.array([1.0, 1.0, 1.0, 0.0]), np.zeros(4, int), np.array([0, 0, 0, 1])
+    rewards = np.array([1.0, 1.0, 1.0, 0.0])
+    group = np.zeros(4, int)
+    rollout = np.array([0, 0, 0, 1])
     per_rollout = group_relative(rewards, group, scale_by_std=False, rollout=rollout)
     assert per_rollout.tolist() == [0.5, 0.5, 0.5, -0.5]
     assert group_relative(rewards, group, scale_by_std=False).tolist() == [0.25, 0.25, 0.25, -0.75]
@@ -73,11 +89,16 @@ def test_a_rollout_with_many_samples_pulls_the_baseline_no_more_than_another():
 def test_groups_are_what_a_loop_computes(batch: Ragged, scale: bool, by_rollout: bool):
     rollouts = np.array(batch.rollouts) if by_rollout else None
     each = batch.rollouts if by_rollout else list(range(len(batch.rewards)))
-    rewards, groups = np.array(batch.rewards), np.array(batch.groups)
+    rewards = np.array(batch.rewards)
+    groups = np.array(batch.groups)
     found = group_relative(rewards, groups, scale_by_std=scale, rollout=rollouts)
-    assert found == pytest.approx(loops.grpo(batch.rewards, batch.groups, each, scale), rel=1e-6, abs=1e-6)
+    assert found == pytest.approx(
+        loops.grpo(batch.rewards, batch.groups, each, scale), rel=1e-6, abs=1e-6
+    )
     others = leave_one_out(rewards, groups, rollout=rollouts)
-    assert others == pytest.approx(loops.rloo(batch.rewards, batch.groups, each), rel=1e-6, abs=1e-6)
+    assert others == pytest.approx(
+        loops.rloo(batch.rewards, batch.groups, each), rel=1e-6, abs=1e-6
+    )
 
 
 @given(ragged())
@@ -94,13 +115,17 @@ def test_a_groups_centred_advantages_sum_to_zero(batch: Ragged):
 @given(ragged(), st.permutations(range(7)))
 def test_the_order_of_samples_does_not_matter(batch: Ragged, order):
     order = [i for i in order if i < len(batch.rewards)]
-    rewards, groups, rollouts = np.array(batch.rewards), np.array(batch.groups), np.array(batch.rollouts)
+    rewards = np.array(batch.rewards)
+    groups = np.array(batch.groups)
+    rollouts = np.array(batch.rollouts)
     for function in (
         lambda r, g, o: group_relative(r, g, scale_by_std=True, rollout=o),
         lambda r, g, o: leave_one_out(r, g, rollout=o),
     ):
         there = function(rewards, groups, rollouts)[order]
-        assert function(rewards[order], groups[order], rollouts[order]) == pytest.approx(there, rel=1e-5, abs=1e-5)
+        assert function(rewards[order], groups[order], rollouts[order]) == pytest.approx(
+            there, rel=1e-5, abs=1e-5
+        )
 
 
 def test_unequal_shapes_and_rewards_that_are_not_finite_are_errors():
@@ -112,7 +137,13 @@ def test_unequal_shapes_and_rewards_that_are_not_finite_are_errors():
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
 def test_every_token_of_a_response_gets_its_samples_advantage(name: str):
-    batch = Scored(np.array([1.0, 5.0, 0.0]), np.array([1, 0, 1]), np.arange(3), np.array([2, 1, 3]), np.ones(6))
+    batch = Scored(
+        np.array([1.0, 5.0, 0.0]),
+        np.array([1, 0, 1]),
+        np.arange(3),
+        np.array([2, 1, 3]),
+        np.ones(6),
+    )
     found = advantages_of(batch, advantage_estimator=name, grpo_std_normalization=False)
     assert found.tolist() == [0.5, 0.5, 0, -0.5, -0.5, -0.5]
 
@@ -123,16 +154,37 @@ def test_the_estimator_none_has_no_advantages():
 
 def test_reinforce_plus_plus_by_hand():
     log_probs = np.array([-1.0, -2.0])
-    batch = Scored(np.array([1.0]), np.zeros(1, int), np.zeros(1, int), np.array([2]), np.ones(2), log_probs, log_probs - 1)
-    found = estimate(batch, AdvantageConfig(advantage_estimator="reinforce_plus_plus", kl_coef=0.1, reference=True))
+    batch = Scored(
+        np.array([1.0]),
+        np.zeros(1, int),
+        np.zeros(1, int),
+        np.array([2]),
+        np.ones(2),
+        log_probs,
+        log_probs - 1,
+    )
+    found = estimate(
+        batch,
+        AdvantageConfig(advantage_estimator="reinforce_plus_plus", kl_coef=0.1, reference=True),
+    )
     assert found is not None
     assert found.returns == pytest.approx([0.8, 0.9])
 
 
-@given(ragged(columns=2), st.sampled_from([1.0, 0.9]), st.booleans(), st.sampled_from(["k1", "k2", "k3", "low_var_kl"]))
-def test_reinforce_plus_plus_is_what_a_loop_computes(batch: Ragged, gamma: float, every_token: bool, kind: str):
+@given(
+    ragged(columns=2),
+    st.sampled_from([1.0, 0.9]),
+    st.booleans(),
+    st.sampled_from(["k1", "k2", "k3", "low_var_kl"]),
+)
+def test_reinforce_plus_plus_is_what_a_loop_computes(
+    batch: Ragged, gamma: float, every_token: bool, kind: str
+):
     policy, reference = batch.columns
-    kl = [[loops.kl(a, b, kind) for a, b in zip(*rows, strict=True)] for rows in zip(policy, reference, strict=True)]
+    kl = [
+        [loops.kl(a, b, kind) for a, b in zip(*rows, strict=True)]
+        for rows in zip(policy, reference, strict=True)
+    ]
     config = AdvantageConfig.model_validate(
         {
             "advantage_estimator": "reinforce_plus_plus",
@@ -152,7 +204,9 @@ def test_reinforce_plus_plus_is_what_a_loop_computes(batch: Ragged, gamma: float
     found = estimate(with_kl, config)
     assert found is not None
     assert found.returns == pytest.approx(Ragged.flat(expected), rel=1e-5, abs=1e-5)
-    assert found.advantages == pytest.approx(Ragged.flat(loops.whiten(expected, batch.mask)), rel=1e-3, abs=2e-4)
+    assert found.advantages == pytest.approx(
+        Ragged.flat(loops.whiten(expected, batch.mask)), rel=1e-3, abs=2e-4
+    )
 
 
 @given(ragged(columns=2))
@@ -160,9 +214,9 @@ def test_its_baseline_form_subtracts_the_groups_mean_and_each_tokens_kl(batch: R
     policy, reference = (Ragged.flat(column) for column in batch.columns)
     found = estimate(
         scored(batch, proximal=policy, reference=reference),
-        AdvantageConfig(advantage_estimator="reinforce_plus_plus_baseline", kl_coef=0.2, reference=True).model_copy(
-            update={"normalize_advantages": False}
-        ),
+        AdvantageConfig(
+            advantage_estimator="reinforce_plus_plus_baseline", kl_coef=0.2, reference=True
+        ).model_copy(update={"normalize_advantages": False}),
     )
     assert found is not None
     rewards = loops.grpo(batch.rewards, batch.groups, batch.rollouts, scale=False)
@@ -187,7 +241,9 @@ def test_rloo_pays_each_samples_kl_before_it_compares(batch: Ragged):
 
 
 @given(ragged(columns=3), st.booleans())
-def test_ppo_is_gae_of_the_reward_at_the_end_and_the_kl_on_the_way(batch: Ragged, every_token: bool):
+def test_ppo_is_gae_of_the_reward_at_the_end_and_the_kl_on_the_way(
+    batch: Ragged, every_token: bool
+):
     values, policy, reference = batch.columns
     rewards = []
     for reward, p, r, m in zip(batch.rewards, policy, reference, batch.mask, strict=True):
@@ -200,7 +256,12 @@ def test_ppo_is_gae_of_the_reward_at_the_end_and_the_kl_on_the_way(batch: Ragged
     found = estimate(
         scored(batch, values=flat[0], proximal=flat[1], reference=flat[2]),
         AdvantageConfig(
-            advantage_estimator="ppo", gamma=0.9, lambd=0.8, kl_coef=0.1, reference=True, discount_masked_tokens=every_token
+            advantage_estimator="ppo",
+            gamma=0.9,
+            lambd=0.8,
+            kl_coef=0.1,
+            reference=True,
+            discount_masked_tokens=every_token,
         ),
     )
     mask = None if every_token else Ragged.flat(batch.mask)
@@ -212,13 +273,16 @@ def test_ppo_is_gae_of_the_reward_at_the_end_and_the_kl_on_the_way(batch: Ragged
 
 @given(ragged(columns=1, least=1))
 def test_whitened_advantages_have_mean_0_and_variance_1_over_what_counts(batch: Ragged):
-    mask, values = Ragged.flat(batch.mask), Ragged.flat(batch.columns[0])
+    mask = Ragged.flat(batch.mask)
+    values = Ragged.flat(batch.columns[0])
     if not mask.any():
         with pytest.raises(ValueError, match="nothing to whiten"):
             whiten(values, mask)
         return
     found = whiten(values, mask)
-    assert found == pytest.approx(Ragged.flat(loops.whiten(batch.columns[0], batch.mask)), rel=1e-6, abs=1e-9)
+    assert found == pytest.approx(
+        Ragged.flat(loops.whiten(batch.columns[0], batch.mask)), rel=1e-6, abs=1e-9
+    )
     assert not found[mask == 0].any()
     assert found[mask > 0].mean() == pytest.approx(0, abs=1e-6)
     if values[mask > 0].std() > 0.1:
@@ -226,12 +290,21 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_what_counts(batch: 
 
 
 def test_distillation_lowers_the_advantage_of_what_the_teacher_would_not_say():
-    student, teacher = np.full(8, -1.0), np.full(8, -1.5)
-    found = advantages_of(four(proximal=student, teacher=teacher), grpo_std_normalization=False, use_opd=True, opd_kl_coef=0.5)
+    student = np.full(8, -1.0)
+    teacher = np.full(8, -1.5)
+    found = advantages_of(
+        four(proximal=student, teacher=teacher),
+        grpo_std_normalization=False,
+        use_opd=True,
+        opd_kl_coef=0.5,
+    )
     assert found == pytest.approx(np.repeat([0.25, -0.75, -0.75, 0.25], 2))
 
 
-@pytest.mark.parametrize(("config", "name"), [({"use_opd": True}, "proximal"), ({"advantage_estimator": "ppo"}, "values")])
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [({"use_opd": True}, "proximal"), ({"advantage_estimator": "ppo"}, "values")],
+)
 def test_a_column_that_is_not_there_is_named(config: dict, name: str):
     with pytest.raises(ValueError, match=name):
         advantages_of(four(), **config)
@@ -260,6 +333,13 @@ def test_an_advantage_beyond_float32_is_refused_with_its_token():
         proximal=np.array([-1.0, -1.0, -150.0]),
         reference=np.full(3, -1.0),
     )
-    config = AdvantageConfig(advantage_estimator="reinforce_plus_plus_baseline", kl_coef=0.1, kl_type="k3", reference=True)
-    with pytest.raises(ValueError, match=r"response token 2 is -\S+, which is not finite in float32"):
+    config = AdvantageConfig(
+        advantage_estimator="reinforce_plus_plus_baseline",
+        kl_coef=0.1,
+        kl_type="k3",
+        reference=True,
+    )
+    with pytest.raises(
+        ValueError, match=r"response token 2 is -\S+, which is not finite in float32"
+    ):
         estimate(batch, config)

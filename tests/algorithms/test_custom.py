@@ -1,4 +1,5 @@
-"""Functions of the user: slime's own shapes work, and what cannot work is refused with what was expected."""
+"""Functions of the user: slime's own shapes work, and what cannot work is refused with what was
+expected."""
 
 from __future__ import annotations
 
@@ -24,7 +25,17 @@ BEHAVIOUR = [np.array([-1.5, -1.0], np.float32), np.array([-1.0, -9.0, -4.0], np
 ARGS = Namespace(tis_clip=2.0, tis_clip_low=0.5)
 
 
-def slimes_tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **_others):
+def slimes_tis(
+    args,
+    *,
+    pg_loss,
+    train_log_probs,
+    rollout_log_probs,
+    loss_masks,
+    total_lengths,
+    response_lengths,
+    **_others,
+):
     """In the shape of slime's `vanilla_tis_function`."""
     assert total_lengths == [4, 5]
     assert response_lengths == [2, 3]
@@ -34,7 +45,12 @@ def slimes_tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks,
 
 
 def correction(function, **others):
-    given = {"proximal": PROXIMAL, "behaviour": BEHAVIOUR, "masks": MASKS, "total_lengths": LENGTHS + 2}
+    given = {
+        "proximal": PROXIMAL,
+        "behaviour": BEHAVIOUR,
+        "masks": MASKS,
+        "total_lengths": LENGTHS + 2,
+    }
     return custom.custom_correction(function, ARGS, **{**given, **others})
 
 
@@ -49,10 +65,14 @@ def test_a_correction_in_slimes_shape_is_the_built_in_one():
     assert found.metrics["tis_mine"][0] == pytest.approx(np.exp(0.5))
 
 
-@pytest.mark.parametrize(("name", "mode"), [("icepop_function", "icepop"), ("vanilla_tis_function", "clip")])
+@pytest.mark.parametrize(
+    ("name", "mode"), [("icepop_function", "icepop"), ("vanilla_tis_function", "clip")]
+)
 def test_a_file_may_wrap_slimes_own_corrections(tmp_path: Path, name: str, mode: str):
     theirs = f"from slime.backends.megatron_utils.loss import {name}"
-    path = hook(tmp_path, f"{theirs}\ndef mine(args, **columns):\n    return {name}(args, **columns)\n")
+    path = hook(
+        tmp_path, f"{theirs}\ndef mine(args, **columns):\n    return {name}(args, **columns)\n"
+    )
     found = correction(custom.load("custom_tis_function_path", path))
     mask, loss = np.concatenate(MASKS), LossConfig(use_tis=True, tis_clip_low=0.5, tis_mode=mode)  # pyright: ignore[reportArgumentType]
     built_in = correct(np.concatenate(PROXIMAL), np.concatenate(BEHAVIOUR), mask, LENGTHS, loss)
@@ -63,7 +83,11 @@ def test_a_file_may_wrap_slimes_own_corrections(tmp_path: Path, name: str, mode:
 
 def test_a_correction_may_reject_tokens():
     def reject(args, *, pg_loss, loss_masks, **others):
-        return pg_loss, [mask * torch.tensor([0.0] + [1.0] * (len(mask) - 1)) for mask in loss_masks], {}
+        return (
+            pg_loss,
+            [mask * torch.tensor([0.0] + [1.0] * (len(mask) - 1)) for mask in loss_masks],
+            {},
+        )
 
     assert correction(reject).kept.tolist() == [0, 1, 0, 0, 1]
 
@@ -79,20 +103,28 @@ def test_a_correction_of_another_length_is_refused():
 
 
 def dr_grpo(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
-    """In the shape of slime's `get_pg_loss_reducer`: a constant in place of each sample's length."""
+    """In the shape of slime's `get_pg_loss_reducer`: a constant in place of each sample's
+    length."""
 
     def reduce(values):
         parts = zip(values.split(response_lengths), loss_masks, strict=True)
-        return sum((part * mask).sum() / (1.0 if calculate_per_token_loss else 100.0) for part, mask in parts)
+        return sum(
+            (part * mask).sum() / (1.0 if calculate_per_token_loss else 100.0)
+            for part, mask in parts
+        )
 
     return reduce
 
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_a_reducer_in_slimes_shape_becomes_a_weight_per_token(per_token: bool):
-    found = custom.reducer_weights(dr_grpo, masks=MASKS, total_lengths=LENGTHS, per_token=per_token, num_rollouts=2)
+    found = custom.reducer_weights(
+        dr_grpo, masks=MASKS, total_lengths=LENGTHS, per_token=per_token, num_rollouts=2
+    )
     constant = None if per_token else 100
-    expected = token_weights(np.concatenate(MASKS), LENGTHS, per_token=per_token, constant_length=constant)
+    expected = token_weights(
+        np.concatenate(MASKS), LENGTHS, per_token=per_token, constant_length=constant
+    )
     assert found == pytest.approx(expected)
 
 
@@ -101,7 +133,9 @@ def test_a_reducer_that_is_not_linear_is_refused():
         return lambda values: (values + 1).square().sum()
 
     with pytest.raises(DataError, match="linear"):
-        custom.reducer_weights(square, masks=MASKS, total_lengths=LENGTHS, per_token=False, num_rollouts=2)
+        custom.reducer_weights(
+            square, masks=MASKS, total_lengths=LENGTHS, per_token=False, num_rollouts=2
+        )
 
 
 def test_an_advantage_function_sets_lists_of_tensors():
@@ -116,24 +150,32 @@ def test_an_advantage_function_sets_lists_of_tensors():
     with pytest.raises(DataError, match="advantages"):
         custom.custom_estimates(lambda args, data: None, ARGS, {}, LENGTHS)
     with pytest.raises(DataError, match="2 parts of 5 values"):
-        custom.custom_estimates(lambda a, d: d.update(advantages=[torch.zeros(3), torch.zeros(2)]), ARGS, {}, LENGTHS)
+        custom.custom_estimates(
+            lambda a, d: d.update(advantages=[torch.zeros(3), torch.zeros(2)]), ARGS, {}, LENGTHS
+        )
 
 
 def tokens() -> Tokens:
     sequences = Sequences(torch.tensor([0, 0, 1]), torch.tensor([2.0, 1.0]))
     columns = {"advantages": torch.tensor([1.0, 2.0, 3.0])}
-    return Tokens(torch.tensor([-1.0, -2.0, -3.0]), torch.ones(3), torch.ones(3), sequences, columns=columns)
+    return Tokens(
+        torch.tensor([-1.0, -2.0, -3.0]), torch.ones(3), torch.ones(3), sequences, columns=columns
+    )
 
 
 def test_a_custom_loss_sees_columns_and_sequences():
     def mine(args, batch, log_probs, entropy):
-        return -batch["advantages"] * batch["sequence_mean"](log_probs) - entropy, {"mean": batch["sequence_mean"](log_probs)}
+        return -batch["advantages"] * batch["sequence_mean"](log_probs) - entropy, {
+            "mean": batch["sequence_mean"](log_probs)
+        }
 
     loss, metrics = custom.custom_loss(mine, ARGS, tokens())
     assert loss.tolist() == [0.5, 2, 8]
     assert metrics["mean"].tolist() == [-1.5, -1.5, -3]
     with pytest.raises(DataError, match="do not reduce it"):
-        custom.custom_loss(lambda args, batch, log_probs, entropy: (log_probs.sum(), {}), ARGS, tokens())
+        custom.custom_loss(
+            lambda args, batch, log_probs, entropy: (log_probs.sum(), {}), ARGS, tokens()
+        )
 
 
 def test_a_custom_loss_gets_logits_unless_it_names_log_probs():
@@ -157,9 +199,13 @@ BAD = [
 
 
 @pytest.mark.parametrize(("key", "text", "words"), BAD)
-def test_a_function_that_cannot_be_called_is_refused_before_anything_is_started(tmp_path: Path, key: str, text: str, words: str):
+def test_a_function_that_cannot_be_called_is_refused_before_anything_is_started(
+    tmp_path: Path, key: str, text: str, words: str
+):
     path = hook(tmp_path, text)
-    others = {"use_tis": True} if "tis" in key else {"type": "custom"} if "custom_loss" in key else {}
+    others = (
+        {"use_tis": True} if "tis" in key else {"type": "custom"} if "custom_loss" in key else {}
+    )
     of_advantage = key in AdvantageConfig.model_fields
     advantage = AdvantageConfig.model_validate({key: path} if of_advantage else {})
     loss = LossConfig.model_validate({} if of_advantage else {key: path, **others})

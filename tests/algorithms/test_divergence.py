@@ -14,10 +14,13 @@ log_prob = st.floats(-20, 0, width=32)
 
 
 @pytest.mark.parametrize(
-    ("kind", "value"), [("k1", 0.1), ("k2", 0.005), ("k3", math.exp(-0.1) - 1 + 0.1), ("low_var_kl", 0.004837418)]
+    ("kind", "value"),
+    [("k1", 0.1), ("k2", 0.005), ("k3", math.exp(-0.1) - 1 + 0.1), ("low_var_kl", 0.004837418)],
 )
 def test_hand_values_at_a_difference_of_a_tenth(kind, value):
-    assert kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.1]), kind).item() == pytest.approx(value, abs=1e-6)
+    assert kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.1]), kind).item() == pytest.approx(
+        value, abs=1e-6
+    )
 
 
 def test_low_var_kl_is_clamped_and_k3_is_not():
@@ -50,7 +53,8 @@ def test_an_unknown_kind_is_an_error():
 def test_it_is_what_a_loop_computes_with_and_without_importance(rows):
     policy, reference, importance = torch.tensor(rows, dtype=torch.float64).unbind(1)
     for kind in ("k1", "k2", "k3", "low_var_kl"):
-        plain, weighted = kl_estimate(policy, reference, kind), kl_estimate(policy, reference, kind, importance)
+        plain = kl_estimate(policy, reference, kind)
+        weighted = kl_estimate(policy, reference, kind, importance)
         for i, (a, b, w) in enumerate(rows):
             assert plain[i].item() == pytest.approx(loops.kl(a, b, kind), rel=1e-9, abs=1e-9)
             assert weighted[i].item() == pytest.approx(loops.kl(a, b, kind, w), rel=1e-9, abs=1e-9)
@@ -60,17 +64,26 @@ def test_it_is_what_a_loop_computes_with_and_without_importance(rows):
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_gradients_are_finite_differences(kind, unbiased):
     generator = torch.Generator().manual_seed(0)
-    policy, reference, old = (torch.randn(10, dtype=torch.float64, generator=generator) for _ in range(3))
+    policy, reference, old = (
+        torch.randn(10, dtype=torch.float64, generator=generator) for _ in range(3)
+    )
     policy.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: kl_estimate(x, reference, kind, (x - old).exp() if unbiased else None), policy)
+    assert torch.autograd.gradcheck(
+        lambda x: kl_estimate(x, reference, kind, (x - old).exp() if unbiased else None), policy
+    )
 
 
 def test_the_unbiased_form_is_the_kl_and_its_gradient_whoever_sampled():
-    """Over all of a small vocabulary, weighted with the probabilities of the policy that sampled."""
-    logits = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    """Over all of a small vocabulary, weighted with the probabilities of the policy that
+    sampled."""
+    logits = torch.randn(
+        6, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True
+    )
     reference, old = (torch.randn(6, dtype=torch.float64).log_softmax(0) for _ in range(2))
     policy = logits.log_softmax(0)
-    (exact,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
+    (exact,) = torch.autograd.grad(
+        (policy.exp() * (policy - reference)).sum(), logits, retain_graph=True
+    )
     estimate = (old.exp() * kl_estimate(policy, reference, "k3", (policy - old).exp())).sum()
     (found,) = torch.autograd.grad(estimate, logits, retain_graph=True)
     assert estimate.item() == pytest.approx((policy.exp() * (policy - reference)).sum().item())

@@ -1,4 +1,5 @@
-"""Log-ratios up to ±1000: losses in float32 against the exact numbers, reckoned in float64 and in logarithms."""
+"""Log-ratios up to ±1000: losses in float32 against the exact numbers, reckoned in float64 and in
+logarithms."""
 
 from __future__ import annotations
 
@@ -21,8 +22,12 @@ from rlpipe.algorithms.sequences import Sequences
 from rlpipe.config.algorithms import LossConfig
 
 LARGEST = torch.finfo(torch.float32).max
-LOW, HIGH, DUAL = 0.2, 0.28, 3.0
-log_ratio = st.floats(-1000, 1000, width=32) | st.floats(80, 100, width=32) | st.floats(-3, 3, width=32)
+LOW = 0.2
+HIGH = 0.28
+DUAL = 3.0
+log_ratio = (
+    st.floats(-1000, 1000, width=32) | st.floats(80, 100, width=32) | st.floats(-3, 3, width=32)
+)
 advantage = st.floats(-3, 3, width=32) | st.sampled_from([0.0, 1e-6, -1e-6])
 
 
@@ -37,7 +42,8 @@ def product(scale: float, x: float) -> float:
 
 
 def close(found: float, exact: float) -> bool:
-    """Equal to float32's precision; where float32 has no number for it, infinite or the largest number."""
+    """Equal to float32's precision; where float32 has no number for it, infinite or the largest
+    number."""
     if abs(exact) > 0.999 * LARGEST:
         return abs(found) > 0.99 * LARGEST and math.copysign(1, found) == math.copysign(1, exact)
     return found == pytest.approx(exact, rel=2e-5, abs=1e-5)
@@ -70,7 +76,9 @@ def test_the_clipped_surrogate_has_the_exact_gradient(d: float, a: float, dual: 
     if at_the_edge_of_a_clip(d):
         return
     new = torch.tensor([d], requires_grad=True)
-    found = policy_loss(new, torch.zeros(1), torch.tensor([a]), eps_clip=LOW, eps_clip_high=HIGH, eps_clip_c=dual)
+    found = policy_loss(
+        new, torch.zeros(1), torch.tensor([a]), eps_clip=LOW, eps_clip_high=HIGH, eps_clip_c=dual
+    )
     assert not math.isnan(found.loss.item())
     assert close(gradient(found.loss, new)[0], clip_gradient(d, a, dual))
 
@@ -85,10 +93,13 @@ def test_gspo_has_the_exact_gradient(gaps: list[float], a: float):
     count = len(gaps)
     sequences = Sequences(torch.zeros(count, dtype=torch.long), torch.tensor([float(count)]))
     advantages = torch.full((count,), a)
-    found = sequence_policy_loss(new, torch.zeros(count), advantages, sequences, eps_clip=LOW, eps_clip_high=HIGH)
+    found = sequence_policy_loss(
+        new, torch.zeros(count), advantages, sequences, eps_clip=LOW, eps_clip_high=HIGH
+    )
     exact = clip_gradient(mean, a, None)
     for value in gradient(found.loss, new):
-        # The mean of numbers up to 1000 has an error of 1e-4 in float32, and so have the digits of exp(mean).
+        # The mean of numbers up to 1000 has an error of 1e-4 in float32, and so have the digits of
+        # exp(mean).
         edge = abs(abs(exact) / LARGEST - 1) < 0.1
         assert not math.isnan(value)
         assert edge or close(value, exact) or value == pytest.approx(exact, rel=1e-3)
@@ -146,7 +157,8 @@ def test_every_kl_times_the_ratio_has_the_exact_gradient(d: int, gap: int, kind:
     found = unbiased_kl(new, torch.tensor([-float(d)]), torch.tensor([-float(gap)]), kind)
     value, exact = times_ratio(d, gap, kind)
     if kind == "low_var_kl" and value > 10:
-        value, exact = 10.0, 0.0
+        value = 10.0
+        exact = 0.0
     if kind == "k1" or math.isfinite(value):
         assert close(found.item(), value)
     assert close(gradient(found, new)[0], exact)
@@ -162,7 +174,9 @@ def test_near_the_reference_the_unbiased_estimate_has_the_bits_of_the_plain_prod
     near = new - reference >= FAR_BELOW
     assert near.all()
     assert torch.equal(found, plain)
-    assert torch.equal(*(torch.tensor(gradient(*pair)) for pair in ((plain, leaves[0]), (found, leaves[1]))))
+    assert torch.equal(
+        *(torch.tensor(gradient(*pair)) for pair in ((plain, leaves[0]), (found, leaves[1])))
+    )
 
 
 @given(st.floats(-1000, SPLIT, width=32), st.floats(-3, 3, width=32))
@@ -219,10 +233,19 @@ def test_slimes_policy_loss_has_a_gradient_where_the_ratio_overflows():
 @pytest.mark.parametrize("surrogate", ["clip", "gspo", "cispo"])
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
 @pytest.mark.parametrize("unbiased", [False, True])
-def test_a_token_that_is_left_out_leaves_loss_gradient_and_metrics_finite(surrogate, kind, unbiased):
-    """By its weight (rejection), its factor (IcePop) and its mask (OPSM), however far its log-probs are apart."""
+def test_a_token_that_is_left_out_leaves_loss_gradient_and_metrics_finite(
+    surrogate, kind, unbiased
+):
+    """By its weight (rejection), its factor (IcePop) and its mask (OPSM), however far its log-probs
+    are apart."""
     new = torch.tensor([-1.0, -1.0, -1.0, -1000.0, -1.0], requires_grad=True)
-    loss = LossConfig(surrogate=surrogate, kl_loss_type=kind, kl_loss_coef=0.1, use_unbiased_kl=unbiased, use_opsm=True)
+    loss = LossConfig(
+        surrogate=surrogate,
+        kl_loss_type=kind,
+        kl_loss_coef=0.1,
+        use_unbiased_kl=unbiased,
+        use_opsm=True,
+    )
     tokens = Tokens(
         log_probs=new,
         entropy=torch.ones(5),
@@ -261,7 +284,14 @@ def test_a_kl_that_is_only_watched_has_no_part_in_the_gradient_however_large_it_
     st.sampled_from(["clip", "truncate", "icepop", "mask"]),
 )
 def test_off_policy_weights_are_finite_in_float32(gaps, level, mode):
-    loss = LossConfig(use_tis=True, tis_level=level, tis_mode=mode, use_rs=True, rs_level=level, tis_batch_normalize=True)
+    loss = LossConfig(
+        use_tis=True,
+        tis_level=level,
+        tis_mode=mode,
+        use_rs=True,
+        rs_level=level,
+        tis_batch_normalize=True,
+    )
     count = len(gaps)
     found = correct(np.array(gaps), np.zeros(count), np.ones(count), np.array([1, count - 1]), loss)
     for column in (found.factor, found.kept, *found.metrics.values()):

@@ -57,14 +57,24 @@ def corrected(batch: Ragged, loss: LossConfig) -> Correction:
         (1.5, "mask", (1.5, 1)),
     ],
 )
-def test_a_weight_within_and_out_of_its_bounds(ratio: float, mode: str, expected: tuple[float, float]):
+def test_a_weight_within_and_out_of_its_bounds(
+    ratio: float, mode: str, expected: tuple[float, float]
+):
     assert at_ratio(ratio, tis_mode=mode, tis_clip_low=0.5) == pytest.approx(expected)
 
 
 def test_levels_by_hand():
-    proximal, behaviour, mask = np.log([2.0, 8.0, 1.0]), np.zeros(3), np.array([1.0, 1.0, 0.0])
+    proximal = np.log([2.0, 8.0, 1.0])
+    behaviour = np.zeros(3)
+    mask = np.array([1.0, 1.0, 0.0])
     weights = {
-        level: correct(proximal, behaviour, mask, np.array([3]), LossConfig(use_tis=True, tis_clip=100.0, tis_level=level)).factor
+        level: correct(
+            proximal,
+            behaviour,
+            mask,
+            np.array([3]),
+            LossConfig(use_tis=True, tis_clip=100.0, tis_level=level),
+        ).factor
         for level in ("token", "sequence", "geometric")
     }
     assert weights["token"] == pytest.approx([2, 8, 1])
@@ -74,11 +84,19 @@ def test_levels_by_hand():
 
 def test_one_token_that_the_trainer_finds_impossible_vetoes_its_sequence_and_no_other():
     proximal = np.array([-1.0, -20.0, -1.0, -1.0])
-    found = correct(proximal, np.full(4, -1.0), np.ones(4), np.array([2, 2]), LossConfig(rs_veto_threshold=1e-4))
+    found = correct(
+        proximal, np.full(4, -1.0), np.ones(4), np.array([2, 2]), LossConfig(rs_veto_threshold=1e-4)
+    )
     assert found.kept.tolist() == [0, 0, 1, 1]
     assert found.factor.tolist() == [1, 1, 1, 1]
     assert found.metrics["rs_vetofrac"].tolist() == [1, 1, 0, 0]
-    masked = correct(proximal, np.full(4, -1.0), np.array([1.0, 0, 1, 1]), np.array([2, 2]), LossConfig(rs_veto_threshold=1e-4))
+    masked = correct(
+        proximal,
+        np.full(4, -1.0),
+        np.array([1.0, 0, 1, 1]),
+        np.array([2, 2]),
+        LossConfig(rs_veto_threshold=1e-4),
+    )
     assert masked.kept.tolist() == [1, 1, 1, 1], "a token that does not count has no veto"
 
 
@@ -93,7 +111,9 @@ def test_it_is_what_a_loop_computes(batch: Ragged, loss: LossConfig):
 
 
 @given(ragged(columns=1), losses)
-def test_on_policy_every_factor_is_exactly_1_and_nothing_is_rejected(batch: Ragged, loss: LossConfig):
+def test_on_policy_every_factor_is_exactly_1_and_nothing_is_rejected(
+    batch: Ragged, loss: LossConfig
+):
     column = Ragged.flat(batch.columns[0])
     found = correct(column, column.copy(), Ragged.flat(batch.mask), batch.lengths, loss)
     assert found.factor.tolist() == [1.0] * len(column)
@@ -103,17 +123,22 @@ def test_on_policy_every_factor_is_exactly_1_and_nothing_is_rejected(batch: Ragg
 
 @given(ragged(columns=2), losses, st.randoms())
 def test_tokens_that_do_not_count_change_nothing(batch: Ragged, loss: LossConfig, random):
-    mask, proximal = Ragged.flat(batch.mask), Ragged.flat(batch.columns[0])
+    mask = Ragged.flat(batch.mask)
+    proximal = Ragged.flat(batch.columns[0])
     other = np.where(mask > 0, proximal, random.uniform(-30, 0))
     behaviour = Ragged.flat(batch.columns[1])
-    before, after = (correct(column, behaviour, mask, batch.lengths, loss) for column in (proximal, other))
+    before, after = (
+        correct(column, behaviour, mask, batch.lengths, loss) for column in (proximal, other)
+    )
     assert before.factor.tolist() == after.factor.tolist()
     assert before.kept.tolist() == after.kept.tolist()
 
 
 @given(ragged(columns=2), losses)
 def test_normalised_factors_have_mean_1_over_what_is_kept(batch: Ragged, loss: LossConfig):
-    loss = loss.model_copy(update={"use_tis": True, "tis_level": "token", "tis_batch_normalize": True})
+    loss = loss.model_copy(
+        update={"use_tis": True, "tis_level": "token", "tis_batch_normalize": True}
+    )
     found = corrected(batch, loss)
     chosen = (Ragged.flat(batch.mask) > 0) & (found.kept > 0)
     if chosen.any() and found.factor[chosen].any():
@@ -121,5 +146,11 @@ def test_normalised_factors_have_mean_1_over_what_is_kept(batch: Ragged, loss: L
 
 
 def test_a_ratio_without_bounds_stays_a_number():
-    found = correct(np.zeros(1), np.full(1, -1e4), np.ones(1), np.ones(1, int), LossConfig(use_tis=True, tis_clip=1e12))
+    found = correct(
+        np.zeros(1),
+        np.full(1, -1e4),
+        np.ones(1),
+        np.ones(1, int),
+        LossConfig(use_tis=True, tis_clip=1e12),
+    )
     assert found.factor[0] == pytest.approx(math.exp(LARGEST_LOG_RATIO))

@@ -1,4 +1,5 @@
-"""slime's functions for losses of logits, where no other rank is there; and what a loss may answer."""
+"""slime's functions for losses of logits, where no other rank is there; and what a loss may
+answer."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def test_log_probs_and_entropy_have_the_values_and_gradients_of_log_softmax():
             assert entropy is not None
         else:
             everything = logits.log_softmax(-1)
-            log_probs, entropy = everything.gather(1, targets[:, None])[:, 0], -(everything.exp() * everything).sum(-1)
+            log_probs = everything.gather(1, targets[:, None])[:, 0]
+            entropy = -(everything.exp() * everything).sum(-1)
         (torch.linspace(-1, 1, 5) * log_probs + 0.3 * entropy).sum().backward()
         results.append((log_probs, entropy, logits.grad))
     for found, wanted in zip(*results, strict=True):
@@ -46,31 +48,48 @@ def test_log_probs_and_entropy_have_the_values_and_gradients_of_log_softmax():
     cp_size=st.sampled_from([1, 2, 3]),
 )
 def test_the_ranks_that_share_samples_have_every_response_token_once(samples, cp_size):
-    totals, responses = [prompt + response for prompt, response in samples], [response for _, response in samples]
+    totals = [prompt + response for prompt, response in samples]
+    responses = [response for _, response in samples]
     tokens = [1000 * number + torch.arange(total) for number, total in enumerate(totals)]
     found: list[list[int]] = [[] for _ in samples]
     for cp_rank in range(cp_size):
         rows = [_held(part, cp_size, cp_rank) for part in tokens]
         logits = torch.cat([*rows, torch.full((2,), -7)]).float()[None, :, None]
         with shared_as(Share(None, cp_size, cp_rank)):
-            shown = get_responses(logits, args=ARGS, unconcat_tokens=tokens, total_lengths=totals, response_lengths=responses)
+            shown = get_responses(
+                logits,
+                args=ARGS,
+                unconcat_tokens=tokens,
+                total_lengths=totals,
+                response_lengths=responses,
+            )
             pairs = list(shown)
         for number, (chosen, wanted) in enumerate(pairs):
-            assert (chosen[:, 0] * 0.5 + 1).tolist() == wanted.tolist(), "the row before each token, over the temperature"
+            assert (chosen[:, 0] * 0.5 + 1).tolist() == wanted.tolist(), (
+                "the row before each token, over the temperature"
+            )
             found[number] += wanted.tolist()
-    assert [sorted(part) for part in found] == [part[-count:].tolist() for part, count in zip(tokens, responses, strict=True)]
+    assert [sorted(part) for part in found] == [
+        part[-count:].tolist() for part, count in zip(tokens, responses, strict=True)
+    ]
 
 
 def _held(tokens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
     if cp_size == 1:
         return tokens
-    chunks = torch.nn.functional.pad(tokens, (0, -len(tokens) % (2 * cp_size)), value=-9).chunk(2 * cp_size)
+    chunks = torch.nn.functional.pad(tokens, (0, -len(tokens) % (2 * cp_size)), value=-9).chunk(
+        2 * cp_size
+    )
     return torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]])
 
 
 def test_entropies_are_there_if_they_are_wanted():
     logits = torch.randn(1, 5, 4)
-    known = {"unconcat_tokens": [torch.tensor([0, 1, 2, 3, 0])], "total_lengths": [5], "response_lengths": [3]}
+    known = {
+        "unconcat_tokens": [torch.tensor([0, 1, 2, 3, 0])],
+        "total_lengths": [5],
+        "response_lengths": [3],
+    }
     _, found = get_log_probs_and_entropy(logits, args=ARGS, **known)
     assert [part.shape for part in found["log_probs"]] == [(3,)] and "entropy" not in found
     _, found = get_log_probs_and_entropy(logits, args=ARGS, with_entropy=True, **known)
@@ -78,7 +97,9 @@ def test_entropies_are_there_if_they_are_wanted():
 
 
 def test_slimes_pieces_of_a_policy_loss():
-    loss, clipped = compute_policy_loss(torch.tensor([-1.0, 0.0]), torch.tensor([2.0, 1.0]), 0.2, 0.3)
+    loss, clipped = compute_policy_loss(
+        torch.tensor([-1.0, 0.0]), torch.tensor([2.0, 1.0]), 0.2, 0.3
+    )
     assert loss.tolist() == pytest.approx([-2.6, -1.0]) and clipped.tolist() == [1, 0]
     assert compute_approx_kl(torch.tensor([-1.0]), torch.tensor([-2.0]), "k2").tolist() == [0.5]
 
@@ -89,6 +110,12 @@ def test_a_loss_that_is_not_reduced_is_refused_and_one_of_nothing_has_a_gradient
         logits_loss(lambda *_: (logits[0, :, 0], {}), ARGS, {}, logits, torch.sum)
     with pytest.raises(DataError, match="kl"):
         logits_loss(lambda *_: (logits.sum(), {"kl": 0.5}), ARGS, {}, logits, torch.sum)
-    loss, _ = logits_loss(lambda args, batch, logits, reduce: (reduce(torch.zeros(0)), {}), ARGS, {}, logits, torch.sum)
+    loss, _ = logits_loss(
+        lambda args, batch, logits, reduce: (reduce(torch.zeros(0)), {}),
+        ARGS,
+        {},
+        logits,
+        torch.sum,
+    )
     loss.backward()
     assert logits.grad is not None and logits.grad.abs().max() == 0

@@ -9,7 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.algorithms.losses import cispo_loss, off_policy_sequence_mask, policy_loss, sequence_policy_loss, sft_loss
+from rlpipe.algorithms.losses import (
+    cispo_loss,
+    off_policy_sequence_mask,
+    policy_loss,
+    sequence_policy_loss,
+    sft_loss,
+)
 from rlpipe.algorithms.sequences import Sequences
 from tests.algorithms import loops
 from tests.algorithms.batches import Ragged, ragged
@@ -53,7 +59,9 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token_that_became_likely():
 
 def test_cispo_by_hand_keeps_the_gradient_of_a_clipped_token():
     new = torch.tensor([-2.0], requires_grad=True)
-    found = cispo_loss(new, torch.tensor([-2.0 - math.log(6)]), torch.ones(1), eps_clip=1.0, eps_clip_high=4.0)
+    found = cispo_loss(
+        new, torch.tensor([-2.0 - math.log(6)]), torch.ones(1), eps_clip=1.0, eps_clip_high=4.0
+    )
     found.loss.sum().backward()
     assert new.grad is not None
     assert (found.loss.item(), new.grad.item(), found.clipped.item()) == pytest.approx((10, -5, 1))
@@ -71,16 +79,24 @@ def test_on_policy_the_gradient_is_the_advantage_and_nothing_is_clipped():
 
 @given(ragged(columns=1, least=1))
 def test_on_policy_all_surrogates_have_the_same_gradient_over_a_sequence(batch: Ragged):
-    log_probs, lengths = column(batch.columns[0]), batch.lengths
-    advantages = torch.repeat_interleave(torch.tensor(batch.rewards, dtype=torch.float64), torch.from_numpy(lengths))
+    log_probs = column(batch.columns[0])
+    lengths = batch.lengths
+    advantages = torch.repeat_interleave(
+        torch.tensor(batch.rewards, dtype=torch.float64), torch.from_numpy(lengths)
+    )
     gradients = []
     for surrogate in (
         lambda new, old: policy_loss(new, old, advantages, eps_clip=0.2),
-        lambda new, old: sequence_policy_loss(new, old, advantages, of_samples(lengths), eps_clip=3e-4, eps_clip_high=4e-4),
+        lambda new, old: sequence_policy_loss(
+            new, old, advantages, of_samples(lengths), eps_clip=3e-4, eps_clip_high=4e-4
+        ),
         lambda new, old: cispo_loss(new, old, advantages, eps_clip=1.0, eps_clip_high=4.0),
     ):
         new = log_probs.clone().requires_grad_()
-        (surrogate(new, log_probs).loss / torch.repeat_interleave(*[torch.from_numpy(lengths)] * 2)).sum().backward()
+        (
+            surrogate(new, log_probs).loss
+            / torch.repeat_interleave(*[torch.from_numpy(lengths)] * 2)
+        ).sum().backward()
         gradients.append(new.grad)
     assert torch.allclose(gradients[0], gradients[1])
     assert torch.allclose(gradients[0], gradients[2])
@@ -99,50 +115,83 @@ def test_token_losses_are_what_a_loop_computes(batch: Ragged, dual: bool):
     bound = 3.0 if dual else None
     clip = policy_loss(new, old, advantages, eps_clip=0.2, eps_clip_high=0.3, eps_clip_c=bound)
     cispo = cispo_loss(new, old, advantages, eps_clip=0.9, eps_clip_high=4.0)
-    for i, (a, b, c) in enumerate(zip(new.tolist(), old.tolist(), advantages.tolist(), strict=True)):
+    for i, (a, b, c) in enumerate(
+        zip(new.tolist(), old.tolist(), advantages.tolist(), strict=True)
+    ):
         ratio = math.exp(a - b)
-        assert clip.loss[i].item() == pytest.approx(loops.clip_loss(ratio, c, 0.2, 0.3, bound), rel=1e-9, abs=1e-9)
+        assert clip.loss[i].item() == pytest.approx(
+            loops.clip_loss(ratio, c, 0.2, 0.3, bound), rel=1e-9, abs=1e-9
+        )
         assert clip.ppo_kl[i].item() == pytest.approx(b - a, abs=1e-9)
-        assert cispo.loss[i].item() == pytest.approx(-loops.clamp(ratio, 0.1, 5.0) * c * a, rel=1e-9, abs=1e-9)
+        assert cispo.loss[i].item() == pytest.approx(
+            -loops.clamp(ratio, 0.1, 5.0) * c * a, rel=1e-9, abs=1e-9
+        )
 
 
 @given(ragged(columns=3, least=1), st.booleans())
 def test_sequence_losses_are_what_a_loop_computes(batch: Ragged, dual: bool):
     new, old, advantages = batch.columns
-    bound, sequences = 3.0 if dual else None, of_samples(batch.lengths)
+    bound = 3.0 if dual else None
+    sequences = of_samples(batch.lengths)
     found = sequence_policy_loss(
-        column(new), column(old), column(advantages), sequences, eps_clip=0.2, eps_clip_high=0.3, eps_clip_c=bound
+        column(new),
+        column(old),
+        column(advantages),
+        sequences,
+        eps_clip=0.2,
+        eps_clip_high=0.3,
+        eps_clip_c=bound,
     )
     ratios = loops.sequence_ratios(new, old)
-    expected = [[loops.clip_loss(ratio, a, 0.2, 0.3, bound) for a in row] for ratio, row in zip(ratios, advantages, strict=True)]
+    expected = [
+        [loops.clip_loss(ratio, a, 0.2, 0.3, bound) for a in row]
+        for ratio, row in zip(ratios, advantages, strict=True)
+    ]
     assert found.loss.tolist() == pytest.approx(Ragged.flat(expected), rel=1e-9, abs=1e-9)
-    masked = off_policy_sequence_mask(column(new), column(old), column(advantages), sequences, delta=0.1)
-    wanted = [[float(not (a < 0 and -math.log(ratio) > 0.1)) for a in row] for ratio, row in zip(ratios, advantages, strict=True)]
+    masked = off_policy_sequence_mask(
+        column(new), column(old), column(advantages), sequences, delta=0.1
+    )
+    wanted = [
+        [float(not (a < 0 and -math.log(ratio) > 0.1)) for a in row]
+        for ratio, row in zip(ratios, advantages, strict=True)
+    ]
     assert masked.tolist() == Ragged.flat(wanted).tolist()
 
 
 SURROGATES = {
-    "clip": lambda new, old, a, s: policy_loss(new, old, a, eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=3.0).loss,
-    "gspo": lambda new, old, a, s: sequence_policy_loss(new, old, a, s, eps_clip=0.2, eps_clip_high=0.3).loss,
+    "clip": lambda new, old, a, s: (
+        policy_loss(new, old, a, eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=3.0).loss
+    ),
+    "gspo": lambda new, old, a, s: (
+        sequence_policy_loss(new, old, a, s, eps_clip=0.2, eps_clip_high=0.3).loss
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SURROGATES)
 def test_gradients_are_finite_differences(name: str):
     generator = torch.Generator().manual_seed(0)
-    new, old, advantages = (torch.randn(12, dtype=torch.float64, generator=generator) for _ in range(3))
+    new, old, advantages = (
+        torch.randn(12, dtype=torch.float64, generator=generator) for _ in range(3)
+    )
     sequences = of_samples([3, 4, 1, 4])
-    assert torch.autograd.gradcheck(lambda x: SURROGATES[name](x, old, advantages, sequences), new.requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda x: SURROGATES[name](x, old, advantages, sequences), new.requires_grad_()
+    )
 
 
 def test_cispos_gradient_is_the_finite_difference_with_its_weight_held():
     generator = torch.Generator().manual_seed(0)
-    new, old, advantages = (torch.randn(12, dtype=torch.float64, generator=generator) for _ in range(3))
+    new, old, advantages = (
+        torch.randn(12, dtype=torch.float64, generator=generator) for _ in range(3)
+    )
     weight = (new - old).exp().clamp(0, 5)
     probe = new.clone().requires_grad_()
     cispo_loss(probe, old, advantages, eps_clip=1.0, eps_clip_high=4.0).loss.sum().backward()
     step = 1e-6
-    differences = (-weight * advantages * (new + step) + weight * advantages * (new - step)) / (2 * step)
+    differences = (-weight * advantages * (new + step) + weight * advantages * (new - step)) / (
+        2 * step
+    )
     assert probe.grad is not None
     assert torch.allclose(probe.grad, differences, atol=1e-8)
 

@@ -1,4 +1,5 @@
-"""The objective of a step: every loss of a configuration, against loops, finite differences, and itself cut in pieces."""
+"""The objective of a step: every loss of a configuration, against loops, finite differences, and
+itself cut in pieces."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ policies = st.builds(
 ).map(LossConfig.model_validate)
 
 COLUMNS = 5
-"""New, old, behaviour and reference log-probs, and advantages; the entropy is made up: minus the new log-prob."""
+"""New, old, behaviour and reference log-probs, and advantages; the entropy is made up: minus the
+new log-prob."""
 
 
 Total = Callable[[torch.Tensor], torch.Tensor]
@@ -48,8 +50,11 @@ class Made:
     """The tokens of a batch that count, as the trainer has them, in float64."""
 
     def __init__(self, batch: Ragged, loss: LossConfig) -> None:
-        new, old, behaviour, reference, advantages = (Ragged.flat(column) for column in batch.columns)
-        mask, self.lengths = Ragged.flat(batch.mask), batch.lengths
+        new, old, behaviour, reference, advantages = (
+            Ragged.flat(column) for column in batch.columns
+        )
+        mask = Ragged.flat(batch.mask)
+        self.lengths = batch.lengths
         correction = correct(old, behaviour, mask, batch.lengths, loss)
         weight = token_weights(
             mask,
@@ -60,15 +65,30 @@ class Made:
         ).astype(np.float64)
         sample = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
         self.counted = np.flatnonzero(mask > 0)
-        self.sample, self.counts = sample[self.counted], np.bincount(sample, mask, minlength=len(batch.lengths))
-        columns = {"weight": weight, "advantages": advantages, "proximal": old, "behaviour": behaviour, "reference": reference}
+        self.sample, self.counts = (
+            sample[self.counted],
+            np.bincount(sample, mask, minlength=len(batch.lengths)),
+        )
+        columns = {
+            "weight": weight,
+            "advantages": advantages,
+            "proximal": old,
+            "behaviour": behaviour,
+            "reference": reference,
+        }
         columns["factor"] = correction.factor
-        self.columns = {name: torch.from_numpy(column[self.counted]) for name, column in columns.items()}
+        self.columns = {
+            name: torch.from_numpy(column[self.counted]) for name, column in columns.items()
+        }
         self.new = torch.from_numpy(new[self.counted])
 
-    def tokens(self, new: torch.Tensor, chosen: torch.Tensor | None = None, total: Total = alone) -> Tokens:
+    def tokens(
+        self, new: torch.Tensor, chosen: torch.Tensor | None = None, total: Total = alone
+    ) -> Tokens:
         pick = torch.arange(len(self.new)) if chosen is None else chosen
-        sequences = Sequences(torch.from_numpy(self.sample)[pick], torch.from_numpy(self.counts), total)
+        sequences = Sequences(
+            torch.from_numpy(self.sample)[pick], torch.from_numpy(self.counts), total
+        )
         columns: dict[str, Any] = {name: column[pick] for name, column in self.columns.items()}
         return Tokens(log_probs=new[pick], entropy=-new[pick], sequences=sequences, **columns)
 
@@ -92,14 +112,20 @@ def test_it_is_what_loops_compute(batch: Ragged, loss: LossConfig):
 
 
 @given(ragged(columns=COLUMNS, least=1), policies, st.randoms())
-def test_cut_into_micro_batches_loss_gradient_and_metrics_are_the_same(batch: Ragged, loss: LossConfig, random):
+def test_cut_into_micro_batches_loss_gradient_and_metrics_are_the_same(
+    batch: Ragged, loss: LossConfig, random
+):
     """Whole samples, in any order."""
     made = Made(batch, loss)
     bins = [random.randrange(3) for _ in batch.lengths]
     whole, wanted = gradient(made, loss)
     new = made.new.clone().requires_grad_()
     found = [
-        objective(made.tokens(new, torch.from_numpy(np.flatnonzero(np.array(bins)[made.sample] == k))), loss) for k in range(3)
+        objective(
+            made.tokens(new, torch.from_numpy(np.flatnonzero(np.array(bins)[made.sample] == k))),
+            loss,
+        )
+        for k in range(3)
     ]
     total = torch.stack([part.loss for part in found]).sum()
     total.backward()
@@ -108,11 +134,15 @@ def test_cut_into_micro_batches_loss_gradient_and_metrics_are_the_same(batch: Ra
     assert torch.allclose(new.grad, wanted, atol=1e-9)
     names = objective(made.tokens(made.new), loss).metrics
     for name, value in names.items():
-        assert sum(part.metrics[name].item() for part in found) == pytest.approx(value.item(), rel=1e-6, abs=1e-6)
+        assert sum(part.metrics[name].item() for part in found) == pytest.approx(
+            value.item(), rel=1e-6, abs=1e-6
+        )
 
 
 @given(ragged(columns=COLUMNS, least=1), policies, st.randoms())
-def test_cut_within_samples_over_ranks_that_share_them_it_is_the_same(batch: Ragged, loss: LossConfig, random):
+def test_cut_within_samples_over_ranks_that_share_them_it_is_the_same(
+    batch: Ragged, loss: LossConfig, random
+):
     """Two context parallel ranks: any token on either, sums over sequences taken over both."""
     made = Made(batch, loss)
     owner = np.array([random.randrange(2) for _ in made.sample], int)
@@ -130,7 +160,12 @@ def test_cut_within_samples_over_ranks_that_share_them_it_is_the_same(batch: Rag
     total = torch.zeros((), dtype=torch.float64)
     for part in parts:
         answers = iter(sums)
-        total = total + objective(made.tokens(new, part, total=lambda _, answers=answers: next(answers)), loss).loss
+        total = (
+            total
+            + objective(
+                made.tokens(new, part, total=lambda _, answers=answers: next(answers)), loss
+            ).loss
+        )
     total.backward()
     assert total.item() == pytest.approx(whole, rel=1e-9, abs=1e-9)
     assert new.grad is not None
@@ -157,7 +192,9 @@ def test_gradients_are_finite_differences(surrogate: str, unbiased: bool):
         }
     )
     made = Made(batch, loss)
-    assert torch.autograd.gradcheck(lambda new: objective(made.tokens(new), loss).loss, made.new.clone().requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda new: objective(made.tokens(new), loss).loss, made.new.clone().requires_grad_()
+    )
 
 
 def test_without_proximal_log_probs_the_ratio_is_1_and_has_a_gradient():
@@ -174,14 +211,20 @@ def test_without_proximal_log_probs_the_ratio_is_1_and_has_a_gradient():
 
 
 def test_bypass_takes_the_ratio_to_the_engine():
-    made = Made(Ragged([1.0], [0], [0], [[1.0]], [[[-1.0]], [[-1.0]], [[-1.5]], [[-1.0]], [[1.0]]]), LossConfig())
+    made = Made(
+        Ragged([1.0], [0], [0], [[1.0]], [[[-1.0]], [[-1.0]], [[-1.5]], [[-1.0]], [[1.0]]]),
+        LossConfig(),
+    )
     loss = LossConfig(use_rollout_logprobs=True, eps_clip_high=10.0)
     assert objective(made.tokens(made.new), LossConfig()).loss.item() == pytest.approx(-1)
     assert objective(made.tokens(made.new), loss).loss.item() == pytest.approx(-math.exp(0.5))
 
 
 def test_a_reducer_of_the_users_weighs_the_surrogate_only():
-    made = Made(Ragged([1.0], [0], [0], [[1.0]], [[[-1.0]], [[-1.0]], [[-1.0]], [[-2.0]], [[3.0]]]), LossConfig())
+    made = Made(
+        Ragged([1.0], [0], [0], [[1.0]], [[[-1.0]], [[-1.0]], [[-1.0]], [[-2.0]], [[3.0]]]),
+        LossConfig(),
+    )
     tokens = made.tokens(made.new)
     other = Tokens(**{**vars(tokens), "policy_weight": torch.tensor([0.1], dtype=torch.float64)})
     found = objective(other, LossConfig(kl_loss_coef=1.0, kl_loss_type="k1"))
@@ -192,6 +235,10 @@ def test_a_reducer_of_the_users_weighs_the_surrogate_only():
 def test_a_custom_loss_is_weighted_like_any_other():
     made = Made(Ragged([1.0], [0], [0], [[1.0, 1.0]], [[[-1.0, -2.0]]] * COLUMNS), LossConfig())
     loss = LossConfig(type="custom", custom_loss_function_path="a.b")
-    found = objective(made.tokens(made.new), loss, lambda tokens: (tokens.log_probs * 2, {"mine": tokens.log_probs * 0 + 7}))
+    found = objective(
+        made.tokens(made.new),
+        loss,
+        lambda tokens: (tokens.log_probs * 2, {"mine": tokens.log_probs * 0 + 7}),
+    )
     assert found.loss.item() == pytest.approx(-3)
     assert found.metrics["mine"].item() == pytest.approx(7)

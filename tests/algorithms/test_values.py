@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from rlpipe.algorithms.values import explained_variance, gae, value_loss
 
 NUMBER = st.floats(-3, 3, allow_nan=False, width=32)
-ROWS = st.lists(st.lists(st.tuples(NUMBER, NUMBER, st.booleans()), max_size=7), min_size=1, max_size=5)
+ROWS = st.lists(
+    st.lists(st.tuples(NUMBER, NUMBER, st.booleans()), max_size=7), min_size=1, max_size=5
+)
 DISCOUNT = st.floats(0, 1, width=32)
 
 
@@ -32,13 +34,17 @@ def flat(rows):
 def test_every_sample_gets_the_estimate_of_the_paper_s_sum(rows, gamma, lambd):
     rewards, values, _, lengths = flat(rows)
     found = gae(rewards, values, lengths, gamma=gamma, lambd=lambd)
-    wanted = [a for row in rows for a in loop([c[0] for c in row], [c[1] for c in row], gamma, lambd)]
+    wanted = [
+        a for row in rows for a in loop([c[0] for c in row], [c[1] for c in row], gamma, lambd)
+    ]
     assert found.advantages == pytest.approx(wanted, rel=1e-6, abs=1e-6)
     assert found.returns == pytest.approx(np.array(wanted) + values, rel=1e-6, abs=1e-6)
 
 
 @given(ROWS, DISCOUNT, DISCOUNT)
-def test_with_a_mask_tokens_in_between_are_no_steps_and_their_rewards_are_not_lost(rows, gamma, lambd):
+def test_with_a_mask_tokens_in_between_are_no_steps_and_their_rewards_are_not_lost(
+    rows, gamma, lambd
+):
     rewards, values, mask, lengths = flat(rows)
     found = gae(rewards, values, lengths, gamma=gamma, lambd=lambd, mask=mask)
     wanted = []
@@ -76,20 +82,34 @@ def test_values_that_do_not_fit_or_are_no_numbers_are_refused(bad):
 
 def test_the_clipped_value_loss_is_the_larger_error_and_its_gradient_that_of_finite_differences():
     random = torch.Generator().manual_seed(0)
-    values, old, returns = (torch.randn(50, generator=random, dtype=torch.float64) for _ in range(3))
+    values, old, returns = (
+        torch.randn(50, generator=random, dtype=torch.float64) for _ in range(3)
+    )
     values.requires_grad_()
     loss, clipped = value_loss(values, old, returns, value_clip=0.2)
-    for v, o, r, found, cut in zip(values.tolist(), old.tolist(), returns.tolist(), loss.tolist(), clipped.tolist(), strict=True):
+    for v, o, r, found, cut in zip(
+        values.tolist(),
+        old.tolist(),
+        returns.tolist(),
+        loss.tolist(),
+        clipped.tolist(),
+        strict=True,
+    ):
         near = o + min(max(v - o, -0.2), 0.2)
         assert found == pytest.approx(max((v - r) ** 2, (near - r) ** 2))
         assert cut == ((near - r) ** 2 > (v - r) ** 2)
     assert 0 < clipped.sum() < 50
-    assert torch.autograd.gradcheck(lambda v: value_loss(v, old, returns, value_clip=0.2).loss, (values,))
-    assert torch.equal(value_loss(values, old, returns, value_clip=None).loss, (values - returns).square())
+    assert torch.autograd.gradcheck(
+        lambda v: value_loss(v, old, returns, value_clip=0.2).loss, (values,)
+    )
+    assert torch.equal(
+        value_loss(values, old, returns, value_clip=None).loss, (values - returns).square()
+    )
 
 
 def test_a_perfect_critic_explains_everything_and_one_that_knows_the_mean_nothing():
-    returns, mask = np.array([1.0, 2.0, 3.0, 99.0]), np.array([1, 1, 1, 0])
+    returns = np.array([1.0, 2.0, 3.0, 99.0])
+    mask = np.array([1, 1, 1, 0])
     assert explained_variance(returns, returns, mask) == 1
     assert explained_variance(np.full(4, 2.0), returns, mask) == 0
     assert explained_variance(np.zeros(4), np.ones(4), mask) == 0

@@ -1,4 +1,5 @@
-"""Estimators and losses as a person writes them: what follows from what, and what does not fit together."""
+"""Estimators and losses as a person writes them: what follows from what, and what does not fit
+together."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def run(**sections: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "clips"), [("grpo", (0.2, None)), ("rloo", (0.2, None)), ("gspo", (3e-4, 4e-4)), ("cispo", (1.0, 4.0))]
+    ("estimator", "clips"),
+    [("grpo", (0.2, None)), ("rloo", (0.2, None)), ("gspo", (3e-4, 4e-4)), ("cispo", (1.0, 4.0))],
 )
 def test_an_estimator_brings_its_surrogate_and_the_papers_clips(estimator: str, clips: tuple):
     loss = run(advantage={"advantage_estimator": estimator}).train.loss
@@ -37,8 +39,15 @@ def test_an_estimator_brings_its_surrogate_and_the_papers_clips(estimator: str, 
 
 
 def test_a_given_surrogate_or_clip_stays():
-    assert run(advantage={"advantage_estimator": "gspo"}, train={"loss": {"surrogate": "clip"}}).train.loss.eps_clip == 0.2
-    slime = run(advantage={"advantage_estimator": "gspo"}, train={"loss": {"eps_clip": 0.2}}).train.loss
+    assert (
+        run(
+            advantage={"advantage_estimator": "gspo"}, train={"loss": {"surrogate": "clip"}}
+        ).train.loss.eps_clip
+        == 0.2
+    )
+    slime = run(
+        advantage={"advantage_estimator": "gspo"}, train={"loss": {"eps_clip": 0.2}}
+    ).train.loss
     assert (slime.surrogate, slime.eps_clip, slime.eps_clip_high) == ("gspo", 0.2, None)
 
 
@@ -56,10 +65,17 @@ def test_either_side_of_the_batch_equation_gives_the_other(train: dict, steps: i
 
 
 @pytest.mark.parametrize(
-    "train", [{"global_batch_size": 5}, {"num_steps_per_rollout": 3}, {"global_batch_size": 8, "num_steps_per_rollout": 4}]
+    "train",
+    [
+        {"global_batch_size": 5},
+        {"num_steps_per_rollout": 3},
+        {"global_batch_size": 8, "num_steps_per_rollout": 4},
+    ],
 )
 def test_a_batch_that_does_not_come_out_even_is_refused_with_the_numbers(train: dict):
-    with pytest.raises(ConfigError, match=r"rollout_batch_size × rollout.n_samples_per_prompt = 16 must be"):
+    with pytest.raises(
+        ConfigError, match=r"rollout_batch_size × rollout.n_samples_per_prompt = 16 must be"
+    ):
         run(train=train)
 
 
@@ -69,7 +85,11 @@ REFUSED = [
     ({"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": False}, {}, "whitened"),
     ({"score_proximal": False, "use_opd": True}, {}, "nothing to compare"),
     ({}, {"kl_loss_coef": 0.1}, "needs advantage.reference"),
-    ({"advantage_estimator": "rloo", "kl_coef": 0.1, "reference": True}, {"kl_loss_coef": 0.1}, "leave one of them out"),
+    (
+        {"advantage_estimator": "rloo", "kl_coef": 0.1, "reference": True},
+        {"kl_loss_coef": 0.1},
+        "leave one of them out",
+    ),
     ({"score_proximal": False}, {"use_tis": True}, "score_proximal"),
     ({}, {"use_tis": True, "use_rollout_logprobs": True}, "leave out use_tis"),
     ({}, {"use_rs": True, "rs_lower_bound": 3.0}, "rs_lower_bound"),
@@ -91,7 +111,10 @@ COMPARED = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
 
 @pytest.mark.parametrize("estimator", COMPARED)
 def test_one_sample_for_a_prompt_is_refused_by_name_where_samples_are_compared(estimator: str):
-    with pytest.raises(ConfigError, match=rf"n_samples_per_prompt = 1: {estimator} compares .* every advantage .* is 0"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"n_samples_per_prompt = 1: {estimator} compares .* every advantage .* is 0",
+    ):
         run(rollout=ALONE, advantage={"advantage_estimator": estimator})
     batch = Scored(
         rewards=np.array([1.0, 0.0, 3.0]),
@@ -112,7 +135,10 @@ def test_one_sample_for_a_prompt_is_refused_by_name_where_samples_are_compared(e
         {"advantage": {"advantage_estimator": "ppo"}},
         {"advantage": {"rewards_normalization": False}},
         {"advantage": {"custom_advantage_function_path": "a.b"}},
-        {"advantage": {"use_opd": True}, "teacher": {"opd_type": "megatron", "opd_teacher_load": "/t"}},
+        {
+            "advantage": {"use_opd": True},
+            "teacher": {"opd_type": "megatron", "opd_teacher_load": "/t"},
+        },
         {"train": {"loss": {"type": "custom", "custom_loss_function_path": "a.b"}}},
         {"debug": {"debug_rollout_only": True}},
         {"rollout": {**ALONE, "custom_generate_function_path": "a.b"}},
@@ -128,7 +154,9 @@ def test_one_sample_for_a_prompt_is_refused_by_name_where_samples_are_compared(e
         },
     ],
 )
-def test_one_sample_for_a_prompt_is_enough_where_nothing_is_compared_or_a_rollout_may_fan_out(sections: dict):
+def test_one_sample_for_a_prompt_is_enough_where_nothing_is_compared_or_a_rollout_may_fan_out(
+    sections: dict,
+):
     assert run(**{"rollout": ALONE, **sections}).rollout.n_samples_per_prompt == 1
 
 
@@ -139,11 +167,17 @@ def test_rloo_has_no_other_rollout_to_compare_with_even_if_one_fans_out():
 
 
 def test_without_the_proximal_pass_several_steps_need_the_engines_log_probs():
-    advantage, two = {"score_proximal": False}, {"num_steps_per_rollout": 2}
+    advantage = {"score_proximal": False}
+    two = {"num_steps_per_rollout": 2}
     assert run(advantage=advantage).num_steps_per_rollout == 1
     with pytest.raises(ConfigError, match="2 optimizer steps"):
         run(advantage=advantage, train=two)
-    assert run(advantage=advantage, train={**two, "loss": {"use_rollout_logprobs": True}}).num_steps_per_rollout == 2
+    assert (
+        run(
+            advantage=advantage, train={**two, "loss": {"use_rollout_logprobs": True}}
+        ).num_steps_per_rollout
+        == 2
+    )
 
 
 def test_the_bounds_of_rejection_are_those_of_the_weights_unless_given():

@@ -13,17 +13,27 @@ from rlpipe.config.arguments import names
 from rlpipe.config.arguments.check import check_megatron, check_router, check_sglang, effective
 from rlpipe.config.arguments.names import TABLES, accepts, load, receivers, stored
 from rlpipe.config.arguments.table import TABLE
-from rlpipe.config.flags import read_flags
 from rlpipe.config.train import TrainConfig
 from rlpipe.errors import ConfigError
+from rlpipe.slime.command_line import read_flags
 
 
 def test_known_names_with_values_of_their_types_pass():
     check_megatron(
-        {"recompute_granularity": "full", "recompute_num_layers": 1, "overlap_grad_reduce": True, "moe_input_jitter_eps": 1}
+        {
+            "recompute_granularity": "full",
+            "recompute_num_layers": 1,
+            "overlap_grad_reduce": True,
+            "moe_input_jitter_eps": 1,
+        }
     )
     check_sglang(
-        {"mem_fraction_static": 0.8, "context_length": 4096, "elastic_ep_join_mode": None, "disable_overlap_schedule": True}
+        {
+            "mem_fraction_static": 0.8,
+            "context_length": 4096,
+            "elastic_ep_join_mode": None,
+            "disable_overlap_schedule": True,
+        }
     )
     check_router({"policy": "round_robin", "health_check_interval_secs": 5})
 
@@ -38,9 +48,9 @@ def test_known_names_with_values_of_their_types_pass():
 def test_megatron_is_told_all_that_it_asks_for_with_full_recomputation(given, more):
     said = {"recompute_granularity": "full", **given}
     assert TrainConfig.model_validate({"megatron": said}).megatron == said | more
-    assert TrainConfig.model_validate({"megatron": {"recompute_granularity": "selective"}}).megatron.keys() == {
-        "recompute_granularity"
-    }
+    assert TrainConfig.model_validate(
+        {"megatron": {"recompute_granularity": "selective"}}
+    ).megatron.keys() == {"recompute_granularity"}
 
 
 @pytest.mark.parametrize(
@@ -131,13 +141,20 @@ def test_every_name_of_the_table_is_an_argument_of_some_version(table):
 
 
 @pytest.mark.parametrize(
-    ("version", "older", "newer"), [("0.5.15", True, False), ("0.5.18", True, True), ("0.5.21", False, True), (None, False, True)]
+    ("version", "older", "newer"),
+    [("0.5.15", True, False), ("0.5.18", True, True), ("0.5.21", False, True), (None, False, True)],
 )
 def test_names_are_those_of_the_version_that_is_installed(monkeypatch, version, older, newer):
     monkeypatch.setattr(names, "installed", lambda package: Version(version) if version else None)
     monkeypatch.setattr(names, "load", load.__wrapped__)
-    for name, there in (("cuda_graph_max_bs", older), ("prefill_decode_interval", newer), ("chunked_prefill_size", True)):
-        with nullcontext() if there else pytest.raises(ConfigError, match="no argument of this name"):
+    for name, there in (
+        ("cuda_graph_max_bs", older),
+        ("prefill_decode_interval", newer),
+        ("chunked_prefill_size", True),
+    ):
+        with (
+            nullcontext() if there else pytest.raises(ConfigError, match="no argument of this name")
+        ):
             check_sglang({name: None})
 
 
@@ -154,7 +171,11 @@ def test_no_secret_passes_for_it_would_be_stored_with_the_run(table):
 @pytest.mark.integration
 def test_the_tables_are_those_of_the_installed_packages(repository):
     result = subprocess.run(
-        [sys.executable, "-m", "tools.argument_tables", "--check"], cwd=repository, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "tools.argument_tables", "--check"],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -162,7 +183,14 @@ def test_the_tables_are_those_of_the_installed_packages(repository):
 def test_the_configuration_imports_without_the_heavy_packages(repository):
     heavy = {"torch", "ray", "prefect", "megatron", "sglang", "transformers"}
     code = "import sys, rlpipe.config.load; print(*sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], cwd=repository, capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert heavy.isdisjoint(result.stdout.split())
 
 
@@ -193,7 +221,9 @@ def test_the_configuration_imports_without_the_heavy_packages(repository):
         (check_megatron, "softmax_scale", 0.5),
     ],
 )
-def test_what_a_rank_or_an_engine_would_refuse_is_refused_with_the_configuration(check, name, value):
+def test_what_a_rank_or_an_engine_would_refuse_is_refused_with_the_configuration(
+    check, name, value
+):
     with pytest.raises(ConfigError, match=name):
         check({name: value})
 
@@ -236,7 +266,9 @@ def test_values_that_say_what_holds_anyway_are_taken_and_not_passed_on():
         "batch_p2p_comm": False,
     }
     check_megatron(given)
-    assert effective("megatron", {**given, "grad_reduce_in_fp32": True}) == {"grad_reduce_in_fp32": True}
+    assert effective("megatron", {**given, "grad_reduce_in_fp32": True}) == {
+        "grad_reduce_in_fp32": True
+    }
     with pytest.raises(ConfigError):
         check_megatron({"batch_p2p_comm": 0})
 
@@ -266,7 +298,13 @@ def test_flags_of_launch_scripts_are_taken():
 
 
 @pytest.mark.parametrize(
-    "flag", ["--fp8-recipe blockwise", "--sglang-device cpu", "--sglang-policyy x", "--mtp-loss-scaling-factor 0.5"]
+    "flag",
+    [
+        "--fp8-recipe blockwise",
+        "--sglang-device cpu",
+        "--sglang-policyy x",
+        "--mtp-loss-scaling-factor 0.5",
+    ],
 )
 def test_flags_are_refused_by_the_same_table(flag):
     with pytest.raises(ConfigError, match=flag.split()[0]):

@@ -14,8 +14,8 @@ from rlpipe.config.arguments import names
 from rlpipe.config.arguments.check import check_megatron
 from rlpipe.config.arguments.checkout import CLASSES, PROVIDER, arguments, checkout, options
 from rlpipe.config.arguments.names import OBJECT
-from rlpipe.config.flags import read_flags
 from rlpipe.errors import ConfigError
+from rlpipe.slime.command_line import read_flags
 
 FIELDS = """
 from dataclasses import dataclass, field
@@ -62,7 +62,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         for file in files:
             (core / file).parent.mkdir(parents=True, exist_ok=True)
             base = "ModelParallelConfig" if file == files[-1] and len(files) > 1 else "object"
-            (core / file).write_text(FIELDS.format(kind=kind if file == files[-1] else "Unused", base=base))
+            (core / file).write_text(
+                FIELDS.format(kind=kind if file == files[-1] else "Unused", base=base)
+            )
     (core / "__init__.py").touch()
     (tmp_path / "pretrain_gpt.py").write_text(PROVIDER_SOURCE)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
@@ -76,9 +78,13 @@ def test_the_source_of_the_wheel_reads_like_its_stored_table():
     assert spec is not None and spec.submodule_search_locations is not None
     found = arguments(Path(next(iter(spec.submodule_search_locations))).parent)
     for kind, stored in names.load("megatron")["receivers"].items():
-        assert {name: entry["type"] for name, entry in found[kind].items()} == {n: entry["type"] for n, entry in stored.items()}
+        assert {name: entry["type"] for name, entry in found[kind].items()} == {
+            n: entry["type"] for n, entry in stored.items()
+        }
         known = {name for name, entry in found[kind].items() if entry["default"] is not None}
-        assert {name: found[kind][name]["default"] for name in known} == {name: stored[name]["default"] for name in known}
+        assert {name: found[kind][name]["default"] for name in known} == {
+            name: stored[name]["default"] for name in known
+        }
 
 
 def test_the_wheel_is_no_checkout_and_what_comes_before_it_is(folder: Path):

@@ -1,4 +1,5 @@
-"""Configurations that anybody may have written: whatever they hold, they are read or refused by one ConfigError."""
+"""Configurations that anybody may have written: whatever they hold, they are read or refused by one
+ConfigError."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from rlpipe.config.load import dump, load_run, validate
 from rlpipe.config.text import parse
 from rlpipe.errors import ConfigError
 
-ALIASES = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+ALIASES = "a0: &a0 [x, x]\n" + "".join(
+    f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)
+)
 HOSTILE = {
     "a NUL": "a: \x00",
     "an escaped NUL": 'a: "\\0"',
@@ -54,7 +57,10 @@ VALUES = st.recursive(
     | st.floats()
     | st.text(max_size=8)
     | st.sampled_from(["ppo", "x.py:f", "http://h:1"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["type", "path", "x"]), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["type", "path", "x"]), inner, max_size=3)
+    ),
     max_leaves=4,
 )
 
@@ -73,7 +79,18 @@ def test_any_text_is_yaml_or_an_error(text: str):
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xff\xfe\x00", b"[1]", b"1", b"~", b"", b"1: 2", b"run: [1]", b"preset: {a: 1}", b"preset: [../x]"]
+    "content",
+    [
+        b"\xff\xfe\x00",
+        b"[1]",
+        b"1",
+        b"~",
+        b"",
+        b"1: 2",
+        b"run: [1]",
+        b"preset: {a: 1}",
+        b"preset: [../x]",
+    ],
 )
 def test_a_file_that_is_no_recipe_is_refused(content: bytes, tmp_path: Path):
     path = tmp_path / "r.yaml"
@@ -82,7 +99,10 @@ def test_a_file_that_is_no_recipe_is_refused(content: bytes, tmp_path: Path):
         load_run(path)
 
 
-@pytest.mark.parametrize("content", [b"\xff", b"[1]", b"gpu_sets: " + b"[" * 3000, b"1: 2", b"deployments: [{flow: train}]"])
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff", b"[1]", b"gpu_sets: " + b"[" * 3000, b"1: 2", b"deployments: [{flow: train}]"],
+)
 def test_a_file_that_is_no_site_is_refused(content: bytes, tmp_path: Path):
     path = tmp_path / "site.yaml"
     path.write_bytes(content)
@@ -123,12 +143,20 @@ CALCULATOR: dict[str, Any] = load_run("calculator").model_dump(mode="json")
 
 
 def _places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [place, *(inner for name, child in items for inner in _places(child, (*place, name)))]
 
 
 @given(st.sampled_from(_places(CALCULATOR)[1:]), VALUES)
-def test_a_recipe_with_anything_in_one_place_is_valid_or_refused(place: tuple[Any, ...], value: Any):
+def test_a_recipe_with_anything_in_one_place_is_valid_or_refused(
+    place: tuple[Any, ...], value: Any
+):
     values = copy.deepcopy(CALCULATOR)
     target = values
     for name in place[:-1]:

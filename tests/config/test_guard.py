@@ -1,4 +1,5 @@
-"""What a function of the user can do to the process that calls it: end it, fork it, swallow a cancellation."""
+"""What a function of the user can do to the process that calls it: end it, fork it, swallow a
+cancellation."""
 
 from __future__ import annotations
 
@@ -124,7 +125,12 @@ main()
     ids=["returns", "raises", "exits"],
 )
 def test_a_copy_that_a_function_forks_ends_instead_of_going_on(kind: str, body: str):
-    done = subprocess.run([sys.executable, "-c", FORKS.format(body=body), kind], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS.format(body=body), kind],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.splitlines() == [f"came back with {FORKED_STATUS << 8}"]
     assert "a copy that it forked came back from it" in done.stderr
 

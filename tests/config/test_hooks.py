@@ -21,7 +21,10 @@ def test_a_function_of_a_file_is_found_by_its_name(tmp_path):
 
 
 def test_a_file_with_one_public_function_needs_no_name(tmp_path):
-    path = write(tmp_path / "mine.py", "from json import dumps\ndef _helper(): pass\ndef reward(sample): return 3\n")
+    path = write(
+        tmp_path / "mine.py",
+        "from json import dumps\ndef _helper(): pass\ndef reward(sample): return 3\n",
+    )
     assert load_hook(path)(None) == 3
 
 
@@ -84,12 +87,17 @@ def test_a_path_that_names_nothing_says_what_was_looked_for(tmp_path, path, said
     ("code", "said"),
     [
         ("1 / 0", r"ZeroDivisionError: division by zero \(.*mine\.py:2\)"),
-        ("import sys; sys.exit(0)", r"it ends Python: SystemExit: 0 \(.*mine\.py:2\)[\s\S]*__main__"),
+        (
+            "import sys; sys.exit(0)",
+            r"it ends Python: SystemExit: 0 \(.*mine\.py:2\)[\s\S]*__main__",
+        ),
         ("raise BaseException('odd')", "BaseException: odd"),
         ("raise ValueError('x' * 10**6)", "1000000 characters"),
     ],
 )
-def test_whatever_the_files_own_code_raises_is_an_error_that_names_the_line_each_time(tmp_path, code, said):
+def test_whatever_the_files_own_code_raises_is_an_error_that_names_the_line_each_time(
+    tmp_path, code, said
+):
     path = write(tmp_path / "mine.py", f"def reward(): return 1\n{code}\n")
     for _ in range(2):
         with pytest.raises(ConfigError, match=said):
@@ -104,7 +112,14 @@ def test_the_digest_is_the_sha256_of_the_source_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path", ["{dir}/none.py:reward", "no_such_package.reward", "no_such_package.inner.reward", "sys.exit", "plain"]
+    "path",
+    [
+        "{dir}/none.py:reward",
+        "no_such_package.reward",
+        "no_such_package.inner.reward",
+        "sys.exit",
+        "plain",
+    ],
 )
 def test_a_hook_without_source_has_no_digest(tmp_path, path):
     with pytest.raises(ConfigError):

@@ -1,8 +1,9 @@
-"""What people write by mistake: each is refused at once, by one message that names the place and what was found there.
+"""What people write by mistake: each is refused at once, by one message that names the place and
+what was found there.
 
-Every case goes through the command line of `tools.train`, which must answer with exit code 2 before any server starts.
-The words are what a reader needs to find the mistake; the rest of a message may change.
-One file because every case goes through the same recipe and command.
+Every case goes through the command line of `tools.train`, which must answer with exit code 2 before
+any server starts. The words are what a reader needs to find the mistake; the rest of a message may
+change. One file because every case goes through the same recipe and command.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def refused(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., str]]:
+def refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., str]]:
     """What `main` says of a command line, which it must refuse."""
 
     def late(*_: object) -> None:
@@ -137,7 +140,10 @@ OVERRIDES: Mapping[str, Words] = {
     "rollout.rollout_stop_token_ids=[4294967297]": ("rollout.rollout_stop_token_ids", "4294967297"),
     "rollout.rollout_max_context_len=0": ("rollout.rollout_max_context_len", "0"),
     "rollout.rollout_max_response_len=1e3": ("rollout.rollout_max_response_len", "1000.0"),
-    "rollout.rollout_max_response_len=99999999999": ("rollout.rollout_max_response_len", "99999999999"),
+    "rollout.rollout_max_response_len=99999999999": (
+        "rollout.rollout_max_response_len",
+        "99999999999",
+    ),
     "rollout.rollout_batch_size=1000000000": ("rollout.rollout_batch_size", "1000000000"),
     "rollout.n_samples_per_prompt=0": ("rollout.n_samples_per_prompt", "0"),
     "data.rollout_max_prompt_len=-5": ("data.rollout_max_prompt_len", "-5"),
@@ -154,9 +160,17 @@ OVERRIDES: Mapping[str, Words] = {
     "gates.bounds={metric: train/grad_norm, at_most: 1}": ("gates.bounds", "list"),
     # Layouts and machines.
     "resources.actor_num_gpus_per_node=0": ("resources.actor_num_gpus_per_node", "0"),
-    "resources.rollout_num_gpus=3 resources.rollout_num_gpus_per_engine=2": ("rollout_num_gpus", "3", "2"),
+    "resources.rollout_num_gpus=3 resources.rollout_num_gpus_per_engine=2": (
+        "rollout_num_gpus",
+        "3",
+        "2",
+    ),
     "resources.rollout_num_gpus=10000000000": ("resources.rollout_num_gpus", "10000000000"),
-    "resources.actor_num_gpus_per_node=3 train.parallel.tensor_model_parallel_size=2": ("actor_num_gpus_per_node", "3", "2"),
+    "resources.actor_num_gpus_per_node=3 train.parallel.tensor_model_parallel_size=2": (
+        "actor_num_gpus_per_node",
+        "3",
+        "2",
+    ),
     "rollout.rollout_batch_size=3 train.global_batch_size=4": ("train.global_batch_size", "6", "4"),
     "resources.threads_per_process=100000": ("resources.threads_per_process", "100000"),
     "resources.external_engines=[localhost]": ("resources.external_engines", "localhost", "port"),
@@ -229,17 +243,29 @@ OVERRIDES: Mapping[str, Words] = {
     "data.prompts.paths=['{place}/zero.jsonl']": ("zero.jsonl", "device"),
     "data.prompts.paths=['{place}/train.json']": ("train.json", ".jsonl"),
     "data.prompts.paths=['{place}/train.jsonl', '{place}/train.jsonl']": ("train.jsonl", "twice"),
-    "data.prompts.paths=['{place}/train.jsonl', '{place}/model/../train.jsonl']": ("model/../train.jsonl", "twice"),
+    "data.prompts.paths=['{place}/train.jsonl', '{place}/model/../train.jsonl']": (
+        "model/../train.jsonl",
+        "twice",
+    ),
     "data.prompts.paths=['{place}/train.jsonl', '{place}/link.jsonl']": ("link.jsonl", "twice"),
-    "data.prompts.paths=['{place}/train.jsonl@[0:1]', '{place}/train.jsonl@[:]']": ("train.jsonl@[:]", "twice"),
+    "data.prompts.paths=['{place}/train.jsonl@[0:1]', '{place}/train.jsonl@[:]']": (
+        "train.jsonl@[:]",
+        "twice",
+    ),
     "data.prompts.paths=['{place}/train.jsonl@[5:]']": ("train.jsonl@[5:]", "1 rows"),
     "data.prompts.paths=['{place}/train.jsonl@[0-3]']": ("@[0-3]", "@[a:b]"),
     "data.prompts.paths=['nosuch://x/a.jsonl']": ("nosuch://x/a.jsonl",),
     "data.prompts.label_key=anser": ("anser", "answer"),
-    "critic.hf_checkpoint={place}/nowhere advantage.advantage_estimator=ppo": ("critic.hf_checkpoint", "nowhere"),
+    "critic.hf_checkpoint={place}/nowhere advantage.advantage_estimator=ppo": (
+        "critic.hf_checkpoint",
+        "nowhere",
+    ),
     "model.source.hf_checkpoint=''": ("model.source.hf_checkpoint", "empty"),
     "model.source.hf_checkpoint=Qwen/Qwen3-4B": ("model.source.hf_checkpoint", "Qwen/Qwen3-4B"),
-    "model.source.hf_checkpoint=~nobody-of-this-name/x": ("model.source.hf_checkpoint", "~nobody-of-this-name"),
+    "model.source.hf_checkpoint=~nobody-of-this-name/x": (
+        "model.source.hf_checkpoint",
+        "~nobody-of-this-name",
+    ),
     "model.dtype=bf16": ("model.dtype", "'bf16'", "bfloat16"),
 }
 
@@ -252,15 +278,25 @@ def surroundings(place: Path) -> None:
     (place / "zero.jsonl").symlink_to("/dev/zero")
     (place / "link.jsonl").symlink_to(place / "train.jsonl")
     (place / "folder.jsonl").mkdir()
-    (place / "loop.yaml").write_text(f"warm_start: {place}/loop.yaml\n" + RECIPE.format(place=place))
+    (place / "loop.yaml").write_text(
+        f"warm_start: {place}/loop.yaml\n" + RECIPE.format(place=place)
+    )
 
 
 @pytest.mark.usefixtures("surroundings")
 @pytest.mark.parametrize("override", OVERRIDES)
-def test_an_override_that_cannot_be_meant_is_refused(refused: Callable[..., str], place: Path, override: str):
+def test_an_override_that_cannot_be_meant_is_refused(
+    refused: Callable[..., str], place: Path, override: str
+):
     given = override.replace("{place}", str(place))
-    parts = [given] if not given.count(" resources.") + given.count(" train.") + given.count(" advantage.") else given.split(" ")
-    require(refused(*parts), tuple(word.replace("{place}", str(place)) for word in OVERRIDES[override]))
+    parts = (
+        [given]
+        if not given.count(" resources.") + given.count(" train.") + given.count(" advantage.")
+        else given.split(" ")
+    )
+    require(
+        refused(*parts), tuple(word.replace("{place}", str(place)) for word in OVERRIDES[override])
+    )
 
 
 def _with(text: str) -> Callable[[bytes], bytes]:
@@ -271,7 +307,10 @@ RECIPES: Mapping[str, tuple[Callable[[bytes], bytes], Words]] = {
     "a key twice": (_with("num_rollout: 4\n"), ("small.yaml:", "num_rollout", "twice")),
     "a tab as indentation": (_with("train:\n\toptimizer: {lr: 1}\n"), ("small.yaml:", "spaces")),
     "two documents": (_with("---\nrun: other\n"), ("small.yaml:10", "a single document")),
-    "a merge key": (_with("train:\n  <<: {timeout_s: 5}\n"), ("<<", "small.yaml:11", "write the keys out")),
+    "a merge key": (
+        _with("train:\n  <<: {timeout_s: 5}\n"),
+        ("<<", "small.yaml:11", "write the keys out"),
+    ),
     "an anchor in itself": (_with("train: &a {megatron: *a}\n"), ("small.yaml:",)),
     "a date": (_with("seed: 2026-11-23\n"), ("seed", "2026-11-23", "small.yaml:")),
     "UTF-16": (lambda recipe: recipe.decode().encode("utf-16"), ("small.yaml", "UTF-16", "UTF-8")),
@@ -280,11 +319,23 @@ RECIPES: Mapping[str, tuple[Callable[[bytes], bytes], Words]] = {
     "a text": (lambda _: b"num_rollout\n", ("small.yaml", "str", "key: value")),
     "nothing": (lambda _: b"", ("small.yaml", "nothing", "key: value")),
     "JSON with a comma too many": (lambda _: b'{"num_rollout": 3,, "run": "x"}', ("small.yaml:1",)),
-    "a comment of 50 MB": (lambda recipe: recipe + b"#" * 50_000_000, ("small.yaml", "50000", "1048576")),
-    "values of 50 MB": (lambda recipe: recipe + b"x: [" + b"1," * 25_000_000 + b"]", ("small.yaml", "5000", "1048576")),
+    "a comment of 50 MB": (
+        lambda recipe: recipe + b"#" * 50_000_000,
+        ("small.yaml", "50000", "1048576"),
+    ),
+    "values of 50 MB": (
+        lambda recipe: recipe + b"x: [" + b"1," * 25_000_000 + b"]",
+        ("small.yaml", "5000", "1048576"),
+    ),
     "a colon without a space": (_with("seed:3\n"), ("small.yaml:",)),
-    "an unknown section": (_with("trian: {optimizer: {lr: 1e-5}}\n"), ("trian", "train", "small.yaml:")),
-    "a key in the wrong section": (_with("rollout_max_response_len: 5\n"), ("rollout.rollout_max_response_len", "small.yaml:")),
+    "an unknown section": (
+        _with("trian: {optimizer: {lr: 1e-5}}\n"),
+        ("trian", "train", "small.yaml:"),
+    ),
+    "a key in the wrong section": (
+        _with("rollout_max_response_len: 5\n"),
+        ("rollout.rollout_max_response_len", "small.yaml:"),
+    ),
     "a number as a key": (_with("1: 2\n"), ("small.yaml:", "1")),
     "a binary": (_with("seed: !!binary aGVsbG8=\n"), ("small.yaml:", "binary")),
     "a NUL": (_with("warm_start: a\0b\n"), ("small.yaml",)),
@@ -292,36 +343,61 @@ RECIPES: Mapping[str, tuple[Callable[[bytes], bytes], Words]] = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_that_cannot_be_meant_is_refused_with_its_line(refused: Callable[..., str], place: Path, name: str):
+def test_a_recipe_that_cannot_be_meant_is_refused_with_its_line(
+    refused: Callable[..., str], place: Path, name: str
+):
     change, words = RECIPES[name]
     recipe = place / "small.yaml"
     recipe.write_bytes(change(recipe.read_bytes()))
     require(refused(), words)
 
 
-def test_windows_newlines_and_a_byte_order_mark_change_nothing(place: Path, monkeypatch: pytest.MonkeyPatch):
+def test_windows_newlines_and_a_byte_order_mark_change_nothing(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+):
     for name, row in (("small.yaml", None), ("train.jsonl", ROW)):
         content = (place / name).read_bytes() if row is None else row * 2
         (place / name).write_bytes(b"\xef\xbb\xbf" + content.replace(b"\n", b"\r\n"))
     for streaming in ("true", "false"):
         monkeypatch.setattr(train, "drive", lambda _: 0)
         monkeypatch.setattr(
-            sys, "argv", ["tools.train", "--recipe", str(place / "small.yaml"), f"data.streaming_data={streaming}"]
+            sys,
+            "argv",
+            [
+                "tools.train",
+                "--recipe",
+                str(place / "small.yaml"),
+                f"data.streaming_data={streaming}",
+            ],
         )
         assert train.main() == 0
 
 
-@pytest.mark.parametrize(("kind", "words"), [("FIFO", ("FIFO",)), ("folder", ("directory",)), ("device", ("device",))])
-def test_a_recipe_that_is_no_regular_file_is_refused(refused: Callable[..., str], place: Path, kind: str, words: Words):
+@pytest.mark.parametrize(
+    ("kind", "words"), [("FIFO", ("FIFO",)), ("folder", ("directory",)), ("device", ("device",))]
+)
+def test_a_recipe_that_is_no_regular_file_is_refused(
+    refused: Callable[..., str], place: Path, kind: str, words: Words
+):
     path = place / "other.yaml"
-    {"FIFO": lambda: os.mkfifo(path), "folder": path.mkdir, "device": lambda: path.symlink_to("/dev/zero")}[kind]()
+    {
+        "FIFO": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+        "device": lambda: path.symlink_to("/dev/zero"),
+    }[kind]()
     require(refused(recipe=path), ("other.yaml", *words))
     require(refused(f"preset={path}"), ("other.yaml",))
 
 
 ROWS: Mapping[str, tuple[bytes, Words]] = {
-    "a key twice": (b'{"prompt": "a", "answer": "1", "answer": "2"}', ("train.jsonl:1", "'answer'", "twice")),
-    "a key twice inside": (b'{"prompt": "a", "answer": "1", "metadata": {"k": 1, "k": 2}}', ("train.jsonl:1", "'k'", "twice")),
+    "a key twice": (
+        b'{"prompt": "a", "answer": "1", "answer": "2"}',
+        ("train.jsonl:1", "'answer'", "twice"),
+    ),
+    "a key twice inside": (
+        b'{"prompt": "a", "answer": "1", "metadata": {"k": 1, "k": 2}}',
+        ("train.jsonl:1", "'k'", "twice"),
+    ),
     "a comma too many": (ROW + b'{"prompt": "a", "answer": "1",}', ("train.jsonl:2", "JSON")),
     "single quotes": (b"{'prompt': 'a', 'answer': '1'}", ("train.jsonl:1", "JSON")),
     "NaN": (b'{"prompt": "a", "answer": NaN}', ("train.jsonl:1", "nan")),
@@ -329,7 +405,10 @@ ROWS: Mapping[str, tuple[bytes, Words]] = {
     "an empty prompt": (b'{"prompt": "", "answer": "1"}', ("train.jsonl:1", "empty")),
     "a number as a prompt": (b'{"prompt": 5, "answer": "1"}', ("train.jsonl:1", "int")),
     "a list of texts as a prompt": (b'{"prompt": ["a"], "answer": "1"}', ("train.jsonl:1", "list")),
-    "a message without a role": (b'{"prompt": [{"content": "a"}], "answer": "1"}', ("train.jsonl:1", "role")),
+    "a message without a role": (
+        b'{"prompt": [{"content": "a"}], "answer": "1"}',
+        ("train.jsonl:1", "role"),
+    ),
     "a missing label": (ROW * 4 + b'{"prompt": "a"}', ("train.jsonl:5", "'answer'", "label_key")),
     "a list as a label": (b'{"prompt": "a", "answer": [["1"]]}', ("train.jsonl:1", "list")),
     "true as a label": (b'{"prompt": "a", "answer": true}', ("train.jsonl:1", "bool")),
@@ -341,25 +420,37 @@ ROWS: Mapping[str, tuple[bytes, Words]] = {
     "gzip": (gzip.compress(ROW * 100)[:40], ("train.jsonl", "gzip")),
     "Parquet": (b"PAR1" + b"\0" * 60, ("train.jsonl", "Parquet")),
     "UTF-16": (ROW.decode().encode("utf-16"), ("train.jsonl", "UTF-16")),
-    "a git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", ("train.jsonl", "git-lfs")),
+    "a git-lfs pointer": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+        ("train.jsonl", "git-lfs"),
+    ),
     "CSV": (b"prompt,answer\n1+1,2\n", ("train.jsonl:1", "prompt,answer")),
     "half a character": (b'{"prompt": "\\ud83d", "answer": "1"}', ("train.jsonl:1",)),
-    "metadata that is a list": (b'{"prompt": "a", "answer": "1", "metadata": [1]}', ("train.jsonl:1", "metadata", "[1]")),
+    "metadata that is a list": (
+        b'{"prompt": "a", "answer": "1", "metadata": [1]}',
+        ("train.jsonl:1", "metadata", "[1]"),
+    ),
     "a line cut off": (ROW + ROW[:20], ("train.jsonl:2", "JSON")),
 }
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_prompt_file_that_cannot_be_meant_is_refused_with_its_line(refused: Callable[..., str], place: Path, name: str):
+def test_a_prompt_file_that_cannot_be_meant_is_refused_with_its_line(
+    refused: Callable[..., str], place: Path, name: str
+):
     content, words = ROWS[name]
     (place / "train.jsonl").write_bytes(content)
     require(refused(), words)
 
 
-def test_a_line_of_a_gigabyte_is_refused_without_parsing_it(refused: Callable[..., str], place: Path):
+def test_a_line_of_a_gigabyte_is_refused_without_parsing_it(
+    refused: Callable[..., str], place: Path
+):
     with (place / "train.jsonl").open("wb") as file:
         file.write(b'{"prompt": "')
-        file.truncate(2**26 + 100)  # NULs; a gigabyte would take the machine's memory from other tests
+        file.truncate(
+            2**26 + 100
+        )  # NULs; a gigabyte would take the machine's memory from other tests
     require(refused(), ("train.jsonl:1", "67108964 bytes", "67108864"))
 
 
@@ -373,14 +464,20 @@ def test_a_line_of_a_gigabyte_is_refused_without_parsing_it(refused: Callable[..
     ],
     ids=["JSON lines", "nothing", "cut off", "gzip"],
 )
-def test_a_parquet_file_that_is_none_is_refused(refused: Callable[..., str], place: Path, content: bytes, words: Words):
+def test_a_parquet_file_that_is_none_is_refused(
+    refused: Callable[..., str], place: Path, content: bytes, words: Words
+):
     (place / "train.parquet").write_bytes(content)
     require(refused(f"data.prompts.paths=[{place}/train.parquet]"), words)
 
 
-def test_a_parquet_file_with_a_null_is_refused_with_its_row(refused: Callable[..., str], place: Path):
+def test_a_parquet_file_with_a_null_is_refused_with_its_row(
+    refused: Callable[..., str], place: Path
+):
     pq.write_table(pa.table({"prompt": ["a", None], "answer": ["1", "2"]}), place / "train.parquet")
-    require(refused(f"data.prompts.paths=[{place}/train.parquet]"), ("train.parquet:row 1", "'prompt'"))
+    require(
+        refused(f"data.prompts.paths=[{place}/train.parquet]"), ("train.parquet:row 1", "'prompt'")
+    )
 
 
 def _index(place: Path, *names: str) -> None:
@@ -417,40 +514,80 @@ CUT = json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}})
 MODELS: Mapping[str, tuple[Change, Words]] = {
     "no tokenizer": (_replace("tokenizer.json", None), ("model.source.hf_checkpoint", "tokenizer")),
     "a tokenizer that is a FIFO": (_fifo("tokenizer.json"), ("tokenizer.json", "FIFO")),
-    "a tokenizer that is a git-lfs pointer": (_replace("tokenizer.json", LFS), ("tokenizer.json", "git-lfs")),
-    "a tokenizer that is cut off": (_replace("tokenizer.json", b'{"model": {'), ("tokenizer.json", "JSON")),
-    "no weights": (_replace("model.safetensors", None), ("model.source.hf_checkpoint", "safetensors")),
+    "a tokenizer that is a git-lfs pointer": (
+        _replace("tokenizer.json", LFS),
+        ("tokenizer.json", "git-lfs"),
+    ),
+    "a tokenizer that is cut off": (
+        _replace("tokenizer.json", b'{"model": {'),
+        ("tokenizer.json", "JSON"),
+    ),
+    "no weights": (
+        _replace("model.safetensors", None),
+        ("model.source.hf_checkpoint", "safetensors"),
+    ),
     "weights of PyTorch": (
-        lambda place: (place / "model" / "model.safetensors").rename(place / "model" / "pytorch_model.bin"),
+        lambda place: (place / "model" / "model.safetensors").rename(
+            place / "model" / "pytorch_model.bin"
+        ),
         ("pytorch_model.bin", "safetensors"),
     ),
-    "weights that are a git-lfs pointer": (_replace("model.safetensors", LFS), ("model.safetensors", "git-lfs")),
+    "weights that are a git-lfs pointer": (
+        _replace("model.safetensors", LFS),
+        ("model.safetensors", "git-lfs"),
+    ),
     "weights that are cut off": (
         _replace("model.safetensors", len(CUT).to_bytes(8, "little") + CUT + b"\0" * 9),
         ("model.safetensors", "cut off"),
     ),
-    "weights that are empty": (_replace("model.safetensors", b""), ("model.safetensors", "0 bytes")),
+    "weights that are empty": (
+        _replace("model.safetensors", b""),
+        ("model.safetensors", "0 bytes"),
+    ),
     "weights that are a FIFO": (_fifo("model.safetensors"), ("model.safetensors", "FIFO")),
-    "a missing shard": (lambda place: _index(place, "model.safetensors", "lost.safetensors"), ("lost.safetensors",)),
-    "a shard elsewhere": (lambda place: _index(place, "../other.safetensors"), ("index", "../other.safetensors")),
-    "an index of nothing": (_replace("model.safetensors.index.json", b"{}"), ("index.json", "weight_map")),
-    "an index in HTML": (_replace("model.safetensors.index.json", b"<html>Not found"), ("index.json", "JSON")),
+    "a missing shard": (
+        lambda place: _index(place, "model.safetensors", "lost.safetensors"),
+        ("lost.safetensors",),
+    ),
+    "a shard elsewhere": (
+        lambda place: _index(place, "../other.safetensors"),
+        ("index", "../other.safetensors"),
+    ),
+    "an index of nothing": (
+        _replace("model.safetensors.index.json", b"{}"),
+        ("index.json", "weight_map"),
+    ),
+    "an index in HTML": (
+        _replace("model.safetensors.index.json", b"<html>Not found"),
+        ("index.json", "JSON"),
+    ),
     "config.json is a list": (_replace("config.json", b"[]"), ("config.json", "list")),
     "config.json is HTML": (_replace("config.json", b"<html>"), ("config.json", "JSON")),
     "config.json is a FIFO": (_fifo("config.json"), ("config.json", "FIFO")),
     "config.json is a folder": (
-        lambda place: ((place / "model" / "config.json").unlink(), (place / "model" / "config.json").mkdir()),
+        lambda place: (
+            (place / "model" / "config.json").unlink(),
+            (place / "model" / "config.json").mkdir(),
+        ),
         ("config.json", "directory"),
     ),
     "no config.json": (_replace("config.json", None), ("no config.json",)),
-    "a size that is a text": (_replace("config.json", b'{"hidden_size": "8"}'), ("hidden_size", "8")),
+    "a size that is a text": (
+        _replace("config.json", b'{"hidden_size": "8"}'),
+        ("hidden_size", "8"),
+    ),
     "a folder that is a link to itself": (_loop, ("model.source.hf_checkpoint", "model")),
-    "a file": (lambda place: (shutil.rmtree(place / "model"), (place / "model").write_text("x")), ("no directory",)),
+    "a file": (
+        lambda place: (shutil.rmtree(place / "model"), (place / "model").write_text("x")),
+        ("no directory",),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_directory_that_is_none_is_refused_with_the_file(refused: Callable[..., str], place: Path, name: str):
+def test_a_model_directory_that_is_none_is_refused_with_the_file(
+    refused: Callable[..., str], place: Path, name: str
+):
     change, words = MODELS[name]
     change(place)
     require(refused(), words)
@@ -497,7 +634,9 @@ def test_a_port_that_is_taken_is_refused(refused: Callable[..., str]):
 
 
 def test_a_warm_start_is_checked_as_the_run_that_it_is(refused: Callable[..., str], place: Path):
-    (place / "warm.yaml").write_text(RECIPE.format(place=place).replace("train.jsonl", "none.jsonl"))
+    (place / "warm.yaml").write_text(
+        RECIPE.format(place=place).replace("train.jsonl", "none.jsonl")
+    )
     require(refused(f"warm_start={place}/warm.yaml"), ("none.jsonl",))
     (place / "warm.yaml").write_text(RECIPE.format(place=place) + "trian: 1\n")
     require(refused(f"warm_start={place}/warm.yaml"), ("trian", "warm.yaml:", "warm_start"))
@@ -513,7 +652,9 @@ def test_a_warm_start_is_checked_as_the_run_that_it_is(refused: Callable[..., st
         (["warm_start=../../etc/passwd"], ("warm_start", "../../etc/passwd")),
     ],
 )
-def test_the_command_itself_ends_with_2_and_one_message(place: Path, arguments: list[str], words: Words):
+def test_the_command_itself_ends_with_2_and_one_message(
+    place: Path, arguments: list[str], words: Words
+):
     given = [argument.replace("{place}", str(place)) for argument in arguments]
     command = [sys.executable, "-m", "tools.train", "--recipe", str(place / "small.yaml"), *given]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -1,4 +1,5 @@
-"""The defaults that keys were introduced with (rlpipe.config.introduced): complete, never changed, and what they are for."""
+"""The defaults that keys were introduced with (rlpipe.config.introduced): complete, never changed,
+and what they are for."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ BASE: dict[str, Any] = {
 
 
 def test_every_key_has_the_default_that_it_was_introduced_with():
-    """A failure says what to do: run the command for a new key, raise a contract for one that changed its part."""
+    """A failure says what to do: run the command for a new key, raise a contract for one that
+    changed its part."""
     assert introduced.differences(RunConfig) == []
 
 
@@ -38,12 +40,15 @@ def test_the_table_is_as_the_command_writes_it():
 
 
 def test_a_default_of_today_is_the_one_that_was_introduced_but_for_these():
-    """Add `Model.key` here when you change a default: the entry stays, and the key is part of the identity from then on."""
+    """Add `Model.key` here when you change a default: the entry stays, and the key is part of the
+    identity from then on."""
     changed = []
     for name, model in introduced.models_of(RunConfig).items():
         entry = introduced.read_table()[name]
         for key in entry.defaults.keys() & model.model_fields.keys():
-            if not entry.leaves_out(key, introduced.default_of(model.model_fields[key], introduced.stored_table())):
+            if not entry.leaves_out(
+                key, introduced.default_of(model.model_fields[key], introduced.stored_table())
+            ):
                 changed.append(f"{name}.{key}")
     assert sorted(changed) == []
 
@@ -94,7 +99,13 @@ def use(monkeypatch: pytest.MonkeyPatch):
 def test_the_identity_has_required_keys_and_those_that_are_off_their_introduced_default(use):
     assert Whole(name="a").identity() == {"name": "a"}
     inner = Inner(type="inner", size=3)
-    whole = Whole(name="a", one=inner, many=(Inner(type="inner"), inner), free={"x": 0}, section=Section(rate=2.0))
+    whole = Whole(
+        name="a",
+        one=inner,
+        many=(Inner(type="inner"), inner),
+        free={"x": 0},
+        section=Section(rate=2.0),
+    )
     assert whole.identity() == {
         "name": "a",
         "one": {"type": "inner", "size": 3},
@@ -109,7 +120,15 @@ def test_the_identity_has_required_keys_and_those_that_are_off_their_introduced_
 
 @pytest.mark.parametrize("free", [{"x": True}, {"x": 1.0}, {"x": "1"}, {"x": None}, {}])
 def test_values_that_python_takes_for_equal_are_not_left_out_as_equal(use, free: dict[str, Any]):
-    use({**TABLE, "Whole": {**TABLE["Whole"], "defaults": {**TABLE["Whole"]["defaults"], "free": {"x": 1}}}})
+    use(
+        {
+            **TABLE,
+            "Whole": {
+                **TABLE["Whole"],
+                "defaults": {**TABLE["Whole"]["defaults"], "free": {"x": 1}},
+            },
+        }
+    )
     assert Whole(name="a", free=free).identity() == {"name": "a", "free": free}
     assert Whole(name="a", free={"x": 1}).identity() == {"name": "a"}
 
@@ -129,23 +148,49 @@ def test_a_default_that_was_changed_is_written_and_the_introduced_one_is_not(use
 def test_a_stored_run_without_a_key_has_the_default_that_the_key_was_introduced_with(use):
     use(changed_entry("Section", rate=0.5))
     assert introduced.upgraded(Whole, {"name": "a"}) == {"name": "a", "section": {"rate": 0.5}}
-    assert introduced.upgraded(Whole, {"name": "a", "section": {}}) == {"name": "a", "section": {"rate": 0.5}}
-    assert introduced.upgraded(Whole, {"name": "a", "section": {"rate": 1.0}}) == {"name": "a", "section": {"rate": 1.0}}
+    assert introduced.upgraded(Whole, {"name": "a", "section": {}}) == {
+        "name": "a",
+        "section": {"rate": 0.5},
+    }
+    assert introduced.upgraded(Whole, {"name": "a", "section": {"rate": 1.0}}) == {
+        "name": "a",
+        "section": {"rate": 1.0},
+    }
     use(changed_entry("Inner", size=7))
-    stored = {"name": "a", "one": {"type": "inner"}, "many": [{"type": "inner", "size": 1}, {"type": "inner"}]}
+    stored = {
+        "name": "a",
+        "one": {"type": "inner"},
+        "many": [{"type": "inner", "size": 1}, {"type": "inner"}],
+    }
     sizes = [{"type": "inner", "size": 1}, {"type": "inner", "size": 7}]
-    assert introduced.upgraded(Whole, stored) == {"name": "a", "one": {"type": "inner", "size": 7}, "many": sizes}
+    assert introduced.upgraded(Whole, stored) == {
+        "name": "a",
+        "one": {"type": "inner", "size": 7},
+        "many": sizes,
+    }
 
 
-def test_a_key_that_was_removed_is_left_out_of_stored_runs_and_refused_by_name_where_it_mattered(use):
+def test_a_key_that_was_removed_is_left_out_of_stored_runs_and_refused_by_name_where_it_mattered(
+    use,
+):
     use(changed_entry("Section", gone=3))
     assert introduced.removed(Whole) == ["Section.gone"]
-    assert introduced.upgraded(Whole, {"name": "a", "section": {"on": True, "gone": 3}}) == {"name": "a", "section": {"on": True}}
-    with pytest.raises(ConfigError, match=r"(?s)section\.gone: .* was removed.*found: +4.*expected: +3"):
+    assert introduced.upgraded(Whole, {"name": "a", "section": {"on": True, "gone": 3}}) == {
+        "name": "a",
+        "section": {"on": True},
+    }
+    with pytest.raises(
+        ConfigError, match=r"(?s)section\.gone: .* was removed.*found: +4.*expected: +3"
+    ):
         introduced.upgraded(Whole, {"name": "a", "section": {"gone": 4}})
     use({**TABLE, "Section": {**TABLE["Section"], "tuning": ["timeout_s", "slow"]}})
-    assert introduced.upgraded(Whole, {"name": "a", "section": {"slow": 1}}) == {"name": "a", "section": {}}
-    assert introduced.upgraded(Whole, {"name": "a", "section": {"typo": 1}})["section"] == {"typo": 1}
+    assert introduced.upgraded(Whole, {"name": "a", "section": {"slow": 1}}) == {
+        "name": "a",
+        "section": {},
+    }
+    assert introduced.upgraded(Whole, {"name": "a", "section": {"typo": 1}})["section"] == {
+        "typo": 1
+    }
 
 
 def test_the_command_adds_what_is_missing_and_changes_nothing_else(use):
@@ -156,14 +201,20 @@ def test_the_command_adds_what_is_missing_and_changes_nothing_else(use):
         "Section.timeout_s has no entry in introduced.json: run `python -m rlpipe.config.introduced`",
     ]
     made = introduced.extended(Whole, without)
-    assert made["Section"] == {"required": [], "defaults": {"rate": 0.5, "on": False}, "tuning": ["timeout_s"]}
+    assert made["Section"] == {
+        "required": [],
+        "defaults": {"rate": 0.5, "on": False},
+        "tuning": ["timeout_s"],
+    }
     assert {name: one for name, one in made.items() if name != "Section"} == {
         name: one for name, one in TABLE.items() if name != "Section"
     }
 
 
 def test_a_new_section_whose_default_is_off_its_keys_introduced_defaults_changes_no_identity(use):
-    table = {name: one for name, one in changed_entry("Section", rate=0.5).items() if name != "Whole"}
+    table = {
+        name: one for name, one in changed_entry("Section", rate=0.5).items() if name != "Whole"
+    }
     use(introduced.extended(Whole, table))
     assert Whole(name="a").identity() == {"name": "a"}
 
@@ -175,7 +226,16 @@ def test_a_model_without_an_entry_is_named(use):
 
 
 def test_a_key_that_moves_between_identity_and_tuning_needs_a_contract(use):
-    use({**TABLE, "Section": {"required": [], "defaults": {"on": False, "rate": 1.0, "timeout_s": 1.0}, "tuning": []}})
+    use(
+        {
+            **TABLE,
+            "Section": {
+                "required": [],
+                "defaults": {"on": False, "rate": 1.0, "timeout_s": 1.0},
+                "tuning": [],
+            },
+        }
+    )
     assert introduced.differences(Whole) == [
         "Section.timeout_s is Tuning(...) and was not when it was introduced: raise the contract of its stages"
     ]

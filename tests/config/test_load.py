@@ -95,7 +95,10 @@ def test_an_unknown_key_of_an_override_names_the_override(recipe):
 
 
 def test_a_key_in_the_wrong_place_is_told_where_it_belongs(recipe):
-    assert refused(recipe, "clip_grad=1").expected == "train.optimizer.clip_grad; or critic.optimizer.clip_grad"
+    assert (
+        refused(recipe, "clip_grad=1").expected
+        == "train.optimizer.clip_grad; or critic.optimizer.clip_grad"
+    )
     assert refused(recipe, "rollout_batch_size=1").expected == "rollout.rollout_batch_size"
 
 
@@ -195,4 +198,10 @@ def test_home_follows_the_environment_and_is_absolute(monkeypatch, tmp_path):
 
 def test_all_keys_go_down_into_every_variant():
     keys = set(all_keys())
-    assert {"run", "train.optimizer.lr", "data.prompts.paths", "data.prompts.task", "evaluation.datasets.prompts.paths"} <= keys
+    assert {
+        "run",
+        "train.optimizer.lr",
+        "data.prompts.paths",
+        "data.prompts.task",
+        "evaluation.datasets.prompts.paths",
+    } <= keys

@@ -1,4 +1,5 @@
-"""Functions of the user inside the trainer ranks: found and looked at before anything runs (rlpipe.config.megatron_hooks)."""
+"""Functions of the user inside the trainer ranks: found and looked at before anything runs
+(rlpipe.config.megatron_hooks)."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def test_they_get_what_slime_gives_them(tmp_path: Path):
     file = tmp_path / "mine.py"
     file.write_text(HOOKS)
     names = dict(zip(CALLS, ("init", "log_prob", "step"), strict=True))
-    hooks = MegatronHooks(TrainConfig.model_validate({key: f"{file}:{name}" for key, name in names.items()}), "args")
+    hooks = MegatronHooks(
+        TrainConfig.model_validate({key: f"{file}:{name}" for key, name in names.items()}), "args"
+    )
     hooks.init()
     hooks.before_log_prob("model", "ref_")
     hooks.before_train_step(7, 1, "model", "optimizer", "schedule")

@@ -8,8 +8,8 @@ import pytest
 
 from rlpipe.config.load import validate
 from rlpipe.config.model import ResourcesConfig
-from rlpipe.config.slime import slime_args
 from rlpipe.errors import ConfigError
+from rlpipe.slime.args import slime_args
 
 
 def resources(**values: Any) -> ResourcesConfig:
@@ -29,8 +29,13 @@ def run(**sections: Any):
 
 
 def test_colocated_engines_have_all_gpus_of_the_trainer_unless_they_are_given_others():
-    assert resources(colocate=True, actor_num_nodes=2, actor_num_gpus_per_node=4).rollout_num_gpus == 8
-    assert resources(colocate=True, actor_num_gpus_per_node=4, rollout_num_gpus=6).rollout_num_gpus == 6
+    assert (
+        resources(colocate=True, actor_num_nodes=2, actor_num_gpus_per_node=4).rollout_num_gpus == 8
+    )
+    assert (
+        resources(colocate=True, actor_num_gpus_per_node=4, rollout_num_gpus=6).rollout_num_gpus
+        == 6
+    )
     assert resources(actor_num_gpus_per_node=4).rollout_num_gpus == 1
 
 
@@ -43,7 +48,9 @@ def test_an_engine_of_more_gpus_than_a_node_has_is_spread_evenly_over_several():
     assert nodes(rollout_num_gpus_per_engine=16) == (2, 8)
     assert nodes(rollout_num_gpus_per_engine=16, num_gpus_per_node=4) == (4, 4)
     assert nodes(rollout_num_gpus_per_engine=2, num_gpus_per_node=4) == (1, 2)
-    assert nodes(rollout_num_gpus_per_engine=16, external_engines=["a:1"]) == (1, 16), "others have started it"
+    assert nodes(rollout_num_gpus_per_engine=16, external_engines=["a:1"]) == (1, 16), (
+        "others have started it"
+    )
 
 
 def test_both_make_room_for_the_other_unless_they_are_told_not_to():
@@ -58,7 +65,10 @@ def test_both_make_room_for_the_other_unless_they_are_told_not_to():
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"resources": {"offload_rollout": True}}, "offload_rollout: trainer and engines have GPUs of their own"),
+        (
+            {"resources": {"offload_rollout": True}},
+            "offload_rollout: trainer and engines have GPUs of their own",
+        ),
         (
             {
                 "resources": {
@@ -90,7 +100,10 @@ def test_both_make_room_for_the_other_unless_they_are_told_not_to():
             {"resources": {"colocate": True}, "async_buffer_size": 1},
             "so no rollout runs ahead of it; found async_buffer_size = 1",
         ),
-        ({"resources": {"colocate": True}, "sync": {"in_flight": "in_place"}}, "expected sync.in_flight: abort or drain"),
+        (
+            {"resources": {"colocate": True}, "sync": {"in_flight": "in_place"}},
+            "expected sync.in_flight: abort or drain",
+        ),
         (
             {"resources": {"colocate": True}, "sync": {"transport": "distributed"}},
             "expected sync.transport: tensor, disk or delta",
@@ -104,10 +117,17 @@ def test_what_cannot_be_colocated_is_refused_in_words(sections: dict[str, Any], 
 
 
 def test_requests_may_stay_inside_engines_that_keep_their_cache():
-    config = run(resources={"colocate": True, "offload_rollout": False}, sync={"in_flight": "in_place"})
+    config = run(
+        resources={"colocate": True, "offload_rollout": False}, sync={"in_flight": "in_place"}
+    )
     assert not config.resources.engines_sleep
 
 
 def test_slimes_args_say_who_makes_room():
     args = slime_args(run(resources={"colocate": True, "offload_train": False}))
-    assert (args.colocate, args.offload, args.offload_train, args.offload_rollout) == (True, False, False, True)
+    assert (args.colocate, args.offload, args.offload_train, args.offload_rollout) == (
+        True,
+        False,
+        False,
+        True,
+    )

@@ -31,11 +31,18 @@ SERVER = {"opd_type": "sglang", "url": "http://t:1"}
             {
                 "advantage": {"use_opd": True},
                 "teacher": SERVER,
-                "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "rollout_temperature": 0.7},
+                "rollout": {
+                    "rollout_batch_size": 4,
+                    "n_samples_per_prompt": 2,
+                    "rollout_temperature": 0.7,
+                },
             },
             "scores at temperature 1",
         ),
-        ({"train": {"use_routing_replay": True}, "advantage": {"score_proximal": False}}, "routing of the scoring pass"),
+        (
+            {"train": {"use_routing_replay": True}, "advantage": {"score_proximal": False}},
+            "routing of the scoring pass",
+        ),
         (
             {
                 "train": {"use_rollout_routing_replay": True, "loss": {"type": "sft"}},
@@ -46,11 +53,21 @@ SERVER = {"opd_type": "sglang", "url": "http://t:1"}
         ),
         ({"reference": {"ref_update_interval": 2}}, "needs advantage.reference"),
         ({"critic": {"value_clip": 0}}, "value_clip"),
-        ({"resources": {"critic_num_gpus_per_node": 1}}, "only advantage.advantage_estimator: ppo has a critic"),
-        ({"resources": {"critic_num_nodes": 2}}, "2 nodes of no rank"),
-        ({**PPO, "critic": {"parallel": {"tensor_model_parallel_size": 2}}}, "in the policy's ranks it has their layout"),
         (
-            {**PPO, "critic": {"parallel": {"context_parallel_size": 2}}, "resources": {"critic_num_gpus_per_node": 3}},
+            {"resources": {"critic_num_gpus_per_node": 1}},
+            "only advantage.advantage_estimator: ppo has a critic",
+        ),
+        ({"resources": {"critic_num_nodes": 2}}, "2 nodes of no rank"),
+        (
+            {**PPO, "critic": {"parallel": {"tensor_model_parallel_size": 2}}},
+            "in the policy's ranks it has their layout",
+        ),
+        (
+            {
+                **PPO,
+                "critic": {"parallel": {"context_parallel_size": 2}},
+                "resources": {"critic_num_gpus_per_node": 3},
+            },
             "3 ranks must be a multiple of the critic's TP × PP × CP = 2",
         ),
     ],
@@ -62,7 +79,9 @@ def test_it_is_refused_with_the_key_that_is_wrong(keys: dict[str, Any], words: s
 
 def test_the_engines_routing_needs_no_scoring_pass():
     train = {"use_rollout_routing_replay": True, "use_routing_replay": True}
-    assert validate({**BASE, "train": train, "advantage": {"score_proximal": False}}).train.replays_routing
+    assert validate(
+        {**BASE, "train": train, "advantage": {"score_proximal": False}}
+    ).train.replays_routing
 
 
 def test_a_teacher_is_taken():
@@ -74,18 +93,37 @@ def test_a_teacher_is_taken():
 
 def test_a_critic_may_have_ranks_and_a_layout_of_its_own_beside_colocated_engines():
     ranks = {"colocate": True, "critic_num_nodes": 2, "critic_num_gpus_per_node": 2}
-    config = validate({**BASE, **PPO, "resources": ranks, "critic": {"parallel": {"tensor_model_parallel_size": 2}}})
+    config = validate(
+        {
+            **BASE,
+            **PPO,
+            "resources": ranks,
+            "critic": {"parallel": {"tensor_model_parallel_size": 2}},
+        }
+    )
     assert (config.resources.trainer_ranks, config.resources.critic_ranks) == (1, 4)
     assert validate({**BASE, **PPO}).resources.critic_ranks == 0
 
 
 def test_a_critic_learns_as_the_policy_does_but_for_what_is_said():
     policy = {"lr": 1e-6, "lr_warmup_steps": 5, "weight_decay": 0.1}
-    config = validate({**BASE, **PPO, "train": {"optimizer": policy}, "critic": {"lr": 1e-5, "lr_warmup_steps": 0}})
+    config = validate(
+        {
+            **BASE,
+            **PPO,
+            "train": {"optimizer": policy},
+            "critic": {"lr": 1e-5, "lr_warmup_steps": 0},
+        }
+    )
     assert config.critic.optimizer_beside(config.train.optimizer).model_dump() == {
         **config.train.optimizer.model_dump(),
         "lr": 1e-5,
         "lr_warmup_steps": 0,
     }
-    own = config.critic.model_copy(update={"optimizer": config.train.optimizer, "lr": None, "lr_warmup_steps": None})
-    assert own.optimizer_beside(config.train.optimizer.model_copy(update={"lr": 1.0})) == config.train.optimizer
+    own = config.critic.model_copy(
+        update={"optimizer": config.train.optimizer, "lr": None, "lr_warmup_steps": None}
+    )
+    assert (
+        own.optimizer_beside(config.train.optimizer.model_copy(update={"lr": 1.0}))
+        == config.train.optimizer
+    )

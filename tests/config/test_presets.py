@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rlpipe.config.load import dump, load_run
-from rlpipe.config.slime_build import BASE
 from rlpipe.errors import ConfigError
+from rlpipe.slime.build import BASE
 
 RECIPE = """\
 num_rollout: 3
@@ -29,14 +29,18 @@ train:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    (tmp_path / "mine.yaml").write_text("train:\n  parallel:\n    tensor_model_parallel_size: 3\n    context_parallel_siz: 2\n")
+    (tmp_path / "mine.yaml").write_text(
+        "train:\n  parallel:\n    tensor_model_parallel_size: 3\n    context_parallel_siz: 2\n"
+    )
     path = tmp_path / "small.yaml"
     path.write_text(RECIPE.format(preset="qwen3-4b"))
     return path
 
 
 def test_a_recipe_wins_over_its_preset_and_an_override_over_both(recipe):
-    config = load_run(recipe, ["train.megatron.recompute_num_layers=4", "resources.actor_num_gpus_per_node=4"])
+    config = load_run(
+        recipe, ["train.megatron.recompute_num_layers=4", "resources.actor_num_gpus_per_node=4"]
+    )
     assert config.train.max_tokens_per_gpu == 100
     assert config.train.parallel.tensor_model_parallel_size == 2
     assert config.train.megatron == {
@@ -47,7 +51,9 @@ def test_a_recipe_wins_over_its_preset_and_an_override_over_both(recipe):
     assert (config.resources.actor_num_gpus_per_node, config.resources.rollout_num_gpus) == (4, 4)
 
 
-def test_the_preset_can_be_chosen_on_a_command_line_and_what_is_stored_is_its_values(recipe, tmp_path):
+def test_the_preset_can_be_chosen_on_a_command_line_and_what_is_stored_is_its_values(
+    recipe, tmp_path
+):
     config = load_run(recipe, ["preset=moonlight-16b-a3b"])
     assert config.train.parallel.expert_model_parallel_size == 8
     assert "preset" not in dump(config)
@@ -65,7 +71,9 @@ def test_the_preset_can_be_chosen_on_a_command_line_and_what_is_stored_is_its_va
 
 
 def test_a_preset_that_is_not_there_is_told_the_nearest(recipe):
-    with pytest.raises(ConfigError, match=r"(?s)preset \(override preset=qwen3-30b\).*qwen3-30b-a3b"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)preset \(override preset=qwen3-30b\).*qwen3-30b-a3b"
+    ):
         load_run(recipe, ["preset=qwen3-30b"])
 
 

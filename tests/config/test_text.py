@@ -17,7 +17,9 @@ SCALARS = (
     | st.text(st.characters(exclude_categories=["Cs", "Cc"]))
 )
 KEYS = st.text("abcxyz_019eE.-", min_size=1)
-DATA = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner), max_leaves=20)
+DATA = st.recursive(
+    SCALARS, lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner), max_leaves=20
+)
 
 
 @pytest.mark.parametrize(

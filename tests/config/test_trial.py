@@ -51,17 +51,31 @@ def run_trial(config: RunConfig, timeout_s: float = 60.0) -> None:
         ("raise KeyboardInterrupt", "KeyboardInterrupt"),
         ("raise BaseException('odd')", "BaseException: odd"),
         ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
-        ("import os; print('before the end', flush=True); os.kill(os.getpid(), 9)", r"killed by SIGKILL\s+before the end"),
-        ("import os\nif os.fork() == 0: raise ValueError", r"forks while it is imported[\s\S]*os\.fork"),
-        ("import multiprocessing as m; m.get_context('fork').Process(target=print).start()", "forks while it is imported"),
+        (
+            "import os; print('before the end', flush=True); os.kill(os.getpid(), 9)",
+            r"killed by SIGKILL\s+before the end",
+        ),
+        (
+            "import os\nif os.fork() == 0: raise ValueError",
+            r"forks while it is imported[\s\S]*os\.fork",
+        ),
+        (
+            "import multiprocessing as m; m.get_context('fork').Process(target=print).start()",
+            "forks while it is imported",
+        ),
         ("import os\nwhile True: os.write(1, b'x' * 65536)", "printed more than 8 MiB"),
         ("import os; os.closerange(3, 256)", "ended the process"),
-        ("class Odd(Exception):\n    def __str__(self): raise ValueError\nraise Odd", "message cannot be read"),
+        (
+            "class Odd(Exception):\n    def __str__(self): raise ValueError\nraise Odd",
+            "message cannot be read",
+        ),
         ("import no_such_package", "no_such_package"),
         ("def reward(", "SyntaxError"),
     ],
 )
-def test_whatever_a_file_does_while_it_is_imported_is_an_error_that_names_it(place: Path, code: str, found: str):
+def test_whatever_a_file_does_while_it_is_imported_is_an_error_that_names_it(
+    place: Path, code: str, found: str
+):
     (place / "mine.py").write_text(f"{REWARD}{code}\n")
     with pytest.raises(ConfigError, match=found) as caught:
         run_trial(config(place))
@@ -69,20 +83,33 @@ def test_whatever_a_file_does_while_it_is_imported_is_an_error_that_names_it(pla
     assert caught.value.where.endswith(f"{place}/mine.py:reward")
 
 
-@pytest.mark.parametrize("code", ["import time; time.sleep(600)", "while True: pass", "9 ** 9 ** 9 ** 9 if __name__ else 0"])
+@pytest.mark.parametrize(
+    "code",
+    ["import time; time.sleep(600)", "while True: pass", "9 ** 9 ** 9 ** 9 if __name__ else 0"],
+)
 def test_a_file_that_is_never_done_is_an_error_after_the_deadline(place: Path, code: str):
     (place / "mine.py").write_text(f"{REWARD}n = 9\n{code.replace('9 **', 'n **')}\n")
     started = time.monotonic()
-    with pytest.raises(ConfigError, match=r"still being imported[\s\S]*within 3 s \(resources\.import_timeout_s\)"):
+    with pytest.raises(
+        ConfigError, match=r"still being imported[\s\S]*within 3 s \(resources\.import_timeout_s\)"
+    ):
         run_trial(config(place), 3.0)
     assert time.monotonic() - started < 30
 
 
 def test_a_class_is_made_with_its_arguments_and_what_it_does_is_an_error(place: Path):
-    (place / "mine.py").write_text("import os\nclass reward:\n    def __init__(self, status): os._exit(status)\n")
+    (place / "mine.py").write_text(
+        "import os\nclass reward:\n    def __init__(self, status): os._exit(status)\n"
+    )
     function = {"type": "python", "path": f"{place}/mine.py:reward", "arguments": {"status": 7}}
     with pytest.raises(ConfigError, match="exit status 7"):
-        run_trial(config(place, model={"source": {"type": "huggingface", "hf_checkpoint": "/"}}, reward={"function": function}))
+        run_trial(
+            config(
+                place,
+                model={"source": {"type": "huggingface", "hf_checkpoint": "/"}},
+                reward={"function": function},
+            )
+        )
 
 
 def test_well_files_pass_together_are_not_tried_again_and_leave_nothing_behind(place: Path):
@@ -123,7 +150,10 @@ def test_every_function_that_a_configuration_names_is_tried(place: Path):
         place,
         rollout=rollout,
         evaluation={"datasets": [held]},
-        train={"custom_megatron_init_path": mine, "loss": {"use_tis": True, "custom_tis_function_path": mine}},
+        train={
+            "custom_megatron_init_path": mine,
+            "loss": {"use_tis": True, "custom_tis_function_path": mine},
+        },
         observe={"custom_eval_rollout_log_function_path": mine},
     )
     assert {file.key for file in user_files(found)} == {
@@ -141,7 +171,12 @@ def test_every_function_that_a_configuration_names_is_tried(place: Path):
 
 
 def test_code_of_this_project_and_a_run_without_user_code_start_no_process(place: Path):
-    own = {"source": {"type": "made", "maker": "deployments/recipes/tiny_models.py:make_spell_backward_model"}}
+    own = {
+        "source": {
+            "type": "made",
+            "maker": "deployments/recipes/tiny_models.py:make_spell_backward_model",
+        }
+    }
     with trial(config(place, model=own, reward={"function": {"type": "math"}}), 60.0) as importing:
         assert importing._process is None
 

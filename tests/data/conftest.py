@@ -1,4 +1,5 @@
-"""Two real tokenizers: the character one of the demo, and a byte-level BPE with a chat template like Qwen's."""
+"""Two real tokenizers: the character one of the demo, and a byte-level BPE with a chat template
+like Qwen's."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -28,7 +29,11 @@ def chat():
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(["what is 1 + 2? it is 3", "user assistant system answer question"] * 20, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.train_from_iterator(
+        ["what is 1 + 2? it is 3", "user assistant system answer question"] * 20, trainer
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     fast.chat_template = CHATML
     return fast

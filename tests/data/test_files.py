@@ -22,7 +22,10 @@ def files(tmp_path: Path) -> dict[str, str]:
     rows = [{"prompt": f"question {number} ü", "n": number} for number in range(7)]
     lines = tmp_path / "rows.jsonl"
     lines.write_text(
-        "\n".join(f"{json.dumps(row, ensure_ascii=False)}{chr(10) * (row['n'] % 2)}" for row in rows), encoding="utf-8"
+        "\n".join(
+            f"{json.dumps(row, ensure_ascii=False)}{chr(10) * (row['n'] % 2)}" for row in rows
+        ),
+        encoding="utf-8",
     )
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=3)
     return {"jsonl": str(lines), "parquet": f"{tmp_path}/rows.parquet"}
@@ -55,9 +58,15 @@ def test_a_slice_is_pythons(files: dict[str, str], kind: str, chosen: str, numbe
 
 @pytest.mark.parametrize(
     ("path", "problem"),
-    [("@[7:9]", "no row of the file is in the slice"), ("@[a:b]", "not a slice of rows"), ("@[1:2:3]", "not a slice of rows")],
+    [
+        ("@[7:9]", "no row of the file is in the slice"),
+        ("@[a:b]", "not a slice of rows"),
+        ("@[1:2:3]", "not a slice of rows"),
+    ],
 )
-def test_a_slice_of_nothing_or_that_is_none_is_refused(files: dict[str, str], path: str, problem: str):
+def test_a_slice_of_nothing_or_that_is_none_is_refused(
+    files: dict[str, str], path: str, problem: str
+):
     with pytest.raises(DataError, match=problem):
         FileRows(files["jsonl"] + path)
 
@@ -70,10 +79,13 @@ def test_a_path_with_brackets_of_its_own_is_a_path():
 def test_streamed_rows_are_the_rows_whatever_the_order(files: dict[str, str], kind: str):
     again = shutil.copy(files["jsonl"], Path(files["jsonl"]).with_name("again.jsonl"))
     source = prompts(files[kind] + "@[1:]", str(again))
-    held, streamed = load_prompts(source), load_prompts(source, streaming=True)
+    held = load_prompts(source)
+    streamed = load_prompts(source, streaming=True)
     assert isinstance(streamed, StreamedPrompts)
     assert list(streamed) == list(held)
-    assert [streamed[number] for number in (12, 0, 6, -1, 3)] == [held[number] for number in (12, 0, 6, -1, 3)]
+    assert [streamed[number] for number in (12, 0, 6, -1, 3)] == [
+        held[number] for number in (12, 0, 6, -1, 3)
+    ]
     assert streamed[2:5] == held[2:5]
     with pytest.raises(IndexError):
         streamed[13]
@@ -107,10 +119,18 @@ def test_several_processes_read_the_same_rows(files: dict[str, str], streaming: 
 def test_tools_of_a_row_are_a_list_or_its_json(tmp_path: Path):
     tools = [{"type": "function", "function": {"name": "f"}}]
     path = tmp_path / "t.jsonl"
-    rows = [{"prompt": "a", "tools": tools}, {"prompt": "b", "tools": json.dumps(tools), "metadata": {"x": 1}}, {"prompt": "c"}]
+    rows = [
+        {"prompt": "a", "tools": tools},
+        {"prompt": "b", "tools": json.dumps(tools), "metadata": {"x": 1}},
+        {"prompt": "c"},
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = FilePrompts(type="file", paths=(str(path),), tool_key="tools")
-    assert [row.metadata for row in load_prompts(source)] == [{"tools": tools}, {"x": 1, "tools": tools}, {}]
+    assert [row.metadata for row in load_prompts(source)] == [
+        {"tools": tools},
+        {"x": 1, "tools": tools},
+        {},
+    ]
     path.write_text('{"prompt": "a", "tools": "f"}\n')
     with pytest.raises(DataError, match="the tools are not JSON"):
         load_prompts(source)

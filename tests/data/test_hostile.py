@@ -1,4 +1,5 @@
-"""Prompt files that anybody may have written: every row is right, or one DataError names file and row."""
+"""Prompt files that anybody may have written: every row is right, or one DataError names file and
+row."""
 
 from __future__ import annotations
 
@@ -37,8 +38,16 @@ LINES = {
     "digits": b'{"p": ' + b"9" * 5000 + b"}",
 }
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.just("\ud800"),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["role", "content", "a"]), inner, max_size=2),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=4)
+    | st.just("\ud800"),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["role", "content", "a"]), inner, max_size=2)
+    ),
     max_leaves=4,
 )
 
@@ -46,7 +55,14 @@ JSON = st.recursive(
 def _load(path: Path, content: bytes) -> Any:
     path.write_bytes(content)
     return load_prompts(
-        FilePrompts(type="file", paths=(str(path),), input_key="p", label_key="l", metadata_key="m", tool_key="t")
+        FilePrompts(
+            type="file",
+            paths=(str(path),),
+            input_key="p",
+            label_key="l",
+            metadata_key="m",
+            tool_key="t",
+        )
     )
 
 
@@ -58,16 +74,23 @@ def test_a_line_that_no_plan_can_hold_is_named(line: bytes, tmp_path: Path):
 
 
 @given(row=st.dictionaries(st.sampled_from("plmt"), JSON, min_size=2))
-def test_a_row_of_anything_is_a_prompt_that_can_be_stored_or_named(row: dict[str, Any], tmp_path_factory: pytest.TempPathFactory):
+def test_a_row_of_anything_is_a_prompt_that_can_be_stored_or_named(
+    row: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+):
     path = tmp_path_factory.getbasetemp() / "any.jsonl"
     with suppress(DataError):
         (read,) = _load(path, json.dumps(row).encode())
-        json.dumps([read.prompt, read.label, read.metadata], allow_nan=False, ensure_ascii=False).encode()
+        json.dumps(
+            [read.prompt, read.label, read.metadata], allow_nan=False, ensure_ascii=False
+        ).encode()
 
 
 def _parquet(**columns: Any) -> bytes:
     written = io.BytesIO()
-    pq.write_table(pa.table({"l": ["1"], **{name: pa.array([value]) for name, value in columns.items()}}), written)
+    pq.write_table(
+        pa.table({"l": ["1"], **{name: pa.array([value]) for name, value in columns.items()}}),
+        written,
+    )
     return written.getvalue()
 
 
@@ -92,19 +115,31 @@ def test_parquet_of_other_types_is_named_by_its_row(columns: dict[str, Any], tmp
 
 
 WHOLE = io.BytesIO()
-pq.write_table(pa.table({"p": [f"prompt {n}" for n in range(40)], "l": ["1"] * 40, "m": ["{}"] * 40}), WHOLE)
+pq.write_table(
+    pa.table({"p": [f"prompt {n}" for n in range(40)], "l": ["1"] * 40, "m": ["{}"] * 40}), WHOLE
+)
 
 
-@given(changes=st.lists(st.tuples(st.integers(0, 10**4), st.integers(0, 255)), min_size=1, max_size=3), cut=st.integers(0, 10**4))
-def test_damaged_parquet_is_read_or_named(changes: list[tuple[int, int]], cut: int, tmp_path_factory: pytest.TempPathFactory):
+@given(
+    changes=st.lists(st.tuples(st.integers(0, 10**4), st.integers(0, 255)), min_size=1, max_size=3),
+    cut=st.integers(0, 10**4),
+)
+def test_damaged_parquet_is_read_or_named(
+    changes: list[tuple[int, int]], cut: int, tmp_path_factory: pytest.TempPathFactory
+):
     content = bytearray(WHOLE.getvalue())
     for place, value in changes:
         content[place % len(content)] = value
     with suppress(DataError):
-        _load(tmp_path_factory.getbasetemp() / "any.parquet", bytes(content[: len(content) if cut % 4 else cut % len(content)]))
+        _load(
+            tmp_path_factory.getbasetemp() / "any.parquet",
+            bytes(content[: len(content) if cut % 4 else cut % len(content)]),
+        )
 
 
-@pytest.mark.parametrize("path", ["github://a.jsonl", "abc://a.jsonl", "\0.jsonl", "a.jsonl@[" + "9" * 5000 + ":]"])
+@pytest.mark.parametrize(
+    "path", ["github://a.jsonl", "abc://a.jsonl", "\0.jsonl", "a.jsonl@[" + "9" * 5000 + ":]"]
+)
 def test_a_path_that_leads_nowhere_is_named(path: str):
     with pytest.raises(DataError):
         load_prompts(FilePrompts(type="file", paths=(path,), input_key="p"))

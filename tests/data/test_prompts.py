@@ -16,12 +16,19 @@ def source(*paths, **keys):
 
 
 def jsonl(path, *rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return path
 
 
 def test_rows_of_several_files_come_in_order(tmp_path):
-    first = jsonl(tmp_path / "a.jsonl", {"q": "one", "a": "1", "metadata": {"level": 3}}, "", {"q": "two", "a": 2})
+    first = jsonl(
+        tmp_path / "a.jsonl",
+        {"q": "one", "a": "1", "metadata": {"level": 3}},
+        "",
+        {"q": "two", "a": 2},
+    )
     second = tmp_path / "b.parquet"
     messages = [{"role": "user", "content": "three"}]
     pq.write_table(pa.table({"q": [messages], "a": ["3"], "metadata": ['{"level": 4}']}), second)

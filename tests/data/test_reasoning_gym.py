@@ -16,7 +16,9 @@ SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 
 
 def source(task="spell_backward", arguments=WORDS, size=50, **keys):
-    return ReasoningGymPrompts(type="reasoning_gym", task=task, arguments=arguments, size=size, **keys)
+    return ReasoningGymPrompts(
+        type="reasoning_gym", task=task, arguments=arguments, size=size, **keys
+    )
 
 
 def test_the_same_source_makes_the_same_rows():
@@ -45,7 +47,14 @@ def test_exclusion_compares_questions_whatever_the_prompts_look_like():
 def test_pattern_and_formats_make_prompt_and_label():
     few_shot = "3 + 4 = 7\n{question}"
     made = make_questions(
-        source("chain_sum", SUMS, size=3, question_pattern=r": (.*)$", prompt_format=few_shot, answer_format=" {answer}\n")
+        source(
+            "chain_sum",
+            SUMS,
+            size=3,
+            question_pattern=r": (.*)$",
+            prompt_format=few_shot,
+            answer_format=" {answer}\n",
+        )
     )[0]
     head, last = made.prompt.split("\n")
     assert head == "3 + 4 = 7"
@@ -56,7 +65,9 @@ def test_pattern_and_formats_make_prompt_and_label():
 @pytest.mark.parametrize("task", sorted(set(DATASETS) - {"composite"}))
 def test_every_tasks_own_answer_scores_the_same_after_json(task):
     made = make_questions(source(task, {}, size=1, seed=11))[0]
-    assert score_answer(made.label or "", json.loads(json.dumps(made.metadata))) == score_answer(made.label or "", made.metadata)
+    assert score_answer(made.label or "", json.loads(json.dumps(made.metadata))) == score_answer(
+        made.label or "", made.metadata
+    )
     if made.label is not None:
         assert score_answer(made.label, json.loads(json.dumps(made.metadata))) == 1.0
 
@@ -87,5 +98,7 @@ def test_an_unknown_task_names_the_nearest():
 
 
 def test_a_pattern_that_does_not_match_names_the_question():
-    with pytest.raises(DataError, match=r"spell_backward\(seed=0\)\[0\]: prompts.question_pattern does not match"):
+    with pytest.raises(
+        DataError, match=r"spell_backward\(seed=0\)\[0\]: prompts.question_pattern does not match"
+    ):
         make_questions(source(question_pattern="=(.*)"))

@@ -1,4 +1,5 @@
-"""Plans: the same state gives the same plan, and no row is lost or doubled over epochs and the buffer."""
+"""Plans: the same state gives the same plan, and no row is lost or doubled over epochs and the
+buffer."""
 
 import json
 from typing import Any, cast
@@ -41,7 +42,10 @@ def rollout(**keys):
 
 
 def rows(count):
-    return [PromptRow(f"p{number}", f"a{number}", {"n": number}, f"x.jsonl:{number + 1}") for number in range(count)]
+    return [
+        PromptRow(f"p{number}", f"a{number}", {"n": number}, f"x.jsonl:{number + 1}")
+        for number in range(count)
+    ]
 
 
 def source(count=5, batch=2, n=3, branch="run", shuffle=True, seed=1, **keys):
@@ -55,7 +59,8 @@ def buffer(*group_ids, **keys):
 
 
 def drawn(source, num_plans):
-    state, prompts = DataState(), []
+    state = DataState()
+    prompts = []
     for iteration in range(num_plans):
         plan = source.plan(iteration, state)
         prompts += [group.prompt for group in plan.groups]
@@ -77,7 +82,12 @@ def test_a_plan_is_a_pure_function_of_the_state():
     assert group.metadata == {"n": int(prompt[1:])}
 
 
-@given(count=st.integers(1, 9), batch=st.integers(1, 20), plans=st.integers(1, 6), shuffle=st.booleans())
+@given(
+    count=st.integers(1, 9),
+    batch=st.integers(1, 20),
+    plans=st.integers(1, 6),
+    shuffle=st.booleans(),
+)
 def test_every_epoch_draws_every_row_once(count, batch, plans, shuffle):
     prompts, state = drawn(source(count, batch, shuffle=shuffle), plans)
     assert state.draws == len(prompts) == plans * batch == state.epoch * count + state.offset
@@ -125,7 +135,9 @@ def test_part_r_plus_one_follows_part_r_and_asks_for_as_many_groups_again():
     over = source(batch=2, over_sampling_batch_size=3)
     first = over.plan(0, DataState())
     second = over.plan(0, first.after, part=1)
-    assert [group.group_id for group in (*first.groups, *second.groups)] == [f"run:{draw:08d}" for draw in range(6)]
+    assert [group.group_id for group in (*first.groups, *second.groups)] == [
+        f"run:{draw:08d}" for draw in range(6)
+    ]
     assert (first.part, second.part, second.before) == (0, 1, first.after)
 
 
@@ -141,12 +153,19 @@ def test_part_r_plus_one_follows_part_r_and_asks_for_as_many_groups_again():
         ({"rows": "r", "oldest": 7, "finished": 8}, False, True),
     ],
 )
-def test_a_buffered_group_goes_on_from_its_rows_unless_they_are_too_old_to_be_trained(keys, masking, goes_on):
-    data, config = DataConfig(prompts=FILE), rollout(rollout_batch_size=1, mask_offpolicy_in_partial_rollout=masking)
+def test_a_buffered_group_goes_on_from_its_rows_unless_they_are_too_old_to_be_trained(
+    keys, masking, goes_on
+):
+    data = DataConfig(prompts=FILE)
+    config = rollout(rollout_batch_size=1, mask_offpolicy_in_partial_rollout=masking)
     bounded = DataSource(rows(5), LETTERS, data, config, "run", async_buffer_size=2)
     earlier = bounded.plan(0, DataState())
-    plan = bounded.plan(9, DataState(buffer=buffer("run:00000000", **keys), draws=1), buffered=earlier.groups)
-    assert plan.groups[0] == earlier.groups[0].model_copy(update={"earlier": "r" if goes_on else None})
+    plan = bounded.plan(
+        9, DataState(buffer=buffer("run:00000000", **keys), draws=1), buffered=earlier.groups
+    )
+    assert plan.groups[0] == earlier.groups[0].model_copy(
+        update={"earlier": "r" if goes_on else None}
+    )
 
 
 def test_a_buffered_group_that_is_not_given_is_named():
@@ -180,9 +199,14 @@ def test_supervised_rows_bring_their_answers():
 
 def test_an_evaluation_plan_takes_every_row_once_with_the_same_seeds_each_time(characters):
     dataset = EvalDataset(name="heldout", prompts=FILE, n_samples_per_eval_prompt=2)
-    data, supervised = DataConfig(prompts=FILE), rollout(type="dataset", rollout_batch_size=1)
-    first, _ = evaluation_plan(dataset, rows(4), characters, data, supervised, branch="a", iteration=0)
-    later, _ = evaluation_plan(dataset, rows(4), characters, data, supervised, branch="b", iteration=9)
+    data = DataConfig(prompts=FILE)
+    supervised = rollout(type="dataset", rollout_batch_size=1)
+    first, _ = evaluation_plan(
+        dataset, rows(4), characters, data, supervised, branch="a", iteration=0
+    )
+    later, _ = evaluation_plan(
+        dataset, rows(4), characters, data, supervised, branch="b", iteration=9
+    )
     assert first.groups == later.groups
     assert [group.prompt for group in first.groups] == ["p0", "p1", "p2", "p3"]
     assert first.groups[1].group_id == "eval/heldout:00000001"
@@ -198,7 +222,9 @@ LONG = (3, 4, 17, 25, 31, 48, 49)
 def fifty(tmp_path):
     """A file of 50 prompts, 7 of which have 30 characters or more; the others have 3."""
     path = tmp_path / "fifty.jsonl"
-    prompts = [f"p{number:02}" + ("x" * (27 + number) if number in LONG else "") for number in range(50)]
+    prompts = [
+        f"p{number:02}" + ("x" * (27 + number) if number in LONG else "") for number in range(50)
+    ]
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     return FilePrompts(type="file", paths=(str(path),))
 
@@ -206,20 +232,35 @@ def fifty(tmp_path):
 def of_file(prompts, *, streaming=False, batch=6, shuffle=True, **keys):
     keys = {"rollout_max_prompt_len": 10, "overlong_prompts": "drop", **keys}
     data = DataConfig(prompts=prompts, rollout_shuffle=shuffle, **keys)
-    return DataSource(load_prompts(prompts, streaming=streaming), LETTERS, data, rollout(rollout_batch_size=batch), "run")
+    return DataSource(
+        load_prompts(prompts, streaming=streaming),
+        LETTERS,
+        data,
+        rollout(rollout_batch_size=batch),
+        "run",
+    )
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_rows_that_are_dropped_are_named_and_every_other_row_is_drawn_once_an_epoch_also_after_a_resume(fifty, streaming):
+def test_rows_that_are_dropped_are_named_and_every_other_row_is_drawn_once_an_epoch_also_after_a_resume(
+    fifty, streaming
+):
     path = fifty.paths[0]
     first = of_file(fifty, streaming=streaming)
     first.check()
-    assert [(row.where, row.tokens) for row in first.overlong] == [(f"{path}:{n + 1}", 30 + n) for n in LONG]
-    assert {(row.limit, row.setting) for row in first.overlong} == {(10, "data.rollout_max_prompt_len")}
+    assert [(row.where, row.tokens) for row in first.overlong] == [
+        (f"{path}:{n + 1}", 30 + n) for n in LONG
+    ]
+    assert {(row.limit, row.setting) for row in first.overlong} == {
+        (10, "data.rollout_max_prompt_len")
+    }
     assert len(first) == 43
-    state, prompts = DataState(), []
+    state = DataState()
+    prompts = []
     for iteration in range(15):
-        source = first if iteration < 4 else of_file(fifty, streaming=streaming)  # another process goes on from here
+        source = (
+            first if iteration < 4 else of_file(fifty, streaming=streaming)
+        )  # another process goes on from here
         plan = source.plan(iteration, DataState.model_validate_json(state.model_dump_json()))
         prompts += [group.prompt for group in plan.groups]
         state = plan.after
@@ -230,8 +271,12 @@ def test_rows_that_are_dropped_are_named_and_every_other_row_is_drawn_once_an_ep
     assert prompts[:43] != prompts[43:86]
 
 
-def test_a_file_of_fifty_prompts_with_over_long_ones_is_refused_unless_the_run_says_what_becomes_of_them(fifty):
-    with pytest.raises(DataError, match=r"fifty\.jsonl:4: the prompt is too long[\s\S]*33 tokens[\s\S]*at most 10"):
+def test_a_file_of_fifty_prompts_with_over_long_ones_is_refused_unless_the_run_says_what_becomes_of_them(
+    fifty,
+):
+    with pytest.raises(
+        DataError, match=r"fifty\.jsonl:4: the prompt is too long[\s\S]*33 tokens[\s\S]*at most 10"
+    ):
         of_file(fifty, overlong_prompts="error").check()
 
 
@@ -240,14 +285,19 @@ def test_prompts_that_are_cut_are_named_and_drawn_like_the_others(fifty):
     source.check()
     assert (len(source), len(source.overlong)) == (50, 7)
     groups = source.plan(0, DataState()).groups
-    assert [len(group.prompt_ids) for group in groups] == [10 if n in LONG else 3 for n in range(50)]
+    assert [len(group.prompt_ids) for group in groups] == [
+        10 if n in LONG else 3 for n in range(50)
+    ]
     assert groups[3].prompt == "x" * 10 and groups[5].prompt == "p05"
 
 
 @given(limit=st.integers(1, 40), shuffle=st.booleans())
 def test_rows_that_are_kept_have_the_order_that_they_have_without_a_limit(limit, shuffle):
     lengths = [1 + (7 * number) % 40 for number in range(40)]
-    given_rows = [PromptRow(chr(65 + number) * length, where=f"x:{number}") for number, length in enumerate(lengths)]
+    given_rows = [
+        PromptRow(chr(65 + number) * length, where=f"x:{number}")
+        for number, length in enumerate(lengths)
+    ]
 
     def order(**keys):
         data = DataConfig(prompts=FILE, rollout_shuffle=shuffle, rollout_seed=1, **keys)
@@ -256,11 +306,16 @@ def test_rows_that_are_kept_have_the_order_that_they_have_without_a_limit(limit,
 
     everything, _ = order()
     kept, num_kept = order(rollout_max_prompt_len=limit, overlong_prompts="drop")
-    assert kept == [prompt for prompt in everything if len(prompt) <= limit] and num_kept == len(kept)
+    assert kept == [prompt for prompt in everything if len(prompt) <= limit] and num_kept == len(
+        kept
+    )
 
 
 def test_a_file_of_which_every_row_would_be_dropped_is_refused(fifty):
-    with pytest.raises(ConfigError, match=r"data\.prompts: every prompt is over-long[\s\S]*50 rows[\s\S]*at most 2 "):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.prompts: every prompt is over-long[\s\S]*50 rows[\s\S]*at most 2 ",
+    ):
         of_file(fifty, rollout_max_prompt_len=2).check()
     with pytest.raises(ConfigError, match="every prompt is over-long"):
         of_file(fifty, rollout_max_prompt_len=2).plan(0, DataState())
@@ -271,7 +326,9 @@ def test_a_row_of_a_source_of_the_user_cannot_be_dropped_and_can_be_cut():
         data = DataConfig(prompts=None, rollout_max_prompt_len=2, overlong_prompts=policy)
         config = rollout(rollout_batch_size=1, data_source_path="mine.py:Source")
         given_row = PromptRow("long", where="mine.py group 0")
-        return DataSource((), LETTERS, data, config, "run").plan(0, DataState(), draw=lambda *_: [given_row])
+        return DataSource((), LETTERS, data, config, "run").plan(
+            0, DataState(), draw=lambda *_: [given_row]
+        )
 
     assert planned("truncate_left").groups[0].prompt == "ng"
     for policy in ("error", "drop"):
@@ -282,15 +339,22 @@ def test_a_row_of_a_source_of_the_user_cannot_be_dropped_and_can_be_cut():
 def test_a_held_out_set_drops_and_cuts_in_the_same_way_and_its_other_rows_keep_their_ids(fifty):
     def planned(policy: Any, limit: int | None = 10):
         data = DataConfig(prompts=FILE, rollout_max_prompt_len=limit, overlong_prompts=policy)
-        dataset, config = EvalDataset(name="held", prompts=fifty), rollout(rollout_batch_size=1)
-        return evaluation_plan(dataset, load_prompts(fifty), LETTERS, data, config, branch="a", iteration=0)
+        dataset = EvalDataset(name="held", prompts=fifty)
+        config = rollout(rollout_batch_size=1)
+        return evaluation_plan(
+            dataset, load_prompts(fifty), LETTERS, data, config, branch="a", iteration=0
+        )
 
     everything = {group.group_id: group for group in planned("error", None)[0].groups}
     plan, overlong = planned("drop")
     assert (len(plan.groups), [row.tokens for row in overlong]) == (43, [30 + n for n in LONG])
     assert all(group == everything[group.group_id] for group in plan.groups)
     plan, overlong = planned("truncate_left")
-    assert (len(plan.groups), len(overlong), max(len(group.prompt_ids) for group in plan.groups)) == (50, 7, 10)
+    assert (
+        len(plan.groups),
+        len(overlong),
+        max(len(group.prompt_ids) for group in plan.groups),
+    ) == (50, 7, 10)
     with pytest.raises(ConfigError, match=r"evaluation\.datasets: held: every prompt is over-long"):
         planned("drop", 2)
     with pytest.raises(DataError, match=r"fifty\.jsonl:4"):

@@ -32,7 +32,8 @@ def row(prompt, label=None):
 
 def trained(tokenizer, encoded):
     """The text of each run of trained tokens."""
-    runs, run = [], []
+    runs = []
+    run = []
     for token, mask in [*zip(encoded.response_ids, encoded.loss_mask, strict=True), (0, 0)]:
         if mask:
             run.append(token)
@@ -47,7 +48,9 @@ def test_a_plain_prompt_is_tokenized_as_it_stands(characters, chat):
     assert len(encoded.prompt_ids) == 5
     assert characters.decode(encoded.prompt_ids) == encoded.prompt == "Spell: word"
     assert encoded.response_ids == encoded.loss_mask == ()
-    assert chat.decode(encode_prompt(chat, row("what is"), data(), rollout()).prompt_ids) == "what is"
+    assert (
+        chat.decode(encode_prompt(chat, row("what is"), data(), rollout()).prompt_ids) == "what is"
+    )
 
 
 def test_a_chat_template_renders_strings_and_messages_alike(chat):
@@ -60,18 +63,32 @@ def test_a_chat_template_renders_strings_and_messages_alike(chat):
 
 
 def test_template_variables_reach_the_template(chat):
-    template, chat.chat_template = chat.chat_template, "{{ mood }}{{ messages[0]['content'] }}"
+    template = chat.chat_template
+    chat.chat_template = "{{ mood }}{{ messages[0]['content'] }}"
     try:
-        assert render(chat, "hi", data(apply_chat_template=True, apply_chat_template_kwargs={"mood": "!"}), where="") == "!hi"
+        assert (
+            render(
+                chat,
+                "hi",
+                data(apply_chat_template=True, apply_chat_template_kwargs={"mood": "!"}),
+                where="",
+            )
+            == "!hi"
+        )
     finally:
         chat.chat_template = template
 
 
 def test_a_plain_answer_ends_with_end_of_sequence(characters):
-    encoded = encode_supervised(characters, row("Spell: word", "drow"), data(), rollout(type="dataset"))
+    encoded = encode_supervised(
+        characters, row("Spell: word", "drow"), data(), rollout(type="dataset")
+    )
     assert characters.decode(encoded.response_ids) == "drow<eos>"
     assert encoded.loss_mask == (1,) * 5
-    assert encoded.prompt_ids == encode_prompt(characters, row("Spell: word"), data(), rollout()).prompt_ids
+    assert (
+        encoded.prompt_ids
+        == encode_prompt(characters, row("Spell: word"), data(), rollout()).prompt_ids
+    )
 
 
 def test_the_last_answer_of_a_talk_is_trained_up_to_its_end_of_turn(chat):
@@ -84,11 +101,15 @@ def test_the_last_answer_of_a_talk_is_trained_up_to_its_end_of_turn(chat):
 
 def test_all_answers_of_a_talk_are_trained_and_nothing_else(chat):
     config = data(apply_chat_template=True)
-    encoded = encode_supervised(chat, row(TALK), config, rollout(type="dataset", loss_mask_type="all_assistant"))
+    encoded = encode_supervised(
+        chat, row(TALK), config, rollout(type="dataset", loss_mask_type="all_assistant")
+    )
     assert trained(chat, encoded) == ["it is 3<|im_end|>", "it is 4<|im_end|>"]
     assert encoded.loss_mask[0] == encoded.loss_mask[-1] == 1
     text = chat.decode(encoded.prompt_ids + encoded.response_ids)
-    assert text == render(chat, TALK, config, where="", add_generation_prompt=False).removesuffix("\n")
+    assert text == render(chat, TALK, config, where="", add_generation_prompt=False).removesuffix(
+        "\n"
+    )
 
 
 def test_a_label_is_one_more_answer(chat):
@@ -98,7 +119,8 @@ def test_a_label_is_one_more_answer(chat):
 
 
 def test_step_loss_mask_takes_a_message_out(chat):
-    config, every = data(apply_chat_template=True), rollout(type="dataset", loss_mask_type="all_assistant")
+    config = data(apply_chat_template=True)
+    every = rollout(type="dataset", loss_mask_type="all_assistant")
     talk = [*TALK[:2], {**TALK[2], "step_loss_mask": 0}, *TALK[3:]]
     assert trained(chat, encode_supervised(chat, row(talk), config, every)) == ["it is 4<|im_end|>"]
     talk = [*TALK[:4], {**TALK[4], "step_loss_mask": 0}]
@@ -119,27 +141,38 @@ def test_step_loss_mask_takes_a_message_out(chat):
 )
 def test_a_supervised_talk_that_cannot_be_trained_is_named(chat, prompt, label, keys, said):
     with pytest.raises(DataError, match=f"x.jsonl:7: {said}"):
-        encode_supervised(chat, row(prompt, label), data(apply_chat_template=True), rollout(type="dataset", **keys))
+        encode_supervised(
+            chat,
+            row(prompt, label),
+            data(apply_chat_template=True),
+            rollout(type="dataset", **keys),
+        )
 
 
 def test_a_template_that_rewrites_history_is_refused(chat):
     template = chat.chat_template
     chat.chat_template = template.replace(
-        "{{ m['content'] }}", "{{ m['content'] if loop.last or m['role'] != 'assistant' else 'earlier' }}"
+        "{{ m['content'] }}",
+        "{{ m['content'] if loop.last or m['role'] != 'assistant' else 'earlier' }}",
     )
     config = data(apply_chat_template=True)
     try:
         encode_supervised(chat, row(TALK[:3]), config, rollout(type="dataset"))
         with pytest.raises(DataError, match="rewrites earlier messages"):
-            encode_supervised(chat, row(TALK), config, rollout(type="dataset", loss_mask_type="all_assistant"))
+            encode_supervised(
+                chat, row(TALK), config, rollout(type="dataset", loss_mask_type="all_assistant")
+            )
     finally:
         chat.chat_template = template
 
 
 def test_a_template_that_raises_names_the_row(chat):
-    template, chat.chat_template = chat.chat_template, "{{ raise_exception('roles must alternate') }}"
+    template = chat.chat_template
+    chat.chat_template = "{{ raise_exception('roles must alternate') }}"
     try:
-        with pytest.raises(DataError, match=r"x.jsonl:7: the chat template refuses[\s\S]*roles must alternate"):
+        with pytest.raises(
+            DataError, match=r"x.jsonl:7: the chat template refuses[\s\S]*roles must alternate"
+        ):
             encode_prompt(chat, row("hi"), data(apply_chat_template=True), rollout())
     finally:
         chat.chat_template = template
@@ -158,15 +191,23 @@ def test_messages_without_a_chat_template_are_refused(characters):
 
 
 def test_a_prompt_that_is_too_long_is_named(characters):
-    encode_prompt(characters, row("Spell: word"), data(rollout_max_prompt_len=5), rollout(rollout_max_context_len=6))
-    with pytest.raises(DataError, match=r"x.jsonl:7: the prompt is too long[\s\S]*5 tokens[\s\S]*at most 4"):
+    encode_prompt(
+        characters,
+        row("Spell: word"),
+        data(rollout_max_prompt_len=5),
+        rollout(rollout_max_context_len=6),
+    )
+    with pytest.raises(
+        DataError, match=r"x.jsonl:7: the prompt is too long[\s\S]*5 tokens[\s\S]*at most 4"
+    ):
         encode_prompt(characters, row("Spell: word"), data(rollout_max_prompt_len=4), rollout())
     with pytest.raises(DataError, match=r"rollout_max_context_len"):
         encode_prompt(characters, row("Spell: word"), data(), rollout(rollout_max_context_len=5))
 
 
 def test_a_prompt_without_tokens_is_named(chat):
-    template, chat.chat_template = chat.chat_template, "{{ '' }}"
+    template = chat.chat_template
+    chat.chat_template = "{{ '' }}"
     try:
         with pytest.raises(DataError, match=r"x.jsonl:7: the prompt has no tokens"):
             encode_prompt(chat, row("hi"), data(apply_chat_template=True), rollout())
@@ -187,10 +228,13 @@ def test_a_saved_tokenizer_is_loaded_and_a_missing_one_is_named(characters, tmp_
 
 
 def test_a_tokenizer_without_end_of_sequence_cannot_end_an_answer(characters):
-    eos, characters.eos_token = characters.eos_token, None
+    eos = characters.eos_token
+    characters.eos_token = None
     try:
         with pytest.raises(ConfigError, match="no end-of-sequence token"):
-            encode_supervised(characters, row("Spell: word", "drow"), data(), rollout(type="dataset"))
+            encode_supervised(
+                characters, row("Spell: word", "drow"), data(), rollout(type="dataset")
+            )
     finally:
         characters.eos_token = eos
 
@@ -207,7 +251,9 @@ def test_a_prompt_that_is_cut_keeps_its_last_tokens_and_says_how_long_it_was(cha
 
 
 def test_a_chat_prompt_is_cut_at_the_start_of_its_text(chat):
-    config = data(apply_chat_template=True, rollout_max_prompt_len=6, overlong_prompts="truncate_left")
+    config = data(
+        apply_chat_template=True, rollout_max_prompt_len=6, overlong_prompts="truncate_left"
+    )
     encoded = encode_prompt(chat, row("what is 1 + 2?"), config, rollout())
     assert len(encoded.prompt_ids) == 6 and str(encoded.prompt).endswith("<|im_start|>assistant\n")
     assert chat.decode(encoded.prompt_ids) == encoded.prompt
@@ -221,21 +267,36 @@ def test_the_smallest_limit_counts_and_the_models_context_is_one(characters):
         (4, data(), rollout(), 5),
         (2, data(), room, 3),
     ):
-        with pytest.raises(DataError, match=rf"x.jsonl:7: the prompt is too long[\s\S]*at most {limit} "):
-            encode_prompt(characters, row("Spell: word"), config, sampling, model_context_len=context)
-    with pytest.raises(DataError, match=r"max_position_embeddings[\s\S]*data\.overlong_prompts: drop or truncate_left"):
+        with pytest.raises(
+            DataError, match=rf"x.jsonl:7: the prompt is too long[\s\S]*at most {limit} "
+        ):
+            encode_prompt(
+                characters, row("Spell: word"), config, sampling, model_context_len=context
+            )
+    with pytest.raises(
+        DataError,
+        match=r"max_position_embeddings[\s\S]*data\.overlong_prompts: drop or truncate_left",
+    ):
         encode_prompt(characters, row("Spell: word"), data(), rollout(), model_context_len=5)
 
 
 def test_a_supervised_prompt_is_cut_so_that_its_answer_fits(characters):
     supervised = rollout(type="dataset", rollout_max_context_len=8)
-    whole = encode_supervised(characters, row("Spell: word", "drow"), data(), rollout(type="dataset"))
-    cut = encode_supervised(characters, row("Spell: word", "drow"), data(overlong_prompts="truncate_left"), supervised)
+    whole = encode_supervised(
+        characters, row("Spell: word", "drow"), data(), rollout(type="dataset")
+    )
+    cut = encode_supervised(
+        characters, row("Spell: word", "drow"), data(overlong_prompts="truncate_left"), supervised
+    )
     assert (cut.response_ids, cut.prompt_ids) == (whole.response_ids, whole.prompt_ids[-3:])
     no_room = rollout(type="dataset", rollout_max_context_len=5)
     with pytest.raises(DataError, match="there is no room for a prompt"):
-        encode_supervised(characters, row("Spell: word", "drow"), data(overlong_prompts="truncate_left"), no_room)
+        encode_supervised(
+            characters, row("Spell: word", "drow"), data(overlong_prompts="truncate_left"), no_room
+        )
     long_answer = rollout(type="dataset", rollout_max_response_len=4)
     for policy in ("error", "drop", "truncate_left"):
         with pytest.raises(DataError, match="the answer is too long"):
-            encode_supervised(characters, row("Spell: word", "drow"), data(overlong_prompts=policy), long_answer)
+            encode_supervised(
+                characters, row("Spell: word", "drow"), data(overlong_prompts=policy), long_answer
+            )

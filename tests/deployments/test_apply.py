@@ -1,5 +1,6 @@
-"""Deployments on a real Prefect server and worker: a schedule starts a run, whose failed iteration is retried as Retry in the
-pages does it. Where the machine has PostgreSQL, the server keeps its records in that, else in SQLite."""
+"""Deployments on a real Prefect server and worker: a schedule starts a run, whose failed iteration
+is retried as Retry in the pages does it. Where the machine has PostgreSQL, the server keeps its
+records in that, else in SQLite."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ import pytest
 from deployments.apply import offer
 from flows.train import train
 from rlpipe.config.load import recipes
-from rlpipe.store.audit import check_branch
-from rlpipe.store.files import Files
+from rlpipe.store.audit.check import check_branch
+from rlpipe.store.objects.files import Files
 from tests.flows.test_train import SAMPLING
 from tests.postgres import binaries, postgresql
 from tools.local_prefect import free_port
@@ -97,16 +98,26 @@ class Prefect:
             return False
 
     def run(self, module: str, *arguments: str) -> None:
-        subprocess.run([sys.executable, "-m", module, *arguments], cwd=REPOSITORY, env=self.environment, check=True, timeout=120)
+        subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            cwd=REPOSITORY,
+            env=self.environment,
+            check=True,
+            timeout=120,
+        )
 
     def made_by(self, deployment: str) -> list[dict[str, Any]]:
         """The flow runs of a deployment, those to come included."""
         number = self._client.get(f"/deployments/name/{deployment}").json()["id"]
-        return self._client.post("/flow_runs/filter", json={"deployments": {"id": {"any_": [number]}}}).json()
+        return self._client.post(
+            "/flow_runs/filter", json={"deployments": {"id": {"any_": [number]}}}
+        ).json()
 
     def named(self, name: str) -> list[dict[str, Any]]:
         """The flow runs of this name."""
-        return self._client.post("/flow_runs/filter", json={"flow_runs": {"name": {"any_": [name]}}}).json()
+        return self._client.post(
+            "/flow_runs/filter", json={"flow_runs": {"name": {"any_": [name]}}}
+        ).json()
 
     def state(self, name: str) -> str:
         """The state of the flow run of this name; empty if there is none."""
@@ -123,13 +134,19 @@ class Prefect:
     def retry(self, name: str) -> None:
         """What the button in the pages sends."""
         found = self.named(name)
-        state = {"state": {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the UI"}, "force": True}
+        state = {
+            "state": {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the UI"},
+            "force": True,
+        }
         self._client.post(f"/flow_runs/{found[0]['id']}/set_state", json=state).raise_for_status()
 
     def tasks(self, name: str) -> dict[str, str]:
         """Task run → state of its last attempt, of the flow run of this name."""
         query = {"flow_runs": {"name": {"any_": [name]}}, "sort": "EXPECTED_START_TIME_ASC"}
-        return {task["name"]: task["state"]["name"] for task in self._client.post("/task_runs/filter", json=query).json()}
+        return {
+            task["name"]: task["state"]["name"]
+            for task in self._client.post("/task_runs/filter", json=query).json()
+        }
 
     def wait(self, reached: Callable[[], bool], timeout_s: float = 300.0) -> None:
         end_s = time.monotonic() + timeout_s
@@ -164,11 +181,14 @@ def prefect(tmp_path: Path, database: dict[str, str]) -> Iterator[Prefect]:
 
 
 def schedule_once(prefect: Prefect, folder: Path) -> None:
-    """Declare a run some seconds ahead; further ahead if the machine was too slow to declare it before its time."""
+    """Declare a run some seconds ahead; further ahead if the machine was too slow to declare it
+    before its time."""
     for ahead_s in (20, 90, 300):
         at = datetime.now(UTC) + timedelta(seconds=ahead_s)
         (folder / "site.yaml").write_text(SITE.format(recipe=folder / "small.yaml", at=at))
-        prefect.run("deployments.apply", "--home", str(folder / "home"), "--site", str(folder / "site.yaml"))
+        prefect.run(
+            "deployments.apply", "--home", str(folder / "home"), "--site", str(folder / "site.yaml")
+        )
         while not prefect.made_by("train/once") and datetime.now(UTC) < at:
             time.sleep(0.5)
         if prefect.made_by("train/once"):
@@ -177,7 +197,9 @@ def schedule_once(prefect: Prefect, folder: Path) -> None:
 
 
 @pytest.mark.integration
-def test_a_scheduled_run_whose_iteration_failed_is_retried_and_its_rollout_is_reused(prefect: Prefect, tmp_path: Path):
+def test_a_scheduled_run_whose_iteration_failed_is_retried_and_its_rollout_is_reused(
+    prefect: Prefect, tmp_path: Path
+):
     prefect.wait(lambda: prefect.state("run-on") == "Failed")
     assert (prefect.state("run-on-0"), prefect.state("run-on-1")) == ("Completed", "Failed")
     prefect.retry("run-on")
@@ -185,7 +207,9 @@ def test_a_scheduled_run_whose_iteration_failed_is_retried_and_its_rollout_is_re
     assert prefect.state("run-on-1") == "Completed"
     prefect.wait(lambda: prefect.tasks("run-on-1").get("rollout-1") == "Reused", 30)
     assert check_branch(Files(tmp_path / "home" / "store"), "run-on") == []
-    assert [(run["name"], run["auto_scheduled"]) for run in prefect.made_by("train/once")] == [("run-on", True)]
+    assert [(run["name"], run["auto_scheduled"]) for run in prefect.made_by("train/once")] == [
+        ("run-on", True)
+    ]
     assert "num_rollout: 2" in prefect.artifact("run-on-configuration")
     assert prefect.automations() == ["rlpipe/rlpipe: a silent run is crashed"]
 
@@ -194,5 +218,8 @@ async def test_a_recipe_of_ones_own_is_in_the_list_of_its_form_and_in_no_others(
     own, other = [await train.ato_deployment(name) for name in ("own", "other")]
     offer(own, "/mine.yaml")
     offer(other, "spell_backward")
-    names = [one._parameter_openapi_schema.properties["recipe"]["anyOf"][0]["enum"] for one in (own, other)]
+    names = [
+        one._parameter_openapi_schema.properties["recipe"]["anyOf"][0]["enum"]
+        for one in (own, other)
+    ]
     assert names == [[*recipes(), "/mine.yaml"], recipes()]

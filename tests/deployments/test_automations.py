@@ -17,7 +17,8 @@ from deployments.declared import declared
 from deployments.site import Alerts, Site
 from tasks.gates import WHY
 
-BLOCK, POOL = uuid4(), uuid4()
+BLOCK = uuid4()
+POOL = uuid4()
 
 
 def by_name(block: UUID | None, alerts: Alerts | None = None) -> dict[str, AutomationCore]:
@@ -74,8 +75,12 @@ def test_who_is_told_that_a_run_waits_is_told_why():
     assert isinstance(action, SendNotification) and f"flow_run.labels['{WHY}']" in action.body
 
 
-@pytest.mark.parametrize(("name", "told"), [("a run failed", False), ("a run waits for somebody", True)])
-def test_of_iterations_it_is_told_when_they_wait_but_not_when_they_fail_for_they_are_put_back(name: str, told: bool):
+@pytest.mark.parametrize(
+    ("name", "told"), [("a run failed", False), ("a run waits for somebody", True)]
+)
+def test_of_iterations_it_is_told_when_they_wait_but_not_when_they_fail_for_they_are_put_back(
+    name: str, told: bool
+):
     related = trigger(by_name(BLOCK)[name]).model_dump(mode="json")["match_related"]
     (names,) = (one["prefect.resource.name"] for one in related if "prefect.resource.name" in one)
     assert "train" in names
@@ -125,6 +130,8 @@ async def test_two_places_on_one_server_keep_their_own_alerts():
 @pytest.mark.parametrize("name", ["a silent run is crashed", "a run failed"])
 def test_runs_are_told_from_those_of_another_place_by_the_tag_of_their_deployments(name: str):
     site = Site(pool="a")
-    related = trigger({one.name: one for one in automations(site, BLOCK, POOL)}[prefix(site) + name]).model_dump(mode="json")
+    related = trigger(
+        {one.name: one for one in automations(site, BLOCK, POOL)}[prefix(site) + name]
+    ).model_dump(mode="json")
     assert f"prefect.tag.{site.tag}" in str(related["match_related"])
     assert all(site.tag in one.tags for one in declared(site, {"train", "fork"}))

@@ -41,12 +41,19 @@ def found(value: Any, key: str) -> Iterator[Any]:
 
 
 def containers(manifest: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [one for key in ("containers", "initContainers") for several in found(manifest, key) for one in several]
+    return [
+        one
+        for key in ("containers", "initContainers")
+        for several in found(manifest, key)
+        for one in several
+    ]
 
 
 def test_every_object_of_the_manifest_is_in_the_namespace_it_makes(manifest: list[dict[str, Any]]):
     assert named(manifest, "Namespace") == {"rlpipe"}
-    assert {one["metadata"].get("namespace") for one in manifest if one["kind"] != "Namespace"} == {"rlpipe"}
+    assert {one["metadata"].get("namespace") for one in manifest if one["kind"] != "Namespace"} == {
+        "rlpipe"
+    }
 
 
 def test_what_pods_name_is_there(manifest: list[dict[str, Any]]):
@@ -62,18 +69,37 @@ def test_what_pods_name_is_there(manifest: list[dict[str, Any]]):
 
 
 def test_the_worker_sees_the_processes_of_the_head_beside_it(manifest: list[dict[str, Any]]):
-    """Ray's driver looks for the raylet of its machine among the processes, and for its sockets and memory in the file system."""
-    pods = [one["spec"]["template"]["spec"] for one in manifest if "template" in one.get("spec", {})]
-    (head,) = [pod for pod in pods if any("worker" in one.get("args", []) for one in pod["containers"])]
+    """Ray's driver looks for the raylet of its machine among the processes, and for its sockets and
+    memory in the file system."""
+    pods = [
+        one["spec"]["template"]["spec"] for one in manifest if "template" in one.get("spec", {})
+    ]
+    (head,) = [
+        pod for pod in pods if any("worker" in one.get("args", []) for one in pod["containers"])
+    ]
     assert head["shareProcessNamespace"] is True
-    shared = [{(one["name"], one["mountPath"]) for one in container["volumeMounts"]} for container in head["containers"]]
-    assert all({("ray", "/tmp/ray"), ("memory", "/dev/shm")} <= mounts for mounts in shared) and len(shared) == 2
+    shared = [
+        {(one["name"], one["mountPath"]) for one in container["volumeMounts"]}
+        for container in head["containers"]
+    ]
+    assert (
+        all({("ray", "/tmp/ray"), ("memory", "/dev/shm")} <= mounts for mounts in shared)
+        and len(shared) == 2
+    )
 
 
 def test_services_find_their_pods(manifest: list[dict[str, Any]]):
-    labels = [one["spec"]["template"]["metadata"]["labels"] for one in manifest if "template" in one.get("spec", {})]
+    labels = [
+        one["spec"]["template"]["metadata"]["labels"]
+        for one in manifest
+        if "template" in one.get("spec", {})
+    ]
     assert all(one["spec"]["selector"] in labels for one in manifest if one["kind"] == "Service")
-    matched = [one["spec"]["selector"]["matchLabels"] for one in manifest if "template" in one.get("spec", {})]
+    matched = [
+        one["spec"]["selector"]["matchLabels"]
+        for one in manifest
+        if "template" in one.get("spec", {})
+    ]
     assert matched == labels
 
 
@@ -88,20 +114,38 @@ def test_no_secret_is_written_in_the_manifest(manifest: list[dict[str, Any]], fo
     assert pages == "http://127.0.0.1:4200/api", "as the port-forward of the page"
 
 
-def test_what_pythonpath_has_is_kept_behind_the_checkout(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_pythonpath_has_is_kept_behind_the_checkout(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("PYTHONPATH", f"/opt/Megatron-LM:{ROOT}")
     assert python_path() == f"{ROOT}:/opt/Megatron-LM"
-    (line,) = [line for line in (folder / "slurm.sbatch").read_text().splitlines() if "PYTHONPATH" in line]
-    for found, expected in ({"PYTHONPATH": "/opt/Megatron-LM"}, "/root:/opt/Megatron-LM"), ({}, "/root"):
+    (line,) = [
+        line for line in (folder / "slurm.sbatch").read_text().splitlines() if "PYTHONPATH" in line
+    ]
+    for found, expected in (
+        ({"PYTHONPATH": "/opt/Megatron-LM"}, "/root:/opt/Megatron-LM"),
+        ({}, "/root"),
+    ):
         script = f'set -u; root=/root; {line}; echo "$PYTHONPATH"'
-        said = subprocess.run(["/bin/bash", "-c", script], env=found, capture_output=True, text=True, check=True)
+        said = subprocess.run(
+            ["/bin/bash", "-c", script], env=found, capture_output=True, text=True, check=True
+        )
         assert said.stdout.strip() == expected
 
 
 def test_the_modules_that_are_started_exist(manifest: list[dict[str, Any]], folder: Path):
     commands = [" ".join(one["args"]) for one in containers(manifest) if "args" in one]
-    texts = [*commands, *(path.read_text() for name in ("*.md", "*.sbatch", "Containerfile") for path in folder.glob(name))]
-    modules = {module for text in texts for module in re.findall(r"-m ([a-z_]+(?:\.[a-z_0-9]+)+)", text)}
+    texts = [
+        *commands,
+        *(
+            path.read_text()
+            for name in ("*.md", "*.sbatch", "Containerfile")
+            for path in folder.glob(name)
+        ),
+    ]
+    modules = {
+        module for text in texts for module in re.findall(r"-m ([a-z_]+(?:\.[a-z_0-9]+)+)", text)
+    }
     assert "deployments.apply" in modules
     assert [module for module in sorted(modules) if importlib.util.find_spec(module) is None] == []
 
@@ -109,7 +153,10 @@ def test_the_modules_that_are_started_exist(manifest: list[dict[str, Any]], fold
 def test_the_site_of_the_manifest_is_a_site(manifest: list[dict[str, Any]], tmp_path: Path):
     (text,) = (one["data"]["site.yaml"] for one in manifest if one["metadata"]["name"] == "site")
     (tmp_path / "site.yaml").write_text(text)
-    assert load_site(tmp_path / "site.yaml").overrides == ("store.root=s3://rl/runs", "resources.ray_address=ray-head:6379")
+    assert load_site(tmp_path / "site.yaml").overrides == (
+        "store.root=s3://rl/runs",
+        "resources.ray_address=ray-head:6379",
+    )
 
 
 def test_one_image_runs_everything_of_ours(manifest: list[dict[str, Any]], folder: Path):
@@ -127,6 +174,13 @@ def test_the_batch_script_is_bash_and_its_page_names_what_it_takes(folder: Path)
 
 def test_what_pages_link_to_is_there(folder: Path):
     for page in folder.glob("*.md"):
-        names = re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:md|sbatch|yaml)|Containerfile)`|\]\(([\w./-]+)\)", page.read_text())
+        names = re.findall(
+            r"`((?:[\w.-]+/)*[\w-]+\.(?:md|sbatch|yaml)|Containerfile)`|\]\(([\w./-]+)\)",
+            page.read_text(),
+        )
         wanted = {one or other for one, other in names} - {"my_run.yaml", "my_site.yaml"}
-        assert [name for name in sorted(wanted) if not ((folder / name).exists() or (folder.parent / name).exists())] == []
+        assert [
+            name
+            for name in sorted(wanted)
+            if not ((folder / name).exists() or (folder.parent / name).exists())
+        ] == []

@@ -21,7 +21,9 @@ def by_name(site: Site) -> dict[str, Declaration]:
 
 def test_every_flow_and_every_recipe_has_a_deployment():
     names = set(by_name(Site()))
-    assert {f"{flow}/{flow}" for flow in FLOWS} | {f"train/{recipe}" for recipe in recipes()} == names
+    assert {f"{flow}/{flow}" for flow in FLOWS} | {
+        f"train/{recipe}" for recipe in recipes()
+    } == names
 
 
 def test_only_training_waits_in_line_and_iterations_never():
@@ -37,21 +39,38 @@ def test_flows_are_where_they_are_said_to_be(repository: Path):
 
 
 def test_a_site_places_its_runs_on_its_gpus_with_its_settings():
-    entry = Entry(flow="train", name="n", parameters={"recipe": "search"}, gpu_set="b", tags=("mine",))
-    site = Site(gpu_sets={"b": GpuSet(gpus=(2, 3))}, overrides=("num_rollout=7",), deployments=(entry,))
+    entry = Entry(
+        flow="train", name="n", parameters={"recipe": "search"}, gpu_set="b", tags=("mine",)
+    )
+    site = Site(
+        gpu_sets={"b": GpuSet(gpus=(2, 3))}, overrides=("num_rollout=7",), deployments=(entry,)
+    )
     one = by_name(site)["train/n"]
-    assert (one.queue, one.gpus, one.tags) == ("b", (2, 3), ("rlpipe", "rlpipe/rlpipe", "train", "mine"))
+    assert (one.queue, one.gpus, one.tags) == (
+        "b",
+        (2, 3),
+        ("rlpipe", "rlpipe/rlpipe", "train", "mine"),
+    )
     assert one.parameters == {"recipe": "search", "site": ["num_rollout=7"]}
     assert "site" not in by_name(site)["iteration/iteration"].parameters
 
 
 def test_places_with_names_share_no_deployment_no_pool_and_no_iteration():
     entry = Entry(flow="train", name="nightly", parameters={"recipe": "search"})
-    here, there = (Site.model_validate({"name": name, "deployments": [entry]}) for name in ("h200", "lab"))
+    here, there = (
+        Site.model_validate({"name": name, "deployments": [entry]}) for name in ("h200", "lab")
+    )
     ours = by_name(here)
     assert ours.keys().isdisjoint(by_name(there)) and ours.keys().isdisjoint(by_name(Site()))
-    assert {"train/search@h200", "train/nightly@h200", "iteration/iteration@h200", "audit/audit@h200"} <= ours.keys()
-    assert ours["train/nightly@h200"].parameters["site"] == ["orchestration.deployment=iteration/iteration@h200"]
+    assert {
+        "train/search@h200",
+        "train/nightly@h200",
+        "iteration/iteration@h200",
+        "audit/audit@h200",
+    } <= ours.keys()
+    assert ours["train/nightly@h200"].parameters["site"] == [
+        "orchestration.deployment=iteration/iteration@h200"
+    ]
     assert (here.pool, there.pool, here.tag) == ("rlpipe-h200", "rlpipe-lab", "rlpipe/rlpipe-h200")
     assert Site(name="h200", pool="mine").pool == "mine"
 
@@ -69,7 +88,10 @@ def test_schedules_are_what_they_say_and_the_same_whenever_they_are_declared():
     cron = kept(Schedule(cron="0 2 * * *", timezone="Europe/Berlin"))["schedule"]
     assert (cron["cron"], cron["timezone"]) == ("0 2 * * *", "Europe/Berlin")
     interval = kept(Schedule(interval_s=21600))["schedule"]
-    assert (interval["interval"], interval["anchor_date"]) == (timedelta(hours=6), datetime(2026, 1, 1, tzinfo=UTC))
+    assert (interval["interval"], interval["anchor_date"]) == (
+        timedelta(hours=6),
+        datetime(2026, 1, 1, tzinfo=UTC),
+    )
     assert kept(Schedule(rrule="FREQ=DAILY;COUNT=1", active=False))["active"] is False
 
 

@@ -1,4 +1,5 @@
-"""Every model preset, with the architecture of the real model: it loads, the layout divides, and the state fits."""
+"""Every model preset, with the architecture of the real model: it loads, the layout divides, and
+the state fits."""
 
 from __future__ import annotations
 
@@ -12,22 +13,41 @@ from rlpipe.config.load import load_run
 from rlpipe.config.presets import PRESETS, presets
 from rlpipe.config.run import RunConfig
 from rlpipe.config.text import parse
-from rlpipe.engines.megatron.bridge import BRIDGES, LOCAL, with_own_table
+from rlpipe.engines.megatron.bridges.bridge import BRIDGES, LOCAL, with_own_table
 from rlpipe.engines.megatron.bridges.hf_config import flat_rope
-from rlpipe.engines.megatron.model import split_arguments
+from rlpipe.engines.megatron.model.build import split_arguments
 
 # isort: split
 from mbridge.core.parallel_states import ParallelStates
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
 GB, STATE_BYTES, SHARDED_BYTES = 10**9, 6, 12
-"""A parameter's weight and gradient; its float32 copy and two moments, which the distributed optimizer shards."""
-_QWEN3 = {"model_type": "qwen3", "head_dim": 128, "vocab_size": 151936, "num_key_value_heads": 8, "tie_word_embeddings": False}
-_QWEN3_MOE = {**_QWEN3, "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+"""A parameter's weight and gradient; its float32 copy and two moments, which the distributed
+optimizer shards."""
+_QWEN3 = {
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+_QWEN3_MOE = {
+    **_QWEN3,
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
 _QWEN3_MOE |= {"num_key_value_heads": 4}
 _GLM45 = {"model_type": "glm4_moe", "head_dim": 128, "attention_bias": True}
 _LLAMA3 = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
-_KIMI = {"model_type": "deepseek_v3", "vocab_size": 163840, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+_KIMI = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 163840,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 
 
 def _sizes(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, int]:
@@ -56,7 +76,16 @@ MODELS: dict[str, tuple[float, int, dict[str, Any]]] = {
         },
     ),
     "glm4.7-30b-a3b": (30, 141, {"model_type": "glm4_moe_lite"}),
-    "kimi-k2": (1026, 141, {**_KIMI, **_sizes(7168, 61, 64, 18432), "num_key_value_heads": 64, "n_routed_experts": 384}),
+    "kimi-k2": (
+        1026,
+        141,
+        {
+            **_KIMI,
+            **_sizes(7168, 61, 64, 18432),
+            "num_key_value_heads": 64,
+            "n_routed_experts": 384,
+        },
+    ),
     "llama3.1-70b": (70.6, 141, {**_LLAMA3, **_sizes(8192, 80, 64, 28672)}),
     "llama3.1-8b": (8.0, 80, {**_LLAMA3, **_sizes(4096, 32, 32, 14336)}),
     "moonlight-16b-a3b": (
@@ -76,10 +105,23 @@ MODELS: dict[str, tuple[float, int, dict[str, Any]]] = {
     "qwen2.5-7b": (
         7.6,
         80,
-        {"model_type": "qwen2", "vocab_size": 152064, "num_key_value_heads": 4, **_sizes(3584, 28, 28, 18944)},
+        {
+            "model_type": "qwen2",
+            "vocab_size": 152064,
+            "num_key_value_heads": 4,
+            **_sizes(3584, 28, 28, 18944),
+        },
     ),
-    "qwen3-235b-a22b": (235, 141, {**_QWEN3_MOE, **_sizes(4096, 94, 64, 12288), "moe_intermediate_size": 1536}),
-    "qwen3-30b-a3b": (30.5, 141, {**_QWEN3_MOE, **_sizes(2048, 48, 32, 6144), "moe_intermediate_size": 768}),
+    "qwen3-235b-a22b": (
+        235,
+        141,
+        {**_QWEN3_MOE, **_sizes(4096, 94, 64, 12288), "moe_intermediate_size": 1536},
+    ),
+    "qwen3-30b-a3b": (
+        30.5,
+        141,
+        {**_QWEN3_MOE, **_sizes(2048, 48, 32, 6144), "moe_intermediate_size": 768},
+    ),
     "qwen3-32b": (32.8, 141, {**_QWEN3, **_sizes(5120, 64, 64, 25600)}),
     "qwen3-4b": (4.0, 80, {**_QWEN3, **_sizes(2560, 36, 32, 9728), "tie_word_embeddings": True}),
     "qwen3-8b": (8.2, 80, {**_QWEN3, **_sizes(4096, 36, 32, 12288)}),
@@ -110,7 +152,12 @@ def test_every_preset_is_known_here():
 def test_a_preset_says_where_and_how_a_model_runs_and_not_what_it_learns(preset):
     values, _ = parse((PRESETS / f"{preset}.yaml").read_text(), preset)
     assert values.keys() <= {"model", "resources", "engine", "sync", "train"}
-    assert values["train"].keys() <= {"max_tokens_per_gpu", "use_distributed_optimizer", "parallel", "megatron"}
+    assert values["train"].keys() <= {
+        "max_tokens_per_gpu",
+        "use_distributed_optimizer",
+        "parallel",
+        "megatron",
+    }
     assert values["model"] == {"dtype": "bfloat16"}
 
 
@@ -128,9 +175,13 @@ def test_a_preset_suits_the_real_model(recipe, preset):
         ep_size=parallel.expert_model_parallel_size,
         etp_size=parallel.expert_tensor_parallel_size,
     )
-    bridge = with_own_table(BRIDGES[config.model_type], config, torch.bfloat16, parallel_states=sizes)
+    bridge = with_own_table(
+        BRIDGES[config.model_type], config, torch.bfloat16, parallel_states=sizes
+    )
     bridge.set_extra_args(**LOCAL, sequence_parallel=parallel.sequence_parallel, **for_transformer)
-    stages = [get_num_layers_to_build(bridge.config, pp_rank=stage) for stage in range(sizes.pp_size)]
+    stages = [
+        get_num_layers_to_build(bridge.config, pp_rank=stage) for stage in range(sizes.pp_size)
+    ]
     assert sum(stages) == config.num_hidden_layers and min(stages) > 0
     assert config.vocab_size % sizes.tp_size == 0
     dense, experts = _parameters(config)
@@ -155,10 +206,13 @@ def _parameters(config: Any) -> tuple[int, int]:
 
 def _bytes(run: RunConfig, dense: int, experts: int) -> float:
     """Of weights, gradients and optimizer on the trainer rank that has its even part of them."""
-    parallel, ranks = run.train.parallel, run.resources.trainer_ranks
+    parallel = run.train.parallel
+    ranks = run.resources.trainer_ranks
     split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     expert_split = (
-        parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size * parallel.pipeline_model_parallel_size
+        parallel.expert_model_parallel_size
+        * parallel.expert_tensor_parallel_size
+        * parallel.pipeline_model_parallel_size
     )
     total = 0.0
     for parameters, parts in ((dense, split), (experts, expert_split)):

@@ -1,4 +1,5 @@
-"""Serving without a work pool: the same deployments, and no limit that an iteration would wait in."""
+"""Serving without a work pool: the same deployments, and no limit that an iteration would wait
+in."""
 
 from __future__ import annotations
 
@@ -14,10 +15,17 @@ from deployments.site import Entry, Schedule, Site
 from rlpipe.errors import ConfigError, ResourceError
 
 
-async def test_the_chosen_flows_are_served_with_their_schedules(repository: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_the_chosen_flows_are_served_with_their_schedules(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(repository)
-    entry = Entry(flow="evaluate", name="often", parameters={"run": "r"}, schedules=(Schedule(interval_s=60),))
-    made = {f"{one.flow_name}/{one.name}": one for one in await served(Site(deployments=(entry,)), ["iteration", "evaluate"])}
+    entry = Entry(
+        flow="evaluate", name="often", parameters={"run": "r"}, schedules=(Schedule(interval_s=60),)
+    )
+    made = {
+        f"{one.flow_name}/{one.name}": one
+        for one in await served(Site(deployments=(entry,)), ["iteration", "evaluate"])
+    }
     assert set(made) == {"iteration/iteration", "evaluate/evaluate", "evaluate/often"}
     assert [len(one.schedules or []) for one in made.values()] == [0, 0, 1]
     assert made["iteration/iteration"].entrypoint == "flows/iteration_run.py:iteration_run"
@@ -27,14 +35,18 @@ async def test_the_chosen_flows_are_served_with_their_schedules(repository: Path
 def test_a_server_that_does_not_answer_is_named_without_its_password():
     with (
         temporary_settings({PREFECT_API_URL: "http://me:secret@10.0.0.1:4200/api"}),
-        pytest.raises(ResourceError, match=r"does not answer\n *found: *http://10\.0\.0\.1:4200/api: refused") as raised,
+        pytest.raises(
+            ResourceError, match=r"does not answer\n *found: *http://10\.0\.0\.1:4200/api: refused"
+        ) as raised,
         server_named(),
     ):
         raise httpx.ConnectError("refused")
     assert "secret" not in str(raised.value)
 
 
-@pytest.mark.parametrize("chosen", [[], *([flow, "iteration"] for flow in ("train", "fork", "reprocess"))])
+@pytest.mark.parametrize(
+    "chosen", [[], *([flow, "iteration"] for flow in ("train", "fork", "reprocess"))]
+)
 def test_runs_and_their_iterations_do_not_share_a_limit(chosen: list[str]):
     with pytest.raises(ConfigError, match="from another process"):
         check_limit(chosen, 1)

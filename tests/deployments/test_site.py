@@ -19,11 +19,16 @@ def site(place: Path, text: str) -> Site:
 def test_the_example_is_a_site(repository: Path):
     example = load_site(repository / "deployments" / "site.example.yaml")
     assert {name: gpus.limit for name, gpus in example.sets.items()} == {"train": 1, "spare": 1}
-    assert {f"{entry.flow}/{entry.name}" for entry in example.deployments} >= {"train/nightly", "evaluate/calculator"}
+    assert {f"{entry.flow}/{entry.name}" for entry in example.deployments} >= {
+        "train/nightly",
+        "evaluate/calculator",
+    }
 
 
 def test_without_a_file_there_is_one_set_of_gpus_for_one_run_at_a_time():
-    assert {name: (gpus.gpus, gpus.limit) for name, gpus in load_site(None).sets.items()} == {"train": (None, 1)}
+    assert {name: (gpus.gpus, gpus.limit) for name, gpus in load_site(None).sets.items()} == {
+        "train": (None, 1)
+    }
 
 
 @pytest.mark.parametrize(
@@ -31,14 +36,26 @@ def test_without_a_file_there_is_one_set_of_gpus_for_one_run_at_a_time():
     [
         ("pool: a\npols: b\n", r"site\.yaml:2: pols: "),
         ("gpu_sets: {default: {}}\n", "that queue has no limit"),
-        ("deployments: [{flow: train, name: n, gpu_set: other}]\n", "no such set of GPUs: other; there are train"),
+        (
+            "deployments: [{flow: train, name: n, gpu_set: other}]\n",
+            "no such set of GPUs: other; there are train",
+        ),
         (
             "deployments:\n  - flow: train\n    name: n\n    schedules:\n      - cron: '* * * * *'\n        rrule: FREQ=DAILY\n",
             "5: .*one of",
         ),
-        ("deployments: [{flow: train, name: n, schedules: [{active: false}]}]\n", "exactly one of cron"),
-        ("deployments: [{flow: train, name: n, schedules: [{interval_s: 0}]}]\n", "interval_s: .*greater than 0"),
-        ("deployments: [{flow: train, name: n, schedules: [{interval_s: 9, timezone: Mars}]}]\n", "Europe/Berlin"),
+        (
+            "deployments: [{flow: train, name: n, schedules: [{active: false}]}]\n",
+            "exactly one of cron",
+        ),
+        (
+            "deployments: [{flow: train, name: n, schedules: [{interval_s: 0}]}]\n",
+            "interval_s: .*greater than 0",
+        ),
+        (
+            "deployments: [{flow: train, name: n, schedules: [{interval_s: 9, timezone: Mars}]}]\n",
+            "Europe/Berlin",
+        ),
         ("deployments: [{flow: sleep, name: n}]\n", "flow: .*'train'"),
     ],
 )

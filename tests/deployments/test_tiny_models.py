@@ -20,7 +20,9 @@ from rlpipe.types import DataState
 FILE = "deployments/recipes/tiny_models.py"
 WORDS = {"min_word_len": 3, "max_word_len": 7}
 make = load_hook(f"{FILE}:make_spell_backward_model")
-TOKENIZER = load_hook(f"{FILE}:character_tokenizer")("Spell this word backward (example: sun -> nus): ")
+TOKENIZER = load_hook(f"{FILE}:character_tokenizer")(
+    "Spell this word backward (example: sun -> nus): "
+)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,9 @@ def test_only_the_seed_decides_the_weights(directory, tmp_path):
 
 def test_prompts_have_at_most_8_tokens_and_answers_at_most_8(directory):
     tokenizer = load_tokenizer(str(directory))
-    prompts = ReasoningGymPrompts(type="reasoning_gym", task="spell_backward", arguments=WORDS, size=500)
+    prompts = ReasoningGymPrompts(
+        type="reasoning_gym", task="spell_backward", arguments=WORDS, size=500
+    )
     data = DataConfig(prompts=prompts)
     rollout = RolloutConfig.model_validate({"type": "dataset", "rollout_batch_size": 500})
     plan = DataSource(load_prompts(prompts), tokenizer, data, rollout, "run").plan(0, DataState())

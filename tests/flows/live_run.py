@@ -1,4 +1,5 @@
-"""A real run in a process of its own, as a person starts it: wait for what it says, interrupt it, kill its parts.
+"""A real run in a process of its own, as a person starts it: wait for what it says, interrupt it,
+kill its parts.
 
 Not here: what a run must do (the tests).
 """
@@ -19,9 +20,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class LiveRun:
-    """`python -m tools.train …` with its own process group and log file. Ends everything it started on the way out."""
+    """`python -m tools.train …` with its own process group and log file. Ends everything it started
+    on the way out."""
 
-    def __init__(self, home: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, home: Path, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.home, self.log = home, home.with_suffix(".log")
         self._begin = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
@@ -51,10 +55,13 @@ class LiveRun:
         return self.log.read_bytes()[self._begin :].decode(errors="replace")
 
     def wait_until(self, reached: Callable[[], bool], timeout_s: float = 240.0) -> None:
-        """Poll until `reached`; an assertion error with the output if the run ends before or time is up."""
+        """Poll until `reached`; an assertion error with the output if the run ends before or time
+        is up."""
         end_s = time.monotonic() + timeout_s
         while not reached():
-            assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.said}"
+            assert self.process.poll() is None, (
+                f"it ended with {self.process.returncode}:\n{self.said}"
+            )
             assert time.monotonic() < end_s, f"not reached in {timeout_s:g} s:\n{self.said}"
             time.sleep(0.02)
 
@@ -79,7 +86,8 @@ class LiveRun:
         return [process for process in below if chosen(_line(process))]
 
     def kill_part(self, text: str) -> None:
-        """kill -9 the processes whose name or command line has this text; an assertion error if there is none."""
+        """kill -9 the processes whose name or command line has this text; an assertion error if
+        there is none."""
         found = self.parts(lambda line: text in line)
         assert found, f"no process {text!r} below the run"
         for process in found:

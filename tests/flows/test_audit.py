@@ -1,4 +1,5 @@
-"""The audit as a flow: what it answers, the tables it leaves, and that it fails by name. Without a Prefect server."""
+"""The audit as a flow: what it answers, the tables it leaves, and that it fails by name. Without a
+Prefect server."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import pytest
 from flows import audit as flow
 from rlpipe.errors import Mismatch
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import node_path
+from rlpipe.store.objects.files import Files
 from rlpipe.types import Stage
 from tests.store.lineage import Run
 
@@ -28,14 +29,22 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, Any]]]:
     return left
 
 
-async def test_a_sound_run_is_answered_with_what_is_unusual(local_files: Files, tables: dict[str, list[dict[str, Any]]]):
+async def test_a_sound_run_is_answered_with_what_is_unusual(
+    local_files: Files, tables: dict[str, list[dict[str, Any]]]
+):
     Run(local_files).start().iterate()
-    assert await flow.audit.fn("run", local_files.root) == {"run": "run", "findings": 0, "unusual": 1}
+    assert await flow.audit.fn("run", local_files.root) == {
+        "run": "run",
+        "findings": 0,
+        "unusual": 1,
+    }
     assert tables["run-audit"] == [{"result": "nothing"}]
     assert tables["run-unusual"][0]["rule"] == "no_signal"
 
 
-async def test_a_missing_manifest_fails_the_flow_by_its_name(local_files: Files, tables: dict[str, list[dict[str, Any]]]):
+async def test_a_missing_manifest_fails_the_flow_by_its_name(
+    local_files: Files, tables: dict[str, list[dict[str, Any]]]
+):
     Run(local_files).start().iterate()
     reward = Branches(local_files).read("run", 0).nodes[Stage.REWARD]
     local_files.delete(node_path(Stage.REWARD, reward))

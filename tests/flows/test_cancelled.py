@@ -1,4 +1,5 @@
-"""Cancel in Prefect's pages of a flow run that has the training as a part of it: it is the training that has to hear of it.
+"""Cancel in Prefect's pages of a flow run that has the training as a part of it: it is the training
+that has to hear of it.
 
 The flows and the Prefect server are real; in place of iterations there is work that never ends.
 """
@@ -25,7 +26,7 @@ from flows.fork import fork
 from flows.output import UNDER_A_WORKER
 from flows.stopping import Preempted, Stopping
 from rlpipe.config.run import RunConfig
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from tests.reprocessed import History, configuration
 
 pytestmark = pytest.mark.integration
@@ -50,13 +51,17 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 class Endless:
-    """Takes the place of `drive`: its work ends with SIGTERM alone, which it sends itself, as a worker does on a Cancel."""
+    """Takes the place of `drive`: its work ends with SIGTERM alone, which it sends itself, as a
+    worker does on a Cancel."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, cancelled: bool) -> None:
-        self._monkeypatch, self._cancelled = monkeypatch, cancelled
+        self._monkeypatch = monkeypatch
+        self._cancelled = cancelled
         self.ended: dict[str, str] = {}
 
-    async def __call__(self, config: RunConfig, home: Path, stopping: Stopping, *, takeover: bool) -> dict[str, Any]:
+    async def __call__(
+        self, config: RunConfig, home: Path, stopping: Stopping, *, takeover: bool
+    ) -> dict[str, Any]:
         try:
             await stopping.unless_asked(self._work())
         except Preempted as error:
@@ -86,7 +91,9 @@ async def test_a_fork_that_is_cancelled_ends_its_training_without_a_grace_and_is
     assert state.type is StateType.CANCELLED
 
 
-async def test_one_whose_process_is_only_terminated_has_its_grace(server: None, parent: str, monkeypatch: pytest.MonkeyPatch):
+async def test_one_whose_process_is_only_terminated_has_its_grace(
+    server: None, parent: str, monkeypatch: pytest.MonkeyPatch
+):
     endless = Endless(monkeypatch, cancelled=False)
     monkeypatch.setattr(training, "drive", endless)
     assert await fork(parent, run="again") == {"run": "again"}

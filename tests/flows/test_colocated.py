@@ -1,4 +1,5 @@
-"""Trainer and engine on one GPU, in a whole run: turns without growth, and what each phase has in memory.
+"""Trainer and engine on one GPU, in a whole run: turns without growth, and what each phase has in
+memory.
 
     python -m pytest -s -m gpu tests/flows/test_colocated.py -k small      a table; `large` has a 3.3B model and takes minutes
 
@@ -13,14 +14,26 @@ from typing import Any
 
 import pytest
 
-from rlpipe.store.audit import check_branch
-from rlpipe.store.files import Files
+from rlpipe.store.audit.check import check_branch
+from rlpipe.store.objects.files import Files
 from tests.flows.live_run import LiveRun
 from tools.switches import HEADER, summary, switches
 
 SIZES: dict[str, dict[str, int]] = {
-    "small": {"hidden_size": 1024, "num_layers": 28, "num_heads": 16, "num_kv_heads": 8, "intermediate_size": 3072},
-    "large": {"hidden_size": 2560, "num_layers": 36, "num_heads": 32, "num_kv_heads": 8, "intermediate_size": 9728},
+    "small": {
+        "hidden_size": 1024,
+        "num_layers": 28,
+        "num_heads": 16,
+        "num_kv_heads": 8,
+        "intermediate_size": 3072,
+    },
+    "large": {
+        "hidden_size": 2560,
+        "num_layers": 36,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "intermediate_size": 9728,
+    },
 }
 RECIPE = """
 num_rollout: %(iterations)d
@@ -42,24 +55,40 @@ GIB = 1024**3
 @pytest.mark.integration
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("size", "iterations"), [("small", 20), ("large", 5)])
-def test_twenty_turns_on_one_gpu_leave_no_memory_behind(tmp_path: Path, size: str, iterations: int) -> None:
-    (tmp_path / "reward.py").write_text("def score(sample):\n    return sum(c in 'aeiou' for c in sample.response) / 256\n")
-    rows = ({"prompt": f"Spell {word} backward: ", "answer": word[::-1]} for word in ("sun", "moon", "star", "sky") * 16)
+def test_twenty_turns_on_one_gpu_leave_no_memory_behind(
+    tmp_path: Path, size: str, iterations: int
+) -> None:
+    (tmp_path / "reward.py").write_text(
+        "def score(sample):\n    return sum(c in 'aeiou' for c in sample.response) / 256\n"
+    )
+    rows = (
+        {"prompt": f"Spell {word} backward: ", "answer": word[::-1]}
+        for word in ("sun", "moon", "star", "sky") * 16
+    )
     (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    filled = {"prompts": tmp_path / "prompts.jsonl", "reward": tmp_path / "reward.py", "sizes": json.dumps(SIZES[size])}
+    filled = {
+        "prompts": tmp_path / "prompts.jsonl",
+        "reward": tmp_path / "reward.py",
+        "sizes": json.dumps(SIZES[size]),
+    }
     (tmp_path / "shared.yaml").write_text(RECIPE % {**filled, "iterations": iterations})
     with LiveRun(tmp_path / "home", "--recipe", str(tmp_path / "shared.yaml")) as run:
         assert run.finish(1400) == 0, run.said
     found = switches(tmp_path / "home" / "shared")
     for row in (HEADER, *summary(found)):
-        print("  ".join(f"{cell:>10.3f}" if isinstance(cell, float) else f"{cell:>10}" for cell in row))
+        print(
+            "  ".join(
+                f"{cell:>10.3f}" if isinstance(cell, float) else f"{cell:>10}" for cell in row
+            )
+        )
     print(run.said.strip().splitlines()[-1])
     assert check_branch(Files(tmp_path / "home" / "store"), "shared") == []
     assert_steady(found)
 
 
 def assert_steady(found: list[dict[str, Any]]) -> None:
-    """From its third time on no phase has more in use than then, within 1 GiB; while engines sample the trainer has nothing."""
+    """From its third time on no phase has more in use than then, within 1 GiB; while engines sample
+    the trainer has nothing."""
     for phase in ("score", "train", "push", "sample"):
         used = [switch["used_bytes"] for switch in found if switch["to"] == phase][2:]
         assert max(used) - used[0] <= GIB, (phase, used)

@@ -1,4 +1,5 @@
-"""What is converted: directories, and a run's checkpoint out of its store; by a process that the flow starts."""
+"""What is converted: directories, and a run's checkpoint out of its store; by a process that the
+flow starts."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flows.conversion import checkpoint_of, converted, fetched, job_of
 from rlpipe.errors import ConfigError, ObjectCorrupt, ResourceError, StoreFull
-from rlpipe.inputs import checkpoint_inputs
+from rlpipe.lineage.stage_inputs import checkpoint_inputs
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
 from rlpipe.types import Node, Stage
 from tests.store.lineage import Run
 
@@ -22,7 +23,8 @@ from tests.store.lineage import Run
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """A home whose run has two iterations, with a checkpoint after the first."""
-    files, folder = Files(tmp_path / "home" / "store"), tmp_path / "local"
+    files = Files(tmp_path / "home" / "store")
+    folder = tmp_path / "local"
     run = Run(files).start()
     run.iterate()
     run.iterate()
@@ -30,7 +32,10 @@ def home(tmp_path: Path) -> Path:
     for name in (".metadata", "__0_0.distcp"):
         (folder / name).write_text(name)
     inputs = checkpoint_inputs(Branches(files).read("run", 0).nodes[Stage.TRAIN])
-    records = [files.put_file(path, f"checkpoints/run/iter_0000001/abc/{path.name}") for path in sorted(folder.iterdir())]
+    records = [
+        files.put_file(path, f"checkpoints/run/iter_0000001/abc/{path.name}")
+        for path in sorted(folder.iterdir())
+    ]
     Nodes(files).commit(inputs.node(files=tuple(records), outputs={"version": 1}))
     return tmp_path / "home"
 
@@ -38,12 +43,16 @@ def home(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("of", ["run", "run@0"])
 def test_a_runs_checkpoint_is_found_in_its_store(home, of):
     with checkpoint_of(home, of) as stored:
-        assert sorted(path.name for path in stored.folder.iterdir()) == [".metadata", "__0_0.distcp"]
+        assert sorted(path.name for path in stored.folder.iterdir()) == [
+            ".metadata",
+            "__0_0.distcp",
+        ]
         assert stored.model_dir is None
 
 
 @pytest.mark.parametrize(
-    ("of", "said"), [("other", "no such run"), ("run@1", "no weights"), ("run@x", "not the name"), ("@1", "not")]
+    ("of", "said"),
+    [("other", "no such run"), ("run@1", "no weights"), ("run@x", "not the name"), ("@1", "not")],
 )
 def test_what_is_not_saved_is_said(home, of, said):
     with pytest.raises(ConfigError, match=said), checkpoint_of(home, of):
@@ -57,38 +66,61 @@ def test_a_file_that_was_changed_is_not_converted(home):
 
 
 def test_conversions_of_one_run_have_a_folder_each_which_goes_with_them(home, tmp_path):
-    files, version = Files(home / "store"), "iter_0000001"
+    files = Files(home / "store")
+    version = "iter_0000001"
     train = Branches(files).read("run", 0).nodes[Stage.TRAIN]
     node: Node = Nodes(files).get(Stage.CHECKPOINT, checkpoint_inputs(train).digest)
     with fetched(files, node, tmp_path / "run") as first:
         with fetched(files, node, tmp_path / "run") as second:
             assert first != second
         assert not second.exists()
-        assert sorted(path.name for path in (first / version).iterdir()) == [".metadata", "__0_0.distcp"]
+        assert sorted(path.name for path in (first / version).iterdir()) == [
+            ".metadata",
+            "__0_0.distcp",
+        ]
     assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_the_kind_of_the_source_decides_what_is_made(tmp_path):
     settings: dict[str, Any] = {"dtype": None}
     back = job_of(tmp_path, tmp_path / "out", None, settings)
-    assert back == {"to": "huggingface", "checkpoint": str(tmp_path), "output": str(tmp_path / "out"), "dtype": None}
+    assert back == {
+        "to": "huggingface",
+        "checkpoint": str(tmp_path),
+        "output": str(tmp_path / "out"),
+        "dtype": None,
+    }
     (tmp_path / "config.json").write_text("{}")
     there = job_of(tmp_path, tmp_path / "out", None, settings)
-    assert there == {"to": "torch_dist", "hf_dir": str(tmp_path), "save": str(tmp_path / "out"), "dtype": None}
+    assert there == {
+        "to": "torch_dist",
+        "hf_dir": str(tmp_path),
+        "save": str(tmp_path / "out"),
+        "dtype": None,
+    }
     with pytest.raises(ConfigError, match="no such directory"):
         job_of(tmp_path / "absent", tmp_path / "out", None, settings)
 
 
 @pytest.mark.integration
 async def test_a_process_of_its_own_converts_and_says_how_far_it_is(tmp_path):
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-    Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_hidden_layers=1, **sizes)).save_pretrained(tmp_path / "model")
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_hidden_layers=1, **sizes)).save_pretrained(
+        tmp_path / "model"
+    )
     heard: list[dict[str, Any]] = []
 
     async def tell(said: dict[str, Any]) -> None:
         heard.append(said)
 
-    report = await converted(job_of(tmp_path / "model", tmp_path / "dist", None, {"shard_bytes": 10_000}), tell)
+    report = await converted(
+        job_of(tmp_path / "model", tmp_path / "dist", None, {"shard_bytes": 10_000}), tell
+    )
     assert report["files"] > 1 and (tmp_path / "dist" / "release" / ".metadata").is_file()
     assert [said["done"] for said in heard] == sorted(said["done"] for said in heard)
     assert heard[-1]["done"] == heard[-1]["total"] == report["total_bytes"]

@@ -1,4 +1,5 @@
-"""Iterations as flow runs of their own: when one is put back, when it is not, and what is left when the run ends."""
+"""Iterations as flow runs of their own: when one is put back, when it is not, and what is left when
+the run ends."""
 
 from __future__ import annotations
 
@@ -10,16 +11,25 @@ from uuid import UUID, uuid4
 import pytest
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound
-from prefect.states import AwaitingRetry, Cancelled, Cancelling, Completed, Crashed, Failed, Pending, Running
+from prefect.states import (
+    AwaitingRetry,
+    Cancelled,
+    Cancelling,
+    Completed,
+    Crashed,
+    Failed,
+    Pending,
+    Running,
+)
 
 from flows import deployed
 from flows.deployed import Deployed, IterationFailed
 from rlpipe.config.load import home as default_home
 from rlpipe.errors import ConfigError, DeadlineExceeded
-from rlpipe.inputs import Inputs
+from rlpipe.lineage.stage_inputs import Inputs
 from rlpipe.observe.progress import Progress
 from rlpipe.store.epochs import Epochs
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from rlpipe.types import Commit, DataState, Stage
 from tasks import context as contexts
 from tasks.context import RunContext
@@ -27,7 +37,8 @@ from tests.tasks.test_begin import config
 
 
 class Server:
-    """Stands in for Prefect's server and worker: each flow run goes through the states that a test gave its iteration."""
+    """Stands in for Prefect's server and worker: each flow run goes through the states that a test
+    gave its iteration."""
 
     def __init__(self, it: RunContext) -> None:
         self.it, self.log = it, list[str]()
@@ -45,12 +56,20 @@ class Server:
         self.log.append("closed")
 
     def add(self, k: int, key: str, state: State) -> FlowRun:
-        run = FlowRun(id=uuid4(), name=f"run-{k}", flow_id=uuid4(), idempotency_key=key, state=state)
+        run = FlowRun(
+            id=uuid4(), name=f"run-{k}", flow_id=uuid4(), idempotency_key=key, state=state
+        )
         self._runs[run.id], self._keys[key], self._numbers[run.id] = run, run.id, k
         return run
 
     async def run_deployment(
-        self, name: str, *, parameters: dict[str, Any], idempotency_key: str, job_variables: dict[str, str], **_: Any
+        self,
+        name: str,
+        *,
+        parameters: dict[str, Any],
+        idempotency_key: str,
+        job_variables: dict[str, str],
+        **_: Any,
     ) -> FlowRun:
         if not self.deployed:
             raise ObjectNotFound(Exception())
@@ -59,7 +78,11 @@ class Server:
         return self.add(parameters["k"], idempotency_key, Pending())
 
     async def read_flow_runs(self, *, flow_run_filter: Any, limit: int) -> list[FlowRun]:
-        return [self._runs[self._keys[key]] for key in flow_run_filter.idempotency_key.any_ if key in self._keys]
+        return [
+            self._runs[self._keys[key]]
+            for key in flow_run_filter.idempotency_key.any_
+            if key in self._keys
+        ]
 
     async def read_flow_run(self, number: UUID) -> FlowRun:
         k = self._numbers[number]
@@ -77,7 +100,9 @@ class Server:
 
 
 def commit(it: RunContext, k: int) -> None:
-    node = it.nodes.commit(Inputs(stage=Stage.TRAIN, parents={"k": str(k)}, config={}).node(files=(), outputs={}))
+    node = it.nodes.commit(
+        Inputs(stage=Stage.TRAIN, parents={"k": str(k)}, config={}).node(files=(), outputs={})
+    )
     made = Commit(
         branch="run",
         iteration=k,
@@ -93,12 +118,16 @@ def commit(it: RunContext, k: int) -> None:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
-    """The run `run` of three iterations, open in this process without actors, and a server to play with."""
+    """The run `run` of three iterations, open in this process without actors, and a server to play
+    with."""
     policy = {"iterations": "deployment", "retries": 2, "retry_delay_s": 0.01}
-    run, files = config(orchestration=policy), Files(tmp_path / "store")
+    run = config(orchestration=policy)
+    files = Files(tmp_path / "store")
     no_actors: Any = None
     epoch = Epochs(files).acquire("run")
-    it = RunContext(run, tmp_path / "home", "/models/m", files, no_actors, Progress("run", 3), epoch)
+    it = RunContext(
+        run, tmp_path / "home", "/models/m", files, no_actors, Progress("run", 3), epoch
+    )
     it.branches.create("run", run.model_dump(mode="json"), "init")
     monkeypatch.setitem(contexts._OPEN, "run", it)
     made = Server(it)
@@ -110,7 +139,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
 
 
 @pytest.mark.parametrize("gpus", [None, "2,3"])
-async def test_its_process_has_the_home_and_sees_the_gpus_of_the_run(server: Server, gpus: str | None, monkeypatch):
+async def test_its_process_has_the_home_and_sees_the_gpus_of_the_run(
+    server: Server, gpus: str | None, monkeypatch
+):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if gpus:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
@@ -129,7 +160,11 @@ async def test_one_more_than_is_in_flight_is_open_and_what_is_left_is_cancelled(
 
 
 async def test_a_failed_one_is_put_back_and_its_commit_counts(server: Server):
-    server.scripts = {0: [Failed(message="no"), Failed(message="no"), Running(), "commit"], 1: [], 2: []}
+    server.scripts = {
+        0: [Failed(message="no"), Failed(message="no"), Running(), "commit"],
+        1: [],
+        2: [],
+    }
     async with Deployed(server.it.config) as iterations:
         await iterations.finish(0)
     assert server.log == ["open 0", "open 1", "AwaitingRetry 0", "Cancelling 1", "closed"]
@@ -149,7 +184,11 @@ def fails_again(server: Server) -> Any:
     put = server.set_flow_run_state
 
     async def putting(number: UUID, state: State, *, force: bool = False) -> None:
-        await put(number, Failed(message="again", name=state.name) if not state.is_cancelling() else state, force=force)
+        await put(
+            number,
+            Failed(message="again", name=state.name) if not state.is_cancelling() else state,
+            force=force,
+        )
 
     return putting
 
@@ -169,11 +208,22 @@ async def test_one_that_a_person_put_back_meanwhile_is_left_alone(server: Server
     assert "AwaitingRetry 0" not in server.log
 
 
-async def test_a_crash_is_put_back_only_after_the_workers_second_report(server: Server, monkeypatch: pytest.MonkeyPatch):
+async def test_a_crash_is_put_back_only_after_the_workers_second_report(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(deployed, "CRASH_REPORTS_S", 3600.0)
     long_ago = datetime.now(UTC) - timedelta(hours=2)
     fresh = Crashed(message="killed")
-    server.scripts = {0: [fresh, fresh, AwaitingRetry(), Crashed(message="killed", timestamp=long_ago), Running(), "commit"]}
+    server.scripts = {
+        0: [
+            fresh,
+            fresh,
+            AwaitingRetry(),
+            Crashed(message="killed", timestamp=long_ago),
+            Running(),
+            "commit",
+        ]
+    }
     async with Deployed(server.it.config) as iterations:
         await iterations.finish(0)
     assert "AwaitingRetry 0" not in server.log
@@ -183,7 +233,9 @@ async def test_a_crash_is_put_back_only_after_the_workers_second_report(server: 
     assert "AwaitingRetry 1" in server.log
 
 
-async def test_a_run_that_is_started_again_finds_its_flow_runs_and_puts_back_what_ended(server: Server):
+async def test_a_run_that_is_started_again_finds_its_flow_runs_and_puts_back_what_ended(
+    server: Server,
+):
     key = f"{server.it.files.root}#run#init#{{}}"
     server.add(0, key.format(0), Failed())
     server.add(1, key.format(1), Running())
@@ -198,7 +250,9 @@ async def test_a_run_that_is_started_again_finds_its_flow_runs_and_puts_back_wha
 
 async def test_one_that_the_run_before_cancelled_is_put_back_once_it_has_ended(server: Server):
     server.add(0, f"{server.it.files.root}#run#init#0", Cancelling())
-    server.scripts = {0: [Cancelling(), Cancelling(), Cancelled(), Cancelled(), Running(), "commit"]}
+    server.scripts = {
+        0: [Cancelling(), Cancelling(), Cancelled(), Cancelled(), Running(), "commit"]
+    }
     async with Deployed(server.it.config) as iterations:
         await iterations.finish(0)
     assert server.log[:2] == ["open 1", "AwaitingRetry 0"]
@@ -232,5 +286,7 @@ async def test_a_deployment_that_is_not_there_is_named_with_what_to_do(server: S
 async def test_one_that_no_worker_takes_ends_in_a_deadline(server: Server):
     orchestration = server.it.config.orchestration.model_copy(update={"timeout_s": 0.05})
     with pytest.raises(DeadlineExceeded, match="is a worker running"):
-        async with Deployed(server.it.config.model_copy(update={"orchestration": orchestration})) as iterations:
+        async with Deployed(
+            server.it.config.model_copy(update={"orchestration": orchestration})
+        ) as iterations:
             await iterations.finish(0)

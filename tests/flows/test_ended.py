@@ -16,7 +16,11 @@ from tests.tasks.test_begin import config
 
 @pytest.mark.parametrize(
     ("error", "cancelled", "ended"),
-    [(Preempted("asked to stop"), True, True), (Preempted("asked to stop"), False, False), (StoreError("gone"), False, False)],
+    [
+        (Preempted("asked to stop"), True, True),
+        (Preempted("asked to stop"), False, False),
+        (StoreError("gone"), False, False),
+    ],
     ids=["cancelled", "SIGTERM", "failed"],
 )
 async def test_cancel_ends_a_runs_actors_and_what_may_go_on_keeps_them(
@@ -35,7 +39,9 @@ async def test_cancel_ends_a_runs_actors_and_what_may_go_on_keeps_them(
     monkeypatch.setattr(train, "run_iterations", lambda *_: answer(error))
     monkeypatch.setattr(train, "being_cancelled", lambda: answer(cancelled))
     monkeypatch.setattr(train, "keep_if_held", lambda *_, **__: answer(said.append("kept")))
-    monkeypatch.setattr(train, "close_context", lambda _, end_actors: answer(said.append(end_actors)))
+    monkeypatch.setattr(
+        train, "close_context", lambda _, end_actors: answer(said.append(end_actors))
+    )
     with pytest.raises(type(error)), Stopping(0) as stopping:
         await train.drive(config(), tmp_path, stopping, takeover=False)
     assert said == [*["kept"] * isinstance(error, Preempted), ended]

@@ -1,4 +1,5 @@
-"""What an evaluation of a run's weights is, before anything starts: its configuration, and where the weights come from."""
+"""What an evaluation of a run's weights is, before anything starts: its configuration, and where
+the weights come from."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from flows.evaluation import configuration, saved
 from rlpipe.config.load import validate
 from rlpipe.config.model import BranchModel
 from rlpipe.errors import ConfigError
-from rlpipe.inputs import checkpoint_inputs
+from rlpipe.lineage.stage_inputs import checkpoint_inputs
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
 from rlpipe.types import Commit, DataState, Stage
 from tests.model_files import write_model
 from tools import evaluate
@@ -48,12 +49,19 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     record = {"store": str(tmp_path / "store"), "config": validate(RUN).model_dump(mode="json")}
     (tmp_path / "old" / "run.json").write_text(json.dumps(record))
     files = Files(tmp_path / "store")
-    branches, nodes = Branches(files), Nodes(files)
+    branches = Branches(files)
+    nodes = Nodes(files)
     branches.create("old", RUN, init="init")
     for k in range(3):
         parent = branches.parent_name("old", k)
         commit = Commit(
-            branch="old", iteration=k, parent=parent, plans=(), nodes={Stage.TRAIN: f"w{k}"}, data=DataState(), config_digest=""
+            branch="old",
+            iteration=k,
+            parent=parent,
+            plans=(),
+            nodes={Stage.TRAIN: f"w{k}"},
+            data=DataState(),
+            config_digest="",
         )
         branches.commit(commit)
         if k < 2:
@@ -70,8 +78,14 @@ def test_the_newest_weights_that_were_saved_are_evaluated_unless_an_iteration_is
 
 
 def test_an_evaluation_is_a_run_of_its_own_that_trains_nothing(home: Path):
-    config = configuration(home, run="old", overrides=["evaluation.datasets.0.n_samples_per_eval_prompt=16"])
-    assert (config.run, config.num_rollout, config.start_from) == ("old.eval-1", 0, BranchModel(branch="old", iteration=1))
+    config = configuration(
+        home, run="old", overrides=["evaluation.datasets.0.n_samples_per_eval_prompt=16"]
+    )
+    assert (config.run, config.num_rollout, config.start_from) == (
+        "old.eval-1",
+        0,
+        BranchModel(branch="old", iteration=1),
+    )
     assert (config.stop_when, config.warm_start, config.resources.cluster) == (None, None, None)
     assert config.evaluation.skip_eval_before_train is False
     assert config.evaluation.datasets[0].n_samples_per_eval_prompt == 16
@@ -94,7 +108,9 @@ def test_a_recipes_own_model_is_evaluated_without_a_run(home: Path):
         ({"run": "old", "iteration": 2}, "no weights of that run are saved"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused_at_once(home: Path, asked: dict[str, Any], problem: str):
+def test_what_cannot_be_evaluated_is_refused_at_once(
+    home: Path, asked: dict[str, Any], problem: str
+):
     with pytest.raises(ConfigError, match=problem):
         configuration(home, **asked)
 
@@ -106,14 +122,18 @@ def command(home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     def run(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["tools.evaluate", "--home", str(home), *arguments])
         monkeypatch.setattr(
-            evaluate, "finish", lambda _: (0, {"evaluation": {"eval/held/pass@4": 0.5, "eval/held/accuracy": 0.25}})
+            evaluate,
+            "finish",
+            lambda _: (0, {"evaluation": {"eval/held/pass@4": 0.5, "eval/held/accuracy": 0.25}}),
         )
         return evaluate.main()
 
     return run
 
 
-def test_the_command_prints_every_metric(command: Callable[..., int], capsys: pytest.CaptureFixture[str]):
+def test_the_command_prints_every_metric(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+):
     assert command("--of", "old@0", "--eval-prompt-data", "aime", "aime.jsonl") == 0
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
         ["eval/held/accuracy", "0.2500"],
@@ -131,7 +151,10 @@ def test_the_command_prints_every_metric(command: Callable[..., int], capsys: py
     ],
 )
 def test_the_command_refuses_what_it_cannot_do(
-    command: Callable[..., int], arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+    command: Callable[..., int],
+    arguments: list[str],
+    problem: str,
+    capsys: pytest.CaptureFixture[str],
 ):
     assert command(*arguments) == 2
     assert problem in capsys.readouterr().err

@@ -11,7 +11,7 @@ from rlpipe.config.load import load_run
 from rlpipe.config.model import BranchModel
 from rlpipe.errors import ConfigError
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from tests.reprocessed import History, configuration
 
 
@@ -35,7 +35,9 @@ def test_without_a_number_it_is_the_newest_and_stays_that_once_the_fork_has_begu
     assert config.fork_from == BranchModel(branch="run", iteration=2)
     assert forked(home, "run")[0].run == "run-from-2"
     files = Files(home / "store")
-    Branches(files).create("next", config.model_dump(mode="json"), Branches(files).get("run").init, "run/00000001")
+    Branches(files).create(
+        "next", config.model_dump(mode="json"), Branches(files).get("run").init, "run/00000001"
+    )
     assert forked(home, "run", "next")[0].fork_from == BranchModel(branch="run", iteration=1)
 
 

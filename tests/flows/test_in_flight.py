@@ -1,4 +1,5 @@
-"""Iterations in flight: how many are open, in what order they finish, and what becomes of the others when one fails."""
+"""Iterations in flight: how many are open, in what order they finish, and what becomes of the
+others when one fails."""
 
 from __future__ import annotations
 
@@ -116,7 +117,8 @@ async def test_an_evaluation_does_not_hold_back_what_may_sample_ahead(
         return version == 1
 
     monkeypatch.setattr(train, "evaluate_if_due", evaluated)
-    run, watching = config(num_rollout=5, async_buffer_size=buffer_size), cast("Observer", Watching())
+    run = config(num_rollout=5, async_buffer_size=buffer_size)
+    watching = cast("Observer", Watching())
     with Stopping(0.0) as stopping:
         running = asyncio.create_task(train.run_iterations(run, 0, watching, stopping))
         await stages.begun.wait()
@@ -130,7 +132,9 @@ async def test_an_evaluation_does_not_hold_back_what_may_sample_ahead(
 async def test_an_iteration_goes_on_while_the_weights_before_it_are_evaluated_and_ends_with_it(
     stages: Stages, monkeypatch: pytest.MonkeyPatch, fails: bool
 ):
-    async def evaluated(_config: Any, version: int, _observer: Any, *, beside: bool = False) -> bool:
+    async def evaluated(
+        _config: Any, version: int, _observer: Any, *, beside: bool = False
+    ) -> bool:
         if beside:
             await stages.end(version)
             await asyncio.sleep(0.01)
@@ -142,9 +146,12 @@ async def test_an_iteration_goes_on_while_the_weights_before_it_are_evaluated_an
     monkeypatch.setattr(train, "evaluate_if_due", evaluated)
     held = {
         "eval_interval": 1,
-        "datasets": [{"name": "held", "prompts": {"type": "reasoning_gym", "task": "chain_sum", "size": 4}}],
+        "datasets": [
+            {"name": "held", "prompts": {"type": "reasoning_gym", "task": "chain_sum", "size": 4}}
+        ],
     }
-    run, watching = config(num_rollout=2, evaluation=held), cast("Observer", Watching())
+    run = config(num_rollout=2, evaluation=held)
+    watching = cast("Observer", Watching())
     with Stopping(0.0) as stopping:
         running = asyncio.create_task(train.run_iterations(run, 0, watching, stopping))
         await stages.begun.wait()
@@ -179,7 +186,10 @@ async def test_who_stops_waiting_for_one_cancels_it_and_the_later_ones(stages: S
 @pytest.fixture
 def server() -> Iterator[None]:
     """A Prefect server of its own, for a Prefect that keeps results."""
-    with prefect_test_harness(server_startup_timeout=120), temporary_settings({PREFECT_RESULTS_PERSIST_BY_DEFAULT: True}):
+    with (
+        prefect_test_harness(server_startup_timeout=120),
+        temporary_settings({PREFECT_RESULTS_PERSIST_BY_DEFAULT: True}),
+    ):
         yield
 
 
@@ -210,4 +220,6 @@ async def test_a_flow_run_that_is_started_again_takes_no_iteration_for_another_a
         made = await client.read_flow_runs(flow_run_filter=of_run)
     assert sorted(one.name for one in made) == ["run-0", "run-1", "run-1", "run-2"]
     places = {(one.parent_task_run_id, one.parameters["k"]) for one in made}
-    assert len(places) == len({place for place, _ in places}) == 3, "each iteration has one of its own"
+    assert len(places) == len({place for place, _ in places}) == 3, (
+        "each iteration has one of its own"
+    )

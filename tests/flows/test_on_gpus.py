@@ -1,5 +1,6 @@
-"""Whole runs on GPUs (`pytest -s -m gpu`): one that shares a GPU and one with a GPU for each side learn the same, over
-kills; PPO in ranks of several kinds, into an engine that somebody else started; and the demo.
+"""Whole runs on GPUs (`pytest -s -m gpu`): one that shares a GPU and one with a GPU for each side
+learn the same, over kills; PPO in ranks of several kinds, into an engine that somebody else
+started; and the demo.
 
 Not here: what sharing costs (`test_colocated`), the same without GPUs (`test_train`).
 """
@@ -15,16 +16,18 @@ import numpy as np
 import pytest
 
 from deployments.recipes.tiny_models import make_spell_backward_model
-from rlpipe.store.audit import check_branch
+from rlpipe.store.audit.check import check_branch
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
 from rlpipe.types import Stage
 from tests.flows.live_run import LiveRun
 from tests.gpus import environment, visible_gpus
 from tests.sync.gpu import engine_on
 
-ITERATIONS, KILLED_AT, LAST = 24, 6, 5
+ITERATIONS = 24
+KILLED_AT = 6
+LAST = 5
 RECIPE = """
 num_rollout: %(iterations)d
 model:
@@ -43,7 +46,13 @@ engine:
   sglang: {mem_fraction_static: 0.5, max_total_tokens: 65536, attention_backend: triton, sampling_backend: pytorch,
     grammar_backend: none}
 """
-SIZES: dict[str, Any] = {"hidden_size": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 1536}
+SIZES: dict[str, Any] = {
+    "hidden_size": 512,
+    "num_layers": 8,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "intermediate_size": 1536,
+}
 REWARD = """
 def score(sample):
     return sum(letter in 'aeiou' for letter in sample.response) / (len(sample.response) or 1)
@@ -58,10 +67,14 @@ LAYOUTS = {
 @pytest.mark.gpu(2)
 @pytest.mark.integration
 @pytest.mark.timeout(1500)
-def test_runs_that_share_a_gpu_or_do_not_learn_the_same_and_go_on_after_kills(tmp_path: Path) -> None:
+def test_runs_that_share_a_gpu_or_do_not_learn_the_same_and_go_on_after_kills(
+    tmp_path: Path,
+) -> None:
     recipe = _recipe(tmp_path)
     with ThreadPoolExecutor(len(LAYOUTS)) as threads:
-        runs = {name: threads.submit(_run, tmp_path / name, recipe, *LAYOUTS[name]) for name in LAYOUTS}
+        runs = {
+            name: threads.submit(_run, tmp_path / name, recipe, *LAYOUTS[name]) for name in LAYOUTS
+        }
         curves = {name: run.result() for name, run in runs.items()}
     for name, curve in curves.items():
         print(name, " ".join(f"{reward:.3f}" for reward in curve))
@@ -73,7 +86,9 @@ def test_runs_that_share_a_gpu_or_do_not_learn_the_same_and_go_on_after_kills(tm
 
 @pytest.mark.integration
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("gpus", [pytest.param(1, marks=pytest.mark.gpu(1)), pytest.param(2, marks=pytest.mark.gpu(2))])
+@pytest.mark.parametrize(
+    "gpus", [pytest.param(1, marks=pytest.mark.gpu(1)), pytest.param(2, marks=pytest.mark.gpu(2))]
+)
 def test_the_demo_runs_to_its_end(tmp_path: Path, gpus: int) -> None:
     """As the Makefile starts it, warm start included; its last iterations are nearly deterministic.
 
@@ -94,7 +109,9 @@ def test_the_demo_runs_to_its_end(tmp_path: Path, gpus: int) -> None:
         *(f"engine.sglang.{name}={value}" for name, value in plain.items()),
     ]
     there = environment(visible_gpus()[:gpus])
-    with LiveRun(tmp_path / "home", "--recipe", "spell_backward", *settings, environment=there) as run:
+    with LiveRun(
+        tmp_path / "home", "--recipe", "spell_backward", *settings, environment=there
+    ) as run:
         assert run.finish(1700) == 0, run.said
         print(run.said[-1500:])
     summary = json.loads((tmp_path / "home" / "spell_backward" / "summary.json").read_text())
@@ -107,10 +124,14 @@ def test_the_demo_runs_to_its_end(tmp_path: Path, gpus: int) -> None:
 @pytest.mark.gpu(4)
 @pytest.mark.integration
 @pytest.mark.timeout(1500)
-def test_a_critic_s_own_rank_and_an_engine_of_somebody_else_s_go_on_after_kills(tmp_path: Path) -> None:
-    """A policy of two ranks by tensor parallelism; a push leaves the run's GPUs. A rank is killed, then one of the critic."""
+def test_a_critic_s_own_rank_and_an_engine_of_somebody_else_s_go_on_after_kills(
+    tmp_path: Path,
+) -> None:
+    """A policy of two ranks by tensor parallelism; a push leaves the run's GPUs. A rank is killed,
+    then one of the critic."""
     *ours, last = visible_gpus()[:4]
-    model, home = tmp_path / "model", tmp_path / "home"
+    model = tmp_path / "model"
+    home = tmp_path / "home"
     make_spell_backward_model(str(model), **SIZES)
     with engine_on(last, model, tmp_path / "engine.log") as engine:
         settings = {
@@ -126,7 +147,9 @@ def test_a_critic_s_own_rank_and_an_engine_of_somebody_else_s_go_on_after_kills(
             "num_rollout": 8,
         }
         overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-        with LiveRun(home, "--recipe", str(_recipe(tmp_path)), *overrides, environment=environment(ours)) as run:
+        with LiveRun(
+            home, "--recipe", str(_recipe(tmp_path)), *overrides, environment=environment(ours)
+        ) as run:
             for rank in ("ray::TrainerRank", "ray::CriticRank"):
                 before = _committed(home)
                 run.wait_until(lambda before=before: _committed(home) > before + 1, 600)
@@ -138,9 +161,16 @@ def test_a_critic_s_own_rank_and_an_engine_of_somebody_else_s_go_on_after_kills(
 
 def _recipe(folder: Path) -> Path:
     (folder / "reward.py").write_text(REWARD)
-    rows = ({"prompt": f"Spell {word} backward: ", "answer": word[::-1]} for word in ("sun", "moon", "star", "sky") * 16)
+    rows = (
+        {"prompt": f"Spell {word} backward: ", "answer": word[::-1]}
+        for word in ("sun", "moon", "star", "sky") * 16
+    )
     (folder / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    filled = {"prompts": folder / "prompts.jsonl", "reward": folder / "reward.py", "iterations": ITERATIONS}
+    filled = {
+        "prompts": folder / "prompts.jsonl",
+        "reward": folder / "reward.py",
+        "iterations": ITERATIONS,
+    }
     (folder / "vowels.yaml").write_text(RECIPE % filled)
     return folder / "vowels.yaml"
 
@@ -167,5 +197,8 @@ def _run(home: Path, recipe: Path, gpus: tuple[int, ...], layout: str) -> list[f
     files = Files(home / "store")
     assert check_branch(files, "vowels") == []
     nodes = Nodes(files)
-    rows = [nodes.get(Stage.ADVANTAGE, commit.nodes[Stage.ADVANTAGE]).outputs for commit in Branches(files).walk("vowels")]
+    rows = [
+        nodes.get(Stage.ADVANTAGE, commit.nodes[Stage.ADVANTAGE]).outputs
+        for commit in Branches(files).walk("vowels")
+    ]
     return [row["metrics"]["rollout/raw_reward"] for row in rows][::-1]

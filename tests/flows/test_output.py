@@ -34,8 +34,16 @@ Path(sys.argv[2]).write_text("alive")
 
 def _run(tmp_path: Path, *, protected: bool) -> subprocess.Popen[str]:
     environment = {**os.environ, UNDER_A_WORKER: "a flow run"}
-    command = [sys.executable, "-c", SCRIPT.format(protected=protected), str(tmp_path / "go"), str(tmp_path / "end")]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    command = [
+        sys.executable,
+        "-c",
+        SCRIPT.format(protected=protected),
+        str(tmp_path / "go"),
+        str(tmp_path / "end"),
+    ]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
 
 
 @pytest.mark.parametrize("protected", [True, False])

@@ -23,14 +23,20 @@ def form(flow: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("flow", [train, evaluate])
 def test_every_field_of_a_form_says_what_it_is(flow: Any):
-    assert [name for name, field in form(flow)["properties"].items() if not field.get("description")] == []
+    assert [
+        name for name, field in form(flow)["properties"].items() if not field.get("description")
+    ] == []
 
 
 def test_a_recipe_is_chosen_from_those_of_the_project_or_named_as_a_file():
     recipe = form(train)["properties"]["recipe"]
     assert recipe["anyOf"][0]["enum"] == recipes()
     taken = Draft202012Validator(recipe).is_valid
-    assert [taken(one) for one in (recipes()[0], "my/own.yaml", "no such recipe")] == [True, True, False]
+    assert [taken(one) for one in (recipes()[0], "my/own.yaml", "no such recipe")] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_the_name_of_a_scheduled_run_has_the_moment_it_was_scheduled_for():
@@ -54,7 +60,9 @@ def test_a_flow_run_is_called_as_its_run(parameters: dict[str, Any], name: str):
 
 
 def test_overrides_win_over_what_a_seed_and_a_fork_set():
-    overrides, run = as_settled("search", ["seed=5", "fork_from.iteration=2"], None, seed=1, fork="old@7")
+    overrides, run = as_settled(
+        "search", ["seed=5", "fork_from.iteration=2"], None, seed=1, fork="old@7"
+    )
     assert overrides[0] == "fork_from={branch: old, iteration: 7}"
     assert overrides[-3:] == ["seed=1", "seed=5", "fork_from.iteration=2"]
     assert run == "search-seed1"

@@ -1,4 +1,5 @@
-"""What a reprocessed branch is, and the run that is trained from it, before anything starts (flows.reprocessing)."""
+"""What a reprocessed branch is, and the run that is trained from it, before anything starts
+(flows.reprocessing)."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from flows.reprocessing import Reprocessing, reprocessing, training
 from rlpipe.config.load import load_run
 from rlpipe.config.model import BranchModel
 from rlpipe.errors import ConfigError, ObjectConflict
-from rlpipe.inputs import reward_inputs
-from rlpipe.run_rollouts import find
-from rlpipe.run_rollouts import iterations as run_iterations
+from rlpipe.lineage.rollouts import find
+from rlpipe.lineage.rollouts import iterations as run_iterations
+from rlpipe.lineage.stage_inputs import reward_inputs
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
 from rlpipe.store.notes import note
+from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import RunFile, write_run
 from rlpipe.types import Stage
 from tests.reprocessed import History, configuration
@@ -53,7 +54,9 @@ def test_all_of_a_run_is_reprocessed_under_its_configuration_with_what_is_differ
     stored = find(asked.source.files, "run", 2)
     assert stored is not None
     assert stored.reward is not None
-    assert reward_inputs(config, stored.rollout.digest).digest == stored.reward.digest, "what is not different is known"
+    assert reward_inputs(config, stored.rollout.digest).digest == stored.reward.digest, (
+        "what is not different is known"
+    )
 
 
 def test_a_range_begins_after_the_commit_before_it(home: Path):
@@ -69,7 +72,9 @@ def test_a_range_begins_after_the_commit_before_it(home: Path):
 
 def test_what_was_reprocessed_is_reprocessed_again_along_the_same_trunk(home: Path):
     begun(home, reprocessing(home, of="run", iterations="1:3", run="once", overrides=[RLOO]))
-    asked = reprocessing(home, of="once", run="twice", overrides=["advantage.advantage_estimator=grpo"])
+    asked = reprocessing(
+        home, of="once", run="twice", overrides=["advantage.advantage_estimator=grpo"]
+    )
     assert (asked.iterations, asked.parent) == ([1, 2], "run/00000000")
     assert asked.config.debug.load_debug_rollout_data == "once"
     begun(home, asked)
@@ -77,7 +82,8 @@ def test_what_was_reprocessed_is_reprocessed_again_along_the_same_trunk(home: Pa
 
 
 def test_the_same_command_goes_on_when_its_source_has_gone_on(home: Path):
-    files, cosine = Files(home / "store"), {"optimizer": {"lr_decay_style": "cosine"}, "global_batch_size": 16}
+    files = Files(home / "store")
+    cosine = {"optimizer": {"lr_decay_style": "cosine"}, "global_batch_size": 16}
     live = History(files, configuration(home, "live", train=cosine)).iterate(2)
     begun(home, reprocessing(home, of="live", overrides=[RLOO]))
     live.iterate(2)
@@ -87,7 +93,9 @@ def test_the_same_command_goes_on_when_its_source_has_gone_on(home: Path):
     assert run_iterations(files, "live.reprocessed") == [0, 1, 2, 3]
 
 
-def test_the_same_command_goes_on_when_its_source_was_restarted_with_what_decides_nothing(home: Path):
+def test_the_same_command_goes_on_when_its_source_was_restarted_with_what_decides_nothing(
+    home: Path,
+):
     command = {"of": "run", "iterations": "1:3", "overrides": [RLOO]}
     begun(home, reprocessing(home, **command))
     saving = configuration(home, checkpoint={"save_interval": 7}).model_dump(mode="json")
@@ -99,8 +107,15 @@ def test_the_same_command_goes_on_when_its_source_was_restarted_with_what_decide
 
 def test_a_branch_goes_on_neither_with_other_settings_nor_from_another_commit(home: Path):
     begun(home, reprocessing(home, of="run", iterations="1:3", overrides=[RLOO]))
-    with pytest.raises(ConfigError, match=r"advantage\.advantage_estimator: was 'rloo', now 'grpo'"):
-        begun(home, reprocessing(home, of="run", iterations="1:3", overrides=["advantage.advantage_estimator=grpo"]))
+    with pytest.raises(
+        ConfigError, match=r"advantage\.advantage_estimator: was 'rloo', now 'grpo'"
+    ):
+        begun(
+            home,
+            reprocessing(
+                home, of="run", iterations="1:3", overrides=["advantage.advantage_estimator=grpo"]
+            ),
+        )
     with pytest.raises(ConfigError, match=r"fork_from\.iteration: was 0, now 1"):
         begun(home, reprocessing(home, of="run", iterations="2:3", overrides=[RLOO]))
     asked = reprocessing(home, of="run", iterations="1:3", overrides=[RLOO])
@@ -134,8 +149,11 @@ def test_what_cannot_be_reprocessed_is_said(home: Path, asked: dict, said: str):
 
 
 def test_the_middle_of_a_run_that_committed_nothing_cannot_be_trained(home: Path):
-    files, config = Files(home / "store"), configuration(home, "sampled", debug={"debug_rollout_only": True})
-    Branches(files).create("sampled", config.model_dump(mode="json"), Branches(files).get("run").init)
+    files = Files(home / "store")
+    config = configuration(home, "sampled", debug={"debug_rollout_only": True})
+    Branches(files).create(
+        "sampled", config.model_dump(mode="json"), Branches(files).get("run").init
+    )
     for k in range(3):
         stored = find(files, "run", k)
         assert stored is not None

@@ -1,4 +1,5 @@
-"""The whole chain in processes of its own: Prefect, Ray, SGLang, router, Megatron, store. Nothing stands in for anything."""
+"""The whole chain in processes of its own: Prefect, Ray, SGLang, router, Megatron, store. Nothing
+stands in for anything."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlpipe.inputs import checkpoint_inputs
-from rlpipe.store.audit import check_branch, check_store
+from rlpipe.lineage.stage_inputs import checkpoint_inputs
+from rlpipe.store.audit.check import check_branch, check_store
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
 from rlpipe.types import Stage
 from tests.flows.live_run import LiveRun
 from tests.servers import seaweed
@@ -41,7 +42,8 @@ REWARD = "def score(sample):\n    return sum(c in 'aeiou' for c in sample.respon
 
 @pytest.fixture
 def recipes(tmp_path: Path) -> Path:
-    """A folder with a small sampled recipe (`small.yaml`), its reward function and its warm start."""
+    """A folder with a small sampled recipe (`small.yaml`), its reward function and its warm
+    start."""
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "warm.yaml").write_text(SUPERVISED)
     (tmp_path / "small.yaml").write_text(SAMPLING % (tmp_path / "reward.py"))
@@ -54,22 +56,37 @@ def committed(home: Path, run: str) -> int:
 
 
 @pytest.mark.integration
-def test_a_run_that_is_interrupted_and_loses_its_processes_goes_on_and_its_records_are_whole(recipes: Path) -> None:
+def test_a_run_that_is_interrupted_and_loses_its_processes_goes_on_and_its_records_are_whole(
+    recipes: Path,
+) -> None:
     home = recipes / "home"
-    evaluation = f"evaluation={{eval_interval: 3, datasets: [{{name: heldout, prompts: {WORDS % 9000}}}]}}"
-    arguments = ("--recipe", str(recipes / "small.yaml"), f"warm_start={recipes / 'warm.yaml'}", evaluation)
+    evaluation = (
+        f"evaluation={{eval_interval: 3, datasets: [{{name: heldout, prompts: {WORDS % 9000}}}]}}"
+    )
+    arguments = (
+        "--recipe",
+        str(recipes / "small.yaml"),
+        f"warm_start={recipes / 'warm.yaml'}",
+        evaluation,
+    )
     sizes = ("num_rollout=6", "checkpoint.save_interval=3")
 
     with LiveRun(home, *arguments, *sizes) as run:
         run.wait_until(lambda: committed(home, "small") >= 2)
-        servers = [process.pid for process in run.parts(lambda line: "rlpipe.engines.sglang" in line)]
+        servers = [
+            process.pid for process in run.parts(lambda line: "rlpipe.engines.sglang" in line)
+        ]
         assert run.interrupt() == 130
         assert "the same command goes on" in run.said
         assert "Traceback" not in run.said
     stopped = committed(home, "small")
     assert 2 <= stopped < 6
     assert servers
-    assert not [pid for pid in servers if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    assert not [
+        pid
+        for pid in servers
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    ]
 
     with LiveRun(home, *arguments, *sizes) as run:
         run.wait_until(lambda: committed(home, "small") > stopped)
@@ -82,12 +99,18 @@ def test_a_run_that_is_interrupted_and_loses_its_processes_goes_on_and_its_recor
     assert check_branch(files, "small.warm_start") == []
     report = check_store(files, "small", head=Branches(files).read_stored("small", 5)[1])
     assert report.findings == [] and "6 commits down to small/00000000" in str(report.proof)
-    unfixed = sorted(note.where.removeprefix(files.root).split("/")[2] for note in report.notes if note.rule == "chain")
+    unfixed = sorted(
+        note.where.removeprefix(files.root).split("/")[2]
+        for note in report.notes
+        if note.rule == "chain"
+    )
     assert unfixed == ["checkpoint", "eval"], "of the newest weights"
     summary = json.loads((home / "small" / "summary.json").read_text())
     assert summary["iterations"] == 6
     assert summary["max_logprob_difference"] <= 1e-4
-    assert {"rollout", "reward", "advantage", "train", "sync", "checkpoint", "eval"} <= set(summary["seconds_by_stage"])
+    assert {"rollout", "reward", "advantage", "train", "sync", "checkpoint", "eval"} <= set(
+        summary["seconds_by_stage"]
+    )
     assert [point[0] for point in summary["accuracy"]["heldout"]["curve"]] == [0, 3, 6]
     for name in ("report.html", "report.png"):
         assert (home / "small" / name).stat().st_size > 10_000
@@ -95,9 +118,16 @@ def test_a_run_that_is_interrupted_and_loses_its_processes_goes_on_and_its_recor
 
 
 @pytest.mark.integration
-def test_a_run_that_is_asked_to_stop_finishes_its_iteration_and_keeps_its_weights(recipes: Path) -> None:
+def test_a_run_that_is_asked_to_stop_finishes_its_iteration_and_keeps_its_weights(
+    recipes: Path,
+) -> None:
     home = recipes / "home"
-    arguments = ("--recipe", str(recipes / "small.yaml"), "num_rollout=1000", "checkpoint.save_interval=1000")
+    arguments = (
+        "--recipe",
+        str(recipes / "small.yaml"),
+        "num_rollout=1000",
+        "checkpoint.save_interval=1000",
+    )
     with LiveRun(home, *arguments) as run:
         run.wait_until(lambda: committed(home, "small") >= 2)
         run.process.send_signal(signal.SIGTERM)
@@ -139,16 +169,26 @@ def test_two_ranks_two_engines_and_s3_survive_a_killed_engine(recipes: Path) -> 
             files = Files(root)
             assert check_branch(files, "small") == []
             nodes = Nodes(files)
-            trained = [nodes.get(Stage.TRAIN, commit.nodes[Stage.TRAIN]) for commit in Branches(files).walk("small")]
-            synced = [nodes.get(Stage.SYNC, commit.nodes[Stage.SYNC]) for commit in Branches(files).walk("small")]
+            trained = [
+                nodes.get(Stage.TRAIN, commit.nodes[Stage.TRAIN])
+                for commit in Branches(files).walk("small")
+            ]
+            synced = [
+                nodes.get(Stage.SYNC, commit.nodes[Stage.SYNC])
+                for commit in Branches(files).walk("small")
+            ]
     assert len(trained) == 3
     assert len({node.outputs["state_digest"] for node in trained}) == 3
-    assert min(node.outputs.get("share", 1) for node in synced) < 0.9, "changes are pushed, not all weights"
+    assert min(node.outputs.get("share", 1) for node in synced) < 0.9, (
+        "changes are pushed, not all weights"
+    )
     assert not list((home / "store").glob("*"))
 
 
 @pytest.mark.integration
-def test_trainer_and_engine_that_share_a_gpu_take_turns_and_come_back_into_them_when_they_are_killed(recipes: Path) -> None:
+def test_trainer_and_engine_that_share_a_gpu_take_turns_and_come_back_into_them_when_they_are_killed(
+    recipes: Path,
+) -> None:
     home = recipes / "home"
     arguments = (
         "--recipe",
@@ -165,22 +205,36 @@ def test_trainer_and_engine_that_share_a_gpu_take_turns_and_come_back_into_them_
         assert run.finish(400) == 0, run.said
     files = Files(home / "store")
     assert check_branch(files, "small") == []
-    nodes, commits = Nodes(files), list(Branches(files).walk("small"))
+    nodes = Nodes(files)
+    commits = list(Branches(files).walk("small"))
     assert len(commits) == 4
-    outputs = [{stage: nodes.get(stage, commit.nodes[stage]).outputs for stage in commit.nodes} for commit in commits]
-    entered = {stage: [s["to"] for one in outputs for s in one[stage].get("switches", [])] for stage in outputs[0]}
+    outputs = [
+        {stage: nodes.get(stage, commit.nodes[stage]).outputs for stage in commit.nodes}
+        for commit in commits
+    ]
+    entered = {
+        stage: [s["to"] for one in outputs for s in one[stage].get("switches", [])]
+        for stage in outputs[0]
+    }
     assert set(entered[Stage.ADVANTAGE]) >= {"score"}
     assert {"push", "sample"} <= set(entered[Stage.SYNC])
     assert entered[Stage.REWARD] == []
-    switches = [switch for one in outputs for said in one.values() for switch in said.get("switches", [])]
-    kept = {to: [switch["trainer_bytes"] for switch in switches if switch["to"] == to] for to in ("sample", "score", "train")}
+    switches = [
+        switch for one in outputs for said in one.values() for switch in said.get("switches", [])
+    ]
+    kept = {
+        to: [switch["trainer_bytes"] for switch in switches if switch["to"] == to]
+        for to in ("sample", "score", "train")
+    }
     assert set(kept["sample"]) == {0}
     assert 0 < max(kept["score"]) < max(kept["train"])
     assert max(one[Stage.SYNC]["metrics"]["sync/logprob_difference"] for one in outputs) <= 1e-4
 
 
 @pytest.mark.integration
-def test_rollouts_ahead_of_training_with_a_filter_and_a_buffer_lose_nothing_when_their_generator_is_killed(recipes: Path) -> None:
+def test_rollouts_ahead_of_training_with_a_filter_and_a_buffer_lose_nothing_when_their_generator_is_killed(
+    recipes: Path,
+) -> None:
     home = recipes / "home"
     arguments = (
         "--recipe",
@@ -199,11 +253,20 @@ def test_rollouts_ahead_of_training_with_a_filter_and_a_buffer_lose_nothing_when
         assert run.finish(400) == 0, run.said
     files = Files(home / "store")
     assert check_branch(files, "small") == []
-    nodes, commits = Nodes(files), list(Branches(files).walk("small"))
+    nodes = Nodes(files)
+    commits = list(Branches(files).walk("small"))
     assert len(commits) == 8
-    batches = [nodes.get(Stage.ADVANTAGE, commit.nodes[Stage.ADVANTAGE]).outputs for commit in commits]
+    batches = [
+        nodes.get(Stage.ADVANTAGE, commit.nodes[Stage.ADVANTAGE]).outputs for commit in commits
+    ]
     assert all(len(batch["groups"]) == 4 for batch in batches)
     assert max(batch["metrics"]["rollout/staleness/max"] for batch in batches) <= 2
-    syncs = [nodes.get(Stage.SYNC, commit.nodes[Stage.SYNC]).outputs for commit in reversed(commits)]
-    assert ["sync/logprob_difference" in sync["metrics"] for sync in syncs] == [False, True] * 4, "each second one pushes"
-    assert any(commit.data.buffer for commit in commits), "what was asked for beyond the batch waits"
+    syncs = [
+        nodes.get(Stage.SYNC, commit.nodes[Stage.SYNC]).outputs for commit in reversed(commits)
+    ]
+    assert ["sync/logprob_difference" in sync["metrics"] for sync in syncs] == [False, True] * 4, (
+        "each second one pushes"
+    )
+    assert any(commit.data.buffer for commit in commits), (
+        "what was asked for beyond the batch waits"
+    )

@@ -21,7 +21,12 @@ num_rollout: 1
 def test_a_run_whose_critic_has_ranks_of_its_own_may_begin_with_supervised_steps(tmp_path: Path):
     for name, text in (("ppo", PPO), ("warm", SUPERVISED)):
         (tmp_path / f"{name}.yaml").write_text(text)
-    overrides = ["resources.critic_num_gpus_per_node=2", "resources.actor_num_gpus_per_node=2", "seed=3", "model.dtype=bfloat16"]
+    overrides = [
+        "resources.critic_num_gpus_per_node=2",
+        "resources.actor_num_gpus_per_node=2",
+        "seed=3",
+        "model.dtype=bfloat16",
+    ]
     run = load_run(str(tmp_path / "ppo.yaml"), overrides, "run")
     warm = load_run(str(tmp_path / "warm.yaml"), warm_start_overrides(run), "run.warm_start")
     assert (warm.resources.trainer_ranks, warm.resources.critic_ranks) == (2, 0)

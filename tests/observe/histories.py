@@ -13,7 +13,13 @@ def made_up(iterations: int = 300) -> RunHistory:
         run="spell_backward",
         description="A Qwen3-shaped model of 0.6M parameters learns to spell words of 3 to 7 letters backward, with GRPO.",
         config_yaml="run: spell_backward\nnum_rollout: 300\ntrain:\n  optimizer:\n    lr: 0.00025\n",
-        totals={"samples": 76_800, "response_tokens": 521_344, "seconds": 612.4, "rollout_tokens_per_s": 1844.7, "by_stage": {}},
+        totals={
+            "samples": 76_800,
+            "response_tokens": 521_344,
+            "seconds": 612.4,
+            "rollout_tokens_per_s": 1844.7,
+            "by_stage": {},
+        },
         other_seconds={"start": 31.2, "eval": 17.9, "checkpoint": 11.5},
         packages={"torch": "2.13.0", "sglang": "0.5.21", "megatron-core": "0.16.1"},
     )
@@ -35,7 +41,9 @@ def made_up(iterations: int = 300) -> RunHistory:
             )
         )
     curve = [0.36, 0.47, 0.55, 0.6, 0.64, 0.67, 0.7, 0.69, 0.71, 0.72, 0.71, 0.73, 0.74]
-    history.evaluations = [Evaluation(25 * index, "heldout", accuracy, 256) for index, accuracy in enumerate(curve)]
+    history.evaluations = [
+        Evaluation(25 * index, "heldout", accuracy, 256) for index, accuracy in enumerate(curve)
+    ]
     words = [
         ("planet", "tenlap", "tenalp"),
         ("stone", "enots", "enots"),
@@ -45,5 +53,9 @@ def made_up(iterations: int = 300) -> RunHistory:
     for word, before, after in words:
         answer = word[::-1]
         prompt = f"Spell this word backward: {word} ->"
-        history.samples.append(SampleChange(prompt, before, after, answer, float(before == answer), float(after == answer)))
+        history.samples.append(
+            SampleChange(
+                prompt, before, after, answer, float(before == answer), float(after == answer)
+            )
+        )
     return history

@@ -8,14 +8,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlpipe.observe.comparison import Comparison, Example, IterationRow, agreement, figures, summary, write_page, write_picture
+from rlpipe.observe.comparison import (
+    Comparison,
+    Example,
+    IterationRow,
+    agreement,
+    figures,
+    summary,
+    write_page,
+    write_picture,
+)
 
 NAN = float("nan")
 
 
 def comparison(before: list[float], after: list[float], **more: object) -> Comparison:
     """Groups of two."""
-    rows = [IterationRow(0, (0.5, 0.25), (2, 1), (0, 1), "the <reason>"), IterationRow(1, (None, 0.5), (0, 1), (0, 0))]
+    rows = [
+        IterationRow(0, (0.5, 0.25), (2, 1), (0, 1), "the <reason>"),
+        IterationRow(1, (None, 0.5), (0, 1), (0, 0)),
+    ]
     sides = np.array(before), np.array(after)
     group = np.arange(len(before)) // 2
     return Comparison("new", "old", group, sides, (sides[0] - 1, sides[1]), rows, **more)  # type: ignore[arg-type]
@@ -23,13 +35,18 @@ def comparison(before: list[float], after: list[float], **more: object) -> Compa
 
 def test_pairs_of_a_group_keep_their_order_or_not():
     found = agreement(comparison([0, 1, 0, 1, 0, 1, 1, 1, 0, NAN], [0, 2, 1, 1, 3, 2, 5, 4, 0, 1]))
-    assert found["pairs_kept"] == found["pairs_tied"] == found["pairs_turned"] == pytest.approx(1 / 3)
+    assert (
+        found["pairs_kept"] == found["pairs_tied"] == found["pairs_turned"] == pytest.approx(1 / 3)
+    )
     assert found["reward_changed"] == pytest.approx(6 / 9)
     assert -1 <= found["correlation"] <= 1
 
 
 def test_figures_leave_out_what_has_no_value():
-    said = {row["what"]: (row["before"], row["after"]) for row in figures(comparison([1, 0, 1, NAN], [NAN] * 4))}
+    said = {
+        row["what"]: (row["before"], row["after"])
+        for row in figures(comparison([1, 0, 1, NAN], [NAN] * 4))
+    }
     assert said["samples with a reward"] == (3, 0)
     assert said["reward: mean"] == (pytest.approx(2 / 3), None)
     assert said["share of groups whose rewards are equal"] == (0.5, None)
@@ -57,7 +74,9 @@ class Tags(HTMLParser):
 @pytest.mark.parametrize("after", [[0.5, 2.0, 1.0, 1.0], [NAN] * 4])
 def test_the_page_and_the_picture_are_made_whatever_there_is(tmp_path: Path, after: list[float]):
     examples = [Example("g", "<script>alert(1)</script>", "a & b", 0.0, 2.0)]
-    made = comparison([0, 1, 1, 1], after, examples=examples, changed={"reward.function": "a → <b>"})
+    made = comparison(
+        [0, 1, 1, 1], after, examples=examples, changed={"reward.function": "a → <b>"}
+    )
     page = write_page(made, tmp_path / "new" / "page.html").read_text()
     assert "&lt;script&gt;" in page
     assert "<script>" not in page

@@ -13,8 +13,11 @@ from rlpipe.types import Sample, Status
 
 
 @given(st.integers(1, 8), st.data())
-def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_response(total: int, data: st.DataObject):
-    right, k = data.draw(st.integers(0, total)), data.draw(st.integers(1, total))
+def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_response(
+    total: int, data: st.DataObject
+):
+    right = data.draw(st.integers(0, total))
+    k = data.draw(st.integers(1, total))
     draws = list(combinations([True] * right + [False] * (total - right), k))
     assert pass_at_k(right, total, k) == pytest.approx(sum(map(any, draws)) / len(draws))
 
@@ -31,7 +34,8 @@ def sample(group: str, index: int, length: int = 2, status: Status = Status.COMP
 
 def test_the_figures_of_a_held_out_set():
     samples = [sample(group, index) for group in "ab" for index in range(4)]
-    samples[3].status, samples[3].response_ids = Status.TRUNCATED, [0] * 10
+    samples[3].status = Status.TRUNCATED
+    samples[3].response_ids = [0] * 10
     rewards = [1.0, 0.0, 0.0, None, 1.0, 1.0, 1.0, 1.0]
     parts = [{"format": float(index % 2)} for index in range(7)] + [{}]
     found = evaluation_metrics("aime", samples, rewards, parts, pass_threshold=1.0)
@@ -50,7 +54,9 @@ def test_the_figures_of_a_held_out_set():
 
 
 def test_one_response_per_prompt_has_no_pass_rates():
-    found = evaluation_metrics("x", [sample("a", 0), sample("b", 0)], [0.0, 1.0], [{}, {}], pass_threshold=1.0)
+    found = evaluation_metrics(
+        "x", [sample("a", 0), sample("b", 0)], [0.0, 1.0], [{}, {}], pass_threshold=1.0
+    )
     assert [name for name in found if "pass@" in name] == []
 
 

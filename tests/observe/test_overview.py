@@ -10,17 +10,29 @@ from tests.observe.histories import made_up
 def test_the_page_answers_the_three_questions():
     page = overview(made_up())
     learning, healthy, times = (part.partition("\n")[2] for part in page.split("## ")[1:])
-    assert "| heldout | 0.360 | 0.740 after 300 | 0.740 after 300 |" in learning and "| reward | 0.3" in learning
-    assert "| gradient norm |" in healthy and "cut-off" not in healthy, "what a run does not have is left out"
+    assert (
+        "| heldout | 0.360 | 0.740 after 300 | 0.740 after 300 |" in learning
+        and "| reward | 0.3" in learning
+    )
+    assert "| gradient norm |" in healthy and "cut-off" not in healthy, (
+        "what a run does not have is left out"
+    )
     first = times.strip().splitlines()[2]
     assert first.startswith("| rollout | 285.0 | 0.95 | ") and "█" in first
 
 
 def test_a_run_that_has_only_begun_has_a_page_too():
     page = overview(RunHistory(run="new", status="0 of 3 iterations"))
-    assert "No held-out set was measured yet." in page and page.count("No iteration is committed yet.") == 2
+    assert (
+        "No held-out set was measured yet." in page
+        and page.count("No iteration is committed yet.") == 2
+    )
 
 
 def test_a_sparkline_shows_lowest_and_highest_and_a_flat_one_is_in_the_middle():
-    assert sparkline([0.0, 1.0, 0.5]) == "▁█▅" and sparkline([2.0, 2.0]) == "▄▄" and sparkline([]) == ""
+    assert (
+        sparkline([0.0, 1.0, 0.5]) == "▁█▅"
+        and sparkline([2.0, 2.0]) == "▄▄"
+        and sparkline([]) == ""
+    )
     assert len(sparkline(list(range(1000)))) == 16

@@ -35,7 +35,8 @@ def picture(progress: Progress) -> str:
 
 
 def test_without_a_terminal_there_is_one_plain_line_an_iteration():
-    stream, clock = io.StringIO(), Clock()
+    stream = io.StringIO()
+    clock = Clock()
     with Progress("spell", 3, stream=stream, clock=clock) as progress:
         for reward in (0.25, 0.5):
             progress.stage("rollout", done=1, total=8, tokens=10, reward=reward)
@@ -51,7 +52,8 @@ def test_without_a_terminal_there_is_one_plain_line_an_iteration():
 
 
 def test_a_stage_that_comes_twice_in_an_iteration_adds_up():
-    stream, clock = io.StringIO(), Clock()
+    stream = io.StringIO()
+    clock = Clock()
     with Progress("spell", 1, stream=stream, clock=clock) as progress:
         for name, seconds in (("eval", 1), ("train", 2), ("eval", 3)):
             progress.stage(name)
@@ -61,7 +63,8 @@ def test_a_stage_that_comes_twice_in_an_iteration_adds_up():
 
 
 def test_a_resumed_run_counts_from_where_it_stands_and_times_only_its_own_iterations():
-    stream, clock = io.StringIO(), Clock()
+    stream = io.StringIO()
+    clock = Clock()
     with Progress("spell", 100, first_iteration=90, stream=stream, clock=clock) as progress:
         clock.tick(5)
         progress.iteration({})
@@ -69,7 +72,8 @@ def test_a_resumed_run_counts_from_where_it_stands_and_times_only_its_own_iterat
 
 
 def test_what_came_before_the_first_iteration_counts_for_none():
-    stream, clock = io.StringIO(), Clock()
+    stream = io.StringIO()
+    clock = Clock()
     with Progress("spell", 12, stream=stream, clock=clock) as progress:
         progress.stage("start", note="loading weights")
         clock.tick(60)
@@ -87,7 +91,15 @@ def test_the_live_lines_show_speed_reward_and_time_left():
     clock.tick(4)
     progress.stage("rollout", done=64, total=256, tokens=2000, reward=0.41, note="2 engines")
     shown = picture(progress)
-    for text in ("iteration 1/10", "rollout", "64/256", "500 tokens/s", "reward 0.410", "2 engines", "12.0 s left"):
+    for text in (
+        "iteration 1/10",
+        "rollout",
+        "64/256",
+        "500 tokens/s",
+        "reward 0.410",
+        "2 engines",
+        "12.0 s left",
+    ):
         assert text in shown
 
 
@@ -119,7 +131,15 @@ def test_a_terminal_gets_live_lines_and_keeps_the_iteration_lines():
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0.00 s"), (0.954, "0.95 s"), (4.25, "4.2 s"), (59.97, "1:00"), (65, "1:05"), (3599.9, "1:00:00"), (7389, "2:03:09")],
+    [
+        (0, "0.00 s"),
+        (0.954, "0.95 s"),
+        (4.25, "4.2 s"),
+        (59.97, "1:00"),
+        (65, "1:05"),
+        (3599.9, "1:00:00"),
+        (7389, "2:03:09"),
+    ],
 )
 def test_durations_read_as_people_say_them(seconds, text):
     assert duration(seconds) == text

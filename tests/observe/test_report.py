@@ -52,7 +52,16 @@ def outline(page: str) -> Outline:
 
 def test_the_page_says_what_was_reached_and_has_every_section():
     text = outline(render(made_up())).text
-    for part in ("36%", "74%", "+38.0 points", "256 held-out responses", "Reward", "Where the time went", "rollout", "47%"):
+    for part in (
+        "36%",
+        "74%",
+        "+38.0 points",
+        "256 held-out responses",
+        "Reward",
+        "Where the time went",
+        "rollout",
+        "47%",
+    ):
         assert part in text
     for part in (
         "Do trainer and engine agree?",
@@ -68,14 +77,23 @@ def test_the_page_says_what_was_reached_and_has_every_section():
 
 def test_the_page_fetches_nothing_and_runs_nothing():
     parser = outline(render(made_up()))
-    assert not [value for name, value in parser.attributes if name in ("src", "href") or name.startswith("on")]
+    assert not [
+        value
+        for name, value in parser.attributes
+        if name in ("src", "href") or name.startswith("on")
+    ]
     assert "<script" not in render(made_up())
     assert not re.search(r"url\(|@import|https?://", render(made_up()))
 
 
 def test_what_a_model_wrote_cannot_break_the_page():
     evil = "</td><script>alert(1)</script>&lt;"
-    history = RunHistory(evil, samples=[SampleChange(evil, evil, evil, evil, 0.0, 1.0)], config_yaml=evil, totals={evil: evil})
+    history = RunHistory(
+        evil,
+        samples=[SampleChange(evil, evil, evil, evil, 0.0, 1.0)],
+        config_yaml=evil,
+        totals={evil: evil},
+    )
     page = render(history)
     assert "<script" not in page
     assert outline(page).text.count(evil) >= 6
@@ -104,14 +122,22 @@ def test_totals_are_shown_in_words_and_only_where_they_are_figures():
         "nothing": None,
     }
     text = outline(render(RunHistory("r", totals=totals))).text
-    for part in ("1,200", "1,845", "rollout tokens per second", "0.12 s", "orchestration per iteration"):
+    for part in (
+        "1,200",
+        "1,845",
+        "rollout tokens per second",
+        "0.12 s",
+        "orchestration per iteration",
+    ):
         assert part in text
     assert "by stage" not in text
     assert "nothing" not in text
 
 
 def test_a_lost_accuracy_is_shown_as_lost():
-    history = RunHistory("r", evaluations=[Evaluation(0, "a", 0.5, 10), Evaluation(9, "a", 0.4, 10)])
+    history = RunHistory(
+        "r", evaluations=[Evaluation(0, "a", 0.5, 10), Evaluation(9, "a", 0.4, 10)]
+    )
     page = render(history)
     assert "-10.0 points" in page
     assert "gain down" in page
@@ -132,7 +158,13 @@ SPANS = st.integers(1, 100_000)
 
 @given(POINTS, st.booleans(), st.booleans())
 def test_a_chart_of_any_numbers_stays_inside_its_frame(numbers, logarithmic, smooth):
-    chart = line_chart({"x": list(enumerate(numbers))}, width=640, height=250, logarithmic=logarithmic, smooth=smooth)
+    chart = line_chart(
+        {"x": list(enumerate(numbers))},
+        width=640,
+        height=250,
+        logarithmic=logarithmic,
+        smooth=smooth,
+    )
     for path in re.findall(r' d="M([^"]*)"', chart):
         for pair in path.split("L"):
             x, y = map(float, pair.split(","))
@@ -168,7 +200,15 @@ def test_a_moving_average_keeps_a_constant_and_cuts_at_the_ends():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (0.5, "0.5"), (1234.5, "1,234"), (3.2e-6, "3.2e-6"), (1e-6, "1e-6"), (2.5e7, "2.5e7"), (-0.25, "-0.25")],
+    [
+        (0, "0"),
+        (0.5, "0.5"),
+        (1234.5, "1,234"),
+        (3.2e-6, "3.2e-6"),
+        (1e-6, "1e-6"),
+        (2.5e7, "2.5e7"),
+        (-0.25, "-0.25"),
+    ],
 )
 def test_figures_are_short(value, text):
     assert number(value) == text

@@ -15,7 +15,7 @@ from rlpipe.config.observe import ObserveConfig
 from rlpipe.errors import ConfigError, ResourceError
 from rlpipe.observe.sinks import Sinks
 from rlpipe.observe.tensorboard import TensorBoardSink
-from rlpipe.ports import free_port
+from rlpipe.system.ports import free_port
 
 
 def sinks(folder: Path, **observe: Any) -> Sinks:
@@ -28,7 +28,10 @@ def test_prometheus_is_served_the_newest_figures_of_the_run(tmp_path: Path):
         for step in range(2):
             made.write(step, {"train/loss": 1.5 - step, "eval/held-out/pass@1": 0.25})
         text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
-    assert 'rlpipe_train_loss{run="my.run"} 0.5' in text and 'rlpipe_eval_held_out_pass_1{run="my.run"} 0.25' in text
+    assert (
+        'rlpipe_train_loss{run="my.run"} 0.5' in text
+        and 'rlpipe_eval_held_out_pass_1{run="my.run"} 0.25' in text
+    )
     assert 'rlpipe_iteration{run="my.run"} 1.0' in text
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}/metrics")
@@ -50,7 +53,9 @@ def test_weights_and_biases_is_asked_for_by_name_where_it_is_not_installed(tmp_p
     assert "pip install wandb" in str(caught.value)
 
 
-def test_what_was_opened_is_closed_when_the_next_one_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_was_opened_is_closed_when_the_next_one_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     closed: list[TensorBoardSink] = []
     monkeypatch.setattr(TensorBoardSink, "close", lambda sink: closed.append(sink))
     with pytest.raises(ConfigError):
@@ -63,9 +68,15 @@ def test_a_run_goes_on_at_weights_and_biases_under_its_name_or_the_id_it_is_give
 ):
     asked: list[dict[str, Any]] = []
     told: dict[str, Any] = {}
-    settings = SimpleNamespace(update=lambda said, allow_val_change: told.update(said) if allow_val_change else None)
-    run = SimpleNamespace(define_metric=lambda *_, **__: None, log=asked.append, finish=lambda: None, config=settings)
-    fake = SimpleNamespace(init=lambda **said: (asked.append(said), run)[1], Settings=dict, Error=RuntimeError)
+    settings = SimpleNamespace(
+        update=lambda said, allow_val_change: told.update(said) if allow_val_change else None
+    )
+    run = SimpleNamespace(
+        define_metric=lambda *_, **__: None, log=asked.append, finish=lambda: None, config=settings
+    )
+    fake = SimpleNamespace(
+        init=lambda **said: (asked.append(said), run)[1], Settings=dict, Error=RuntimeError
+    )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for given in ({}, {"wandb_run_id": "given"}):
         with sinks(tmp_path, tensorboard=False, use_wandb=True, **given) as made:

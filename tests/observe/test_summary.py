@@ -28,11 +28,17 @@ def test_stage_shares_add_up_to_one_with_what_was_spent_outside_iterations():
     table = stage_table(made_up())
     assert sum(row["share"] or 0.0 for row in table.values()) == pytest.approx(1)
     assert table["train"]["total"] == pytest.approx(0.52 * 300)
-    assert table["eval"] == {"total": 17.9, "median": None, "share": pytest.approx(17.9 / (1.84 * 300 + 60.6))}
+    assert table["eval"] == {
+        "total": 17.9,
+        "median": None,
+        "share": pytest.approx(17.9 / (1.84 * 300 + 60.6)),
+    }
 
 
 def test_the_log_prob_difference_is_taken_from_where_it_was_recorded():
-    scored = IterationRecord(0, {"rollout/logprob_abs_diff/mean": 1e-6, "train/train_rollout_logprob_abs_diff": 2e-6})
+    scored = IterationRecord(
+        0, {"rollout/logprob_abs_diff/mean": 1e-6, "train/train_rollout_logprob_abs_diff": 2e-6}
+    )
     assert RunHistory("r", [scored]).logprob_difference() == [(0, 1e-6)]
     trained = IterationRecord(0, {"train/train_rollout_logprob_abs_diff": 2e-6})
     assert RunHistory("r", [trained]).logprob_difference() == [(0, 2e-6)]
@@ -40,7 +46,9 @@ def test_the_log_prob_difference_is_taken_from_where_it_was_recorded():
 
 
 def test_a_run_without_an_evaluation_of_its_first_weights_has_no_before():
-    history = RunHistory("r", evaluations=[Evaluation(5, "a", 0.5, 10), Evaluation(9, "a", 0.4, 10)])
+    history = RunHistory(
+        "r", evaluations=[Evaluation(5, "a", 0.5, 10), Evaluation(9, "a", 0.4, 10)]
+    )
     assert summarise(history)["accuracy"]["a"] == {
         "before": None,
         "after": 0.4,
@@ -62,7 +70,9 @@ def test_a_run_that_did_nothing_still_has_a_summary():
 def test_the_file_is_strict_json_where_nan_is_null(tmp_path):
     history = RunHistory("r", [IterationRecord(0, {REWARD: math.nan})], totals={"worst": math.inf})
     path = write_summary(history, tmp_path / "deep" / "summary.json")
-    read = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} in the file"))
+    read = json.loads(
+        path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} in the file")
+    )
     assert read["reward"]["first"] is None
     assert read["worst"] is None
     assert [child.name for child in path.parent.iterdir()] == ["summary.json"]

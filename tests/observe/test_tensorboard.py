@@ -20,7 +20,10 @@ def test_tensorboard_reads_what_was_written(tmp_path):
         sink.write(1, {"train/loss": 0.5})
         sink.write(2, {})
     accumulator = read(sink.directory)
-    assert [(event.step, event.value) for event in accumulator.Scalars("train/loss")] == [(0, 1.5), (1, 0.5)]
+    assert [(event.step, event.value) for event in accumulator.Scalars("train/loss")] == [
+        (0, 1.5),
+        (1, 0.5),
+    ]
     assert accumulator.Scalars("rollout/raw_reward")[0].value == pytest.approx(0.25)
 
 
@@ -39,7 +42,11 @@ def test_a_resumed_run_hides_the_steps_it_takes_again(tmp_path, monkeypatch):
     monkeypatch.setattr("time.time", lambda: later)
     with TensorBoardSink(tmp_path, first_step=2) as sink:
         sink.write(2, {"x": 2.0})
-    assert [(event.step, event.value) for event in read(tmp_path).Scalars("x")] == [(0, 1.0), (1, 1.0), (2, 2.0)]
+    assert [(event.step, event.value) for event in read(tmp_path).Scalars("x")] == [
+        (0, 1.0),
+        (1, 1.0),
+        (2, 2.0),
+    ]
 
 
 def test_tensorboard_shows_a_line_of_text_at_each_step(tmp_path):
@@ -47,6 +54,9 @@ def test_tensorboard_shows_a_line_of_text_at_each_step(tmp_path):
         for step in range(2):
             sink.tell(step, "commit_sha256", f"{step}" * 64)
     found = read(tmp_path)
-    told = [(event.step, event.tensor_proto.string_val[0].decode()) for event in found.Tensors("commit_sha256")]
+    told = [
+        (event.step, event.tensor_proto.string_val[0].decode())
+        for event in found.Tensors("commit_sha256")
+    ]
     assert told == [(0, "0" * 64), (1, "1" * 64)]
     assert found.SummaryMetadata("commit_sha256").plugin_data.plugin_name == "text"

@@ -32,24 +32,44 @@ def test_stages_that_overlap_lie_beside_each_other_and_what_was_cut_off_is_left_
     count = write_timeline(tmp_path / "t.json.gz", works(EVENTS), [])
     events = read(tmp_path / "t.json.gz")
     assert count == len(events) and {event["pid"] for event in events} == {STAGES}
-    spans = [(event["name"], event["tid"], event["ts"], event["dur"]) for event in events if event["ph"] == "X"]
+    spans = [
+        (event["name"], event["tid"], event["ts"], event["dur"])
+        for event in events
+        if event["ph"] == "X"
+    ]
     assert spans == [
         ("rollout 0", 1, 10_000_000, 2_000_000),
         ("rollout 1", 2, 11_000_000, 2_000_000),
         ("train 0", 3, 12_500_000, 1_000_000),
     ]
-    assert [event["args"].get("error") for event in events if event["ph"] == "X"] == [None, None, "ActorLost"]
+    assert [event["args"].get("error") for event in events if event["ph"] == "X"] == [
+        None,
+        None,
+        "ActorLost",
+    ]
 
 
 def test_each_engine_has_as_many_rows_as_responses_at_once(tmp_path: Path):
-    found = [response(0, 1.0, 3.0), response(1, 2.0, 4.0), response(2, 3.0, 5.0), response(0, 1.0, 2.0, "http://e:2")]
+    found = [
+        response(0, 1.0, 3.0),
+        response(1, 2.0, 4.0),
+        response(2, 3.0, 5.0),
+        response(0, 1.0, 2.0, "http://e:2"),
+    ]
     write_timeline(tmp_path / "t.json.gz", [], found)
     events = [event for event in read(tmp_path / "t.json.gz") if event["pid"] == ENGINES]
     rows = [event["tid"] for event in events if event["ph"] == "X"]
     assert rows == [1, 2, 1, 3]
-    counts = [event["args"]["responses"] for event in events if event["ph"] == "C" and event["name"].startswith("http://e:1")]
+    counts = [
+        event["args"]["responses"]
+        for event in events
+        if event["ph"] == "C" and event["name"].startswith("http://e:1")
+    ]
     assert max(counts) == 2 and counts[-1] == 0
-    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {"http://e:1", "http://e:2"}
+    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {
+        "http://e:1",
+        "http://e:2",
+    }
 
 
 def test_work_that_a_clock_set_back_ends_before_it_begins_takes_no_time():

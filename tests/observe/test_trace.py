@@ -32,7 +32,10 @@ def test_a_block_leaves_its_begin_and_its_end(tmp_path: Path):
 def test_a_block_that_fails_says_with_what(tmp_path: Path):
     with pytest.raises(ZeroDivisionError), traced(tmp_path, "sync", None):
         raise ZeroDivisionError
-    assert [(e.event, e.error) for e in read_trace(tmp_path / FILE)[0]] == [("begin", None), ("failed", "ZeroDivisionError")]
+    assert [(e.event, e.error) for e in read_trace(tmp_path / FILE)[0]] == [
+        ("begin", None),
+        ("failed", "ZeroDivisionError"),
+    ]
 
 
 def test_a_trace_that_cannot_be_written_hides_no_error_of_the_block(tmp_path: Path):
@@ -65,7 +68,10 @@ def test_processes_that_write_at_once_lose_and_mix_nothing(tmp_path: Path):
     assert len(events) == 3 * 2 * LINES
 
 
-@pytest.mark.parametrize("line", ["", "nonsense", "[]", '{"time": 1.0}', '{"time": 1.0, "iter{"time": 2.0}', "\xff", '"x"'])
+@pytest.mark.parametrize(
+    "line",
+    ["", "nonsense", "[]", '{"time": 1.0}', '{"time": 1.0, "iter{"time": 2.0}', "\xff", '"x"'],
+)
 def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: str):
     with traced(tmp_path, "train", 0):
         pass

@@ -1,13 +1,21 @@
-"""The page of samples: colours by value, text that cannot break out, tokens that are not in the loss."""
+"""The page of samples: colours by value, text that cannot break out, tokens that are not in the
+loss."""
 
 from __future__ import annotations
 
+from rlpipe.lineage.token_rows import pieces
 from rlpipe.observe.viewer import ShownSample, render
-from rlpipe.token_rows import pieces
 
 
 def shown(**changes: object) -> ShownSample:
-    values = {"group": "g", "index": 0, "prompt": "<b>p</b>", "texts": ["a", "<i>", "\n"], "ids": [1, 2, 3], **changes}
+    values = {
+        "group": "g",
+        "index": 0,
+        "prompt": "<b>p</b>",
+        "texts": ["a", "<i>", "\n"],
+        "ids": [1, 2, 3],
+        **changes,
+    }
     return ShownSample(**values)  # type: ignore[arg-type]
 
 
@@ -24,7 +32,9 @@ def test_what_was_sampled_is_text_and_never_markup():
 
 
 def test_tokens_outside_the_loss_are_marked():
-    assert '<i class="masked" title="2 · not in the loss">' in render("t", "", [shown(mask=[1, 0, 1])])
+    assert '<i class="masked" title="2 · not in the loss">' in render(
+        "t", "", [shown(mask=[1, 0, 1])]
+    )
 
 
 def test_a_character_of_several_tokens_stands_at_the_last_of_them():

@@ -1,4 +1,5 @@
-"""Every Python process that has this folder on its path is a host of its own for NCCL: see `tests.gpus`."""
+"""Every Python process that has this folder on its path is a host of its own for NCCL: see
+`tests.gpus`."""
 
 import os
 

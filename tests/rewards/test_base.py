@@ -26,7 +26,13 @@ KINDS = pytest.mark.parametrize(
 
 def samples(groups=3, per_group=2, **keys):
     return [
-        Sample(f"g{group}", index, "", [1], **{"status": Status.COMPLETED, "response": f"{group}{index}", **keys})
+        Sample(
+            f"g{group}",
+            index,
+            "",
+            [1],
+            **{"status": Status.COMPLETED, "response": f"{group}{index}", **keys},
+        )
         for group in range(groups)
         for index in range(per_group)
     ]
@@ -41,7 +47,9 @@ def hook(tmp_path):
         lines = "\n    ".join(body.splitlines())
         path.write_text(f"import asyncio, os, pathlib, time\n{kind} reward(x):\n    {lines}\n")
         function = PythonReward(type="python", path=f"{path}:reward", group=group)
-        return RewardConfig(function=function, max_error_fraction=keys.pop("max_error_fraction", 1.0), **keys)
+        return RewardConfig(
+            function=function, max_error_fraction=keys.pop("max_error_fraction", 1.0), **keys
+        )
 
     return make
 
@@ -78,14 +86,18 @@ async def test_an_error_is_the_rows_and_never_0(hook, kind, workers):
 
 @KINDS
 async def test_a_verifier_that_exits_is_an_error_of_its_rows_at_once(hook, kind, workers):
-    config = hook("if x.response == '00':\n    raise SystemExit(3)\nreturn 1.0", kind, workers=workers)
+    config = hook(
+        "if x.response == '00':\n    raise SystemExit(3)\nreturn 1.0", kind, workers=workers
+    )
     rows = await score(samples(2, 1), config)
     assert [row.reward for row in rows] == [None, 1.0]
     assert "SystemExit: 3" in str(rows[0].error)
 
 
 @pytest.mark.integration
-async def test_a_sample_that_cannot_reach_the_reward_s_process_is_an_error_at_once(hook, monkeypatch: pytest.MonkeyPatch):
+async def test_a_sample_that_cannot_reach_the_reward_s_process_is_an_error_at_once(
+    hook, monkeypatch: pytest.MonkeyPatch
+):
     module: Any = types.ModuleType("only_here")
     module.Unknown = type("Unknown", (), {"__module__": "only_here"})
     monkeypatch.setitem(sys.modules, "only_here", module)
@@ -99,7 +111,9 @@ async def test_a_sample_that_cannot_reach_the_reward_s_process_is_an_error_at_on
 @KINDS
 async def test_a_call_that_is_late_is_named_and_the_others_go_on(hook, kind, workers):
     wait = "await asyncio.sleep(60)" if kind == "async def" else "time.sleep(60)"
-    config = hook(f"if x.response == '10': {wait}\nreturn 1", kind, workers=workers, sample_timeout_s=0.3)
+    config = hook(
+        f"if x.response == '10': {wait}\nreturn 1", kind, workers=workers, sample_timeout_s=0.3
+    )
     started = time.monotonic()
     rows = await score(samples(), config)
     assert time.monotonic() - started < 30
@@ -132,7 +146,9 @@ async def test_attempts_are_made_until_one_succeeds(hook, tmp_path, kind, worker
 
 
 async def test_a_group_is_one_call_and_its_error_is_all_its_rows(hook):
-    body = "if x[0].group_id == 'g1': raise ValueError(len(x))\nreturn [len(x) + s.index for s in x]"
+    body = (
+        "if x[0].group_id == 'g1': raise ValueError(len(x))\nreturn [len(x) + s.index for s in x]"
+    )
     rows = await score(samples(), hook(body, group=True))
     assert [row.reward for row in rows] == [2.0, 3.0, None, None, 2.0, 3.0]
     assert [row.error for row in rows[2:4]] == ["ValueError: 2"] * 2
@@ -141,7 +157,9 @@ async def test_a_group_is_one_call_and_its_error_is_all_its_rows(hook):
 async def test_group_calls_find_samples_wherever_they_stand(hook):
     mixed = samples()[::2] + samples()[1::2]
     rows = await score(mixed, hook("return [int(s.response) for s in x]", group=True))
-    assert [(row.group_id, row.index, row.reward) for row in rows] == [(s.group_id, s.index, float(s.response)) for s in mixed]
+    assert [(row.group_id, row.index, row.reward) for row in rows] == [
+        (s.group_id, s.index, float(s.response)) for s in mixed
+    ]
 
 
 async def test_too_many_errors_fail_the_stage(hook):
@@ -161,9 +179,9 @@ async def test_what_was_not_generated_is_not_scored(hook):
 
 
 async def test_supervised_rows_have_no_reward():
-    assert await score(samples(1, 1), RewardConfig(function=NoReward(type="none"), max_error_fraction=0.0)) == [
-        RewardRow("g0", 0)
-    ]
+    assert await score(
+        samples(1, 1), RewardConfig(function=NoReward(type="none"), max_error_fraction=0.0)
+    ) == [RewardRow("g0", 0)]
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.integration)])
@@ -202,9 +220,13 @@ async def test_cancelling_the_stage_ends_its_processes(hook):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("body", ["time.sleep(600)", "9 ** 9 ** 9 ** 9"], ids=["sleeping", "holding the interpreter"])
+@pytest.mark.parametrize(
+    "body", ["time.sleep(600)", "9 ** 9 ** 9 ** 9"], ids=["sleeping", "holding the interpreter"]
+)
 def test_a_worker_ends_when_its_parent_is_killed_in_the_middle_of_a_call(tmp_path, body):
-    (tmp_path / "mine.py").write_text(f"import time\nn = 9\ndef reward(x): {body.replace('9 ', 'n ')}\n")
+    (tmp_path / "mine.py").write_text(
+        f"import time\nn = 9\ndef reward(x): {body.replace('9 ', 'n ')}\n"
+    )
     code = f"""
 import asyncio
 from rlpipe.config.data import PythonReward, RewardConfig
@@ -214,7 +236,9 @@ function = PythonReward(type="python", path={str(tmp_path / "mine.py")!r})
 sample = Sample("g", 0, "", [1], status=Status.COMPLETED)
 asyncio.run(score([sample], RewardConfig(function=function, workers=1)))
 """
-    parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
     watched = psutil.Process(parent.pid)
     found = wait_for_children(watched, 1)
     time.sleep(1.0)
@@ -228,10 +252,15 @@ asyncio.run(score([sample], RewardConfig(function=function, workers=1)))
 
 @pytest.mark.integration
 async def test_math_that_hangs_is_ended_in_its_process_off_the_main_thread():
-    hard, easy = "\\boxed{9^{9^{9^{9}}}}", "so it is $4$"
+    hard = "\\boxed{9^{9^{9^{9}}}}"
+    easy = "so it is $4$"
     rows = samples(3, 1, label="4")
-    rows[0].response, rows[1].response, rows[2].response = easy, hard, easy
-    config = RewardConfig(function=MathReward(type="math"), sample_timeout_s=5.0, max_error_fraction=1.0)
+    rows[0].response = easy
+    rows[1].response = hard
+    rows[2].response = easy
+    config = RewardConfig(
+        function=MathReward(type="math"), sample_timeout_s=5.0, max_error_fraction=1.0
+    )
     first, second, third = await asyncio.to_thread(lambda: asyncio.run(score(rows, config)))
     assert (first.reward, third.reward) == (1.0, 1.0)
     assert second.reward is None
@@ -245,13 +274,32 @@ async def test_reasoning_gym_scores_a_batch(workers):
     for number in range(64):
         entry = task[number]
         batch += [
-            Sample(f"g{number}", 0, "", [1], metadata=scoring_record("spell_backward", {}, entry), response=entry["answer"]),
-            Sample(f"g{number}", 1, "", [1], metadata=scoring_record("spell_backward", {}, entry), response="no"),
+            Sample(
+                f"g{number}",
+                0,
+                "",
+                [1],
+                metadata=scoring_record("spell_backward", {}, entry),
+                response=entry["answer"],
+            ),
+            Sample(
+                f"g{number}",
+                1,
+                "",
+                [1],
+                metadata=scoring_record("spell_backward", {}, entry),
+                response="no",
+            ),
         ]
     for sample in batch:
         sample.status = Status.COMPLETED
     rows = await score(
-        batch, RewardConfig(function=ReasoningGymReward(type="reasoning_gym"), workers=workers, max_error_fraction=0.0)
+        batch,
+        RewardConfig(
+            function=ReasoningGymReward(type="reasoning_gym"),
+            workers=workers,
+            max_error_fraction=0.0,
+        ),
     )
     assert [row.reward for row in rows] == [1.0, 0.0] * 64
     assert all("score" in row.parts for row in rows)
@@ -263,12 +311,20 @@ FORKS_AND = "if x.response == '10':\n    if os.fork() == 0:\n        {in_the_cop
 @pytest.mark.integration
 @pytest.mark.parametrize(
     "in_the_copy",
-    ["raise ValueError('in the copy')", "return 1000", "import sys; sys.exit(0)", "raise KeyboardInterrupt", "os._exit(0)"],
+    [
+        "raise ValueError('in the copy')",
+        "return 1000",
+        "import sys; sys.exit(0)",
+        "raise KeyboardInterrupt",
+        "os._exit(0)",
+    ],
     ids=["raises", "returns", "exits", "is interrupted", "ends itself"],
 )
 async def test_a_function_that_forks_leaves_every_reward_on_its_row(hook, in_the_copy):
     rows = await score(samples(), hook(FORKS_AND.format(in_the_copy=in_the_copy), workers=1))
-    assert [(row.reward, row.error) for row in rows] == [(float(sample.response), None) for sample in samples()]
+    assert [(row.reward, row.error) for row in rows] == [
+        (float(sample.response), None) for sample in samples()
+    ]
     assert not children()
 
 
@@ -287,7 +343,9 @@ samples = [Sample("g", n, "", [1], status=Status.COMPLETED) for n in range(4)]
 rows = asyncio.run(score(samples, RewardConfig(function=function)))
 print([row.reward for row in rows], flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
     assert done.stdout.splitlines() == ["[0.0, 1.0, 2.0, 3.0]"]
 
 
@@ -297,7 +355,10 @@ print([row.reward for row in rows], flush=True)
     [
         ("os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
         ("os.closerange(3, 256)", "exit status 71"),
-        ("os.closerange(3, 256)\n    open('/dev/null'), open('/dev/null'), open('/dev/null')", "exit status 71"),
+        (
+            "os.closerange(3, 256)\n    open('/dev/null'), open('/dev/null'), open('/dev/null')",
+            "exit status 71",
+        ),
         ("raise KeyboardInterrupt", "KeyboardInterrupt"),
         ("raise BaseException('odd')", "BaseException: odd"),
         ("raise ValueError('x' * 10**7)", "10000000 characters"),
@@ -306,8 +367,12 @@ print([row.reward for row in rows], flush=True)
         ("return type('Odd', (float,), {'__float__': lambda self: 1 / 0})()", "ZeroDivisionError"),
     ],
 )
-async def test_whatever_a_function_does_in_its_process_is_the_error_of_its_row_alone(hook, body, said):
-    rows = await score(samples(), hook(f"if x.response == '10':\n    {body}\nreturn int(x.response)", workers=1))
+async def test_whatever_a_function_does_in_its_process_is_the_error_of_its_row_alone(
+    hook, body, said
+):
+    rows = await score(
+        samples(), hook(f"if x.response == '10':\n    {body}\nreturn int(x.response)", workers=1)
+    )
     assert [row.reward for row in rows] == [0.0, 1.0, None, 11.0, 20.0, 21.0]
     assert said in (rows[2].error or "")
     assert len(rows[2].error or "") < 4000
@@ -316,7 +381,9 @@ async def test_whatever_a_function_does_in_its_process_is_the_error_of_its_row_a
 @pytest.mark.integration
 async def test_what_a_function_prints_reads_and_starts_disturbs_no_answer(hook):
     body = "import subprocess, sys\nprint('noise', flush=True)\nos.write(1, b'more' * 100)\n"
-    body += "text = sys.stdin.read() + subprocess.run(['cat'], capture_output=True, text=True).stdout\n"
+    body += (
+        "text = sys.stdin.read() + subprocess.run(['cat'], capture_output=True, text=True).stdout\n"
+    )
     body += "subprocess.run(['echo', 'noise'])\nreturn int(x.response) if text == '' else 1000"
     rows = await score(samples(), hook(body, workers=1, sample_timeout_s=20))
     assert [row.reward for row in rows] == [float(sample.response) for sample in samples()]
@@ -339,7 +406,8 @@ async def test_what_a_function_leaves_running_does_not_outlive_its_process(hook,
 
 @pytest.mark.integration
 async def test_an_answer_to_another_call_is_an_error_and_never_a_reward(hook, tmp_path):
-    """A function that finds the pipe and writes an answer itself: as an answer of call 1 it comes before that of call 2."""
+    """A function that finds the pipe and writes an answer itself: as an answer of call 1 it comes
+    before that of call 2."""
     body = """
 import pickle, struct
 from rlpipe.rewards.python import Score
@@ -359,10 +427,17 @@ return int(x.response)
     assert "an answer to another call" in (rows[2].error or "")
 
 
-@pytest.mark.parametrize("error", ["KeyboardInterrupt", "SystemExit(0)", "asyncio.CancelledError()", "GeneratorExit()"])
+@pytest.mark.parametrize(
+    "error", ["KeyboardInterrupt", "SystemExit(0)", "asyncio.CancelledError()", "GeneratorExit()"]
+)
 @pytest.mark.parametrize("kind", ["def", "async def"])
-async def test_a_function_that_ends_python_in_the_stages_process_is_the_error_of_its_row(hook, kind, error):
-    rows = await score(samples(2, 1), hook(f"if x.response == '00': raise {error}\nreturn 1", kind, sample_timeout_s=5))
+async def test_a_function_that_ends_python_in_the_stages_process_is_the_error_of_its_row(
+    hook, kind, error
+):
+    rows = await score(
+        samples(2, 1),
+        hook(f"if x.response == '00': raise {error}\nreturn 1", kind, sample_timeout_s=5),
+    )
     assert [row.reward for row in rows] == [None, 1.0]
     assert error.partition("(")[0].rpartition(".")[2] in (rows[0].error or "")
 

@@ -15,7 +15,10 @@ from rlpipe.rewards.base import score
 from rlpipe.rewards.python import Score, Scorer
 from rlpipe.types import Sample, Status
 
-SAMPLES = [Sample("g", index, f"p{index}", [1], response=f"r{index}", status=Status.COMPLETED) for index in range(2)]
+SAMPLES = [
+    Sample("g", index, f"p{index}", [1], response=f"r{index}", status=Status.COMPLETED)
+    for index in range(2)
+]
 ARGS = Namespace(scale=2.0, reward_model="m")
 
 
@@ -30,13 +33,20 @@ def scorer(tmp_path: Path):
 
 
 def test_slimes_form_gets_args_and_a_sample(scorer):
-    made = scorer("async def custom_rm(args, sample, **kwargs):\n    return args.scale * len(sample.response)\n", "custom_rm")
+    made = scorer(
+        "async def custom_rm(args, sample, **kwargs):\n    return args.scale * len(sample.response)\n",
+        "custom_rm",
+    )
     assert made.is_async
     assert made.score(SAMPLES[:1]) == asyncio.run(made.score_async(SAMPLES[:1])) == [Score(4.0)]
 
 
 def test_slimes_group_form_gets_args_and_the_samples(scorer):
-    made = scorer("def custom_rm(args, samples):\n    return [args.scale * s.index for s in samples]\n", "custom_rm", group=True)
+    made = scorer(
+        "def custom_rm(args, samples):\n    return [args.scale * s.index for s in samples]\n",
+        "custom_rm",
+        group=True,
+    )
     assert made.score(SAMPLES) == [Score(0.0), Score(2.0)]
 
 
@@ -60,7 +70,9 @@ def test_a_class_may_be_async_or_called(scorer):
         CLASS.replace("    def compute", "    async def compute")
         + "class Called:\n    def __call__(self, sample):\n        return 3\n"
     )
-    assert scorer(source, "CustomRewardModel", arguments={"model_path": "/m"}).score(SAMPLES[:1]) == [Score(2.0)]
+    assert scorer(source, "CustomRewardModel", arguments={"model_path": "/m"}).score(
+        SAMPLES[:1]
+    ) == [Score(2.0)]
     assert scorer(source, "Called").score(SAMPLES[:1]) == [Score(3.0)]
 
 
@@ -76,13 +88,17 @@ def test_a_class_may_be_async_or_called(scorer):
         ("def reward(sample): ...\n", "reward", {"arguments": {"a": 1}}, "no arguments of its own"),
     ],
 )
-def test_what_fits_no_form_is_refused_before_the_first_sample(scorer, source: str, name: str, keys: dict, problem: str):
+def test_what_fits_no_form_is_refused_before_the_first_sample(
+    scorer, source: str, name: str, keys: dict, problem: str
+):
     with pytest.raises(ConfigError, match=problem):
         scorer(source, name, **keys)
 
 
 def test_a_class_with_too_many_rewards_is_an_error_of_the_row(scorer):
-    made = scorer("class R:\n    def compute_reward(self, prompts, responses):\n        return [1, 2]\n", "R")
+    made = scorer(
+        "class R:\n    def compute_reward(self, prompts, responses):\n        return [1, 2]\n", "R"
+    )
     with pytest.raises(RewardError, match="2 rewards for one response"):
         made.score(SAMPLES[:1])
 
@@ -90,6 +106,8 @@ def test_a_class_with_too_many_rewards_is_an_error_of_the_row(scorer):
 @pytest.mark.integration
 def test_args_reach_a_process(tmp_path: Path):
     (tmp_path / "mine.py").write_text("def custom_rm(args, sample):\n    return args.scale\n")
-    config = RewardConfig(function=PythonReward(type="python", path=f"{tmp_path}/mine.py:custom_rm"), workers=1)
+    config = RewardConfig(
+        function=PythonReward(type="python", path=f"{tmp_path}/mine.py:custom_rm"), workers=1
+    )
     rows = asyncio.run(score(SAMPLES, config, args=ARGS))
     assert [row.reward for row in rows] == [2.0, 2.0]

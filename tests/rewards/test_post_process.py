@@ -13,7 +13,11 @@ from rlpipe.rewards.post_process import post_process
 from rlpipe.types import Sample
 
 SAMPLES = [Sample("g", index, "", [1], response="x" * index) for index in range(3)]
-ROWS = [RewardRow("g", 0, 1.0, {"format": 1.0}), RewardRow("g", 1, None, error="late"), RewardRow("g", 2, 3.0)]
+ROWS = [
+    RewardRow("g", 0, 1.0, {"format": 1.0}),
+    RewardRow("g", 1, None, error="late"),
+    RewardRow("g", 2, 3.0),
+]
 
 
 @pytest.fixture
@@ -26,10 +30,16 @@ def path(tmp_path: Path):
 
 
 def test_it_sees_what_was_scored_and_sets_the_rewards(path):
-    hook = path("return [s.reward for s in samples], [args.scale * (s.reward - len(s.response)) for s in samples]")
+    hook = path(
+        "return [s.reward for s in samples], [args.scale * (s.reward - len(s.response)) for s in samples]"
+    )
     rows = post_process(hook, Namespace(scale=10), SAMPLES, ROWS)
     assert [row.reward for row in rows] == [10.0, None, 10.0]
-    assert [row.parts for row in rows] == [{"format": 1.0, "raw_reward": 1.0}, {}, {"raw_reward": 3.0}]
+    assert [row.parts for row in rows] == [
+        {"format": 1.0, "raw_reward": 1.0},
+        {},
+        {"raw_reward": 3.0},
+    ]
     assert rows[1].error == "late"
     assert ROWS[0].reward == 1.0
 

@@ -17,7 +17,8 @@ from rlpipe.rewards.answers import without_end
 from rlpipe.rewards.python import Score, Scorer
 from rlpipe.types import Sample
 
-ONE, TWO = Sample("g", 0, "", [1]), Sample("g", 1, "", [1])
+ONE = Sample("g", 0, "", [1])
+TWO = Sample("g", 1, "", [1])
 
 
 @pytest.fixture
@@ -32,7 +33,12 @@ def scorer(tmp_path):
 
 @pytest.mark.parametrize(
     ("body", "value"),
-    [("return 2", 2.0), ("return True", 1.0), ("return numpy.float32(0.5)", 0.5), ("return torch.tensor(-1)", -1.0)],
+    [
+        ("return 2", 2.0),
+        ("return True", 1.0),
+        ("return numpy.float32(0.5)", 0.5),
+        ("return torch.tensor(-1)", -1.0),
+    ],
 )
 def test_numbers_are_rewards(scorer, body, value):
     assert scorer(body).score([ONE]) == [Score(value)]
@@ -48,7 +54,9 @@ def test_the_entry_of_a_rules_answer_that_is_the_reward_can_be_named():
     wrong = Sample("g", 0, "", [1], label="5", response="Answer: 6")
     (score,) = Scorer(RowReward(type="by_row", default="dapo")).score([wrong])
     assert score == Score(-1.0, {"acc": 0.0, "format": 1.0})
-    assert Scorer(RowReward(type="by_row", default="dapo", reward_key="score")).score([wrong]) == [score]
+    assert Scorer(RowReward(type="by_row", default="dapo", reward_key="score")).score([wrong]) == [
+        score
+    ]
     (score,) = Scorer(RowReward(type="by_row", default="dapo", reward_key="acc")).score([wrong])
     assert score == Score(0.0, {"reward": -1.0, "format": 1.0})
     with pytest.raises(RewardError, match="which entry"):
@@ -104,7 +112,9 @@ def test_a_function_that_is_not_there_is_a_config_error(tmp_path):
 END = "<|im_end|>"
 
 
-@pytest.mark.parametrize("end", [END, "<|eot_id|>\n", "<｜end▁of▁sentence｜>", "</s>", "<end_of_turn>", f"{END}{END}"])
+@pytest.mark.parametrize(
+    "end", [END, "<|eot_id|>\n", "<｜end▁of▁sentence｜>", "</s>", "<end_of_turn>", f"{END}{END}"]
+)
 @pytest.mark.parametrize(
     ("function", "response", "label", "metadata"),
     [
@@ -117,7 +127,9 @@ END = "<|im_end|>"
         (RowReward(type="by_row"), "it is Paris", "it is paris", {"rm_type": "f1"}),
     ],
 )
-def test_our_rules_read_a_response_without_the_token_that_ends_it(function, response, label, metadata, end):
+def test_our_rules_read_a_response_without_the_token_that_ends_it(
+    function, response, label, metadata, end
+):
     sample = Sample(response=response + end, label=label, metadata=metadata)
     assert Scorer(function).score([sample])[0].reward == 1.0
     assert sample.response == response + end

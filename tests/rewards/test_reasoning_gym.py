@@ -20,7 +20,14 @@ def sample(response, task="spell_backward", arguments=None, metadata=None):
     entry = make_task(task, arguments, seed=5, size=1)[0]
     record = json.loads(json.dumps(scoring_record(task, arguments, entry)))
     response = response.format(answer=entry["answer"])
-    return Sample("g", 0, entry["question"], [1], metadata=record if metadata is None else metadata, response=response)
+    return Sample(
+        "g",
+        0,
+        entry["question"],
+        [1],
+        metadata=record if metadata is None else metadata,
+        response=response,
+    )
 
 
 def reward(**keys):
@@ -42,8 +49,16 @@ def test_without_a_threshold_partial_credit_is_the_reward():
 
 def test_a_pattern_finds_the_answer_and_its_absence_is_a_part():
     scored = reward(answer_pattern=NUMBER_ON_THE_FIRST_LINE)
-    assert scored(sample(" {answer}\n\nThe", "chain_sum", SUMS)) == {"reward": 1.0, "score": 1.0, "format": 1.0}
-    assert scored(sample("{answer} apples", "chain_sum", SUMS)) == {"reward": 0.0, "score": 0.0, "format": 0.0}
+    assert scored(sample(" {answer}\n\nThe", "chain_sum", SUMS)) == {
+        "reward": 1.0,
+        "score": 1.0,
+        "format": 1.0,
+    }
+    assert scored(sample("{answer} apples", "chain_sum", SUMS)) == {
+        "reward": 0.0,
+        "score": 0.0,
+        "format": 0.0,
+    }
 
 
 def test_scorers_that_compare_tuples_get_tuples_back():
@@ -53,7 +68,9 @@ def test_scorers_that_compare_tuples_get_tuples_back():
     assert reward()(right)["reward"] == 1.0
 
 
-@pytest.mark.parametrize("metadata", [{}, {"reasoning_gym": 1}, {"reasoning_gym": {"task": "spell_backward"}}])
+@pytest.mark.parametrize(
+    "metadata", [{}, {"reasoning_gym": 1}, {"reasoning_gym": {"task": "spell_backward"}}]
+)
 def test_a_sample_of_another_source_is_refused(metadata):
     with pytest.raises(DataError, match="not made by reasoning_gym"):
         reward()(sample("x", metadata=metadata))
@@ -73,7 +90,11 @@ def test_an_item_of_a_task_that_is_gone_is_refused():
 
 
 plain = st.none() | st.booleans() | st.integers() | st.text()
-keys = st.text().filter(lambda key: key not in ("__tuple__", "__items__")) | st.integers() | st.tuples(st.integers(), st.text())
+keys = (
+    st.text().filter(lambda key: key not in ("__tuple__", "__items__"))
+    | st.integers()
+    | st.tuples(st.integers(), st.text())
+)
 values = st.recursive(
     plain,
     lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(keys, inner),

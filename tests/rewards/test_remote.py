@@ -1,4 +1,5 @@
-"""Rewards over HTTP, against a real server: what is posted, when it is tried again, what stands as an error."""
+"""Rewards over HTTP, against a real server: what is posted, when it is tried again, what stands as
+an error."""
 
 from __future__ import annotations
 
@@ -18,11 +19,21 @@ from rlpipe.rewards.base import score
 from rlpipe.rewards.python import Score, Scorer
 from rlpipe.types import Sample, Status
 
-SAMPLE = Sample("g", 0, "1 + 1 =", [1], label="2", response="two", metadata={"level": 1}, status=Status.COMPLETED)
+SAMPLE = Sample(
+    "g",
+    0,
+    "1 + 1 =",
+    [1],
+    label="2",
+    response="two",
+    metadata={"level": 1},
+    status=Status.COMPLETED,
+)
 
 
 class Server:
-    """Answers posts from a list of (status, JSON), the last one for ever, and keeps what was asked."""
+    """Answers posts from a list of (status, JSON), the last one for ever, and keeps what was
+    asked."""
 
     def __init__(self) -> None:
         self.answers: list[tuple[int, Any]] = [(200, 1)]
@@ -33,10 +44,14 @@ class Server:
             def do_POST(self) -> None:
                 content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.asked.append((self.path, content, self.headers.get("Authorization")))
-                status, answer = outer.answers.pop(0) if len(outer.answers) > 1 else outer.answers[0]
+                status, answer = (
+                    outer.answers.pop(0) if len(outer.answers) > 1 else outer.answers[0]
+                )
                 self.send_response(status)
                 self.end_headers()
-                self.wfile.write(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
+                self.wfile.write(
+                    answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                )
 
             def log_message(self, format: str, *args: Any) -> None: ...
 
@@ -91,7 +106,9 @@ def test_the_servers_last_word_stands_once_all_tries_are_used(server: Server):
     assert len(server.asked) == 3
 
 
-@pytest.mark.parametrize(("answer", "problem"), [((404, "no"), "HTTP 404"), ((200, b"<html>"), "not answer in JSON")])
+@pytest.mark.parametrize(
+    ("answer", "problem"), [((404, "no"), "HTTP 404"), ((200, b"<html>"), "not answer in JSON")]
+)
 def test_what_cannot_pass_is_not_tried_again(server: Server, answer: tuple[int, Any], problem: str):
     server.answers = [answer]
     with pytest.raises(RewardError, match=problem):
@@ -109,7 +126,13 @@ def test_nobody_there_is_an_error_of_the_row_and_no_zero():
 def test_a_model_judges(server: Server, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RLPIPE_JUDGE_KEY", "secret")
     server.answers = [(200, {"choices": [{"message": {"content": "Score: 2? No.\nScore: 7.5"}}]})]
-    function = JudgeReward(type="judge", url=f"{server.url}/v1/", model="j", prompt="{prompt} {response} ({label})", scale=10)
+    function = JudgeReward(
+        type="judge",
+        url=f"{server.url}/v1/",
+        model="j",
+        prompt="{prompt} {response} ({label})",
+        scale=10,
+    )
     assert asked(function) == [Score(0.75)]
     ((path, content, key),) = server.asked
     assert (path, key) == ("/v1/chat/completions", "Bearer secret")
@@ -117,7 +140,9 @@ def test_a_model_judges(server: Server, monkeypatch: pytest.MonkeyPatch):
     assert (content["model"], content["temperature"]) == ("j", 0.0)
 
 
-@pytest.mark.parametrize("answer", [{"choices": [{"message": {"content": "fine"}}]}, {"error": "x"}])
+@pytest.mark.parametrize(
+    "answer", [{"choices": [{"message": {"content": "fine"}}]}, {"error": "x"}]
+)
 def test_a_judge_without_a_score_is_an_error(server: Server, answer: Any):
     server.answers = [(200, answer)]
     with pytest.raises(RewardError, match=r"the judge gave no score|not a chat completion"):
@@ -133,6 +158,8 @@ def test_a_judge_without_a_score_is_an_error(server: Server, answer: Any):
         ({"score_pattern": "("}, "not a regular expression"),
     ],
 )
-def test_a_judge_that_cannot_be_asked_is_refused_before_the_first_sample(keys: dict[str, str], problem: str):
+def test_a_judge_that_cannot_be_asked_is_refused_before_the_first_sample(
+    keys: dict[str, str], problem: str
+):
     with pytest.raises(ConfigError, match=problem):
         Scorer(JudgeReward.model_validate({"type": "judge", "url": "http://h", **keys}))

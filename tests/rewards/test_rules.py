@@ -119,18 +119,38 @@ def squad_normalised(text: str) -> str:
 
 def squad_f1(prediction: str, truth: str) -> float:
     """`f1_score` of the same script, with HotpotQA's three words that only match themselves."""
-    left, right = squad_normalised(prediction), squad_normalised(truth)
+    left = squad_normalised(prediction)
+    right = squad_normalised(truth)
     if left != right and {left, right} & {"yes", "no", "noanswer"}:
         return 0.0
     common = sum((Counter(left.split()) & Counter(right.split())).values())
     if common == 0:
         return 0.0
-    precision, recall = common / len(left.split()), common / len(right.split())
+    precision = common / len(left.split())
+    recall = common / len(right.split())
     return 2 * precision * recall / (precision + recall)
 
 
 ANSWERS = st.lists(
-    st.sampled_from(["the", "a", "an", "cat", "U.S.A.", "don't", "yes", "no", "noanswer", "1,000", "-", "x's", "É", "’s", "\n"]),
+    st.sampled_from(
+        [
+            "the",
+            "a",
+            "an",
+            "cat",
+            "U.S.A.",
+            "don't",
+            "yes",
+            "no",
+            "noanswer",
+            "1,000",
+            "-",
+            "x's",
+            "É",
+            "’s",
+            "\n",
+        ]
+    ),
     min_size=1,
     max_size=5,
 ).map(" ".join)
@@ -192,10 +212,18 @@ def test_gpqa_takes_the_letter_that_a_response_settles_on(response: str, told: s
 
 def test_gpqa_knows_the_right_choice_by_letter_number_or_text():
     choices = {"A": "the sun", "B": "the moon"}
-    told: list[tuple[str, dict[str, Any]]] = [("b", {}), ("1", {}), ("The Moon!", {}), ("anything", {"correct_letter": "B"})]
+    told: list[tuple[str, dict[str, Any]]] = [
+        ("b", {}),
+        ("1", {}),
+        ("The Moon!", {}),
+        ("anything", {"correct_letter": "B"}),
+    ]
     for label, metadata in told:
         assert gpqa(sample("answer: B", label, choices=choices, **metadata))["reward"] == 1.0
-    assert gpqa(sample("it is the moon, surely", "B", choices=choices)) == {"reward": 1.0, "format": 0.0}
+    assert gpqa(sample("it is the moon, surely", "B", choices=choices)) == {
+        "reward": 1.0,
+        "format": 0.0,
+    }
     with pytest.raises(DataError, match="which choice is right"):
         gpqa(sample("answer: B", "Mars", choices=choices))
 
@@ -216,9 +244,16 @@ def test_a_row_without_a_label_is_an_error(rule: Any):
 
 def test_a_boxed_rule_looks_into_the_box_only():
     rule = of_kind("boxed_f1")
-    assert rule(sample(r"a lot of words \boxed{cat}", "cat")) == {"reward": 1.0, "precision": 1.0, "recall": 1.0, "boxed": 1.0}
+    assert rule(sample(r"a lot of words \boxed{cat}", "cat")) == {
+        "reward": 1.0,
+        "precision": 1.0,
+        "recall": 1.0,
+        "boxed": 1.0,
+    }
     assert rule(sample("cat", "cat"))["reward"] == 0.0
-    assert make_rule(MathReward(type="math", boxed=True))(sample(r"3 \boxed{2}", "2"))["reward"] == 1.0
+    assert (
+        make_rule(MathReward(type="math", boxed=True))(sample(r"3 \boxed{2}", "2"))["reward"] == 1.0
+    )
 
 
 def test_each_row_may_say_its_own_rule():

@@ -1,8 +1,10 @@
-"""Exactly once, as a property: many iterations of a random run, killed at random points and tried again.
+"""Exactly once, as a property: many iterations of a random run, killed at random points and tried
+again.
 
-Every group ever drawn is exactly once trained, dropped with a reason, or in the buffer; ids are never drawn twice; the oldest of
-the buffer come first; finished rows are never sampled again but for their age. The store, the data source and the sampler are
-the real ones; the engine is a function that finishes, fails, waits or is cut off as it is told.
+Every group ever drawn is exactly once trained, dropped with a reason, or in the buffer; ids are
+never drawn twice; the oldest of the buffer come first; finished rows are never sampled again but
+for their age. The store, the data source and the sampler are the real ones; the engine is a
+function that finishes, fails, waits or is cut off as it is told.
 """
 
 from __future__ import annotations
@@ -18,26 +20,26 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlpipe.batch import fix_batch
+from rlpipe.batch.build import fix_batch
+from rlpipe.batch.files import write_batch
 from rlpipe.config.data import DataConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.source import DataSource
 from rlpipe.errors import DataError, EngineError, EngineUnavailable
-from rlpipe.inputs import Inputs
+from rlpipe.lineage.stage_inputs import Inputs
 from rlpipe.rollout.filters import Rejection
 from rlpipe.rollout.generate import FINISHED, planned_sample
 from rlpipe.rollout.judge import Judge
 from rlpipe.rollout.rows import Part, StoredRows
 from rlpipe.rollout.sampler import RolloutResult, RolloutSettings, run_rollout
-from rlpipe.stage_files import write_batch
-from rlpipe.store.audit import check_branch
+from rlpipe.store.audit.check import check_branch
 from rlpipe.store.branches import Branches, commit_name
-from rlpipe.store.files import Files
 from rlpipe.store.gc import unreachable
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
+from rlpipe.store.parquet.rows import table_to_samples
+from rlpipe.store.parquet.shards import read_rows
 from rlpipe.store.plans import Plans
-from rlpipe.store.rows import table_to_samples
-from rlpipe.store.shards import read_rows
 from rlpipe.types import Commit, DataState, PlannedGroup, Sample, Stage, Status
 from tests.data.test_source import FILE, LETTERS, rows
 from tests.store.lineage import make_node
@@ -100,9 +102,13 @@ class Engine:
 
     async def __call__(self, group: PlannedGroup, so_far: Sequence[Sample] = ()) -> list[Sample]:
         self.begun_from[group.group_id] = sum(len(sample.response_ids) for sample in so_far)
-        assert not so_far or not all(sample.status in FINISHED for sample in so_far), "a finished group is sampled again"
+        assert not so_far or not all(sample.status in FINISHED for sample in so_far), (
+            "a finished group is sampled again"
+        )
         there = {sample.index: sample for sample in so_far}
-        samples = [there.get(index) or planned_sample(group, index) for index in range(len(group.seeds))]
+        samples = [
+            there.get(index) or planned_sample(group, index) for index in range(len(group.seeds))
+        ]
         for sample in samples:
             sample.rollout_log_probs = sample.rollout_log_probs or []
         while unfinished := [sample for sample in samples if sample.status not in FINISHED]:
@@ -156,7 +162,9 @@ class Driver:
         self.plans, self.nodes, self.branches = Plans(files), Nodes(files), Branches(files)
         self.config = world.config
         data = DataConfig(prompts=FILE)
-        self.source = DataSource(rows(7), LETTERS, data, self.config, "run", async_buffer_size=world.staleness)
+        self.source = DataSource(
+            rows(7), LETTERS, data, self.config, "run", async_buffer_size=world.staleness
+        )
         self.init = self.nodes.commit(make_node(Stage.INIT, {}, model="tiny")).digest
         self.branches.create("run", {}, self.init)
         self.writing = threading.Lock()
@@ -164,7 +172,11 @@ class Driver:
 
     def part(self, iteration: int, state: DataState, number: int, *, write: bool = True) -> Part:
         taken = self.source.takes(state)
-        earlier = [group for digest in {one.plan for one in taken} for group in self.plans.read(digest).groups]
+        earlier = [
+            group
+            for digest in {one.plan for one in taken}
+            for group in self.plans.read(digest).groups
+        ]
         plan = self.source.plan(iteration, state, part=number, buffered=earlier)
         with self.writing:
             return Part(self.plans.write(plan) if write else self.plans.find(plan) or "", plan)
@@ -177,7 +189,9 @@ class Driver:
         kept = self.verdicts.setdefault(group_id, self.dice.random() >= self.world.rejects)
         return None if kept else Rejection("dull", fallback=group_id.endswith(("3", "6")))
 
-    async def attempt(self, k: int, state: DataState, *, mortal: bool) -> tuple[RolloutResult, StoredRows, Engine]:
+    async def attempt(
+        self, k: int, state: DataState, *, mortal: bool
+    ) -> tuple[RolloutResult, StoredRows, Engine]:
         parts = [self.part(k, state, 0)]
         while not self.config.static and (following := self.more(parts[-1], write=False)).digest:
             parts.append(following)
@@ -213,7 +227,9 @@ class Driver:
                 )
             except (Killed, EngineError):
                 with self.writing:
-                    assert unreachable(self.files, grace_s=-60) == [], "what a killed rollout left can still be adopted"
+                    assert unreachable(self.files, grace_s=-60) == [], (
+                        "what a killed rollout left can still be adopted"
+                    )
                 continue
             self.check_continuation(result, engine)
             return result, store
@@ -233,8 +249,15 @@ class Driver:
         self.check(state, result)
         digests = [part.digest for part in result.parts]
         after = result.after.model_dump(mode="json")
-        outputs = {"plans": digests, "after": after, "dropped": result.dropped, "accepted": list(result.accepted)}
-        node = Inputs(Stage.ROLLOUT, {"plan": digests[0]}).node(files=tuple(store.files), outputs=outputs)
+        outputs = {
+            "plans": digests,
+            "after": after,
+            "dropped": result.dropped,
+            "accepted": list(result.accepted),
+        }
+        node = Inputs(Stage.ROLLOUT, {"plan": digests[0]}).node(
+            files=tuple(store.files), outputs=outputs
+        )
         self.nodes.commit(node)
         samples = table_to_samples(read_rows(self.files, store.files))
         self.check_rows(result, samples)
@@ -248,18 +271,24 @@ class Driver:
                 max_staleness=self.world.staleness,
                 mask_stale=self.world.masking,
             )
-            trained, dropped = batch.groups, batch.dropped
+            trained = batch.groups
+            dropped = batch.dropped
             if batch.staleness is not None:
                 counted = batch.staleness[batch.columns.loss_mask > 0]
                 assert counted.max() <= self.world.staleness, "a token that is too old is trained"
         except DataError:
-            trained, dropped = (), {}
-        assert not dropped and set(trained) == set(result.accepted), "what is accepted is fresh enough to be trained"
+            trained = ()
+            dropped = {}
+        assert not dropped and set(trained) == set(result.accepted), (
+            "what is accepted is fresh enough to be trained"
+        )
         nodes = {Stage.ROLLOUT: node.digest}
         advantage = make_node(Stage.ADVANTAGE, {"rollout": node.digest})
         if trained:
             record = write_batch(self.files, advantage.digest, batch, batch.columns)
-            nodes[Stage.ADVANTAGE] = self.nodes.commit(advantage.model_copy(update={"files": (record,)})).digest
+            nodes[Stage.ADVANTAGE] = self.nodes.commit(
+                advantage.model_copy(update={"files": (record,)})
+            ).digest
         self.branches.commit(
             Commit(
                 branch="run",
@@ -279,19 +308,28 @@ class Driver:
         planned = [group.group_id for part in result.parts for group in part.plan.groups]
         buffer = [one.group_id for one in result.after.buffer]
         assert len(set(planned)) == len(planned)
-        assert sorted([*result.accepted, *result.dropped, *buffer]) == sorted({*planned, *(one.group_id for one in state.buffer)})
-        assert buffer == sorted(buffer), "ids are numbered as they were drawn: the oldest come first"
+        assert sorted([*result.accepted, *result.dropped, *buffer]) == sorted(
+            {*planned, *(one.group_id for one in state.buffer)}
+        )
+        assert buffer == sorted(buffer), (
+            "ids are numbered as they were drawn: the oldest come first"
+        )
         assert len(result.accepted) == self.config.rollout_batch_size or self.config.static
 
     def check_rows(self, result: RolloutResult, samples: list[Sample]) -> None:
-        """The node has complete rows of every accepted group, and of every finished one that waits."""
+        """The node has complete rows of every accepted group, and of every finished one that
+        waits."""
         for group_id in result.accepted:
             mine = [sample for sample in samples if sample.group_id == group_id]
-            assert [sample.index for sample in mine] == [0, 1] and all(sample.status in FINISHED for sample in mine)
+            assert [sample.index for sample in mine] == [0, 1] and all(
+                sample.status in FINISHED for sample in mine
+            )
         for waiting in result.after.buffer:
             mine = [sample for sample in samples if sample.group_id == waiting.group_id]
             complete = bool(mine) and all(sample.status in FINISHED for sample in mine)
-            assert not complete or None not in (waiting.rows, waiting.finished), "finished rows are not forgotten"
+            assert not complete or None not in (waiting.rows, waiting.finished), (
+                "finished rows are not forgotten"
+            )
             assert not mine or complete == (waiting.finished is not None)
             versions = [version for sample in mine for _, version in sample.weight_versions]
             assert not mine or waiting.rows is None or waiting.oldest == min(versions)
@@ -317,6 +355,9 @@ def test_in_deterministic_mode_the_order_of_finishing_and_crashes_change_nothing
             driver = Driver(Files(folder), world)
             for k in range(4):
                 asyncio.run(driver.iterate(k))
-            return [(commit.trained, commit.plans, commit.data) for commit in driver.branches.walk("run")]
+            return [
+                (commit.trained, commit.plans, commit.data)
+                for commit in driver.branches.walk("run")
+            ]
 
     assert outcome(1, 0.0) == outcome(2, 0.0) == outcome(3, 0.5)

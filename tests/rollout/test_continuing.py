@@ -1,4 +1,5 @@
-"""Responses in several pieces: cut off, continued, pushed to in the middle. Real engine, real weights."""
+"""Responses in several pieces: cut off, continued, pushed to in the middle. Real engine, real
+weights."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ import pytest
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.engines.sglang.admin import Engine, PauseMode
 from rlpipe.errors import DeadlineExceeded, EngineError
-from rlpipe.rollout.client import GenerateClient
-from rlpipe.rollout.gate import Gate
+from rlpipe.rollout.client.client import GenerateClient
+from rlpipe.rollout.client.gate import Gate
 from rlpipe.rollout.generate import SingleTurn, sampling_params
 from rlpipe.rollout.generation import Generation, joined, settled
-from rlpipe.sync.tensor import TensorTransport
+from rlpipe.sync.transports.tensor import TensorTransport
 from rlpipe.types import PlannedGroup, Status
 from tests.live_engine import CONTEXT_LEN, END, VOCAB_SIZE, log_probs, make_model
 
@@ -29,28 +30,38 @@ PROMPTS = [[5 + number, 6, 7] for number in range(8)]
 
 
 def _client(url: str, **keywords) -> GenerateClient:
-    return GenerateClient(url, **{"vocab_size": VOCAB_SIZE, "deadline_s": 60.0, "samples_per_request": 64, **keywords})
+    return GenerateClient(
+        url, **{"vocab_size": VOCAB_SIZE, "deadline_s": 60.0, "samples_per_request": 64, **keywords}
+    )
 
 
 async def _push(live, model, stamp: str, pause: PauseMode = "abort") -> None:
     transport = TensorTransport(live.model_dir, buffer_size_bytes=2**20, timeout_s=40.0)
-    await asyncio.to_thread(transport.push, list(model.state_dict().items()), [live.server.url], stamp, pause=pause)
+    await asyncio.to_thread(
+        transport.push, list(model.state_dict().items()), [live.server.url], stamp, pause=pause
+    )
     live.model = model
 
 
 def _check(prompt: list[int], generation: Generation, models: Mapping[str, Any]) -> None:
-    """Each token has the log-probability that the weights named beside it give it after all tokens before it."""
+    """Each token has the log-probability that the weights named beside it give it after all tokens
+    before it."""
     ends = list(accumulate(tokens for tokens, _ in generation.weight_versions))
     assert ends[-1] == len(generation.response_ids) == len(generation.log_probs)
     for (tokens, stamp), end in zip(generation.weight_versions, ends, strict=True):
         expected = log_probs(models[stamp], prompt, generation.response_ids)
-        np.testing.assert_allclose(generation.log_probs[end - tokens : end], expected[end - tokens : end], atol=1e-4)
+        np.testing.assert_allclose(
+            generation.log_probs[end - tokens : end], expected[end - tokens : end], atol=1e-4
+        )
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("mode", "pause"), [("abort", "abort"), ("in_place", "retract")])
-async def test_a_push_in_the_middle_is_another_span_with_exact_log_probs(live, tmp_path, mode, pause):
-    old, new = live.model, make_model(tmp_path / "new", seed=len(mode) + 20)
+async def test_a_push_in_the_middle_is_another_span_with_exact_log_probs(
+    live, tmp_path, mode, pause
+):
+    old = live.model
+    new = make_model(tmp_path / "new", seed=len(mode) + 20)
     await _push(live, old, "b@1@old")
     models = {"b@1@old": old, "b@2@new": new}
     async with _client(live.router.url) as client:
@@ -106,34 +117,59 @@ async def test_what_is_cut_off_is_final_for_its_owner_only(live):
         await client.cut_off(stop)
         for generation in await ours:
             assert generation.finish_reason == "abort" and 0 < len(generation.response_ids) < 240
-            _check([5, 6], generation, dict.fromkeys([stamp for _, stamp in generation.weight_versions], live.model))
+            _check(
+                [5, 6],
+                generation,
+                dict.fromkeys([stamp for _, stamp in generation.weight_versions], live.model),
+            )
         for generation in await others:
             assert (generation.finish_reason, len(generation.response_ids)) == ("length", 230)
-            _check([7, 8], generation, dict.fromkeys([stamp for _, stamp in generation.weight_versions], live.model))
+            _check(
+                [7, 8],
+                generation,
+                dict.fromkeys([stamp for _, stamp in generation.weight_versions], live.model),
+            )
         start_s = time.monotonic()
         (late,) = await client.generate([5], LONG, stop=stop)
-        assert (late.response_ids, late.finish_reason) == ([], "abort") and time.monotonic() - start_s < 1
+        assert (late.response_ids, late.finish_reason) == (
+            [],
+            "abort",
+        ) and time.monotonic() - start_s < 1
 
 
 @pytest.mark.integration
 async def test_a_group_goes_on_over_iterations_under_other_weights(live, tmp_path):
     models = [live.model, make_model(tmp_path / "b", seed=31), make_model(tmp_path / "c", seed=32)]
-    config = RolloutConfig(rollout_batch_size=1, n_samples_per_prompt=16, rollout_max_response_len=240)
-    group = PlannedGroup(group_id="b:00000001", prompt="p", prompt_ids=(5, 6, 7), seeds=tuple(range(16)))
-    samples, lengths = [], [0] * 16
+    config = RolloutConfig(
+        rollout_batch_size=1, n_samples_per_prompt=16, rollout_max_response_len=240
+    )
+    group = PlannedGroup(
+        group_id="b:00000001", prompt="p", prompt_ids=(5, 6, 7), seeds=tuple(range(16))
+    )
+    samples = []
+    lengths = [0] * 16
     for version, model in enumerate(models):
         await _push(live, model, f"b@{version}@d")
         stop = asyncio.Event()
         async with _client(live.router.url, end_ids=[END]) as client:
-            generate = SingleTurn(client, sampling_params(config), decode=str, context_len=CONTEXT_LEN, stop=stop)
+            generate = SingleTurn(
+                client, sampling_params(config), decode=str, context_len=CONTEXT_LEN, stop=stop
+            )
             running = asyncio.ensure_future(generate(group, samples))
             if version < 2:
                 await asyncio.sleep(0.08)
                 await client.cut_off(stop)
-            before, samples = samples, await running
+            before = samples
+            samples = await running
         for earlier in before:
-            assert samples[earlier.index].response_ids[: len(earlier.response_ids)] == earlier.response_ids
-        assert all(len(sample.response_ids) >= length for sample, length in zip(samples, lengths, strict=True))
+            assert (
+                samples[earlier.index].response_ids[: len(earlier.response_ids)]
+                == earlier.response_ids
+            )
+        assert all(
+            len(sample.response_ids) >= length
+            for sample, length in zip(samples, lengths, strict=True)
+        )
         lengths = [len(sample.response_ids) for sample in samples]
     assert {sample.status for sample in samples} <= {Status.COMPLETED, Status.TRUNCATED}
     assert any(len(sample.weight_versions) == 3 for sample in samples)
@@ -152,9 +188,16 @@ async def test_an_engine_of_this_version_names_spans(live):
 
 
 def _row(ids: list[int], reason: str, spans: bool = True) -> dict:
-    versions = {"weight_versions": [{"version": "b@1@d", "start": 0, "end": len(ids)}]} if spans else {}
+    versions = (
+        {"weight_versions": [{"version": "b@1@d", "start": 0, "end": len(ids)}]} if spans else {}
+    )
     logprobs = [[-float(token), token, None] for token in ids]
-    meta = {"output_token_logprobs": logprobs, "finish_reason": {"type": reason}, "weight_version": "b@1@d", **versions}
+    meta = {
+        "output_token_logprobs": logprobs,
+        "finish_reason": {"type": reason},
+        "weight_version": "b@1@d",
+        **versions,
+    }
     return {"meta_info": meta}
 
 
@@ -162,7 +205,8 @@ class _Scripted:
     """Answers requests of `/generate` with given rows, in order, and keeps what was asked."""
 
     def __init__(self, *answers: list[dict]) -> None:
-        self.answers, self.asked = list(answers), []
+        self.answers = list(answers)
+        self.asked = []
 
     def client(self, **keywords) -> GenerateClient:
         client = _client("http://router", **keywords)
@@ -178,7 +222,11 @@ async def test_of_a_mixed_batch_only_the_aborted_go_on_with_fewer_tokens_left():
     script = _Scripted([_row([1, 2, 3], "length"), _row([4], "abort")], [_row([5, 6], "length")])
     async with script.client() as client:
         first, second = await client.generate([9], {"max_new_tokens": 3}, n=2)
-    assert (first.response_ids, second.response_ids, second.log_probs) == ([1, 2, 3], [4, 5, 6], [-4.0, -5.0, -6.0])
+    assert (first.response_ids, second.response_ids, second.log_probs) == (
+        [1, 2, 3],
+        [4, 5, 6],
+        [-4.0, -5.0, -6.0],
+    )
     assert second.weight_versions == [(3, "b@1@d")]
     (again,) = script.asked[1:]
     assert (again["input_ids"], again["sampling_params"]["max_new_tokens"]) == ([[9, 4]], 2)
@@ -186,14 +234,23 @@ async def test_of_a_mixed_batch_only_the_aborted_go_on_with_fewer_tokens_left():
 
 @pytest.mark.parametrize(
     ("ids", "reason", "kept"),
-    [([1, 7], "stop", [1, 7]), ([1, 8], "stop", [1, 8]), ([7, 5], "stop", [7]), ([1, 2, 3], "length", [1, 2, 3])],
+    [
+        ([1, 7], "stop", [1, 7]),
+        ([1, 8], "stop", [1, 8]),
+        ([7, 5], "stop", [7]),
+        ([1, 2, 3], "length", [1, 2, 3]),
+    ],
 )
 async def test_an_aborted_response_that_had_just_ended_is_finished(ids, reason, kept):
     script = _Scripted([_row(ids, "abort")])
     async with script.client(end_ids=[7]) as client:
         (generation,) = await client.generate([9], {"max_new_tokens": 3, "stop_token_ids": [8]})
     assert (generation.finish_reason, generation.response_ids) == (reason, kept)
-    assert sum(tokens for tokens, _ in generation.weight_versions) == len(generation.log_probs) == len(kept)
+    assert (
+        sum(tokens for tokens, _ in generation.weight_versions)
+        == len(generation.log_probs)
+        == len(kept)
+    )
 
 
 async def test_what_was_aborted_before_its_first_token_starts_again():
@@ -202,7 +259,10 @@ async def test_what_was_aborted_before_its_first_token_starts_again():
     script = _Scripted([without], [_row([], "abort")], [_row([1], "stop")])
     async with script.client() as client:
         (generation,) = await client.generate([9], {"max_new_tokens": 3})
-    assert generation.response_ids == [1] and [asked["input_ids"] for asked in script.asked] == [[[9]]] * 3
+    assert (
+        generation.response_ids == [1]
+        and [asked["input_ids"] for asked in script.asked] == [[[9]]] * 3
+    )
 
 
 async def test_in_place_is_refused_where_the_engine_names_one_version_for_a_whole_answer():
@@ -256,6 +316,10 @@ def test_pieces_of_the_same_weights_are_one_run():
     first = Generation([1, 2], [-1.0, -2.0], "abort", [(2, "a")], "e", 3, 1.0, 2.0)
     more = Generation([3], [-3.0], "abort", [(1, "a")], "e", 9, 4.0, 5.0)
     both = joined(first, more)
-    assert (both.response_ids, both.log_probs, both.weight_versions) == ([1, 2, 3], [-1.0, -2.0, -3.0], [(3, "a")])
+    assert (both.response_ids, both.log_probs, both.weight_versions) == (
+        [1, 2, 3],
+        [-1.0, -2.0, -3.0],
+        [(3, "a")],
+    )
     assert (both.t_start_s, both.t_end_s, both.cached_tokens) == (1.0, 5.0, 3)
     assert settled(both, {"max_new_tokens": 9}, []) is both

@@ -19,9 +19,20 @@ from rlpipe.types import Sample, Status
 BUILT_IN = "rlpipe.rollout.filters.reward_nonzero_std"
 
 
-def _group(group_id: str, *rewards: float | None, status: Status = Status.COMPLETED) -> list[Sample]:
+def _group(
+    group_id: str, *rewards: float | None, status: Status = Status.COMPLETED
+) -> list[Sample]:
     return [
-        Sample(group_id, index, "p", [1], response_ids=[2], status=status, reward=reward, metadata={"reward": reward})
+        Sample(
+            group_id,
+            index,
+            "p",
+            [1],
+            response_ids=[2],
+            status=status,
+            reward=reward,
+            metadata={"reward": reward},
+        )
         for index, reward in enumerate(rewards)
     ]
 
@@ -34,7 +45,9 @@ def _hook(folder: Path, source: str) -> str:
 
 def _reward(folder: Path, source: str) -> RewardConfig:
     (folder / "reward.py").write_text(source)
-    return RewardConfig.model_validate({"function": {"type": "python", "path": f"{folder / 'reward.py'}:reward"}, "workers": 0})
+    return RewardConfig.model_validate(
+        {"function": {"type": "python", "path": f"{folder / 'reward.py'}:reward"}, "workers": 0}
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,8 +63,12 @@ def _reward(folder: Path, source: str) -> RewardConfig:
         ((1.0,), False),
     ],
 )
-def test_equal_rewards_teach_nothing_and_rounding_is_no_difference(rewards: tuple[float, ...], kept: bool):
-    theirs = torch.tensor(rewards, dtype=torch.float64).std(correction=len(rewards) > 1).item() > 1e-6
+def test_equal_rewards_teach_nothing_and_rounding_is_no_difference(
+    rewards: tuple[float, ...], kept: bool
+):
+    theirs = (
+        torch.tensor(rewards, dtype=torch.float64).std(correction=len(rewards) > 1).item() > 1e-6
+    )
     assert kept is theirs, "slime's check_reward_nonzero_std"
     assert reward_nonzero_std(_group("b:1", *rewards)).keep is kept
     reason = f"zero_std_{round(rewards[0], 1):g}"
@@ -76,10 +93,15 @@ def test_a_group_with_a_reward_that_is_no_number_is_not_judged(reward: float | N
         ("return DynamicFilterOutput(False, 'dull', True)", Rejection("dull", fallback=True)),
         ("return DynamicFilterOutput(keep=False)", Rejection("filtered")),
         ("return DynamicFilterOutput(keep=True, keep_when_insufficient=True)", None),
-        ("return check_reward_nonzero_std_with_fallback(None, samples)", Rejection("zero_std_1", fallback=True)),
+        (
+            "return check_reward_nonzero_std_with_fallback(None, samples)",
+            Rejection("zero_std_1", fallback=True),
+        ),
     ],
 )
-def test_a_filter_answers_with_a_bool_with_a_reason_or_with_slimes_object(tmp_path: Path, body: str, rejection: Rejection | None):
+def test_a_filter_answers_with_a_bool_with_a_reason_or_with_slimes_object(
+    tmp_path: Path, body: str, rejection: Rejection | None
+):
     theirs = (
         "from slime.rollout.filter_hub.base_types import DynamicFilterOutput\n"
         "from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std_with_fallback\n"
@@ -104,7 +126,12 @@ def test_what_goes_wrong_in_a_filter_is_named(tmp_path: Path, body: str):
 
 
 @pytest.mark.parametrize(
-    "source", ["def hook():\n    pass\n", "def hook(a, b):\n    pass\n", "async def hook(samples):\n    pass\n"]
+    "source",
+    [
+        "def hook():\n    pass\n",
+        "def hook(a, b):\n    pass\n",
+        "async def hook(samples):\n    pass\n",
+    ],
 )
 def test_a_filter_that_cannot_be_called_is_refused_when_it_is_loaded(tmp_path: Path, source: str):
     with pytest.raises(ConfigError, match=r"rollout.dynamic_sampling_filter_path"):
@@ -128,9 +155,15 @@ async def test_groups_are_scored_by_the_run_s_reward_before_the_filter_sees_them
         for sample in group:
             sample.reward = None
     verdicts = await Judge(load_filter(BUILT_IN), reward).verdicts(groups)
-    assert [verdict[:2] for verdict in verdicts] == [("b:1", None), ("b:2", "zero_std_1"), ("b:3", "reward_error")]
+    assert [verdict[:2] for verdict in verdicts] == [
+        ("b:1", None),
+        ("b:2", "zero_std_1"),
+        ("b:3", "reward_error"),
+    ]
     assert verdicts[2].error is not None
-    assert all(sample.reward is None for group in groups for sample in group), "the samples are left as they are"
+    assert all(sample.reward is None for group in groups for sample in group), (
+        "the samples are left as they are"
+    )
 
 
 async def test_a_filter_s_error_rejects_its_group_only():
@@ -152,7 +185,9 @@ VERDICTS = st.lists(st.sampled_from([None, "dull", "failed", "fallback"]), min_s
 
 
 @given(VERDICTS, st.integers(1, 5), st.booleans(), st.randoms(use_true_random=False))
-def test_the_first_fit_groups_are_accepted_and_in_order_it_does_not_matter_who_came_first(reasons, batch, in_order, dice):
+def test_the_first_fit_groups_are_accepted_and_in_order_it_does_not_matter_who_came_first(
+    reasons, batch, in_order, dice
+):
     names = [f"b:{number:02d}" for number in range(len(reasons))]
     selection = Selection(batch, in_order=in_order)
     selection.add(names)
@@ -168,9 +203,17 @@ def test_the_first_fit_groups_are_accepted_and_in_order_it_does_not_matter_who_c
     spare = [name for name in order if reasons[names.index(name)] == "fallback"][: batch - len(fit)]
     assert selection.over and selection.accepted == tuple(sorted([*fit, *spare]))
     assert selection.fallbacks == dict.fromkeys(spare, "fallback")
-    assert selection.full == (len([*fit, *spare]) >= batch) and not set(selection.rejected) & set(selection.accepted)
-    decided = set(came) if len(fit) < batch or in_order else set(selection.accepted) | set(selection.rejected)
-    assert {*selection.accepted, *selection.rejected} >= {n for n in decided if reasons[names.index(n)] is not None}
+    assert selection.full == (len([*fit, *spare]) >= batch) and not set(selection.rejected) & set(
+        selection.accepted
+    )
+    decided = (
+        set(came)
+        if len(fit) < batch or in_order
+        else set(selection.accepted) | set(selection.rejected)
+    )
+    assert {*selection.accepted, *selection.rejected} >= {
+        n for n in decided if reasons[names.index(n)] is not None
+    }
 
 
 def test_a_fallback_never_displaces_a_fit_group_and_is_not_counted_before_the_round_is_over():
@@ -180,4 +223,8 @@ def test_a_fallback_never_displaces_a_fit_group_and_is_not_counted_before_the_ro
     selection.decide("b:2", None)
     assert (selection.accepted, selection.over) == (("b:2",), False)
     selection.decide("b:3", None)
-    assert (selection.accepted, selection.fallbacks, selection.rejected) == (("b:2", "b:3"), {}, {"b:1": "dull"})
+    assert (selection.accepted, selection.fallbacks, selection.rejected) == (
+        ("b:2", "b:3"),
+        {},
+        {"b:1": "dull"},
+    )

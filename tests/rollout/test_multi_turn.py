@@ -37,22 +37,42 @@ class _Engine:
     end_ids = frozenset({END})
 
     def __init__(self, *texts: str, cut_after: int | None = None) -> None:
-        self.texts, self.asked, self.cut_after = list(texts), [], cut_after
+        self.texts = list(texts)
+        self.asked = []
+        self.cut_after = cut_after
         self.routed_from: list[int | None] = []
 
     async def generate(self, ids, sampling, *, stop, routing_key, routed_from, where):
         self.asked.append((_decode(ids), sampling))
         self.routed_from.append(routed_from)
         said = [END if letter == "|" else ord(letter) for letter in self.texts.pop(0)]
-        reason = "stop" if said[-1:] == [END] or any(_decode(said).endswith(text) for text in sampling["stop"]) else "length"
+        reason = (
+            "stop"
+            if said[-1:] == [END] or any(_decode(said).endswith(text) for text in sampling["stop"])
+            else "length"
+        )
         if len(said) > sampling["max_new_tokens"]:
-            said, reason = said[: sampling["max_new_tokens"]], "length"
+            said = said[: sampling["max_new_tokens"]]
+            reason = "length"
         if self.cut_after is not None and len(self.asked) == 1:
-            said, reason = said[: self.cut_after], "abort"
+            said = said[: self.cut_after]
+            reason = "abort"
         version = len(self.asked)
         named = None if routed_from is None else _experts(ids, said)[routed_from:]
-        runs, times = [(len(said), f"b@{version}@d")], (1.0, 2.0)
-        return [Generation(said, [-float(version)] * len(said), reason, runs, "e", 0, *times, routed_experts=named)]
+        runs = [(len(said), f"b@{version}@d")]
+        times = (1.0, 2.0)
+        return [
+            Generation(
+                said,
+                [-float(version)] * len(said),
+                reason,
+                runs,
+                "e",
+                0,
+                *times,
+                routed_experts=named,
+            )
+        ]
 
 
 def _experts(before: Sequence[int], said: Sequence[int]) -> np.ndarray:
@@ -74,18 +94,26 @@ def _tool(function: str, name: str, timeout_s: float = 5.0) -> Tool:
     return Tool(ToolConfig(path=f"{__file__}:{function}", name=name), timeout_s=timeout_s)
 
 
-def _turns(engine: _Engine, tools: dict[str, Tool] | None = None, calls=None, *, routed=False, **limits) -> MultiTurn:
+def _turns(
+    engine: _Engine, tools: dict[str, Tool] | None = None, calls=None, *, routed=False, **limits
+) -> MultiTurn:
     tools = {"twice": _tool("_double", "twice")} if tools is None else tools
     limits = TurnLimits(**{**vars(LIMITS), **limits})
     calls = calls or Tags(tools)
-    return MultiTurn(engine, {"stop": ["!"]}, tools, calls, limits, encode=_encode, decode=_decode, routed=routed)  # pyright: ignore
+    keywords = {"encode": _encode, "decode": _decode, "routed": routed}
+    return MultiTurn(engine, {"stop": ["!"]}, tools, calls, limits, **keywords)  # pyright: ignore
 
 
 def _by_mask(sample: Sample) -> tuple[str, str]:
     """What was sampled, and what was given, each with the other as dots."""
     assert sample.loss_mask is not None
     pairs = list(zip(sample.response_ids, sample.loss_mask, strict=True))
-    shown = [("".join(chr(token) if mask == which else "." for token, mask in pairs)).replace(chr(END), "|") for which in (1, 0)]
+    shown = [
+        ("".join(chr(token) if mask == which else "." for token, mask in pairs)).replace(
+            chr(END), "|"
+        )
+        for which in (1, 0)
+    ]
     return shown[0], shown[1]
 
 
@@ -93,9 +121,18 @@ async def test_a_tool_s_answer_stands_between_the_turns_and_does_not_count():
     engine = _Engine("a<twice>xy</twice>", "done|")
     (sample,) = await _turns(engine)(GROUP)
     sampled, given = _by_mask(sample)
-    assert sampled == "a<twice>xy</twice>" + "." * 21 + "done|" and given.strip(".") == "<result>xyxy</result>"
-    assert engine.asked[1][0] == "Qa<twice>xy</twice><result>xyxy</result>" and engine.asked[0][1]["stop"] == ["!", "</twice>"]
-    assert (sample.status, sample.num_turns, sample.response) == (Status.COMPLETED, 2, _decode(sample.response_ids))
+    assert (
+        sampled == "a<twice>xy</twice>" + "." * 21 + "done|"
+        and given.strip(".") == "<result>xyxy</result>"
+    )
+    assert engine.asked[1][0] == "Qa<twice>xy</twice><result>xyxy</result>" and engine.asked[0][1][
+        "stop"
+    ] == ["!", "</twice>"]
+    assert (sample.status, sample.num_turns, sample.response) == (
+        Status.COMPLETED,
+        2,
+        _decode(sample.response_ids),
+    )
     assert sample.rollout_log_probs == [-1.0] * 18 + [0.0] * 21 + [-2.0] * 5
     assert sample.weight_versions == [(18 + 21, 1), (5, 2)]
 
@@ -116,7 +153,11 @@ async def test_lengths_hold_for_a_turn_for_an_answer_and_for_all():
     assert "<result>01234</result>" in sample.response
     engine = _Engine("<twice>0123456789abc</twice>", "xyz|")
     (sample,) = await _turns(engine, response_len=35)(GROUP)
-    assert len(sample.response_ids) == 35 and sample.status is Status.TRUNCATED and len(engine.asked) == 1
+    assert (
+        len(sample.response_ids) == 35
+        and sample.status is Status.TRUNCATED
+        and len(engine.asked) == 1
+    )
 
 
 async def test_what_is_cut_off_in_a_turn_goes_on_in_that_turn():
@@ -156,22 +197,30 @@ async def test_what_a_tool_raises_or_misses_is_what_the_policy_is_told():
 async def test_several_calls_in_json_are_answered_together_and_a_bad_one_is_told_so():
     said = '<tool_call>{"name": "twice", "arguments": {"text": "ab"}}</tool_call>\n<tool_call>{nonsense</tool_call>'
     engine = _Engine(said + '<tool_call>{"name": "no"}</tool_call>|', "done|")
-    (sample,) = await _turns(engine, calls=Hermes(), answer_len=99, response_len=900, context_len=999)(GROUP)
+    (sample,) = await _turns(
+        engine, calls=Hermes(), answer_len=99, response_len=900, context_len=999
+    )(GROUP)
     given = _by_mask(sample)[1].strip(".")
     assert given.startswith(
         "\n<|im_start|>user\n<tool_response>\nabab\n</tool_response>\n<tool_response>\nerror: the call is not JSON"
     )
-    assert "there is no tool 'no', only twice" in given and given.endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert "there is no tool 'no', only twice" in given and given.endswith(
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 @pytest.mark.parametrize(
-    ("expression", "value"), [("2+3*4", "14"), ("-(7//2)", "-3"), ("10/4", "2.5"), ("10/5", "2"), ("2**10 % 1000", "24")]
+    ("expression", "value"),
+    [("2+3*4", "14"), ("-(7//2)", "-3"), ("10/4", "2.5"), ("10/5", "2"), ("2**10 % 1000", "24")],
 )
 def test_the_calculator_calculates(expression, value):
     assert calculator(expression) == value
 
 
-@pytest.mark.parametrize("expression", ["__import__('os')", "2**99999", "9**64**2", "a", "1 +", "'x'*9", "True", "(-8)**0.5"])
+@pytest.mark.parametrize(
+    "expression",
+    ["__import__('os')", "2**99999", "9**64**2", "a", "1 +", "'x'*9", "True", "(-8)**0.5"],
+)
 def test_the_calculator_does_nothing_else(expression):
     with pytest.raises(ValueError, match=r"."):
         calculator(expression)

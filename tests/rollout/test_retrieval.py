@@ -10,7 +10,11 @@ import pytest
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.rollout.retrieval import Retrieval
 
-DOCUMENTS = [("Ada", "first programmer of the engine"), ("Babbage", "the engine, the engine"), ("Curie", "radium")]
+DOCUMENTS = [
+    ("Ada", "first programmer of the engine"),
+    ("Babbage", "the engine, the engine"),
+    ("Curie", "radium"),
+]
 
 
 def _corpus(tmp_path, lines) -> str:
@@ -21,7 +25,8 @@ def _corpus(tmp_path, lines) -> str:
 
 def _bm25(query: list[str], number: int) -> float:
     words = [f"{title} {text}".lower().replace(",", "").split() for title, text in DOCUMENTS]
-    mean, total = sum(map(len, words)) / len(words), 0.0
+    mean = sum(map(len, words)) / len(words)
+    total = 0.0
     for word in query:
         having = sum(word in document for document in words)
         count = words[number].count(word)
@@ -41,13 +46,20 @@ def test_the_best_documents_come_first(tmp_path):
 
 
 def test_search_r1_s_documents_are_read_too(tmp_path):
-    assert Retrieval(_corpus(tmp_path, ['{"id": "0", "contents": "\\"Ada\\"\\nwrote notes"}']))("notes") == "Ada: wrote notes"
+    assert (
+        Retrieval(_corpus(tmp_path, ['{"id": "0", "contents": "\\"Ada\\"\\nwrote notes"}']))(
+            "notes"
+        )
+        == "Ada: wrote notes"
+    )
 
 
 def test_what_is_no_corpus_is_named(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         Retrieval(str(tmp_path / "none.jsonl"))
-    with pytest.raises(DataError, match=r"corpus.jsonl:2.*\n.*not JSON|corpus.jsonl:2: the line is not JSON"):
+    with pytest.raises(
+        DataError, match=r"corpus.jsonl:2.*\n.*not JSON|corpus.jsonl:2: the line is not JSON"
+    ):
         Retrieval(_corpus(tmp_path, ['{"text": "a"}', "{"]))
     with pytest.raises(DataError, match="not a document"):
         Retrieval(_corpus(tmp_path, ["[]"]))

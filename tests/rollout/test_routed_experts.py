@@ -1,4 +1,5 @@
-"""Experts that engines name, on their way into samples: engines of fixed answers. The real one: `test_routed_engine`."""
+"""Experts that engines name, on their way into samples: engines of fixed answers. The real one:
+`test_routed_engine`."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ import numpy as np
 import pytest
 
 from rlpipe.errors import EngineError, EngineRejected, HookError
-from rlpipe.rollout.checked import Limits, as_rows
-from rlpipe.rollout.client import GenerateClient
-from rlpipe.rollout.gateway import Gateway
+from rlpipe.rollout.agent.gateway import Gateway
+from rlpipe.rollout.agent.openai_api import ChatSessions
+from rlpipe.rollout.client.client import GenerateClient
 from rlpipe.rollout.generate import SingleTurn, planned_sample
 from rlpipe.rollout.generation import Generation
-from rlpipe.rollout.journal import Answer, Journal
-from rlpipe.rollout.openai_api import ChatSessions
-from rlpipe.routed import read_rows, write_rows
+from rlpipe.rollout.hooks.checked import Limits, as_rows
+from rlpipe.rollout.hooks.journal import Answer, Journal
+from rlpipe.store.routed_experts import read_rows, write_rows
 from rlpipe.types import PlannedGroup, Sample, Status
 
 WIDTH = 2
@@ -26,27 +27,47 @@ SAMPLING = {"max_new_tokens": 4}
 
 
 def rows_of(ids: list[int], weights: int = 0) -> np.ndarray:
-    """What an engine of these weights routes the tokens to that it reads of a sequence: all but the last."""
-    return np.array([[token, 1000 * weights + place] for place, token in enumerate(ids[:-1])], np.uint16).reshape(-1, WIDTH)
+    """What an engine of these weights routes the tokens to that it reads of a sequence: all but the
+    last."""
+    return np.array(
+        [[token, 1000 * weights + place] for place, token in enumerate(ids[:-1])], np.uint16
+    ).reshape(-1, WIDTH)
 
 
 class Engine:
-    """Goes on with given tokens, an answer after the other; names the experts it is asked for unless `silent`."""
+    """Goes on with given tokens, an answer after the other; names the experts it is asked for
+    unless `silent`."""
 
-    def __init__(self, *answers: tuple[list[int], str], silent: bool = False, waiting: int = 0) -> None:
-        """`waiting`: so many answers were aborted before the engine looked at them, and name none."""
-        self.answers, self.asked, self.silent, self.waiting = list(answers), [], silent, waiting
+    def __init__(
+        self, *answers: tuple[list[int], str], silent: bool = False, waiting: int = 0
+    ) -> None:
+        """`waiting`: so many answers were aborted before the engine looked at them, and name
+        none."""
+        self.answers = list(answers)
+        self.asked = []
+        self.silent = silent
+        self.waiting = waiting
         self.given = 0
 
     def client(self, width: int = WIDTH) -> GenerateClient:
-        client = GenerateClient("http://router", vocab_size=128, deadline_s=5.0, samples_per_request=8, routed_width=width)
+        client = GenerateClient(
+            "http://router",
+            vocab_size=128,
+            deadline_s=5.0,
+            samples_per_request=8,
+            routed_width=width,
+        )
         client._http = httpx.AsyncClient(transport=httpx.MockTransport(self.answer))
         return client
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/workers":
-            return httpx.Response(200, json={"workers": [{"url": "http://engine:1", "is_healthy": True}]})
-        assert (request.url.host == "engine") == ("return_routed_experts" in request.content.decode())
+            return httpx.Response(
+                200, json={"workers": [{"url": "http://engine:1", "is_healthy": True}]}
+            )
+        assert (request.url.host == "engine") == (
+            "return_routed_experts" in request.content.decode()
+        )
         body = json.loads(request.content)
         self.asked.append(body)
         return httpx.Response(200, json=[self._row(body, prompt) for prompt in body["input_ids"]])
@@ -54,7 +75,11 @@ class Engine:
     def _row(self, body: dict, prompt: list[int]) -> dict:
         ids, reason = self.answers.pop(0)
         pairs = [[-0.5, token, None] for token in ids]
-        meta = {"output_token_logprobs": pairs, "finish_reason": {"type": reason}, "weight_version": f"b@{self.given}@d"}
+        meta = {
+            "output_token_logprobs": pairs,
+            "finish_reason": {"type": reason},
+            "weight_version": f"b@{self.given}@d",
+        }
         if body.get("return_routed_experts") and not self.silent and self.waiting <= self.given:
             rows = rows_of([*prompt, *ids], self.given)
             meta["routed_experts"] = write_rows(rows[body["routed_experts_start_len"] :])
@@ -64,7 +89,9 @@ class Engine:
 
 async def single(engine: Engine, so_far=(), width: int = WIDTH) -> list[Sample]:
     async with engine.client(width) as client:
-        return await SingleTurn(client, SAMPLING, decode=str, context_len=64, routed=True)(GROUP, so_far)
+        return await SingleTurn(client, SAMPLING, decode=str, context_len=64, routed=True)(
+            GROUP, so_far
+        )
 
 
 async def test_a_sample_has_the_experts_of_all_its_tokens_but_the_last():
@@ -86,7 +113,8 @@ async def test_nobody_is_asked_for_experts_that_nobody_wants():
 async def test_what_was_aborted_keeps_the_experts_it_was_sampled_with_and_the_next_answer_adds_the_rest():
     engine = Engine(([8, 9], "abort"), ([8], "stop"), ([10, 11], "length"))
     first, _ = await single(engine)
-    earlier, later = rows_of([5, 6, 7, 8, 9], 0), rows_of([5, 6, 7, 8, 9, 10, 11], 2)
+    earlier = rows_of([5, 6, 7, 8, 9], 0)
+    later = rows_of([5, 6, 7, 8, 9, 10, 11], 2)
     assert first.rollout_routed_experts.tolist() == [*earlier.tolist(), *later[4:].tolist()]
     assert [body["routed_experts_start_len"] for body in engine.asked] == [0, 4]
 
@@ -102,14 +130,21 @@ async def test_a_response_that_is_cut_shorter_loses_rows_too():
     engine = Engine(([8, 20, 9], "abort"), ([8], "stop"))
     async with engine.client() as client:
         sampling = {**SAMPLING, "stop_token_ids": [20]}
-        first, _ = await SingleTurn(client, sampling, decode=str, context_len=64, routed=True)(GROUP)
-    assert first.response_ids == [8, 20] and first.rollout_routed_experts.tolist() == rows_of([5, 6, 7, 8, 20]).tolist()
+        first, _ = await SingleTurn(client, sampling, decode=str, context_len=64, routed=True)(
+            GROUP
+        )
+    assert (
+        first.response_ids == [8, 20]
+        and first.rollout_routed_experts.tolist() == rows_of([5, 6, 7, 8, 20]).tolist()
+    )
 
 
 async def test_a_sample_of_an_earlier_iteration_goes_on_with_its_experts():
     earlier = [planned_sample(GROUP, index) for index in range(2)]
     for sample in earlier:
-        sample.response_ids, sample.rollout_log_probs, sample.weight_versions = [8, 9], [-1.0, -1.0], [(2, 0)]
+        sample.response_ids = [8, 9]
+        sample.rollout_log_probs = [-1.0, -1.0]
+        sample.weight_versions = [(2, 0)]
         sample.status, sample.rollout_routed_experts = Status.ABORTED, rows_of([5, 6, 7, 8, 9], 3)
     engine = Engine(([10], "stop"), ([11], "stop"))
     first, second = await single(engine, earlier)
@@ -133,13 +168,26 @@ class Told:
     end_ids = frozenset()
 
     def __init__(self, *responses: list[int]) -> None:
-        self.responses, self.wanted = list(responses), []
+        self.responses = list(responses)
+        self.wanted = []
 
     async def generate(self, ids, sampling, *, stop, routing_key, where, routed_from=None):
         self.wanted.append(routed_from)
         said = self.responses.pop(0)
         named = None if routed_from is None else rows_of([*ids, *said])[routed_from:]
-        return [Generation(said, [-0.5] * len(said), "stop", [(len(said), "b@1@d")], "e", 0, 1.0, 2.0, routed_experts=named)]
+        return [
+            Generation(
+                said,
+                [-0.5] * len(said),
+                "stop",
+                [(len(said), "b@1@d")],
+                "e",
+                0,
+                1.0,
+                2.0,
+                routed_experts=named,
+            )
+        ]
 
 
 class Numbers:
@@ -155,85 +203,132 @@ class Numbers:
 
     def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, **_options) -> str:
         shapes = {"user": "2 {} 3 ", "assistant": "4 {}3 "}
-        return "".join(shapes[m["role"]].format(m["content"]) for m in messages) + ("4 " if add_generation_prompt else "")
+        return "".join(shapes[m["role"]].format(m["content"]) for m in messages) + (
+            "4 " if add_generation_prompt else ""
+        )
 
 
 async def _posted(told: Told, *bodies: dict, routed: bool = True) -> tuple[list[dict], Journal]:
     gateway = Gateway(told, Numbers(), context_len=64, routed=routed)  # pyright: ignore
     async with gateway, httpx.AsyncClient() as http:
-        return [(await http.post(f"{gateway.url}/generate", json=body)).json() for body in bodies], gateway.journal
+        return [
+            (await http.post(f"{gateway.url}/generate", json=body)).json() for body in bodies
+        ], gateway.journal
 
 
 async def test_a_function_that_asks_for_experts_is_told_them_as_by_an_engine():
     asked = {"return_routed_experts": True}
-    bodies = [{"input_ids": [5, 6], **asked}, {"input_ids": [5, 6, 8], **asked, "routed_experts_start_len": 2}]
+    bodies = [
+        {"input_ids": [5, 6], **asked},
+        {"input_ids": [5, 6, 8], **asked, "routed_experts_start_len": 2},
+    ]
     (first, second), _ = await _posted(Told([8], [9, 10]), *bodies)
-    assert read_rows(first["meta_info"]["routed_experts"], 2, WIDTH).tolist() == rows_of([5, 6, 8]).tolist()
-    assert read_rows(second["meta_info"]["routed_experts"], 2, WIDTH).tolist() == rows_of([5, 6, 8, 9, 10])[2:].tolist()
+    assert (
+        read_rows(first["meta_info"]["routed_experts"], 2, WIDTH).tolist()
+        == rows_of([5, 6, 8]).tolist()
+    )
+    assert (
+        read_rows(second["meta_info"]["routed_experts"], 2, WIDTH).tolist()
+        == rows_of([5, 6, 8, 9, 10])[2:].tolist()
+    )
     (refused,), _ = await _posted(Told([8]), bodies[0], routed=False)
     assert "train.use_rollout_routing_replay" in refused["error"]["message"]
 
 
 async def test_an_agent_s_turns_are_asked_for_what_is_missing_and_are_one_sample():
-    told, made = Told([50, 51], [52], [53, 54]), []
+    told = Told([50, 51], [52], [53, 54])
+    made = []
 
     def routes(gateway: Gateway):
         made.append(ChatSessions(gateway, SAMPLING, {}, model="m", evaluation=False))
         return made[0].routes()
 
-    sample, messages = Sample(session_id="s"), [{"role": "user", "content": "40"}]
+    sample = Sample(session_id="s")
+    messages = [{"role": "user", "content": "40"}]
     gateway = Gateway(told, Numbers(), context_len=64, routed=True, routes=routes)  # pyright: ignore
     async with gateway, httpx.AsyncClient() as http:
         made[0].begin(sample)
         for _ in range(3):
-            answer = await http.post(f"{gateway.url}/sessions/s/v1/chat/completions", json={"messages": messages})
+            answer = await http.post(
+                f"{gateway.url}/sessions/s/v1/chat/completions", json={"messages": messages}
+            )
             messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "41"}]
         (found,) = made[0].samples(sample)
     tokens = [*found.prompt_ids, *found.response_ids]
     assert tokens == [2, 40, 3, 4, 50, 51, 3, 2, 41, 3, 4, 52, 3, 2, 41, 3, 4, 53, 54]
-    assert told.wanted == [0, 5, 11] and found.rollout_routed_experts.tolist() == rows_of(tokens).tolist()
+    assert (
+        told.wanted == [0, 5, 11]
+        and found.rollout_routed_experts.tolist() == rows_of(tokens).tolist()
+    )
 
 
 LIMITS = Limits(vocab_size=100, context_len=40, routed_width=WIDTH)
 
 
-def as_row(sample: Sample, journal: Journal, limits: Limits = LIMITS, before: Sample | None = None) -> Sample:
+def as_row(
+    sample: Sample, journal: Journal, limits: Limits = LIMITS, before: Sample | None = None
+) -> Sample:
     (row,) = as_rows(sample, GROUP, 1, journal, limits, before=before, where="h")
     return row
 
 
 def sampled(response: list[int], mask: list[int] | None = None) -> Sample:
     sample = planned_sample(GROUP, 1)
-    sample.tokens, sample.response_length, sample.loss_mask = [5, 6, 7, *response], len(response), mask
+    sample.tokens, sample.response_length, sample.loss_mask = (
+        [5, 6, 7, *response],
+        len(response),
+        mask,
+    )
     return sample
 
 
 async def test_a_function_that_says_nothing_of_experts_gets_those_of_the_answers_its_tokens_are_from():
     told = Told([8, 9], [12])
-    _, journal = await _posted(told, {"input_ids": [5, 6, 7]}, {"input_ids": [5, 6, 7, 8, 9, 10, 11]})
+    _, journal = await _posted(
+        told, {"input_ids": [5, 6, 7]}, {"input_ids": [5, 6, 7, 8, 9, 10, 11]}
+    )
     row = as_row(sampled([8, 9, 10, 11, 12, 13], [1, 1, 0, 0, 1, 0]), journal)
     assert row.rollout_routed_experts.tolist() == rows_of([5, 6, 7, 8, 9, 10, 11, 12]).tolist()
-    assert as_row(sampled([8, 9]), journal, Limits(100, 40)).rollout_routed_experts is None, "the run does not want them"
+    assert as_row(sampled([8, 9]), journal, Limits(100, 40)).rollout_routed_experts is None, (
+        "the run does not want them"
+    )
 
 
 def test_what_there_was_before_keeps_its_experts_and_the_answer_adds_the_rest():
     before = sampled([8, 9])
-    before.rollout_routed_experts, before.weight_versions = rows_of([5, 6, 7, 8, 9], 4), [(2, 0)]
-    before.rollout_log_probs, before.status = [-1.0, -1.0], Status.ABORTED
+    before.rollout_routed_experts = rows_of([5, 6, 7, 8, 9], 4)
+    before.weight_versions = [(2, 0)]
+    before.rollout_log_probs = [-1.0, -1.0]
+    before.status = Status.ABORTED
     journal = Journal()
-    journal.add([5, 6, 7, 8, 9], Answer((10, 11), (-0.5, -0.5), ((2, 1),), rows_of([5, 6, 7, 8, 9, 10, 11], 1)))
+    journal.add(
+        [5, 6, 7, 8, 9],
+        Answer((10, 11), (-0.5, -0.5), ((2, 1),), rows_of([5, 6, 7, 8, 9, 10, 11], 1)),
+    )
     goes_on = sampled([8, 9, 10, 11])
     goes_on.rollout_routed_experts = before.rollout_routed_experts.copy()
     row = as_row(goes_on, journal, before=before)
-    assert row.rollout_routed_experts.tolist() == [*rows_of([5, 6, 7, 8, 9], 4).tolist(), [9, 1004], [10, 1005]]
+    assert row.rollout_routed_experts.tolist() == [
+        *rows_of([5, 6, 7, 8, 9], 4).tolist(),
+        [9, 1004],
+        [10, 1005],
+    ]
 
 
 def test_experts_in_slime_s_shape_are_taken_and_others_refused():
     mine = sampled([8, 9])
     mine.rollout_routed_experts = rows_of([5, 6, 7, 8, 9]).astype(np.int32).reshape(4, WIDTH, 1)
     row = as_row(mine, Journal())
-    assert row.rollout_routed_experts.dtype == np.uint16 and row.rollout_routed_experts.shape == (4, WIDTH)
-    wrong = [np.zeros((5, WIDTH), int), np.zeros((1, 3), int), np.zeros((4, WIDTH)), np.full((4, WIDTH), -1)]
+    assert row.rollout_routed_experts.dtype == np.uint16 and row.rollout_routed_experts.shape == (
+        4,
+        WIDTH,
+    )
+    wrong = [
+        np.zeros((5, WIDTH), int),
+        np.zeros((1, 3), int),
+        np.zeros((4, WIDTH)),
+        np.full((4, WIDTH), -1),
+    ]
     for experts in wrong:
         mine = sampled([8, 9])
         mine.rollout_routed_experts = experts

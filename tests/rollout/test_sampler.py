@@ -16,14 +16,27 @@ from rlpipe.rollout.sampler import RolloutResult, RolloutSettings, run_rollout
 from rlpipe.types import BufferedGroup, DataState, Plan, PlannedGroup, Sample, Status
 
 STATIC = RolloutSettings(
-    batch_size=10, static=True, in_order=False, partial=False, max_rounds=3, timeout_s=20.0, flush_interval_s=5.0
+    batch_size=10,
+    static=True,
+    in_order=False,
+    partial=False,
+    max_rounds=3,
+    timeout_s=20.0,
+    flush_interval_s=5.0,
 )
 
 
 def _part(groups: int, first: int = 0, number: int = 0) -> Part:
-    planned = tuple(PlannedGroup(group_id=f"b:{first + i}", prompt="p", prompt_ids=(5,), seeds=(i,)) for i in range(groups))
-    before, after = DataState(draws=first), DataState(draws=first + groups)
-    return Part(f"plan-{number}", Plan(branch="b", iteration=3, part=number, groups=planned, before=before, after=after))
+    planned = tuple(
+        PlannedGroup(group_id=f"b:{first + i}", prompt="p", prompt_ids=(5,), seeds=(i,))
+        for i in range(groups)
+    )
+    before = DataState(draws=first)
+    after = DataState(draws=first + groups)
+    return Part(
+        f"plan-{number}",
+        Plan(branch="b", iteration=3, part=number, groups=planned, before=before, after=after),
+    )
 
 
 def _more(part: Part) -> Part:
@@ -33,8 +46,11 @@ def _more(part: Part) -> Part:
 class _Sampling:
     """A generate function that takes `seconds[group_id]` and counts how many run at once."""
 
-    def __init__(self, seconds: dict[str, float] | None = None, errors: dict[str, Exception] | None = None) -> None:
-        self.seconds, self.errors = seconds or {}, errors or {}
+    def __init__(
+        self, seconds: dict[str, float] | None = None, errors: dict[str, Exception] | None = None
+    ) -> None:
+        self.seconds = seconds or {}
+        self.errors = errors or {}
         self.called: list[str] = []
         self.now = self.most = 0
         self.cut = asyncio.Event()
@@ -44,12 +60,16 @@ class _Sampling:
         self.now += 1
         self.most = max(self.most, self.now)
         sample = planned_sample(group, 0)
-        sample.response_ids, sample.status, sample.rollout_log_probs = [1, 2], Status.COMPLETED, [-1.0, -1.0]
+        sample.response_ids = [1, 2]
+        sample.status = Status.COMPLETED
+        sample.rollout_log_probs = [-1.0, -1.0]
         sample.weight_versions = [(2, 3)]
         try:
             async with asyncio.timeout(self.seconds.get(group.group_id, 0.01)):
                 await self.cut.wait()
-            sample.response_ids, sample.status, sample.rollout_log_probs = [1], Status.ABORTED, [-1.0]
+            sample.response_ids = [1]
+            sample.status = Status.ABORTED
+            sample.rollout_log_probs = [-1.0]
             sample.weight_versions = [(1, 3)]
         except TimeoutError:
             pass
@@ -70,17 +90,24 @@ class _Kept(KeptRows):
         super().__init__()
         self.flushes: list[list[str]] = []
         self.cut: list[str] = []
-        self.left = {sample.group_id: [sample] for sample in finished}, {sample.group_id: [sample] for sample in cut}
+        self.left = (
+            {sample.group_id: [sample] for sample in finished},
+            {sample.group_id: [sample] for sample in cut},
+        )
 
     def adopt(self, part):
         mine = {group.group_id for group in part.plan.groups}
-        finished, cut = ({key: rows for key, rows in groups.items() if key in mine} for groups in self.left)
+        finished, cut = (
+            {key: rows for key, rows in groups.items() if key in mine} for groups in self.left
+        )
         return finished, cut
 
     def write(self, part, groups, *, cut=False):
         super().write(part, groups, cut=cut)
         ids = [group[0].group_id for group in groups]
-        assert set(ids) <= {group.group_id for group in part.plan.groups}, "rows lie below their own part"
+        assert set(ids) <= {group.group_id for group in part.plan.groups}, (
+            "rows lie below their own part"
+        )
         (self.cut.extend if cut else self.flushes.append)(ids)
 
     @property
@@ -89,34 +116,65 @@ class _Kept(KeptRows):
 
 
 def _done(group_id: str, status: Status = Status.COMPLETED) -> Sample:
-    return Sample(group_id, 0, "p", [5], response_ids=[1], rollout_log_probs=[-1.0], weight_versions=[(1, 3)], status=status)
+    return Sample(
+        group_id,
+        0,
+        "p",
+        [5],
+        response_ids=[1],
+        rollout_log_probs=[-1.0],
+        weight_versions=[(1, 3)],
+        status=status,
+    )
 
 
-async def _run(parts, sampling, kept, settings: RolloutSettings = STATIC, slots: int = 4, **keywords) -> RolloutResult:
+async def _run(
+    parts, sampling, kept, settings: RolloutSettings = STATIC, slots: int = 4, **keywords
+) -> RolloutResult:
     keywords = {"judge": Judge(), "slots": asyncio.Semaphore(slots), **keywords}
-    return await run_rollout(parts if isinstance(parts, list) else [parts], settings, sampling, kept, **keywords)
+    return await run_rollout(
+        parts if isinstance(parts, list) else [parts], settings, sampling, kept, **keywords
+    )
 
 
 def _settings(**changes) -> RolloutSettings:
-    return RolloutSettings(**{**{name: getattr(STATIC, name) for name in STATIC.__dataclass_fields__}, **changes})
+    return RolloutSettings(
+        **{**{name: getattr(STATIC, name) for name in STATIC.__dataclass_fields__}, **changes}
+    )
 
 
 async def test_every_group_is_sampled_once_and_flushed_once():
-    sampling, kept, shown = _Sampling(), _Kept(), []
-    result = await _run(_part(10), sampling, kept, progress=lambda now: shown.append(now.finished_groups))
+    sampling = _Sampling()
+    kept = _Kept()
+    shown = []
+    result = await _run(
+        _part(10), sampling, kept, progress=lambda now: shown.append(now.finished_groups)
+    )
     assert kept.ids == sorted(sampling.called) == sorted(f"b:{i}" for i in range(10))
     assert len(kept.flushes) == 1 and sampling.most == 4 and shown == list(range(1, 11))
     now = result.progress
-    assert (now.samples, now.prompt_tokens, now.response_tokens, dict(now.statuses)) == (10, 10, 20, {"completed": 10})
+    assert (now.samples, now.prompt_tokens, now.response_tokens, dict(now.statuses)) == (
+        10,
+        10,
+        20,
+        {"completed": 10},
+    )
     assert result.errors == {} and now.tokens_per_s > 0
-    assert result.accepted == tuple(f"b:{i}" for i in range(10)) and result.after == DataState(draws=10)
+    assert result.accepted == tuple(f"b:{i}" for i in range(10)) and result.after == DataState(
+        draws=10
+    )
 
 
 async def test_adopted_groups_are_not_sampled_again():
-    sampling, kept = _Sampling(), _Kept([_done("b:0"), _done("b:2")])
+    sampling = _Sampling()
+    kept = _Kept([_done("b:0"), _done("b:2")])
     result = await _run(_part(4), sampling, kept)
     assert sampling.called == ["b:1", "b:3"] and kept.ids == ["b:1", "b:3"]
-    assert (result.adopted_groups, result.progress.finished_groups, len(result.accepted)) == (2, 4, 4)
+    assert (result.adopted_groups, result.progress.finished_groups, len(result.accepted)) == (
+        2,
+        4,
+        4,
+    )
 
 
 async def test_nothing_to_do_is_done():
@@ -127,7 +185,9 @@ async def test_nothing_to_do_is_done():
 
 async def test_finished_groups_are_flushed_while_others_still_run():
     kept = _Kept()
-    rollout = asyncio.create_task(_run(_part(3), _Sampling({"b:2": 0.6}), kept, _settings(flush_interval_s=0.1)))
+    rollout = asyncio.create_task(
+        _run(_part(3), _Sampling({"b:2": 0.6}), kept, _settings(flush_interval_s=0.1))
+    )
     await asyncio.sleep(0.4)
     assert kept.ids == ["b:0", "b:1"]
     await rollout
@@ -153,13 +213,16 @@ async def test_too_many_failed_groups_fail_the_rollout_but_keep_the_others():
 
 async def test_a_deadline_names_the_groups_and_keeps_the_finished_ones():
     kept = _Kept()
-    with pytest.raises(DeadlineExceeded, match=r"(?s)rollout of b iteration 3.*1 running \(b:2\).*within 0.3 s"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"(?s)rollout of b iteration 3.*1 running \(b:2\).*within 0.3 s"
+    ):
         await _run(_part(3), _Sampling({"b:2": 60}), kept, _settings(timeout_s=0.3))
     assert kept.ids == ["b:0", "b:1"]
 
 
 async def test_cancelling_keeps_the_finished_groups():
-    kept, sampling = _Kept(), _Sampling({"b:2": 60})
+    kept = _Kept()
+    sampling = _Sampling({"b:2": 60})
     rollout = asyncio.create_task(_run(_part(3), sampling, kept))
     await asyncio.sleep(0.2)
     rollout.cancel()
@@ -183,35 +246,57 @@ async def test_a_flush_that_fails_ends_the_rollout():
 
 
 async def test_the_first_to_finish_make_the_batch_and_the_others_wait_in_the_buffer():
-    sampling, kept = _Sampling({"b:0": 60, "b:5": 60}), _Kept()
+    sampling = _Sampling({"b:0": 60, "b:5": 60})
+    kept = _Kept()
     settings = _settings(batch_size=3, static=False, partial=True)
-    result = await _run(_part(6), sampling, kept, settings, slots=6, more=_more, cut_off=sampling.cut_off)
+    result = await _run(
+        _part(6), sampling, kept, settings, slots=6, more=_more, cut_off=sampling.cut_off
+    )
     assert result.accepted == ("b:1", "b:2", "b:3") and result.dropped == {}
     waiting = {one.group_id: one for one in result.after.buffer}
     assert list(waiting) == ["b:0", "b:4", "b:5"]
-    assert waiting["b:4"] == BufferedGroup(group_id="b:4", plan="plan-0", rows="plan-0", oldest=3, finished=3)
+    assert waiting["b:4"] == BufferedGroup(
+        group_id="b:4", plan="plan-0", rows="plan-0", oldest=3, finished=3
+    )
     assert waiting["b:0"] == BufferedGroup(group_id="b:0", plan="plan-0", rows="plan-0", oldest=3)
     assert sorted(kept.cut) == ["b:0", "b:5"] and kept.ids == ["b:1", "b:2", "b:3", "b:4"]
 
 
 async def test_without_partial_rollout_what_is_cut_off_is_kept_but_starts_again():
-    sampling, kept = _Sampling({"b:0": 60}), _Kept()
+    sampling = _Sampling({"b:0": 60})
+    kept = _Kept()
     settings = _settings(batch_size=2, static=False)
     result = await _run(_part(3), sampling, kept, settings, more=_more, cut_off=sampling.cut_off)
-    assert kept.cut == ["b:0"] and result.after.buffer == (BufferedGroup(group_id="b:0", plan="plan-0"),)
+    assert kept.cut == ["b:0"] and result.after.buffer == (
+        BufferedGroup(group_id="b:0", plan="plan-0"),
+    )
 
 
 async def test_groups_that_never_got_a_slot_wait_without_rows():
-    sampling, kept = _Sampling(), _Kept()
-    result = await _run(_part(8), sampling, kept, _settings(batch_size=2, static=False), slots=2, more=_more)
-    assert len(result.after.buffer) == 6 and sum(one.rows is None for one in result.after.buffer) >= 4
+    sampling = _Sampling()
+    kept = _Kept()
+    result = await _run(
+        _part(8), sampling, kept, _settings(batch_size=2, static=False), slots=2, more=_more
+    )
+    assert (
+        len(result.after.buffer) == 6 and sum(one.rows is None for one in result.after.buffer) >= 4
+    )
 
 
 async def test_in_order_of_the_plan_it_does_not_matter_who_is_first():
     sampling = _Sampling({"b:0": 0.3, "b:1": 0.2})
-    result = await _run(_part(4), sampling, _Kept(), _settings(batch_size=2, static=False, in_order=True), more=_more)
+    result = await _run(
+        _part(4),
+        sampling,
+        _Kept(),
+        _settings(batch_size=2, static=False, in_order=True),
+        more=_more,
+    )
     assert result.accepted == ("b:0", "b:1")
-    assert [(one.group_id, one.rows) for one in result.after.buffer] == [("b:2", "plan-0"), ("b:3", "plan-0")]
+    assert [(one.group_id, one.rows) for one in result.after.buffer] == [
+        ("b:2", "plan-0"),
+        ("b:3", "plan-0"),
+    ]
 
 
 def _odd(samples: Sequence[Sample]) -> Rejection | None:
@@ -240,7 +325,9 @@ async def test_fallback_groups_of_one_round_still_count_in_the_next_where_fit_on
         return None if number >= 4 else Rejection("early", fallback=number == 0)
 
     settings = _settings(batch_size=4, static=False)
-    result = await _run(_part(4), _Sampling({"b:7": 60}), _Kept(), settings, judge=Judge(keep), more=_part_of_three)
+    result = await _run(
+        _part(4), _Sampling({"b:7": 60}), _Kept(), settings, judge=Judge(keep), more=_part_of_three
+    )
     assert len(result.parts) == 2
     assert result.accepted == ("b:0", "b:4", "b:5", "b:6") and result.fallbacks == {"b:0": "early"}
     assert set(result.dropped) == {"b:1", "b:2", "b:3"}
@@ -256,21 +343,35 @@ async def test_rejected_groups_are_dropped_and_more_are_drawn():
     result = await _run(_part(4), _Sampling(), kept, settings, judge=Judge(_odd), more=_more)
     assert [part.digest for part in result.parts] == ["plan-0", "plan-1"]
     assert set(result.accepted) == {"b:1", "b:3", "b:5", "b:7"} and len(kept.ids) == 8
-    assert result.dropped == {f"b:{i}": "even" for i in (0, 2, 4, 6)} and result.after == DataState(draws=8)
+    assert result.dropped == {f"b:{i}": "even" for i in (0, 2, 4, 6)} and result.after == DataState(
+        draws=8
+    )
 
 
 async def test_a_retry_takes_up_all_parts_that_an_earlier_attempt_went_on_to():
     parts = [_part(4), _more(_part(4))]
-    kept, sampling = _Kept([_done("b:1"), _done("b:2"), _done("b:5")]), _Sampling()
-    result = await _run(parts, sampling, kept, _settings(batch_size=4, static=False), judge=Judge(_odd), more=_more)
+    kept = _Kept([_done("b:1"), _done("b:2"), _done("b:5")])
+    sampling = _Sampling()
+    result = await _run(
+        parts, sampling, kept, _settings(batch_size=4, static=False), judge=Judge(_odd), more=_more
+    )
     assert not {"b:1", "b:2", "b:5"} & set(sampling.called)
     assert set(result.accepted) == {"b:1", "b:3", "b:5", "b:7"} and len(result.parts) == 2
 
 
 async def test_a_filter_that_rejects_everything_is_an_error_with_its_reasons():
     settings = _settings(batch_size=2, static=False, max_rounds=3)
-    with pytest.raises(EngineError, match=r"(?s)0 of 6 in 3 rounds; rejected: 6 no.*max_sampling_rounds"):
-        await _run(_part(2), _Sampling(), _Kept(), settings, judge=Judge(lambda samples: Rejection("no")), more=_more)
+    with pytest.raises(
+        EngineError, match=r"(?s)0 of 6 in 3 rounds; rejected: 6 no.*max_sampling_rounds"
+    ):
+        await _run(
+            _part(2),
+            _Sampling(),
+            _Kept(),
+            settings,
+            judge=Judge(lambda samples: Rejection("no")),
+            more=_more,
+        )
 
 
 async def test_a_finished_group_from_the_buffer_is_taken_over_without_sampling():
@@ -281,18 +382,28 @@ async def test_a_finished_group_from_the_buffer_is_taken_over_without_sampling()
 
     first = _part(2)
     groups = (first.plan.groups[0].model_copy(update={"earlier": "old"}), first.plan.groups[1])
-    sampling, kept = _Sampling(), Earlier()
+    sampling = _Sampling()
+    kept = Earlier()
     part = Part("plan-0", first.plan.model_copy(update={"groups": groups}))
     result = await _run(part, sampling, kept, _settings(batch_size=2, static=False), more=_more)
-    assert sampling.called == ["b:1"] and kept.ids == ["b:0", "b:1"] and result.accepted == ("b:0", "b:1")
+    assert (
+        sampling.called == ["b:1"]
+        and kept.ids == ["b:0", "b:1"]
+        and result.accepted == ("b:0", "b:1")
+    )
 
 
 async def test_two_rollouts_share_the_slots_first_come_first_served():
-    slots, sampling = asyncio.Semaphore(2), _Sampling()
-    first = asyncio.create_task(run_rollout([_part(4)], STATIC, sampling, _Kept(), judge=Judge(), slots=slots))
+    slots = asyncio.Semaphore(2)
+    sampling = _Sampling()
+    first = asyncio.create_task(
+        run_rollout([_part(4)], STATIC, sampling, _Kept(), judge=Judge(), slots=slots)
+    )
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     await asyncio.sleep(0.005)
-    second = run_rollout([_part(4, first=4, number=1)], STATIC, sampling, _Kept(), judge=Judge(), slots=slots)
+    second = run_rollout(
+        [_part(4, first=4, number=1)], STATIC, sampling, _Kept(), judge=Judge(), slots=slots
+    )
     await asyncio.gather(first, second)
     assert sampling.most == 2 and sampling.called == [f"b:{i}" for i in range(8)]

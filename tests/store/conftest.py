@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import pytest
 
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from tests.servers import seaweed
 from tools.s3_server import S3Server
 
@@ -31,7 +31,9 @@ def s3_root(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.integration)])
 def files(request: pytest.FixtureRequest, tmp_path: Path) -> Files:
     """An empty store, once on local disk and once on S3."""
-    return Files(request.getfixturevalue("s3_root") if request.param == "s3" else tmp_path / "store")
+    return Files(
+        request.getfixturevalue("s3_root") if request.param == "s3" else tmp_path / "store"
+    )
 
 
 @pytest.fixture

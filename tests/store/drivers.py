@@ -1,4 +1,5 @@
-"""Drivers of the branch `run` in processes of their own, told what to do through a pipe; and what they may not do.
+"""Drivers of the branch `run` in processes of their own, told what to do through a pipe; and what
+they may not do.
 
 Not here: what comes of it (the tests).
 """
@@ -17,7 +18,7 @@ from rlpipe.errors import Fenced, RlpipeError
 from rlpipe.store import holders
 from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import Epochs
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from rlpipe.types import Commit, DataState, Stage
 
 
@@ -26,12 +27,20 @@ def a_commit(iteration: int, epoch: int = 0) -> Commit:
     nodes = {Stage.TRAIN: f"t{iteration}"}
     data = DataState(draws=iteration)
     return Commit(
-        branch="run", iteration=iteration, parent=parent, plans=("p",), nodes=nodes, data=data, config_digest="c", epoch=epoch
+        branch="run",
+        iteration=iteration,
+        parent=parent,
+        plans=("p",),
+        nodes=nodes,
+        data=data,
+        config_digest="c",
+        epoch=epoch,
     )
 
 
 def drive(files: Files, pipe: Connection, options: dict[str, Any]) -> None:
-    """A driver in a process of its own: acquires, then does as it is told; answers what came of it."""
+    """A driver in a process of its own: acquires, then does as it is told; answers what came of
+    it."""
     if elsewhere := options.pop("pid_space", None):
         holders.pid_space = lambda: elsewhere
     epoch: Any = None
@@ -42,7 +51,8 @@ def drive(files: Files, pipe: Connection, options: dict[str, Any]) -> None:
         "release": lambda: epoch.release(),
         "commit": lambda k: Branches(files).commit(a_commit(k, epoch.number), fence=epoch.check),
     }
-    call, arguments = "acquire", list[Any]()
+    call = "acquire"
+    arguments = list[Any]()
     while True:
         try:
             if epoch is None:

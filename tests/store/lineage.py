@@ -1,7 +1,8 @@
 """A small run written through the store's own functions, for the tests of audit and gc.
 
-Each iteration draws three groups and takes what the buffer holds; the first planned group goes to the buffer, the second is
-dropped every other time, the rest are trained. Not here: engines, trainers or anything that learns.
+Each iteration draws three groups and takes what the buffer holds; the first planned group goes to
+the buffer, the second is dropped every other time, the rest are trained. Not here: engines,
+trainers or anything that learns.
 """
 
 from __future__ import annotations
@@ -14,14 +15,25 @@ import numpy as np
 import pyarrow as pa
 
 from rlpipe.store.branches import Branches, commit_name
-from rlpipe.store.files import Files
 from rlpipe.store.gc import remove, unreachable
 from rlpipe.store.nodes import Nodes, input_digest
+from rlpipe.store.objects.files import Files
+from rlpipe.store.parquet.rows import rewards_to_table
+from rlpipe.store.parquet.schema import BATCH, from_ragged, make_table
+from rlpipe.store.parquet.shards import ShardWriter, adopt, data_folder, write_data, write_table
 from rlpipe.store.plans import Plans
-from rlpipe.store.rows import rewards_to_table
-from rlpipe.store.schema import BATCH, from_ragged, make_table
-from rlpipe.store.shards import ShardWriter, adopt, data_folder, write_data, write_table
-from rlpipe.types import BufferedGroup, Commit, DataState, FileRecord, Node, Plan, PlannedGroup, Sample, Stage, Status
+from rlpipe.types import (
+    BufferedGroup,
+    Commit,
+    DataState,
+    FileRecord,
+    Node,
+    Plan,
+    PlannedGroup,
+    Sample,
+    Stage,
+    Status,
+)
 
 
 @dataclass
@@ -58,7 +70,8 @@ def group(group_id: str, size: int = 2) -> list[Sample]:
 def batch_table(groups: Sequence[str]) -> pa.Table:
     """Batch rows of these groups' two samples each, as `sample` makes them."""
     rows = [(group_id, index) for group_id in groups for index in range(2)]
-    tokens, response = np.arange(len(rows) + 1) * 5, np.arange(len(rows) + 1) * 3
+    tokens = np.arange(len(rows) + 1) * 5
+    response = np.arange(len(rows) + 1) * 3
     columns = {
         "group_id": [group_id for group_id, _ in rows],
         "index": [index for _, index in rows],
@@ -70,7 +83,9 @@ def batch_table(groups: Sequence[str]) -> pa.Table:
     return make_table(BATCH, columns, "batch")
 
 
-def make_node(stage: Stage, parents: dict[str, str], files: Sequence[FileRecord] = (), **config: object) -> Node:
+def make_node(
+    stage: Stage, parents: dict[str, str], files: Sequence[FileRecord] = (), **config: object
+) -> Node:
     """A node whose digest is that of its inputs."""
     digest = input_digest(stage, parents, config, {})
     return Node(stage=stage, digest=digest, parents=parents, config=config, files=tuple(files))
@@ -85,7 +100,8 @@ def collect(files: Files, grace_s: float) -> list[str]:
 
 @dataclass
 class Run:
-    """Writes a branch, iteration by iteration; `stop_after` leaves an iteration uncommitted, as a crash would."""
+    """Writes a branch, iteration by iteration; `stop_after` leaves an iteration uncommitted, as a
+    crash would."""
 
     files: Files
     branch: str = "run"
@@ -108,15 +124,21 @@ class Run:
     def plan(self, iteration: int, before: DataState) -> Plan:
         drawn = [f"{self.branch}:{before.draws + n:08d}" for n in range(3)]
         ids = [*(waiting.group_id for waiting in before.buffer), *drawn]
-        groups = tuple(PlannedGroup(group_id=g, prompt="p", prompt_ids=(1, 2), seeds=(7, 8)) for g in ids)
+        groups = tuple(
+            PlannedGroup(group_id=g, prompt="p", prompt_ids=(1, 2), seeds=(7, 8)) for g in ids
+        )
         after = DataState(offset=before.offset + 3, draws=before.draws + 3)
-        return Plan(branch=self.branch, iteration=iteration, groups=groups, before=before, after=after)
+        return Plan(
+            branch=self.branch, iteration=iteration, groups=groups, before=before, after=after
+        )
 
     def fates(self, plan: Plan) -> tuple[list[str], dict[str, str], str]:
         """Trained, dropped, buffered. What came from the buffer is trained."""
         fresh = self.fresh(plan)
         dropped = {fresh[1]: "filtered"} if plan.iteration % 2 else {}
-        trained = [g.group_id for g in plan.groups if g.group_id not in dropped and g.group_id != fresh[0]]
+        trained = [
+            g.group_id for g in plan.groups if g.group_id not in dropped and g.group_id != fresh[0]
+        ]
         return trained, dropped, fresh[0]
 
     @staticmethod
@@ -127,10 +149,14 @@ class Run:
 
     def after(self, plan: Plan, digest: str) -> DataState:
         """The state after an iteration: its one buffered group has rows."""
-        waiting = BufferedGroup(group_id=self.fates(plan)[2], plan=digest, rows=digest, oldest=0, finished=0)
+        waiting = BufferedGroup(
+            group_id=self.fates(plan)[2], plan=digest, rows=digest, oldest=0, finished=0
+        )
         return plan.after.model_copy(update={"buffer": (waiting,)})
 
-    def nodes(self, plan: Plan, digest: str, newest: Commit | None, stop_after: Stage | None) -> dict[Stage, str]:
+    def nodes(
+        self, plan: Plan, digest: str, newest: Commit | None, stop_after: Stage | None
+    ) -> dict[Stage, str]:
         trained, dropped, _ = self.fates(plan)
         writer = ShardWriter(self.files, Plans.groups_prefix(digest), plan.iteration)
         fresh = [group(group_id) for group_id in self.fresh(plan)]
@@ -145,11 +171,20 @@ class Run:
             node = node.model_copy(update={"files": tuple(self.stage_files(node, shards, trained))})
             if stage is Stage.ROLLOUT:
                 after = self.after(plan, digest).model_dump(mode="json")
-                outputs = {"plans": [digest], "after": after, "dropped": dropped, "accepted": trained}
+                outputs = {
+                    "plans": [digest],
+                    "after": after,
+                    "dropped": dropped,
+                    "accepted": trained,
+                }
                 node = node.model_copy(update={"outputs": outputs})
             if stage is Stage.TRAIN:
                 metrics = {"train/loss": 0.5 / (plan.iteration + 1)}
-                outputs = {"version": plan.iteration + 1, "state_digest": digest[::-1], "metrics": metrics}
+                outputs = {
+                    "version": plan.iteration + 1,
+                    "state_digest": digest[::-1],
+                    "metrics": metrics,
+                }
                 node = node.model_copy(update={"outputs": outputs})
             made[stage] = Nodes(self.files).commit(node).digest
             parents = {str(stage): node.digest}
@@ -159,11 +194,17 @@ class Run:
 
     def waited(self, plan: Plan) -> list[FileRecord]:
         """The shards of earlier iterations that hold the groups of the buffer."""
-        shards = [adopt(self.files, Plans.groups_prefix(waiting.rows)) for waiting in plan.before.buffer if waiting.rows]
+        shards = [
+            adopt(self.files, Plans.groups_prefix(waiting.rows))
+            for waiting in plan.before.buffer
+            if waiting.rows
+        ]
         wanted = {waiting.group_id for waiting in plan.before.buffer}
         return [record for found in shards for record, groups in found if wanted & set(groups)]
 
-    def stage_files(self, node: Node, shards: list[FileRecord], trained: list[str]) -> list[FileRecord]:
+    def stage_files(
+        self, node: Node, shards: list[FileRecord], trained: list[str]
+    ) -> list[FileRecord]:
         folder = data_folder(node.stage, node.digest)
         if node.stage is Stage.ROLLOUT:
             return shards
@@ -174,7 +215,9 @@ class Run:
             return [write_table(self.files, folder, "batch", batch_table(trained))]
         return [write_data(self.files, folder, "packing.json", b"[]")]
 
-    def commit_of(self, plan: Plan, digest: str, nodes: dict[Stage, str], newest: Commit | None) -> Commit:
+    def commit_of(
+        self, plan: Plan, digest: str, nodes: dict[Stage, str], newest: Commit | None
+    ) -> Commit:
         trained, dropped, _ = self.fates(plan)
         return Commit(
             branch=self.branch,

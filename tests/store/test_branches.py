@@ -8,15 +8,22 @@ import pytest
 
 from rlpipe.errors import ObjectConflict, ObjectMissing, StoreError
 from rlpipe.store.branches import Branches, commit_name, parse_commit_name
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from rlpipe.types import Commit, DataState, Stage
 
 
-def commit(iteration: int, branch: str = "run", parent: str | None = "", **changes: object) -> Commit:
+def commit(
+    iteration: int, branch: str = "run", parent: str | None = "", **changes: object
+) -> Commit:
     """A commit that follows on its own branch, unless told otherwise."""
     if parent == "":
         parent = commit_name(branch, iteration - 1) if iteration else None
-    content = {"plans": ("p",), "nodes": {Stage.TRAIN: f"t{iteration}"}, "data": DataState(draws=iteration), "config_digest": "c"}
+    content = {
+        "plans": ("p",),
+        "nodes": {Stage.TRAIN: f"t{iteration}"},
+        "data": DataState(draws=iteration),
+        "config_digest": "c",
+    }
     return Commit(branch=branch, iteration=iteration, parent=parent, **{**content, **changes})
 
 
@@ -39,7 +46,9 @@ def test_a_branch_starts_empty_and_grows(files: Files):
     assert branches.names() == ["run"]
 
 
-def test_the_newest_commit_is_found_from_a_hint_without_a_listing(local_files: Files, monkeypatch: pytest.MonkeyPatch):
+def test_the_newest_commit_is_found_from_a_hint_without_a_listing(
+    local_files: Files, monkeypatch: pytest.MonkeyPatch
+):
     branches = started(local_files, 4)
     monkeypatch.setattr(Files, "entries", None)
     for hint in range(4):
@@ -62,20 +71,32 @@ def test_a_branch_is_created_once_and_found_again(files: Files):
 
 
 def test_a_branch_that_is_not_there_is_named(local_files: Files):
-    for attempt in (Branches(local_files).newest, Branches(local_files).config, lambda b: list(Branches(local_files).walk(b))):
+    for attempt in (
+        Branches(local_files).newest,
+        Branches(local_files).config,
+        lambda b: list(Branches(local_files).walk(b)),
+    ):
         with pytest.raises(ObjectMissing, match=r"branches/nobody/config\.json"):
             attempt("nobody")
 
 
 def test_committing_the_same_again_is_success(files: Files):
     branches = started(files, 1)
-    again = Branches(files).commit(commit(0).model_copy(update={"attempt": "second", "epoch": 2, "packages": {"torch": "2"}}))
+    again = Branches(files).commit(
+        commit(0).model_copy(update={"attempt": "second", "epoch": 2, "packages": {"torch": "2"}})
+    )
     assert again == branches.read("run", 0)
     assert again.attempt != "second"
 
 
 @pytest.mark.parametrize(
-    "change", [{"nodes": {Stage.TRAIN: "x"}}, {"trained": ("g",)}, {"data": DataState(draws=9)}, {"plans": ("q",)}]
+    "change",
+    [
+        {"nodes": {Stage.TRAIN: "x"}},
+        {"trained": ("g",)},
+        {"data": DataState(draws=9)},
+        {"plans": ("q",)},
+    ],
 )
 def test_committing_something_else_is_refused_and_named(files: Files, change: dict):
     branches = started(files, 1)
@@ -90,7 +111,11 @@ def test_of_two_drivers_that_race_one_commits_and_the_other_is_told(files: Files
 
     def drive(driver: int) -> str:
         try:
-            return Branches(files).commit(commit(0, nodes={Stage.TRAIN: str(driver)})).nodes[Stage.TRAIN]
+            return (
+                Branches(files)
+                .commit(commit(0, nodes={Stage.TRAIN: str(driver)}))
+                .nodes[Stage.TRAIN]
+            )
         except ObjectConflict:
             return "refused"
 
@@ -104,7 +129,11 @@ def test_a_gap_is_refused(local_files: Files):
     branches = started(local_files, 2)
     with pytest.raises(ObjectMissing, match=r"00000002\.json"):
         branches.commit(commit(3))
-    for wrong in (commit(2, parent=None), commit(2, parent="run/00000000"), commit(0, parent="run/00000001")):
+    for wrong in (
+        commit(2, parent=None),
+        commit(2, parent="run/00000000"),
+        commit(0, parent="run/00000001"),
+    ):
         with pytest.raises(StoreError, match="not the next commit"):
             branches.commit(wrong)
     assert [c.iteration for c in branches.walk("run")] == [1, 0]
@@ -118,7 +147,12 @@ def test_a_fork_goes_on_from_its_parent_and_leaves_it_alone(files: Files):
         branches.commit(commit(0, "fork"))
     branches.commit(commit(2, "fork", parent="run/00000001"))
     branches.commit(commit(3, "fork"))
-    assert [(c.branch, c.iteration) for c in branches.walk("fork")] == [("fork", 3), ("fork", 2), ("run", 1), ("run", 0)]
+    assert [(c.branch, c.iteration) for c in branches.walk("fork")] == [
+        ("fork", 3),
+        ("fork", 2),
+        ("run", 1),
+        ("run", 0),
+    ]
     assert [c.branch for c in branches.walk("run")] == ["run"] * 4
     with pytest.raises(ObjectMissing):
         branches.create("other", {}, "init", parent="run/00000009")

@@ -1,4 +1,5 @@
-"""The collector and drivers: each keeps the other out, whoever comes first, and one that sleeps is told when it wakes."""
+"""The collector and drivers: each keeps the other out, whoever comes first, and one that sleeps is
+told when it wakes."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ import pytest
 from rlpipe.errors import Fenced
 from rlpipe.store import epochs
 from rlpipe.store.epochs import COLLECTOR, Epoch, Epochs
-from rlpipe.store.files import Files
 from rlpipe.store.holders import Holder
+from rlpipe.store.objects.files import Files
 from tests.store.drivers import refused
 
 REMOVING = "what nobody needs is being removed from this store"
@@ -46,7 +47,9 @@ def test_no_collector_begins_beside_a_driver(files: Files, stand_in: bool):
     with refused("another driver runs this branch"), Epochs(files).alone():
         pass
     driver.renew()
-    assert Epochs(files).acquire("other").number == 1, "a collector that was refused keeps nobody out"
+    assert Epochs(files).acquire("other").number == 1, (
+        "a collector that was refused keeps nobody out"
+    )
     driver.release()
 
 
@@ -88,7 +91,9 @@ def test_a_driver_that_sleeps_is_told_after_the_collector_was_there(
         asleep.check()
 
 
-def test_a_collector_that_sleeps_removes_nothing_once_a_driver_has_begun(local_files: Files, later: Callable[[float], None]):
+def test_a_collector_that_sleeps_removes_nothing_once_a_driver_has_begun(
+    local_files: Files, later: Callable[[float], None]
+):
     with Epochs(local_files).alone() as own:
         own.check()
         later(epochs.LEASE_S + 1)

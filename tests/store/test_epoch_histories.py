@@ -1,4 +1,5 @@
-"""Epochs under any sequence of what drivers do, against a model of who may drive and who may commit."""
+"""Epochs under any sequence of what drivers do, against a model of who may drive and who may
+commit."""
 
 from __future__ import annotations
 
@@ -9,17 +10,24 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from rlpipe.errors import Fenced
 from rlpipe.store import epochs, holders
 from rlpipe.store.epochs import Epoch, Epochs, Holder
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from tests.store.lineage import collect
 
 
 class Drivers(RuleBasedStateMachine):
-    """Drivers of three machines, of one clock, acquire, renew, give back, sleep, die and take over; garbage is collected."""
+    """Drivers of three machines, of one clock, acquire, renew, give back, sleep, die and take over;
+    garbage is collected."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +35,9 @@ class Drivers(RuleBasedStateMachine):
         self.files = Files(self.directory.name)
         self.now, self.machine, self.dead = datetime(2030, 1, 1, tzinfo=UTC), "here", set[int]()
         self.epochs: list[Epoch] = []
-        self.home, self.until, self.free = "", self.now, True
+        self.home = ""
+        self.until = self.now
+        self.free = True
         self.patches.setattr(epochs, "clock", lambda: self.now)
         self.patches.setattr(holders, "pid_space", lambda: self.machine)
         self.patches.setattr(holders, "ended", lambda pid, _: pid in self.dead)
@@ -35,15 +45,22 @@ class Drivers(RuleBasedStateMachine):
 
     def holder(self) -> Holder:
         pid = len(self.epochs) + 1
-        return Holder(host=self.machine, pid_space=self.machine, pid=pid, started=0, attempt=str(pid))
+        return Holder(
+            host=self.machine, pid_space=self.machine, pid=pid, started=0, attempt=str(pid)
+        )
 
     def teardown(self) -> None:
         self.patches.undo()
         self.directory.cleanup()
 
-    @rule(machine=st.sampled_from(["here", "there", "far"]), takeover=st.booleans(), lease_s=st.sampled_from([10.0, 60.0]))
+    @rule(
+        machine=st.sampled_from(["here", "there", "far"]),
+        takeover=st.booleans(),
+        lease_s=st.sampled_from([10.0, 60.0]),
+    )
     def acquire(self, machine: str, takeover: bool, lease_s: float) -> None:
-        near, killed = self.home == machine, len(self.epochs) in self.dead
+        near = self.home == machine
+        killed = len(self.epochs) in self.dead
         silent = self.now > self.until + timedelta(seconds=0 if near else epochs.SKEW_S)
         self.machine = machine
         try:
@@ -101,7 +118,8 @@ class Drivers(RuleBasedStateMachine):
     @rule(machine=st.sampled_from(["here", "there", "far"]))
     def clean_alone(self, machine: str) -> None:
         """With everybody kept out; who sleeps is replaced by nobody."""
-        near, killed = self.home == machine, len(self.epochs) in self.dead
+        near = self.home == machine
+        killed = len(self.epochs) in self.dead
         silent = self.now > self.until + timedelta(seconds=0 if near else epochs.SKEW_S)
         self.machine = machine
         try:
@@ -130,4 +148,6 @@ class Drivers(RuleBasedStateMachine):
 
 
 def test_whatever_drivers_do_only_the_newest_may_commit_and_it_is_replaced_only_when_it_may_be():
-    run_state_machine_as_test(Drivers, settings=settings(max_examples=40, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(
+        Drivers, settings=settings(max_examples=40, stateful_step_count=25, deadline=None)
+    )

@@ -1,4 +1,5 @@
-"""Joining an epoch: a process that works for the driver carries its number, and is refused with it."""
+"""Joining an epoch: a process that works for the driver carries its number, and is refused with
+it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 from rlpipe.errors import Fenced
 from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import Epochs
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from tests.store.drivers import Driver, a_commit, refused
 
 
@@ -39,7 +40,9 @@ def test_where_nobody_drives_any_more_who_joins_stands_in_for_the_driver(local_f
         Epochs(local_files).acquire("run", stand_in=True)
 
 
-def test_a_commit_of_who_joined_is_refused_after_a_takeover_and_one_who_joins_then_may(local_files: Files, commits: Branches):
+def test_a_commit_of_who_joined_is_refused_after_a_takeover_and_one_who_joins_then_may(
+    local_files: Files, commits: Branches
+):
     driver = Epochs(local_files).acquire("run")
     zombie = Epochs(local_files).join("run", stand_in=True)
     commits.commit(a_commit(0, zombie.number), fence=zombie.check)

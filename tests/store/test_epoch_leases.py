@@ -1,4 +1,5 @@
-"""A lease that is renewed in the background: until it is given back or lost, and through failures that pass."""
+"""A lease that is renewed in the background: until it is given back or lost, and through failures
+that pass."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 
 from rlpipe.errors import StoreError
 from rlpipe.store.epochs import Epochs
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from tests.store.drivers import refused
 
 RUN = "branches/run/epochs"
@@ -52,8 +53,12 @@ def test_a_kept_lease_ends_with_its_release(local_files: Files):
     assert Epochs(local_files).acquire("run").number == 2
 
 
-def test_a_renewal_that_waits_behind_a_release_does_not_undo_it(local_files: Files, monkeypatch: pytest.MonkeyPatch):
-    epoch, create, pool = Epochs(local_files).acquire("run"), Files.create, ThreadPoolExecutor(1)
+def test_a_renewal_that_waits_behind_a_release_does_not_undo_it(
+    local_files: Files, monkeypatch: pytest.MonkeyPatch
+):
+    epoch = Epochs(local_files).acquire("run")
+    create = Files.create
+    pool = ThreadPoolExecutor(1)
     waiting = []
 
     def slow(files: Files, path: str, data: bytes) -> bool:
@@ -73,12 +78,17 @@ def test_a_renewal_that_fails_is_tried_again_and_a_release_that_fails_is_let_be(
     local_files: Files, monkeypatch: pytest.MonkeyPatch
 ):
     """The failed write is there all the same, as after a lost reply."""
-    create, attempts = Files.create, []
+    create = Files.create
+    attempts = []
 
     def fail_after_writing(files: Files, path: str, data: bytes) -> bool:
         attempts.append(create(files, path, data))
         if len(attempts) % 2:
-            raise StoreError("no answer") if len(attempts) != 3 else TypeError("an answer that nobody expected")
+            raise (
+                StoreError("no answer")
+                if len(attempts) != 3
+                else TypeError("an answer that nobody expected")
+            )
         return True
 
     epoch = Epochs(local_files).acquire("run", lease_s=0.06)
@@ -86,7 +96,9 @@ def test_a_renewal_that_fails_is_tried_again_and_a_release_that_fails_is_let_be(
     epoch.keep()
     until(lambda: len(attempts) >= 6)
     assert epoch.lost is None
-    monkeypatch.setattr(Files, "create", lambda *_: fail_after_writing(*_) and fail_after_writing(*_))
+    monkeypatch.setattr(
+        Files, "create", lambda *_: fail_after_writing(*_) and fail_after_writing(*_)
+    )
     epoch.release()
     with refused("given the branch back"):
         epoch.check()

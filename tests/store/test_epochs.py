@@ -1,4 +1,5 @@
-"""Epochs and leases: one driver at a time, and a driver that was replaced is stopped before it commits."""
+"""Epochs and leases: one driver at a time, and a driver that was replaced is stopped before it
+commits."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ import pytest
 
 from rlpipe.errors import Fenced, ObjectMissing
 from rlpipe.store import epochs, holders
-from rlpipe.store.audit import check_branch
+from rlpipe.store.audit.check import check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import Epoch, Epochs, superseded
-from rlpipe.store.files import Files
 from rlpipe.store.holders import Holder
+from rlpipe.store.objects.files import Files
 from tests.store.drivers import Driver, a_commit, refused
 from tests.store.lineage import Run, collect
 
@@ -42,8 +43,17 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 def test_a_live_driver_keeps_the_second_out_and_is_named(files: Files):
     with Driver(files) as first:
         assert first.answer() == 1
-        where, who = files.url(f"{RUN}/00000001.json"), f"epoch 1: process {first.process.pid} on {os.uname().nodename} since 20"
-        with refused("another driver runs this branch", where, who, " is over at ", " UTC", "--takeover", "--run NAME"):
+        where = files.url(f"{RUN}/00000001.json")
+        who = f"epoch 1: process {first.process.pid} on {os.uname().nodename} since 20"
+        with refused(
+            "another driver runs this branch",
+            where,
+            who,
+            " is over at ",
+            " UTC",
+            "--takeover",
+            "--run NAME",
+        ):
             Epochs(files).acquire("run")
         with Driver(files) as second, refused(who):
             second.answer()
@@ -68,7 +78,9 @@ def test_a_killed_driver_of_this_machine_is_replaced_at_once_waited_for_or_not(f
 
 
 @pytest.mark.integration
-def test_a_killed_driver_of_another_machine_is_replaced_once_its_lease_is_over(files: Files, later: Callable[[float], None]):
+def test_a_killed_driver_of_another_machine_is_replaced_once_its_lease_is_over(
+    files: Files, later: Callable[[float], None]
+):
     with Driver(files, pid_space="another machine", lease_s=30.0) as first:
         assert first.answer() == 1
     with refused("--takeover"):
@@ -89,7 +101,11 @@ def test_after_a_takeover_the_driver_before_can_do_nothing_and_the_new_one_goes_
         with Driver(files, takeover=True, pid_space="another machine") as second:
             assert second.answer() == 2
             for call, *arguments in (["commit", 1], ["check"], ["renew"], ["commit", 1]):
-                with refused("another driver has taken over", f"epoch 2: process {second.process.pid}", "after epoch 1"):
+                with refused(
+                    "another driver has taken over",
+                    f"epoch 2: process {second.process.pid}",
+                    "after epoch 1",
+                ):
                     first.do(str(call), *arguments)
             written = files.list("branches/run")
             assert first.do("release") == 1
@@ -112,7 +128,9 @@ def test_a_driver_that_slept_through_its_lease_finds_out_at_its_commit(local_fil
         Branches(local_files).commit(a_commit(0, epoch.number), fence=epoch.check)
 
 
-def test_a_lease_that_ran_out_may_still_be_renewed_while_nobody_took_the_branch(files: Files, later: Callable[[float], None]):
+def test_a_lease_that_ran_out_may_still_be_renewed_while_nobody_took_the_branch(
+    files: Files, later: Callable[[float], None]
+):
     epoch = Epochs(files).acquire("run", lease_s=10.0)
     later(100.0)
     epoch.check()
@@ -133,7 +151,9 @@ def test_a_renewal_makes_the_lease_run_from_now(files: Files, later: Callable[[f
 
 
 @pytest.mark.parametrize("takeover", [False, True])
-def test_of_many_that_race_one_becomes_the_driver_and_the_others_are_told_who(files: Files, takeover: bool):
+def test_of_many_that_race_one_becomes_the_driver_and_the_others_are_told_who(
+    files: Files, takeover: bool
+):
     if takeover:
         Epochs(files).acquire("run")
     barrier = threading.Barrier(8)
@@ -154,7 +174,9 @@ def test_of_many_that_race_one_becomes_the_driver_and_the_others_are_told_who(fi
     assert takeover or won == [1]
     lost = [result for result in results if isinstance(result, Fenced)]
     assert all(f"process {os.getpid()}" in str(error) for error in lost)
-    for epoch in (result for result in results if isinstance(result, Epoch) and result.number != won[-1]):
+    for epoch in (
+        result for result in results if isinstance(result, Epoch) and result.number != won[-1]
+    ):
         with refused("taken over"):
             epoch.check()
 
@@ -178,7 +200,8 @@ def test_whoever_saw_the_same_driver_but_was_slower_does_not_take_over_from_the_
     local_files: Files, monkeypatch: pytest.MonkeyPatch
 ):
     Epochs(local_files).acquire("run")
-    slow, seen = Epochs(local_files), Epochs(local_files).newest("run")
+    slow = Epochs(local_files)
+    seen = Epochs(local_files).newest("run")
     assert Epochs(local_files).acquire("run", takeover=True).number == 2
     monkeypatch.setattr(slow, "newest", lambda _: seen)
     with refused("epoch 2: process"):
@@ -197,7 +220,9 @@ def test_a_branch_that_was_given_back_is_free_and_its_driver_is_done(files: File
     assert Epochs(files).acquire("run").number == 2
 
 
-def test_another_process_with_the_pid_of_a_dead_driver_is_not_taken_for_it(local_files: Files, monkeypatch: pytest.MonkeyPatch):
+def test_another_process_with_the_pid_of_a_dead_driver_is_not_taken_for_it(
+    local_files: Files, monkeypatch: pytest.MonkeyPatch
+):
     earlier = Holder.here().model_copy(update={"started": 1})
     monkeypatch.setattr(Holder, "here", lambda: earlier)
     Epochs(local_files).acquire("run")
@@ -216,7 +241,9 @@ def test_a_driver_of_another_user_is_not_taken_for_dead(monkeypatch: pytest.Monk
     assert not holder.dead
 
 
-def test_the_pid_of_a_dead_process_says_nothing_about_another_machine(local_files: Files, monkeypatch: pytest.MonkeyPatch):
+def test_the_pid_of_a_dead_process_says_nothing_about_another_machine(
+    local_files: Files, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(holders, "pid_space", lambda: "another boot")
     gone = Holder.here().model_copy(update={"pid": 2**22 + 1})
     monkeypatch.setattr(Holder, "here", lambda: gone)
@@ -226,12 +253,18 @@ def test_the_pid_of_a_dead_process_says_nothing_about_another_machine(local_file
         Epochs(local_files).acquire("run")
 
 
-def test_renewals_never_pile_up_and_a_check_is_one_request(local_files: Files, monkeypatch: pytest.MonkeyPatch):
+def test_renewals_never_pile_up_and_a_check_is_one_request(
+    local_files: Files, monkeypatch: pytest.MonkeyPatch
+):
     asked: list[tuple[str, str]] = []
 
     def counted(name: str) -> None:
         plain = getattr(Files, name)
-        monkeypatch.setattr(Files, name, lambda files, path, *rest: asked.append((name, path)) or plain(files, path, *rest))
+        monkeypatch.setattr(
+            Files,
+            name,
+            lambda files, path, *rest: asked.append((name, path)) or plain(files, path, *rest),
+        )
 
     epoch = Epochs(local_files).acquire("run")
     for name in ("create", "read", "exists", "list", "delete", "size"):
@@ -293,8 +326,17 @@ def test_a_commit_of_an_older_epoch_than_the_newest_is_refused(files: Files):
     branches.create("run", {}, "init")
     for iteration, epoch in ((0, 0), (1, 3)):
         branches.commit(a_commit(iteration, epoch))
-    for late in (a_commit(2, 2), a_commit(1, 2), a_commit(1, 2).model_copy(update={"plans": ("other",)})):
-        with refused("a newer driver has committed", "epoch 3", f"epoch {late.epoch}, which is ours", "00000001.json"):
+    for late in (
+        a_commit(2, 2),
+        a_commit(1, 2),
+        a_commit(1, 2).model_copy(update={"plans": ("other",)}),
+    ):
+        with refused(
+            "a newer driver has committed",
+            "epoch 3",
+            f"epoch {late.epoch}, which is ours",
+            "00000001.json",
+        ):
             branches.commit(late)
     branches.create("fork", {}, "init", parent="run/00000001")
     fork = a_commit(2, 1).model_copy(update={"branch": "fork"})
@@ -316,20 +358,29 @@ def test_epochs_are_no_commits_no_branches_and_nothing_to_an_audit(files: Files)
 
 
 def test_garbage_are_the_renewals_that_count_no_more(files: Files):
-    run, other = Epochs(files).acquire("run"), Epochs(files).acquire("other")
+    run = Epochs(files).acquire("run")
+    other = Epochs(files).acquire("other")
     for _ in range(3):
         run.renew()
         other.renew()
     run = Epochs(files).acquire("run", takeover=True, lease_s=3600.0)
     names = files.list()
-    gone = [f"{RUN}/00000001/00000002.json", f"{RUN}/00000001/00000003.json", "branches/other/epochs/00000001/00000002.json"]
+    gone = [
+        f"{RUN}/00000001/00000002.json",
+        f"{RUN}/00000001/00000003.json",
+        "branches/other/epochs/00000001/00000002.json",
+    ]
     assert superseded(names) == set(gone)
     assert collect(files, 3600.0) == []
     assert collect(files, -60.0) == sorted(gone)
     run.renew()
     run.renew()
     assert collect(files, -60.0) == [f"{RUN}/00000002/00000001.json"]
-    assert files.list(RUN) == [f"{RUN}/00000001.json", f"{RUN}/00000002.json", f"{RUN}/00000002/00000002.json"]
+    assert files.list(RUN) == [
+        f"{RUN}/00000001.json",
+        f"{RUN}/00000002.json",
+        f"{RUN}/00000002/00000002.json",
+    ]
     with refused("epoch 2"):
         Epochs(files).acquire("run")
     other.check()

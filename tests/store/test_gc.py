@@ -1,4 +1,5 @@
-"""Garbage collection: takes what nothing reaches, and nothing that a crashed run could still use."""
+"""Garbage collection: takes what nothing reaches, and nothing that a crashed run could still
+use."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from rlpipe.errors import ObjectCorrupt, ObjectMissing
-from rlpipe.store.audit import check_branch
+from rlpipe.store.audit.check import check_branch
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
 from rlpipe.store.gc import unreachable
 from rlpipe.store.nodes import Nodes, node_path
+from rlpipe.store.objects.files import Files
+from rlpipe.store.parquet.shards import ShardWriter, adopt, write_data
 from rlpipe.store.plans import Plans
 from rlpipe.store.receipts import node_receipt_path
 from rlpipe.store.segments import Segments
-from rlpipe.store.shards import ShardWriter, adopt, write_data
 from rlpipe.types import Stage
 from tests.store.lineage import Run, collect, group, make_node
 
@@ -40,7 +41,9 @@ def test_what_no_branch_reaches_goes_and_nothing_else(files: Files):
     before = files.list()
     newest = Branches(files).newest("run")
     assert newest is not None
-    late = ShardWriter(files, Plans.groups_prefix(newest.plans[0]), 1).write([group("run:00000005")])
+    late = ShardWriter(files, Plans.groups_prefix(newest.plans[0]), 1).write(
+        [group("run:00000005")]
+    )
     data = write_data(files, "data/reward/old", "rewards.parquet", b"x")
     node = Nodes(files).commit(make_node(Stage.REWARD, {"rollout": "gone"}, [data]))
     foreign = "notes/readme.txt"
@@ -80,7 +83,9 @@ def test_an_iteration_that_crashed_long_ago_can_still_be_finished(files: Files, 
     assert files.list() == before
     nodes = {path: files.read(path) for path in files.list("nodes")}
     run.iterate()
-    assert {path: files.read(path) for path in nodes} == nodes, "what was finished was adopted, not made anew"
+    assert {path: files.read(path) for path in nodes} == nodes, (
+        "what was finished was adopted, not made anew"
+    )
     assert check_branch(files, "run") == []
 
 
@@ -91,14 +96,22 @@ def test_finished_groups_of_a_rollout_under_way_stay(local_files: Files):
     digest = Plans(local_files).write(run.plan(2, newest.data))
     ShardWriter(local_files, Plans.groups_prefix(digest), 2).write([group("run:00000006")])
     assert unreachable(local_files, grace_s=-60) == []
-    assert [groups for _, groups in adopt(local_files, Plans.groups_prefix(digest))] == [["run:00000006"]]
+    assert [groups for _, groups in adopt(local_files, Plans.groups_prefix(digest))] == [
+        ["run:00000006"]
+    ]
 
 
-def test_every_part_of_a_plan_and_what_was_cut_off_stays_while_its_iteration_is_open(local_files: Files):
+def test_every_part_of_a_plan_and_what_was_cut_off_stays_while_its_iteration_is_open(
+    local_files: Files,
+):
     run = a_run(local_files)
     newest = Branches(local_files).newest("run")
     assert newest is not None
-    ahead = [run.plan(iteration, newest.data).model_copy(update={"part": part}) for iteration in (2, 3) for part in (0, 1)]
+    ahead = [
+        run.plan(iteration, newest.data).model_copy(update={"part": part})
+        for iteration in (2, 3)
+        for part in (0, 1)
+    ]
     for plan in ahead:
         digest = Plans(local_files).write(plan)
         ShardWriter(local_files, Plans.groups_prefix(digest), 2).write([group("run:00000006")])
@@ -115,9 +128,13 @@ def test_a_plan_that_its_branch_has_passed_goes(local_files: Files):
     run = a_run(local_files)
     first = Branches(local_files).read("run", 0)
     digest = Plans(local_files).write(run.plan(1, first.data.model_copy(update={"offset": 77})))
-    strange = Plans(local_files).write(run.plan(1, first.data).model_copy(update={"branch": "nobody"}))
+    strange = Plans(local_files).write(
+        run.plan(1, first.data).model_copy(update={"branch": "nobody"})
+    )
     shard = ShardWriter(local_files, Plans.groups_prefix(digest), 1).write([group("x")])
-    assert set(unreachable(local_files, grace_s=-60)) == {f"plans/{d}/plan.json" for d in (digest, strange)} | {shard.path}
+    assert set(unreachable(local_files, grace_s=-60)) == {
+        f"plans/{d}/plan.json" for d in (digest, strange)
+    } | {shard.path}
 
 
 def test_what_killed_writers_left_goes_after_the_grace_period(local_files: Files):
@@ -137,7 +154,11 @@ def test_nothing_goes_while_a_record_cannot_be_read(local_files: Files):
     write_data(local_files, "data/reward/old", "rewards.parquet", b"x")
     newest = Branches(local_files).newest("run")
     assert newest is not None
-    path = Path(local_files.url(node_path(Stage.ADVANTAGE, newest.nodes[Stage.ADVANTAGE])).removeprefix("file://"))
+    path = Path(
+        local_files.url(node_path(Stage.ADVANTAGE, newest.nodes[Stage.ADVANTAGE])).removeprefix(
+            "file://"
+        )
+    )
     path.write_bytes(path.read_bytes().replace(b"batch-", b"batch_"))
     before = local_files.list()
     with pytest.raises(ObjectCorrupt):
@@ -161,20 +182,33 @@ def test_nothing_goes_while_a_record_that_a_commit_names_is_lost(local_files: Fi
 
 def test_checkpoints_and_evaluations_go_only_with_the_weights_that_they_are_of(local_files: Files):
     a_run(local_files, 1)
-    newest, nodes = Branches(local_files).newest("run"), Nodes(local_files)
+    newest = Branches(local_files).newest("run")
+    nodes = Nodes(local_files)
     assert newest is not None
     lost = nodes.commit(make_node(Stage.TRAIN, {"before": "nothing"})).digest
 
     def leaf(stage: Stage, weights: str) -> list[str]:
         """A node about these weights, with its file: their names."""
-        folder = f"checkpoints/run/{weights[:8]}" if stage is Stage.CHECKPOINT else f"data/eval/{weights[:8]}"
+        folder = (
+            f"checkpoints/run/{weights[:8]}"
+            if stage is Stage.CHECKPOINT
+            else f"data/eval/{weights[:8]}"
+        )
         record = write_data(local_files, folder, "file.bin", f"{stage} {weights}".encode())
         digest = nodes.commit(make_node(stage, {"weights": weights}, [record])).digest
         return [node_path(stage, digest), node_receipt_path(stage, digest), record.path]
 
     init = Branches(local_files).get("run").init
-    stays = [leaf(stage, weights) for stage in (Stage.CHECKPOINT, Stage.EVAL) for weights in (newest.nodes[Stage.TRAIN], init)]
-    goes = [leaf(stage, weights) for stage in (Stage.CHECKPOINT, Stage.EVAL) for weights in (lost, "never heard of")]
+    stays = [
+        leaf(stage, weights)
+        for stage in (Stage.CHECKPOINT, Stage.EVAL)
+        for weights in (newest.nodes[Stage.TRAIN], init)
+    ]
+    goes = [
+        leaf(stage, weights)
+        for stage in (Stage.CHECKPOINT, Stage.EVAL)
+        for weights in (lost, "never heard of")
+    ]
     expected = {node_path(Stage.TRAIN, lost), *(path for pair in goes for path in pair)}
     assert set(collect(local_files, grace_s=-60)) == expected
     assert {path for pair in stays for path in pair} <= set(local_files.list())
@@ -182,22 +216,31 @@ def test_checkpoints_and_evaluations_go_only_with_the_weights_that_they_are_of(l
 
 def test_a_state_that_a_replay_made_stays_with_what_it_was_made_of(local_files: Files):
     a_run(local_files, 1)
-    newest, nodes = Branches(local_files).newest("run"), Nodes(local_files)
+    newest = Branches(local_files).newest("run")
+    nodes = Nodes(local_files)
     assert newest is not None
     base = nodes.commit(make_node(Stage.CHECKPOINT, {"weights": "lost"}))
     parents = {"weights": newest.nodes[Stage.TRAIN], "base": base.digest}
     segment = nodes.commit(make_node(Stage.SEGMENT, parents))
     paths = [node_path(Stage.CHECKPOINT, base.digest), node_path(Stage.SEGMENT, segment.digest)]
     receipt = node_receipt_path(Stage.CHECKPOINT, base.digest)
-    assert unreachable(local_files, grace_s=-60) == [receipt, *sorted(paths)], "a receipt goes before its node"
-    Segments(local_files).record("run", 1, 1, weights=newest.nodes[Stage.TRAIN], segment=segment.digest)
+    assert unreachable(local_files, grace_s=-60) == [receipt, *sorted(paths)], (
+        "a receipt goes before its node"
+    )
+    Segments(local_files).record(
+        "run", 1, 1, weights=newest.nodes[Stage.TRAIN], segment=segment.digest
+    )
     assert unreachable(local_files, grace_s=-60) == []
 
 
 def test_an_evaluation_of_which_anything_is_lost_goes(local_files: Files):
     a_run(local_files, 1)
-    init, nodes = Branches(local_files).get("run").init, Nodes(local_files)
+    init = Branches(local_files).get("run").init
+    nodes = Nodes(local_files)
     kept = nodes.commit(make_node(Stage.EVAL, {"weights": init}))
     lost = nodes.commit(make_node(Stage.EVAL, {"weights": init, "judge": "lost"}))
     goes = [node_receipt_path(Stage.EVAL, lost.digest), node_path(Stage.EVAL, lost.digest)]
-    assert unreachable(local_files, grace_s=-60) == goes and node_path(Stage.EVAL, kept.digest) not in goes
+    assert (
+        unreachable(local_files, grace_s=-60) == goes
+        and node_path(Stage.EVAL, kept.digest) not in goes
+    )

@@ -1,4 +1,5 @@
-"""Notes of iterations without a commit (rlpipe.store.notes), and that the collector keeps what they name."""
+"""Notes of iterations without a commit (rlpipe.store.notes), and that the collector keeps what they
+name."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ import pytest
 
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ObjectCorrupt, ObjectMissing
-from rlpipe.reprocess import Reprocessor
-from rlpipe.run_rollouts import find
+from rlpipe.lineage.rollouts import find
+from rlpipe.reprocess.branch import Reprocessor
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
 from rlpipe.store.gc import unreachable
 from rlpipe.store.nodes import node_path
 from rlpipe.store.notes import note, note_path, noted, noted_iterations
+from rlpipe.store.objects.files import Files
 from rlpipe.store.records import digest
 from rlpipe.types import RECORD_FORMAT, Stage
 from tests.reprocessed import FILTER, History, configuration
@@ -31,7 +32,9 @@ def test_the_first_note_stays_and_is_the_answer(local_files: Files):
         noted(local_files, "run", 4)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"rollout": "a"}', "\xff", '{"rollout":' * 100_000])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"rollout": "a"}', "\xff", '{"rollout":' * 100_000]
+)
 def test_a_note_that_is_none_is_named(local_files: Files, text: str):
     local_files.create(note_path("run", 0), text.encode("latin-1"))
     with pytest.raises(ObjectCorrupt, match="not a readable note record") as caught:
@@ -42,7 +45,9 @@ def test_a_note_that_is_none_is_named(local_files: Files, text: str):
 @pytest.mark.parametrize("nodes", [{"rollout": 1}, {"sleep": "a"}])
 def test_a_sealed_note_of_something_else_is_named(local_files: Files, nodes: dict[str, object]):
     content = {"format": RECORD_FORMAT, "branch": "run", "iteration": 0, "nodes": nodes}
-    local_files.create(note_path("run", 0), json.dumps({**content, "sha256": digest(content, "x")}).encode())
+    local_files.create(
+        note_path("run", 0), json.dumps({**content, "sha256": digest(content, "x")}).encode()
+    )
     with pytest.raises(ObjectCorrupt, match="not a readable note record"):
         noted(local_files, "run", 0)
 
@@ -80,8 +85,12 @@ def test_what_a_branch_s_notes_name_is_not_collected(local_files: Files, tmp_pat
 
     asyncio.run(reprocess())
     nodes = noted(local_files, "new", 0)
-    judged = json.loads(local_files.read(node_path(Stage.ROLLOUT, nodes[Stage.ROLLOUT])))["config"]["judged_by"]
-    new_ones = {node_path(stage, digest) for stage, digest in nodes.items()} | {node_path(Stage.REWARD, judged)}
+    judged = json.loads(local_files.read(node_path(Stage.ROLLOUT, nodes[Stage.ROLLOUT])))["config"][
+        "judged_by"
+    ]
+    new_ones = {node_path(stage, digest) for stage, digest in nodes.items()} | {
+        node_path(Stage.REWARD, judged)
+    }
     assert new_ones <= set(unreachable(local_files, -60)), "nobody knows the branch yet"
     Branches(local_files).create("new", values, Branches(local_files).get("run").init)
     assert unreachable(local_files, -60) == []

@@ -1,16 +1,17 @@
-"""Receipts of commits: a commit that is gone is named, one that never was is not (rlpipe.store.receipts)."""
+"""Receipts of commits: a commit that is gone is named, one that never was is not
+(rlpipe.store.receipts)."""
 
 from __future__ import annotations
 
 import pytest
 
 from rlpipe.errors import ObjectConflict, ObjectCorrupt, StoreError
-from rlpipe.store import scalars
-from rlpipe.store.audit import Finding, check_branch
+from rlpipe.store.audit.check import Finding, check_branch
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
 from rlpipe.store.gc import unreachable
+from rlpipe.store.objects.files import Files
 from rlpipe.store.receipts import Receipt, Receipts, receipt_path
+from rlpipe.store.tables import scalars
 from rlpipe.types import Stage
 from tests.store.lineage import Run
 
@@ -34,7 +35,11 @@ def test_the_newest_commits_that_are_gone_are_named(files: Files):
     a_run(files)
     files.delete(commit_path(2))
     assert check_branch(files, "run") == [
-        Finding("records", "run/00000002", "it was committed: its receipt, or the tables of the run, say so; its commit is gone")
+        Finding(
+            "records",
+            "run/00000002",
+            "it was committed: its receipt, or the tables of the run, say so; its commit is gone",
+        )
     ]
     files.delete(commit_path(1))
     assert found(files) == [("records", "run/00000001"), ("records", "run/00000002")]
@@ -60,7 +65,9 @@ def test_tables_tell_of_a_commit_whose_receipt_is_gone_too(local_files: Files):
     assert {one.rule for one in said} == {"records", "tables"}
 
 
-@pytest.mark.parametrize("name", ["00000000-00000009-{}", "00000000-99999999-{}", "00000000-00000009-0123456789abcdef"])
+@pytest.mark.parametrize(
+    "name", ["00000000-00000009-{}", "00000000-99999999-{}", "00000000-00000009-0123456789abcdef"]
+)
 def test_tables_under_names_that_say_too_much_tell_of_no_commit(local_files: Files, name: str):
     a_run(local_files)
     scalars.update(local_files, "run")
@@ -75,7 +82,9 @@ def test_tables_under_names_that_say_too_much_tell_of_no_commit(local_files: Fil
 
 
 @pytest.mark.parametrize("stage", [Stage.ROLLOUT, Stage.TRAIN])
-def test_an_iteration_that_was_killed_before_its_commit_is_no_finding(local_files: Files, stage: Stage):
+def test_an_iteration_that_was_killed_before_its_commit_is_no_finding(
+    local_files: Files, stage: Stage
+):
     run = a_run(local_files)
     run.iterate(stop_after=stage)
     assert check_branch(local_files, "run") == [] and unreachable(local_files, grace_s=-60) == []
@@ -97,10 +106,15 @@ def test_a_driver_that_is_killed_beside_the_commit_leaves_no_finding(
         patched.setattr(Files, "create", killed)
         with pytest.raises(StoreError, match="killed"):
             run.iterate()
-    assert local_files.exists(commit_path(3)) is committed and not local_files.exists(receipt_path("run", 3))
+    assert local_files.exists(commit_path(3)) is committed and not local_files.exists(
+        receipt_path("run", 3)
+    )
     assert check_branch(local_files, "run") == []
     run.iterate()
-    assert Branches(local_files).committed("run")[-1] == 3 + committed and check_branch(local_files, "run") == []
+    assert (
+        Branches(local_files).committed("run")[-1] == 3 + committed
+        and check_branch(local_files, "run") == []
+    )
 
 
 def test_the_same_commit_again_writes_the_receipt_that_is_missing(local_files: Files):
@@ -122,9 +136,13 @@ def test_a_run_goes_on_over_a_commit_that_is_gone_if_the_result_is_the_same(loca
 def test_a_commit_that_is_gone_is_not_replaced_by_another(local_files: Files):
     a_run(local_files)
     branches = Branches(local_files)
-    other = branches.read("run", 2).model_copy(update={"trained": ("another",), "attempt": "", "created": ""})
+    other = branches.read("run", 2).model_copy(
+        update={"trained": ("another",), "attempt": "", "created": ""}
+    )
     local_files.delete(commit_path(2))
-    with pytest.raises(ObjectConflict, match="committed before with another result, and that commit is gone") as caught:
+    with pytest.raises(
+        ObjectConflict, match="committed before with another result, and that commit is gone"
+    ) as caught:
         branches.commit(other)
     assert receipt_path("run", 2) in str(caught.value) and not local_files.exists(commit_path(2))
     local_files.delete(receipt_path("run", 2))
@@ -135,7 +153,9 @@ def test_a_commit_in_place_of_another_is_named(local_files: Files):
     a_run(local_files)
     theirs = local_files.read(receipt_path("run", 2))
     branches = Branches(local_files)
-    other = branches.read("run", 2).model_copy(update={"config_digest": "1" * 64, "attempt": "", "created": ""})
+    other = branches.read("run", 2).model_copy(
+        update={"config_digest": "1" * 64, "attempt": "", "created": ""}
+    )
     for path in (commit_path(2), receipt_path("run", 2)):
         local_files.delete(path)
     branches.commit(other)

@@ -12,24 +12,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.errors import DataError, ObjectCorrupt, ObjectMissing
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes, input_digest, node_path
 from rlpipe.store.notes import Note
+from rlpipe.store.objects.files import Files
 from rlpipe.store.plans import Plans, plan_path
 from rlpipe.store.records import canonical, digest, seal, unseal
 from rlpipe.types import DataState, Node, Plan, PlannedGroup, Stage, VersionedRecord
 from tests.store.lineage import make_node
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
 
 def plan(prompt: str = "p") -> Plan:
-    groups = tuple(PlannedGroup(group_id=f"run:{n:08d}", prompt=prompt, prompt_ids=(1, n), seeds=(n, 2**62)) for n in range(3))
-    return Plan(branch="run", iteration=0, groups=groups, before=DataState(), after=DataState(offset=3, draws=3))
+    groups = tuple(
+        PlannedGroup(group_id=f"run:{n:08d}", prompt=prompt, prompt_ids=(1, n), seeds=(n, 2**62))
+        for n in range(3)
+    )
+    return Plan(
+        branch="run",
+        iteration=0,
+        groups=groups,
+        before=DataState(),
+        after=DataState(offset=3, draws=3),
+    )
 
 
 @given(outputs=st.dictionaries(st.text(max_size=5), JSON, max_size=4))
@@ -48,7 +63,9 @@ def test_a_flipped_bit_of_a_record_is_found(position: int, bit: int):
     assert caught.value.where == "s3://b/node.json"
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"null", b'"x"', b"{", b'{"sha256": 1}', b"\xff"])
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"[]", b"null", b'"x"', b"{", b'{"sha256": 1}', b"\xff"]
+)
 def test_bytes_that_are_no_record_are_corrupt(data: bytes):
     with pytest.raises(ObjectCorrupt, match=r"not a readable node|changed"):
         unseal(Node, data, "x")
@@ -66,7 +83,10 @@ def test_a_record_of_another_kind_is_refused_by_its_first_wrong_key():
 def test_a_record_of_an_unknown_format_is_refused_by_name(kind: type[VersionedRecord], found: int):
     other = {"format": found, "a_later_key": 1}
     data = canonical({**other, "sha256": digest(other, "x")}, "x")
-    with pytest.raises(ObjectCorrupt, match=rf"(?s)format that this version .* cannot read.*format {found}.*format 2.*migrate"):
+    with pytest.raises(
+        ObjectCorrupt,
+        match=rf"(?s)format that this version .* cannot read.*format {found}.*format 2.*migrate",
+    ):
         unseal(kind, data, "x")
 
 
@@ -81,8 +101,13 @@ def test_every_record_says_its_format_and_one_that_says_none_is_of_the_first():
 @pytest.mark.parametrize("version", [0, 2])
 def test_a_node_of_an_unknown_contract_is_refused_by_name(local_files: Files, version: int):
     named = input_digest(Stage.TRAIN, {}, {}, {}, version)
-    local_files.create(node_path(Stage.TRAIN, named), seal(Node(stage=Stage.TRAIN, digest=named, contract=version), "x"))
-    with pytest.raises(ObjectCorrupt, match=rf"(?s)contract of the stage train.*contract {version}.*1 to 1"):
+    local_files.create(
+        node_path(Stage.TRAIN, named),
+        seal(Node(stage=Stage.TRAIN, digest=named, contract=version), "x"),
+    )
+    with pytest.raises(
+        ObjectCorrupt, match=rf"(?s)contract of the stage train.*contract {version}.*1 to 1"
+    ):
         Nodes(local_files).find(Stage.TRAIN, named)
 
 
@@ -114,26 +139,43 @@ def test_a_changed_plan_is_corrupt(local_files: Files):
 @given(config=st.dictionaries(st.text(max_size=4), JSON, max_size=4))
 def test_the_input_digest_does_not_depend_on_the_order_of_keys(config: dict):
     shuffled = dict(reversed(config.items()))
-    assert input_digest(Stage.REWARD, {}, config, {}) == input_digest(Stage.REWARD, {}, shuffled, {})
+    assert input_digest(Stage.REWARD, {}, config, {}) == input_digest(
+        Stage.REWARD, {}, shuffled, {}
+    )
 
 
 def test_the_input_digest_depends_on_every_input():
-    inputs = {"stage": Stage.REWARD, "parents": {"rollout": "a"}, "config": {"type": "math"}, "hooks": {"x.py:f": "1"}}
-    changes = {"stage": Stage.TRAIN, "parents": {"rollout": "b"}, "config": {"type": "f1"}, "hooks": {"x.py:f": "2"}}
+    inputs = {
+        "stage": Stage.REWARD,
+        "parents": {"rollout": "a"},
+        "config": {"type": "math"},
+        "hooks": {"x.py:f": "1"},
+    }
+    changes = {
+        "stage": Stage.TRAIN,
+        "parents": {"rollout": "b"},
+        "config": {"type": "f1"},
+        "hooks": {"x.py:f": "2"},
+    }
     changes["contract"] = 2
     digests = {input_digest(**{**inputs, key: value}) for key, value in changes.items()}
     assert len(digests | {input_digest(**inputs)}) == 6
-    assert input_digest(Stage.REWARD, {}, {"a": 1}, {}) != input_digest(Stage.REWARD, {}, {"a": "1"}, {})
+    assert input_digest(Stage.REWARD, {}, {"a": 1}, {}) != input_digest(
+        Stage.REWARD, {}, {"a": "1"}, {}
+    )
 
 
 def test_the_input_digest_stays_what_it_is():
     """Stored runs are found by it: a change of this value makes every one of them unreachable."""
-    found = input_digest(Stage.ROLLOUT, {"plan": "p"}, {"temperature": 1.0, "n": 8}, {"hook.py:f": "00"})
+    found = input_digest(
+        Stage.ROLLOUT, {"plan": "p"}, {"temperature": 1.0, "n": 8}, {"hook.py:f": "00"}
+    )
     assert found == "d45f5a059895c7fbe919fab239776e16f4b9060db1e02b26fc024c3aeb173087"
 
 
 def test_a_node_is_found_by_its_digest(files: Files):
-    nodes, node = Nodes(files), make_node(Stage.REWARD, {"rollout": "d"}, type="math")
+    nodes = Nodes(files)
+    node = make_node(Stage.REWARD, {"rollout": "d"}, type="math")
     assert nodes.find(Stage.REWARD, node.digest) is None
     with pytest.raises(ObjectMissing):
         nodes.get(Stage.REWARD, node.digest)

@@ -1,4 +1,5 @@
-"""Retention: which checkpoints may go, when a whole run may, and that what is left can still be audited and gone on with."""
+"""Retention: which checkpoints may go, when a whole run may, and that what is left can still be
+audited and gone on with."""
 
 from __future__ import annotations
 
@@ -9,18 +10,18 @@ from pathlib import Path
 import pytest
 
 from rlpipe.errors import ConfigError, Fenced, ObjectCorrupt, ObjectMissing
-from rlpipe.store import scalars
-from rlpipe.store.audit import check_branch
+from rlpipe.store.audit.check import check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import COLLECTOR, Epochs
-from rlpipe.store.files import Files
 from rlpipe.store.gc import remove, unreachable
 from rlpipe.store.nodes import Nodes, node_path
 from rlpipe.store.notes import note
+from rlpipe.store.objects.files import Files
+from rlpipe.store.parquet.shards import write_data
 from rlpipe.store.plans import Plans
 from rlpipe.store.retention import Retention, branch_removal, spare_checkpoints
 from rlpipe.store.segments import Segments
-from rlpipe.store.shards import write_data
+from rlpipe.store.tables import scalars
 from rlpipe.types import DataState, Node, Stage
 from tests.store.lineage import Run, make_node
 from tools import gc
@@ -34,7 +35,8 @@ def checkpoint(files: Files, state: str, **parents: str) -> Node:
 
 def a_run(files: Files, iterations: int = 6) -> list[Node]:
     """A run with a checkpoint after every iteration, in order."""
-    run, made = Run(files).start(), []
+    run = Run(files).start()
+    made = []
     for _ in range(iterations):
         commit = run.iterate()
         assert commit is not None
@@ -48,7 +50,8 @@ def spare(files: Files, made: list[Node], *policy: int) -> list[int]:
     return [
         number
         for number, node in enumerate(made)
-        if {node_path(Stage.CHECKPOINT, node.digest), *(record.path for record in node.files)} <= paths
+        if {node_path(Stage.CHECKPOINT, node.digest), *(record.path for record in node.files)}
+        <= paths
     ]
 
 
@@ -81,7 +84,9 @@ def test_what_others_started_from_stays(local_files: Files):
 def test_states_made_anew_keep_their_checkpoints(local_files: Files):
     made = a_run(local_files, 4)
     recorded = Branches(local_files).read("run", 2).nodes[Stage.TRAIN]
-    segment = Nodes(local_files).commit(make_node(Stage.SEGMENT, {"weights": recorded, "base": made[0].digest}))
+    segment = Nodes(local_files).commit(
+        make_node(Stage.SEGMENT, {"weights": recorded, "base": made[0].digest})
+    )
     anew = checkpoint(local_files, segment.digest)
     Segments(local_files).record("run", 3, 1, weights=recorded, segment=segment.digest)
     assert spare(local_files, [*made, anew], 1) == [1, 2]
@@ -90,7 +95,8 @@ def test_states_made_anew_keep_their_checkpoints(local_files: Files):
 def test_refreshes_of_the_reference_stay(local_files: Files):
     init = Nodes(local_files).commit(make_node(Stage.INIT, {}, model="tiny"))
     Branches(local_files).create("run", {"reference": {"ref_update_interval": 2}}, init.digest)
-    run, made = Run(local_files), []
+    run = Run(local_files)
+    made = []
     for _ in range(5):
         commit = run.iterate()
         assert commit is not None
@@ -132,21 +138,32 @@ def test_a_removal_that_is_killed_leaves_a_shorter_run(local_files: Files):
     a_run(local_files, 3)
     scalars.update(local_files, "run")
     paths = [removal.path for removal in branch_removal(local_files, "run")]
-    tables = len(local_files.list("branches/run/scalars") + local_files.list("branches/run/receipts"))
+    tables = len(
+        local_files.list("branches/run/scalars") + local_files.list("branches/run/receipts")
+    )
     for gone in (tables, tables + 2):
         remove(local_files, paths[:gone], lambda: None)
         newest = Branches(local_files).newest("run")
         assert newest is not None and newest.iteration == 2 + tables - gone
-        assert check_branch(local_files, "run") == [] and local_files.list("branches/run/scalars") == []
+        assert (
+            check_branch(local_files, "run") == []
+            and local_files.list("branches/run/scalars") == []
+        )
     Run(local_files).iterate()
     scalars.update(local_files, "run")
-    assert set(scalars.read(local_files, "run")["iteration"].to_pylist()) == {0, 1}, "of what there is now, not of what was"
-    remove(local_files, [removal.path for removal in branch_removal(local_files, "run")], lambda: None)
+    assert set(scalars.read(local_files, "run")["iteration"].to_pylist()) == {0, 1}, (
+        "of what there is now, not of what was"
+    )
+    remove(
+        local_files, [removal.path for removal in branch_removal(local_files, "run")], lambda: None
+    )
     assert local_files.list("branches") == []
 
 
 @pytest.mark.parametrize("done", range(10))
-def test_a_removal_goes_on_wherever_it_was_killed(local_files: Files, tool: Callable[..., int], done: int):
+def test_a_removal_goes_on_wherever_it_was_killed(
+    local_files: Files, tool: Callable[..., int], done: int
+):
     a_run(local_files, 2)
     note(local_files, "run", 5, {Stage.ROLLOUT: "d"})
     local_files.create("gates/run/00000001-0.json", b"{}")
@@ -154,24 +171,42 @@ def test_a_removal_goes_on_wherever_it_was_killed(local_files: Files, tool: Call
     scalars.update(local_files, "run")
     Epochs(local_files).acquire("run").release()
     paths = [removal.path for removal in branch_removal(local_files, "run")]
-    assert len(paths) == 9, "two receipts, two tables, a note, a gate, two commits, the configuration"
+    assert len(paths) == 9, (
+        "two receipts, two tables, a note, a gate, two commits, the configuration"
+    )
     remove(local_files, paths[:done], lambda: None)
     assert tool("--grace", "0s", "--remove", "run", "--delete") == 0
     assert all("/epochs/" in name for name in local_files.list())
     assert tool("--grace", "0s", "--remove", "run", "--delete") == 0, "nothing is left to do"
-    assert Epochs(local_files).acquire("run").number == 2, "who slept through all of it holds an older one"
+    assert Epochs(local_files).acquire("run").number == 2, (
+        "who slept through all of it holds an older one"
+    )
 
 
-def test_what_a_run_left_that_is_there_no_more_goes_without_being_named(local_files: Files, tool: Callable[..., int]):
+def test_what_a_run_left_that_is_there_no_more_goes_without_being_named(
+    local_files: Files, tool: Callable[..., int]
+):
     a_run(local_files, 2)
     before = local_files.list()
-    for name in ("rollouts/gone/00000000.json", "gates/gone/00000000-0.json", "branches/gone/segments/x.json"):
+    for name in (
+        "rollouts/gone/00000000.json",
+        "gates/gone/00000000-0.json",
+        "branches/gone/segments/x.json",
+    ):
         local_files.create(name, b"{}")
     Plans(local_files).draw(Run(local_files, "gone").plan(0, DataState()))
     kept = Plans(local_files).draw(Run(local_files).plan(2, DataState()))
     assert tool("--grace", "0s", "--delete") == 0
-    left = [name for name in local_files.list() if name not in before and not name.startswith("branches/.gc/")]
-    assert len(left) == 2 and f"plans/{kept}/plan.json" in left and local_files.read(left[0]).decode() == kept
+    left = [
+        name
+        for name in local_files.list()
+        if name not in before and not name.startswith("branches/.gc/")
+    ]
+    assert (
+        len(left) == 2
+        and f"plans/{kept}/plan.json" in left
+        and local_files.read(left[0]).decode() == kept
+    )
 
 
 def test_nothing_goes_while_a_run_has_commits_and_no_configuration(
@@ -181,7 +216,10 @@ def test_nothing_goes_while_a_run_has_commits_and_no_configuration(
     local_files.delete("branches/run/config.json")
     before = local_files.list("nodes")
     assert tool("--grace", "0s", "--delete") == 2
-    assert "commits and no configuration" in capsys.readouterr().err and local_files.list("nodes") == before
+    assert (
+        "commits and no configuration" in capsys.readouterr().err
+        and local_files.list("nodes") == before
+    )
     assert tool("--grace", "0s", "--remove", "run", "--delete") == 0
     assert local_files.list("nodes") == []
 
@@ -225,7 +263,10 @@ def test_nothing_is_deleted_while_a_run_is_driven(
     a_run(local_files, 2)
     driven = Epochs(local_files).acquire("run")
     before = local_files.list("nodes")
-    assert tool("--grace", "0s") == 0 and tool("--grace", "0s", "--keep-checkpoints", "1", "--delete") == 2
+    assert (
+        tool("--grace", "0s") == 0
+        and tool("--grace", "0s", "--keep-checkpoints", "1", "--delete") == 2
+    )
     assert "Fenced" in capsys.readouterr().err and local_files.list("nodes") == before
     driven.release()
     assert tool("--grace", "0s", "--keep-checkpoints", "1", "--delete") == 0
@@ -237,7 +278,9 @@ def test_a_run_that_begins_while_something_is_removed_is_refused_and_loses_nothi
 ):
     a_run(local_files, 1)
     adopted: list[Node] = []
-    garbage = Nodes(local_files).commit(make_node(Stage.REWARD, {"rollout": "of a run that was removed"}))
+    garbage = Nodes(local_files).commit(
+        make_node(Stage.REWARD, {"rollout": "of a run that was removed"})
+    )
 
     def begin(files: Files, path: str) -> None:
         """What a run does that begins just now, before the object goes."""
@@ -249,19 +292,28 @@ def test_a_run_that_begins_while_something_is_removed_is_refused_and_loses_nothi
             refusals.append(error.problem)
         files.delete(path)
 
-    delete, refusals = Files.delete, list[str]()
+    delete = Files.delete
+    refusals = list[str]()
     monkeypatch.setattr(Files, "delete", begin)
     assert tool("--grace", "0s", "--delete") == 0
-    assert adopted == [] and refusals == ["what nobody needs is being removed from this store (tools.gc)"]
+    assert adopted == [] and refusals == [
+        "what nobody needs is being removed from this store (tools.gc)"
+    ]
     assert Nodes(local_files).find(Stage.REWARD, garbage.digest) is None
     assert Epochs(local_files).acquire("new").number == 2
 
 
 def test_a_collector_that_was_replaced_removes_nothing_more(
-    local_files: Files, tool: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    local_files: Files,
+    tool: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     a_run(local_files, 1)
-    garbage = [write_data(local_files, "data/reward/old", f"{number}.bin", b"x").path for number in range(3)]
+    garbage = [
+        write_data(local_files, "data/reward/old", f"{number}.bin", b"x").path
+        for number in range(3)
+    ]
 
     def delete_and_be_replaced(files: Files, path: str) -> None:
         monkeypatch.setattr(Files, "delete", delete)
@@ -277,7 +329,9 @@ def test_a_collector_that_was_replaced_removes_nothing_more(
 
 def test_nothing_goes_while_a_record_cannot_be_read(local_files: Files):
     made = a_run(local_files, 2)
-    path = Path(local_files.url(node_path(Stage.CHECKPOINT, made[0].digest)).removeprefix("file://"))
+    path = Path(
+        local_files.url(node_path(Stage.CHECKPOINT, made[0].digest)).removeprefix("file://")
+    )
     path.write_bytes(b"{}")
     with pytest.raises(ObjectCorrupt):
         spare_checkpoints(local_files, Retention(1), grace_s=-60)

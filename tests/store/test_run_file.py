@@ -1,4 +1,5 @@
-"""What a home says of its runs (rlpipe.store.run_file), and that who reads it damaged says so by name."""
+"""What a home says of its runs (rlpipe.store.run_file), and that who reads it damaged says so by
+name."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ from flows.recorded import write_recipe
 from rlpipe.errors import ConfigError, ObjectCorrupt
 from rlpipe.store.run_file import RunFile, find_run, get_run, run_path, store_of, write_run
 
-DAMAGED = ["", "{", "[]", "null", '{"store": 7, "config": {}}', '{"config": {}}', '{"store": "s3://b/p"}', "\xff"]
+DAMAGED = [
+    "",
+    "{",
+    "[]",
+    "null",
+    '{"store": 7, "config": {}}',
+    '{"config": {}}',
+    '{"store": "s3://b/p"}',
+    "\xff",
+]
 
 
 def test_what_was_written_is_read_and_without_it_the_store_is_the_home_s_own(tmp_path: Path):
@@ -50,7 +60,10 @@ def test_a_record_that_is_none_is_named(tmp_path: Path, text: str):
     ],
 )
 def test_a_command_that_cannot_read_it_says_which_and_what_to_do(
-    tmp_path: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    words: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     write_run(tmp_path, "run", RunFile(store="x", config={}))
     run_path(tmp_path, "run").write_text('{"store": ')
@@ -59,10 +72,16 @@ def test_a_command_that_cannot_read_it_says_which_and_what_to_do(
     monkeypatch.setattr(sys, "argv", [f"tools.{words[0]}", *words[1:]])
     assert tool.main() == 2
     said = capsys.readouterr().err
-    assert "ObjectCorrupt" in said and str(run_path(tmp_path, "run")) in said and "start the run again" in said
+    assert (
+        "ObjectCorrupt" in said
+        and str(run_path(tmp_path, "run")) in said
+        and "start the run again" in said
+    )
 
 
-def test_of_two_that_write_a_recipe_at_once_neither_fails_or_is_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_of_two_that_write_a_recipe_at_once_neither_fails_or_is_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     plain = Path.write_text
 
     def interrupted(path: Path, text: str, **options: str) -> int:

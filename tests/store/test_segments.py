@@ -1,4 +1,5 @@
-"""Which state a branch has at a weight version: the recorded one, or one that a replay made in its place (store.segments)."""
+"""Which state a branch has at a weight version: the recorded one, or one that a replay made in its
+place (store.segments)."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rlpipe.errors import ObjectCorrupt
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
 from rlpipe.store.segments import Segments, current_state, segment_problem
 from rlpipe.types import Stage
 from tests.store.lineage import make_node
@@ -70,7 +71,9 @@ def test_a_segment_of_the_branch_is_one_that_replaced_a_state_of_it(tmp_path):
     later = node(nodes, Stage.TRAIN, before=first)
     second = node(nodes, Stage.SEGMENT, weights=later, base=saved)
     node(nodes, Stage.CHECKPOINT, weights=second)
-    assert segment_problem(nodes, second, {"init", train, later}) is None, "trained again from the first segment"
+    assert segment_problem(nodes, second, {"init", train, later}) is None, (
+        "trained again from the first segment"
+    )
     assert "which is not on this branch" in str(segment_problem(nodes, second, {"init", later}))
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.store.audit import check_store
+from rlpipe.store.audit.check import check_store
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
 from rlpipe.types import CONTRACTS, Stage
 from tests.flows.live_run import REPOSITORY, LiveRun
 from tests.stores.unpacked import check_names, unpack
@@ -66,9 +66,20 @@ def test_a_stored_run_goes_on(home: Path):
 
 @pytest.mark.integration
 def test_a_stored_run_is_replayed_to_the_same_states(home: Path, tmp_path: Path):
-    """Bit for bit on a machine like that which recorded it. Elsewhere the first weights are, and all batches can be trained."""
+    """Bit for bit on a machine like that which recorded it. Elsewhere the first weights are, and
+    all batches can be trained."""
     found = tmp_path / "states.json"
-    command = [sys.executable, "-m", "tools.replay", "--home", str(home), "--run", "forked", "--json", str(found)]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.replay",
+        "--home",
+        str(home),
+        "--run",
+        "forked",
+        "--json",
+        str(found),
+    ]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
     assert ended.returncode in (0, 1), ended.stdout + ended.stderr
     states = json.loads(found.read_text())["states"]
@@ -80,7 +91,15 @@ def test_a_stored_run_is_replayed_to_the_same_states(home: Path, tmp_path: Path)
 @pytest.mark.integration
 @pytest.mark.parametrize("home", RELEASES, indirect=True)
 def test_a_stored_run_is_forked_from_an_iteration_without_a_checkpoint(home: Path):
-    arguments = ("--recipe", RECIPE, "--fork", "first@1", "--run", "other", "rollout.rollout_temperature=0.9")
+    arguments = (
+        "--recipe",
+        RECIPE,
+        "--fork",
+        "first@1",
+        "--run",
+        "other",
+        "rollout.rollout_temperature=0.9",
+    )
     with LiveRun(home, *arguments) as run:
         assert run.finish() == 0, run.said
     files = Files(home / "store")

@@ -1,4 +1,5 @@
-"""The stores that are checked in, each a folder `store` in `<name>.tar.xz`. `README.md` says how they were made."""
+"""The stores that are checked in, each a folder `store` in `<name>.tar.xz`. `README.md` says how
+they were made."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import tarfile
 from pathlib import Path
 
 from rlpipe.config.load import validate_stored
-from rlpipe.inputs import (
+from rlpipe.lineage.stage_inputs import (
     advantage_inputs,
     checkpoint_inputs,
     eval_inputs,
@@ -15,10 +16,10 @@ from rlpipe.inputs import (
     rollout_inputs,
     train_inputs,
 )
-from rlpipe.lineage import lineage_to
+from rlpipe.lineage.states import lineage_to
 from rlpipe.store.branches import Branches, commit_name
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
 from rlpipe.types import Stage
 
 HERE = Path(__file__).parent
@@ -32,10 +33,14 @@ def unpack(name: str, folder: Path) -> Path:
 
 
 def check_names(files: Files, run: str) -> None:
-    """Every node of a run has the name that its stored configuration asks for now: a run that goes on finds all of them."""
-    branches, nodes = Branches(files), Nodes(files)
-    record, contracts = branches.get(run), branches.contracts(run)
-    config, model = validate_stored(record.config), nodes.get(Stage.INIT, record.init).config["model"]
+    """Every node of a run has the name that its stored configuration asks for now: a run that goes
+    on finds all of them."""
+    branches = Branches(files)
+    nodes = Nodes(files)
+    record = branches.get(run)
+    contracts = branches.contracts(run)
+    config = validate_stored(record.config)
+    model = nodes.get(Stage.INIT, record.init).config["model"]
     before = branches.before(run, branches.committed(run)[0])
     state = before.nodes[Stage.TRAIN] if before else record.init
     assert init_inputs(config, model, None, contracts).digest == record.init
@@ -45,7 +50,12 @@ def check_names(files: Files, run: str) -> None:
         reward = reward_inputs(config, rollout, contracts).digest
         advantage = advantage_inputs(config, rollout, reward, state, contracts).digest
         train = train_inputs(config, advantage, state, contracts).digest
-        asked = {Stage.ROLLOUT: rollout, Stage.REWARD: reward, Stage.ADVANTAGE: advantage, Stage.TRAIN: train}
+        asked = {
+            Stage.ROLLOUT: rollout,
+            Stage.REWARD: reward,
+            Stage.ADVANTAGE: advantage,
+            Stage.TRAIN: train,
+        }
         assert {stage: commit.nodes[stage] for stage in asked} == asked, commit_name(run, k)
         state = train
     [dataset] = config.evaluation.datasets

@@ -1,10 +1,12 @@
-"""Real engines on GPUs and weights pushed into them: what the GPU tests share, and a table. Not a test.
+"""Real engines on GPUs and weights pushed into them: what the GPU tests share, and a table. Not a
+test.
 
     python -m tests.sync.gpu [ipc] [tensor] [fp8] [distributed] [--layers 28] [--repeats 3]
 
-For each way: bytes, seconds and GB/s of a push (best of the repeats; the first is another column, it makes what is kept between
-pushes), the same bytes copied on the device, and the largest difference between the engine's log-probs and the model's.
-`distributed` needs two GPUs: the engine is on the second.
+For each way: bytes, seconds and GB/s of a push (best of the repeats; the first is another column,
+it makes what is kept between pushes), the same bytes copied on the device, and the largest
+difference between the engine's log-probs and the model's. `distributed` needs two GPUs: the engine
+is on the second.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.engines.sglang.server import Server
-from rlpipe.sync.bucketed import BucketTransport
-from rlpipe.sync.distributed import DistributedTransport
 from rlpipe.sync.fp8 import fp8_directory, from_blocks, quantised
-from rlpipe.sync.group import use_nccl_as_engines_do
-from rlpipe.sync.ipc import IpcTransport
-from rlpipe.sync.tensor import TensorTransport
+from rlpipe.sync.transports.bucketed import BucketTransport
+from rlpipe.sync.transports.distributed import DistributedTransport
+from rlpipe.sync.transports.group import use_nccl_as_engines_do
+from rlpipe.sync.transports.ipc import IpcTransport
+from rlpipe.sync.transports.tensor import TensorTransport
 from tests.gpus import prepare, visible_gpus
 
 WAYS = ("ipc", "tensor", "fp8", "distributed")
@@ -44,12 +46,14 @@ SGLANG = {
     "grammar_backend": "none",
     "disable_cuda_graph": True,
 }
-"""What needs the fewest kernels; and little memory, out of much: others may take some of it while it is counted."""
+"""What needs the fewest kernels; and little memory, out of much: others may take some of it while
+it is counted."""
 SEQUENCES = [[(17 * i + 131 * j) % 50_000 + 10 for j in range(96)] for i in range(4)]
 
 
 def make_model(layers: int, seed: int) -> Qwen3ForCausalLM:
-    """A model of Qwen3-0.6B's shape (28 layers of it are) with random weights, in bf16 on the first GPU."""
+    """A model of Qwen3-0.6B's shape (28 layers of it are) with random weights, in bf16 on the first
+    GPU."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=151_936,
@@ -82,7 +86,9 @@ class Bench:
         torch.cuda.empty_cache()
 
     def served_dir(self, way: str) -> str:
-        return fp8_directory(str(self.model_dir), self.folder) if way == "fp8" else str(self.model_dir)
+        return (
+            fp8_directory(str(self.model_dir), self.folder) if way == "fp8" else str(self.model_dir)
+        )
 
     def engine(self, way: str) -> AbstractContextManager[Server]:
         """A server with the first weights; on the second GPU for `distributed`."""
@@ -95,7 +101,9 @@ class Bench:
         if way == "tensor":
             return TensorTransport(self.served_dir(way), **common)
         if way == "distributed":
-            return DistributedTransport(self.served_dir(way), device=torch.device("cuda:0"), **common)
+            return DistributedTransport(
+                self.served_dir(way), device=torch.device("cuda:0"), **common
+            )
         transport = IpcTransport(self.served_dir(way), device=torch.device("cuda:0"), **common)
         transport.places = {url: [0]}
         return transport
@@ -104,8 +112,18 @@ class Bench:
 @contextmanager
 def engine_on(gpu: str, model_dir: str | Path, log_path: Path) -> Iterator[Server]:
     """A server that is ready, with the directory's weights."""
-    engine, resources = EngineConfig(sglang=SGLANG), ResourcesConfig()
-    server = Server(model_dir, engine, resources, dtype="bfloat16", port=None, log_path=log_path, seed=1, devices=[gpu])
+    engine = EngineConfig(sglang=SGLANG)
+    resources = ResourcesConfig()
+    server = Server(
+        model_dir,
+        engine,
+        resources,
+        dtype="bfloat16",
+        port=None,
+        log_path=log_path,
+        seed=1,
+        devices=[gpu],
+    )
     server.start()
     try:
         server.wait_ready(START_S)
@@ -137,10 +155,13 @@ def difference(url: str, model: Qwen3ForCausalLM) -> float:
         async with Engine(url) as engine:
             return await engine.score(SEQUENCES)
 
-    found, largest = asyncio.run(score()), 0.0
+    found = asyncio.run(score())
+    largest = 0.0
     for ids, scores in zip(SEQUENCES, found, strict=True):
         tokens = torch.tensor([ids], device="cuda:0")
-        log_probs = torch.log_softmax(model(tokens).logits[0, :-1].float(), -1).gather(-1, tokens[0, 1:, None])[:, 0]
+        log_probs = torch.log_softmax(model(tokens).logits[0, :-1].float(), -1).gather(
+            -1, tokens[0, 1:, None]
+        )[:, 0]
         largest = max(largest, (log_probs.cpu() - torch.tensor(scores)).abs().max().item())
     return largest
 
@@ -160,7 +181,9 @@ def copy_seconds(size_bytes: int) -> float:
 def measured(bench: Bench, way: str, repeats: int) -> str:
     """One line of the table."""
     with bench.engine(way) as server:
-        transport, seconds, report = bench.transport(way, server.url), [], None
+        transport = bench.transport(way, server.url)
+        seconds = []
+        report = None
         model = make_model(bench.layers, seed=1)
         for number in range(1 + repeats):
             report = transport.push(served(way, model), [server.url], f"b@{number}@x")
@@ -171,20 +194,29 @@ def measured(bench: Bench, way: str, repeats: int) -> str:
         apart = difference(server.url, model)
         if isinstance(transport, DistributedTransport):
             transport.close()
-    gigabytes, best, copied = report.size_bytes / 1e9, min(seconds[1:]), copy_seconds(report.size_bytes)
+    gigabytes = report.size_bytes / 1e9
+    best = min(seconds[1:])
+    copied = copy_seconds(report.size_bytes)
     return f"{way:12}{gigabytes:8.2f}{seconds[0]:10.3f}{best:10.3f}{gigabytes / best:10.1f}{copied:10.4f}{apart:10.4f}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ways", nargs="*", default=["ipc", "tensor", "fp8"], metavar=" | ".join(WAYS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "ways", nargs="*", default=["ipc", "tensor", "fp8"], metavar=" | ".join(WAYS)
+    )
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     prepare()
     with tempfile.TemporaryDirectory(prefix="wires-") as folder:
         bench = Bench(arguments.layers, Path(folder))
-        print(f"{'way':12}{'GB':>8}{'first s':>10}{'push s':>10}{'GB/s':>10}{'copy s':>10}{'Δlogp':>10}", flush=True)
+        print(
+            f"{'way':12}{'GB':>8}{'first s':>10}{'push s':>10}{'GB/s':>10}{'copy s':>10}{'Δlogp':>10}",
+            flush=True,
+        )
         for way in arguments.ways:
             print(measured(bench, way, arguments.repeats), flush=True)
 

@@ -14,11 +14,13 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from deployments.recipes.tiny_models import make_spell_backward_model
-from rlpipe.packing import BatchColumns
+from rlpipe.batch.packing import BatchColumns
 from rlpipe.sync.probe import Probe, mean_difference
 
 Weights = dict[str, torch.Tensor]
-PREFIX, EOS, FIRST_LETTER = 3, 1, 68
+PREFIX = 3
+EOS = 1
+FIRST_LETTER = 68
 BATCH = 64
 NUM_SAMPLES = 8
 
@@ -63,7 +65,8 @@ class Policy:
 
 
 def train_policy(model_dir: Path, device: str, steps: int, *, num_updates: int = 8) -> Policy:
-    """Train from random weights until the policy is nearly deterministic, then with policy gradient.
+    """Train from random weights until the policy is nearly deterministic, then with policy
+    gradient.
 
     The updates of policy gradient have the learning rate of the demo, and 8 samples each.
     """
@@ -83,7 +86,9 @@ def train_policy(model_dir: Path, device: str, steps: int, *, num_updates: int =
     return Policy(model_dir, initial, older, updates)
 
 
-def _policy_gradient(model: Any, optimizer: torch.optim.Optimizer, device: str, generator: random.Random) -> Update:
+def _policy_gradient(
+    model: Any, optimizer: torch.optim.Optimizer, device: str, generator: random.Random
+) -> Update:
     """Sample, and take one step with advantages of 1 and -1 in turns."""
     before = _weights(model)
     samples = _sample(model, device, generator, NUM_SAMPLES)
@@ -101,15 +106,19 @@ def _update(
     rows: list[tuple[list[int], list[int]]],
     advantages: list[float],
 ) -> None:
-    """Take one optimizer step of policy gradient; with advantages of 1 it is supervised learning."""
+    """Take one optimizer step of policy gradient; with advantages of 1 it is supervised
+    learning."""
     length = max(len(prompt) + len(response) for prompt, response in rows)
     ids = torch.zeros(len(rows), length, dtype=torch.long)
     weights = torch.zeros(len(rows), length - 1)
     for number, (prompt, response) in enumerate(rows):
         ids[number, : len(prompt) + len(response)] = torch.tensor(prompt + response)
         weights[number, len(prompt) - 1 : len(prompt) + len(response) - 1] = advantages[number]
-    ids, weights = ids.to(model.device), weights.to(model.device)
-    log_probs = torch.log_softmax(model(ids).logits[:, :-1], -1).gather(-1, ids[:, 1:, None])[..., 0]
+    ids = ids.to(model.device)
+    weights = weights.to(model.device)
+    log_probs = torch.log_softmax(model(ids).logits[:, :-1], -1).gather(-1, ids[:, 1:, None])[
+        ..., 0
+    ]
     loss = -(weights * log_probs).sum() / weights.abs().sum()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -119,7 +128,10 @@ def _update(
 
 def score(model: Qwen3ForCausalLM, samples: BatchColumns, *, together: bool) -> np.ndarray:
     """Log-probs of the response tokens [R], samples padded to one batch or each alone."""
-    rows = [torch.from_numpy(row.astype(np.int64)) for row in np.split(samples.tokens, samples.offsets[1:-1])]
+    rows = [
+        torch.from_numpy(row.astype(np.int64))
+        for row in np.split(samples.tokens, samples.offsets[1:-1])
+    ]
     parts = [rows] if together else [[row] for row in rows]
     found = []
     for part in parts:
@@ -134,7 +146,8 @@ def score(model: Qwen3ForCausalLM, samples: BatchColumns, *, together: bool) -> 
 
 
 def probe_of(update: Update, score_weights: Callable[[Weights, bool], np.ndarray]) -> Probe:
-    """Return the trainer's side of an update. `score_weights(weights, together)` scores its samples."""
+    """Return the trainer's side of an update. `score_weights(weights, together)` scores its
+    samples."""
     log_probs = score_weights(update.after, True)
     again = score_weights(update.after, False)
     moved = score_weights(update.before, True) - again
@@ -151,17 +164,21 @@ def _one_tensor_never_sent(policy: Policy) -> Weights:
 
 
 def _two_tensors_swapped(policy: Policy) -> Weights:
-    one, other = _layer(0, "self_attn.o_proj"), _layer(2, "self_attn.o_proj")
+    one = _layer(0, "self_attn.o_proj")
+    other = _layer(2, "self_attn.o_proj")
     return policy.after | {one: policy.after[other], other: policy.after[one]}
 
 
 def _keys_and_values_swapped(policy: Policy) -> Weights:
-    one, other = _layer(1, "self_attn.k_proj"), _layer(1, "self_attn.v_proj")
+    one = _layer(1, "self_attn.k_proj")
+    other = _layer(1, "self_attn.v_proj")
     return policy.after | {one: policy.after[other], other: policy.after[one]}
 
 
 def _layer_never_sent(policy: Policy) -> Weights:
-    return policy.after | {name: policy.initial[name] for name in policy.after if name.startswith("model.layers.2.")}
+    return policy.after | {
+        name: policy.initial[name] for name in policy.after if name.startswith("model.layers.2.")
+    }
 
 
 def _matrix_transposed(policy: Policy) -> Weights:
@@ -192,7 +209,9 @@ FAULTS: dict[str, Callable[[Policy], Weights]] = {
 
 
 def _weights(model: Qwen3ForCausalLM) -> Weights:
-    return copy.deepcopy({name: tensor.detach().cpu() for name, tensor in model.state_dict().items()})
+    return copy.deepcopy(
+        {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    )
 
 
 def _row(generator: random.Random) -> tuple[list[int], list[int]]:

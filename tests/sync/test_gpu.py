@@ -1,4 +1,5 @@
-"""Weights pushed into engines on GPUs (`pytest -m gpu`): their log-probs are the model's, in bf16 and in FP8."""
+"""Weights pushed into engines on GPUs (`pytest -m gpu`): their log-probs are the model's, in bf16
+and in FP8."""
 
 from __future__ import annotations
 
@@ -9,12 +10,13 @@ import pytest
 import torch
 
 from rlpipe.errors import SyncError
-from rlpipe.sync.distributed import DistributedTransport
+from rlpipe.sync.transports.distributed import DistributedTransport
 from tests.sync.gpu import Bench, difference, make_model, round_trip, served
 
 LAYERS = 4
 LARGEST = {"ipc": 0.4, "tensor": 0.4, "fp8": 0.8, "distributed": 0.4}
-"""Difference of a log-prob of some hundreds, of a model of random weights: 0.22 was seen with bf16."""
+"""Difference of a log-prob of some hundreds, of a model of random weights: 0.22 was seen with
+bf16."""
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +29,15 @@ def _pushed_and_compared(bench: Bench, way: str) -> None:
         transport = bench.transport(way, server.url)
         for seed, check in ((1, False), (2, way != "fp8"), (3, False)):
             model = make_model(LAYERS, seed)
-            assert transport.push(served(way, model), [server.url], f"b@{seed}@x", check=check).engines == (server.url,)
+            assert transport.push(
+                served(way, model), [server.url], f"b@{seed}@x", check=check
+            ).engines == (server.url,)
             if way == "fp8":
                 round_trip(model)
             assert difference(server.url, model) < LARGEST[way]
-            assert difference(server.url, make_model(LAYERS, seed + 10)) > 2 * LARGEST[way], "another model is another"
+            assert difference(server.url, make_model(LAYERS, seed + 10)) > 2 * LARGEST[way], (
+                "another model is another"
+            )
         if isinstance(transport, DistributedTransport):
             transport.close()
 
@@ -46,7 +52,8 @@ def test_an_engine_on_the_trainer_s_gpu_is_the_model_that_was_pushed(bench, way)
 def test_pushes_of_handles_leave_no_memory_behind(bench):
     model = make_model(LAYERS, seed=1)
     with bench.engine("ipc") as server:
-        transport, used = bench.transport("ipc", server.url), []
+        transport = bench.transport("ipc", server.url)
+        used = []
         for number in range(20):
             transport.push(served("ipc", model), [server.url], f"b@{number}@x")
             free, total = torch.cuda.mem_get_info(0)
@@ -60,8 +67,11 @@ def test_an_engine_on_another_gpu_is_the_model_that_was_broadcast(bench):
 
 
 @pytest.mark.gpu(2)
-def test_an_engine_that_dies_in_a_broadcast_is_noticed_and_the_one_that_replaces_it_joins(bench, tmp_path: Path):
-    model, way = make_model(LAYERS, seed=4), "distributed"
+def test_an_engine_that_dies_in_a_broadcast_is_noticed_and_the_one_that_replaces_it_joins(
+    bench, tmp_path: Path
+):
+    model = make_model(LAYERS, seed=4)
+    way = "distributed"
     transport = bench.transport(way, "", timeout_s=60.0)
     assert isinstance(transport, DistributedTransport)
     with bench.engine(way) as first:

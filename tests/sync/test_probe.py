@@ -13,12 +13,21 @@ import numpy as np
 import pytest
 import torch
 
+from rlpipe.batch.packing import BatchColumns
 from rlpipe.errors import DeadlineExceeded
-from rlpipe.packing import BatchColumns
 from rlpipe.sync import probe
-from rlpipe.sync.probe import BOUNDS, Agreement, Probe, mean_difference, probe_metrics, spread, stale_share
+from rlpipe.sync.probe import (
+    BOUNDS,
+    Agreement,
+    Probe,
+    mean_difference,
+    probe_metrics,
+    spread,
+    stale_share,
+)
 
-TOKENS, SIZE = 64, 96
+TOKENS = 64
+SIZE = 96
 BOUND = BOUNDS["bfloat16"]
 
 
@@ -45,14 +54,16 @@ class Linear:
 
     def engine(self, head: torch.Tensor) -> np.ndarray:
         """The same in another kernel: halves are summed in bf16, and the logits are rounded."""
-        hidden, head = self.hidden.bfloat16(), head.bfloat16()
+        hidden = self.hidden.bfloat16()
+        head = head.bfloat16()
         half = SIZE // 2
         logits = hidden[:, :half] @ head[:, :half].T + hidden[:, half:] @ head[:, half:].T
         return torch.log_softmax(logits.float(), -1).gather(-1, self.tokens)[:, 0].numpy()
 
     def agreement(self, head: torch.Tensor) -> Agreement:
         """Compare an engine that holds `head` with the trainer."""
-        log_probs, scores = self.trainer(self.head), self.engine(head)
+        log_probs = self.trainer(self.head)
+        scores = self.engine(head)
         update = self.trainer(self.before) - log_probs
         stale = stale_share(log_probs, scores, update)
         return Agreement(
@@ -109,8 +120,11 @@ def test_the_weights_of_the_version_before_are_found_below_the_bound():
 
 def test_an_update_that_rounding_hides_is_not_judged():
     policy = Linear(3.0, seed=3)
-    log_probs, scores = policy.trainer(policy.head), policy.engine(policy.head)
-    assert stale_share(log_probs, scores, (scores - log_probs) * 0.1) == pytest.approx((10.0, 0.0), abs=1e-3)
+    log_probs = policy.trainer(policy.head)
+    scores = policy.engine(policy.head)
+    assert stale_share(log_probs, scores, (scores - log_probs) * 0.1) == pytest.approx(
+        (10.0, 0.0), abs=1e-3
+    )
     noise = np.random.default_rng(0).normal(0, 1e-3, len(log_probs)).astype(np.float32)
     assert stale_share(log_probs, scores, noise) is None
     assert stale_share(log_probs, scores, np.zeros_like(log_probs)) is None
@@ -127,7 +141,9 @@ def test_one_token_alone_does_not_make_an_engine_stale():
 
 def test_improbable_tokens_count_for_little_and_nan_for_a_fault():
     log_probs = np.log(np.array([0.9, 0.001], np.float32))
-    assert mean_difference(log_probs, log_probs + np.array([0.0, 1.0], np.float32)) == pytest.approx(0.001 / 0.901)
+    assert mean_difference(
+        log_probs, log_probs + np.array([0.0, 1.0], np.float32)
+    ) == pytest.approx(0.001 / 0.901)
     assert mean_difference(log_probs, np.array([np.nan, -1.0], np.float32)) == float("inf")
     assert mean_difference(log_probs[:0], log_probs[:0]) == 0.0
     assert Agreement("http://a", float("inf"), 0.0, 0.0, None, None).fault(BOUND) is not None
@@ -147,7 +163,9 @@ def test_samples_are_spread_over_the_batch():
 
 
 def test_metrics_are_those_of_the_worst_engine():
-    found = probe_metrics([Agreement("a", 0.1, 3.0, 0.02, 0.2, 0.1), Agreement("b", 0.3, 1.0, 0.02, None, None)])
+    found = probe_metrics(
+        [Agreement("a", 0.1, 3.0, 0.02, 0.2, 0.1), Agreement("b", 0.3, 1.0, 0.02, None, None)]
+    )
     assert found == {
         "sync/logprob_difference": 0.3,
         "sync/logprob_difference_max": 3.0,
@@ -186,7 +204,9 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def _engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    Engine.now, Engine.most, Engine.hangs = 0, 0, None
+    Engine.now = 0
+    Engine.most = 0
+    Engine.hangs = None
     monkeypatch.setattr(probe, "Engine", Engine)
 
 

@@ -1,4 +1,5 @@
-"""Faults planted into pushes to a real engine in bf16, and pushes without fault (`-m gpu -s` prints the table)."""
+"""Faults planted into pushes to a real engine in bf16, and pushes without fault (`-m gpu -s` prints
+the table)."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ import pytest
 import torch
 
 from rlpipe.config.train import TrainConfig
-from rlpipe.ports import free_port
 from rlpipe.sync.probe import BOUNDS, Agreement, Probe, compare
-from rlpipe.sync.tensor import TensorTransport
+from rlpipe.sync.transports.tensor import TensorTransport
+from rlpipe.system.ports import free_port
 from tests.engines.megatron.ranks import engine as megatron_engine
 from tests.gpus import visible_gpus
 from tests.sync.gpu import engine_on
@@ -37,7 +38,9 @@ class Pushed:
     def push(self, weights: Weights, probe: Probe) -> Agreement:
         """Push weights in bf16 and compare the engine with the trainer."""
         self.number += 1
-        tensors = {name: tensor.bfloat16() for name, tensor in weights.items() if name != "lm_head.weight"}
+        tensors = {
+            name: tensor.bfloat16() for name, tensor in weights.items() if name != "lm_head.weight"
+        }
         self.transport.push(tensors.items(), [self.url], f"b@{self.number}@x")
         return Agreement(**compare(probe, [self.url], 120.0, at_once=True)[0])
 
@@ -57,7 +60,9 @@ def pushed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pushed]:
                 directory = versions[id(weights)] = str(folder / f"version-{len(versions)}")
                 policy.model(weights, "cpu", torch.float32).save_pretrained(directory)
             trainer.load_hf(directory)
-            return trainer.score(update.samples, temperature=1.0, max_tokens=None if together else 1)
+            return trainer.score(
+                update.samples, temperature=1.0, max_tokens=None if together else 1
+            )
 
         return probe_of(update, score)
 

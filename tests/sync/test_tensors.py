@@ -14,7 +14,10 @@ from tests.live_engine import VOCAB_SIZE, make_model
 def test_nothing_is_sent_that_the_engines_do_not_hold(tmp_path):
     make_model(tmp_path / "model", seed=0)
     expected = expected_shapes(tmp_path / "model")
-    assert "lm_head.weight" not in expected and expected["model.embed_tokens.weight"] == (VOCAB_SIZE, 64)
+    assert "lm_head.weight" not in expected and expected["model.embed_tokens.weight"] == (
+        VOCAB_SIZE,
+        64,
+    )
     good = torch.zeros(64)
     for name, tensor, message in [
         ("model.norm.wait", good, "no such tensor"),
@@ -29,7 +32,10 @@ def test_nothing_is_sent_that_the_engines_do_not_hold(tmp_path):
 def test_layers_that_predict_further_tokens_are_not_waited_for(tmp_path):
     make_model(tmp_path / "model", seed=0)
     before = expected_shapes(tmp_path / "model")
-    save_file({"model.layers.2.eh_proj.weight": torch.zeros(3, 2)}, tmp_path / "model" / "draft.safetensors")
+    save_file(
+        {"model.layers.2.eh_proj.weight": torch.zeros(3, 2)},
+        tmp_path / "model" / "draft.safetensors",
+    )
     assert expected_shapes(tmp_path / "model") == before
 
 

@@ -12,11 +12,11 @@ import pytest
 from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError
-from rlpipe.inputs import init_inputs
+from rlpipe.lineage.stage_inputs import init_inputs
 from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import Epochs
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from rlpipe.types import Commit, DataState
 from tasks import begin
 from tasks.begin import _differing, check_same_model, check_same_run, report_overlong
@@ -29,7 +29,9 @@ BASE: dict[str, Any] = {
     "data": {"prompts": {"type": "file", "paths": ["a.jsonl"]}},
     "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 2},
     "reward": {"function": {"type": "math"}},
-    "evaluation": {"datasets": [{"name": "held", "prompts": {"type": "file", "paths": ["b.jsonl"]}}]},
+    "evaluation": {
+        "datasets": [{"name": "held", "prompts": {"type": "file", "paths": ["b.jsonl"]}}]
+    },
 }
 
 
@@ -51,7 +53,9 @@ def opened(folder: Path, model: Path) -> RunContext:
     no_actors: Any = None
     files = Files(folder / "store")
     epoch = Epochs(files).acquire("begun", takeover=True)
-    return RunContext(run, folder / "home", str(model), files, no_actors, Progress("begun", 3), epoch)
+    return RunContext(
+        run, folder / "home", str(model), files, no_actors, Progress("begun", 3), epoch
+    )
 
 
 def refused(branches: Branches, **sections: Any) -> list[str]:
@@ -93,7 +97,9 @@ def test_what_cannot_change_results_may_change(branches: Branches, sections: dic
 
 def test_each_key_that_differs_is_named_with_what_it_was_and_is(branches: Branches):
     train = {"optimizer": {"lr": 1e-5}, "global_batch_size": 2}
-    assert refused(branches, train=train, rollout={"rollout_batch_size": 8, "n_samples_per_prompt": 2}) == [
+    assert refused(
+        branches, train=train, rollout={"rollout_batch_size": 8, "n_samples_per_prompt": 2}
+    ) == [
         "rollout.rollout_batch_size: was 4, now 8",
         "train.global_batch_size: was None, now 2",
         "train.optimizer.lr: was 1e-06, now 1e-05",
@@ -101,7 +107,8 @@ def test_each_key_that_differs_is_named_with_what_it_was_and_is(branches: Branch
 
 
 def test_a_run_whose_learning_rate_decays_over_its_length_keeps_its_length(tmp_path: Path):
-    branches, decaying = Branches(Files(tmp_path)), {"optimizer": {"lr_decay_style": "cosine"}}
+    branches = Branches(Files(tmp_path))
+    decaying = {"optimizer": {"lr_decay_style": "cosine"}}
     branches.create("run", config(train=decaying).model_dump(mode="json"), "init")
     check_same_run(branches, config(train=decaying))
     (line,) = refused(branches, train=decaying, num_rollout=30)
@@ -130,7 +137,11 @@ def test_a_refused_change_says_how_to_go_on_with_it_as_a_fork(branches: Branches
 
 
 def test_another_seed_differs_wherever_it_goes(branches: Branches):
-    assert refused(branches, seed=1) == ["data.rollout_seed: was 0, now 1", "seed: was 0, now 1", "train.seed: was 0, now 1"]
+    assert refused(branches, seed=1) == [
+        "data.rollout_seed: was 0, now 1",
+        "seed: was 0, now 1",
+        "train.seed: was 0, now 1",
+    ]
 
 
 def test_another_kind_of_model_verifier_or_held_out_set_is_another_run(branches: Branches):
@@ -140,7 +151,9 @@ def test_another_kind_of_model_verifier_or_held_out_set_is_another_run(branches:
     assert "model.source.maker: was absent, now 'makers.make'" in lines
     lines = refused(branches, reward={"function": {"type": "reasoning_gym"}})
     assert "reward.function.type: was 'math', now 'reasoning_gym'" in lines
-    assert [line.partition(":")[0] for line in refused(branches, evaluation={})] == ["evaluation.datasets"]
+    assert [line.partition(":")[0] for line in refused(branches, evaluation={})] == [
+        "evaluation.datasets"
+    ]
 
 
 def test_a_model_may_move_but_not_change(tmp_path: Path):
@@ -161,7 +174,10 @@ def test_a_model_may_move_but_not_change(tmp_path: Path):
 
 
 def test_keys_that_only_one_of_two_has_differ():
-    assert _differing({"a": 1, "b": {"c": 2}}, {"b": {"c": 2, "d": 3}}) == ["a: was 1, now absent", "b.d: was absent, now 3"]
+    assert _differing({"a": 1, "b": {"c": 2}}, {"b": {"c": 2, "d": 3}}) == [
+        "a: was 1, now absent",
+        "b.d: was absent, now 3",
+    ]
     assert _differing({"a": {"b": 1}}, {"a": None}) == ["a: was {'b': 1}, now None"]
 
 
@@ -171,26 +187,52 @@ def test_a_list_is_the_tuple_that_it_was_read_from():
     assert _differing({"a": [1]}, {"a": 1}) == ["a: was [1], now 1"]
 
 
-async def test_rows_that_are_dropped_or_cut_are_named_where_a_person_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_rows_that_are_dropped_or_cut_are_named_where_a_person_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     shown: list[dict[str, Any]] = []
 
     async def artifact(rows: list[dict[str, Any]], **about: Any) -> None:
         shown.append({"rows": rows, **about})
 
     monkeypatch.setattr(begin, "acreate_table_artifact", artifact)
-    it, terminal = opened(tmp_path, tmp_path / "model"), io.StringIO()
+    it = opened(tmp_path, tmp_path / "model")
+    terminal = io.StringIO()
     it.directory.mkdir(parents=True)
     it.progress = Progress("begun", 3, stream=terminal)
-    it.config = it.config.model_copy(update={"data": it.config.data.model_copy(update={"overlong_prompts": "drop"})})
-    rows = [{"where": f"a.jsonl:{n}", "tokens": 100 + n, "limit": 90, "setting": "data.rollout_max_prompt_len"} for n in range(7)]
+    it.config = it.config.model_copy(
+        update={"data": it.config.data.model_copy(update={"overlong_prompts": "drop"})}
+    )
+    rows = [
+        {
+            "where": f"a.jsonl:{n}",
+            "tokens": 100 + n,
+            "limit": 90,
+            "setting": "data.rollout_max_prompt_len",
+        }
+        for n in range(7)
+    ]
     await report_overlong(it, {"data.prompts": rows, "evaluation.datasets: held": rows[:1]})
     said = terminal.getvalue()
-    assert "begun: data.prompts: 7 over-long prompts are dropped, longer than 90 tokens (data.rollout_max_prompt_len)" in said
-    assert "a.jsonl:0 (100 tokens), a.jsonl:1 (101 tokens)" in said and "a.jsonl:4 (104 tokens) and 2 more" in said
+    assert (
+        "begun: data.prompts: 7 over-long prompts are dropped, longer than 90 tokens (data.rollout_max_prompt_len)"
+        in said
+    )
+    assert (
+        "a.jsonl:0 (100 tokens), a.jsonl:1 (101 tokens)" in said
+        and "a.jsonl:4 (104 tokens) and 2 more" in said
+    )
     assert "evaluation.datasets: held: 1 over-long prompts are dropped" in said
-    written = [json.loads(line) for line in (it.directory / "overlong_prompts.jsonl").read_text().splitlines()]
-    assert written == [{"prompts": "data.prompts", **row} for row in rows] + [{"prompts": "evaluation.datasets: held", **rows[0]}]
-    assert shown == [{"rows": written, "key": "begun-overlong", "description": shown[0]["description"]}]
+    written = [
+        json.loads(line)
+        for line in (it.directory / "overlong_prompts.jsonl").read_text().splitlines()
+    ]
+    assert written == [{"prompts": "data.prompts", **row} for row in rows] + [
+        {"prompts": "evaluation.datasets: held", **rows[0]}
+    ]
+    assert shown == [
+        {"rows": written, "key": "begun-overlong", "description": shown[0]["description"]}
+    ]
     await report_overlong(it, {})
     assert not (it.directory / "overlong_prompts.jsonl").exists() and len(shown) == 1
     it.epoch.release()

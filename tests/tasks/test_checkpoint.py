@@ -12,11 +12,11 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from rlpipe.inputs import Inputs, checkpoint_inputs
+from rlpipe.lineage.stage_inputs import Inputs, checkpoint_inputs
 from rlpipe.observe.progress import Progress
 from rlpipe.store.chain import leaf_paths
 from rlpipe.store.epochs import Epochs
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from rlpipe.store.signatures import read_signature, signature_path
 from rlpipe.types import DataState, Stage
 from tasks import checkpoint
@@ -28,9 +28,12 @@ from tests.tasks.test_begin import config
 def it(tmp_path: Path) -> RunContext:
     """A run that checkpoints every second iteration, without actors."""
     no_actors: Any = None
-    files, epoch = Files(tmp_path / "store"), Epochs(Files(tmp_path / "store")).acquire("run")
+    files = Files(tmp_path / "store")
+    epoch = Epochs(Files(tmp_path / "store")).acquire("run")
     run = config(num_rollout=9, checkpoint={"save_interval": 2}, evaluation={"datasets": []})
-    made = RunContext(run, tmp_path, "/m", files, no_actors, Progress("run", 9, stream=io.StringIO()), epoch)
+    made = RunContext(
+        run, tmp_path, "/m", files, no_actors, Progress("run", 9, stream=io.StringIO()), epoch
+    )
     init = made.nodes.commit(Inputs(Stage.INIT, {}, {}).node())
     made.branches.create("run", run.model_dump(mode="json"), init.digest)
     return made
@@ -45,11 +48,16 @@ def iteration(it: RunContext, k: int) -> dict[Stage, str]:
         Stage.ADVANTAGE: ({}, {"groups": [], "dropped": {}}),
         Stage.TRAIN: ({"before": before}, {}),
     }
-    made = {stage: Inputs(stage, parents, {"k": k}).node(outputs=outputs) for stage, (parents, outputs) in said.items()}
+    made = {
+        stage: Inputs(stage, parents, {"k": k}).node(outputs=outputs)
+        for stage, (parents, outputs) in said.items()
+    }
     return {stage: it.nodes.commit(node).digest for stage, node in made.items()}
 
 
-def test_a_checkpoint_that_is_due_is_awaited_until_it_is_recorded_and_any_other_is_looked_for_once(it: RunContext):
+def test_a_checkpoint_that_is_due_is_awaited_until_it_is_recorded_and_any_other_is_looked_for_once(
+    it: RunContext,
+):
     states = []
     for k in range(4):
         nodes = iteration(it, k)
@@ -62,14 +70,20 @@ def test_a_checkpoint_that_is_due_is_awaited_until_it_is_recorded_and_any_other_
     due = leaf_paths(states[1])[0]
     assert [commit.awaited for commit in made[:3]] == [(), (due,), (due,)]
     assert made[3].awaited == (leaf_paths(states[3])[0],)
-    assert set(made[3].leaves) == {due, leaf_paths(states[2])[0]}, "as a run that ends keeps its last weights"
+    assert set(made[3].leaves) == {due, leaf_paths(states[2])[0]}, (
+        "as a run that ends keeps its last weights"
+    )
 
 
-def test_a_commit_is_signed_with_the_key_of_the_environment(it: RunContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_commit_is_signed_with_the_key_of_the_environment(
+    it: RunContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     checkpoint._record(it, 0, iteration(it, 0))
     assert not it.files.exists(signature_path("run", 0))
     key = Ed25519PrivateKey.generate()
-    (tmp_path / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    (tmp_path / "key.pem").write_bytes(
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    )
     monkeypatch.setenv("RLPIPE_SIGNING_KEY", str(tmp_path / "key.pem"))
     checkpoint._record(it, 1, iteration(it, 1))
     signed = read_signature(it.files, signature_path("run", 1))

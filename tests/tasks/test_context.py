@@ -1,4 +1,5 @@
-"""Who may open a run, and that one which cannot be opened leaves nobody locked out (tasks.context, without any actor)."""
+"""Who may open a run, and that one which cannot be opened leaves nobody locked out (tasks.context,
+without any actor)."""
 
 from __future__ import annotations
 
@@ -15,25 +16,31 @@ from rlpipe.errors import Fenced, ResourceError
 from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import Epochs
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import RunFile, write_run
 from tasks.context import close_context, join_context, open_context
 from tests.tasks.test_begin import config
 
 
-async def test_a_run_whose_actors_do_not_come_up_may_be_opened_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_run_whose_actors_do_not_come_up_may_be_opened_again_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     async def refuse(*_: Any, **__: Any) -> None:
         raise ResourceError("no room", where="resources")
 
     monkeypatch.setattr(tasks.context, "open_cluster", refuse)
     (tmp_path / "config.json").write_text("{}")
-    run = config(run="mine", model={"source": {"type": "huggingface", "hf_checkpoint": str(tmp_path)}})
+    run = config(
+        run="mine", model={"source": {"type": "huggingface", "hf_checkpoint": str(tmp_path)}}
+    )
     with pytest.raises(ResourceError, match="no room"):
         await open_context(run, tmp_path, Progress("mine", 3))
     assert Epochs(Files(tmp_path / "store")).acquire("mine", takeover=False).number == 2
 
 
-async def test_so_may_one_whose_record_could_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_so_may_one_whose_record_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -50,12 +57,21 @@ async def test_an_iteration_goes_on_without_its_driver_if_it_was_put_back_and_is
     async def opened(*arguments: Any) -> SimpleNamespace:
         return SimpleNamespace(epoch=arguments[-1])
 
-    run, files = config(run="mine"), Files(tmp_path / "store")
+    run = config(run="mine")
+    files = Files(tmp_path / "store")
     Branches(files).create("mine", run.model_dump(mode="json"), "init")
-    write_run(tmp_path, "mine", RunFile(store=files.root, config=run.model_dump(mode="json"), epoch=1, ray=None))
+    write_run(
+        tmp_path,
+        "mine",
+        RunFile(store=files.root, config=run.model_dump(mode="json"), epoch=1, ray=None),
+    )
     monkeypatch.setattr(tasks.context, "default_home", lambda: tmp_path)
     monkeypatch.setattr(tasks.context, "_open", opened)
-    monkeypatch.setattr(tasks.context, "this_flow_run", SimpleNamespace(run_count=run_count, parameters={"run": "mine", "k": k}))
+    monkeypatch.setattr(
+        tasks.context,
+        "this_flow_run",
+        SimpleNamespace(run_count=run_count, parameters={"run": "mine", "k": k}),
+    )
     if alone:
         assert (await join_context("mine")).epoch.stand_in
     else:
@@ -63,8 +79,11 @@ async def test_an_iteration_goes_on_without_its_driver_if_it_was_put_back_and_is
             await join_context("mine")
 
 
-async def test_a_store_that_is_away_when_a_run_is_let_go_holds_up_nothing_else(monkeypatch: pytest.MonkeyPatch):
-    loop, heard = asyncio.get_running_loop(), list[bool]()
+async def test_a_store_that_is_away_when_a_run_is_let_go_holds_up_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    loop = asyncio.get_running_loop()
+    heard = list[bool]()
 
     def release() -> None:
         back = threading.Event()

@@ -1,4 +1,5 @@
-"""Finding the rollouts of a run again: of one that trained on them, and of one that only sampled."""
+"""Finding the rollouts of a run again: of one that trained on them, and of one that only
+sampled."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ import pytest
 
 from rlpipe.config.debug import DebugConfig
 from rlpipe.errors import ConfigError
-from rlpipe.inputs import Inputs
+from rlpipe.lineage.stage_inputs import Inputs
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.notes import note
+from rlpipe.store.objects.files import Files
 from rlpipe.types import Commit, DataState, NodeRef, Stage
 from tasks.debug import stored_rollout
 
@@ -23,7 +24,9 @@ def files(tmp_path: Path) -> Files:
 
 
 def rollout(files: Files, plan: str) -> NodeRef:
-    node = Nodes(files).commit(Inputs(Stage.ROLLOUT, {"plan": plan}).node(files=(), outputs={"plan": plan}))
+    node = Nodes(files).commit(
+        Inputs(Stage.ROLLOUT, {"plan": plan}).node(files=(), outputs={"plan": plan})
+    )
     return NodeRef(stage=Stage.ROLLOUT, digest=node.digest)
 
 
@@ -36,7 +39,11 @@ def test_a_run_that_only_sampled_is_found_by_what_was_noted_first(files: Files):
 def test_a_run_that_trained_is_found_by_its_commit(files: Files):
     Branches(files).create("trained", {}, init="init")
     nodes = {Stage.ROLLOUT: rollout(files, "c").digest}
-    Branches(files).commit(Commit(branch="trained", iteration=0, plans=(), nodes=nodes, data=DataState(), config_digest=""))
+    Branches(files).commit(
+        Commit(
+            branch="trained", iteration=0, plans=(), nodes=nodes, data=DataState(), config_digest=""
+        )
+    )
     assert stored_rollout(files, "trained", 0).outputs == {"plan": "c"}
 
 

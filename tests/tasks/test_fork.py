@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 
-from rlpipe.actors.local_ray import connect, disconnect
-from rlpipe.actors.replay import replay
+from rlpipe.actors.ray.local_ray import connect, disconnect
+from rlpipe.actors.trainer.replay import replay
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError
-from rlpipe.inputs import checkpoint_inputs
-from rlpipe.lineage import lineage_to
+from rlpipe.lineage.stage_inputs import checkpoint_inputs
+from rlpipe.lineage.states import lineage_to
 from rlpipe.model_dir import model_fingerprint
 from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
 from rlpipe.store.segments import Segments
 from rlpipe.types import Commit, DataState, Stage
 from tasks.fork import begin_fork, check_fits, check_reference, fork_point, origin_of
-from tests.actors.trained import Trained, configuration, tiny_model, trained
+from tests.actors.trainer.trained import Trained, configuration, tiny_model, trained
 
 pytestmark = pytest.mark.integration
 
@@ -37,7 +37,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     connect(ResourcesConfig(), home, namespace="rlpipe-tests")
 
     async def history() -> None:
-        async with trained(configuration(tiny_model(home / "model"), "parent"), Files(home / "store"), home) as parent:
+        async with trained(
+            configuration(tiny_model(home / "model"), "parent"), Files(home / "store"), home
+        ) as parent:
             await parent.begin()
             await parent.iterate(4)
 
@@ -47,7 +49,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def forked(home: Path, run: str, iteration: int | None = 1, **sections: Any):
-    return configuration(str(home / "model"), run, fork_from={"branch": "parent", "iteration": iteration}, **sections)
+    return configuration(
+        str(home / "model"), run, fork_from={"branch": "parent", "iteration": iteration}, **sections
+    )
 
 
 async def begun(home: Path, config) -> None:
@@ -55,7 +59,12 @@ async def begun(home: Path, config) -> None:
     files = Files(home / "store")
     origin = await fork_point(files, config, home, Progress(config.run, config.num_rollout))
     assert origin is not None
-    begin_fork(files, config, origin, model_fingerprint(str(home / "model"), home / "models" / "fingerprints.json"))
+    begin_fork(
+        files,
+        config,
+        origin,
+        model_fingerprint(str(home / "model"), home / "models" / "fingerprints.json"),
+    )
 
 
 def contents(files: Files, prefix: str) -> dict[str, bytes]:
@@ -70,8 +79,10 @@ def learned(run: Trained, branch: str, iteration: int) -> tuple[str, list[float]
 
 async def test_a_fork_goes_on_where_its_parent_was_and_leaves_it_alone(home: Path):
     files = Files(home / "store")
-    nodes, branches = Nodes(files), Branches(files)
-    parent, state = contents(files, "branches/parent"), branches.read("parent", 1).nodes[Stage.TRAIN]
+    nodes = Nodes(files)
+    branches = Branches(files)
+    parent = contents(files, "branches/parent")
+    state = branches.read("parent", 1).nodes[Stage.TRAIN]
     init = branches.get("parent").init
     assert lineage_to(nodes, state, init).base == init, "its weights have to be rebuilt"
     same = forked(home, "same")
@@ -85,7 +96,9 @@ async def test_a_fork_goes_on_where_its_parent_was_and_leaves_it_alone(home: Pat
     async with trained(same, files, home) as run:
         await run.iterate(2)
         for iteration in (2, 3):
-            assert learned(run, "same", iteration) == learned(run, "parent", iteration), "bit for bit: optimizer state goes on"
+            assert learned(run, "same", iteration) == learned(run, "parent", iteration), (
+                "bit for bit: optimizer state goes on"
+            )
         changed = await run.turn_to(other)
         await changed.iterate(1)
         digest, rates = learned(run, "other", 2)
@@ -127,10 +140,15 @@ def test_without_a_number_the_newest_commit_is_forked(home: Path):
     ("source", "words"),
     [
         ({"branch": "nobody"}, r"fork_from\.branch: there is no run to fork"),
-        ({"branch": "parent", "iteration": 4}, r"(?s)fork_from\.iteration.*found: *4.*expected: *0 to 3"),
+        (
+            {"branch": "parent", "iteration": 4},
+            r"(?s)fork_from\.iteration.*found: *4.*expected: *0 to 3",
+        ),
     ],
 )
-def test_a_commit_that_is_not_there_cannot_be_forked(home: Path, source: dict[str, Any], words: str):
+def test_a_commit_that_is_not_there_cannot_be_forked(
+    home: Path, source: dict[str, Any], words: str
+):
     config = configuration(str(home / "model"), "new", fork_from=source)
     with pytest.raises(ConfigError, match=words):
         origin_of(Branches(Files(home / "store")), config)
@@ -138,22 +156,31 @@ def test_a_commit_that_is_not_there_cannot_be_forked(home: Path, source: dict[st
 
 @pytest.mark.parametrize(
     ("sections", "key"),
-    [({"model": {"dtype": "bfloat16"}}, "model.dtype"), ({"train": {"use_distributed_optimizer": True}}, "use_distributed")],
+    [
+        ({"model": {"dtype": "bfloat16"}}, "model.dtype"),
+        ({"train": {"use_distributed_optimizer": True}}, "use_distributed"),
+    ],
 )
-def test_a_fork_that_could_not_load_its_parent_s_state_is_refused_before_anything_starts(home: Path, sections: dict, key: str):
-    files, config = Files(home / "store"), forked(home, "new", **sections)
+def test_a_fork_that_could_not_load_its_parent_s_state_is_refused_before_anything_starts(
+    home: Path, sections: dict, key: str
+):
+    files = Files(home / "store")
+    config = forked(home, "new", **sections)
     with pytest.raises(ConfigError, match=key):
         check_fits(files, config, origin_of(Branches(files), config))
 
 
 def test_a_fork_of_another_model_is_refused(home: Path):
-    files, config = Files(home / "store"), forked(home, "new")
+    files = Files(home / "store")
+    config = forked(home, "new")
     with pytest.raises(ConfigError, match=r"model\.source"):
         begin_fork(files, config, origin_of(Branches(files), config), "another fingerprint")
     assert Branches(files).find("new") is None
 
 
-@pytest.mark.parametrize("other", [{"warm_start": "spell_backward_sft"}, {"model": {"start_from": {"branch": "parent"}}}])
+@pytest.mark.parametrize(
+    "other", [{"warm_start": "spell_backward_sft"}, {"model": {"start_from": {"branch": "parent"}}}]
+)
 def test_a_fork_takes_its_weights_from_its_parent_only(home: Path, other: dict[str, Any]):
     with pytest.raises(ConfigError, match="fork_from and"):
         forked(home, "new", **other)
@@ -161,12 +188,32 @@ def test_a_fork_takes_its_weights_from_its_parent_only(home: Path, other: dict[s
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "version", "fits"),
-    [(3, 3, 4, True), (None, 3, 4, True), (2, 3, 4, True), (8, None, 4, True), (3, None, 4, False), (3, 2, 4, False)],
+    [
+        (3, 3, 4, True),
+        (None, 3, 4, True),
+        (2, 3, 4, True),
+        (8, None, 4, True),
+        (3, None, 4, False),
+        (3, 2, 4, False),
+    ],
 )
-def test_a_fork_s_reference_is_one_that_its_parent_kept(ours: int | None, theirs: int | None, version: int, fits: bool):
+def test_a_fork_s_reference_is_one_that_its_parent_kept(
+    ours: int | None, theirs: int | None, version: int, fits: bool
+):
     def refreshing(interval: int | None) -> RunConfig:
-        return configuration("/models/m", "run", advantage={"reference": True}, reference={"ref_update_interval": interval})
+        return configuration(
+            "/models/m",
+            "run",
+            advantage={"reference": True},
+            reference={"ref_update_interval": interval},
+        )
 
-    commit = Commit(branch="old", iteration=version - 1, plans=(), nodes={}, data=DataState(), config_digest="")
-    with nullcontext() if fits else pytest.raises(ConfigError, match="weights that the parent never kept"):
+    commit = Commit(
+        branch="old", iteration=version - 1, plans=(), nodes={}, data=DataState(), config_digest=""
+    )
+    with (
+        nullcontext()
+        if fits
+        else pytest.raises(ConfigError, match="weights that the parent never kept")
+    ):
         check_reference(refreshing(ours), refreshing(theirs), commit)

@@ -1,4 +1,5 @@
-"""A fork and the removal of what nobody needs, beside each other: the checkpoint it begins with stays, or is missed in time."""
+"""A fork and the removal of what nobody needs, beside each other: the checkpoint it begins with
+stays, or is missed in time."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ import pytest
 
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import Fenced, ObjectMissing
-from rlpipe.inputs import checkpoint_inputs
+from rlpipe.lineage.stage_inputs import checkpoint_inputs
 from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import Epochs
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes, node_path
+from rlpipe.store.objects.files import Files
 from rlpipe.types import Commit, Stage
 from tasks import fork
 from tests.reprocessed import History, configuration
@@ -31,7 +32,9 @@ def files(tmp_path: Path) -> Files:
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     """Of a fork of it."""
-    return configuration(tmp_path, "new", num_rollout=5, fork_from={"branch": "run", "iteration": 1})
+    return configuration(
+        tmp_path, "new", num_rollout=5, fork_from={"branch": "run", "iteration": 1}
+    )
 
 
 def test_nothing_is_removed_while_a_fork_makes_its_checkpoint(
@@ -39,7 +42,9 @@ def test_nothing_is_removed_while_a_fork_makes_its_checkpoint(
 ):
     made: list[str] = []
 
-    async def materialise(files: Files, config: RunConfig, origin: Commit, state: str, home: Path) -> str:
+    async def materialise(
+        files: Files, config: RunConfig, origin: Commit, state: str, home: Path
+    ) -> str:
         with pytest.raises(Fenced, match="another driver runs this branch"), Epochs(files).alone():
             pass
         made.append(Nodes(files).commit(checkpoint_inputs(state).node()).digest)

@@ -1,4 +1,5 @@
-"""An iteration whose figures are out of bounds is paused until somebody resumes it (tasks.gates)."""
+"""An iteration whose figures are out of bounds is paused until somebody resumes it
+(tasks.gates)."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ from prefect.testing.utilities import prefect_test_harness
 
 from rlpipe.config.gates import Gate
 from rlpipe.errors import ConfigError, GateClosed
-from rlpipe.inputs import eval_inputs
+from rlpipe.lineage.stage_inputs import eval_inputs
 from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches, commit_name
 from rlpipe.store.epochs import Epochs
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from rlpipe.store.segments import Segments
 from rlpipe.types import Commit, DataState, NodeRef, Stage
 from tasks import context as contexts
@@ -39,15 +40,21 @@ Opened = Callable[..., tuple[RunContext, io.StringIO]]
 
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
-    """Opens the run `run` with these gates in this process, without actors, with a held-out set measured after each iteration."""
+    """Opens the run `run` with these gates in this process, without actors, with a held-out set
+    measured after each iteration."""
 
-    def opening(*bounds: dict[str, Any], timeout_s: float = 60.0, parent: str | None = None) -> tuple[RunContext, io.StringIO]:
+    def opening(
+        *bounds: dict[str, Any], timeout_s: float = 60.0, parent: str | None = None
+    ) -> tuple[RunContext, io.StringIO]:
         (tmp_path / "b.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
         prompts = {"type": "file", "paths": [str(tmp_path / "b.jsonl")], "label_key": "answer"}
         held = {"eval_interval": 1, "datasets": [{"name": "held", "prompts": prompts}]}
         run = config(evaluation=held, gates={"bounds": bounds, "timeout_s": timeout_s, "poll_s": 1})
-        files, stream, no_actors = Files(tmp_path / "store"), io.StringIO(), None
-        progress, epoch = Progress("run", 3, stream=stream), Epochs(files).acquire("run")
+        files = Files(tmp_path / "store")
+        stream = io.StringIO()
+        no_actors = None
+        progress = Progress("run", 3, stream=stream)
+        epoch = Epochs(files).acquire("run")
         it = RunContext(run, tmp_path / "home", "/m", files, no_actors, progress, epoch)  # pyright: ignore[reportArgumentType]
         it.branches.create("run", run.model_dump(mode="json"), "init", parent)
         monkeypatch.setitem(contexts._OPEN, "run", it)
@@ -57,7 +64,14 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
 
 
 def trained(it: RunContext, **metrics: float) -> dict[str, NodeRef]:
-    return {"train": record(it, Stage.TRAIN, seconds=1.0, metrics={f"train/{name}": value for name, value in metrics.items()})}
+    return {
+        "train": record(
+            it,
+            Stage.TRAIN,
+            seconds=1.0,
+            metrics={f"train/{name}": value for name, value in metrics.items()},
+        )
+    }
 
 
 def committed(files: Files, branch: str, iterations: int) -> str:
@@ -65,8 +79,15 @@ def committed(files: Files, branch: str, iterations: int) -> str:
     branches = Branches(files)
     branches.create(branch, config(run=branch).model_dump(mode="json"), "init")
     for k in range(iterations):
-        made = {"plans": ("p",), "nodes": {Stage.TRAIN: f"{branch}{k}"}, "data": DataState(), "config_digest": "c"}
-        branches.commit(Commit(branch=branch, iteration=k, parent=branches.parent_name(branch, k), **made))
+        made = {
+            "plans": ("p",),
+            "nodes": {Stage.TRAIN: f"{branch}{k}"},
+            "data": DataState(),
+            "config_digest": "c",
+        }
+        branches.commit(
+            Commit(branch=branch, iteration=k, parent=branches.parent_name(branch, k), **made)
+        )
     return commit_name(branch, iterations - 1)
 
 
@@ -78,11 +99,22 @@ def measure(it: RunContext, version: int, accuracy: float) -> None:
 def test_a_value_is_held_against_every_bound_and_nan_against_none_of_them():
     gate = Gate(metric="eval/held/accuracy", at_most=1, at_least=0.2, falls_by=0.1)
     assert gate.broken_by(0.5, 0.55) is None and gate.broken_by(0.5) is None
-    assert Gate(metric="eval/held/accuracy", falls_by=0.25, at_most=0.5, at_least=0.5).broken_by(0.5, 0.75) is None, "bounds hold"
-    assert gate.broken_by(0.4, 0.55) == "eval/held/accuracy is 0.4, expected at least 0.45, 0.1 below the best"
+    assert (
+        Gate(metric="eval/held/accuracy", falls_by=0.25, at_most=0.5, at_least=0.5).broken_by(
+            0.5, 0.75
+        )
+        is None
+    ), "bounds hold"
+    assert (
+        gate.broken_by(0.4, 0.55)
+        == "eval/held/accuracy is 0.4, expected at least 0.45, 0.1 below the best"
+    )
     assert gate.broken_by(0.1) == "eval/held/accuracy is 0.1, expected at least 0.2"
     assert "at most 1 and at least 0.2" in str(gate.broken_by(math.nan))
-    assert Gate(metric="eval/held/accuracy", falls_by=1).broken_by(math.nan) == "eval/held/accuracy is nan, expected a number"
+    assert (
+        Gate(metric="eval/held/accuracy", falls_by=1).broken_by(math.nan)
+        == "eval/held/accuracy is nan, expected a number"
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +122,10 @@ def test_a_value_is_held_against_every_bound_and_nan_against_none_of_them():
     [
         ({"metric": "train/loss"}, "set at_most, at_least or falls_by"),
         ({"metric": "train/loss", "falls_by": 1}, "falls_by is for eval/"),
-        ({"metric": "eval/other/accuracy", "at_least": 1}, "nothing measures 'eval/other/accuracy'; held-out sets are"),
+        (
+            {"metric": "eval/other/accuracy", "at_least": 1},
+            "nothing measures 'eval/other/accuracy'; held-out sets are",
+        ),
     ],
 )
 def test_a_gate_that_bounds_nothing_is_refused(opened: Opened, bounds: dict[str, Any], said: str):
@@ -99,12 +134,16 @@ def test_a_gate_that_bounds_nothing_is_refused(opened: Opened, bounds: dict[str,
 
 
 def test_a_pause_must_be_shorter_than_others_wait_for_it(opened: Opened):
-    with pytest.raises(ConfigError, match=r"gates\.timeout_s = 14400 must be less than orchestration\.timeout_s"):
+    with pytest.raises(
+        ConfigError, match=r"gates\.timeout_s = 14400 must be less than orchestration\.timeout_s"
+    ):
         opened({"metric": "train/loss", "at_most": 1}, timeout_s=14400)
 
 
 def test_figures_are_those_of_the_stages_and_a_misspelt_one_is_named(opened: Opened):
-    it, _ = opened({"metric": "train/loss", "at_most": 1}, {"metric": "train/grad_norm", "at_most": 10})
+    it, _ = opened(
+        {"metric": "train/loss", "at_most": 1}, {"metric": "train/grad_norm", "at_most": 10}
+    )
     assert broken(it, 0, trained(it, loss=0.5, grad_norm=10.0)) == []
     assert broken(it, 0, trained(it, loss=2.0, grad_norm=11.0)) == [
         "train/loss is 2, expected at most 1",
@@ -112,7 +151,9 @@ def test_figures_are_those_of_the_stages_and_a_misspelt_one_is_named(opened: Ope
     ]
     with pytest.raises(ConfigError, match="nothing measures this") as caught:
         broken(it, 0, trained(it, loss=0.5, gradnorm=1.0))
-    assert caught.value.found == "train/grad_norm" and "train/gradnorm; or one of" in str(caught.value.expected)
+    assert caught.value.found == "train/grad_norm" and "train/gradnorm; or one of" in str(
+        caught.value.expected
+    )
 
 
 def test_an_evaluation_is_held_against_the_best_before_it(opened: Opened):
@@ -124,18 +165,27 @@ def test_an_evaluation_is_held_against_the_best_before_it(opened: Opened):
         commit(it, version)
     assert broken(it, 3, found) == [], "not measured"
     measure(it, 3, 0.55)
-    assert broken(it, 3, found) == ["eval/held/accuracy is 0.55, expected at least 0.6, 0.1 below the best"]
+    assert broken(it, 3, found) == [
+        "eval/held/accuracy is 0.55, expected at least 0.6, 0.1 below the best"
+    ]
 
 
-def test_an_evaluation_of_a_fork_is_held_against_the_best_since_it_began(opened: Opened, tmp_path: Path):
-    it, _ = opened({"metric": "eval/held/accuracy", "falls_by": 0.1}, parent=committed(Files(tmp_path / "store"), "old", 2))
+def test_an_evaluation_of_a_fork_is_held_against_the_best_since_it_began(
+    opened: Opened, tmp_path: Path
+):
+    it, _ = opened(
+        {"metric": "eval/held/accuracy", "falls_by": 0.1},
+        parent=committed(Files(tmp_path / "store"), "old", 2),
+    )
     found = trained(it, loss=0.0)
     assert broken(it, 2, found) == [], "not measured"
     measure(it, 2, 0.7)
     assert broken(it, 2, found) == [], "nothing to hold it against"
     commit(it, 2)
     measure(it, 3, 0.55)
-    assert broken(it, 3, found) == ["eval/held/accuracy is 0.55, expected at least 0.6, 0.1 below the best"]
+    assert broken(it, 3, found) == [
+        "eval/held/accuracy is 0.55, expected at least 0.6, 0.1 below the best"
+    ]
 
 
 @pytest.mark.parametrize("bounds", [{"at_least": 0.2}, {"falls_by": 0.1}])
@@ -146,8 +196,14 @@ def test_evaluations_before_are_read_only_where_one_is_held_against_them(
     for version in range(4):
         measure(it, version, 0.5)
         commit(it, version)
-    found, looked, real = trained(it, loss=0.0), [], RunContext.weights_before
-    monkeypatch.setattr(RunContext, "weights_before", lambda self, version: (looked.append(version), real(self, version))[1])
+    found = trained(it, loss=0.0)
+    looked = []
+    real = RunContext.weights_before
+    monkeypatch.setattr(
+        RunContext,
+        "weights_before",
+        lambda self, version: (looked.append(version), real(self, version))[1],
+    )
     assert broken(it, 4, found) == [] and looked == [4], "not measured: nothing to compare"
     looked.clear()
     assert broken(it, 3, found) == []
@@ -178,7 +234,9 @@ def server() -> Iterator[None]:
 
 
 @flow
-async def gated(k: int, nodes: dict[str, NodeRef], answer: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+async def gated(
+    k: int, nodes: dict[str, NodeRef], answer: Callable[[], Coroutine[Any, Any, None]] | None
+) -> None:
     """One iteration's gates; `answer` is given when it is paused."""
     if answer is None:
         await gates("run", k, nodes)
@@ -196,7 +254,9 @@ async def gated(k: int, nodes: dict[str, NodeRef], answer: Callable[[], Coroutin
 
 async def resume() -> None:
     async with get_client() as client:
-        assert (await client.read_flow_run(UUID(flow_run.id))).labels[WHY] == "train/loss is 2, expected at most 1"
+        assert (await client.read_flow_run(UUID(flow_run.id))).labels[
+            WHY
+        ] == "train/loss is 2, expected at most 1"
     await aresume_flow_run(UUID(flow_run.id))
 
 
@@ -206,7 +266,9 @@ async def cancel() -> None:
 
 
 @pytest.mark.integration
-async def test_a_paused_iteration_goes_on_when_it_is_resumed_and_does_not_ask_twice(opened: Opened, server: None):
+async def test_a_paused_iteration_goes_on_when_it_is_resumed_and_does_not_ask_twice(
+    opened: Opened, server: None
+):
     it, stream = opened({"metric": "train/loss", "at_most": 1})
     await gated(0, trained(it, loss=0.5), None)
     bad = trained(it, loss=2.0)
@@ -217,12 +279,18 @@ async def test_a_paused_iteration_goes_on_when_it_is_resumed_and_does_not_ask_tw
 
 
 @pytest.mark.integration
-async def test_one_that_is_cancelled_or_that_nobody_answers_fails_and_asks_again(opened: Opened, server: None):
+async def test_one_that_is_cancelled_or_that_nobody_answers_fails_and_asks_again(
+    opened: Opened, server: None
+):
     it, _ = opened({"metric": "train/loss", "at_most": 1}, timeout_s=2)
     bad = trained(it, loss=2.0)
     for answer in (cancel, None):
         with pytest.raises((GateClosed, ExceptionGroup)) as caught:
             await gated(0, bad, answer)
-        error = caught.value.exceptions[0] if isinstance(caught.value, ExceptionGroup) else caught.value
-        assert isinstance(error, GateClosed) and error.found == "train/loss is 2, expected at most 1"
+        error = (
+            caught.value.exceptions[0] if isinstance(caught.value, ExceptionGroup) else caught.value
+        )
+        assert (
+            isinstance(error, GateClosed) and error.found == "train/loss is 2, expected at most 1"
+        )
     assert it.files.list("gates/run") == []

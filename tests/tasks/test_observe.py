@@ -1,4 +1,5 @@
-"""What a person watches of a run, and the functions of the user that log in its place (tasks.observe)."""
+"""What a person watches of a run, and the functions of the user that log in its place
+(tasks.observe)."""
 
 from __future__ import annotations
 
@@ -15,16 +16,16 @@ from prefect.client.orchestration import get_client
 from prefect.testing.utilities import prefect_test_harness
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from rlpipe.batch.files import write_evaluation, write_rewards
 from rlpipe.config.hooks import load_hook
-from rlpipe.inputs import Inputs
+from rlpipe.lineage.stage_inputs import Inputs
 from rlpipe.observe.progress import Progress
 from rlpipe.rewards.base import RewardRow
-from rlpipe.stage_files import write_evaluation, write_rewards
 from rlpipe.store.epochs import Epochs
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
-from rlpipe.store.rows import samples_to_table
-from rlpipe.store.shards import data_folder, write_table
+from rlpipe.store.objects.files import Files
+from rlpipe.store.parquet.rows import samples_to_table
+from rlpipe.store.parquet.shards import data_folder, write_table
 from rlpipe.types import Commit, DataState, FileRecord, NodeRef, Stage
 from tasks import observe
 from tasks.context import RunContext
@@ -57,7 +58,8 @@ Watching = Callable[..., tuple[RunContext, io.StringIO]]
 
 @pytest.fixture
 def watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watching:
-    """Opens a run whose functions are those of SOURCE, without actors and without Prefect's artifacts."""
+    """Opens a run whose functions are those of SOURCE, without actors and without Prefect's
+    artifacts."""
     (tmp_path / "mine.py").write_text(SOURCE)
     (tmp_path / "b.jsonl").write_text('{"prompt": "1", "label": "2"}\n')
     monkeypatch.chdir(tmp_path)
@@ -69,12 +71,22 @@ def watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watching:
     monkeypatch.setattr(observe, "overview_artifact", nothing)
 
     def opening(rollout: str, evaluation: str) -> tuple[RunContext, io.StringIO]:
-        paths = {"custom_rollout_log_function_path": rollout, "custom_eval_rollout_log_function_path": evaluation}
+        paths = {
+            "custom_rollout_log_function_path": rollout,
+            "custom_eval_rollout_log_function_path": evaluation,
+        }
         run = config(observe={key: f"{tmp_path}/mine.py:{name}" for key, name in paths.items()})
         no_actors: Any = None
-        files, stream = Files(tmp_path / "store"), io.StringIO()
+        files = Files(tmp_path / "store")
+        stream = io.StringIO()
         it = RunContext(
-            run, tmp_path / "home", "/m", files, no_actors, Progress("run", 3, stream=stream), Epochs(files).acquire("run")
+            run,
+            tmp_path / "home",
+            "/m",
+            files,
+            no_actors,
+            Progress("run", 3, stream=stream),
+            Epochs(files).acquire("run"),
         )
         init = it.nodes.commit(Inputs(Stage.INIT, {}, {}).node())
         it.branches.create("run", run.model_dump(mode="json"), init.digest)
@@ -84,9 +96,13 @@ def watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watching:
     return opening
 
 
-def record(it: RunContext, stage: Stage, file: Callable[[str], FileRecord] | None = None, **outputs: Any) -> NodeRef:
+def record(
+    it: RunContext, stage: Stage, file: Callable[[str], FileRecord] | None = None, **outputs: Any
+) -> NodeRef:
     inputs = Inputs(stage, {}, {"number": len(it.files.list("nodes"))})
-    node = Nodes(it.files).commit(inputs.node(files=(file(inputs.digest),) if file else (), outputs=outputs))
+    node = Nodes(it.files).commit(
+        inputs.node(files=(file(inputs.digest),) if file else (), outputs=outputs)
+    )
     return NodeRef(stage=stage, digest=node.digest, outputs=outputs)
 
 
@@ -107,7 +123,11 @@ def iteration(it: RunContext) -> dict[str, NodeRef]:
 def evaluation(it: RunContext) -> dict[str, NodeRef]:
     samples = group("q")
     rows = [RewardRow("q", index, 1.0) for index in range(2)]
-    return {"held": record(it, Stage.EVAL, lambda key: write_evaluation(it.files, key, 0, samples, rows))}
+    return {
+        "held": record(
+            it, Stage.EVAL, lambda key: write_evaluation(it.files, key, 0, samples, rows)
+        )
+    }
 
 
 def shown(it: RunContext) -> dict[str, list[int]]:
@@ -116,18 +136,33 @@ def shown(it: RunContext) -> dict[str, list[int]]:
     return {name: [event.step for event in board.Scalars(name)] for name in board.Tags()["scalars"]}
 
 
-async def test_functions_of_ones_own_get_slimes_arguments_and_what_they_have_logged_is_not_shown_again(watching: Watching):
+async def test_functions_of_ones_own_get_slimes_arguments_and_what_they_have_logged_is_not_shown_again(
+    watching: Watching,
+):
     it, stream = watching("rollout", "evaluation")
     with Observer(it, 0, startup_seconds=0.0) as observer:
         for k in range(2):
             await observer.iteration(k, iteration(it), seconds=1.0)
-        await observer.evaluation(2, evaluation(it), {"eval/held/accuracy": 1.0}, seconds=1.0, beside=False)
-    seen = vars(sys.modules[load_hook(it.config.observe.custom_rollout_log_function_path or "").__module__])["seen"]
-    assert [(one[0], one[1], one[2], one[4]) for one in seen[:2]] == [(k, 2, [0.0, 1.0], 2.0) for k in range(2)]
-    assert seen[0][3] == {"rollout/raw_reward": 0.5, "perf/rollout_tokens": 6.0, "perf/rollout_tokens_per_s": 3.0}
+        await observer.evaluation(
+            2, evaluation(it), {"eval/held/accuracy": 1.0}, seconds=1.0, beside=False
+        )
+    seen = vars(
+        sys.modules[load_hook(it.config.observe.custom_rollout_log_function_path or "").__module__]
+    )["seen"]
+    assert [(one[0], one[1], one[2], one[4]) for one in seen[:2]] == [
+        (k, 2, [0.0, 1.0], 2.0) for k in range(2)
+    ]
+    assert seen[0][3] == {
+        "rollout/raw_reward": 0.5,
+        "perf/rollout_tokens": 6.0,
+        "perf/rollout_tokens_per_s": 3.0,
+    }
     assert seen[2] == (2, {"held": ([1.0, 1.0], [False, False], 2)})
     assert shown(it) == {"train/loss": [0, 1], **{name: [0] for name in seen[0][3]}}
-    assert [("reward" in line, "loss" in line) for line in stream.getvalue().splitlines()[:2]] == [(True, True), (False, True)]
+    assert [("reward" in line, "loss" in line) for line in stream.getvalue().splitlines()[:2]] == [
+        (True, True),
+        (False, True),
+    ]
     assert "held accuracy" not in stream.getvalue()
 
 
@@ -135,7 +170,9 @@ async def test_what_they_raise_is_said_and_everything_is_shown_as_ever(watching:
     it, stream = watching("fails", "fails")
     with Observer(it, 0, startup_seconds=0.0) as observer:
         await observer.iteration(0, iteration(it), seconds=1.0)
-        await observer.evaluation(1, evaluation(it), {"eval/held/accuracy": 1.0}, seconds=1.0, beside=False)
+        await observer.evaluation(
+            1, evaluation(it), {"eval/held/accuracy": 1.0}, seconds=1.0, beside=False
+        )
         assert not await observer.sampled(1, iteration(it))
     assert stream.getvalue().count("SystemExit: no server") == 3
     assert "observe.custom_eval_rollout_log_function_path" in stream.getvalue()
@@ -144,7 +181,12 @@ async def test_what_they_raise_is_said_and_everything_is_shown_as_ever(watching:
 
 
 def test_they_are_no_part_of_what_a_run_is():
-    observed = config(observe={"custom_rollout_log_function_path": "a.b", "custom_eval_rollout_log_function_path": "c.d"})
+    observed = config(
+        observe={
+            "custom_rollout_log_function_path": "a.b",
+            "custom_eval_rollout_log_function_path": "c.d",
+        }
+    )
     assert observed.identity() == config().identity()
 
 
@@ -154,7 +196,9 @@ async def test_the_newest_curves_and_overview_take_the_place_of_those_before(tmp
 
     @flow
     async def reporting() -> list[list[Any]]:
-        curve, overview, seen = Shown(), Shown(), []
+        curve = Shown()
+        overview = Shown()
+        seen = []
         async with get_client() as client:
             for number in range(4):
                 picture.write_bytes(b"%d" % number)
@@ -165,17 +209,23 @@ async def test_the_newest_curves_and_overview_take_the_place_of_those_before(tmp
                 if number == 2:
                     for artifact in made:  # somebody does so in Prefect's pages
                         await client.delete_artifact(artifact.id)
-            latest = await client.request("GET", "/artifacts/{key}/latest", path_params={"key": "run-overview"})
+            latest = await client.request(
+                "GET", "/artifacts/{key}/latest", path_params={"key": "run-overview"}
+            )
         return [*seen, latest.json()["data"]]
 
     with prefect_test_harness(server_startup_timeout=120):
         *seen, latest = await reporting()
     data = [base64.b64encode(b"%d" % number).decode() for number in range(4)]
-    assert seen == [[f"after {number}", f"data:image/png;base64,{data[number]}"] for number in range(4)]
+    assert seen == [
+        [f"after {number}", f"data:image/png;base64,{data[number]}"] for number in range(4)
+    ]
     assert latest == "after 3"
 
 
-async def test_the_digest_of_a_commit_is_in_its_artifact_and_in_tensorboard(watching: Watching, monkeypatch: pytest.MonkeyPatch):
+async def test_the_digest_of_a_commit_is_in_its_artifact_and_in_tensorboard(
+    watching: Watching, monkeypatch: pytest.MonkeyPatch
+):
     it, _ = watching("fails", "fails")
     left: list[str] = []
 
@@ -198,4 +248,6 @@ async def test_the_digest_of_a_commit_is_in_its_artifact_and_in_tensorboard(watc
     assert "sha256" not in left[2], "it was not committed"
     board = EventAccumulator(str(it.directory / "tensorboard"))
     board.Reload()
-    assert [event.tensor_proto.string_val[0].decode() for event in board.Tensors("commit_sha256")] == digests
+    assert [
+        event.tensor_proto.string_val[0].decode() for event in board.Tensors("commit_sha256")
+    ] == digests

@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 from prefect.states import Failed
 
-from rlpipe.errors import ActorLost, DataError, DeadlineExceeded, Mismatch, ObjectCorrupt, StoreError, Superseded
-from rlpipe.inputs import checkpoint_inputs
+from rlpipe.errors import (
+    ActorLost,
+    DataError,
+    DeadlineExceeded,
+    Mismatch,
+    ObjectCorrupt,
+    StoreError,
+    Superseded,
+)
+from rlpipe.lineage.stage_inputs import checkpoint_inputs
 from rlpipe.types import Node
 from tasks.record import may_pass, once, within
 
@@ -74,7 +82,8 @@ async def test_while_a_stage_waits_for_the_store_its_process_hears_everything_el
     async def work() -> dict[str, Any]:
         return {"outputs": {"version": 1}}
 
-    nodes, said = Away(), SimpleNamespace(stage=lambda _: None)
+    nodes = Away()
+    said = SimpleNamespace(stage=lambda _: None)
     run: Any = SimpleNamespace(nodes=nodes, directory=tmp_path, progress=said, stage_seconds={})
     run.cluster = SimpleNamespace(switches=nothing)
     assert (await once(run, checkpoint_inputs("w"), work)).is_completed()

@@ -1,4 +1,5 @@
-"""Who reprocesses a branch has it to itself, and leaves word of its store (tasks.reprocess). Without Prefect."""
+"""Who reprocesses a branch has it to itself, and leaves word of its store (tasks.reprocess).
+Without Prefect."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ import pytest
 
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import Fenced
+from rlpipe.lineage.rollouts import find
 from rlpipe.observe.progress import Progress
-from rlpipe.run_rollouts import find
 from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import Epochs
-from rlpipe.store.files import Files
 from rlpipe.store.notes import noted_iterations
+from rlpipe.store.objects.files import Files
 from tasks.reprocess import _OPEN, opened
 from tests.reprocessed import History, configuration
 from tools import audit
@@ -31,14 +32,21 @@ def files(tmp_path: Path) -> Files:
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    return configuration(tmp_path, "new", advantage={"advantage_estimator": "rloo"}, debug={"load_debug_rollout_data": "run"})
+    return configuration(
+        tmp_path,
+        "new",
+        advantage={"advantage_estimator": "rloo"},
+        debug={"load_debug_rollout_data": "run"},
+    )
 
 
 def opening(files: Files, config: RunConfig, home: Path) -> Any:
     return opened("run", config, files, home / config.run, Progress(config.run, 2))
 
 
-async def test_nobody_else_reprocesses_the_branch_or_removes_anything_meanwhile(files: Files, config: RunConfig, tmp_path: Path):
+async def test_nobody_else_reprocesses_the_branch_or_removes_anything_meanwhile(
+    files: Files, config: RunConfig, tmp_path: Path
+):
     async with opening(files, config, tmp_path):
         with pytest.raises(Fenced, match="another driver runs this branch"):
             await opening(files, config, tmp_path).__aenter__()
@@ -61,15 +69,23 @@ async def test_who_was_replaced_notes_nothing(files: Files, config: RunConfig, t
 
 
 async def test_tools_find_what_was_reprocessed_in_another_store(
-    files: Files, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    files: Files,
+    config: RunConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     async with opening(files, config, tmp_path):
-        Branches(files).create("new", config.model_dump(mode="json"), Branches(files).get("run").init)
+        Branches(files).create(
+            "new", config.model_dump(mode="json"), Branches(files).get("run").init
+        )
         for k in range(2):
             stored = find(files, "run", k)
             assert stored is not None
             await _OPEN["new"].reprocessor.iteration(stored)
-    monkeypatch.setattr(sys, "argv", ["tools.audit", "verify", "--home", str(tmp_path), "--run", "new"])
+    monkeypatch.setattr(
+        sys, "argv", ["tools.audit", "verify", "--home", str(tmp_path), "--run", "new"]
+    )
     monkeypatch.setenv("RLPIPE_HOME", str(tmp_path))
     assert audit.main() == 0
     assert "new: nothing is wrong" in capsys.readouterr().out

@@ -12,10 +12,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rlpipe.errors import DeadlineExceeded, Fenced
-from rlpipe.inputs import eval_inputs
+from rlpipe.lineage.stage_inputs import eval_inputs
 from rlpipe.observe.progress import Progress
 from rlpipe.store.epochs import Epochs
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from rlpipe.store.segments import Segments
 from rlpipe.types import Commit, DataState, Stage
 from tasks import context as contexts
@@ -29,7 +29,8 @@ Opened = Any
 
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
-    """Opens the run `run` in this process, without actors and with these sections in its configuration."""
+    """Opens the run `run` in this process, without actors and with these sections in its
+    configuration."""
     files = Files(tmp_path / "store")
 
     def opening(*, measured: bool = False, **sections: Any) -> RunContext:
@@ -39,7 +40,9 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
         run = config(evaluation=held if measured else {}, **sections)
         no_actors: Any = None
         epoch = Epochs(files).acquire("run")
-        it = RunContext(run, tmp_path / "home", "/models/m", files, no_actors, Progress("run", 3), epoch)
+        it = RunContext(
+            run, tmp_path / "home", "/models/m", files, no_actors, Progress("run", 3), epoch
+        )
         it.branches.create("run", run.model_dump(mode="json"), "init")
         monkeypatch.setitem(contexts._OPEN, "run", it)
         return it
@@ -74,7 +77,9 @@ async def test_the_first_iteration_need_not_wait(opened: Opened):
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-async def test_an_iteration_samples_once_the_one_so_many_before_is_committed(opened: Opened, ahead: int):
+async def test_an_iteration_samples_once_the_one_so_many_before_is_committed(
+    opened: Opened, ahead: int
+):
     it = opened(async_buffer_size=ahead)
     for k in range(ahead + 1):
         await turn_to_sample("run", k)
@@ -102,7 +107,9 @@ def measure(it: RunContext, weights: str, **metrics: float) -> None:
     it.nodes.commit(inputs.node(files=(), outputs={"metrics": metrics}))
 
 
-async def test_weights_are_trained_on_while_they_are_measured_and_engines_keep_them_until_then(opened: Opened):
+async def test_weights_are_trained_on_while_they_are_measured_and_engines_keep_them_until_then(
+    opened: Opened,
+):
     it = opened(async_buffer_size=3, measured=True)
     commit(it, 0)
     await turn_to_train("run", 1)
@@ -160,7 +167,9 @@ async def test_who_was_replaced_stops_waiting(opened: Opened):
 
 
 @given(st.integers(0, 50), st.integers(0, 6), st.integers(1, 6))
-def test_what_is_sampled_from_is_pushed_by_then_and_no_older_than_the_buffer(k: int, buffer_size: int, interval: int):
+def test_what_is_sampled_from_is_pushed_by_then_and_no_older_than_the_buffer(
+    k: int, buffer_size: int, interval: int
+):
     assume(buffer_size >= interval - 1)
     before = sampled_after(k, buffer_size, interval)
     assert before < max(k, 1), "it does not wait for itself"

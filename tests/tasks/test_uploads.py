@@ -1,4 +1,5 @@
-"""Which uploads of checkpoints a run takes for its own, and what becomes of one that fails (tasks.uploads)."""
+"""Which uploads of checkpoints a run takes for its own, and what becomes of one that fails
+(tasks.uploads)."""
 
 from __future__ import annotations
 
@@ -10,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from rlpipe.actors.checkpoints import Upload
-from rlpipe.actors.trainer import TrainerRank
-from rlpipe.actors.trainer_spec import TrainerSpec
+from rlpipe.actors.trainer.checkpoints import Upload
+from rlpipe.actors.trainer.spec import TrainerSpec
+from rlpipe.actors.trainer.trainer import TrainerRank
 from rlpipe.errors import StoreError, StoreFull
-from rlpipe.inputs import checkpoint_inputs
-from rlpipe.lineage import Lineages
-from rlpipe.store.files import Files
+from rlpipe.lineage.stage_inputs import checkpoint_inputs
+from rlpipe.lineage.states import Lineages
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
 from rlpipe.types import FileRecord, Node, Stage
 from tasks.uploads import begin_checkpoint, pending, settle
-from tests.actors.trained import configuration
+from tests.actors.trainer.trained import configuration
 
 INPUTS = checkpoint_inputs("w")
 CONTENT = {"__0_0.distcp": b"rank 0", "__1_0.distcp": b"rank 1", ".metadata": b"index"}
@@ -58,7 +59,8 @@ class Failing(Files):
 
 
 class Trainer:
-    """Two ranks in this process, without a model, that hold the state `w`; the first one's store fails as told."""
+    """Two ranks in this process, without a model, that hold the state `w`; the first one's store
+    fails as told."""
 
     def __init__(self, folder: Path, errors: Sequence[Exception]) -> None:
         (folder / "saved").mkdir()
@@ -67,19 +69,26 @@ class Trainer:
         self.ranks: list[Any] = [TrainerRank(number, 2, str(folder)) for number in range(2)]
         config = configuration(str(folder), "run")
         for rank, failing in zip(self.ranks, (errors, ()), strict=True):
-            rank._spec = TrainerSpec.of(config, model_dir=str(folder), store_root=str(folder / "store"), work_dir=folder)
+            rank._spec = TrainerSpec.of(
+                config, model_dir=str(folder), store_root=str(folder / "store"), work_dir=folder
+            )
             rank._engine = SimpleNamespace(save_checkpoint=lambda *_: folder / "saved")
-            rank._files, rank.held = Failing(str(folder / "store"), failing), "w"
+            rank._files = Failing(str(folder / "store"), failing)
+            rank.held = "w"
 
     async def call(self, method: str, *, deadline_s: float, **arguments: Any) -> list[Any]:
         return [getattr(rank, method)(**arguments) for rank in self.ranks]
 
 
 async def saved(folder: Path, errors: Sequence[Exception] = ()) -> Any:
-    """A run whose checkpoint of weight version 1 is on local disk, and its upload over, one way or the other."""
-    files, config = Files(folder / "store"), SimpleNamespace(run="run", checkpoint=SimpleNamespace(timeout_s=5.0, keep_local=2))
+    """A run whose checkpoint of weight version 1 is on local disk, and its upload over, one way or
+    the other."""
+    files = Files(folder / "store")
+    config = SimpleNamespace(run="run", checkpoint=SimpleNamespace(timeout_s=5.0, keep_local=2))
     cluster = SimpleNamespace(trainer=Trainer(folder, errors))
-    it: Any = SimpleNamespace(config=config, cluster=cluster, files=files, nodes=Nodes(files), directory=folder / "home")
+    it: Any = SimpleNamespace(
+        config=config, cluster=cluster, files=files, nodes=Nodes(files), directory=folder / "home"
+    )
     it.lineages = Lineages(it.nodes, "init")
     await begin_checkpoint(it, INPUTS, "w", 1)
     await ended(it)
@@ -101,15 +110,22 @@ def back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(".")
 
 
-async def test_a_checkpoint_that_is_in_the_store_is_recorded_and_forgotten_by_all_ranks(tmp_path: Path):
+async def test_a_checkpoint_that_is_in_the_store_is_recorded_and_forgotten_by_all_ranks(
+    tmp_path: Path,
+):
     it = await saved(tmp_path)
     await settle(it)
     node = recorded(it)
-    assert node is not None and {Path(record.path).name: it.files.read(record.path) for record in node.files} == CONTENT
+    assert (
+        node is not None
+        and {Path(record.path).name: it.files.read(record.path) for record in node.files} == CONTENT
+    )
     assert await pending(it) is None
 
 
-async def test_a_checkpoint_whose_upload_failed_is_uploaded_again_though_the_stage_is_only_retried(tmp_path: Path):
+async def test_a_checkpoint_whose_upload_failed_is_uploaded_again_though_the_stage_is_only_retried(
+    tmp_path: Path,
+):
     it = await saved(tmp_path, [StoreError("away for longer than anybody waits")])
     with pytest.raises(StoreError, match="away"):
         await settle(it)
@@ -120,7 +136,9 @@ async def test_a_checkpoint_whose_upload_failed_is_uploaded_again_though_the_sta
     assert await pending(it) is None
 
 
-async def test_a_checkpoint_that_is_waited_for_is_not_given_up_while_the_store_is_full(tmp_path: Path):
+async def test_a_checkpoint_that_is_waited_for_is_not_given_up_while_the_store_is_full(
+    tmp_path: Path,
+):
     it = await saved(tmp_path, [StoreFull("no space left"), StoreFull("no space left")])
     for _ in range(2):
         with pytest.raises(StoreFull):
@@ -129,7 +147,9 @@ async def test_a_checkpoint_that_is_waited_for_is_not_given_up_while_the_store_i
     assert recorded(it) is not None
 
 
-async def test_one_that_could_not_be_recorded_is_recorded_by_who_comes_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_one_that_could_not_be_recorded_is_recorded_by_who_comes_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def refuse(_: Node) -> Node:
         raise StoreError("away")
 

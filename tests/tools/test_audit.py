@@ -13,11 +13,11 @@ import pytest
 
 from rlpipe.errors import StoreError
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
-from rlpipe.store.local import LocalBackend
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
+from rlpipe.store.objects.local import LocalBackend
 from rlpipe.types import Stage
-from tests.test_provenance import SteppingRun
+from tests.lineage.test_provenance import SteppingRun
 from tools import audit
 
 Tool = Callable[..., int]
@@ -31,13 +31,19 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tool:
     run.iterate()
 
     def call(command: str, *words: str, run: str = "run") -> int:
-        monkeypatch.setattr(sys, "argv", ["tools.audit", command, "--store", str(tmp_path / "store"), "--run", run, *words])
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            ["tools.audit", command, "--store", str(tmp_path / "store"), "--run", run, *words],
+        )
         return audit.main()
 
     return call
 
 
-def test_a_flipped_byte_is_named_and_is_exit_code_1(tool: Tool, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_flipped_byte_is_named_and_is_exit_code_1(
+    tool: Tool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     assert tool("verify") == 0
     assert "run: nothing is wrong" in capsys.readouterr().out
     files = Files(tmp_path / "store")
@@ -50,13 +56,17 @@ def test_a_flipped_byte_is_named_and_is_exit_code_1(tool: Tool, tmp_path: Path, 
     assert node.files[0].path in capsys.readouterr().out
 
 
-def test_lineage_forward_and_questions_are_printed(tool: Tool, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_lineage_forward_and_questions_are_printed(
+    tool: Tool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     assert tool("lineage", "--out", f"{tmp_path}/rows.parquet", run="run@0") == 0
     assert json.loads(capsys.readouterr().out)["weights"]["version"] == 1
     assert set(pq.read_table(tmp_path / "rows.parquet")["iteration"].to_pylist()) == {0}
     assert tool("forward", "--prompt", "run:00000001") == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0].endswith("reward 1.0  step 3, weights 1") and said[-1] == "in the weights of: run@1"
+    assert (
+        said[0].endswith("reward 1.0  step 3, weights 1") and said[-1] == "in the weights of: run@1"
+    )
     assert tool("sql", "SELECT count(*) AS n FROM samples WHERE trained") == 0
     assert capsys.readouterr().out == '{"n": 8}\n'
     assert tool("unusual") == 0
@@ -83,7 +93,9 @@ def test_reading_needs_no_permission_to_write(
 
     for name in ("create", "create_from", "delete"):
         monkeypatch.setattr(LocalBackend, name, refuse)
-    monkeypatch.setattr(sys, "argv", [f"tools.{words[0]}", "--store", str(tmp_path / "store"), *words[1:]])
+    monkeypatch.setattr(
+        sys, "argv", [f"tools.{words[0]}", "--store", str(tmp_path / "store"), *words[1:]]
+    )
     assert importlib.import_module(f"tools.{words[0]}").main() == 0
 
 
@@ -112,6 +124,8 @@ def test_what_cannot_be_found_out_is_exit_code_2(
     assert said in capsys.readouterr().err
 
 
-def test_a_run_that_is_not_there_is_answered_with_the_nearest_that_is(tool: Tool, capsys: pytest.CaptureFixture[str]):
+def test_a_run_that_is_not_there_is_answered_with_the_nearest_that_is(
+    tool: Tool, capsys: pytest.CaptureFixture[str]
+):
     assert tool("verify", run="run2") == 2
     assert "there is no such run" in (said := capsys.readouterr().err) and "one of: run\n" in said

@@ -1,4 +1,5 @@
-"""The benchmark: what it computes, that its two sides do the same work, and that its parts run (tools.bench)."""
+"""The benchmark: what it computes, that its two sides do the same work, and that its parts run
+(tools.bench)."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlpipe.batch.packing import BatchColumns
 from rlpipe.data.tokens import load_tokenizer
 from rlpipe.errors import DataError
 from rlpipe.observe.trace import Event, works
-from rlpipe.packing import BatchColumns
 from tests.live_engine import Live, live_engine
 from tools.bench import sampling, storing, training
 from tools.bench.bench import Bench, open_bench
@@ -32,12 +33,21 @@ TINY = SHAPES["tiny"]
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """The tiny model."""
-    opened = open_bench(tmp_path_factory.mktemp("b"), "tiny", ["rollout.rollout_batch_size=2"], seconds=60, repeats=1)
+    opened = open_bench(
+        tmp_path_factory.mktemp("b"),
+        "tiny",
+        ["rollout.rollout_batch_size=2"],
+        seconds=60,
+        repeats=1,
+    )
     opened.have_model()
     return opened
 
 
-@pytest.mark.parametrize(("name", "millions"), [("tiny", 0.66), ("0.6b", 596), ("4b", 4022), ("tiny-moe", 1.1), ("moe", 4050)])
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("tiny", 0.66), ("0.6b", 596), ("4b", 4022), ("tiny-moe", 1.1), ("moe", 4050)],
+)
 def test_a_shape_has_the_parameters_of_its_name(name, millions):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config(SHAPES[name]))
@@ -47,7 +57,8 @@ def test_a_shape_has_the_parameters_of_its_name(name, millions):
 
 
 def test_flops_are_two_a_parameter_and_token_and_the_attention():
-    lengths, responses = np.array([4, 2]), np.array([3, 1])
+    lengths = np.array([4, 2])
+    responses = np.array([3, 1])
     dense = 2 * 6 * TINY.layer_parameters + 2 * 4 * 512 * 128
     attention = 3 * 4 * 2 * (2 * 32) * (4**2 + 2**2) / 2
     assert TINY.forward_flops(lengths, responses) == dense + attention
@@ -73,28 +84,42 @@ def test_a_trained_batch_has_the_shape_s_tokens():
 
 def test_padding_loses_and_doubles_no_token():
     batch = BatchColumns.from_lists(
-        [[1, 2], [3], [4, 5]], [[6, 7, 8], [9], [10, 11]], advantages=[[1.0, 2.0, 3.0], [4.0], [5.0, 6.0]]
+        [[1, 2], [3], [4, 5]],
+        [[6, 7, 8], [9], [10, 11]],
+        advantages=[[1.0, 2.0, 3.0], [4.0], [5.0, 6.0]],
     )
     found = {}
     for micro in padded(batch, 10, torch.device("cpu")):
         assert micro.ids.numel() <= 10
         targets = micro.ids[:, micro.first + 1 :]
         counted = micro.weight > 0
-        assert torch.equal(micro.weight[counted] * 3, 1 / counted.sum(1).repeat_interleave(counted.sum(1)))
-        found |= dict(zip(targets[counted].tolist(), micro.advantages[counted].tolist(), strict=True))
+        assert torch.equal(
+            micro.weight[counted] * 3, 1 / counted.sum(1).repeat_interleave(counted.sum(1))
+        )
+        found |= dict(
+            zip(targets[counted].tolist(), micro.advantages[counted].tolist(), strict=True)
+        )
     assert found == {6: 1.0, 7: 2.0, 8: 3.0, 9: 4.0, 10: 5.0, 11: 6.0}
 
 
 def test_a_row_shows_medians_and_the_ratio_of_each_pair():
     row = Row("train", "step", "tokens/s", (1000.0, 3000.0, 2000.0), (500.0, 1000.0, 1000.0), "hf")
     assert row.ratios == (2.0, 3.0, 2.0)
-    assert row.cells()[2:5] == ("2,000 tokens/s [1,000, 3,000]", "1,000 tokens/s [500, 1,000] (hf)", "2 [2, 3]")
+    assert row.cells()[2:5] == (
+        "2,000 tokens/s [1,000, 3,000]",
+        "1,000 tokens/s [500, 1,000] (hf)",
+        "2 [2, 3]",
+    )
     assert row.as_json()["median"] == {"ours": 2000.0, "baseline": 1000.0, "ratios": 2.0}
-    assert len({len(line) for line in table([row, Row("store", "size", "B", (4.0,))]).splitlines()}) == 1
+    assert (
+        len({len(line) for line in table([row, Row("store", "size", "B", (4.0,))]).splitlines()})
+        == 1
+    )
 
 
 def test_sides_take_turns_and_stop_in_time():
-    said, order = [], []
+    said = []
+    order = []
     sides = {name: (lambda name=name: order.append(name) or len(order)) for name in "ab"}
     found = alternate(sides, repeats=3, until_s=time.monotonic() + 60, say=said.append)
     assert order == ["a", "b", "b", "a", "a", "b"]
@@ -108,13 +133,19 @@ def test_time_is_shared_out_by_what_the_trace_says():
 
     events = []
     for k in range(5):
-        events += work("rollout", k, 10 * k + 1, 10 * k + 5) + work("reward", k, 10 * k + 5, 10 * k + 6)
-        events += work("train", k, 10 * k + 6, 10 * k + 9) + work("checkpoint", k, 10 * k + 9.5, 10 * k + 10)
+        events += work("rollout", k, 10 * k + 1, 10 * k + 5) + work(
+            "reward", k, 10 * k + 5, 10 * k + 6
+        )
+        events += work("train", k, 10 * k + 6, 10 * k + 9) + work(
+            "checkpoint", k, 10 * k + 9.5, 10 * k + 10
+        )
     events += [*work("eval", 2, 20.1, 20.6), Event(52, 5, "rollout", "begin", 1)]
     found = shares(works(events))
     assert found.iterations == (1, 3), "not the first, the last and one with an evaluation"
     assert found.seconds == (10, 10) and found.by_stage["rollout"] == (4, 4)
-    assert found.in_no_stage == pytest.approx(0.15), "one second before the rollout, half a one before the checkpoint"
+    assert found.in_no_stage == pytest.approx(0.15), (
+        "one second before the rollout, half a one before the checkpoint"
+    )
     assert found.off_gpus == pytest.approx(0.3)
     with pytest.raises(DataError, match="too few iterations"):
         shares(works(events), skipped=4)
@@ -124,7 +155,10 @@ SEEN = [(second, gpu, 90 * (gpu == 1 and second != 3)) for second in range(8) fo
 
 
 def test_gpus_that_the_run_does_not_use_and_its_warm_up_do_not_count_as_idle(tmp_path):
-    lines = [f"2026/01/01 00:00:{second:02}.500, {gpu}, {busy}, {100 * second}" for second, gpu, busy in SEEN]
+    lines = [
+        f"2026/01/01 00:00:{second:02}.500, {gpu}, {busy}, {100 * second}"
+        for second, gpu, busy in SEEN
+    ]
     (tmp_path / "gpus.csv").write_text("\n".join([*lines, "[N/A], 0, [N/A]", "2026/01/01 00:0"]))
     watch = Watch(tmp_path / "gpus.csv")
     watch.read()
@@ -175,18 +209,26 @@ def test_both_sides_of_train_take_the_same_optimizer_steps(bench):
     ours, theirs = ([side.turn() for _ in range(2)] for side in sides)
     for side in sides:
         side.stop()
-    assert [turn.grad_norm for turn in ours] == pytest.approx([turn.grad_norm for turn in theirs], rel=1e-3)
-    rows = {row.what: row for row in training.compared(bench, batch, ours, theirs, "hf-no-recompute", True)}
+    assert [turn.grad_norm for turn in ours] == pytest.approx(
+        [turn.grad_norm for turn in theirs], rel=1e-3
+    )
+    rows = {
+        row.what: row
+        for row in training.compared(bench, batch, ours, theirs, "hf-no-recompute", True)
+    }
     assert rows["optimizer step"].ours[0] == pytest.approx(len(batch.tokens) / ours[0].step_s)
 
 
 @pytest.mark.integration
 def test_a_rollout_s_baseline_samples_every_token_that_was_asked_for(bench, request):
     live: Live = live_engine(request.config)
-    up, said = Serving(live.router.url, (live.server.url,)), list[str]()
+    up = Serving(live.router.url, (live.server.url,))
+    said = list[str]()
     (ours,), (straight,) = asyncio.run(sampling.compare(bench, up, said.append))
     assert straight.tokens == 2 * 4 * TINY.response_tokens
-    assert 0 < ours.tokens <= straight.tokens, "this engine's model ends responses, which only the baseline ignores"
+    assert 0 < ours.tokens <= straight.tokens, (
+        "this engine's model ends responses, which only the baseline ignores"
+    )
     shards = (bench.home / "rollout" / "plans").glob("*/groups/*.parquet")
     kept = [sum(map(len, pq.read_table(shard)["response_ids"].to_pylist())) for shard in shards]
     assert len(kept) == 2 and ours.tokens in kept, "one of the round that is not counted"

@@ -1,4 +1,5 @@
-"""The benchmark's command line: parts, overrides, what it prints and leaves behind (tools.bench)."""
+"""The benchmark's command line: parts, overrides, what it prints and leaves behind
+(tools.bench)."""
 
 from __future__ import annotations
 
@@ -31,15 +32,24 @@ def write_trace(folder: Path, iterations: int) -> None:
     events = []
     for k in range(iterations):
         for stage, begin, end in (("rollout", 1, 6), ("train", 6, 9), ("checkpoint", 9, 10)):
-            events += [Event(10 * k + begin, k, stage, "begin", 1), Event(10 * k + end, k, stage, "end", 1)]
+            events += [
+                Event(10 * k + begin, k, stage, "begin", 1),
+                Event(10 * k + end, k, stage, "end", 1),
+            ]
     folder.mkdir()
-    (folder / "trace.jsonl").write_text("".join(json.dumps(event._asdict()) + "\n" for event in events))
+    (folder / "trace.jsonl").write_text(
+        "".join(json.dumps(event._asdict()) + "\n" for event in events)
+    )
 
 
 def test_a_run_that_is_there_is_shown_in_shares(tmp_path, monkeypatch, capsys):
     write_trace(tmp_path / "run", 5)
-    assert run(monkeypatch, "iteration", "--run", str(tmp_path / "run"), "--home", str(tmp_path)) == 0
-    shown = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()]
+    assert (
+        run(monkeypatch, "iteration", "--run", str(tmp_path / "run"), "--home", str(tmp_path)) == 0
+    )
+    shown = [
+        [cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()
+    ]
     assert {line[2]: line[3] for line in shown[2:]} == {
         "iteration": "10 s [10, 10]",
         "rollout": "5 s [5, 5]",
@@ -50,12 +60,23 @@ def test_a_run_that_is_there_is_shown_in_shares(tmp_path, monkeypatch, capsys):
     }
     left = json.loads((tmp_path / "bench-tiny.json").read_text())
     assert left["device"] and left["config"]["num_rollout"] == 8 and left["failed"] == []
-    assert next(row for row in left["rows"] if row["what"] == "in no stage")["median"] == {"ours": pytest.approx(10)}
+    assert next(row for row in left["rows"] if row["what"] == "in no stage")["median"] == {
+        "ours": pytest.approx(10)
+    }
 
 
 def test_a_part_that_fails_does_not_keep_others_from_being_shown(tmp_path, monkeypatch, capsys):
     write_trace(tmp_path / "run", 2)
-    words = ["iteration", "store", "--run", str(tmp_path / "run"), "--home", str(tmp_path), "--repeats", "1"]
+    words = [
+        "iteration",
+        "store",
+        "--run",
+        str(tmp_path / "run"),
+        "--home",
+        str(tmp_path),
+        "--repeats",
+        "1",
+    ]
     assert run(monkeypatch, *words) == 1
     said = capsys.readouterr()
     assert "bench iteration failed: DataError" in said.err and "too few iterations" in said.err
@@ -77,19 +98,26 @@ def test_an_override_that_is_wrong_is_named(tmp_path, monkeypatch, capsys):
 
 def test_a_shape_is_a_run_with_its_own_work(tmp_path):
     bench = open_bench(tmp_path, "0.6b", ["train.optimizer.lr=1e-5"], seconds=1, repeats=1)
-    config, shape = bench.config, SHAPES["0.6b"]
+    config = bench.config
+    shape = SHAPES["0.6b"]
     assert config.samples_per_iteration == 256 and config.rollout.rollout_max_response_len == 512
     assert config.num_steps_per_rollout == 1 and config.train.optimizer.lr == 1e-5
-    prompts = [json.loads(line)["prompt"] for line in (tmp_path / "0.6b.jsonl").read_text().splitlines()]
-    assert {len(prompt) for prompt in prompts} == {shape.prompt_tokens} and len(set(prompts)) == len(prompts)
+    prompts = [
+        json.loads(line)["prompt"] for line in (tmp_path / "0.6b.jsonl").read_text().splitlines()
+    ]
+    assert {len(prompt) for prompt in prompts} == {shape.prompt_tokens} and len(
+        set(prompts)
+    ) == len(prompts)
     assert not bench.model_dir.exists(), "made when a part needs it"
 
 
 def test_a_run_has_begun_with_the_first_stage_of_an_iteration_not_with_its_engines(tmp_path):
-    trace, log = tmp_path / "trace.jsonl", tmp_path / "train.log"
+    trace = tmp_path / "trace.jsonl"
+    log = tmp_path / "train.log"
     log.write_text("")
     engines, rollout = (
-        json.dumps(Event(1.0, k, stage, "begin", 1)._asdict()) for k, stage in ((None, "switch to start"), (0, "rollout"))
+        json.dumps(Event(1.0, k, stage, "begin", 1)._asdict())
+        for k, stage in ((None, "switch to start"), (0, "rollout"))
     )
     with subprocess.Popen(["sleep", "60"]) as process:
         trace.write_text(f"{engines}\n")
@@ -102,7 +130,9 @@ def test_a_run_has_begun_with_the_first_stage_of_an_iteration_not_with_its_engin
 
 def test_only_the_gpus_that_a_run_sees_are_watched(tmp_path, monkeypatch):
     asked = tmp_path / "asked"
-    (tmp_path / "nvidia-smi").write_text(f'#!/bin/sh\necho "$@" > {asked}.new && mv {asked}.new {asked}\nexec sleep 60\n')
+    (tmp_path / "nvidia-smi").write_text(
+        f'#!/bin/sh\necho "$@" > {asked}.new && mv {asked}.new {asked}\nexec sleep 60\n'
+    )
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     for visible, expected in (("2,3", True), ("", False)):

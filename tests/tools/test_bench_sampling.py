@@ -15,7 +15,10 @@ from rlpipe.types import PlannedGroup
 from tools.bench.bench import Bench, open_bench
 from tools.bench.sampling import straight
 
-GROUPS = [PlannedGroup(group_id=f"g:{n}", prompt="", prompt_ids=(n, n + 1), seeds=(0, 1, 2, 3)) for n in range(40)]
+GROUPS = [
+    PlannedGroup(group_id=f"g:{n}", prompt="", prompt_ids=(n, n + 1), seeds=(0, 1, 2, 3))
+    for n in range(40)
+]
 
 
 @dataclass
@@ -39,7 +42,8 @@ class Engine:
 @pytest.fixture
 async def engine() -> AsyncIterator[Engine]:
     """A server on a free port."""
-    made, app = Engine(), web.Application()
+    made = Engine()
+    app = web.Application()
     app.router.add_post("/generate", made.generate)
     app.router.add_post("/flush_cache", made.flush)
     runner = web.AppRunner(app)
@@ -63,7 +67,10 @@ async def test_the_baseline_asks_for_every_sample_of_the_plan_once(engine, bench
     ids = [tuple(prompt) for body in engine.asked for prompt in body["input_ids"]]
     assert sorted(ids) == sorted(group.prompt_ids for group in GROUPS for _ in group.seeds)
     sampling = engine.asked[0]["sampling_params"]
-    assert sampling["ignore_eos"] and sampling["max_new_tokens"] == bench.config.rollout.rollout_max_response_len
+    assert (
+        sampling["ignore_eos"]
+        and sampling["max_new_tokens"] == bench.config.rollout.rollout_max_response_len
+    )
     assert engine.asked[0]["return_logprob"] is True
 
 

@@ -26,10 +26,18 @@ def test_a_rate_is_of_all_weights_and_a_share_of_what_was_sent(bench):
     assert rows["delta: share"].ours == (25.0, 50.0)
     assert rows["delta: paused"].ours == (0.2, 0.3)
     assert rows["delta: paused"].note == "ms by step: pause 300, bucket 200"
-    assert "tensor: share" not in {row.what for row in of_transport(bench, "tensor", copies, copies)}
+    assert "tensor: share" not in {
+        row.what for row in of_transport(bench, "tensor", copies, copies)
+    }
 
 
 def test_transports_fit_where_the_engines_are():
     assert transports(on_gpus=True, shared=True) == ["ipc", "tensor", "disk", "delta"]
     assert transports(on_gpus=True, shared=False) == ["distributed", "tensor", "disk", "delta"]
-    assert transports(on_gpus=False, shared=True) == ["ipc", "distributed", "tensor", "disk", "delta"]
+    assert transports(on_gpus=False, shared=True) == [
+        "ipc",
+        "distributed",
+        "tensor",
+        "disk",
+        "delta",
+    ]

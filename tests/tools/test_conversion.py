@@ -15,9 +15,7 @@ from tests.engines.megatron.ranks import Ranks
 from tools import convert_hf_to_torch_dist, convert_to_hf, convert_torch_dist_to_hf
 from tools.conversion import size_bytes
 
-TRAINING = (
-    "--prompt-data rows.jsonl --rm-type math --rollout-batch-size 4 --n-samples-per-prompt 2 --num-rollout 1 model.dtype=float32"
-)
+TRAINING = "--prompt-data rows.jsonl --rm-type math --rollout-batch-size 4 --n-samples-per-prompt 2 --num-rollout 1 model.dtype=float32"
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +48,14 @@ def call(monkeypatch):
 def test_the_commands_convert_there_and_back_and_compare(model, call, tmp_path, capsys):
     there = ("--hf-checkpoint", model, "--save", tmp_path / "dist", "--max-shard-size", "20KB")
     assert call(convert_hf_to_torch_dist, *there, "--num-layers", "2", "--hidden-size", "32") == 0
-    back = ("--input-dir", tmp_path / "dist" / "release", "--output-dir", tmp_path / "back", "--origin-hf-dir", model)
+    back = (
+        "--input-dir",
+        tmp_path / "dist" / "release",
+        "--output-dir",
+        tmp_path / "back",
+        "--origin-hf-dir",
+        model,
+    )
     assert call(convert_torch_dist_to_hf, *back, "--check-same") == 0
     assert "every bit is the same" in capsys.readouterr().out
     shutil.rmtree(tmp_path / "back")
@@ -59,18 +64,43 @@ def test_the_commands_convert_there_and_back_and_compare(model, call, tmp_path, 
 
 
 def test_flags_of_another_model_are_refused(model, call, tmp_path, capsys):
-    assert call(convert_hf_to_torch_dist, "--hf-checkpoint", model, "--save", tmp_path / "dist", "--num-layers", "40") == 2
+    assert (
+        call(
+            convert_hf_to_torch_dist,
+            "--hf-checkpoint",
+            model,
+            "--save",
+            tmp_path / "dist",
+            "--num-layers",
+            "40",
+        )
+        == 2
+    )
     assert "num_hidden_layers is 2" in capsys.readouterr().err
 
 
 def test_it_must_be_said_what_is_converted(call, capsys, tmp_path):
     assert call(convert_torch_dist_to_hf, "--output-dir", tmp_path / "out") == 2
     assert "which checkpoint?" in capsys.readouterr().err
-    assert call(convert_torch_dist_to_hf, "--of", "nobody", "--output-dir", tmp_path / "out", "--home", tmp_path) == 2
+    assert (
+        call(
+            convert_torch_dist_to_hf,
+            "--of",
+            "nobody",
+            "--output-dir",
+            tmp_path / "out",
+            "--home",
+            tmp_path,
+        )
+        == 2
+    )
     assert "there is no such run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 1024**3), ("500 MB", 500 * 1024**2), ("1.5GiB", 3 * 512 * 1024**2)])
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("5GB", 5 * 1024**3), ("500 MB", 500 * 1024**2), ("1.5GiB", 3 * 512 * 1024**2)],
+)
 def test_sizes(text, size):
     assert size_bytes(text) == size
 
@@ -84,7 +114,11 @@ def test_what_is_no_size(text):
 def as_torchrun(rank: int, world_size: int, port: int, words: list[str]) -> int:
     """The command in one of the ranks."""
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
     sys.argv = ["convert_to_hf.py", *words]
     return convert_to_hf.main()
@@ -94,14 +128,22 @@ def as_torchrun(rank: int, world_size: int, port: int, words: list[str]) -> int:
 def test_ranks_convert_what_they_train_in_either_format(model, call, tmp_path):
     from tests.engines.megatron.reshaped import in_old_format
 
-    assert call(convert_hf_to_torch_dist, "--hf-checkpoint", model, "--save", tmp_path / "dist") == 0
+    assert (
+        call(convert_hf_to_torch_dist, "--hf-checkpoint", model, "--save", tmp_path / "dist") == 0
+    )
     in_old_format(model, tmp_path / "old" / "iter_0000007", 2, 1, 1, padded_rows=0)
     (tmp_path / "old" / "latest_checkpointed_iteration.txt").write_text("7")
     ranks = Ranks(2)
     try:
-        for load, layout in (("dist", "--pipeline-model-parallel-size"), ("old", "--tensor-model-parallel-size")):
+        for load, layout in (
+            ("dist", "--pipeline-model-parallel-size"),
+            ("old", "--tensor-model-parallel-size"),
+        ):
             words = f"--load {tmp_path / load} --output-dir {tmp_path / f'{load}-hf'} --check-same --hf-checkpoint {model}"
-            assert ranks.run(as_torchrun, [*words.split(), layout, "2", *TRAINING.split()]) == [0, 0]
+            assert ranks.run(as_torchrun, [*words.split(), layout, "2", *TRAINING.split()]) == [
+                0,
+                0,
+            ]
     finally:
         ranks.stop()
     assert (tmp_path / "old-hf" / "config.json").is_file()

@@ -9,14 +9,30 @@ from pathlib import Path
 import pytest
 
 from rlpipe.config.problems import all_keys
-from rlpipe.config.slime import FLAGS
+from rlpipe.slime.args import FLAGS
 from tools import flags
 from tools.points import POINTS
 
 TESTS = Path(__file__).parents[1]
 NUMBERS = [
-    *(range(40, 49), range(50, 60), range(60, 66), range(70, 81), range(90, 103), range(110, 119), range(120, 125)),
-    *(range(130, 139), range(140, 146), range(150, 161), range(170, 188), range(190, 195), range(200, 205), range(210, 213)),
+    *(
+        range(40, 49),
+        range(50, 60),
+        range(60, 66),
+        range(70, 81),
+        range(90, 103),
+        range(110, 119),
+        range(120, 125),
+    ),
+    *(
+        range(130, 139),
+        range(140, 146),
+        range(150, 161),
+        range(170, 188),
+        range(190, 195),
+        range(200, 205),
+        range(210, 213),
+    ),
     range(220, 223),
 ]
 """The points of sections 3 to 17 of the checklist."""
@@ -33,7 +49,9 @@ def test_every_point_has_a_key_or_says_how_it_is_kept():
 
 
 def test_every_key_of_a_point_is_in_the_configuration():
-    assert {key for point in POINTS.values() for key in point.keys.split()} - set(all_keys()) == set()
+    assert {key for point in POINTS.values() for key in point.keys.split()} - set(
+        all_keys()
+    ) == set()
 
 
 def test_every_test_of_a_point_is_there():
@@ -41,9 +59,20 @@ def test_every_test_of_a_point_is_there():
 
 
 def test_every_flag_that_a_point_names_is_taken_or_refused_by_the_table():
-    named = {word[2:].replace("-", "_") for point in POINTS.values() for word in point.known.split() if word.startswith("--")}
+    named = {
+        word[2:].replace("-", "_")
+        for point in POINTS.values()
+        for word in point.known.split()
+        if word.startswith("--")
+    }
     own = {name for name in named if not name.startswith("sglang_")}
-    assert own - FLAGS.keys() == {"head", "address", "recompute_granularity", "recompute_method", "recompute_num_layers"}
+    assert own - FLAGS.keys() == {
+        "head",
+        "address",
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+    }
 
 
 @pytest.mark.parametrize(
@@ -58,7 +87,10 @@ def test_every_flag_that_a_point_names_is_taken_or_refused_by_the_table():
     ],
 )
 def test_the_tables_are_printed(
-    arguments: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.setattr(sys, "argv", ["tools.flags", *arguments])
     assert flags.main() == 0
@@ -72,7 +104,9 @@ def test_a_name_that_nothing_has_ends_with_1(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_list_of_which_only_the_head_is_read_ends_without_a_word():
     command = [sys.executable, "-m", "tools.flags"]
-    with subprocess.Popen(command, cwd=TESTS.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=TESTS.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout and process.stdout.readline()
         process.stdout.close()
         assert process.stderr and process.stderr.read() == ""

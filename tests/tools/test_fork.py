@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from tests.reprocessed import History, configuration
 from tools import fork
 
@@ -28,7 +28,18 @@ def called(home: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 def test_the_configuration_can_be_seen_before_anything_starts(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    assert called(home, monkeypatch, "run@0", "--run", "hotter", "--dump-config", "rollout.rollout_temperature=1.2") == 0
+    assert (
+        called(
+            home,
+            monkeypatch,
+            "run@0",
+            "--run",
+            "hotter",
+            "--dump-config",
+            "rollout.rollout_temperature=1.2",
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert "run: hotter" in said
     assert "rollout_temperature: 1.2" in said
@@ -45,7 +56,11 @@ def test_the_configuration_can_be_seen_before_anything_starts(
     ],
 )
 def test_what_cannot_be_forked_is_said(
-    home: Path, words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    home: Path,
+    words: tuple[str, ...],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     assert called(home, monkeypatch, *words) == 2
     assert said in capsys.readouterr().err

@@ -12,14 +12,18 @@ from tools.key_reference import UNITS, flags_by_key, meaning_of, reference, sect
 
 
 def is_in_a_table(key: str) -> bool:
-    """True if a table has the key, under its own path or under the path of a model that is printed once."""
+    """True if a table has the key, under its own path or under the path of a model that is printed
+    once."""
     for section in sections():
         for path in section.other_paths:
             other = path.replace(".N", "") + "."
             if key.startswith(other):
                 key = key.replace(other, section.path.replace(".N", "") + ".", 1)
     path, _, name = key.rpartition(".")
-    return any(section.path.replace(".N", "") == path and name in section.model.model_fields for section in sections())
+    return any(
+        section.path.replace(".N", "") == path and name in section.model.model_fields
+        for section in sections()
+    )
 
 
 def test_the_stored_reference_is_what_the_models_say(monkeypatch, capsys):
@@ -29,7 +33,9 @@ def test_the_stored_reference_is_what_the_models_say(monkeypatch, capsys):
 
 def test_a_changed_model_makes_the_stored_reference_out_of_date(monkeypatch, capsys, tmp_path):
     target = tmp_path / "KEYS.md"
-    target.write_text(reference().replace("`rollout_temperature`", "`temperature`"), encoding="utf-8")
+    target.write_text(
+        reference().replace("`rollout_temperature`", "`temperature`"), encoding="utf-8"
+    )
     monkeypatch.setattr(key_reference, "TARGET", target)
     monkeypatch.setattr(sys, "argv", ["key_reference", "--check"])
     assert key_reference.main() == 1
@@ -59,7 +65,10 @@ def test_every_flag_that_sets_a_key_is_in_the_reference():
 
 
 def test_every_unit_belongs_to_a_key():
-    assert set(UNITS) - {name for section in sections() for name in section.model.model_fields} == set()
+    assert (
+        set(UNITS) - {name for section in sections() for name in section.model.model_fields}
+        == set()
+    )
 
 
 def test_a_row_has_type_bounds_default_unit_and_the_mark_of_keys_that_decide_no_result():
@@ -78,7 +87,9 @@ def test_a_row_has_type_bounds_default_unit_and_the_mark_of_keys_that_decide_no_
 
     chosen = sections(Outer)
     assert [section.title for section in chosen] == ["Top level", "`parts.N` with `type: a` or `b`"]
-    text = key_reference._table(chosen[1], {section.model: section for section in chosen}, {"parts.wait_s": ["--wait"]})
+    text = key_reference._table(
+        chosen[1], {section.model: section for section in chosen}, {"parts.wait_s": ["--wait"]}
+    )
     row = r"| `wait_s` ° | number > 0 or none | none | s | Longest wait \| deadline.<br>None: no limit. | `--wait` |"
     assert row in text.splitlines()
 

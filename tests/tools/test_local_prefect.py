@@ -62,7 +62,9 @@ def test_the_server_of_the_active_profile_is_used_and_none_is_started(
     monkeypatch.setattr("tools.local_prefect._reach", lambda _: None)
     with local_prefect(tmp_path / "home") as url:
         assert url == "http://10.0.0.1:4200/api"
-        assert os.environ["PREFECT_HOME"] == str(profiles.parent), "where Prefect reads the same profile"
+        assert os.environ["PREFECT_HOME"] == str(profiles.parent), (
+            "where Prefect reads the same profile"
+        )
 
 
 def test_a_profile_without_a_server_names_none(profiles: Path, monkeypatch: pytest.MonkeyPatch):
@@ -70,7 +72,12 @@ def test_a_profile_without_a_server_names_none(profiles: Path, monkeypatch: pyte
     monkeypatch.setenv("PREFECT_PROFILE", "ephemeral")
     assert url_of_profile() is None
     monkeypatch.delenv("PREFECT_PROFILE")
-    for unlike in ("active = [", "profiles = 1", "active = []", 'active = "mine"\nprofiles.mine.PREFECT_API_URL = 4'):
+    for unlike in (
+        "active = [",
+        "profiles = 1",
+        "active = []",
+        'active = "mine"\nprofiles.mine.PREFECT_API_URL = 4',
+    ):
         profiles.write_text(unlike)
         assert url_of_profile() is None
     profiles.unlink()
@@ -78,31 +85,48 @@ def test_a_profile_without_a_server_names_none(profiles: Path, monkeypatch: pyte
 
 
 def test_what_prefect_itself_takes_from_a_profile_is_what_is_read_of_it(profiles: Path):
-    code = "from prefect.settings import get_current_settings; print(get_current_settings().api.url)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    code = (
+        "from prefect.settings import get_current_settings; print(get_current_settings().api.url)"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert said.strip() == url_of_profile()
 
 
-def test_a_configured_server_that_is_not_there_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_configured_server_that_is_not_there_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("tools.local_prefect.keep_caches_in", lambda _: None)
     monkeypatch.setattr("tools.local_prefect.SETTINGS", {})
     for url in ("http://127.0.0.1:9/api", "http://nowhere.invalid/api", "nowhere"):
         monkeypatch.setenv("PREFECT_API_URL", url)
         with (
             pytest.raises(
-                ResourceError, match=f"PREFECT_API_URL: the Prefect server that is configured does not answer(.|\n)*{url}"
+                ResourceError,
+                match=f"PREFECT_API_URL: the Prefect server that is configured does not answer(.|\n)*{url}",
             ),
             local_prefect(tmp_path),
         ):
             pass
     with socket.create_server(("127.0.0.1", 0)) as server:
-        for who, said in (("", b"HTTP/1.0 401 Unauthorized\r\n\r\n"), ("me:secret@", b"SSH-2.0-OpenSSH\r\n")):
-            monkeypatch.setenv("PREFECT_API_URL", f"http://{who}127.0.0.1:{server.getsockname()[1]}/api")
+        for who, said in (
+            ("", b"HTTP/1.0 401 Unauthorized\r\n\r\n"),
+            ("me:secret@", b"SSH-2.0-OpenSSH\r\n"),
+        ):
+            monkeypatch.setenv(
+                "PREFECT_API_URL", f"http://{who}127.0.0.1:{server.getsockname()[1]}/api"
+            )
             answering = threading.Thread(target=_answer, args=(server, said))
             answering.start()
-            with local_prefect(tmp_path):  # who is not let in, or does not understand, has reached it
+            with local_prefect(
+                tmp_path
+            ):  # who is not let in, or does not understand, has reached it
                 answering.join()
-    with pytest.raises(ResourceError, match=r"http://127\.0\.0\.1:\d+/api: ") as raised, local_prefect(tmp_path):
+    with (
+        pytest.raises(ResourceError, match=r"http://127\.0\.0\.1:\d+/api: ") as raised,
+        local_prefect(tmp_path),
+    ):
         pass
     assert "secret" not in str(raised.value)
 

@@ -1,7 +1,8 @@
-"""A store of format 1 becomes one of today (tools.migrate): a real one, made by the last version of rlpipe that wrote format 1.
+"""A store of format 1 becomes one of today (tools.migrate): a real one, made by the last version of
+rlpipe that wrote format 1.
 
-`tests/stores/README.md` says how it was made. `format_1_settings.json` has the settings that this version gave every stage of the
-configurations of `tests/test_contracts.py`.
+`tests/stores/README.md` says how it was made. `format_1_settings.json` has the settings that this
+version gave every stage of the configurations of `tests/test_contracts.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pytest
 
 from rlpipe.config.load import validate_stored
 from rlpipe.errors import ConfigError, ObjectCorrupt, ObjectMissing
-from rlpipe.inputs import (
+from rlpipe.lineage.stage_inputs import (
     advantage_inputs,
     eval_inputs,
     init_inputs,
@@ -23,11 +24,11 @@ from rlpipe.inputs import (
     rollout_inputs,
     train_inputs,
 )
-from rlpipe.store.audit import check_store
+from rlpipe.store.audit.check import check_store
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.notes import noted
+from rlpipe.store.objects.files import Files
 from rlpipe.store.records import canonical, digest
 from rlpipe.types import Node, Stage
 from tests.stores.unpacked import check_names, unpack
@@ -60,7 +61,8 @@ def old(unpacked: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", sorted(CONFIGURATIONS))
 def test_settings_of_format_1_are_those_that_are_made_today(name: str):
-    config, old = configuration(name), OLD_SETTINGS[name]
+    config = configuration(name)
+    old = OLD_SETTINGS[name]
     today = [
         init_inputs(config, "model", None),
         rollout_inputs(config, "model", "plan"),
@@ -87,14 +89,25 @@ def test_the_new_store_has_nothing_wrong_and_no_object_less(unpacked: Path, migr
     report = check_store(migrated)
     assert (report.findings, report.notes) == ([], [])
     assert len(migrated.list()) == len(Files(unpacked).list())
-    assert Branches(migrated).names() == Branches(Files(unpacked)).names() == ["again", "first", "forked"]
+    assert (
+        Branches(migrated).names()
+        == Branches(Files(unpacked)).names()
+        == ["again", "first", "forked"]
+    )
 
 
 def test_no_new_record_has_a_digest_of_an_old_node(unpacked: Path, migrated: Files):
     digests = {path.stem for path in (unpacked / "nodes").rglob("*.json")}
     assert len(digests) > 30
-    records = [path for path in migrated.list() if path.endswith(".json") and not path.startswith("data/")]
-    assert [path for path in records for old in digests if old in path or old.encode() in migrated.read(path)] == []
+    records = [
+        path for path in migrated.list() if path.endswith(".json") and not path.startswith("data/")
+    ]
+    assert [
+        path
+        for path in records
+        for old in digests
+        if old in path or old.encode() in migrated.read(path)
+    ] == []
 
 
 @pytest.mark.parametrize("run", ["first", "forked"])
@@ -104,25 +117,38 @@ def test_every_node_has_the_name_that_the_run_asks_for_when_it_goes_on(migrated:
 
 def test_a_reprocessed_run_has_its_nodes(migrated: Files):
     branches = Branches(migrated)
-    config, contracts = validate_stored(branches.config("again")), branches.contracts("again")
+    config = validate_stored(branches.config("again"))
+    contracts = branches.contracts("again")
     for k in branches.committed("first"):
-        commit, nodes = branches.read("first", k), noted(migrated, "again", k)
+        commit = branches.read("first", k)
+        nodes = noted(migrated, "again", k)
         assert nodes[Stage.REWARD] == commit.nodes[Stage.REWARD]
         batch = Nodes(migrated).get(Stage.ADVANTAGE, nodes[Stage.ADVANTAGE])
-        asked = advantage_inputs(config, nodes[Stage.ROLLOUT], nodes[Stage.REWARD], batch.parents["before"], contracts)
-        assert (batch.config, batch.parents["scored"]) == (asked.config, commit.nodes[Stage.ADVANTAGE])
+        asked = advantage_inputs(
+            config, nodes[Stage.ROLLOUT], nodes[Stage.REWARD], batch.parents["before"], contracts
+        )
+        assert (batch.config, batch.parents["scored"]) == (
+            asked.config,
+            commit.nodes[Stage.ADVANTAGE],
+        )
 
 
 def test_results_are_kept_as_they_were(unpacked: Path, migrated: Files):
     def outputs(folder: Path) -> list[str]:
         told = [json.loads(path.read_text()) for path in (folder / "nodes").rglob("*.json")]
         kept = ("stage", "outputs", "attempt", "created")
-        return sorted(json.dumps([node[key] for key in kept], sort_keys=True) for node in told if node["stage"] != "rollout")
+        return sorted(
+            json.dumps([node[key] for key in kept], sort_keys=True)
+            for node in told
+            if node["stage"] != "rollout"
+        )
 
     assert outputs(unpacked) == outputs(Path(migrated.root.removeprefix("file://")))
 
 
-def refused(old: Path, error: type[Exception] | tuple[type[Exception], ...], match: str | None = None) -> None:
+def refused(
+    old: Path, error: type[Exception] | tuple[type[Exception], ...], match: str | None = None
+) -> None:
     """The migration raises this, and nothing of a new store is left."""
     new = Files(old.parent / "refused")
     with pytest.raises(error, match=match):
@@ -136,7 +162,9 @@ def newest_commit(old: Path) -> Path:
 
 def reseal(path: Path, **changes: object) -> None:
     """Another content of a sealed record, with its right checksum."""
-    content = {key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"} | changes
+    content = {
+        key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"
+    } | changes
     path.write_bytes(canonical({**content, "sha256": digest(content, "x")}, "x") + b"\n")
 
 
@@ -156,14 +184,21 @@ def test_a_node_whose_name_is_not_that_of_its_inputs_ends_it(old: Path):
     refused(old, ObjectCorrupt, "this is another node")
 
 
-@pytest.mark.parametrize("folder", ["nodes/rollout", "nodes/checkpoint", "plans", "branches/first/receipts"])
+@pytest.mark.parametrize(
+    "folder", ["nodes/rollout", "nodes/checkpoint", "plans", "branches/first/receipts"]
+)
 def test_a_record_that_is_gone_ends_it(old: Path, folder: str):
     sorted((old / folder).rglob("*.json"))[0].unlink()
     refused(old, (ObjectCorrupt, ObjectMissing))
 
 
 @pytest.mark.parametrize(
-    "name", ["branches/first/config.json", "branches/first/00000001.json", "branches/first/epochs/00000001.json"]
+    "name",
+    [
+        "branches/first/config.json",
+        "branches/first/00000001.json",
+        "branches/first/epochs/00000001.json",
+    ],
 )
 def test_a_sealed_record_of_something_else_ends_it(old: Path, name: str):
     reseal(old / name, mine=1)
@@ -200,7 +235,9 @@ def test_a_run_that_is_being_driven_ends_it(old: Path):
 def test_an_old_store_is_refused_everywhere_else_with_the_command_that_migrates_it(unpacked: Path):
     with pytest.raises(ObjectCorrupt, match=r"(?s)format 1.*format 2.*python -m tools\.migrate"):
         Branches(Files(unpacked)).get("first")
-    assert any("tools.migrate" in finding.problem for finding in check_store(Files(unpacked)).findings)
+    assert any(
+        "tools.migrate" in finding.problem for finding in check_store(Files(unpacked)).findings
+    )
 
 
 def test_a_store_of_today_is_refused(migrated: Files, tmp_path: Path):
@@ -208,7 +245,9 @@ def test_a_store_of_today_is_refused(migrated: Files, tmp_path: Path):
         migrate(migrated, Files(tmp_path / "next"), say=print)
 
 
-def test_a_new_root_that_is_not_empty_and_an_old_one_that_is_are_refused(unpacked: Path, migrated: Files, tmp_path: Path):
+def test_a_new_root_that_is_not_empty_and_an_old_one_that_is_are_refused(
+    unpacked: Path, migrated: Files, tmp_path: Path
+):
     before = migrated.list()
     with pytest.raises(ConfigError, match="needs an empty root"):
         migrate(Files(unpacked), migrated, say=print)
@@ -218,7 +257,8 @@ def test_a_new_root_that_is_not_empty_and_an_old_one_that_is_are_refused(unpacke
 
 
 def test_what_is_open_is_carried_over(old: Path, tmp_path: Path):
-    """Opened gates, pointers to segments, drawn plans: with the new names of the nodes that they are about."""
+    """Opened gates, pointers to segments, drawn plans: with the new names of the nodes that they
+    are about."""
     files = Files(old)
     train = json.loads(newest_commit(old).read_text())["nodes"]["train"]
     gate = {"format": 1, "iteration": 2, "broken": ["x"], "asked": 1.0, "resumed": 2.0}
@@ -237,12 +277,26 @@ def test_what_is_open_is_carried_over(old: Path, tmp_path: Path):
 
 
 def make_segment(files: Files, train: str) -> tuple[str, str]:
-    """A segment in place of a train node, with its checkpoint, as format 1 had them: its digest and that of its base."""
+    """A segment in place of a train node, with its checkpoint, as format 1 had them: its digest and
+    that of its base."""
     base = json.loads(files.read("branches/first/config.json"))["init"]
     inputs = {"parents": {"weights": train, "base": base}, "config": {"attempt": "a"}, "hooks": {}}
     segment = put_node(files, "segment", inputs, {"state_digest": "s", "version": 3})
-    put_node(files, "checkpoint", {"parents": {"weights": segment}, "config": {}, "hooks": {}}, {"version": 3})
-    said = {"format": 1, "branch": "first", "version": 3, "epoch": 1, "weights": train, "segment": segment, "created": ""}
+    put_node(
+        files,
+        "checkpoint",
+        {"parents": {"weights": segment}, "config": {}, "hooks": {}},
+        {"version": 3},
+    )
+    said = {
+        "format": 1,
+        "branch": "first",
+        "version": 3,
+        "epoch": 1,
+        "weights": train,
+        "segment": segment,
+        "created": "",
+    }
     path = f"branches/first/segments/00000003-00000001-{train[:12]}.json"
     files.create(path, canonical({**said, "sha256": digest(said, "x")}, "x") + b"\n")
     return segment, base
@@ -253,7 +307,9 @@ def put_node(files: Files, stage: str, inputs: dict, outputs: dict) -> str:
     named = digest({"stage": stage, **inputs}, "x")
     empty = {"files": [], "attempt": "a", "created": "2026-01-01T00:00:00.000+00:00"}
     said = {"format": 1, "stage": stage, "digest": named, **inputs, "outputs": outputs, **empty}
-    files.create(f"nodes/{stage}/{named}.json", canonical({**said, "sha256": digest(said, "x")}, "x") + b"\n")
+    files.create(
+        f"nodes/{stage}/{named}.json", canonical({**said, "sha256": digest(said, "x")}, "x") + b"\n"
+    )
     return named
 
 
@@ -262,11 +318,18 @@ def test_two_nodes_that_have_one_name_now_end_it(old: Path):
     path = next((old / "nodes" / "reward").glob("*.json"))
     said = json.loads(path.read_text())
     less = {key: value for key, value in said["config"].items() if key != "max_error_fraction"}
-    put_node(Files(old), "reward", {"parents": said["parents"], "config": less, "hooks": said["hooks"]}, {"mean": 0.5})
+    put_node(
+        Files(old),
+        "reward",
+        {"parents": said["parents"], "config": less, "hooks": said["hooks"]},
+        {"mean": 0.5},
+    )
     refused(old, ObjectCorrupt, "two nodes of the old store have one name now")
 
 
-def test_the_command_says_what_it_did(unpacked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_the_command_says_what_it_did(
+    unpacked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
     to = str(tmp_path / "new")
     monkeypatch.setattr(sys, "argv", ["migrate", "--store", str(unpacked), "--to", to])
     assert tool.main() == 0

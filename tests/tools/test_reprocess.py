@@ -1,4 +1,5 @@
-"""Reprocessing stored rollouts from the command line (tools.reprocess): what it refuses, and the whole of it under Prefect."""
+"""Reprocessing stored rollouts from the command line (tools.reprocess): what it refuses, and the
+whole of it under Prefect."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from flows.reprocessing import reprocessing
-from rlpipe.reprocess import Reprocessor
-from rlpipe.run_rollouts import find
+from rlpipe.lineage.rollouts import find
+from rlpipe.reprocess.branch import Reprocessor
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from tests.conftest import REPOSITORY
 from tests.reprocessed import History, configuration
 from tools import reprocess
@@ -39,15 +40,25 @@ def other(home: Path) -> str:
     ("words", "said"),
     [
         (["--of", "nobody"], "there is no such run"),
-        (["--of", "run", "reward.function={type: python, path: nowhere.py}"], "the hook's file cannot be read"),
+        (
+            ["--of", "run", "reward.function={type: python, path: nowhere.py}"],
+            "the hook's file cannot be read",
+        ),
         (["--of", "run", "reward.function.path=math.sqrt.x"], "math.sqrt.x"),
         (["--of", "run", "rollout.dynamic_sampling_filter_path=os.path.join"], "no Python source"),
         (["--of", "run", "reward.function={type: none}"], "there is nothing to score"),
-        (["--of", "run", "--train", "run", "--train-set", "train.optimizer.lrr=1"], "train.optimizer.lr"),
+        (
+            ["--of", "run", "--train", "run", "--train-set", "train.optimizer.lrr=1"],
+            "train.optimizer.lr",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_a_server_starts(
-    home: Path, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    home: Path,
+    words: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.setattr(sys, "argv", ["tools.reprocess", "--home", str(home), *words])
     monkeypatch.setenv("RLPIPE_HOME", str(home))

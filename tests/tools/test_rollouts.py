@@ -1,4 +1,4 @@
-"""A run's stored rollouts, shown and exported (tools.rollouts, rlpipe.run_rollouts)."""
+"""A run's stored rollouts, shown and exported (tools.rollouts, rlpipe.lineage.rollouts)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from rlpipe.inputs import Inputs
+from rlpipe.batch.files import write_rewards
+from rlpipe.lineage.rollouts import find, sample_rows
+from rlpipe.lineage.stage_inputs import Inputs
 from rlpipe.rewards.base import RewardRow
-from rlpipe.run_rollouts import find, sample_rows
-from rlpipe.stage_files import write_rewards
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.notes import note
-from rlpipe.store.rows import samples_to_table
-from rlpipe.store.shards import data_folder, write_table
+from rlpipe.store.objects.files import Files
+from rlpipe.store.parquet.rows import samples_to_table
+from rlpipe.store.parquet.shards import data_folder, write_table
 from rlpipe.types import Stage
 from tests.store.lineage import Run, group
 from tools import rollouts
@@ -38,11 +38,16 @@ def home(tmp_path: Path) -> Path:
     for sample in samples:
         sample.prompt = [{"role": "user", "content": "1 + 1 ="}]
     inputs = Inputs(Stage.ROLLOUT, {}, {"run": "sampled"})
-    record = write_table(files, data_folder(Stage.ROLLOUT, inputs.digest), "rows", samples_to_table(samples, 0))
+    record = write_table(
+        files, data_folder(Stage.ROLLOUT, inputs.digest), "rows", samples_to_table(samples, 0)
+    )
     outputs = {"accepted": ["sampled:0"], "dropped": {"sampled:1": "all_equal"}}
     made = Nodes(files).commit(inputs.node(files=(record,), outputs=outputs))
     judged = Inputs(Stage.REWARD, {"rollout": made.digest}, {})
-    said = [RewardRow("sampled:0", 0, 0.5, {"format": 1.0}), RewardRow("sampled:0", 1, None, {}, "late")]
+    said = [
+        RewardRow("sampled:0", 0, 0.5, {"format": 1.0}),
+        RewardRow("sampled:0", 1, None, {}, "late"),
+    ]
     Nodes(files).commit(judged.node(files=(write_rewards(files, judged.digest, said),)))
     note(files, "sampled", 0, {Stage.ROLLOUT: made.digest, Stage.REWARD: judged.digest})
     return tmp_path
@@ -87,8 +92,16 @@ def test_chosen_iterations_are_exported_whole(tool: Tool, home: Path):
     rows = [json.loads(line) for line in (home / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 4
     assert rows[0]["prompt"] == [{"role": "user", "content": "1 + 1 ="}]
-    assert (rows[0]["reward"], rows[0]["reward_parts"], rows[0]["accepted"]) == (0.5, {"format": 1.0}, True)
-    assert (rows[1]["reward"], rows[1]["error"], rows[2]["drop_reason"]) == (None, "late", "all_equal")
+    assert (rows[0]["reward"], rows[0]["reward_parts"], rows[0]["accepted"]) == (
+        0.5,
+        {"format": 1.0},
+        True,
+    )
+    assert (rows[1]["reward"], rows[1]["error"], rows[2]["drop_reason"]) == (
+        None,
+        "late",
+        "all_equal",
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from tools.s3_server import S3Server, free_ports
 
 
@@ -17,7 +17,9 @@ def test_free_ports_are_different_ones():
 
 
 @pytest.mark.integration
-def test_after_a_kill_it_comes_back_with_what_it_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_after_a_kill_it_comes_back_with_what_it_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     with S3Server(tmp_path / "s3") as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
@@ -34,7 +36,14 @@ def test_after_a_kill_it_comes_back_with_what_it_acknowledged(tmp_path: Path, mo
 def test_two_of_them_listen_on_loopback_alone_and_not_in_each_other_s_way(tmp_path: Path):
     with S3Server(tmp_path / "one") as one, S3Server(tmp_path / "other") as other:
         for server in (one, other):
-            found = [known.laddr for known in psutil.Process(server.process.pid).net_connections() if known.status == "LISTEN"]
+            found = [
+                known.laddr
+                for known in psutil.Process(server.process.pid).net_connections()
+                if known.status == "LISTEN"
+            ]
             assert {address.ip for address in found} == {"127.0.0.1"}
             ports = server._ports.values()
-            assert {address.port for address in found} <= {*ports, *(port + 10000 for port in ports)}
+            assert {address.port for address in found} <= {
+                *ports,
+                *(port + 10000 for port in ports),
+            }

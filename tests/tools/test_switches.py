@@ -18,7 +18,11 @@ def switch(before: str | None, to: str, seconds: float, used: int) -> dict[str, 
 
 
 def test_a_row_for_each_pair_of_phases_says_what_it_cost_and_what_was_in_use():
-    found = [switch(None, "train", 4.0, 10), switch("sample", "score", 1.0, 20), switch("sample", "score", 3.0, 22)]
+    found = [
+        switch(None, "train", 4.0, 10),
+        switch("sample", "score", 1.0, 20),
+        switch("sample", "score", 3.0, 22),
+    ]
     found.append(switch("sample", "score", 2.0, 21))
     assert switches.summary(found) == [
         ("–", "train", 1, 4.0, 4.0, 3.0, 1.0, 10.0, 10.0, 10.0),
@@ -26,7 +30,9 @@ def test_a_row_for_each_pair_of_phases_says_what_it_cost_and_what_was_in_use():
     ]
 
 
-def test_a_run_that_is_not_there_ends_with_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any):
+def test_a_run_that_is_not_there_ends_with_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
+):
     monkeypatch.setattr(sys, "argv", ["tools.switches", "--run", "none", "--home", str(tmp_path)])
     monkeypatch.setenv("RLPIPE_HOME", str(tmp_path))
     assert switches.main() == 2

@@ -1,4 +1,5 @@
-"""The command line of a run: what it refuses, how it says so, and what it hands on (tools.train)."""
+"""The command line of a run: what it refuses, how it says so, and what it hands on
+(tools.train)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from rlpipe.config.load import home, load_run
 from rlpipe.config.model import BranchModel
 from rlpipe.errors import EngineUnavailable
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from tests.model_files import write_model
 from tools import local_prefect, train
 
@@ -74,8 +75,14 @@ def command(monkeypatch: pytest.MonkeyPatch, driven: list[argparse.Namespace]) -
 
 
 @pytest.fixture
-def refused(command: Command, driven: list[argparse.Namespace], capsys: pytest.CaptureFixture[str], place: Path) -> Callable:
-    """What is said of the recipe with these arguments, which must be refused before anything starts."""
+def refused(
+    command: Command,
+    driven: list[argparse.Namespace],
+    capsys: pytest.CaptureFixture[str],
+    place: Path,
+) -> Callable:
+    """What is said of the recipe with these arguments, which must be refused before anything
+    starts."""
 
     def run(arguments: Sequence[str] = (), recipe: str | Path = place / "small.yaml") -> str:
         assert command("--recipe", recipe, *arguments) == 2
@@ -88,8 +95,20 @@ def refused(command: Command, driven: list[argparse.Namespace], capsys: pytest.C
     return run
 
 
-def test_a_good_recipe_is_handed_on_with_what_was_asked(command: Command, driven: list, place: Path):
-    assert command("--recipe", place / "small.yaml", "--run", "mine", "num_rollout=5", "train.optimizer.lr=1e-5") == 0
+def test_a_good_recipe_is_handed_on_with_what_was_asked(
+    command: Command, driven: list, place: Path
+):
+    assert (
+        command(
+            "--recipe",
+            place / "small.yaml",
+            "--run",
+            "mine",
+            "num_rollout=5",
+            "train.optimizer.lr=1e-5",
+        )
+        == 0
+    )
     (arguments,) = driven
     assert (arguments.recipe, arguments.run) == (str(place / "small.yaml"), "mine")
     assert arguments.overrides == ["num_rollout=5", "train.optimizer.lr=1e-5"]
@@ -107,13 +126,20 @@ def test_a_key_without_effect_is_said_on_the_terminal(
     assert "warning" not in said.out
 
 
-def test_a_misspelt_key_is_refused_with_its_place_and_the_nearest_key(refused: Callable, place: Path):
+def test_a_misspelt_key_is_refused_with_its_place_and_the_nearest_key(
+    refused: Callable, place: Path
+):
     override = "train.optimizer.lrr=1e-5"
     said = f"ConfigError: train.optimizer.lrr (override {override}): unknown key\n  expected: lr\n"
     assert refused([override]) == said
     recipe = place / "small.yaml"
-    recipe.write_text(recipe.read_text().replace("num_rollout: 3", "num_rollout: 3\nnum_rolouts: 4"))
-    assert refused() == f"ConfigError: num_rolouts ({recipe}:2): unknown key\n  expected: num_rollout; or rollout\n"
+    recipe.write_text(
+        recipe.read_text().replace("num_rollout: 3", "num_rollout: 3\nnum_rolouts: 4")
+    )
+    assert (
+        refused()
+        == f"ConfigError: num_rolouts ({recipe}:2): unknown key\n  expected: num_rollout; or rollout\n"
+    )
 
 
 def test_a_missing_prompt_file_is_named(refused: Callable, place: Path):
@@ -143,9 +169,15 @@ def test_a_bad_row_is_named_with_its_line(refused: Callable, place: Path, row: s
 
 @pytest.mark.parametrize(
     ("code", "said"),
-    [("import sys; sys.exit(0)", "SystemExit: 0"), ("import os; os._exit(0)", "exit status 0"), ("1 / 0", "ZeroDivisionError")],
+    [
+        ("import sys; sys.exit(0)", "SystemExit: 0"),
+        ("import os; os._exit(0)", "exit status 0"),
+        ("1 / 0", "ZeroDivisionError"),
+    ],
 )
-def test_a_reward_file_that_ends_or_raises_when_it_is_imported_is_named(refused: Callable, place: Path, code: str, said: str):
+def test_a_reward_file_that_ends_or_raises_when_it_is_imported_is_named(
+    refused: Callable, place: Path, code: str, said: str
+):
     (place / "reward.py").write_text(f"def reward(sample): return 1.0\n{code}\n")
     error = refused([f"reward.function={{type: python, path: '{place}/reward.py'}}"])
     assert f"reward.function.path: {place}/reward.py" in error
@@ -154,13 +186,17 @@ def test_a_reward_file_that_ends_or_raises_when_it_is_imported_is_named(refused:
 
 def test_a_missing_model_directory_is_named_with_its_key(refused: Callable, place: Path):
     said = refused([f"model.source.hf_checkpoint={place}/nowhere"])
-    assert said.startswith("ConfigError: model.source.hf_checkpoint: not a Hugging Face model directory\n")
+    assert said.startswith(
+        "ConfigError: model.source.hf_checkpoint: not a Hugging Face model directory\n"
+    )
     assert f"no directory {place}/nowhere" in said
 
 
 def test_a_recipe_that_is_not_there_is_refused_with_the_nearest(refused: Callable, place: Path):
     assert "spell_backward" in refused(recipe="spell_backwards")
-    assert refused(recipe=place / "none.yaml").startswith(f"ConfigError: {place}/none.yaml: there is no such recipe file\n")
+    assert refused(recipe=place / "none.yaml").startswith(
+        f"ConfigError: {place}/none.yaml: there is no such recipe file\n"
+    )
 
 
 def test_an_argument_that_is_no_override_is_refused(refused: Callable):
@@ -168,7 +204,9 @@ def test_an_argument_that_is_no_override_is_refused(refused: Callable):
 
 
 @pytest.mark.parametrize("arguments", [["--recipe"], ["--recipe", "r", "--seed", "x"]])
-def test_a_command_line_that_makes_no_sense_ends_with_2(command: Command, driven: list, arguments: list[str]):
+def test_a_command_line_that_makes_no_sense_ends_with_2(
+    command: Command, driven: list, arguments: list[str]
+):
     with pytest.raises(SystemExit) as caught:
         command(*arguments)
     assert caught.value.code == 2
@@ -179,12 +217,22 @@ def test_a_command_line_that_makes_no_sense_ends_with_2(command: Command, driven
     ("arguments", "said"),
     [
         ([], "ConfigError: tools.train: what shall be trained?"),
-        (["--recipe", "spell_backward", "--takeovr"], "ConfigError: --takeovr: unknown flag\n  expected: --takeover"),
-        (["--recipe", "spell_backward", "--lora-rank", "8"], "ConfigError: --lora-rank: rlpipe does not take this"),
+        (
+            ["--recipe", "spell_backward", "--takeovr"],
+            "ConfigError: --takeovr: unknown flag\n  expected: --takeover",
+        ),
+        (
+            ["--recipe", "spell_backward", "--lora-rank", "8"],
+            "ConfigError: --lora-rank: rlpipe does not take this",
+        ),
     ],
 )
 def test_flags_that_make_no_sense_are_named(
-    command: Command, driven: list, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    command: Command,
+    driven: list,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
 ):
     assert command(*arguments) == 2
     assert capsys.readouterr().err.startswith(said)
@@ -197,14 +245,31 @@ def slime_flags(place: Path) -> list[str]:
         *("--hf-checkpoint", str(place / "model"), "--prompt-data", str(place / "train.jsonl")),
         *("--input-key", "prompt", "--label-key", "answer", "--rollout-batch-size", "2"),
         *("--n-samples-per-prompt", "2", "--rm-type", "math"),
-        *("--colocate", "--use-fault-tolerance", "--sglang-mem-fraction-static", "0.8", "--attention-dropout", "0.0"),
+        *(
+            "--colocate",
+            "--use-fault-tolerance",
+            "--sglang-mem-fraction-static",
+            "0.8",
+            "--attention-dropout",
+            "0.0",
+        ),
     ]
 
 
 def test_a_command_line_in_slimes_style_needs_no_recipe(
     command: Command, driven: list, place: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert command(*slime_flags(place), "--num-rollout", "3", "--save", "ckpt/mine", "train.loss.eps_clip=0.3") == 0
+    assert (
+        command(
+            *slime_flags(place),
+            "--num-rollout",
+            "3",
+            "--save",
+            "ckpt/mine",
+            "train.loss.eps_clip=0.3",
+        )
+        == 0
+    )
     (arguments,) = driven
     config = load_run(arguments.recipe, arguments.overrides, arguments.run)
     assert (config.run, config.num_rollout, config.train.loss.eps_clip) == ("mine", 3, 0.3)
@@ -212,15 +277,27 @@ def test_a_command_line_in_slimes_style_needs_no_recipe(
     assert (config.seed, config.data.rollout_seed, config.data.rollout_shuffle) == (1234, 42, False)
     assert config.engine.sglang == {"mem_fraction_static": 0.8}
     said = capsys.readouterr().err
-    assert "these change nothing here (python -m tools.flags says why): --use-fault-tolerance\n" in said
+    assert (
+        "these change nothing here (python -m tools.flags says why): --use-fault-tolerance\n"
+        in said
+    )
     assert config.resources.colocate
 
 
 def test_flags_change_a_recipe_and_overrides_win(command: Command, driven: list, place: Path):
     recipe = ["--recipe", place / "small.yaml"]
-    assert command(*recipe, "--lr", "1e-5", "--clip-grad", "2", "--run", "x", "train.optimizer.lr=2e-5") == 0
+    assert (
+        command(
+            *recipe, "--lr", "1e-5", "--clip-grad", "2", "--run", "x", "train.optimizer.lr=2e-5"
+        )
+        == 0
+    )
     config = load_run(driven[0].recipe, driven[0].overrides, driven[0].run)
-    assert (config.run, config.train.optimizer.lr, config.train.optimizer.clip_grad) == ("x", 2e-5, 2.0)
+    assert (config.run, config.train.optimizer.lr, config.train.optimizer.clip_grad) == (
+        "x",
+        2e-5,
+        2.0,
+    )
 
 
 def test_epochs_become_iterations(command: Command, driven: list, place: Path):
@@ -234,7 +311,9 @@ def test_epochs_are_those_of_the_prompts_that_are_kept(command: Command, driven:
     write_model(place / "model", max_position_embeddings=12)
     character_tokenizer("").save_pretrained(place / "model")
     lengths = [3, 11, 12, 40, 5, 8, 13]  # three of them leave no room in the model's context
-    (place / "train.jsonl").write_text("".join(json.dumps({"prompt": "1" * n, "answer": "2"}) + "\n" for n in lengths))
+    (place / "train.jsonl").write_text(
+        "".join(json.dumps({"prompt": "1" * n, "answer": "2"}) + "\n" for n in lengths)
+    )
 
     def iterations(*more: str) -> int:
         assert command(*slime_flags(place), "--num-epoch", "3", *more) == 0
@@ -250,7 +329,17 @@ def test_dump_config_prints_all_of_it_and_runs_nothing(
     command: Command, driven: list, place: Path, capsys: pytest.CaptureFixture[str]
 ):
     (place / "train.jsonl").unlink()
-    assert command("--recipe", place / "small.yaml", "--run", "mine", "--dump-config", "train.optimizer.lr=1e-5") == 0
+    assert (
+        command(
+            "--recipe",
+            place / "small.yaml",
+            "--run",
+            "mine",
+            "--dump-config",
+            "train.optimizer.lr=1e-5",
+        )
+        == 0
+    )
     assert driven == []
     dumped = place / "dumped.yaml"
     dumped.write_text(capsys.readouterr().out)
@@ -261,7 +350,9 @@ def test_dump_config_of_a_bad_one_is_refused_too(refused: Callable):
     assert "num_rollout" in refused(["--dump-config", "num_rollout=-1"])
 
 
-def test_home_is_where_the_flow_will_find_it(command: Command, place: Path, monkeypatch: pytest.MonkeyPatch):
+def test_home_is_where_the_flow_will_find_it(
+    command: Command, place: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(place)
     assert command("--recipe", "small.yaml", "--home", "elsewhere") == 0
     assert home() == place / "elsewhere"
@@ -272,7 +363,12 @@ def test_home_is_where_the_flow_will_find_it(command: Command, place: Path, monk
 def test_another_seed_is_a_run_of_its_own_unless_it_has_a_name(
     command: Command, driven: list, place: Path, given: list[str], name: str
 ):
-    assert command("--recipe", place / "small.yaml", "--seed", "7", *given, "rollout.rollout_batch_size=2") == 0
+    assert (
+        command(
+            "--recipe", place / "small.yaml", "--seed", "7", *given, "rollout.rollout_batch_size=2"
+        )
+        == 0
+    )
     (arguments,) = driven
     config = load_run(arguments.recipe, arguments.overrides, arguments.run)
     assert (config.run, config.seed, config.train.seed, config.data.rollout_seed) == (name, 7, 7, 7)
@@ -296,7 +392,9 @@ def test_a_fork_is_a_run_of_its_own_without_another_start(
     command: Command, driven: list, place: Path, given: list[str], name: str, iteration: int | None
 ):
     Branches(Files(home() / "store")).create("old", {}, "0" * 64)
-    (place / "small.yaml").write_text("warm_start: spell_backward_sft\n" + RECIPE.format(place=place))
+    (place / "small.yaml").write_text(
+        "warm_start: spell_backward_sft\n" + RECIPE.format(place=place)
+    )
     assert command("--recipe", place / "small.yaml", *given, "rollout.rollout_batch_size=2") == 0
     (arguments,) = driven
     config = load_run(arguments.recipe, arguments.overrides, arguments.run)
@@ -310,7 +408,8 @@ def test_a_fork_of_no_number_is_refused(refused: Callable):
 
 
 class Flow:
-    """Stands in for the train flow and for the server around it: ends as it is told, and keeps what happened."""
+    """Stands in for the train flow and for the server around it: ends as it is told, and keeps what
+    happened."""
 
     def __init__(self) -> None:
         self.ends: Any = None
@@ -345,15 +444,30 @@ def flow(monkeypatch: pytest.MonkeyPatch) -> Flow:
 @pytest.mark.parametrize(
     ("ends", "code", "said"),
     [
-        ({"run": "mine", "accuracy_before": 0.25, "accuracy_after": 0.5}, 0, "mine: accuracy 0.250 → 0.500\nmine: see "),
+        (
+            {"run": "mine", "accuracy_before": 0.25, "accuracy_after": 0.5},
+            0,
+            "mine: accuracy 0.250 → 0.500\nmine: see ",
+        ),
         ({"run": "mine", "accuracy_before": None, "accuracy_after": None}, 0, "mine: see "),
-        (EngineUnavailable("no answer", where="engine/0"), 1, "EngineUnavailable: engine/0: no answer\n"),
+        (
+            EngineUnavailable("no answer", where="engine/0"),
+            1,
+            "EngineUnavailable: engine/0: no answer\n",
+        ),
         (KeyboardInterrupt(), 130, "\nstopped; the same command goes on"),
     ],
 )
-def test_the_exit_code_says_how_the_run_ended(flow: Flow, ends: Any, code: int, said: str, capsys: pytest.CaptureFixture[str]):
+def test_the_exit_code_says_how_the_run_ended(
+    flow: Flow, ends: Any, code: int, said: str, capsys: pytest.CaptureFixture[str]
+):
     flow.ends = ends
-    assert train.drive(argparse.Namespace(recipe="r", overrides=["seed=1"], run="mine", takeover=False)) == code
+    assert (
+        train.drive(
+            argparse.Namespace(recipe="r", overrides=["seed=1"], run="mine", takeover=False)
+        )
+        == code
+    )
     output = capsys.readouterr()
     assert (output.err if code else output.out).startswith(said)
     assert (output.out if code else output.err) == ""

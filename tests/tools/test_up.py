@@ -1,4 +1,5 @@
-"""Up and down on this machine: what runs is left alone, what died comes back where it was, nobody else's process is ended."""
+"""Up and down on this machine: what runs is left alone, what died comes back where it was, nobody
+else's process is ended."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlpipe.actors import ray_access
+from rlpipe.actors.ray import access as ray_access
 from rlpipe.errors import ResourceError
 from tools import up
 from tools.local_prefect import free_port
@@ -21,7 +22,11 @@ from tools.place import Place, alone
 from tools.up import down, end_if_elsewhere, ours, start, start_s3, told, wait
 
 PAUSES = "import signal; signal.pause()"
-SLEEPS = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {PAUSES!r}])"]
+SLEEPS = [
+    sys.executable,
+    "-c",
+    f"import subprocess, sys; subprocess.run([sys.executable, '-c', {PAUSES!r}])",
+]
 ENDS = [sys.executable, "-c", "raise SystemExit('no such pool')"]
 
 
@@ -42,7 +47,9 @@ def test_a_process_is_known_by_its_number_and_when_it_began(tmp_path: Path):
     assert down(place) == []
 
 
-def test_a_clock_that_is_set_makes_nothing_another_process(place: Place, monkeypatch: pytest.MonkeyPatch):
+def test_a_clock_that_is_set_makes_nothing_another_process(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+):
     start(place, "worker", [sys.executable, "-c", PAUSES], [], {})
     create_time = psutil.Process.create_time
     monkeypatch.setattr(psutil.Process, "create_time", lambda self: create_time(self) + 3600.0)
@@ -92,7 +99,8 @@ def test_what_does_not_come_up_is_said_with_the_end_of_its_log(place: Place):
 @pytest.mark.integration
 def test_the_store_comes_back_at_its_port_with_its_key_which_nobody_else_can_read(place: Place):
     start_s3(place)
-    first, key = place.environment, place.secret
+    first = place.environment
+    key = place.secret
     assert down(place) == ["s3"]
     start_s3(place)
     assert place.environment == first
@@ -127,11 +135,16 @@ def test_runs_use_what_runs_and_is_not_left_out(tmp_path: Path):
     place = Place(tmp_path)
     place.keep("ray", os.getpid(), [6379])
     place.keep("s3", os.getpid(), [8333])
-    assert place.overrides == ["store.root=s3://rlpipe/runs", "resources.ray_address=127.0.0.1:6379"]
+    assert place.overrides == [
+        "store.root=s3://rlpipe/runs",
+        "resources.ray_address=127.0.0.1:6379",
+    ]
     assert "AWS_ENDPOINT_URL" in place.environment
     assert Path(place.environment[ray_access.TOKEN_PATH]).read_text()
     assert ray_access.settings(place.home).items() <= place.environment.items()
-    assert ray_access.TOKEN_PATH in up.exports(place) and ray_access.BEYOND_THIS_MACHINE not in up.exports(place)
+    assert ray_access.TOKEN_PATH in up.exports(
+        place
+    ) and ray_access.BEYOND_THIS_MACHINE not in up.exports(place)
     without = Place(tmp_path, ["ray", "s3"])
     assert without.overrides == [] and set(without.environment) == {up.HOME_VARIABLE}
     for name in ("ray", "s3"):
@@ -168,7 +181,8 @@ def test_what_would_end_runs_is_refused_and_down_ends_them_also_without_their_wo
     try:
         assert [process.pid for process in up.under_way(place).values()] == [run.pid]
         with pytest.raises(
-            ResourceError, match=f"(?s)worker was started for other servers.*flow run b9a2 .PID {run.pid}.*make down"
+            ResourceError,
+            match=f"(?s)worker was started for other servers.*flow run b9a2 .PID {run.pid}.*make down",
         ):
             end_if_elsewhere(place, "worker")
         assert place.running("worker")
@@ -188,7 +202,9 @@ def test_a_process_that_ended_by_itself_is_no_error(place: Place):
     up._end([known])
 
 
-def test_deployments_that_are_refused_leave_the_place_up_and_their_exit_code(place: Place, monkeypatch, capsys):
+def test_deployments_that_are_refused_leave_the_place_up_and_their_exit_code(
+    place: Place, monkeypatch, capsys
+):
     start(place, "ray", SLEEPS, [6379], {})
     refuses = place.home / "python"
     refuses.write_text("#!/bin/sh\nexit 2\n")
@@ -198,16 +214,23 @@ def test_deployments_that_are_refused_leave_the_place_up_and_their_exit_code(pla
     assert "were not declared (exit code 2); up: ray." in capsys.readouterr().err
 
 
-def test_what_pythonpath_has_is_kept_behind_the_checkout(place: Place, monkeypatch: pytest.MonkeyPatch):
+def test_what_pythonpath_has_is_kept_behind_the_checkout(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("PYTHONPATH", "/opt/Megatron-LM")
     start(place, "worker", SLEEPS, [], {})
     worker = place.running("worker")
-    assert worker is not None and up.environment_of(worker)["PYTHONPATH"] == f"{up.ROOT}:/opt/Megatron-LM"
+    assert (
+        worker is not None
+        and up.environment_of(worker)["PYTHONPATH"] == f"{up.ROOT}:/opt/Megatron-LM"
+    )
 
 
 def test_a_record_that_cannot_be_read_is_said_with_what_to_do(place: Place):
     file = place.folder / "ray.json"
     file.write_text('{"pid": 1, "created": 1.5, "ports": []}')
-    with pytest.raises(ResourceError, match=r"ray\.json(.|\n)*pid_space(.|\n)*end that process \(ray\) if it runs"):
+    with pytest.raises(
+        ResourceError, match=r"ray\.json(.|\n)*pid_space(.|\n)*end that process \(ray\) if it runs"
+    ):
         place.running("ray")
     file.unlink()

@@ -1,1 +1,2 @@
-"""Speed, as ratios measured in one run: `python -m tools.bench`, and `python -m tools.bench.ahead`."""
+"""Speed, as ratios measured in one run: `python -m tools.bench`, and `python -m
+tools.bench.ahead`."""

@@ -9,9 +9,10 @@
     iteration  seconds by stage, orchestration and idle share of a run: a new one, or that of --run
     store      MB/s and bytes a token of shards, against the same bytes as they are
 
-Both sides of a ratio run in turns, and what is shown is the median with the smallest and largest. The table goes to standard
-output, all values with what they were measured on to `{home}/bench-{shape}.json`, progress to standard error.
-`dotted.key=value` overrides change the configuration of the run that is measured: `engine.sglang.attention_backend=triton`,
+Both sides of a ratio run in turns, and what is shown is the median with the smallest and largest.
+The table goes to standard output, all values with what they were measured on to
+`{home}/bench-{shape}.json`, progress to standard error. `dotted.key=value` overrides change the
+configuration of the run that is measured: `engine.sglang.attention_backend=triton`,
 `rollout.rollout_batch_size=128`, `train.megatron.recompute_granularity=selective`.
 """
 
@@ -32,8 +33,12 @@ Part = Callable[[Bench, argparse.Namespace], list[Row]]
 PARTS: dict[str, Part] = {
     "rollout": lambda bench, _: sampling.measure(bench),
     "train": lambda bench, given: training.measure(bench, given.baselines, ragged=given.ragged),
-    "sync": lambda bench, given: syncing.measure(bench, separate=given.separate, only=given.transports),
-    "iteration": lambda bench, given: iterations.measure(bench, Path(given.run) if given.run else None),
+    "sync": lambda bench, given: syncing.measure(
+        bench, separate=given.separate, only=given.transports
+    ),
+    "iteration": lambda bench, given: iterations.measure(
+        bench, Path(given.run) if given.run else None
+    ),
     "store": lambda bench, _: storing.measure(bench),
 }
 
@@ -45,7 +50,9 @@ def main() -> int:
     home = Path(given.home).expanduser().absolute()
     try:
         overrides = [word for word in given.words if "=" in word]
-        bench = open_bench(home, given.shape, overrides, seconds=given.seconds, repeats=given.repeats)
+        bench = open_bench(
+            home, given.shape, overrides, seconds=given.seconds, repeats=given.repeats
+        )
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -69,16 +76,42 @@ def parse_arguments() -> argparse.Namespace:
         description="Measure parts of rlpipe against what they stand on. See the head of tools/bench/__main__.py.",
         epilog="Also: python -m tools.bench.ahead",
     )
-    parser.add_argument("words", nargs="*", metavar="part | key=value", help=f"of {', '.join(PARTS)} (default: all); overrides")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="part | key=value",
+        help=f"of {', '.join(PARTS)} (default: all); overrides",
+    )
     parser.add_argument("--shape", choices=SHAPES, default="tiny", help="the model")
     parser.add_argument("--home", default="runs/bench", help="where everything is kept")
-    parser.add_argument("--seconds", type=float, default=120.0, help="a part measures so long at most, processes started")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=120.0,
+        help="a part measures so long at most, processes started",
+    )
     parser.add_argument("--repeats", type=int, default=5, help="rounds of a part at most")
-    parser.add_argument("--baselines", nargs="+", choices=training.BASELINES, default=["hf"], help="of train")
+    parser.add_argument(
+        "--baselines", nargs="+", choices=training.BASELINES, default=["hf"], help="of train"
+    )
     parser.add_argument("--ragged", action="store_true", help="train: samples of different lengths")
-    parser.add_argument("--separate", action="store_true", help="sync: the engines on GPUs of their own, from the second on")
-    parser.add_argument("--transports", nargs="+", choices=syncing.TRANSPORTS, default=(), help="of sync (default: all that fit)")
-    parser.add_argument("--run", metavar="FOLDER", help="iteration: of a run that is there, `{home}/{run}`; else a new one")
+    parser.add_argument(
+        "--separate",
+        action="store_true",
+        help="sync: the engines on GPUs of their own, from the second on",
+    )
+    parser.add_argument(
+        "--transports",
+        nargs="+",
+        choices=syncing.TRANSPORTS,
+        default=(),
+        help="of sync (default: all that fit)",
+    )
+    parser.add_argument(
+        "--run",
+        metavar="FOLDER",
+        help="iteration: of a run that is there, `{home}/{run}`; else a new one",
+    )
     given = parser.parse_intermixed_args()
     for word in given.words:
         if "=" not in word and word not in PARTS:

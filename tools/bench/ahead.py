@@ -1,9 +1,12 @@
-"""`python -m tools.bench.ahead`: what rollouts that run ahead of training are worth, on the demo with a slow verifier.
+"""`python -m tools.bench.ahead`: what rollouts that run ahead of training are worth, on the demo
+with a slow verifier.
 
-The same recipe with async_buffer_size 0, 1, 2 …, one after another from the same warm start: iterations a minute, their ratio to
-the synchronous run, how old the trained tokens were, and the held-out accuracy in the end. Writes `{home}/ahead.json`.
+The same recipe with async_buffer_size 0, 1, 2 …, one after another from the same warm start:
+iterations a minute, their ratio to the synchronous run, how old the trained tokens were, and the
+held-out accuracy in the end. Writes `{home}/ahead.json`.
 
-Without running ahead an iteration takes sampling + training; with it the longer of the two, at best.
+Without running ahead an iteration takes sampling + training; with it the longer of the two, at
+best.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.store.branches import Branches
-from rlpipe.store.files import Files
 from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
 from rlpipe.types import Stage
 
-SAMPLING, TRAINING = ("rollout", "reward"), ("advantage", "train", "sync")
+SAMPLING = ("rollout", "reward")
+TRAINING = ("advantage", "train", "sync")
 REWARD = "reward.function={type: python, path: 'tools/bench/slow_reward.py:score'}"
 SKIPPED = 5
 """First iterations that are not counted: caches fill, kernels load."""
@@ -29,13 +33,24 @@ SKIPPED = 5
 
 def main() -> int:
     """Run each S, compare. Exit code: that of the first run that failed, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m tools.bench.ahead", description="What is running ahead of training worth?")
-    parser.add_argument("--s", type=int, nargs="+", default=[0, 1, 2], help="of async_buffer_size; the first is compared with")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench.ahead", description="What is running ahead of training worth?"
+    )
+    parser.add_argument(
+        "--s",
+        type=int,
+        nargs="+",
+        default=[0, 1, 2],
+        help="of async_buffer_size; the first is compared with",
+    )
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--home", default="runs/bench", help="where everything is kept")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe spell_backward")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="overrides of the recipe spell_backward"
+    )
     arguments = parser.parse_args()
-    home, found = Path(arguments.home).absolute(), list[dict[str, Any]]()
+    home = Path(arguments.home).absolute()
+    found = list[dict[str, Any]]()
     for s in arguments.s:
         if code := train(home, s, arguments.iterations, arguments.overrides):
             return code
@@ -49,8 +64,23 @@ def main() -> int:
 
 def train(home: Path, s: int, iterations: int, overrides: list[str]) -> int:
     """One run, to its end; its exit code."""
-    settings = [f"async_buffer_size={s}", f"num_rollout={iterations}", f"evaluation.eval_interval={iterations}", REWARD]
-    command = [sys.executable, "-m", "tools.train", "--recipe", "spell_backward", "--home", str(home), "--run", name(s)]
+    settings = [
+        f"async_buffer_size={s}",
+        f"num_rollout={iterations}",
+        f"evaluation.eval_interval={iterations}",
+        REWARD,
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.train",
+        "--recipe",
+        "spell_backward",
+        "--home",
+        str(home),
+        "--run",
+        name(s),
+    ]
     return subprocess.run([*command, *settings, *overrides], check=False).returncode
 
 
@@ -62,9 +92,15 @@ def name(s: int) -> str:
 def figures(home: Path, s: int) -> dict[str, Any]:
     """What a run's records say."""
     files = Files(home / "store")
-    nodes, commits = Nodes(files), list(Branches(files).walk(name(s)))[::-1]
-    outputs = [{stage: nodes.get(stage, digest).outputs for stage, digest in commit.nodes.items()} for commit in commits]
-    timing = [json.loads(line) for line in (home / name(s) / "timing.jsonl").read_text().splitlines()]
+    nodes = Nodes(files)
+    commits = list(Branches(files).walk(name(s)))[::-1]
+    outputs = [
+        {stage: nodes.get(stage, digest).outputs for stage, digest in commit.nodes.items()}
+        for commit in commits
+    ]
+    timing = [
+        json.loads(line) for line in (home / name(s) / "timing.jsonl").read_text().splitlines()
+    ]
     seconds = [entry["iteration_s"] for entry in timing if "iteration_s" in entry][SKIPPED:]
     ages: dict[str, list[float]] = {}
     for output in outputs:
@@ -90,14 +126,29 @@ def median(outputs: list[dict[Stage, Any]], stage: str) -> float:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The figures as a Markdown table."""
-    columns = ("S", "iterations/min", "ratio", "sampling s", "training s", "tokens by staleness", "held-out accuracy")
-    return "\n".join([_line(*columns), _line(*["---"] * len(columns)), *(_line(*_cells(row)) for row in rows)])
+    columns = (
+        "S",
+        "iterations/min",
+        "ratio",
+        "sampling s",
+        "training s",
+        "tokens by staleness",
+        "held-out accuracy",
+    )
+    return "\n".join(
+        [_line(*columns), _line(*["---"] * len(columns)), *(_line(*_cells(row)) for row in rows)]
+    )
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     ages = ", ".join(f"{age}: {share:.0%}" for age, share in row["staleness"].items())
     accuracy = f"{row['accuracy_before']:.3f} → {row['accuracy_after']:.3f}"
-    rate = [f"{row['iterations_per_minute']:.1f}", f"{row['ratio']:.2f}", f"{row['sampling_s']:.2f}", f"{row['training_s']:.2f}"]
+    rate = [
+        f"{row['iterations_per_minute']:.1f}",
+        f"{row['ratio']:.2f}",
+        f"{row['sampling_s']:.2f}",
+        f"{row['training_s']:.2f}",
+    ]
     return [str(row["s"]), *rate, ages, accuracy]
 
 

@@ -1,7 +1,8 @@
-"""What all parts of the benchmark share: the model, the configuration, the time they may take, and who hears of it.
+"""What all parts of the benchmark share: the model, the configuration, the time they may take, and
+who hears of it.
 
-The configuration is a run's (`RunConfig`), made from the shape and changed by overrides, so every part measures what a run with
-these settings does.
+The configuration is a run's (`RunConfig`), made from the shape and changed by overrides, so every
+part measures what a run with these settings does.
 """
 
 from __future__ import annotations
@@ -29,7 +30,15 @@ from tools.bench.shapes import SHAPES, Shape, make_directory, random_text
 ITERATIONS = 8
 PROMPTS_FOR = 64
 """Batches of prompts in the prompt file."""
-PACKAGES = ("torch", "sglang", "megatron-core", "transformers", "triton", "flash-attn", "transformer-engine")
+PACKAGES = (
+    "torch",
+    "sglang",
+    "megatron-core",
+    "transformers",
+    "triton",
+    "flash-attn",
+    "transformer-engine",
+)
 
 
 @dataclass(frozen=True)
@@ -56,21 +65,28 @@ class Bench:
     def have_model(self) -> None:
         """Make the model directory unless it is there."""
         if not self.model_dir.is_dir():
-            self.says("model")(f"{self.shape.parameters / 1e6:.1f}M parameters, to be in {self.model_dir}")
+            self.says("model")(
+                f"{self.shape.parameters / 1e6:.1f}M parameters, to be in {self.model_dir}"
+            )
             apart(make_directory, self.shape, self.model_dir)
 
     def says(self, part: str) -> Callable[[str], None]:
         """Prints a line of progress of a part."""
         begun_s = time.monotonic()
-        return lambda text: print(f"bench {part} {time.monotonic() - begun_s:6.1f} s: {text}", file=sys.stderr, flush=True)
+        return lambda text: print(
+            f"bench {part} {time.monotonic() - begun_s:6.1f} s: {text}", file=sys.stderr, flush=True
+        )
 
     def until_s(self) -> float:
         """When a part that begins to measure now ends, in time.monotonic."""
         return time.monotonic() + self.seconds
 
 
-def open_bench(home: Path, name: str, overrides: Sequence[str], *, seconds: float, repeats: int) -> Bench:
-    """Prompts and configuration of a shape, under `home`; the model is made when a part needs it. Raises: ConfigError."""
+def open_bench(
+    home: Path, name: str, overrides: Sequence[str], *, seconds: float, repeats: int
+) -> Bench:
+    """Prompts and configuration of a shape, under `home`; the model is made when a part needs it.
+    Raises: ConfigError."""
     shape = SHAPES[name]
     (home / "models").mkdir(parents=True, exist_ok=True)
     recipe = home / f"{name}.yaml"
@@ -105,18 +121,28 @@ def settings(shape: Shape, model_dir: Path, prompts: Path) -> dict[str, Any]:
 def write_prompts(shape: Shape, path: Path) -> Path:
     """Different prompts of `prompt_tokens` letters each, the same every time."""
     random = np.random.default_rng(0)
-    rows = [{"prompt": random_text(random, shape.prompt_tokens), "label": "0"} for _ in range(PROMPTS_FOR * shape.prompts)]
+    rows = [
+        {"prompt": random_text(random, shape.prompt_tokens), "label": "0"}
+        for _ in range(PROMPTS_FOR * shape.prompts)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def apart(function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function in a process of its own, whose memory (on the GPU too) is free afterwards. Raises: ResourceError."""
-    process = multiprocessing.get_context("spawn").Process(target=function, args=arguments, daemon=True)
+    """Call a function in a process of its own, whose memory (on the GPU too) is free afterwards.
+    Raises: ResourceError."""
+    process = multiprocessing.get_context("spawn").Process(
+        target=function, args=arguments, daemon=True
+    )
     process.start()
     process.join()
     if process.exitcode:
-        raise ResourceError("a process failed", where=f"bench: {function.__name__}", found=f"exit status {process.exitcode}")
+        raise ResourceError(
+            "a process failed",
+            where=f"bench: {function.__name__}",
+            found=f"exit status {process.exitcode}",
+        )
 
 
 def about(bench: Bench) -> dict[str, Any]:
@@ -130,7 +156,9 @@ def about(bench: Bench) -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     source = Path(rlpipe.__file__).parents[1]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=source, capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=source, capture_output=True, text=True, check=False
+    ).stdout.strip()
     return {
         "device": torch.cuda.get_device_name(0) if bench.on_gpus else "CPU",
         "packages": packages,

@@ -1,8 +1,9 @@
 """The baseline of `train`: what one writes with transformers and torch alone.
 
-Samples of like length are padded on the right to a micro-batch, of at most as many tokens as ours has. Forward in the model's
-dtype, log-probs by cross entropy over float32 logits of the responses' part, the policy gradient, one AdamW step (fused on CUDA)
-after clipping. Nothing is packed, fused or chunked.
+Samples of like length are padded on the right to a micro-batch, of at most as many tokens as ours
+has. Forward in the model's dtype, log-probs by cross entropy over float32 logits of the responses'
+part, the policy gradient, one AdamW step (fused on CUDA) after clipping. Nothing is packed, fused
+or chunked.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from rlpipe.packing import BatchColumns
+from rlpipe.batch.packing import BatchColumns
 from tools.bench.stopwatch import timed
 from tools.bench.training import BASELINES, Task, Turn
 
@@ -34,7 +35,8 @@ class Padded:
     attention: torch.Tensor
     """[n, T] int64."""
     weight: torch.Tensor
-    """[n, T - 1 - first] float32: 0 where no response token is predicted, else 1 / its response's length / N samples."""
+    """[n, T - 1 - first] float32: 0 where no response token is predicted, else 1 / its response's
+    length / N samples."""
     advantages: torch.Tensor
     """The same shape."""
 
@@ -44,14 +46,19 @@ class PlainLoop:
 
     def __init__(self, task: Task) -> None:
         disable_progress_bar()
-        settings, config = BASELINES[str(task.baseline)], task.config
+        settings = BASELINES[str(task.baseline)]
+        config = task.config
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.autocast = settings["master"] and self.device.type == "cuda"
         dtype = torch.float32 if settings["master"] else getattr(torch, config.model.dtype)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(task.model_dir, dtype=dtype, attn_implementation="sdpa")
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            task.model_dir, dtype=dtype, attn_implementation="sdpa"
+        )
         self.model.to(self.device)
         if settings["recompute"]:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            self.model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
         self.model.train()
         ours = config.train.optimizer
         self.clip_grad = ours.clip_grad
@@ -63,7 +70,8 @@ class PlainLoop:
             weight_decay=ours.weight_decay,
             fused=self.device.type == "cuda",
         )
-        self.batch, self.max_tokens = task.batch, config.train.max_tokens_per_gpu
+        self.batch = task.batch
+        self.max_tokens = config.train.max_tokens_per_gpu
 
     def turn(self) -> Turn:
         """Score, train."""
@@ -74,7 +82,10 @@ class PlainLoop:
     @torch.no_grad()
     def score(self) -> list[torch.Tensor]:
         """Log-probs of all micro-batches, in CPU memory."""
-        return [self.log_probs(micro).cpu() for micro in padded(self.batch, self.max_tokens, self.device)]
+        return [
+            self.log_probs(micro).cpu()
+            for micro in padded(self.batch, self.max_tokens, self.device)
+        ]
 
     def step(self) -> float:
         """One optimizer step; the gradient's norm before clipping."""
@@ -92,9 +103,16 @@ class PlainLoop:
         """Of each predicted token: [n, T - 1 - first] float32."""
         kept = torch.arange(micro.first, micro.ids.shape[1] - 1, device=self.device)
         with torch.autocast("cuda", torch.bfloat16) if self.autocast else contextlib.nullcontext():
-            answer = self.model(input_ids=micro.ids, attention_mask=micro.attention, logits_to_keep=kept, use_cache=False)
+            answer = self.model(
+                input_ids=micro.ids,
+                attention_mask=micro.attention,
+                logits_to_keep=kept,
+                use_cache=False,
+            )
         targets = micro.ids[:, micro.first + 1 :]
-        return -cross_entropy(answer.logits.float().flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+        return -cross_entropy(
+            answer.logits.float().flatten(0, 1), targets.flatten(), reduction="none"
+        ).view(targets.shape)
 
 
 def padded(batch: BatchColumns, max_tokens: int, device: torch.device) -> Iterator[Padded]:
@@ -107,13 +125,17 @@ def padded(batch: BatchColumns, max_tokens: int, device: torch.device) -> Iterat
 
 
 def _rectangle(samples: BatchColumns, batch_size: int, device: torch.device) -> Padded:
-    longest, first = int(samples.lengths.max()), int(samples.prompt_lengths.min()) - 1
+    longest = int(samples.lengths.max())
+    first = int(samples.prompt_lengths.min()) - 1
     ids, attention = (np.zeros((len(samples), longest), np.int64) for _ in range(2))
-    weight, advantages = (np.zeros((len(samples), longest - 1 - first), np.float32) for _ in range(2))
+    weight, advantages = (
+        np.zeros((len(samples), longest - 1 - first), np.float32) for _ in range(2)
+    )
     assert samples.advantages is not None
     of_sample = samples.split(samples.advantages)
     for row, (start, end) in enumerate(zip(samples.offsets, samples.offsets[1:], strict=False)):
-        length, prompt = end - start, samples.prompt_lengths[row]
+        length = end - start
+        prompt = samples.prompt_lengths[row]
         ids[row, :length], attention[row, :length] = samples.tokens[start:end], 1
         predicted = slice(prompt - 1 - first, length - 1 - first)
         weight[row, predicted] = 1 / (length - prompt) / batch_size

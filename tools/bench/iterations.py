@@ -1,7 +1,9 @@
-"""`iteration`: where the time of a run's iterations goes, as its own trace says. Without a baseline: these are shares.
+"""`iteration`: where the time of a run's iterations goes, as its own trace says. Without a
+baseline: these are shares.
 
-A new run of the shape (one optimizer step an iteration, random rewards), started as `python -m tools.train` starts it, or the one
-that is in a given folder. The first iterations are left out (kernels load, caches fill), and the last, which saves the run.
+A new run of the shape (one optimizer step an iteration, random rewards), started as `python -m
+tools.train` starts it, or the one that is in a given folder. The first iterations are left out
+(kernels load, caches fill), and the last, which saves the run.
 
     in no stage     time that no stage was at work, between stages and iterations: orchestration
     off the GPUs    time that no stage was at work that uses them: orchestration, rewards, commits
@@ -33,7 +35,8 @@ POLL_S = 0.2
 def measure(bench: Bench, folder: Path | None = None) -> list[Row]:
     """The rows of `iteration`. `folder`: `{home}/{run}` of a run that is there; None: make one.
 
-    Raises: DataError if it has too few iterations; ResourceError if the new run fails; DeadlineExceeded if it does not start.
+    Raises: DataError if it has too few iterations; ResourceError if the new run fails;
+    DeadlineExceeded if it does not start.
     """
     if folder is not None:
         return rows(folder, "")
@@ -42,11 +45,24 @@ def measure(bench: Bench, folder: Path | None = None) -> list[Row]:
     lengths = f"{bench.shape.prompt_tokens} + {rollout.rollout_max_response_len} tokens"
     folder = bench.home / RUN / bench.config.run
     watch = run(bench, folder)
-    found = rows(folder, f"{bench.name}, {rollout.rollout_batch_size} × {rollout.n_samples_per_prompt} samples of {lengths}")
+    found = rows(
+        folder,
+        f"{bench.name}, {rollout.rollout_batch_size} × {rollout.n_samples_per_prompt} samples of {lengths}",
+    )
     if seen := watch.within(*of_trace(folder).span):
-        found.append(Row(RUN, "GPU idle", "%", (100 * idle(seen),), note=f"{len(seen)} samples in these iterations"))
+        found.append(
+            Row(
+                RUN,
+                "GPU idle",
+                "%",
+                (100 * idle(seen),),
+                note=f"{len(seen)} samples in these iterations",
+            )
+        )
         largest = max(moment.mib for moment in seen) / 1024
-        found.append(Row(RUN, "GPU memory", "GiB", (largest,), note="largest of a GPU, all processes"))
+        found.append(
+            Row(RUN, "GPU memory", "GiB", (largest,), note="largest of a GPU, all processes")
+        )
     return found
 
 
@@ -69,35 +85,63 @@ def rows(folder: Path, note: str) -> list[Row]:
 
 
 def run(bench: Bench, folder: Path) -> Watch:
-    """Run to the end, or until its iterations have taken `bench.seconds`: it is then asked to stop. Watches the GPUs meanwhile.
+    """Run to the end, or until its iterations have taken `bench.seconds`: it is then asked to stop.
+    Watches the GPUs meanwhile.
 
     Raises: ResourceError, DeadlineExceeded.
     """
-    say, home = bench.says(RUN), folder.parent
+    say = bench.says(RUN)
+    home = folder.parent
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
-    recipe, log = home / "recipe.yaml", home / "train.log"
+    recipe = home / "recipe.yaml"
+    log = home / "train.log"
     recipe.write_text(dump(bench.config.model_dump(mode="json")))
-    command = [sys.executable, "-m", "tools.train", "--recipe", str(recipe), "--home", str(home), "--run", bench.config.run]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.train",
+        "--recipe",
+        str(recipe),
+        "--home",
+        str(home),
+        "--run",
+        bench.config.run,
+    ]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
-            _until_started(process, folder / FILE, log, time.monotonic() + 2 * bench.config.resources.start_timeout_s)
+            _until_started(
+                process,
+                folder / FILE,
+                log,
+                time.monotonic() + 2 * bench.config.resources.start_timeout_s,
+            )
             say("the first stage begins")
             with watched() as watch:
                 _until_over(process, bench.until_s(), say)
         finally:
             _stop(process)
     if process.returncode not in (0, 143):
-        raise ResourceError("the run failed", where=str(log), found=f"exit status {process.returncode}; {_tail(log)}")
+        raise ResourceError(
+            "the run failed",
+            where=str(log),
+            found=f"exit status {process.returncode}; {_tail(log)}",
+        )
     say(f"the run ended, exit status {process.returncode}, see {folder}")
     return watch
 
 
-def _until_started(process: subprocess.Popen[bytes], trace: Path, log: Path, deadline_s: float) -> None:
-    while all(event.iteration is None for event in read_trace(trace)[0]):  # engines start before, in turns of their own
+def _until_started(
+    process: subprocess.Popen[bytes], trace: Path, log: Path, deadline_s: float
+) -> None:
+    while all(
+        event.iteration is None for event in read_trace(trace)[0]
+    ):  # engines start before, in turns of their own
         if process.poll() is not None:
-            raise ResourceError("the run ended before its first stage", where=str(log), found=_tail(log))
+            raise ResourceError(
+                "the run ended before its first stage", where=str(log), found=_tail(log)
+            )
         if time.monotonic() > deadline_s:
             raise DeadlineExceeded("the run does not begin", where=str(log), found=_tail(log))
         time.sleep(POLL_S)

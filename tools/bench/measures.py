@@ -1,4 +1,5 @@
-"""What a part of the benchmark found, and how it is shown: rows of a table, ratios with their spread, a JSON file.
+"""What a part of the benchmark found, and how it is shown: rows of a table, ratios with their
+spread, a JSON file.
 
 Not here: measuring.
 """
@@ -19,7 +20,8 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Row:
-    """One figure, measured one or more times. Values of the same place were measured one right after the other."""
+    """One figure, measured one or more times. Values of the same place were measured one right
+    after the other."""
 
     part: str
     what: str
@@ -33,16 +35,29 @@ class Row:
     @property
     def ratios(self) -> tuple[float, ...]:
         """ours / baseline, pair by pair."""
-        return tuple(mine / other for mine, other in zip(self.ours, self.baseline, strict=False) if other)
+        return tuple(
+            mine / other for mine, other in zip(self.ours, self.baseline, strict=False) if other
+        )
 
     def cells(self) -> tuple[str, ...]:
         """In the order of COLUMNS."""
         baseline = f"{spread(self.baseline, self.unit)} ({self.against})" if self.baseline else ""
-        return self.part, self.what, spread(self.ours, self.unit), baseline, spread(self.ratios), self.note
+        return (
+            self.part,
+            self.what,
+            spread(self.ours, self.unit),
+            baseline,
+            spread(self.ratios),
+            self.note,
+        )
 
     def as_json(self) -> dict[str, Any]:
         """All of it, with medians and ratios."""
-        medians = {name: statistics.median(values) for name in ("ours", "baseline", "ratios") if (values := getattr(self, name))}
+        medians = {
+            name: statistics.median(values)
+            for name in ("ours", "baseline", "ratios")
+            if (values := getattr(self, name))
+        }
         return {**asdict(self), "ratios": self.ratios, "median": medians}
 
 
@@ -65,7 +80,10 @@ def table(rows: Sequence[Row]) -> str:
     """As Markdown, in columns that line up."""
     lines = [COLUMNS, *(row.cells() for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
-    shown = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    shown = [
+        " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    ]
     rule = " | ".join("-" * width for width in widths)
     return "\n".join(f"| {line} |" for line in [shown[0], rule, *shown[1:]])
 
@@ -77,10 +95,14 @@ def write(path: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> None:
 
 
 def alternate(
-    sides: Mapping[str, Callable[[], Answer]], *, repeats: int, until_s: float, say: Callable[[str], None]
+    sides: Mapping[str, Callable[[], Answer]],
+    *,
+    repeats: int,
+    until_s: float,
+    say: Callable[[str], None],
 ) -> dict[str, list[Answer]]:
-    """Each side's answers, the sides taking turns: A B, B A, A B … `repeats` rounds, or fewer if `until_s` (of time.monotonic)
-    would come before the end of another; at least one."""
+    """Each side's answers, the sides taking turns: A B, B A, A B … `repeats` rounds, or fewer if
+    `until_s` (of time.monotonic) would come before the end of another; at least one."""
     found: dict[str, list[Answer]] = {name: [] for name in sides}
     longest_s = 0.0
     for number in range(repeats):

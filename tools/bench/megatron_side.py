@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from rlpipe.batch.packing import attention_length, plan
 from rlpipe.engines.megatron.engine import MegatronEngine
-from rlpipe.packing import attention_length, plan
-from rlpipe.ports import free_port
+from rlpipe.system.ports import free_port
 from tools.bench.stopwatch import timed
 from tools.bench.training import Task, Turn
 
@@ -40,7 +40,8 @@ class MegatronSide:
     """Made once in its process."""
 
     def __init__(self, task: Task) -> None:
-        self.engine, self.batch = open_engine(task.model_dir, task), task.batch
+        self.engine = open_engine(task.model_dir, task)
+        self.batch = task.batch
         model = json.loads((Path(task.model_dir) / "config.json").read_text())
         self.packing = plan(
             task.batch.lengths,
@@ -55,4 +56,6 @@ class MegatronSide:
         score_s, score_gib, _ = timed(lambda: self.engine.score(self.batch))
         train_s, step_gib, result = timed(lambda: self.engine.train(self.batch, self.packing))
         digest_s, _, _ = timed(self.engine.state_digest)
-        return Turn(score_s, train_s - digest_s, digest_s, score_gib, step_gib, result.steps[0]["grad_norm"])
+        return Turn(
+            score_s, train_s - digest_s, digest_s, score_gib, step_gib, result.steps[0]["grad_norm"]
+        )

@@ -1,10 +1,11 @@
 """`rollout`: tokens/s of a rollout stage, against the same requests sent straight to the engines.
 
-Ours is what the stage does: a `Generator` plans an iteration, writes the plan, asks the router, reads and decodes the answers and
-writes shards; the clock runs from before the plan until the last shard is safe. The baseline takes the prompts of that very plan
-and posts the same bodies, so many at a time as ours has in flight, to the engines, in turn; it reads the answers (aiohttp and
-orjson, nothing else) and counts their tokens. Caches are flushed before each. The model has no end-of-sequence token, so both get
-responses of full length.
+Ours is what the stage does: a `Generator` plans an iteration, writes the plan, asks the router,
+reads and decodes the answers and writes shards; the clock runs from before the plan until the last
+shard is safe. The baseline takes the prompts of that very plan and posts the same bodies, so many
+at a time as ours has in flight, to the engines, in turn; it reads the answers (aiohttp and orjson,
+nothing else) and counts their tokens. Caches are flushed before each. The model has no
+end-of-sequence token, so both get responses of full length.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from rlpipe.actors.generator import SAMPLES_PER_REQUEST_ON_CPU, Generator
 from rlpipe.actors.specs import Driver, GeneratorSpec
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import EngineUnavailable
+from rlpipe.rollout.client.http import rejected
 from rlpipe.rollout.generate import sampling_params
-from rlpipe.rollout.http import rejected
-from rlpipe.store.files import Files
+from rlpipe.store.objects.files import Files
 from rlpipe.store.plans import Plans
 from rlpipe.types import DataState, PlannedGroup
 from tools.bench.bench import Bench
@@ -69,17 +70,22 @@ def measure(bench: Bench) -> list[Row]:
 
 
 async def compare(bench: Bench, up: Serving, say) -> tuple[list[Sampled], list[Sampled]]:
-    """Rounds of ours and the baseline on the plan of one iteration after another; a round that is not counted comes first."""
+    """Rounds of ours and the baseline on the plan of one iteration after another; a round that is
+    not counted comes first."""
     store = bench.home / "rollout"
     shutil.rmtree(store, ignore_errors=True)
     path = Path.cwd()
     generator = Generator(str(path))
     await generator.setup(DRIVER, GeneratorSpec(bench.config, str(bench.model_dir), str(store)))
     await generator.connect(up.router, on_gpus=bench.on_gpus)
-    files, state = Files(store), DataState()
+    files = Files(store)
+    state = DataState()
     found: tuple[list[Sampled], list[Sampled]] = [], []
-    until_s, longest_s = bench.until_s(), 0.0
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=NO_TIMEOUT) as http:
+    until_s = bench.until_s()
+    longest_s = 0.0
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=NO_TIMEOUT
+    ) as http:
         for k in range(bench.repeats + 1):
             begun_s = time.monotonic()
             if k > 1 and begun_s + longest_s > until_s:
@@ -96,9 +102,14 @@ async def compare(bench: Bench, up: Serving, say) -> tuple[list[Sampled], list[S
 
 
 async def _round(
-    bench: Bench, up: Serving, parts: tuple[Generator, Files, aiohttp.ClientSession], k: int, state: DataState
+    bench: Bench,
+    up: Serving,
+    parts: tuple[Generator, Files, aiohttp.ClientSession],
+    k: int,
+    state: DataState,
 ) -> tuple[DataState, Sampled, Sampled]:
-    """Both on the plan of iteration k, the baseline first where k is odd. The state after it comes first."""
+    """Both on the plan of iteration k, the baseline first where k is odd. The state after it comes
+    first."""
     generator, files, http = parts
     begun_s = time.perf_counter()
     planned = await generator.plan(DRIVER, k, state)
@@ -118,20 +129,35 @@ async def through(generator: Generator, plan: str, planning_s: float) -> Sampled
     """A rollout stage, whose plan took so long."""
     begun_s = time.perf_counter()
     answer = await generator.rollout(DRIVER, plan)
-    return Sampled(answer["outputs"]["tokens"], planning_s + time.perf_counter() - begun_s, planning_s)
+    return Sampled(
+        answer["outputs"]["tokens"], planning_s + time.perf_counter() - begun_s, planning_s
+    )
 
 
-async def straight(bench: Bench, engines: Sequence[str], groups: Sequence[PlannedGroup], http: aiohttp.ClientSession) -> Sampled:
+async def straight(
+    bench: Bench,
+    engines: Sequence[str],
+    groups: Sequence[PlannedGroup],
+    http: aiohttp.ClientSession,
+) -> Sampled:
     """The same requests, without us."""
-    rollout, turns = bench.config.rollout, itertools.cycle(engines)
-    together = max(1, 1 if bench.on_gpus else SAMPLES_PER_REQUEST_ON_CPU // rollout.n_samples_per_prompt)
+    rollout = bench.config.rollout
+    turns = itertools.cycle(engines)
+    together = max(
+        1, 1 if bench.on_gpus else SAMPLES_PER_REQUEST_ON_CPU // rollout.n_samples_per_prompt
+    )
     requests = bench.config.engine.server_concurrency * len(engines)
     slots = asyncio.Semaphore(max(1, requests // rollout.n_samples_per_prompt // together))
     params = {**sampling_params(rollout), "ignore_eos": True}
 
     async def post(some: Sequence[PlannedGroup]) -> int:
         ids = [list(group.prompt_ids) for group in some for _ in group.seeds]
-        body = {"input_ids": ids, "sampling_params": params, "return_logprob": True, "stream": False}
+        body = {
+            "input_ids": ids,
+            "sampling_params": params,
+            "return_logprob": True,
+            "stream": False,
+        }
         async with slots:
             url = f"{next(turns)}/generate"
             status, text = await _answer(http, url, orjson.dumps(body))
@@ -141,16 +167,22 @@ async def straight(bench: Bench, engines: Sequence[str], groups: Sequence[Planne
 
     await _flush(engines)
     begun_s = time.perf_counter()
-    tokens = await asyncio.gather(*(post(groups[start : start + together]) for start in range(0, len(groups), together)))
+    tokens = await asyncio.gather(
+        *(post(groups[start : start + together]) for start in range(0, len(groups), together))
+    )
     return Sampled(sum(tokens), time.perf_counter() - begun_s)
 
 
 async def _answer(http: aiohttp.ClientSession, url: str, body: bytes) -> tuple[int, bytes]:
     try:
-        async with http.post(url, data=body, headers={"Content-Type": "application/json"}) as answer:
+        async with http.post(
+            url, data=body, headers={"Content-Type": "application/json"}
+        ) as answer:
             return answer.status, await answer.read()
     except aiohttp.ClientError as error:
-        raise EngineUnavailable("no answer", where="bench rollout", found=f"{error!r} from {url}") from error
+        raise EngineUnavailable(
+            "no answer", where="bench rollout", found=f"{error!r} from {url}"
+        ) from error
 
 
 async def _flush(engines: Sequence[str]) -> None:

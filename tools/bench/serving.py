@@ -1,4 +1,5 @@
-"""Engines and a router for the parts that need them, started once and together, as the run's configuration has them."""
+"""Engines and a router for the parts that need them, started once and together, as the run's
+configuration has them."""
 
 from __future__ import annotations
 
@@ -26,19 +27,28 @@ class Serving:
 
 @contextmanager
 def serving(
-    bench: Bench, say, *, more: Mapping[str, Any] | None = None, over: Mapping[str, Any] | None = None, first_gpu: int = 0
+    bench: Bench,
+    say,
+    *,
+    more: Mapping[str, Any] | None = None,
+    over: Mapping[str, Any] | None = None,
+    first_gpu: int = 0,
 ) -> Iterator[Serving]:
-    """Start `resources.num_engines` engines behind a router; stopped afterwards. On GPUs they take one after another from
-    `first_gpu` on. `more`: SGLang arguments, where none are given; `over`: in the place of those that are.
+    """Start `resources.num_engines` engines behind a router; stopped afterwards. On GPUs they take
+    one after another from `first_gpu` on. `more`: SGLang arguments, where none are given; `over`:
+    in the place of those that are.
 
     Raises: EngineUnavailable with the end of a log, DeadlineExceeded.
     """
-    config, logs = bench.config, bench.home / "logs"
+    config = bench.config
+    logs = bench.home / "logs"
     size = config.resources.rollout_num_gpus_per_engine
 
     def engine(number: int) -> EngineConfig:
         gpu = {"base_gpu_id": first_gpu + number * size} if bench.on_gpus else {}
-        return config.engine.model_copy(update={"sglang": {**(more or {}), **config.engine.sglang, **(over or {}), **gpu}})
+        return config.engine.model_copy(
+            update={"sglang": {**(more or {}), **config.engine.sglang, **(over or {}), **gpu}}
+        )
 
     with ExitStack() as stack:
         router = Router(config.engine, port=None, log_path=logs / "router.log")

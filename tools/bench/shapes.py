@@ -1,11 +1,13 @@
-"""The models that are measured: Qwen3 shapes, dense or with experts, random weights; what they are fed, and the FLOPs it takes.
+"""The models that are measured: Qwen3 shapes, dense or with experts, random weights; what they are
+fed, and the FLOPs it takes.
 
-A directory is complete (config, bfloat16 safetensors, tokenizer) and made once. Its model has no end-of-sequence token, so every
-response is exactly as long as it was asked to be. The tokenizer has a token for each ASCII character, so a prompt of n characters
-has n tokens, and a word for every other id, so reading responses costs what it costs with a real one.
+A directory is complete (config, bfloat16 safetensors, tokenizer) and made once. Its model has no
+end-of-sequence token, so every response is exactly as long as it was asked to be. The tokenizer has
+a token for each ASCII character, so a prompt of n characters has n tokens, and a word for every
+other id, so reading responses costs what it costs with a real one.
 
-Legend: L layers, h heads of size d, H hidden size, I width of the MLP or of an expert, E experts of which a token goes to k,
-V vocabulary, S tokens of prompt and response.
+Legend: L layers, h heads of size d, H hidden size, I width of the MLP or of an expert, E experts of
+which a token goes to k, V vocabulary, S tokens of prompt and response.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rlpipe.packing import BatchColumns
+from rlpipe.batch.packing import BatchColumns
 
 
 @dataclass(frozen=True)
@@ -51,15 +53,21 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of all layers' matrices that a token goes through: L (2 H h d + 2 H h_kv d + 3 H I), with experts 3 k H I + H E."""
+        """Of all layers' matrices that a token goes through: L (2 H h d + 2 H h_kv d + 3 H I), with
+        experts 3 k H I + H E."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         router = self.hidden_size * self.num_experts
-        return self.num_layers * (attention + router + (self.experts_per_token or 1) * self._mlp_parameters)
+        return self.num_layers * (
+            attention + router + (self.experts_per_token or 1) * self._mlp_parameters
+        )
 
     @property
     def parameters(self) -> int:
-        """With the embedding, which is the output layer's matrix too, and all experts; norms are left out."""
-        passed_by = self.num_layers * (self.num_experts - self.experts_per_token) * self._mlp_parameters
+        """With the embedding, which is the output layer's matrix too, and all experts; norms are
+        left out."""
+        passed_by = (
+            self.num_layers * (self.num_experts - self.experts_per_token) * self._mlp_parameters
+        )
         return self.layer_parameters + passed_by + self.vocab_size * self.hidden_size
 
     @property
@@ -67,32 +75,60 @@ class Shape:
         return 3 * self.hidden_size * self.intermediate_size
 
     def forward_flops(self, lengths: np.ndarray, responses: np.ndarray) -> float:
-        """FLOPs that a forward pass over samples needs: 2 Σ S × layer_parameters + 2 Σ R × V H + 2 L h d Σ S².
+        """FLOPs that a forward pass over samples needs: 2 Σ S × layer_parameters + 2 Σ R × V H + 2
+        L h d Σ S².
 
-        Attention is causal: a token sees S / 2 others on average, in two products of 2 h d each. Logits are needed before the R
-        response tokens only. A training step needs three times as much; what is computed again for the backward pass does not
-        count, nor do padding, logits of prompts, Adam or norms.
+        Attention is causal: a token sees S / 2 others on average, in two products of 2 h d each.
+        Logits are needed before the R response tokens only. A training step needs three times as
+        much; what is computed again for the backward pass does not count, nor do padding, logits of
+        prompts, Adam or norms.
 
         Shapes: lengths [N] tokens of each sample; responses [N] of its response.
         """
         lengths = lengths.astype(float)
-        dense = 2.0 * lengths.sum() * self.layer_parameters + 2.0 * responses.sum() * self.vocab_size * self.hidden_size
-        return dense + 2.0 * self.num_layers * self.num_heads * self.head_dim * float((lengths**2).sum())
+        dense = (
+            2.0 * lengths.sum() * self.layer_parameters
+            + 2.0 * responses.sum() * self.vocab_size * self.hidden_size
+        )
+        return dense + 2.0 * self.num_layers * self.num_heads * self.head_dim * float(
+            (lengths**2).sum()
+        )
 
 
 SHAPES = {
     "tiny": Shape(128, 3, 4, 2, 32, 384, 512, 8, 4, 32, 32, 128, 1024, 2),
     "0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151_936, 32, 8, 128, 512, 2048, 16_384, 4),
-    "4b": Shape(2560, 36, 32, 8, 128, 9728, 151_936, 32, 8, 128, 512, 2048, 16_384, 2, together=False),
-    "tiny-moe": Shape(128, 3, 4, 2, 32, 96, 512, 8, 4, 32, 32, 128, 1024, 2, num_experts=8, experts_per_token=2),
+    "4b": Shape(
+        2560, 36, 32, 8, 128, 9728, 151_936, 32, 8, 128, 512, 2048, 16_384, 2, together=False
+    ),
+    "tiny-moe": Shape(
+        128, 3, 4, 2, 32, 96, 512, 8, 4, 32, 32, 128, 1024, 2, num_experts=8, experts_per_token=2
+    ),
     "moe": Shape(
-        2048, 6, 32, 4, 128, 768, 151_936, 32, 8, 128, 512, 2048, 16_384, 2, together=False, num_experts=128, experts_per_token=8
+        2048,
+        6,
+        32,
+        4,
+        128,
+        768,
+        151_936,
+        32,
+        8,
+        128,
+        512,
+        2048,
+        16_384,
+        2,
+        together=False,
+        num_experts=128,
+        experts_per_token=8,
     ),
 }
-"""`0.6b` and `4b` have the sizes of Qwen3-0.6B and Qwen3-4B, `moe` those of six layers of Qwen3-30B-A3B; `tiny` and `tiny-moe`
-are for CPUs."""
+"""`0.6b` and `4b` have the sizes of Qwen3-0.6B and Qwen3-4B, `moe` those of six layers of
+Qwen3-30B-A3B; `tiny` and `tiny-moe` are for CPUs."""
 CONTEXT_LEN = 40_960
-FIRST_CHARACTER, LAST_CHARACTER = " ", "~"
+FIRST_CHARACTER = " "
+LAST_CHARACTER = "~"
 
 
 def make_directory(shape: Shape, directory: Path, seed: int = 0) -> None:
@@ -154,7 +190,9 @@ def tokenizer(vocab_size: int):
 
     characters = [chr(code) for code in range(ord(FIRST_CHARACTER), ord(LAST_CHARACTER) + 1)]
     names = [*characters, *(f"<{number}>" for number in range(len(characters), vocab_size))]
-    made = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token=names[0]))
+    made = Tokenizer(
+        models.WordLevel({name: number for number, name in enumerate(names)}, unk_token=names[0])
+    )
     made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")  # pyright: ignore[reportAttributeAccessIssue]
     made.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
     return PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False)
@@ -168,15 +206,24 @@ def random_text(random: np.random.Generator, characters: int) -> str:
 def trained_batch(shape: Shape, *, ragged: bool = False, seed: int = 0) -> BatchColumns:
     """A batch as the train stage gets it, of `micro_batches` × `micro_batch_tokens` tokens.
 
-    Samples of `trained_tokens`; if `ragged` from an eighth of that to all of it, uniformly. Advantages are ±1.
+    Samples of `trained_tokens`; if `ragged` from an eighth of that to all of it, uniformly.
+    Advantages are ±1.
     """
-    random, budget, lengths = np.random.default_rng(seed), shape.micro_batches * shape.micro_batch_tokens, list[int]()
-    shortest = max(shape.prompt_tokens + 1, shape.trained_tokens // 8) if ragged else shape.trained_tokens
+    random = np.random.default_rng(seed)
+    budget = shape.micro_batches * shape.micro_batch_tokens
+    lengths = list[int]()
+    shortest = (
+        max(shape.prompt_tokens + 1, shape.trained_tokens // 8) if ragged else shape.trained_tokens
+    )
     while sum(lengths) + shape.trained_tokens <= budget:
         lengths.append(int(random.integers(shortest, shape.trained_tokens + 1)))
     prompts = [random.integers(0, shape.vocab_size, shape.prompt_tokens).tolist() for _ in lengths]
-    responses = [random.integers(0, shape.vocab_size, length - shape.prompt_tokens).tolist() for length in lengths]
+    responses = [
+        random.integers(0, shape.vocab_size, length - shape.prompt_tokens).tolist()
+        for length in lengths
+    ]
     signs = [
-        [float(sign)] * len(response) for sign, response in zip(random.choice([-1, 1], len(lengths)), responses, strict=True)
+        [float(sign)] * len(response)
+        for sign, response in zip(random.choice([-1, 1], len(lengths)), responses, strict=True)
     ]
     return BatchColumns.from_lists(prompts, responses, advantages=signs)

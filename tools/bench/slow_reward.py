@@ -1,4 +1,5 @@
-"""The demo's reward, from a verifier that takes its time: what a sandbox or a judge at the other end of a network is like."""
+"""The demo's reward, from a verifier that takes its time: what a sandbox or a judge at the other
+end of a network is like."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ SECONDS = 0.1
 
 
 async def score(sample: Sample) -> float:
-    """1 if the response is the label, SECONDS later. Of the 256 samples of the demo 64 wait at a time: 0.4 s in all."""
+    """1 if the response is the label, SECONDS later. Of the 256 samples of the demo 64 wait at a
+    time: 0.4 s in all."""
     await asyncio.sleep(SECONDS)
     return float(sample.response.strip() == sample.label)

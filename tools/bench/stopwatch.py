@@ -15,7 +15,8 @@ Answer = TypeVar("Answer")
 def timed(work: Callable[[], Answer]) -> tuple[float, float, Answer]:
     """(seconds until the device is done, GiB at the peak, the answer).
 
-    The peak is what torch had allocated on the GPU; without CUDA the process's largest resident size so far.
+    The peak is what torch had allocated on the GPU; without CUDA the process's largest resident
+    size so far.
     """
     cuda = torch.cuda.is_available()
     if cuda:
@@ -26,5 +27,9 @@ def timed(work: Callable[[], Answer]) -> tuple[float, float, Answer]:
     if cuda:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - begun_s
-    held = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    held = (
+        torch.cuda.max_memory_allocated()
+        if cuda
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
     return seconds, held / 2**30, answer

@@ -1,9 +1,10 @@
 """`store`: MB/s and bytes a token of the shards of a rollout, written and read as the stages do it.
 
-A shard is written as the generator does it (`ShardWriter`: columns, encoding, checksum, one put) and read back as the advantage
-stage does it (checksum, decoding, samples as objects). The baseline writes and reads the same number of random bytes as one
-object of the same store. MB are of the encoded file, so the ratio says what the form costs beside the store itself. It is
-measured on local disk, and where the run's store is elsewhere (`store.root=s3://bucket/prefix`), there too.
+A shard is written as the generator does it (`ShardWriter`: columns, encoding, checksum, one put)
+and read back as the advantage stage does it (checksum, decoding, samples as objects). The baseline
+writes and reads the same number of random bytes as one object of the same store. MB are of the
+encoded file, so the ratio says what the form costs beside the store itself. It is measured on local
+disk, and where the run's store is elsewhere (`store.root=s3://bucket/prefix`), there too.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from uuid import uuid4
 
 import numpy as np
 
-from rlpipe.store.files import Files
-from rlpipe.store.rows import table_to_samples
-from rlpipe.store.shards import ShardWriter, read_rows
+from rlpipe.store.objects.files import Files
+from rlpipe.store.parquet.rows import table_to_samples
+from rlpipe.store.parquet.shards import ShardWriter, read_rows
 from rlpipe.types import FileRecord, Sample, Status
 from tools.bench.bench import Bench
 from tools.bench.measures import Row, alternate
 from tools.bench.shapes import Shape, random_text
 
-WORDS, ZIPF = 5000, 1.2
+WORDS = 5000
+ZIPF = 1.2
 
 
 def measure(bench: Bench) -> list[Row]:
@@ -36,9 +38,13 @@ def measure(bench: Bench) -> list[Row]:
 
 def of_root(bench: Bench, root: str) -> list[Row]:
     """Write and read in turns, below a folder of our own that is removed afterwards."""
-    say, files, folder = bench.says("store"), Files(root), f"bench/{uuid4().hex[:12]}"
+    say = bench.says("store")
+    files = Files(root)
+    folder = f"bench/{uuid4().hex[:12]}"
     groups = made_groups(bench.shape)
-    tokens = sum(len(sample.prompt_ids) + len(sample.response_ids) for group in groups for sample in group)
+    tokens = sum(
+        len(sample.prompt_ids) + len(sample.response_ids) for group in groups for sample in group
+    )
     written: list[FileRecord] = []
     plain: list[str] = []
 
@@ -49,7 +55,8 @@ def of_root(bench: Bench, root: str) -> list[Row]:
         return seconds
 
     def write_plain() -> float:
-        data, path = np.random.default_rng().bytes(written[-1].size_bytes), f"{folder}/plain/{len(plain)}"
+        data = np.random.default_rng().bytes(written[-1].size_bytes)
+        path = f"{folder}/plain/{len(plain)}"
         plain.append(path)
         return clocked(lambda: files.create(path, data))[0]
 
@@ -62,8 +69,16 @@ def of_root(bench: Bench, root: str) -> list[Row]:
     try:
         say(f"the first, not counted: {write():.2f} s, of plain bytes {write_plain():.2f} s")
         limits = {"repeats": bench.repeats, "say": say}
-        writes = alternate({"ours": write, "baseline": write_plain}, until_s=time.monotonic() + bench.seconds / 2, **limits)
-        reads = alternate({"ours": read, "baseline": read_plain}, until_s=time.monotonic() + bench.seconds / 2, **limits)
+        writes = alternate(
+            {"ours": write, "baseline": write_plain},
+            until_s=time.monotonic() + bench.seconds / 2,
+            **limits,
+        )
+        reads = alternate(
+            {"ours": read, "baseline": read_plain},
+            until_s=time.monotonic() + bench.seconds / 2,
+            **limits,
+        )
     finally:
         for path in [*(record.path for record in written), *plain]:
             files.delete(path)
@@ -73,12 +88,20 @@ def of_root(bench: Bench, root: str) -> list[Row]:
     return [
         _rate("write", writes, size, note),
         _rate("read", reads, size, kind),
-        Row("store", "size", "bytes/token", (size / tokens,), note="prompt and response, with log-probs and text"),
+        Row(
+            "store",
+            "size",
+            "bytes/token",
+            (size / tokens,),
+            note="prompt and response, with log-probs and text",
+        ),
     ]
 
 
 def _rate(what: str, seconds: dict[str, list[float]], size_bytes: int, note: str) -> Row:
-    ours, baseline = (tuple(size_bytes / 1e6 / one for one in seconds[side]) for side in ("ours", "baseline"))
+    ours, baseline = (
+        tuple(size_bytes / 1e6 / one for one in seconds[side]) for side in ("ours", "baseline")
+    )
     return Row("store", what, "MB/s", ours, baseline, "plain bytes", note)
 
 
@@ -93,8 +116,11 @@ class _Language:
     """Token ids and text as skewed as words are (Zipf), so that they compress as such do."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
-        self.random, self._vocab_size = np.random.default_rng(seed), vocab_size
-        self._words = [random_text(self.random, int(length)) for length in self.random.integers(1, 9, WORDS)]
+        self.random = np.random.default_rng(seed)
+        self._vocab_size = vocab_size
+        self._words = [
+            random_text(self.random, int(length)) for length in self.random.integers(1, 9, WORDS)
+        ]
 
     def ids(self, tokens: int) -> list[int]:
         """So many token ids."""
@@ -111,11 +137,18 @@ def made_groups(shape: Shape, seed: int = 0) -> list[list[Sample]]:
     groups = []
     for number in range(shape.prompts):
         prompt = language.text(shape.prompt_tokens), language.ids(shape.prompt_tokens)
-        groups.append([_sample(shape, language, f"bench:{number}", index, *prompt) for index in range(shape.samples_per_prompt)])
+        groups.append(
+            [
+                _sample(shape, language, f"bench:{number}", index, *prompt)
+                for index in range(shape.samples_per_prompt)
+            ]
+        )
     return groups
 
 
-def _sample(shape: Shape, language: _Language, group: str, index: int, prompt: str, prompt_ids: list[int]) -> Sample:
+def _sample(
+    shape: Shape, language: _Language, group: str, index: int, prompt: str, prompt_ids: list[int]
+) -> Sample:
     length = shape.response_tokens
     return Sample(
         group_id=group,

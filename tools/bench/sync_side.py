@@ -1,4 +1,5 @@
-"""The trainer's side of `sync`: one rank as the actor holds it, in a process of its own, that does what it is asked by name."""
+"""The trainer's side of `sync`: one rank as the actor holds it, in a process of its own, that does
+what it is asked by name."""
 
 from __future__ import annotations
 
@@ -9,15 +10,17 @@ from typing import Any
 
 import torch
 
-from rlpipe.actors.trainer import TrainerRank
-from rlpipe.actors.trainer_spec import TrainerSpec
+from rlpipe.actors.trainer.spec import TrainerSpec
+from rlpipe.actors.trainer.trainer import TrainerRank
+from rlpipe.batch.packing import BatchColumns, plan
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ResourceError, RlpipeError
-from rlpipe.packing import BatchColumns, plan
-from rlpipe.ports import free_port
+from rlpipe.system.ports import free_port
 from tools.bench.stopwatch import timed
 
-HOST, TIMEOUT_S, ENDING_S = "127.0.0.1", 900.0, 20.0
+HOST = "127.0.0.1"
+TIMEOUT_S = 900.0
+ENDING_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -36,28 +39,43 @@ class Rank(TrainerRank):
     def __init__(self, duty: Duty) -> None:
         super().__init__(0, 1, str(Path.cwd()))
         folder = Path(duty.home)
-        spec = TrainerSpec.of(duty.config, model_dir=duty.model_dir, store_root=str(folder / "store"), work_dir=folder / "work")
+        spec = TrainerSpec.of(
+            duty.config,
+            model_dir=duty.model_dir,
+            store_root=str(folder / "store"),
+            work_dir=folder / "work",
+        )
         self.setup(spec, (HOST, free_port(HOST)))
         self.initialise("weights 0", None)
-        self._trained, self._steps = duty.batch, 0
+        self._trained = duty.batch
+        self._steps = 0
 
     def optimize(self) -> str:
         """One optimizer step; the name of the state that is held now."""
         engine, _ = self._ready()
-        packing = plan(self._trained.lengths, global_batch_size=None, max_tokens=engine.max_tokens, data_parallel=1)
+        packing = plan(
+            self._trained.lengths,
+            global_batch_size=None,
+            max_tokens=engine.max_tokens,
+            data_parallel=1,
+        )
         engine.train(self._trained, packing)
         self._steps += 1
         self._now_holds(f"weights {self._steps}", {})
         return f"weights {self._steps}"
 
     def export(self) -> float:
-        """Seconds until every tensor is there under its Hugging Face name, full and on the device."""
+        """Seconds until every tensor is there under its Hugging Face name, full and on the
+        device."""
         engine, _ = self._ready()
         return timed(lambda: sum(tensor.nbytes for _, tensor in engine.named_hf_tensors()))[0]
 
     def copy(self, size_bytes: int, to: int | None) -> float:
-        """Seconds of a copy of so many bytes on the device, or to another GPU. The fastest of three."""
-        source = torch.empty(size_bytes, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
+        """Seconds of a copy of so many bytes on the device, or to another GPU. The fastest of
+        three."""
+        source = torch.empty(
+            size_bytes, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu"
+        )
         target = source.to(f"cuda:{to}", copy=True) if to is not None else torch.empty_like(source)
         return min(timed(lambda: (target.copy_(source), _settled(to)))[0] for _ in range(4))
 
@@ -68,7 +86,8 @@ def _settled(gpu: int | None) -> None:
 
 
 class RankProcess:
-    """Calls a rank in its own process, as `TrainerGroup` calls those in actors. A context manager, which ends it."""
+    """Calls a rank in its own process, as `TrainerGroup` calls those in actors. A context manager,
+    which ends it."""
 
     def __init__(self, duty: Duty) -> None:
         """Begins to load; the first call waits for it."""
@@ -92,7 +111,11 @@ class RankProcess:
         except (EOFError, OSError):
             answer = None
         if answer is None:
-            raise ResourceError("the trainer's process ended or hangs", where="bench sync", do="read what it wrote above")
+            raise ResourceError(
+                "the trainer's process ended or hangs",
+                where="bench sync",
+                do="read what it wrote above",
+            )
         if isinstance(answer[0], RlpipeError):
             raise answer[0]
         return answer[0]
@@ -105,7 +128,8 @@ class RankProcess:
 
 
 def serve(pipe: Any, duty: Duty) -> None:
-    """The process: method after method, until nobody is there any more. An answer is a tuple of one."""
+    """The process: method after method, until nobody is there any more. An answer is a tuple of
+    one."""
     rank = Rank(duty)
     while True:
         try:

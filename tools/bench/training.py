@@ -4,10 +4,11 @@
     MFU          model FLOPs of an optimizer step / seconds / the device's peak; `Shape.forward_flops` × 3 says which FLOPs
     peak memory  largest torch allocation of the step or of scoring, in GiB (without CUDA the process's largest resident size)
 
-Each side is a process of its own, so that one's memory is not the other's. Where both fit on the GPU they take turns step by
-step; else each runs its steps alone, one side after the other. `score` is what the advantage stage asks for: log-probs of the
-batch without gradients. `step` is one optimizer step over all of it; of ours the state digest, that every train stage ends with,
-is timed and reported by itself.
+Each side is a process of its own, so that one's memory is not the other's. Where both fit on the
+GPU they take turns step by step; else each runs its steps alone, one side after the other. `score`
+is what the advantage stage asks for: log-probs of the batch without gradients. `step` is one
+optimizer step over all of it; of ours the state digest, that every train stage ends with, is timed
+and reported by itself.
 
 Not here: the sides (`megatron_side`, `hf_side`).
 """
@@ -21,9 +22,9 @@ from typing import Any
 
 import torch
 
+from rlpipe.batch.packing import BatchColumns
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ResourceError
-from rlpipe.packing import BatchColumns
 from tools.bench.bench import Bench
 from tools.bench.measures import Row, alternate
 from tools.bench.shapes import trained_batch
@@ -35,9 +36,12 @@ BASELINES = {
     "hf-no-recompute": {"recompute": False, "master": False},
     "hf-fp32-weights": {"recompute": True, "master": True},
 }
-"""The plain loop's settings. `recompute`: gradient checkpointing. `master`: float32 weights under bfloat16 autocast, as trainers
-for mixed precision have it; else weights, gradients and moments are bfloat16."""
-OURS, TIMEOUT_S, ENDING_S = "rlpipe", 900.0, 20.0
+"""The plain loop's settings. `recompute`: gradient checkpointing. `master`: float32 weights under
+bfloat16 autocast, as trainers for mixed precision have it; else weights, gradients and moments are
+bfloat16."""
+OURS = "rlpipe"
+TIMEOUT_S = 900.0
+ENDING_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,8 @@ class Side:
     """The process of one side: `start`, `warm`, any number of `turn`, `stop`."""
 
     def __init__(self, name: str, task: Task) -> None:
-        self.name, self.task = name, task
+        self.name = name
+        self.task = task
         self._process: Any = None
         self._pipe: Any = None
 
@@ -104,14 +109,18 @@ class Side:
         except EOFError:
             pass
         self.stop()
-        raise ResourceError("a side of the comparison ended", where=f"bench train: {self.name}", do="read what it wrote above")
+        raise ResourceError(
+            "a side of the comparison ended",
+            where=f"bench train: {self.name}",
+            do="read what it wrote above",
+        )
 
 
 def serve(pipe: Any, task: Task) -> None:
     """The process: a turn for every message, until nobody is there any more.
 
-    On a GPU the other side gets the memory that is free between turns; so that none of it is asked for while the clock runs, each
-    turn is taken twice and the second counts.
+    On a GPU the other side gets the memory that is free between turns; so that none of it is asked
+    for while the clock runs, each turn is taken twice and the second counts.
     """
     if task.baseline is None:
         from tools.bench.megatron_side import MegatronSide as Runner
@@ -135,16 +144,28 @@ def serve(pipe: Any, task: Task) -> None:
 def measure(bench: Bench, baselines: Sequence[str] = ("hf",), *, ragged: bool = False) -> list[Row]:
     """The rows of `train`."""
     bench.have_model()
-    say, batch = bench.says("train"), trained_batch(bench.shape, ragged=ragged)
-    say(f"{len(batch)} samples, {len(batch.tokens)} tokens in micro-batches of {bench.config.train.max_tokens_per_gpu}")
+    say = bench.says("train")
+    batch = trained_batch(bench.shape, ragged=ragged)
+    say(
+        f"{len(batch)} samples, {len(batch.tokens)} tokens in micro-batches of {bench.config.train.max_tokens_per_gpu}"
+    )
     tasks = {OURS: None, **{name: name for name in baselines}}
-    sides = {name: Side(name, Task(str(bench.model_dir), bench.config, batch, other)) for name, other in tasks.items()}
+    sides = {
+        name: Side(name, Task(str(bench.model_dir), bench.config, batch, other))
+        for name, other in tasks.items()
+    }
     try:
-        found = _together(bench, sides, say) if bench.shape.together else _one_by_one(bench, sides, say)
+        found = (
+            _together(bench, sides, say) if bench.shape.together else _one_by_one(bench, sides, say)
+        )
     finally:
         for side in sides.values():
             side.stop()
-    return [row for name in baselines for row in compared(bench, batch, found[OURS], found.get(name, []), name, ragged)]
+    return [
+        row
+        for name in baselines
+        for row in compared(bench, batch, found[OURS], found.get(name, []), name, ragged)
+    ]
 
 
 def _together(bench: Bench, sides: dict[str, Side], say) -> dict[str, list[Turn]]:
@@ -153,7 +174,12 @@ def _together(bench: Bench, sides: dict[str, Side], say) -> dict[str, list[Turn]
     for name, side in sides.items():
         side.warm()
         say(f"{name} is warm")
-    return alternate({name: side.turn for name, side in sides.items()}, repeats=bench.repeats, until_s=bench.until_s(), say=say)
+    return alternate(
+        {name: side.turn for name, side in sides.items()},
+        repeats=bench.repeats,
+        until_s=bench.until_s(),
+        say=say,
+    )
 
 
 def _one_by_one(bench: Bench, sides: dict[str, Side], say) -> dict[str, list[Turn]]:
@@ -163,7 +189,9 @@ def _one_by_one(bench: Bench, sides: dict[str, Side], say) -> dict[str, list[Tur
             side.start()
             side.warm()
             say(f"{name} is warm")
-            found |= alternate({name: side.turn}, repeats=bench.repeats, until_s=bench.until_s(), say=say)
+            found |= alternate(
+                {name: side.turn}, repeats=bench.repeats, until_s=bench.until_s(), say=say
+            )
         except ResourceError as error:
             if name == OURS:
                 raise
@@ -173,15 +201,23 @@ def _one_by_one(bench: Bench, sides: dict[str, Side], say) -> dict[str, list[Tur
 
 
 def compared(
-    bench: Bench, batch: BatchColumns, ours: Sequence[Turn], other: Sequence[Turn], name: str, ragged: bool
+    bench: Bench,
+    batch: BatchColumns,
+    ours: Sequence[Turn],
+    other: Sequence[Turn],
+    name: str,
+    ragged: bool,
 ) -> list[Row]:
     """Rows of two sides' turns."""
-    tokens, flops = len(batch.tokens), bench.shape.forward_flops(batch.lengths, batch.response_lengths)
+    tokens = len(batch.tokens)
+    flops = bench.shape.forward_flops(batch.lengths, batch.response_lengths)
     note = f"{bench.name}, {len(batch)} samples of {'up to ' if ragged else ''}{batch.lengths.max()} tokens"
     peak = peak_flops()
 
     def row(what: str, unit: str, value, note: str = "") -> Row:
-        return Row("train", what, unit, tuple(map(value, ours)), tuple(map(value, other)), name, note)
+        return Row(
+            "train", what, unit, tuple(map(value, ours)), tuple(map(value, other)), name, note
+        )
 
     rows = [
         row("optimizer step", "tokens/s", lambda turn: tokens / turn.step_s, note),
@@ -191,10 +227,21 @@ def compared(
     ]
     if peak:
         rows.insert(
-            1, row("optimizer step", "% MFU", lambda turn: 300 * flops / turn.step_s / peak, f"of {peak / 1e12:.0f} TFLOP/s")
+            1,
+            row(
+                "optimizer step",
+                "% MFU",
+                lambda turn: 300 * flops / turn.step_s / peak,
+                f"of {peak / 1e12:.0f} TFLOP/s",
+            ),
         )
     digest = tuple(turn.digest_s for turn in ours)
-    return [*rows, Row("train", "state digest", "s", digest, note="of all weights and moments, after the steps")]
+    return [
+        *rows,
+        Row(
+            "train", "state digest", "s", digest, note="of all weights and moments, after the steps"
+        ),
+    ]
 
 
 def peak_flops() -> float | None:

@@ -1,7 +1,8 @@
 """How busy the GPUs were while something ran: `nvidia-smi`, asked ten times a second.
 
-A sample says whether any kernel ran in the last moments (NVML's utilisation, a window of 1/6 to 1 s), so it finds stages and gaps
-of seconds, not of milliseconds. Without `nvidia-smi` there are no samples.
+A sample says whether any kernel ran in the last moments (NVML's utilisation, a window of 1/6 to 1
+s), so it finds stages and gaps of seconds, not of milliseconds. Without `nvidia-smi` there are no
+samples.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ class Watch:
 
     def read(self) -> None:
         """Take what was written so far; a line that cannot be read is left out."""
-        self.moments = [moment for line in self._path.read_text().splitlines() if (moment := read_moment(line))]
+        self.moments = [
+            moment for line in self._path.read_text().splitlines() if (moment := read_moment(line))
+        ]
 
     def within(self, begin: float, end: float) -> list[Moment]:
-        """What was seen between two times (seconds since the epoch), of the GPUs on which a kernel ran then: a machine may have
-        others that the run does not use."""
+        """What was seen between two times (seconds since the epoch), of the GPUs on which a kernel
+        ran then: a machine may have others that the run does not use."""
         seen = [moment for moment in self.moments if begin <= moment.time <= end]
         used = {moment.gpu for moment in seen if moment.percent}
         return [moment for moment in seen if moment.gpu in used]
@@ -55,7 +58,9 @@ def read_moment(line: str) -> Moment | None:
     """A line of nvidia-smi; None if it is none."""
     try:
         when, gpu, percent, mib = (cell.strip() for cell in line.split(","))
-        return Moment(datetime.strptime(when, "%Y/%m/%d %H:%M:%S.%f").timestamp(), gpu, int(percent), int(mib))
+        return Moment(
+            datetime.strptime(when, "%Y/%m/%d %H:%M:%S.%f").timestamp(), gpu, int(percent), int(mib)
+        )
     except ValueError:
         return None
 

@@ -1,9 +1,11 @@
-"""Check arguments that go to Megatron-core, SGLang and its router, by name, by the rules of the table, and by type.
+"""Check arguments that go to Megatron-core, SGLang and its router, by name, by the rules of the
+table, and by type.
 
     check_megatron(config.train.megatron)       raises ConfigError for the first one that cannot be taken
     effective("megatron", config.train.megatron)  those that the receiving classes are to be given
 
-Whether several values make sense together is found out by the receiving class itself (`rlpipe.engines.megatron.preflight`).
+Whether several values make sense together is found out by the receiving class itself
+(`rlpipe.engines.megatron.preflight`).
 """
 
 from __future__ import annotations
@@ -24,7 +26,17 @@ from rlpipe.errors import ConfigError
 
 KEYS = {"megatron": "train.megatron", "sglang": "engine.sglang", "router": "engine.router"}
 """Table → the key of the configuration that its arguments are given under."""
-_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+}
 _SIZE = re.compile(r"-?[0-9]+(Ki|Mi|Gi|Ti|k|M|G|T)?|[0-9]+\.[0-9]+[kMGT]")
 
 
@@ -81,12 +93,19 @@ def rule_of(table: str, name: str) -> Rule | None:
 
 
 def refusal(table: str, where: str, name: str, value: Any) -> ConfigError | None:
-    """The error for an argument that the table does not allow; None if it does. `where`: how the user spelled it."""
+    """The error for an argument that the table does not allow; None if it does. `where`: how the
+    user spelled it."""
     rule = rule_of(table, name)
-    if rule is None or rule.kind == "free" or any(_same(value, one) for one in allowed(table, name)):
+    if (
+        rule is None
+        or rule.kind == "free"
+        or any(_same(value, one) for one in allowed(table, name))
+    ):
         return None
     if rule.kind == "owned":
-        return ConfigError("rlpipe sets this argument itself", where=where, found=repr(value), do=rule.text)
+        return ConfigError(
+            "rlpipe sets this argument itself", where=where, found=repr(value), do=rule.text
+        )
     if rule.kind == "fixed":
         return ConfigError(
             "rlpipe needs one value of this argument",
@@ -115,12 +134,15 @@ def allowed(table: str, name: str) -> list[Any]:
 def effective(table: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments without those that only say what holds anyway (`fixed` and `inert` ones)."""
     kinds = {name: rule.kind for name in given if (rule := rule_of(table, name))}
-    return {name: value for name, value in given.items() if kinds.get(name) not in ("fixed", "inert")}
+    return {
+        name: value for name, value in given.items() if kinds.get(name) not in ("fixed", "inert")
+    }
 
 
 def unknown(table: str, where: str, name: str) -> ConfigError:
     """The error for a name that no receiving class has, with the nearest names."""
-    content, known = names.load(table), list(names.entries(table))
+    content = names.load(table)
+    known = list(names.entries(table))
     plain = name.lstrip("-").replace("-", "_")
     close = [plain] if plain in known else difflib.get_close_matches(plain, known, n=3, cutoff=0.6)
     others = f"one of its {len(known)} arguments (names with underscores, no prefix)"
@@ -139,8 +161,11 @@ def size_of(value: int | str) -> int:
     return int(Decimal(found[1]) * _UNITS[found[2]])
 
 
-def _unreadable(table: str, where: str, value: Any, entry: dict[str, Any], made_by: str) -> ConfigError | None:
-    """The error for a value that the package's command line cannot be told; None if it can, and for Megatron, which has none."""
+def _unreadable(
+    table: str, where: str, value: Any, entry: dict[str, Any], made_by: str
+) -> ConfigError | None:
+    """The error for a value that the package's command line cannot be told; None if it can, and for
+    Megatron, which has none."""
     if table == "megatron":
         return None
     if value is False and "off" not in entry and entry["default"] is not False:
@@ -160,16 +185,25 @@ def _unreadable(table: str, where: str, value: Any, entry: dict[str, Any], made_
         try:
             json.loads(value)
         except ValueError as error:
-            return ConfigError("not JSON", where=where, found=repr(value), expected=f"a list or a mapping: {error}")
+            return ConfigError(
+                "not JSON", where=where, found=repr(value), expected=f"a list or a mapping: {error}"
+            )
     return None
 
 
-def _not_a_choice(where: str, value: Any, choices: list[Any] | None, made_by: str) -> ConfigError | None:
-    """The error for a word that a command line option does not take; None if it does, or takes any."""
+def _not_a_choice(
+    where: str, value: Any, choices: list[Any] | None, made_by: str
+) -> ConfigError | None:
+    """The error for a word that a command line option does not take; None if it does, or takes
+    any."""
     values = value if isinstance(value, list | tuple) else [value]
     if choices is None or value is None or all(one in choices for one in values):
         return None
-    close = [word for one in values for word in difflib.get_close_matches(str(one), map(str, choices), n=1)]
+    close = [
+        word
+        for one in values
+        for word in difflib.get_close_matches(str(one), map(str, choices), n=1)
+    ]
     others = f"{', '.join(map(str, choices))} ({made_by})"
     return ConfigError(
         "the value is none of the argument's choices",

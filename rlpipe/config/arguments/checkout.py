@@ -1,9 +1,10 @@
-"""A Megatron-LM checkout on PYTHONPATH: it is imported instead of the installed wheel, and its arguments are taken instead of the
-stored table's.
+"""A Megatron-LM checkout on PYTHONPATH: it is imported instead of the installed wheel, and its
+arguments are taken instead of the stored table's.
 
-Its source is read, not run: a configuration is checked without torch. Read are the fields of its three configuration classes,
-and the options that `extra_args_provider` of its `pretrain_gpt.py` adds to a parser in so many words (`add_argument("--name",
-type=int, default=1)`), also through functions of the same file.
+Its source is read, not run: a configuration is checked without torch. Read are the fields of its
+three configuration classes, and the options that `extra_args_provider` of its `pretrain_gpt.py`
+adds to a parser in so many words (`add_argument("--name", type=int, default=1)`), also through
+functions of the same file.
 
 Not here: giving those options to its code (`rlpipe.engines.megatron.arguments`).
 """
@@ -42,25 +43,53 @@ def checkout() -> Path | None:
 
 
 def arguments(folder: Path) -> dict[str, dict[str, Entry]]:
-    """Receiver → name → `{"type", "default"}` of a checkout, the provider's options among them. Raises: ConfigError."""
-    found = {kind: fields(kind, [folder / "megatron" / "core" / file for file in files]) for kind, files in CLASSES.items()}
+    """Receiver → name → `{"type", "default"}` of a checkout, the provider's options among them.
+    Raises: ConfigError."""
+    found = {
+        kind: fields(kind, [folder / "megatron" / "core" / file for file in files])
+        for kind, files in CLASSES.items()
+    }
     provider = folder / PROVIDER_FILE
     return found | ({PROVIDER: options(_parsed(provider))} if provider.is_file() else {})
 
 
 def fields(kind: str, files: list[Path]) -> dict[str, Entry]:
     """The fields of a dataclass, those of its bases in the same files first."""
-    classes = {node.name: node for file in files for node in _parsed(file).body if isinstance(node, ast.ClassDef)}
+    classes = {
+        node.name: node
+        for file in files
+        for node in _parsed(file).body
+        if isinstance(node, ast.ClassDef)
+    }
 
     def collect(name: str) -> dict[str, Entry]:
         node = classes[name]
-        inherited = [collect(base.id) for base in node.bases if isinstance(base, ast.Name) and base.id in classes]
-        own = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
-        entries = {item.target.id: _entry(item) for item in own if isinstance(item.target, ast.Name)}
-        return {name: entry for part in [*inherited, entries] for name, entry in part.items() if not name.startswith("_")}
+        inherited = [
+            collect(base.id)
+            for base in node.bases
+            if isinstance(base, ast.Name) and base.id in classes
+        ]
+        own = [
+            item
+            for item in node.body
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        ]
+        entries = {
+            item.target.id: _entry(item) for item in own if isinstance(item.target, ast.Name)
+        }
+        return {
+            name: entry
+            for part in [*inherited, entries]
+            for name, entry in part.items()
+            if not name.startswith("_")
+        }
 
     if kind not in classes:
-        raise ConfigError("this is no Megatron-LM that is known here", where=str(files[-1]), found=f"no class {kind}")
+        raise ConfigError(
+            "this is no Megatron-LM that is known here",
+            where=str(files[-1]),
+            found=f"no class {kind}",
+        )
     return collect(kind)
 
 
@@ -69,9 +98,15 @@ def options(tree: ast.Module) -> dict[str, Entry]:
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     found: dict[str, Entry] = {}
     for call in _calls(PROVIDER, functions, set()):
-        spelled = [word.value for word in call.args if isinstance(word, ast.Constant) and str(word.value).startswith("--")]
+        spelled = [
+            word.value
+            for word in call.args
+            if isinstance(word, ast.Constant) and str(word.value).startswith("--")
+        ]
         if spelled:
-            found[str(spelled[0])[2:].replace("-", "_")] = _option({item.arg: item.value for item in call.keywords})
+            found[str(spelled[0])[2:].replace("-", "_")] = _option(
+                {item.arg: item.value for item in call.keywords}
+            )
     return found
 
 
@@ -81,7 +116,11 @@ def _calls(name: str, functions: dict[str, ast.FunctionDef], seen: set[str]) -> 
         return
     seen.add(name)
     for node in ast.walk(functions[name]):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "add_argument"
+        ):
             yield node
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             yield from _calls(node.func.id, functions, seen)
@@ -102,9 +141,16 @@ def _option(given: dict[str | None, ast.expr]) -> Entry:
 
 def _entry(item: ast.AnnAssign) -> Entry:
     default = item.value
-    if isinstance(default, ast.Call) and isinstance(default.func, ast.Name) and default.func.id == "field":
+    if (
+        isinstance(default, ast.Call)
+        and isinstance(default.func, ast.Name)
+        and default.func.id == "field"
+    ):
         default = {word.arg: word.value for word in default.keywords}.get("default")
-    return {"type": " | ".join(dict.fromkeys(_spelled(item.annotation))), "default": _literal(default)}
+    return {
+        "type": " | ".join(dict.fromkeys(_spelled(item.annotation))),
+        "default": _literal(default),
+    }
 
 
 def _spelled(kind: ast.expr) -> list[str]:
@@ -122,7 +168,9 @@ def _spelled(kind: ast.expr) -> list[str]:
     if outer == "Literal":
         return [repr(_literal(one)) for one in inner]
     if outer in ("Union", "Optional"):
-        return [word for one in inner for word in _spelled(one)] + (["None"] if outer == "Optional" else [])
+        return [word for one in inner for word in _spelled(one)] + (
+            ["None"] if outer == "Optional" else []
+        )
     return [_CONTAINERS.get(outer.lower(), _OBJECT)]
 
 
@@ -138,4 +186,6 @@ def _parsed(file: Path) -> ast.Module:
     try:
         return ast.parse(file.read_text(encoding="utf-8"), str(file))
     except (OSError, SyntaxError) as error:
-        raise ConfigError("the Megatron-LM on PYTHONPATH cannot be read", where=str(file), found=error) from error
+        raise ConfigError(
+            "the Megatron-LM on PYTHONPATH cannot be read", where=str(file), found=error
+        ) from error

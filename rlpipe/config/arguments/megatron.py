@@ -1,8 +1,9 @@
 """Rows of Megatron-core's arguments that are not simply passed on.
 
-They are measured: `tests/engines/megatron/effects.py` sets each field of Megatron's three configuration classes in small models
-on a CPU and compares what they compute bit for bit. What is about GPUs, Transformer Engine or several ranks is reasoned from the
-source of Megatron-core 0.16. What a Megatron-LM checkout adds has no rows, and is passed on.
+They are measured: `tests/engines/megatron/effects.py` sets each field of Megatron's three
+configuration classes in small models on a CPU and compares what they compute bit for bit. What is
+about GPUs, Transformer Engine or several ranks is reasoned from the source of Megatron-core 0.16.
+What a Megatron-LM checkout adds has no rows, and is passed on.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ from __future__ import annotations
 from rlpipe.config.arguments.rows import Rule, fixed, free, inert, owned, same
 
 _MODEL_DIRECTORY = "leave it out: it follows from config.json in the model directory (model.source)"
-_NO_TRANSFORMER_ENGINE = "only Transformer Engine's layers read it, and the trainer has layers of its own"
-_OWN_ATTENTION = "the trainer's attention is rlpipe's own, over whole sequences, and does not read it"
+_NO_TRANSFORMER_ENGINE = (
+    "only Transformer Engine's layers read it, and the trainer has layers of its own"
+)
+_OWN_ATTENTION = (
+    "the trainer's attention is rlpipe's own, over whole sequences, and does not read it"
+)
 _OWN_NORM = "the trainer's norms are rlpipe's own and do not read it"
 _OWN_LOGITS = "log-probs are computed by rlpipe, not by Megatron's output layer"
 _NO_FP8 = "the trainer computes in model.dtype; FP8 and FP4 need Transformer Engine's layers, which it does not use"
@@ -140,7 +145,9 @@ MEGATRON: dict[str, Rule] = {
         fp4_quantizer_factory quant_recipe
         """,
     ),
-    **inert(_NO_MIXED_FP16, "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
+    **inert(
+        _NO_MIXED_FP16, "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis"
+    ),
     **free(
         "makes sums of bfloat16 products more exact; on GPUs only",
         "disable_bf16_reduced_precision_matmul",

@@ -7,8 +7,9 @@
 | `inert` | nothing that rlpipe runs reads it                                  | the value that means no |
 | `free`  | taken as given, though it changes speed, memory or messages only   | any value               |
 
-A name without a row is passed on as given, and changes what is computed. Names are fields of the receiving class; other
-spellings (`tp`, `tensor_parallel_size`) are found through the field that they set.
+A name without a row is passed on as given, and changes what is computed. Names are fields of the
+receiving class; other spellings (`tp`, `tensor_parallel_size`) are found through the field that
+they set.
 
 The rows are in `megatron` and `sglang`, the table is in `table`.
 """
@@ -22,12 +23,14 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One row. `text` completes a sentence: for `owned` what to do instead, for all others the reason."""
+    """One row. `text` completes a sentence: for `owned` what to do instead, for all others the
+    reason."""
 
     kind: Literal["owned", "fixed", "inert", "free"]
     text: str
     values: tuple[Any, ...] = ()
-    """Values that are taken: what `fixed` is fixed to, and for `inert` what means no beside the class's default."""
+    """Values that are taken: what `fixed` is fixed to, and for `inert` what means no beside the
+    class's default."""
 
 
 def owned(do: str, names: str) -> dict[str, Rule]:

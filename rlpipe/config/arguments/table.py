@@ -1,6 +1,8 @@
-"""The one table of arguments that are not simply passed on: owned, fixed, without effect, or harmless.
+"""The one table of arguments that are not simply passed on: owned, fixed, without effect, or
+harmless.
 
-The check of a configuration, the trainer and the engines read it (`check`), and `python -m tools.flags --arguments` prints it.
+The check of a configuration, the trainer and the engines read it (`check`), and `python -m
+tools.flags --arguments` prints it.
 """
 
 from __future__ import annotations

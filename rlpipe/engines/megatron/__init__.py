@@ -1,1 +1,2 @@
-"""The training engine: Megatron-core models, optimizer steps, scoring, checkpoints and export, on CUDA or CPU."""
+"""The training engine: Megatron-core models, optimizer steps, scoring, checkpoints and export, on
+CUDA or CPU."""

@@ -1,7 +1,9 @@
-"""Options that a Megatron-LM checkout's own argument provider adds, given to its code: it asks `get_args()` for them.
+"""Options that a Megatron-LM checkout's own argument provider adds, given to its code: it asks
+`get_args()` for them.
 
-They are written in `train.megatron`, or as bare flags, like any argument of Megatron's. Only a checkout that has a provider
-(`pretrain_gpt.extra_args_provider`) is concerned; nothing of it is imported otherwise.
+They are written in `train.megatron`, or as bare flags, like any argument of Megatron's. Only a
+checkout that has a provider (`pretrain_gpt.extra_args_provider`) is concerned; nothing of it is
+imported otherwise.
 
 Not here: which options there are (`rlpipe.config.arguments.checkout`).
 """
@@ -27,7 +29,8 @@ def provided() -> dict[str, dict[str, Any]]:
 
 
 def give_arguments(train: TrainConfig) -> Namespace | None:
-    """Let `get_args()` answer Megatron's arguments by their own names, the provider's and ours; None if there is no provider.
+    """Let `get_args()` answer Megatron's arguments by their own names, the provider's and ours;
+    None if there is no provider.
 
     Raises: ConfigError if the checkout has a provider, but its global arguments cannot be imported.
     """
@@ -35,8 +38,12 @@ def give_arguments(train: TrainConfig) -> Namespace | None:
         return None
     known = names.load("megatron")["receivers"].values()
     defaults = {name: entry["default"] for arguments in known for name, entry in arguments.items()}
-    optimizer = train.optimizer.model_dump(include=defaults.keys() & type(train.optimizer).model_fields.keys())
-    arguments = Namespace(**{**defaults, **optimizer, **train.parallel.model_dump(), **train.megatron})
+    optimizer = train.optimizer.model_dump(
+        include=defaults.keys() & type(train.optimizer).model_fields.keys()
+    )
+    arguments = Namespace(
+        **{**defaults, **optimizer, **train.parallel.model_dump(), **train.megatron}
+    )
     try:
         module = importlib.import_module(GLOBALS)
     except ImportError as error:

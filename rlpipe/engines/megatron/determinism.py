@@ -1,4 +1,5 @@
-"""The determinism switch: the same batches, on the same kind of machine in the same layout, give the same bits.
+"""The determinism switch: the same batches, on the same kind of machine in the same layout, give
+the same bits.
 
 | where  | what is done                                                                                          |
 |--------|-------------------------------------------------------------------------------------------------------|
@@ -6,14 +7,15 @@
 | CUDA   | ENVIRONMENT: one cuBLAS workspace, no nondeterministic Transformer Engine kernels, NCCL rings; no cuDNN benchmark |
 | CPU    | a fixed number of threads (`resources.threads_per_process`), which MKL may not lower by itself        |
 
-cuBLAS, NCCL and Transformer Engine read their variables once, at their first use in a process. So they are set here before its
-first engine is built; a process that has had one on CUDA without them cannot become deterministic and has to be started
-again. (That CUDA is initialised says nothing: importing Megatron-core does that.) Where gradients are summed over ranks their
-order follows from the layout, which is an input of every train node.
+cuBLAS, NCCL and Transformer Engine read their variables once, at their first use in a process. So
+they are set here before its first engine is built; a process that has had one on CUDA without them
+cannot become deterministic and has to be started again. (That CUDA is initialised says nothing:
+importing Megatron-core does that.) Where gradients are summed over ranks their order follows from
+the layout, which is an input of every train node.
 
-Without the switch training on one rank of a CPU comes out the same too, as measured; only with it that is a promise.
-Not here: sampling. On GPUs the engines get `enable_deterministic_inference` (`engines.sglang.server`); on CPUs the promise is
-about training and replay only.
+Without the switch training on one rank of a CPU comes out the same too, as measured; only with it
+that is a promise. Not here: sampling. On GPUs the engines get `enable_deterministic_inference`
+(`engines.sglang.server`); on CPUs the promise is about training and replay only.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ def switch(deterministic: bool) -> None:
         _had_another_engine = True
     torch.use_deterministic_algorithms(deterministic)
     settings: Any = torch.utils.deterministic
-    settings.fill_uninitialized_memory = False  # a pass over memory that nothing reads before it is written
+    settings.fill_uninitialized_memory = (
+        False  # a pass over memory that nothing reads before it is written
+    )
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = False
 

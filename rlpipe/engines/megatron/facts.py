@@ -1,4 +1,5 @@
-"""With what this rank computes: versions, device, which attention and which kernels. For the record; it decides nothing.
+"""With what this rank computes: versions, device, which attention and which kernels. For the
+record; it decides nothing.
 
 Two runs of one configuration on two machines differ in this, so it stands in every train node.
 
@@ -19,12 +20,13 @@ from rlpipe.engines.megatron import platform
 # isort: split
 import megatron.core
 
-from rlpipe.engines.megatron import varlen
+from rlpipe.engines.megatron.model import varlen
 
 
 def facts(dtype: str) -> dict[str, Any]:
     """Name → value, of what trains a model of this dtype (torch's word) in this process."""
-    on_cuda, cuda = platform.CUDA_FOUND, cast("Any", torch.cuda)
+    on_cuda = platform.CUDA_FOUND
+    cuda = cast("Any", torch.cuda)
     packed = on_cuda and dtype in ("bfloat16", "float16")
     return {
         "device": torch.cuda.get_device_name() if on_cuda else "cpu",
@@ -37,7 +39,9 @@ def facts(dtype: str) -> dict[str, Any]:
         "mbridge": _version("mbridge"),
         "transformer_engine": _version("transformer_engine") or _version("transformer-engine"),
         "attention": varlen.backend() if packed else "torch scaled_dot_product_attention",
-        "attention_version": _version(varlen.BACKENDS[varlen.backend()][0]) if packed else torch.__version__,
+        "attention_version": _version(varlen.BACKENDS[varlen.backend()][0])
+        if packed
+        else torch.__version__,
         "fused": "triton" if on_cuda else "torch",
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }

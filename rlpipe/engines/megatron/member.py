@@ -1,4 +1,5 @@
-"""`Member`: what a rank of the policy and one of a critic with ranks of its own have in common: a place in a world.
+"""`Member`: what a rank of the policy and one of a critic with ranks of its own have in common: a
+place in a world.
 
 Not here: models (`engine`, `critic_engine`), how the two worlds meet (`meeting`).
 """
@@ -12,7 +13,7 @@ import torch
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron import determinism, platform
 from rlpipe.engines.megatron.groups import close_groups, open_groups, replicas
-from rlpipe.engines.megatron.routing import release_routers
+from rlpipe.engines.megatron.train.routing import release_routers
 
 
 class Member:
@@ -30,15 +31,24 @@ class Member:
         deterministic: bool,
         timeout_s: float,
     ) -> None:
-        """Join the other ranks at `master`, in the layout of these settings. `where`: the key of the layout, for errors.
+        """Join the other ranks at `master`, in the layout of these settings. `where`: the key of
+        the layout, for errors.
 
-        Raises: ConfigError if the ranks do not divide; TrainerError if this process is a rank already.
+        Raises: ConfigError if the ranks do not divide; TrainerError if this process is a rank
+        already.
         """
         self._train = train
         self._data_parallel = replicas(train.parallel, world_size, where=where)
         determinism.switch(deterministic)
         platform.claim(rank, threads)
-        open_groups(train.parallel, rank=rank, world_size=world_size, master=master, timeout_s=timeout_s, seed=train.seed)
+        open_groups(
+            train.parallel,
+            rank=rank,
+            world_size=world_size,
+            master=master,
+            timeout_s=timeout_s,
+            seed=train.seed,
+        )
 
     def _leave(self) -> None:
         """Leave all process groups, and give device memory back that nothing refers to any more."""
@@ -50,10 +60,11 @@ class Member:
 
     @property
     def data_parallel(self) -> int:
-        """Data parallel ranks, for `rlpipe.packing.plan`. Not collective."""
+        """Data parallel ranks, for `rlpipe.batch.packing.plan`. Not collective."""
         return self._data_parallel
 
     @property
     def max_tokens(self) -> int:
-        """Packed tokens of a micro-batch over all context parallel ranks, for `rlpipe.packing.plan`. Not collective."""
+        """Packed tokens of a micro-batch over all context parallel ranks, for
+        `rlpipe.batch.packing.plan`. Not collective."""
         return self._train.max_tokens_per_gpu * self._train.parallel.context_parallel_size

@@ -1,21 +1,26 @@
-"""What a trainer rank keeps in device memory while others use the device: parts of its state are put to sleep and woken.
+"""What a trainer rank keeps in device memory while others use the device: parts of its state are
+put to sleep and woken.
 
     weights      policy and critic                   moved to pinned CPU memory
     optimizer    main parameters and moments         moved
     gradients    the gradient buffers                dropped: every optimizer step begins with zeros
     teacher      frozen                              moved the first time; after that the copy is there
 
-A part sleeps when the storages of its tensors are empty. The tensors themselves, and every view that Megatron keeps of them (of
-a parameter in DDP's buffer, of a bucket), stay as they are and show what they showed once the storage is filled again; only
-addresses change, so nothing may keep one. torch_memory_saver would keep those too, but it has to be loaded into the process
-before anything else, copies gradients as well, and its memory cannot be shared by CUDA IPC, which is how weights reach
-engines of the same GPU. Freed memory goes back to the device, so any other process can have it.
+A part sleeps when the storages of its tensors are empty. The tensors themselves, and every view
+that Megatron keeps of them (of a parameter in DDP's buffer, of a bucket), stay as they are and show
+what they showed once the storage is filled again; only addresses change, so nothing may keep one.
+torch_memory_saver would keep those too, but it has to be loaded into the process before anything
+else, copies gradients as well, and its memory cannot be shared by CUDA IPC, which is how weights
+reach engines of the same GPU. Freed memory goes back to the device, so any other process can have
+it.
 
-Where weights sleep is also where the policy's wait while the rank scores with the reference's (`showing`), which lie in pinned
-CPU memory too: a run that scores a reference keeps its weights twice there, one that also takes turns no more than that.
+Where weights sleep is also where the policy's wait while the rank scores with the reference's
+(`showing`), which lie in pinned CPU memory too: a run that scores a reference keeps its weights
+twice there, one that also takes turns no more than that.
 
-On a machine without CUDA the same happens between two places of its memory. What is not moved: the CUDA context, NCCL's
-buffers (a process group has no way to give them back but to end), constants of the model such as those of rotary embeddings.
+On a machine without CUDA the same happens between two places of its memory. What is not moved: the
+CUDA context, NCCL's buffers (a process group has no way to give them back but to end), constants of
+the model such as those of rotary embeddings.
 
 Not here: whose turn it is (`rlpipe.actors.sharing`).
 """
@@ -33,8 +38,8 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from rlpipe.engines.megatron import platform
-from rlpipe.engines.megatron.model import Scorer, Trained
-from rlpipe.engines.megatron.state import inner_optimizers
+from rlpipe.engines.megatron.checkpoint.state import inner_optimizers
+from rlpipe.engines.megatron.model.build import Scorer, Trained
 from rlpipe.errors import TrainerError
 
 Part = Literal["weights", "optimizer", "gradients", "teacher"]
@@ -45,7 +50,8 @@ SMALLEST_CHUNK_BYTES = 4096
 
 
 class DeviceMemory:
-    """The parts of one rank that can sleep. Not thread safe; not collective, but all ranks should do the same."""
+    """The parts of one rank that can sleep. Not thread safe; not collective, but all ranks should
+    do the same."""
 
     def __init__(self) -> None:
         self._asleep: dict[Part, list[tuple[UntypedStorage, int]]] = {}
@@ -58,7 +64,8 @@ class DeviceMemory:
         return frozenset(self._asleep)
 
     def require(self, *parts: Part) -> None:
-        """Raises: TrainerError if one of these sleeps: to read an empty storage would end the process."""
+        """Raises: TrainerError if one of these sleeps: to read an empty storage would end the
+        process."""
         if missing := [part for part in parts if part in self._asleep]:
             raise TrainerError(
                 "what is needed is not in device memory",
@@ -67,15 +74,20 @@ class DeviceMemory:
                 do="wake it first (`MegatronEngine.occupy`)",
             )
 
-    def occupy(self, tensors: Mapping[Part, Iterable[Tensor]], keep: Collection[Part]) -> dict[str, float]:
-        """Put to sleep what is awake and not to be kept, then wake what is to be kept. Repeated, it does nothing.
+    def occupy(
+        self, tensors: Mapping[Part, Iterable[Tensor]], keep: Collection[Part]
+    ) -> dict[str, float]:
+        """Put to sleep what is awake and not to be kept, then wake what is to be kept. Repeated, it
+        does nothing.
 
-        `tensors`: those of every part; one of which an earlier part has the storage goes with that part.
-        Answers `{"seconds", "peak_bytes", "kept_bytes", "used_bytes"}`: the most that this process had of the device since it was
-        last asked (0 without CUDA), what its awake parts take, and what all processes together use of the device (without
-        CUDA: what this one uses of the machine's memory).
+        `tensors`: those of every part; one of which an earlier part has the storage goes with that
+        part. Answers `{"seconds", "peak_bytes", "kept_bytes", "used_bytes"}`: the most that this
+        process had of the device since it was last asked (0 without CUDA), what its awake parts
+        take, and what all processes together use of the device (without CUDA: what this one uses of
+        the machine's memory).
         """
-        start, peak = time.perf_counter(), _peak_bytes()
+        start = time.perf_counter()
+        peak = _peak_bytes()
         storages = _by_part(tensors)
         for part in PARTS:
             if part not in keep and part not in self._asleep:
@@ -88,12 +100,18 @@ class DeviceMemory:
         seconds = time.perf_counter() - start
         _reset_peak()
         kept = sum(storage.nbytes() for found in storages.values() for storage in found)
-        return {"seconds": seconds, "peak_bytes": peak, "kept_bytes": float(kept), "used_bytes": float(_used_bytes())}
+        return {
+            "seconds": seconds,
+            "peak_bytes": peak,
+            "kept_bytes": float(kept),
+            "used_bytes": float(_used_bytes()),
+        }
 
     @contextmanager
     def showing(self, kept: HostCopy, tensors: Iterable[Tensor]) -> Iterator[None]:
         """While this lasts, these of the weights have the values that were kept of them."""
-        storages, own = distinct(tensors), self._copies.setdefault("weights", HostCopy())
+        storages = distinct(tensors)
+        own = self._copies.setdefault("weights", HostCopy())
         own.take(storages)
         try:
             kept.give(storages)
@@ -125,7 +143,9 @@ class DeviceMemory:
         try:
             for storage, size_bytes in sizes:
                 storage.resize_(size_bytes)
-        except RuntimeError:  # there is no room: leave none of it behind, so that others find theirs
+        except (
+            RuntimeError
+        ):  # there is no room: leave none of it behind, so that others find theirs
             for storage, _ in sizes:
                 storage.resize_(0)
             _give_back()
@@ -140,7 +160,8 @@ class DeviceMemory:
 
 
 class HostCopy:
-    """The contents of some storages, one after another, in pinned memory that is kept for the next time."""
+    """The contents of some storages, one after another, in pinned memory that is kept for the next
+    time."""
 
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []
@@ -160,7 +181,9 @@ class HostCopy:
         missing = size_bytes - sum(len(chunk) for chunk in self._chunks)
         while missing > 0:
             size = min(CHUNK_BYTES, max(SMALLEST_CHUNK_BYTES, 1 << (missing - 1).bit_length()))
-            self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=platform.CUDA_FOUND))
+            self._chunks.append(
+                torch.empty(size, dtype=torch.uint8, pin_memory=platform.CUDA_FOUND)
+            )
             missing -= size
 
     def _pieces(self, storages: list[UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -174,7 +197,8 @@ class HostCopy:
                     room = next(chunks)
                 size = min(len(room), len(rest))
                 yield room[:size], rest[:size]
-                room, rest = room[size:], rest[size:]
+                room = room[size:]
+                rest = rest[size:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +210,8 @@ class Resident:
     teacher: Scorer | None = None
 
     def tensors(self) -> dict[Part, list[Tensor]]:
-        """The tensors of every part. Gradients that the last step left are forgotten: they alias the buffers, or double them."""
+        """The tensors of every part. Gradients that the last step left are forgotten: they alias
+        the buffers, or double them."""
         found: dict[Part, list[Tensor]] = {part: [] for part in PARTS}
         for trained in self.trained:
             trained.optimizer.zero_grad()
@@ -203,7 +228,11 @@ def _of_optimizer(optimizer: Any) -> Iterator[Tensor]:
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
                 yield parameter
-                yield from (value for value in part.optimizer.state[parameter].values() if torch.is_tensor(value))
+                yield from (
+                    value
+                    for value in part.optimizer.state[parameter].values()
+                    if torch.is_tensor(value)
+                )
 
 
 def _buffers(ddp: Any) -> Iterator[Any]:
@@ -219,7 +248,8 @@ def distinct(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
 
 
 def _by_part(tensors: Mapping[Part, Iterable[Tensor]]) -> dict[Part, list[UntypedStorage]]:
-    """The storages of each part on this rank's device, each once; of several parts, the first in the order of PARTS has it."""
+    """The storages of each part on this rank's device, each once; of several parts, the first in
+    the order of PARTS has it."""
     seen: set[int] = set()
     found: dict[Part, list[UntypedStorage]] = {}
     for part in PARTS:
@@ -242,7 +272,8 @@ def _synchronize() -> None:
 
 
 def _give_back() -> None:
-    """Return what is free to the device, also what engines had mapped by CUDA IPC and have let go."""
+    """Return what is free to the device, also what engines had mapped by CUDA IPC and have let
+    go."""
     if platform.CUDA_FOUND:
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()

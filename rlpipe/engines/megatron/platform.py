@@ -1,9 +1,11 @@
-"""Where Megatron-core runs: CUDA, or a CPU that it does not know about. Import this before `megatron` or `mbridge`.
+"""Where Megatron-core runs: CUDA, or a CPU that it does not know about. Import this before
+`megatron` or `mbridge`.
 
-Megatron-core has no device abstraction: it says `torch.cuda.current_device()`, `device="cuda"`, `tensor.cuda()` literally.
-Without CUDA an import hook re-targets those literals to the CPU while the modules of `megatron.core` and `mbridge` are
-compiled; torch itself and every other package stay as they are. With CUDA their source is untouched. On both, `_REPAIRS`
-mends the few places that do not work without Transformer Engine.
+Megatron-core has no device abstraction: it says `torch.cuda.current_device()`, `device="cuda"`,
+`tensor.cuda()` literally. Without CUDA an import hook re-targets those literals to the CPU while
+the modules of `megatron.core` and `mbridge` are compiled; torch itself and every other package stay
+as they are. With CUDA their source is untouched. On both, `_REPAIRS` mends the few places that do
+not work without Transformer Engine.
 
 Not here: attention and layers (`layers`), names of weights (`bridge`).
 """
@@ -47,9 +49,13 @@ def claim(rank: int, threads: int) -> None:
 
 
 def to_device(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
-    """A copy of a host tensor there, or itself if that is the host. The host does not wait for CUDA, which is busy with what was
-    asked of it before: the copy goes through pinned memory."""
-    return tensor.pin_memory().to(target, non_blocking=True) if target.type == "cuda" else tensor.to(target)
+    """A copy of a host tensor there, or itself if that is the host. The host does not wait for
+    CUDA, which is busy with what was asked of it before: the copy goes through pinned memory."""
+    return (
+        tensor.pin_memory().to(target, non_blocking=True)
+        if target.type == "cuda"
+        else tensor.to(target)
+    )
 
 
 class _Stream:
@@ -88,7 +94,9 @@ class _CudaOnCpu:
     """Stands where a re-targeted module says `torch.cuda`. What is not listed is torch's own."""
 
     Stream = Event = _Stream
-    FloatTensor, HalfTensor, BFloat16Tensor = torch.FloatTensor, torch.HalfTensor, torch.BFloat16Tensor
+    FloatTensor = torch.FloatTensor
+    HalfTensor = torch.HalfTensor
+    BFloat16Tensor = torch.BFloat16Tensor
     current_device = staticmethod(lambda: torch.device("cpu"))
     device_count = staticmethod(lambda: 1)
     is_available = staticmethod(lambda: False)
@@ -99,7 +107,9 @@ class _CudaOnCpu:
     manual_seed = staticmethod(torch.manual_seed)
     get_rng_state = staticmethod(lambda *_, **__: torch.get_rng_state())
     set_rng_state = staticmethod(lambda state, *_, **__: torch.set_rng_state(state))
-    memory_allocated = max_memory_allocated = memory_reserved = max_memory_reserved = staticmethod(_zero)
+    memory_allocated = max_memory_allocated = memory_reserved = max_memory_reserved = staticmethod(
+        _zero
+    )
     nvtx = types.SimpleNamespace(range_push=_nothing, range_pop=_nothing)
 
     def __getattr__(self, name: str) -> object:
@@ -119,11 +129,16 @@ class _Retarget(ast.NodeTransformer):
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        moves = node.func if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda" else None
+        moves = (
+            node.func if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda" else None
+        )
         self.generic_visit(node)
         if moves is not None:
             return ast.copy_location(
-                ast.Call(ast.copy_location(ast.Attribute(moves.value, "cpu", ast.Load()), node), [], []), node
+                ast.Call(
+                    ast.copy_location(ast.Attribute(moves.value, "cpu", ast.Load()), node), [], []
+                ),
+                node,
             )
         for keyword in node.keywords:
             if keyword.arg == "pin_memory" and isinstance(keyword.value, ast.Constant):
@@ -133,8 +148,14 @@ class _Retarget(ast.NodeTransformer):
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         if node.value == "cuda":
             return ast.copy_location(ast.Constant("cpu"), node)
-        if isinstance(node.value, str) and node.value.startswith("torch.cuda.") and node.value.endswith("Tensor"):
-            return ast.copy_location(ast.Constant("torch." + node.value.removeprefix("torch.cuda.")), node)
+        if (
+            isinstance(node.value, str)
+            and node.value.startswith("torch.cuda.")
+            and node.value.endswith("Tensor")
+        ):
+            return ast.copy_location(
+                ast.Constant("torch." + node.value.removeprefix("torch.cuda.")), node
+            )
         return node
 
 
@@ -155,7 +176,8 @@ def _header(tree: ast.Module) -> int:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles re-targeted source (never to a .pyc: it is not the file's own code) and applies the module's repair."""
+    """Compiles re-targeted source (never to a .pyc: it is not the file's own code) and applies the
+    module's repair."""
 
     def get_code(self, fullname: str) -> types.CodeType | None:
         path = self.get_filename(fullname)
@@ -165,7 +187,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return _retargeted(source, path)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """What both packages warn about at import (Transformer Engine, apex, their own names) is none of our users' doing."""
+        """What both packages warn about at import (Transformer Engine, apex, their own names) is
+        none of our users' doing."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             super().exec_module(module)
@@ -175,7 +198,10 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname, path=None, target=None):
-        if not fullname.startswith(tuple(f"{package}." for package in PACKAGES)) and fullname not in PACKAGES:
+        if (
+            not fullname.startswith(tuple(f"{package}." for package in PACKAGES))
+            and fullname not in PACKAGES
+        ):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
@@ -195,7 +221,8 @@ def _random_state_of_the_cpu(module) -> None:
 
 
 def _moe_without_transformer_engine(module) -> None:
-    """0.16.1 names `te_general_gemm` without importing it, and converts to numpy only what `is_cuda`."""
+    """0.16.1 names `te_general_gemm` without importing it, and converts to numpy only what
+    `is_cuda`."""
     if not hasattr(module, "te_general_gemm"):
         module.te_general_gemm = None
     if not CUDA_FOUND:
@@ -208,11 +235,13 @@ def _to_numpy(tensor, as_numpy: bool = False, **_unused) -> object:
 
 def _latent_attention_without_transformer_engine(module) -> None:
     if not isinstance(module.TELinear, type):
-        module.TELinear, module.HAVE_TE = type("NoTELinear", (), {}), False
+        module.TELinear = type("NoTELinear", (), {})
+        module.HAVE_TE = False
 
 
 def _distributed_optimizer_with_torch_adam(module) -> None:
-    """Its `_set_main_param_and_optimizer_states` wants a saved `step` per parameter, which it does not save."""
+    """Its `_set_main_param_and_optimizer_states` wants a saved `step` per parameter, which it does
+    not save."""
     if module.HAVE_APEX_OR_TE:
         return
 
@@ -228,7 +257,8 @@ def _distributed_optimizer_with_torch_adam(module) -> None:
 
 
 def _gradient_norm_without_waiting(module) -> None:
-    """Without Transformer Engine and apex it asks the device for the norm of one parameter after another."""
+    """Without Transformer Engine and apex it asks the device for the norm of one parameter after
+    another."""
     if not hasattr(module, "local_multi_tensor_l2_norm"):
         return
 
@@ -241,19 +271,35 @@ def _gradient_norm_without_waiting(module) -> None:
         assert lists[0] is lists[1]
         every._foreach_mul_(lists[1], factor)
 
-    module.l2_norm_impl, module.multi_tensor_scale_impl = norm, scale
+    module.l2_norm_impl = norm
+    module.multi_tensor_scale_impl = scale
 
 
 def _packed_rotation_without_waiting(module) -> None:
-    """Megatron asks the device how long each segment is, in every layer, and slices the angles of one after another."""
+    """Megatron asks the device how long each segment is, in every layer, and slices the angles of
+    one after another."""
 
-    def rotate(t, cu_seqlens, freqs, rotary_interleaved=False, multi_latent_attention=False, mscale=1.0, *, cp_group):
-        size, rank = cp_group.size(), cp_group.rank()
-        starts, index = cu_seqlens // size, torch.arange(len(t), device=t.device)
+    def rotate(
+        t,
+        cu_seqlens,
+        freqs,
+        rotary_interleaved=False,
+        multi_latent_attention=False,
+        mscale=1.0,
+        *,
+        cp_group,
+    ):
+        size = cp_group.size()
+        rank = cp_group.rank()
+        starts = cu_seqlens // size
+        index = torch.arange(len(t), device=t.device)
         segment = torch.searchsorted(starts, index, right=True) - 1
-        within, half = index - starts[segment], (starts[segment + 1] - starts[segment]) // 2
+        within = index - starts[segment]
+        half = (starts[segment + 1] - starts[segment]) // 2
         if size > 1:
-            within = torch.where(within < half, rank * half + within, (2 * size - 2 - rank) * half + within)
+            within = torch.where(
+                within < half, rank * half + within, (2 * size - 2 - rank) * half + within
+            )
         turned = module._apply_rotary_pos_emb_bshd(
             t.unsqueeze(1),
             freqs.index_select(0, within),
@@ -267,13 +313,15 @@ def _packed_rotation_without_waiting(module) -> None:
 
 
 def _checkpoints_without_more_processes(module) -> None:
-    """Megatron writes from forked processes (of a process full of threads) and collects results through a spawned manager,
-    which imports the main module again and outlives a rank that is killed. Threads and plain queues do the same."""
+    """Megatron writes from forked processes (of a process full of threads) and collects results
+    through a spawned manager, which imports the main module again and outlives a rank that is
+    killed. Threads and plain queues do the same."""
     results: queue.Queue = queue.Queue()
     write_one = module.FileSystemWriterAsync.write_preloaded_data
 
     def write(transforms, use_msc, _rank, buckets, _results) -> None:
-        done, tokens = queue.Queue(), queue.Queue()
+        done = queue.Queue()
+        tokens = queue.Queue()
         with ThreadPoolExecutor(len(buckets)) as pool:
             for i, bucket in enumerate(buckets):
                 tokens.put(i)

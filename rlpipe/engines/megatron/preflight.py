@@ -1,11 +1,12 @@
-"""Check before anything is started that Megatron-core takes a run's arguments together, for its model and its layout.
+"""Check before anything is started that Megatron-core takes a run's arguments together, for its
+model and its layout.
 
     check_trainer(directory, model, train, deterministic=False)
 
-Megatron's three configuration classes refuse arguments that contradict each other, and the bridge refuses models and layouts
-that it cannot build. Both need torch and Megatron-core, whose import takes seconds and begins with CUDA. So they are built in a
-process of its own, which sees no GPU and makes no model. Without Megatron-core, on a machine that only submits runs, the ranks
-find out.
+Megatron's three configuration classes refuse arguments that contradict each other, and the bridge
+refuses models and layouts that it cannot build. Both need torch and Megatron-core, whose import
+takes seconds and begins with CUDA. So they are built in a process of its own, which sees no GPU and
+makes no model. Without Megatron-core, on a machine that only submits runs, the ranks find out.
 
 Not here: arguments that are wrong by themselves (`rlpipe.config.arguments`).
 """
@@ -31,7 +32,9 @@ _WITH_TRANSFORMER_ENGINE = {"layernorm", "moe_act", "mla_up_proj"}
 """Modules that Megatron-core recomputes with the help of Transformer Engine's record of FP8."""
 
 
-def check_trainer(directory: Path, model: ModelConfig, train: TrainConfig, *, deterministic: bool = False) -> None:
+def check_trainer(
+    directory: Path, model: ModelConfig, train: TrainConfig, *, deterministic: bool = False
+) -> None:
     """Build Megatron's configuration of a run in a process of its own.
 
     Raises: ConfigError for arguments, a model or a layout that the trainer's ranks would refuse.
@@ -66,7 +69,8 @@ def check_trainer(directory: Path, model: ModelConfig, train: TrainConfig, *, de
 
 
 def refused(given: dict[str, Any]) -> dict[str, Any] | None:
-    """The fields of a ConfigError for what `check_trainer` was given; None if all of it is taken."""
+    """The fields of a ConfigError for what `check_trainer` was given; None if all of it is
+    taken."""
     train = TrainConfig.model_validate(given["train"])
     model = ModelConfig.model_validate(given["model"])
     try:
@@ -92,16 +96,22 @@ def refused(given: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _build(directory: str, model: ModelConfig, train: TrainConfig, *, deterministic: bool) -> None:
-    """Build the three configurations of Megatron-core. Raises: ConfigError, and whatever Megatron-core raises."""
+    """Build the three configurations of Megatron-core. Raises: ConfigError, and whatever
+    Megatron-core raises."""
     import torch
 
-    from rlpipe.engines.megatron.bridge import layers_of
-    from rlpipe.engines.megatron.model import ddp_config, open_model, optimizer_config, split_arguments
+    from rlpipe.engines.megatron.bridges.bridge import layers_of
+    from rlpipe.engines.megatron.model.build import (
+        ddp_config,
+        open_model,
+        optimizer_config,
+        split_arguments,
+    )
 
     # isort: split
     from mbridge.core.parallel_states import ParallelStates
 
-    from rlpipe.engines.megatron.routing import check_routing
+    from rlpipe.engines.megatron.train.routing import check_routing
 
     parallel = train.parallel
     sizes = ParallelStates(
@@ -117,9 +127,15 @@ def _build(directory: str, model: ModelConfig, train: TrainConfig, *, determinis
     optimizer_config(train, getattr(torch, model.dtype), for_optimizer)
     bridge = open_model(directory, model, train, deterministic=deterministic, sizes=sizes)
     if train.replays_routing:
-        key = "use_rollout_routing_replay" if train.use_rollout_routing_replay else "use_routing_replay"
+        key = (
+            "use_rollout_routing_replay"
+            if train.use_rollout_routing_replay
+            else "use_routing_replay"
+        )
         check_routing(bridge.config, where=f"train.{key}")
-    if "pipeline_model_parallel_layout" not in train.megatron:  # Megatron reads it from process groups only
+    if (
+        "pipeline_model_parallel_layout" not in train.megatron
+    ):  # Megatron reads it from process groups only
         layers_of(bridge, stage=0)
     _check_packages(bridge.config)
 

@@ -1,8 +1,10 @@
-"""Random state of a training rank: Python's, NumPy's, torch's, and Megatron's of tensor parallel regions.
+"""Random state of a training rank: Python's, NumPy's, torch's, and Megatron's of tensor parallel
+regions.
 
-It begins with the run's seed. A checkpoint keeps that of each place (pipeline stage, tensor parallel rank) of the world that
-wrote it, and a rank that loads all of a checkpoint takes that of its own place. Where there is none for it everything begins
-with the seed again, so that what is drawn next follows from the checkpoint alone, and not from what the process did before:
+It begins with the run's seed. A checkpoint keeps that of each place (pipeline stage, tensor
+parallel rank) of the world that wrote it, and a rank that loads all of a checkpoint takes that of
+its own place. Where there is none for it everything begins with the seed again, so that what is
+drawn next follows from the checkpoint alone, and not from what the process did before:
 
     the world is split in another way             anew, on all ranks
     a critic that moves to ranks of its own       anew there; the policy goes on with its own, which both drew from before
@@ -59,8 +61,14 @@ def sharded() -> ShardedObject:
     return ShardedObject(
         KEY,
         [state],
-        (parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size()),
-        (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
+        (
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+        ),
+        (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        ),
         replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
 

@@ -1,1 +1,2 @@
-"""SGLang: the server process, the router, the admin client of one engine. The only place that imports sglang."""
+"""SGLang: the server process, the router, the admin client of one engine. The only place that
+imports sglang."""

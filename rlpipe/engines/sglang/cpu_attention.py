@@ -1,11 +1,13 @@
 """Batched attention over SGLang's paged cache for CPUs.
 
-SGLang's `torch_native` backend runs one `scaled_dot_product_attention` per request and layer; with a small model and hundreds of
-short requests that loop is most of the time. Here requests of like length are padded together and take one call. Installed
-through SGLang's own hook registry (see `cpu_launch`); what it does not cover (sliding windows, cross attention, encoders) goes
-to SGLang's function unchanged. Not for CUDA, which has real kernels.
+SGLang's `torch_native` backend runs one `scaled_dot_product_attention` per request and layer; with
+a small model and hundreds of short requests that loop is most of the time. Here requests of like
+length are padded together and take one call. Installed through SGLang's own hook registry (see
+`cpu_launch`); what it does not cover (sliding windows, cross attention, encoders) goes to SGLang's
+function unchanged. Not for CUDA, which has real kernels.
 
-B requests, E new tokens of a request (padded), M tokens in its cache (padded), H query heads, K key-value heads, D head size.
+B requests, E new tokens of a request (padded), M tokens in its cache (padded), H query heads, K
+key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -25,56 +27,102 @@ _KNOWN = {"scaling", "enable_gqa", "causal", "is_cross_attn", "sliding_window_si
 """Options understood here; with any other, SGLang's function runs."""
 
 
-def decode(original: Callable[..., Any], backend: Any, *tensors: Any, **options: Any) -> torch.Tensor:
-    """One new token per request. Around SGLang's `_run_sdpa_forward_decode`: same arguments, effect and result."""
+def decode(
+    original: Callable[..., Any], backend: Any, *tensors: Any, **options: Any
+) -> torch.Tensor:
+    """One new token per request. Around SGLang's `_run_sdpa_forward_decode`: same arguments, effect
+    and result."""
     query, output, k_cache, v_cache, req_to_token, requests, totals, encoder = tensors
     if not _covered(encoder, options):
         return original(backend, *tensors, **options)
     news = torch.ones_like(totals)
-    _attend(query, output, k_cache, v_cache, req_to_token, requests, totals, totals - 1, news, options["scaling"])
+    _attend(
+        query,
+        output,
+        k_cache,
+        v_cache,
+        req_to_token,
+        requests,
+        totals,
+        totals - 1,
+        news,
+        options["scaling"],
+    )
     return output
 
 
-def extend(original: Callable[..., Any], backend: Any, *tensors: Any, **options: Any) -> torch.Tensor:
-    """Several new tokens per request after a cached prefix. Around SGLang's `_run_sdpa_forward_extend`, likewise."""
-    query, output, k_cache, v_cache, req_to_token, requests, totals, prefixes, news, encoder = tensors
+def extend(
+    original: Callable[..., Any], backend: Any, *tensors: Any, **options: Any
+) -> torch.Tensor:
+    """Several new tokens per request after a cached prefix. Around SGLang's
+    `_run_sdpa_forward_extend`, likewise."""
+    query, output, k_cache, v_cache, req_to_token, requests, totals, prefixes, news, encoder = (
+        tensors
+    )
     if not options["causal"] or not _covered(encoder, options):
         return original(backend, *tensors, **options)
-    _attend(query, output, k_cache, v_cache, req_to_token, requests, totals, prefixes, news, options["scaling"])
+    _attend(
+        query,
+        output,
+        k_cache,
+        v_cache,
+        req_to_token,
+        requests,
+        totals,
+        prefixes,
+        news,
+        options["scaling"],
+    )
     return output
 
 
 def _covered(encoder_lens: Any, options: dict[str, Any]) -> bool:
     window = options.get("sliding_window_size")
-    return encoder_lens is None and not options.get("is_cross_attn") and (window is None or window < 0) and set(options) <= _KNOWN
+    return (
+        encoder_lens is None
+        and not options.get("is_cross_attn")
+        and (window is None or window < 0)
+        and set(options) <= _KNOWN
+    )
 
 
-def _attend(query, output, k_cache, v_cache, req_to_token, requests, totals, prefixes, news, scaling) -> None:
+def _attend(
+    query, output, k_cache, v_cache, req_to_token, requests, totals, prefixes, news, scaling
+) -> None:
     """Write softmax(q·k/√D + causal mask)·v of every new token into `output`.
 
     Shapes: query and output [ΣE, H, D]; caches [slots, K, D]; requests, totals, prefixes, news [B].
     """
     starts = torch.cumsum(news, 0) - news
     for part in _alike(totals, news):
-        total, prefix, new = totals[part], prefixes[part], news[part]
-        width, length = int(new.max()), int(total.max())
+        total = totals[part]
+        prefix = prefixes[part]
+        new = news[part]
+        width = int(new.max())
+        length = int(total.max())
         step = torch.arange(width)
         real = step < new[:, None]
         rows = starts[part][:, None] + torch.minimum(step, new[:, None] - 1)
         position = torch.arange(length)
-        slots = req_to_token[requests[part], :length].long().masked_fill(position >= total[:, None], 0)
+        slots = (
+            req_to_token[requests[part], :length].long().masked_fill(position >= total[:, None], 0)
+        )
         visible = position <= (prefix[:, None] + step)[:, :, None]
         answer = _padded(query[rows], k_cache[slots], v_cache[slots], visible[:, None], scaling)
         output[rows[real]] = answer[real].to(output.dtype)
 
 
 def _padded(query, keys, values, visible, scaling):
-    """Shapes: query [B, E, H, D]; keys, values [B, M, K, D]; visible [B, 1, E, M] bool; returns [B, E, H, D]."""
+    """Shapes: query [B, E, H, D]; keys, values [B, M, K, D]; visible [B, 1, E, M] bool; returns [B,
+    E, H, D]."""
     batch, width, heads, size = query.shape
-    key_heads, value_size = keys.shape[2], values.shape[3]
+    key_heads = keys.shape[2]
+    value_size = values.shape[3]
     share = heads // key_heads
     stacked = (
-        query.view(batch, width, key_heads, share, size).permute(0, 2, 3, 1, 4).reshape(batch, key_heads, share * width, size)
+        query.view(batch, width, key_heads, share, size)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(batch, key_heads, share * width, size)
     )
     answer = scaled_dot_product_attention(
         stacked,
@@ -88,7 +136,8 @@ def _padded(query, keys, values, visible, scaling):
 
 
 def _alike(totals, news) -> Iterator[torch.Tensor]:
-    """Indices of requests to run together: at most twice as much padding as content, and within the memory bounds."""
+    """Indices of requests to run together: at most twice as much padding as content, and within the
+    memory bounds."""
     order = sorted(zip(totals.tolist(), news.tolist(), range(len(totals)), strict=True))
     part: list[int] = []
     shortest = widest = 0
@@ -98,7 +147,8 @@ def _alike(totals, news) -> Iterator[torch.Tensor]:
         too_much = count * total > _PADDED_TOKENS or count * widest * total > _PADDED_SCORES
         if part and (total > 2 * shortest + 16 or too_much):
             yield torch.tensor(part)
-            part, widest = [], new
+            part = []
+            widest = new
         if not part:
             shortest = total
         part.append(index)

@@ -1,20 +1,26 @@
-"""Run an unmodified SGLang server on a machine without CUDA: `python -m rlpipe.engines.sglang.cpu_launch ARGUMENTS`.
+"""Run an unmodified SGLang server on a machine without CUDA: `python -m
+rlpipe.engines.sglang.cpu_launch ARGUMENTS`.
 
-The arguments are SGLang's own. Six gaps are filled, and a start is halved, none of it by editing SGLang:
+The arguments are SGLang's own. Six gaps are filled, and a start is halved, none of it by editing
+SGLang:
 
-1. `SGLANG_USE_CPU_ENGINE=1` selects SGLang's own CPU platform, which falls back to pure PyTorch layers without AMX.
-2. `sgl_kernel` exists on PyPI for CUDA only. SGLang's CPU path imports a few names of it; all but one of them serve
-   speculative decoding and raise here when called.
-3. `torchvision` is imported for image processors only, and its PyPI wheel cannot live beside a CPU torch: where it is
-   absent, an empty stand-in takes its place, in the server's own processes.
-4. The `torch_native` attention backend runs one request at a time; SGLang's hook registry puts `cpu_attention` in its place.
-5. `/weights_checker` compares weights on a CUDA device; the same registry has it compare them where they are.
-6. `--enable-return-routed-experts` keeps them in memory that it registers with CUDA; the same registry leaves that out.
-7. SGLang's processes are forked from the first one, which has imported everything: each would else do so again, for 7 s. Where
-   CUDA is, a process may have used it, and its children could not then.
+1. `SGLANG_USE_CPU_ENGINE=1` selects SGLang's own CPU platform, which falls back to pure PyTorch
+   layers without AMX.
+2. `sgl_kernel` exists on PyPI for CUDA only. SGLang's CPU path imports a few names of it; all but
+   one of them serve speculative decoding and raise here when called.
+3. `torchvision` is imported for image processors only, and its PyPI wheel cannot live beside a CPU
+   torch: where it is absent, an empty stand-in takes its place, in the server's own processes.
+4. The `torch_native` attention backend runs one request at a time; SGLang's hook registry puts
+   `cpu_attention` in its place.
+5. `/weights_checker` compares weights on a CUDA device; the same registry has it compare them where
+   they are.
+6. `--enable-return-routed-experts` keeps them in memory that it registers with CUDA; the same
+   registry leaves that out.
+7. SGLang's processes are forked from the first one, which has imported everything: each would else
+   do so again, for 7 s. Where CUDA is, a process may have used it, and its children could not then.
 
-All but the last happens at import, because what SGLang spawns all the same imports this main module again.
-Not here: anything for CUDA (see `launch`).
+All but the last happens at import, because what SGLang spawns all the same imports this main module
+again. Not here: anything for CUDA (see `launch`).
 """
 
 from __future__ import annotations
@@ -47,7 +53,9 @@ def _assign_req_to_token_pool_cpu(requests, req_to_token, starts, ends, location
     """Copy each request's new cache locations into its row of the request-to-token table."""
     position = 0
     for request, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
-        req_to_token[request, start:end] = locations[position : position + end - start].to(req_to_token.dtype)
+        req_to_token[request, start:end] = locations[position : position + end - start].to(
+            req_to_token.dtype
+        )
         position += end - start
 
 
@@ -107,7 +115,8 @@ def _kernel_stand_in() -> types.ModuleType:
 
 
 def install() -> None:
-    """Put the stand-ins in place; must run before sglang is imported. Calling it again changes nothing."""
+    """Put the stand-ins in place; must run before sglang is imported. Calling it again changes
+    nothing."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     sys.modules.setdefault("sgl_kernel", _kernel_stand_in())
     standing = any(isinstance(finder, _StandIn) for finder in sys.meta_path)
@@ -125,24 +134,34 @@ def _memory_as_it_is(_original, _buffer, _granularity=None) -> None:
 
 
 def _fork_while_alone(original, arguments):
-    """SGLang has just made its settings, the kind of its processes among them, and is about to start them. Forking a process of
-    several threads could leave a lock held for good in the child, so that one goes on spawning; so does one whose processes start
-    more of them (data parallelism), or have to begin on a NUMA node."""
+    """SGLang has just made its settings, the kind of its processes among them, and is about to
+    start them. Forking a process of several threads could leave a lock held for good in the child,
+    so that one goes on spawning; so does one whose processes start more of them (data parallelism),
+    or have to begin on a NUMA node."""
     found = original(arguments)
-    if arguments.dp_size == 1 and arguments.numa_node is None and psutil.Process().num_threads() == 1:
+    if (
+        arguments.dp_size == 1
+        and arguments.numa_node is None
+        and psutil.Process().num_threads() == 1
+    ):
         multiprocessing.set_start_method("fork", force=True)
     return found
 
 
 def hook() -> None:
-    """Register what replaces SGLang's own; it takes effect when SGLang loads its plugins, in every process."""
+    """Register what replaces SGLang's own; it takes effect when SGLang loads its plugins, in every
+    process."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from rlpipe.engines.sglang import cpu_attention
 
     backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
-    HookRegistry.register(f"{backend}._run_sdpa_forward_decode", cpu_attention.decode, HookType.AROUND)
-    HookRegistry.register(f"{backend}._run_sdpa_forward_extend", cpu_attention.extend, HookType.AROUND)
+    HookRegistry.register(
+        f"{backend}._run_sdpa_forward_decode", cpu_attention.decode, HookType.AROUND
+    )
+    HookRegistry.register(
+        f"{backend}._run_sdpa_forward_extend", cpu_attention.extend, HookType.AROUND
+    )
     weights = "sglang.srt.utils.weight_checker_comparator.RawComparable"
     HookRegistry.register(f"{weights}.iter_chunks", _weights_where_they_are, HookType.AROUND)
     host_memory = "sglang.srt.mem_cache.pool_host.common"
@@ -153,7 +172,9 @@ def hook_start() -> None:
     """The same, of the process that starts the others."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_while_alone, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.entrypoints.engine._set_envs_and_config", _fork_while_alone, HookType.AROUND
+    )
 
 
 install()

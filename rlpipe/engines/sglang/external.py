@@ -1,7 +1,9 @@
-"""`ExternalServer` and `ExternalRouter`: what others start and end, used like `Server` and `Router`.
+"""`ExternalServer` and `ExternalRouter`: what others start and end, used like `Server` and
+`Router`.
 
-A server is asked what it serves before it is given weights: it would ignore tensors of another name, and end at one of another
-shape. It is asked anew each time it has been away. Nothing here starts, restarts or ends a process.
+A server is asked what it serves before it is given weights: it would ignore tensors of another
+name, and end at one of another shape. It is asked anew each time it has been away. Nothing here
+starts, restarts or ends a process.
 
 Not here: which weights it holds (`admin`), when it is left out (the fleet).
 """
@@ -20,7 +22,7 @@ import httpx
 
 from rlpipe.engines.sglang.routes import Routes
 from rlpipe.errors import ConfigError, EngineUnavailable, ResourceError
-from rlpipe.rollout.http import fetch
+from rlpipe.rollout.client.http import fetch
 
 LOOK_S = 10.0
 """A server that does not say in so many seconds what it serves is away."""
@@ -62,7 +64,8 @@ class ExternalServer:
     """Of a process that is not ours to name."""
 
     def __init__(self, url: str, wanted: Wanted) -> None:
-        self.url, self.wanted = url, wanted
+        self.url = url
+        self.wanted = wanted
         self._met = False
 
     @property
@@ -72,8 +75,10 @@ class ExternalServer:
         return self._met
 
     def start(self) -> None:
-        """Ask it what it serves. Raises: EngineUnavailable if it does not answer; ConfigError naming all that is wrong."""
-        model, server = _answer(f"{self.url}/model_info"), _answer(f"{self.url}/server_info")
+        """Ask it what it serves. Raises: EngineUnavailable if it does not answer; ConfigError
+        naming all that is wrong."""
+        model = _answer(f"{self.url}/model_info")
+        server = _answer(f"{self.url}/server_info")
         if model is None or server is None:
             raise EngineUnavailable(
                 "no answer from an external engine",
@@ -99,12 +104,18 @@ class ExternalServer:
         self._met = False
 
 
-def unfit(model: dict[str, Any], server: dict[str, Any], wanted: Wanted) -> dict[str, tuple[Any, Any]]:
+def unfit(
+    model: dict[str, Any], server: dict[str, Any], wanted: Wanted
+) -> dict[str, tuple[Any, Any]]:
     """What of `/model_info` and `/server_info` is not as it has to be: name → (found, expected)."""
     ours = json.loads((Path(wanted.model_dir) / "config.json").read_text())
     version = _release(server.get("version"))
     own_dtype = str(ours.get("dtype") or ours.get("torch_dtype"))
-    dtype = own_dtype if server.get("dtype") == "auto" else _TYPES.get(server.get("dtype", ""), server.get("dtype"))
+    dtype = (
+        own_dtype
+        if server.get("dtype") == "auto"
+        else _TYPES.get(server.get("dtype", ""), server.get("dtype"))
+    )
     pairs = {
         "architectures": (model.get("architectures"), ours.get("architectures")),
         "dtype": (dtype, wanted.dtype),
@@ -118,9 +129,16 @@ def unfit(model: dict[str, Any], server: dict[str, Any], wanted: Wanted) -> dict
     needed = {
         "skip_tokenizer_init": (wanted.reads_text, False),
         "enable_return_routed_experts": (wanted.names_experts, True),
-        "enable_deterministic_inference": (wanted.deterministic and server.get("device") == "cuda", True),
+        "enable_deterministic_inference": (
+            wanted.deterministic and server.get("device") == "cuda",
+            True,
+        ),
     }
-    pairs |= {name: (bool(server.get(name)), value) for name, (applies, value) in needed.items() if applies}
+    pairs |= {
+        name: (bool(server.get(name)), value)
+        for name, (applies, value) in needed.items()
+        if applies
+    }
     wrong = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if version < OLDEST:
         wrong["version"] = (server.get("version"), f"{'.'.join(map(str, OLDEST))} or later")
@@ -142,13 +160,15 @@ def _release(version: Any) -> tuple[int, ...]:
 
 
 class ExternalRouter(Routes):
-    """A router at an address. `start()`, `wait_ready(deadline_s)`, `stop()`, `alive`, and as `Routes`."""
+    """A router at an address. `start()`, `wait_ready(deadline_s)`, `stop()`, `alive`, and as
+    `Routes`."""
 
     port = None
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self.name, self.do = f"external router {url}", "look at its log, or leave engine.router_url out"
+        self.name = f"external router {url}"
+        self.do = "look at its log, or leave engine.router_url out"
 
     @property
     def url(self) -> str:
@@ -168,7 +188,10 @@ class ExternalRouter(Routes):
         while not self.alive:
             if time.monotonic() > end_s:
                 raise EngineUnavailable(
-                    "no answer", where=f"engine.router_url: {self.url}", expected=f"/workers within {deadline_s:g} s", do=self.do
+                    "no answer",
+                    where=f"engine.router_url: {self.url}",
+                    expected=f"/workers within {deadline_s:g} s",
+                    do=self.do,
                 )
             time.sleep(_POLL_S)
 
@@ -176,7 +199,8 @@ class ExternalRouter(Routes):
         """It is not ours to end."""
 
     def require_alone(self, ours: Collection[str]) -> None:
-        """Returns if it routes to nothing that lives but `ours` (addresses). Raises: ResourceError naming those of others."""
+        """Returns if it routes to nothing that lives but `ours` (addresses). Raises: ResourceError
+        naming those of others."""
         others = [worker["url"] for worker in self.workers() if worker["url"] not in ours]
         if alive := [url for url in others if _answer(f"{url}/model_info") is not None]:
             raise ResourceError(

@@ -26,12 +26,18 @@ _KEPT = (
 
 
 def facts(info: dict[str, Any]) -> dict[str, Any]:
-    """Name → value, of `/server_info`; a value that this release of SGLang does not name is left out."""
+    """Name → value, of `/server_info`; a value that this release of SGLang does not name is left
+    out."""
     attention = info.get("attention_backend")
-    of_phases = {phase: info.get(f"{phase}_attention_backend") or attention for phase in ("prefill", "decode")}
+    of_phases = {
+        phase: info.get(f"{phase}_attention_backend") or attention
+        for phase in ("prefill", "decode")
+    }
     one = set(of_phases.values())
     return {
         "sglang": info.get("version"),
-        "attention": one.pop() if len(one) == 1 else ", ".join(f"{phase}: {name}" for phase, name in of_phases.items()),
+        "attention": one.pop()
+        if len(one) == 1
+        else ", ".join(f"{phase}: {name}" for phase, name in of_phases.items()),
         **{name: info[name] for name in _KEPT if info.get(name) is not None},
     }

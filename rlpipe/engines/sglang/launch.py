@@ -1,12 +1,15 @@
-"""Run an SGLang server that ends with its parent: `python -m rlpipe.engines.sglang.launch ARGUMENTS`.
+"""Run an SGLang server that ends with its parent: `python -m rlpipe.engines.sglang.launch
+ARGUMENTS`.
 
 The arguments are SGLang's own, and optionally `--rlpipe-parent PID`.
 
-Megatron-core is hidden from the server and its children, which import this main module again. A debugging tool of SGLang imports
-it where it is installed, for nothing that is used here; that takes seconds in each process, and switches torch_memory_saver to a
-mode in which CUDA graphs cannot be given up.
+Megatron-core is hidden from the server and its children, which import this main module again. A
+debugging tool of SGLang imports it where it is installed, for nothing that is used here; that takes
+seconds in each process, and switches torch_memory_saver to a mode in which CUDA graphs cannot be
+given up.
 
-Not here: choosing the arguments (see `server`) or making SGLang run without CUDA (see `cpu_launch`, which ends up in `main` too).
+Not here: choosing the arguments (see `server`) or making SGLang run without CUDA (see `cpu_launch`,
+which ends up in `main` too).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import os
 import sys
 from typing import Any
 
-from rlpipe import orphan
+from rlpipe.system import orphan
 
 
 def hide_megatron() -> None:

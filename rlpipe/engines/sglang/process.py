@@ -1,6 +1,8 @@
-"""A server in a process group of its own: start, wait until it answers, stop. What `Server` and `Router` have in common.
+"""A server in a process group of its own: start, wait until it answers, stop. What `Server` and
+`Router` have in common.
 
-The process gets our PID and ends its whole group when we are gone (`orphan`). Not here: restarting it, or what it is told.
+The process gets our PID and ends its whole group when we are gone (`orphan`). Not here: restarting
+it, or what it is told.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from typing import Any
 import httpx
 
 import rlpipe
-from rlpipe import orphan
 from rlpipe.config.arguments import names
 from rlpipe.errors import DeadlineExceeded, EngineUnavailable, ResourceError
-from rlpipe.ports import free_port
+from rlpipe.system import orphan
+from rlpipe.system.ports import free_port
 
 LOOPBACK = "127.0.0.1"
 _POLL_S = 0.1
@@ -34,9 +36,13 @@ class ServerProcess:
 
     ready_path = "/health"
 
-    def __init__(self, name: str, module: str, host: str, port: int | None, log_path: str | Path) -> None:
+    def __init__(
+        self, name: str, module: str, host: str, port: int | None, log_path: str | Path
+    ) -> None:
         """`port` None picks a free one. Nothing is started yet."""
-        self.name, self.module, self.host = name, module, host
+        self.name = name
+        self.module = module
+        self.host = host
         self.port = free_port(host) if port is None else port
         self.log_path = Path(log_path)
         self.process: subprocess.Popen[bytes] | None = None
@@ -67,17 +73,30 @@ class ServerProcess:
         """Start it and return at once. Raises: ResourceError if its port is taken."""
         require_free_port(self.host, self.port, self.name)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", self.module, orphan.FLAG, str(os.getpid()), *self.arguments()]
+        command = [
+            sys.executable,
+            "-m",
+            self.module,
+            orphan.FLAG,
+            str(os.getpid()),
+            *self.arguments(),
+        ]
         source = str(Path(rlpipe.__file__).parents[1])
         paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **self.environment()}
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
             )
 
     def wait_ready(self, deadline_s: float) -> None:
-        """Wait until it answers. Raises: EngineUnavailable with the end of its log if it died, DeadlineExceeded likewise."""
+        """Wait until it answers. Raises: EngineUnavailable with the end of its log if it died,
+        DeadlineExceeded likewise."""
         end_s = time.monotonic() + deadline_s
         with httpx.Client(timeout=5.0) as client:
             while not self._answers(client):
@@ -106,7 +125,8 @@ class ServerProcess:
             return False
 
     def stop(self) -> None:
-        """Kill its process group and wait for it; nothing in it is worth a slow shutdown. Calling it again is harmless."""
+        """Kill its process group and wait for it; nothing in it is worth a slow shutdown. Calling
+        it again is harmless."""
         if self.process is None:
             return
         if self.process.poll() is None:
@@ -122,7 +142,8 @@ class ServerProcess:
 
 
 def require_free_port(host: str, port: int, name: str) -> None:
-    """Raises: ResourceError if `port` is taken (the router would share it silently: it binds with SO_REUSEPORT)."""
+    """Raises: ResourceError if `port` is taken (the router would share it silently: it binds with
+    SO_REUSEPORT)."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -139,10 +160,12 @@ def require_free_port(host: str, port: int, name: str) -> None:
 def flags(table: str, arguments: Mapping[str, Any]) -> list[str]:
     """Arguments as command line flags: `mem_fraction_static: 0.8` is `--mem-fraction-static 0.8`.
 
-    true is the bare flag; false is the flag that turns it off, where there is one, and null leaves it out. A list is several
-    words and a dict is `name=value` words where the option takes several; elsewhere both are JSON.
+    true is the bare flag; false is the flag that turns it off, where there is one, and null leaves
+    it out. A list is several words and a dict is `name=value` words where the option takes several;
+    elsewhere both are JSON.
     """
-    known, line = names.entries(table), []
+    known = names.entries(table)
+    line = []
     for name, value in arguments.items():
         plain = name.replace("-", "_").lstrip("_")
         entry = known.get(plain, {})
@@ -152,7 +175,9 @@ def flags(table: str, arguments: Mapping[str, Any]) -> list[str]:
             continue
         words = _words(value, several=entry.get("words", False))
         if len(words) == 1 and words[0].startswith("-"):
-            line.append(f"{_option(plain)}={words[0]}")  # argparse takes a word with a dash for an option
+            line.append(
+                f"{_option(plain)}={words[0]}"
+            )  # argparse takes a word with a dash for an option
         else:
             line += [_option(plain), *words]
     return line

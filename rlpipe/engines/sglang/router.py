@@ -12,10 +12,11 @@ from rlpipe.config.arguments.check import check_router
 from rlpipe.config.model import EngineConfig
 from rlpipe.engines.sglang.process import LOOPBACK, ServerProcess, flags
 from rlpipe.engines.sglang.routes import Routes
-from rlpipe.ports import free_port
+from rlpipe.system.ports import free_port
 
 _DEFAULTS = {
-    "policy": "round_robin",  # cache_aware counts requests, and a request of ours is a whole group or more
+    # cache_aware counts requests, and a request of ours is a whole group or more
+    "policy": "round_robin",
     "health_check_endpoint": "/model_info",  # /health hangs while an engine is paused
     "health_check_interval_secs": 10,
     "disable_circuit_breaker": True,  # it would take a live engine out after ten refused requests
@@ -24,12 +25,21 @@ _DEFAULTS = {
 
 
 class Router(ServerProcess, Routes):
-    """One sglang-router. `start()`, `wait_ready(deadline_s)`, `stop()`, `add(url)`, `remove(url)`, `workers()`."""
+    """One sglang-router. `start()`, `wait_ready(deadline_s)`, `stop()`, `add(url)`, `remove(url)`,
+    `workers()`."""
 
     def __init__(self, config: EngineConfig, *, port: int | None, log_path: str | Path) -> None:
-        """`port` None picks a free one. Raises: ConfigError for an argument in `engine.router` that cannot be taken."""
-        super().__init__("sglang-router", "rlpipe.engines.sglang.router_launch", config.host or LOOPBACK, port, log_path)
-        self.name, self.do = f"sglang-router {self.url}", f"read {self.log_path}"
+        """`port` None picks a free one. Raises: ConfigError for an argument in `engine.router` that
+        cannot be taken."""
+        super().__init__(
+            "sglang-router",
+            "rlpipe.engines.sglang.router_launch",
+            config.host or LOOPBACK,
+            port,
+            log_path,
+        )
+        self.name = f"sglang-router {self.url}"
+        self.do = f"read {self.log_path}"
         check_router(config.router)
         self._arguments = {
             "host": self.host,

@@ -1,13 +1,15 @@
-"""Run an sglang-router that ends with its parent: `python -m rlpipe.engines.sglang.router_launch ARGUMENTS`.
+"""Run an sglang-router that ends with its parent: `python -m rlpipe.engines.sglang.router_launch
+ARGUMENTS`.
 
-The arguments are the router's own, and optionally `--rlpipe-parent PID`. Not here: choosing them (see `router`).
+The arguments are the router's own, and optionally `--rlpipe-parent PID`. Not here: choosing them
+(see `router`).
 """
 
 from __future__ import annotations
 
 import sys
 
-from rlpipe import orphan
+from rlpipe.system import orphan
 
 
 def main(argv: list[str]) -> None:

@@ -1,7 +1,8 @@
 """`Routes`: the list of engines of a router, whoever started it.
 
-Adding an engine takes about a second to be effective, removing one a few milliseconds; both return when it is. Weight pushes
-need neither (a paused engine keeps its requests waiting). Control of an engine does not go through the router (`admin`).
+Adding an engine takes about a second to be effective, removing one a few milliseconds; both return
+when it is. Weight pushes need neither (a paused engine keeps its requests waiting). Control of an
+engine does not go through the router (`admin`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import httpx
 
 from rlpipe.errors import DeadlineExceeded, EngineRejected, EngineUnavailable
-from rlpipe.rollout.http import fetch, read_workers
+from rlpipe.rollout.client.http import fetch, read_workers
 
 _POLL_S = 0.01
 _CALL_S = 30.0
@@ -39,7 +40,9 @@ class Routes:
         if self._id_of(url) is None:
             self._call("POST", "/workers", {"url": url})
         self._wait(
-            lambda: any(worker["url"] == url and worker["is_healthy"] for worker in self.workers()), f"add {url}", deadline_s
+            lambda: any(worker["url"] == url and worker["is_healthy"] for worker in self.workers()),
+            f"add {url}",
+            deadline_s,
         )
 
     def remove(self, url: str, deadline_s: float = 60.0) -> None:
@@ -58,7 +61,10 @@ class Routes:
             if time.monotonic() > end_s:
                 found = [(worker["url"], worker["is_healthy"]) for worker in self.workers()]
                 raise DeadlineExceeded(
-                    f"{what} is not effective", where=self.name, found=found, expected=f"within {deadline_s:g} s"
+                    f"{what} is not effective",
+                    where=self.name,
+                    found=found,
+                    expected=f"within {deadline_s:g} s",
                 )
             time.sleep(_POLL_S)
 
@@ -66,9 +72,13 @@ class Routes:
         try:
             answer = fetch(method, f"{self.url}{path}", json=body, deadline_s=_CALL_S)
         except httpx.RequestError as error:
-            raise EngineUnavailable("no answer", where=self.name, found=f"{type(error).__name__}: {error}", do=self.do) from error
+            raise EngineUnavailable(
+                "no answer", where=self.name, found=f"{type(error).__name__}: {error}", do=self.do
+            ) from error
         if not answer.is_success:
             raise EngineRejected(
-                f"{method} {path} was refused", where=self.name, found=f"HTTP {answer.status_code}: {answer.text[:300]}"
+                f"{method} {path} was refused",
+                where=self.name,
+                found=f"HTTP {answer.status_code}: {answer.text[:300]}",
             )
         return answer

@@ -1,4 +1,5 @@
-"""A policy and a critic that has ranks of its own: the engine of either, and a history that both of them go through."""
+"""A policy and a critic that has ranks of its own: the engine of either, and a history that both of
+them go through."""
 
 from __future__ import annotations
 
@@ -9,34 +10,59 @@ from typing import Any
 
 import numpy as np
 
+from rlpipe.batch.packing import plan
 from rlpipe.config.model import HuggingFaceModel, ModelConfig
 from rlpipe.config.models import CriticConfig
 from rlpipe.config.train import TrainConfig
-from rlpipe.engines.megatron import checkpoint
-from rlpipe.engines.megatron.critic_engine import CriticEngine
+from rlpipe.engines.megatron.checkpoint import checkpoint
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.engines.megatron.meeting import MeetingPlace
+from rlpipe.engines.megatron.train.critic_engine import CriticEngine
 from rlpipe.errors import StoreFull
-from rlpipe.packing import plan
 from tests.engines.megatron.ranks import engine, make_batch, with_returns
 
 Engine = MegatronEngine | CriticEngine
 STEPS = 100
 
 
-def policy(model_dir: str, train: dict[str, Any], rank: int, world_size: int, port: int, place: MeetingPlace) -> MegatronEngine:
+def policy(
+    model_dir: str,
+    train: dict[str, Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    place: MeetingPlace,
+) -> MegatronEngine:
     """A rank of the policy whose critic is elsewhere."""
-    return engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port, meeting=place)
+    return engine(
+        model_dir, TrainConfig.model_validate(train), rank, world_size, port, meeting=place
+    )
 
 
-def shared(model_dir: str, train: dict[str, Any], port: int, critic: dict[str, Any]) -> MegatronEngine:
+def shared(
+    model_dir: str, train: dict[str, Any], port: int, critic: dict[str, Any]
+) -> MegatronEngine:
     """The one rank of both."""
     config = CriticConfig.model_validate(critic)
-    return engine(model_dir, TrainConfig.model_validate(train), 0, 1, port, critic=config, critic_optimizer_steps=STEPS)
+    return engine(
+        model_dir,
+        TrainConfig.model_validate(train),
+        0,
+        1,
+        port,
+        critic=config,
+        critic_optimizer_steps=STEPS,
+    )
 
 
 def critic_of_its_own(
-    rank: int, world_size: int, port: int, model_dir: str, train: dict[str, Any], critic: dict[str, Any], place: MeetingPlace
+    rank: int,
+    world_size: int,
+    port: int,
+    model_dir: str,
+    train: dict[str, Any],
+    critic: dict[str, Any],
+    place: MeetingPlace,
 ) -> CriticEngine:
     """A rank of the critic."""
     source = HuggingFaceModel(type="huggingface", hf_checkpoint=model_dir)
@@ -56,17 +82,28 @@ def critic_of_its_own(
 
 
 def history(ours: Engine, saved: str, *others: str) -> dict[str, Any]:
-    """An iteration of the critic alone and one of both, two optimizer steps each; saved; then other checkpoints loaded.
+    """An iteration of the critic alone and one of both, two optimizer steps each; saved; then other
+    checkpoints loaded.
 
-    Everything there is to compare; `loaded`: the digest after each load, the last one of weights only.
+    Everything there is to compare; `loaded`: the digest after each load, the last one of weights
+    only.
     """
     ours.load_hf()
     found: dict[str, Any] = {"begun": ours.state_digest(), "steps": [], "values": []}
     for seed in range(2):
         batch = make_batch(seed=seed)
         found["values"].append(ours.values(batch))
-        batch = with_returns(batch.with_columns(proximal_log_probs=batch.rollout_log_probs), found["values"][-1], seed)
-        packing = plan(batch.lengths, global_batch_size=12, max_tokens=ours.max_tokens, data_parallel=ours.data_parallel)
+        batch = with_returns(
+            batch.with_columns(proximal_log_probs=batch.rollout_log_probs),
+            found["values"][-1],
+            seed,
+        )
+        packing = plan(
+            batch.lengths,
+            global_batch_size=12,
+            max_tokens=ours.max_tokens,
+            data_parallel=ours.data_parallel,
+        )
         result = ours.train(batch, packing, critic_only=seed == 0)
         found["steps"] += result.steps
     found["trained"] = result.state_digest
@@ -97,7 +134,10 @@ def one_rank_each(
     else:
         ours = critic_of_its_own(0, 1, ports[1], model_dir, train, critic, place)
     try:
-        return {"no room": without_room_for_both(ours, directories[0]), **history(ours, *directories)}
+        return {
+            "no room": without_room_for_both(ours, directories[0]),
+            **history(ours, *directories),
+        }
     finally:
         ours.close()
 
@@ -135,16 +175,21 @@ def of_critic(
         ours.close()
 
 
-def same_values(found: dict[str, Any], wanted: dict[str, Any], *, tokens_of=(0, 1, 2), within: float = 0.0) -> bool:
+def same_values(
+    found: dict[str, Any], wanted: dict[str, Any], *, tokens_of=(0, 1, 2), within: float = 0.0
+) -> bool:
     """Are the values of these batches near those?"""
     return all(np.abs(found["values"][i] - wanted["values"][i]).max() <= within for i in tokens_of)
 
 
 def without_critic(model_dir: str, train: dict[str, Any], port: int, directory: Path) -> str:
     """A checkpoint of a policy that was trained alone."""
-    alone, batch = engine(model_dir, TrainConfig.model_validate(train), 0, 1, port), make_batch(seed=5)
+    alone = engine(model_dir, TrainConfig.model_validate(train), 0, 1, port)
+    batch = make_batch(seed=5)
     alone.load_hf()
-    packing = plan(batch.lengths, global_batch_size=None, max_tokens=alone.max_tokens, data_parallel=1)
+    packing = plan(
+        batch.lengths, global_batch_size=None, max_tokens=alone.max_tokens, data_parallel=1
+    )
     alone.train(batch.with_columns(proximal_log_probs=batch.rollout_log_probs), packing)
     alone.save_checkpoint(directory, 1)
     alone.close()

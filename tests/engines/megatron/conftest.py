@@ -34,14 +34,22 @@ def models(tmp_path_factory) -> dict[str, str]:
         Qwen3MoeForCausalLM,
     )
 
-    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
+    experts: dict[str, Any] = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "head_dim": 16,
+    }
     made = {
-        "qwen3_moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, norm_topk_prob=True, tie_word_embeddings=False)),
+        "qwen3_moe": Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**SIZES, **experts, norm_topk_prob=True, tie_word_embeddings=False)
+        ),
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)),
         "qwen2": Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
         "llama": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
     }
-    root, generator = tmp_path_factory.mktemp("models"), torch.Generator().manual_seed(0)
+    root = tmp_path_factory.mktemp("models")
+    generator = torch.Generator().manual_seed(0)
     for name, model in made.items():
         with torch.no_grad():
             for parameter in model.parameters():

@@ -1,10 +1,12 @@
-"""What each of Megatron's arguments changes in a tiny model on a CPU: the measurement behind the table of refused arguments.
+"""What each of Megatron's arguments changes in a tiny model on a CPU: the measurement behind the
+table of refused arguments.
 
     python -m tests.engines.megatron.effects OUTPUT.json [NAME ...] [--cases CASE ...]
 
-Every field of TransformerConfig, OptimizerConfig and DistributedDataParallelConfig is set to other values than the one that it
-has, in a dense model, a mixture of experts and a model with latent attention. Scores, gradients, parameters and optimizer state
-after two optimizer steps are compared bit for bit with those of the same model without the argument.
+Every field of TransformerConfig, OptimizerConfig and DistributedDataParallelConfig is set to other
+values than the one that it has, in a dense model, a mixture of experts and a model with latent
+attention. Scores, gradients, parameters and optimizer state after two optimizer steps are compared
+bit for bit with those of the same model without the argument.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ import numpy as np
 import torch
 import xxhash
 
+from rlpipe.batch.packing import plan
 from rlpipe.config.arguments import names
 from rlpipe.config.arguments.table import TABLE
 from rlpipe.config.train import TrainConfig
-from rlpipe.engines.megatron.state import tensors
-from rlpipe.packing import plan
-from rlpipe.ports import free_port
+from rlpipe.engines.megatron.checkpoint.state import tensors
+from rlpipe.system.ports import free_port
 from tests.engines.megatron.families import make
 from tests.engines.megatron.ranks import engine, make_batch, near
 
@@ -100,8 +102,15 @@ BESIDE: dict[str, dict[str, Any]] = {
     "recompute_method": {"recompute_granularity": "full", "recompute_num_layers": 1},
     "recompute_num_layers": {"recompute_granularity": "full", "recompute_method": "uniform"},
     "recompute_modules": {"recompute_granularity": "selective"},
-    "distribute_saved_activations": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    "use_torch_optimizer_for_cpu_offload": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0},
+    "distribute_saved_activations": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "use_torch_optimizer_for_cpu_offload": {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 1.0,
+    },
     "window_attn_skip_freq": {"window_size": [2, 0]},
     "moe_pad_expert_input_to_capacity": {"moe_expert_capacity_factor": 0.5},
     "moe_token_drop_policy": {"moe_expert_capacity_factor": 0.5},
@@ -122,7 +131,9 @@ def off_default(spelled: str, now: Any) -> list[Any]:
             found += [0.25, 0.5] if not now else [now / 2, now * 2]
         elif part not in ("None", "list", "dict", "str", names.OBJECT):
             found.append(ast.literal_eval(part))
-    return [value for value in found if value != now or isinstance(value, bool) != isinstance(now, bool)]
+    return [
+        value for value in found if value != now or isinstance(value, bool) != isinstance(now, bool)
+    ]
 
 
 def train(model_dir: str, case: Case, megatron: dict[str, Any]) -> dict[str, str]:
@@ -134,13 +145,19 @@ def train(model_dir: str, case: Case, megatron: dict[str, Any]) -> dict[str, str
         "use_distributed_optimizer": case.distributed,
         "megatron": {**dict(case.megatron), **megatron},
     }
-    ours = engine(model_dir, TrainConfig.model_validate(settings), 0, 1, free_port(), dtype=case.dtype)
+    ours = engine(
+        model_dir, TrainConfig.model_validate(settings), 0, 1, free_port(), dtype=case.dtype
+    )
     try:
         ours.load_hf()
         batch = make_batch()
         scores = ours.score(batch)
-        batch = batch.with_columns(proximal_log_probs=near(scores, 0.2, 0), rollout_log_probs=near(scores, 0.2, 1))
-        packing = plan(batch.lengths, global_batch_size=12, max_tokens=ours.max_tokens, data_parallel=1)
+        batch = batch.with_columns(
+            proximal_log_probs=near(scores, 0.2, 0), rollout_log_probs=near(scores, 0.2, 1)
+        )
+        packing = plan(
+            batch.lengths, global_batch_size=12, max_tokens=ours.max_tokens, data_parallel=1
+        )
         steps = ours.train(batch, packing).steps
         state = dict(tensors(ours.trained))
         gradients = {
@@ -152,8 +169,12 @@ def train(model_dir: str, case: Case, megatron: dict[str, Any]) -> dict[str, str
             "scores": _digest(torch.from_numpy(np.asarray(scores))),
             "gradients": " ".join(_digest(gradients[name]) for name in sorted(gradients)),
             "steps": json.dumps(steps),
-            "parameters": " ".join(f"{name} {_digest(state[name])}" for name in state if name.startswith("model.")),
-            "optimizer": " ".join(f"{name} {_digest(state[name])}" for name in state if name.startswith("optimizer.")),
+            "parameters": " ".join(
+                f"{name} {_digest(state[name])}" for name in state if name.startswith("model.")
+            ),
+            "optimizer": " ".join(
+                f"{name} {_digest(state[name])}" for name in state if name.startswith("optimizer.")
+            ),
         }
     finally:
         ours.close()
@@ -164,7 +185,9 @@ def _digest(tensor: torch.Tensor) -> str:
     return f"{plain.dtype}{tuple(plain.shape)}{xxhash.xxh3_64_hexdigest(plain.reshape(-1).view(torch.uint8).numpy().tobytes())}"
 
 
-def measure(name: str, entry: dict[str, Any], case: Case, model_dir: str, plain: dict[str, str], now: Any) -> dict[str, str]:
+def measure(
+    name: str, entry: dict[str, Any], case: Case, model_dir: str, plain: dict[str, str], now: Any
+) -> dict[str, str]:
     """Value → what it changes, `nothing`, or the error that it ends with."""
     found: dict[str, str] = {}
     values = VALUES[name] if name in VALUES else off_default(entry["type"], now)
@@ -182,9 +205,11 @@ def measure(name: str, entry: dict[str, Any], case: Case, model_dir: str, plain:
     return found
 
 
-def sweep(only: list[str], cases: dict[str, Case], root: Path) -> Iterator[tuple[str, str, dict[str, str]]]:
+def sweep(
+    only: list[str], cases: dict[str, Case], root: Path
+) -> Iterator[tuple[str, str, dict[str, str]]]:
     """(name, case, what each value changes) of every name in every case."""
-    from rlpipe.engines.megatron import bridge as bridges  # noqa: F401
+    from rlpipe.engines.megatron.bridges import bridge as bridges  # noqa: F401
 
     known = names.entries("megatron")
     for label, case in cases.items():
@@ -193,15 +218,32 @@ def sweep(only: list[str], cases: dict[str, Case], root: Path) -> Iterator[tuple
         assert train(model_dir, case, {}) == plain, f"{label} is not repeatable"
         current = _current(model_dir, case)
         for name in only or list(known):
-            yield name, label, measure(name, known[name], case, model_dir, plain, current.get(name, known[name]["default"]))
+            yield (
+                name,
+                label,
+                measure(
+                    name,
+                    known[name],
+                    case,
+                    model_dir,
+                    plain,
+                    current.get(name, known[name]["default"]),
+                ),
+            )
 
 
 def _current(model_dir: str, case: Case) -> dict[str, Any]:
     """The values that the built configurations have."""
     settings: Any = {"megatron": dict(case.megatron), "use_distributed_optimizer": case.distributed}
-    ours = engine(model_dir, TrainConfig.model_validate(settings), 0, 1, free_port(), dtype=case.dtype)
+    ours = engine(
+        model_dir, TrainConfig.model_validate(settings), 0, 1, free_port(), dtype=case.dtype
+    )
     try:
-        configs = (ours.trained.ddp.ddp_config, ours.trained.optimizer.config, ours.trained.bridge.config)
+        configs = (
+            ours.trained.ddp.ddp_config,
+            ours.trained.optimizer.config,
+            ours.trained.bridge.config,
+        )
         return {name: value for config in configs for name, value in vars(config).items()}
     finally:
         ours.close()

@@ -1,6 +1,8 @@
-"""Tiny models of every family: the layers, routers and rotations of the real ones, random weights. Not a test.
+"""Tiny models of every family: the layers, routers and rotations of the real ones, random weights.
+Not a test.
 
-Weights are wide enough that logits differ, and so are what transformers leaves at 0 (biases of attention and of routers).
+Weights are wide enough that logits differ, and so are what transformers leaves at 0 (biases of
+attention and of routers).
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ _BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
-_SIGMOID = {**_EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
+_SIGMOID = {
+    **_EXPERTS,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
 _LATENT = {
     **_SIGMOID,
     "num_key_value_heads": 4,
@@ -37,16 +45,42 @@ _LATENT = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
 }
-_YARN = {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16}
-_LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_YARN = {
+    "rope_type": "yarn",
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
     "qwen2_tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
-    "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4, **_EXPERTS, "norm_topk_prob": True},
-    "qwen3_moe_unnormalised": {"model_type": "qwen3_moe", "num_experts": 4, **_EXPERTS, "norm_topk_prob": False},
-    "qwen2_moe": {"model_type": "qwen2_moe", "num_experts": 4, **_EXPERTS, "shared_expert_intermediate_size": 32},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 4,
+        **_EXPERTS,
+        "norm_topk_prob": True,
+    },
+    "qwen3_moe_unnormalised": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        **_EXPERTS,
+        "norm_topk_prob": False,
+    },
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        "num_experts": 4,
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 32,
+    },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "llama3": {"model_type": "llama", "rope_theta": 500_000.0},
     "llama3.2": {
@@ -56,9 +90,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_theta": 500_000.0,
         "rope_scaling": {**_LLAMA3, "factor": 32.0},
     },
-    "glm4": {"model_type": "glm4", "head_dim": 16, "attention_bias": True, "rms_norm_eps": 1.5625e-07, "pad_token_id": None},
-    "glm4.5": {"model_type": "glm4_moe", "head_dim": 16, **_SIGMOID, "attention_bias": True, "use_qk_norm": True},
-    "glm4.5_air": {"model_type": "glm4_moe", "head_dim": 16, **_SIGMOID, "attention_bias": True, "use_qk_norm": False},
+    "glm4": {
+        "model_type": "glm4",
+        "head_dim": 16,
+        "attention_bias": True,
+        "rms_norm_eps": 1.5625e-07,
+        "pad_token_id": None,
+    },
+    "glm4.5": {
+        "model_type": "glm4_moe",
+        "head_dim": 16,
+        **_SIGMOID,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
+    "glm4.5_air": {
+        "model_type": "glm4_moe",
+        "head_dim": 16,
+        **_SIGMOID,
+        "attention_bias": True,
+        "use_qk_norm": False,
+    },
     "glm4.7_flash": {"model_type": "glm4_moe_lite", **_LATENT, "rms_norm_eps": 1e-6},
     "deepseek_v3": {
         "model_type": "deepseek_v3",

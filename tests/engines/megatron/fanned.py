@@ -1,4 +1,5 @@
-"""A batch of rollouts that gave two samples each, scored by an engine; and the job that trains it on ranks of any layout."""
+"""A batch of rollouts that gave two samples each, scored by an engine; and the job that trains it
+on ranks of any layout."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from rlpipe.batch.packing import BatchColumns, plan
 from rlpipe.config.train import TrainConfig
-from rlpipe.packing import BatchColumns, plan
 from tests.engines.megatron.ranks import engine, make_batch, near
 
 
@@ -21,7 +22,12 @@ def fanned_batch(ours: Any) -> tuple[BatchColumns, np.ndarray]:
 
 
 def train_fanned(
-    rank: int, world_size: int, port: int, model_dir: str, train: dict[str, Any], hook_args: Any = None
+    rank: int,
+    world_size: int,
+    port: int,
+    model_dir: str,
+    train: dict[str, Any],
+    hook_args: Any = None,
 ) -> dict[str, Any]:
     """Three optimizer steps: their metrics, and the digest after them."""
     ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)

@@ -1,4 +1,5 @@
-"""A process in which Triton interprets kernels on the CPU: it has to be told before Triton is first imported."""
+"""A process in which Triton interprets kernels on the CPU: it has to be told before Triton is first
+imported."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 
 class Interpreted:
-    """Calls functions of `rlpipe.engines.megatron.kernels` there."""
+    """Calls functions of `rlpipe.engines.megatron.model.kernels` there."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -33,9 +34,11 @@ class Interpreted:
 
 def _serve(pipe) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
-    from rlpipe.engines.megatron import kernels
+    from rlpipe.engines.megatron.model import kernels
 
-    kernels.COLUMNS, kernels.FLAT, kernels.PROGRAMS = 16, 32, 3
+    kernels.COLUMNS = 16
+    kernels.FLAT = 32
+    kernels.PROGRAMS = 3
     while (order := pipe.recv()) is not None:
         name, arguments, keywords = order
         try:

@@ -1,6 +1,8 @@
-"""Training ranks in processes of their own, kept over the whole test session; and the jobs they can do.
+"""Training ranks in processes of their own, kept over the whole test session; and the jobs they can
+do.
 
-A rank takes (function, arguments), calls function(rank, world_size, port, *arguments) and sends back the result.
+A rank takes (function, arguments), calls function(rank, world_size, port, *arguments) and sends
+back the result.
 """
 
 from __future__ import annotations
@@ -11,17 +13,18 @@ from pathlib import Path
 
 import numpy as np
 
+from rlpipe.batch.packing import BatchColumns, plan
 from rlpipe.config.model import HuggingFaceModel, ModelConfig
 from rlpipe.config.models import CriticConfig
 from rlpipe.config.train import TrainConfig
-from rlpipe.packing import BatchColumns, plan
-from rlpipe.ports import free_port
+from rlpipe.system.ports import free_port
 
 
 class Ranks:
     """So many processes; `run` calls a job on all of them and returns their results by rank.
 
-    After a job that failed the next one gets fresh processes: a rank may still wait for one that gave up.
+    After a job that failed the next one gets fresh processes: a rank may still wait for one that
+    gave up.
     """
 
     def __init__(self, number: int) -> None:
@@ -30,7 +33,8 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipes, self._processes = [], []
+        self._pipes = []
+        self._processes = []
         for _ in range(self._number):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -78,16 +82,26 @@ def _serve(pipe) -> None:
 
 
 def make_batch(num_samples: int = 24, vocabulary: int = 96, seed: int = 0) -> BatchColumns:
-    """Ragged samples with masks (one sample wholly masked out), plausible log-probs and advantages."""
+    """Ragged samples with masks (one sample wholly masked out), plausible log-probs and
+    advantages."""
     random = np.random.default_rng(seed)
-    prompts = [random.integers(0, vocabulary, random.integers(1, 10)).tolist() for _ in range(num_samples)]
-    responses = [random.integers(0, vocabulary, random.integers(1, 13)).tolist() for _ in range(num_samples)]
-    mask = [[int(i != 3 and random.random() < 0.8) for _ in response] for i, response in enumerate(responses)]
+    prompts = [
+        random.integers(0, vocabulary, random.integers(1, 10)).tolist() for _ in range(num_samples)
+    ]
+    responses = [
+        random.integers(0, vocabulary, random.integers(1, 13)).tolist() for _ in range(num_samples)
+    ]
+    mask = [
+        [int(i != 3 and random.random() < 0.8) for _ in response]
+        for i, response in enumerate(responses)
+    ]
     batch = BatchColumns.from_lists(prompts, responses, loss_mask=mask)
     size = batch.num_response_tokens
     return batch.with_columns(
         rollout_log_probs=random.normal(-4, 1, size).astype(np.float32),
-        advantages=np.repeat(random.normal(0, 1, num_samples), batch.response_lengths).astype(np.float32),
+        advantages=np.repeat(random.normal(0, 1, num_samples), batch.response_lengths).astype(
+            np.float32
+        ),
     )
 
 
@@ -95,10 +109,23 @@ def engine(model_dir: str, train: TrainConfig, rank: int, world_size: int, port:
     from rlpipe.engines.megatron.engine import MegatronEngine
 
     source = HuggingFaceModel(type="huggingface", hf_checkpoint=model_dir)
-    settings = {"rollout_temperature": 0.8, "total_optimizer_steps": 100, "threads": 1, "dtype": "float32", **overrides}
+    settings = {
+        "rollout_temperature": 0.8,
+        "total_optimizer_steps": 100,
+        "threads": 1,
+        "dtype": "float32",
+        **overrides,
+    }
     model = ModelConfig(source=source, dtype=settings.pop("dtype"))
     return MegatronEngine(
-        model_dir, model, train, rank=rank, world_size=world_size, master=("127.0.0.1", port), timeout_s=60.0, **settings
+        model_dir,
+        model,
+        train,
+        rank=rank,
+        world_size=world_size,
+        master=("127.0.0.1", port),
+        timeout_s=60.0,
+        **settings,
     )
 
 
@@ -108,21 +135,35 @@ def near(columns: np.ndarray, scale: float, seed: int) -> np.ndarray:
 
 
 def score_and_train(
-    rank: int, world_size: int, port: int, model_dir: str, train: dict, iterations: int = 2, dtype: str = "float32"
+    rank: int,
+    world_size: int,
+    port: int,
+    model_dir: str,
+    train: dict,
+    iterations: int = 2,
+    dtype: str = "float32",
 ) -> dict:
-    """Score, then train on two optimizer steps an iteration; everything a test may want to compare."""
+    """Score, then train on two optimizer steps an iteration; everything a test may want to
+    compare."""
     config = TrainConfig.model_validate(train)
     ours = engine(model_dir, config, rank, world_size, port, dtype=dtype)
     try:
         ours.load_hf()
         ours.keep_reference()
-        batch, results = make_batch(), []
+        batch = make_batch()
+        results = []
         scores = ours.score(batch)
         for iteration in range(iterations):
             columns = batch.with_columns(
-                proximal_log_probs=near(scores, 0.2, 2 * iteration), reference_log_probs=near(scores, 0.3, 2 * iteration + 1)
+                proximal_log_probs=near(scores, 0.2, 2 * iteration),
+                reference_log_probs=near(scores, 0.3, 2 * iteration + 1),
             )
-            packing = plan(batch.lengths, global_batch_size=12, max_tokens=ours.max_tokens, data_parallel=ours.data_parallel)
+            packing = plan(
+                batch.lengths,
+                global_batch_size=12,
+                max_tokens=ours.max_tokens,
+                data_parallel=ours.data_parallel,
+            )
             results.append(ours.train(columns, packing))
         after = {name: tensor.clone() for name, tensor in ours.named_hf_tensors()}
         return {
@@ -130,7 +171,9 @@ def score_and_train(
             "steps": [step for result in results for step in result.steps],
             "digest": results[-1].state_digest,
             "reference": ours.score(batch, model="reference"),
-            "after": {name: tensor.float().cpu().numpy() for name, tensor in after.items()} if rank == 0 else None,
+            "after": {name: tensor.float().cpu().numpy() for name, tensor in after.items()}
+            if rank == 0
+            else None,
         }
     finally:
         ours.close()
@@ -146,7 +189,8 @@ def save_and_resume(
     second_port: int,
     dtype: str = "float32",
 ) -> dict:
-    """Digests of: three iterations straight; one, save, two more; the saved one loaded into a fresh engine, then two more."""
+    """Digests of: three iterations straight; one, save, two more; the saved one loaded into a fresh
+    engine, then two more."""
     config = TrainConfig.model_validate(train)
     digests = {}
     ours = engine(model_dir, config, rank, world_size, port, dtype=dtype)
@@ -154,7 +198,12 @@ def save_and_resume(
     digests["saved"] = _train(ours, [0])
     ours.save_checkpoint(directory, 1)
     digests["straight"] = _train(ours, [1, 2])
-    other = plan(make_batch(seed=7).lengths, global_batch_size=None, max_tokens=64, data_parallel=ours.data_parallel)
+    other = plan(
+        make_batch(seed=7).lengths,
+        global_batch_size=None,
+        max_tokens=64,
+        data_parallel=ours.data_parallel,
+    )
     ours.train(make_batch(seed=7).with_columns(proximal_log_probs=None), other)
     digests["iteration in place"] = ours.load_checkpoint(directory)
     digests["loaded in place"] = ours.state_digest()
@@ -169,13 +218,20 @@ def save_and_resume(
 
 
 def room_and_size(
-    rank: int, world_size: int, port: int, model_dir: str, train: dict, directory: str, dtype: str = "bfloat16"
+    rank: int,
+    world_size: int,
+    port: int,
+    model_dir: str,
+    train: dict,
+    directory: str,
+    dtype: str = "bfloat16",
 ) -> tuple[int, int]:
-    """Bytes that a checkpoint is said to need, without what is added to be safe; and those of its tensors."""
+    """Bytes that a checkpoint is said to need, without what is added to be safe; and those of its
+    tensors."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from rlpipe.engines.megatron import checkpoint
+    from rlpipe.engines.megatron.checkpoint import checkpoint
 
     ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port, dtype=dtype)
     ours.load_hf()
@@ -193,10 +249,16 @@ def train_on_any_number(rank: int, world_size: int, port: int, model_dir: str, t
     ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
     try:
         ours.load_hf()
-        steps, numbers = [], []
+        steps = []
+        numbers = []
         for seed, samples in enumerate((12, 30, 4)):
             batch = make_batch(samples, seed=seed)
-            packing = plan(batch.lengths, global_batch_size=None, max_tokens=ours.max_tokens, data_parallel=ours.data_parallel)
+            packing = plan(
+                batch.lengths,
+                global_batch_size=None,
+                max_tokens=ours.max_tokens,
+                data_parallel=ours.data_parallel,
+            )
             ours.score(batch)
             steps += ours.train(batch, packing).steps
             numbers.append(len(packing.steps[0][0]))
@@ -206,7 +268,9 @@ def train_on_any_number(rank: int, world_size: int, port: int, model_dir: str, t
         ours.close()
 
 
-def gloo_threads_left(rank: int, world_size: int, port: int, model_dir: str, train: dict) -> tuple[int, int]:
+def gloo_threads_left(
+    rank: int, world_size: int, port: int, model_dir: str, train: dict
+) -> tuple[int, int]:
     """How many of gloo's threads an engine that has trained has, and how many are left of it."""
     before = _gloo_threads()
     ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
@@ -224,12 +288,16 @@ def _gloo_threads() -> int:
 def _train(ours, seeds: list[int]) -> str:
     for seed in seeds:
         batch = make_batch(seed=seed)
-        packing = plan(batch.lengths, global_batch_size=None, max_tokens=64, data_parallel=ours.data_parallel)
+        packing = plan(
+            batch.lengths, global_batch_size=None, max_tokens=64, data_parallel=ours.data_parallel
+        )
         digest = ours.train(batch, packing).state_digest
     return digest
 
 
-def weights_of_checkpoint(rank: int, world_size: int, port: int, model_dir: str, train: dict, directory: str) -> dict:
+def weights_of_checkpoint(
+    rank: int, world_size: int, port: int, model_dir: str, train: dict, directory: str
+) -> dict:
     """Load only the weights of a checkpoint; its iteration and the exported tensors."""
     ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
     iteration = ours.load_checkpoint(directory, weights_only=True)
@@ -244,30 +312,60 @@ def with_returns(batch: BatchColumns, values: np.ndarray, seed: int) -> BatchCol
     return batch.with_columns(values=near(values, 0.3, seed + 1), returns=returns)
 
 
-def value_and_train(rank: int, world_size: int, port: int, model_dir: str, train: dict, critic: dict) -> dict:
-    """A critic's values, then policy and critic trained on two optimizer steps; everything a test may want to compare."""
+def value_and_train(
+    rank: int, world_size: int, port: int, model_dir: str, train: dict, critic: dict
+) -> dict:
+    """A critic's values, then policy and critic trained on two optimizer steps; everything a test
+    may want to compare."""
     config = TrainConfig.model_validate(train)
     ours = engine(
-        model_dir, config, rank, world_size, port, critic=CriticConfig.model_validate(critic), critic_optimizer_steps=100
+        model_dir,
+        config,
+        rank,
+        world_size,
+        port,
+        critic=CriticConfig.model_validate(critic),
+        critic_optimizer_steps=100,
     )
     try:
         ours.load_hf()
-        batch, results = make_batch(), []
+        batch = make_batch()
+        results = []
         values = ours.values(batch)
-        batch = with_returns(batch.with_columns(proximal_log_probs=near(ours.score(batch), 0.2, 1)), values, 2)
+        batch = with_returns(
+            batch.with_columns(proximal_log_probs=near(ours.score(batch), 0.2, 1)), values, 2
+        )
         batch = batch.with_columns(reference_log_probs=batch.proximal_log_probs)
-        packing = plan(batch.lengths, global_batch_size=12, max_tokens=ours.max_tokens, data_parallel=ours.data_parallel)
+        packing = plan(
+            batch.lengths,
+            global_batch_size=12,
+            max_tokens=ours.max_tokens,
+            data_parallel=ours.data_parallel,
+        )
         results += ours.train(batch, packing).steps
-        return {"values": values, "steps": results, "after": ours.values(batch), "digest": ours.state_digest()}
+        return {
+            "values": values,
+            "steps": results,
+            "after": ours.values(batch),
+            "digest": ours.state_digest(),
+        }
     finally:
         ours.close()
 
 
 def save_and_resume_with_critic(
-    rank: int, world_size: int, port: int, model_dir: str, train: dict, directory: str, second_port: int
+    rank: int,
+    world_size: int,
+    port: int,
+    model_dir: str,
+    train: dict,
+    directory: str,
+    second_port: int,
 ) -> dict:
-    """As `save_and_resume`, with a critic: digests of training straight on, and from a checkpoint in a fresh engine."""
-    config, digests = TrainConfig.model_validate(train), {}
+    """As `save_and_resume`, with a critic: digests of training straight on, and from a checkpoint
+    in a fresh engine."""
+    config = TrainConfig.model_validate(train)
+    digests = {}
     settings = {"critic": CriticConfig(), "critic_optimizer_steps": 100}
     ours = engine(model_dir, config, rank, world_size, port, **settings)
     ours.load_hf()
@@ -285,5 +383,7 @@ def save_and_resume_with_critic(
 
 def _train_with_critic(ours, seed: int) -> str:
     batch = make_batch(seed=seed)
-    packing = plan(batch.lengths, global_batch_size=None, max_tokens=64, data_parallel=ours.data_parallel)
+    packing = plan(
+        batch.lengths, global_batch_size=None, max_tokens=64, data_parallel=ours.data_parallel
+    )
     return ours.train(with_returns(batch, ours.values(batch), seed), packing).state_digest

@@ -1,4 +1,5 @@
-"""Jobs and files for the tests of conversion: a trained checkpoint, and one in Megatron's older format."""
+"""Jobs and files for the tests of conversion: a trained checkpoint, and one in Megatron's older
+format."""
 
 from __future__ import annotations
 
@@ -9,19 +10,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlpipe.batch.packing import plan
 from rlpipe.config.train import TrainConfig
-from rlpipe.engines.megatron.conversion.hf_files import HfWeights
-from rlpipe.engines.megatron.conversion.skeleton import Skeleton, alone
-from rlpipe.packing import plan
+from rlpipe.engines.megatron.checkpoint.conversion.hf_files import HfWeights
+from rlpipe.engines.megatron.checkpoint.conversion.skeleton import Skeleton, alone
 from tests.engines.megatron.ranks import engine, make_batch
 
 
-def save_and_tell(rank: int, world_size: int, port: int, model_dir: str, train: dict, directory: str) -> dict[str, np.ndarray]:
+def save_and_tell(
+    rank: int, world_size: int, port: int, model_dir: str, train: dict, directory: str
+) -> dict[str, np.ndarray]:
     """Train a step, save iteration 3; the weights by Hugging Face name."""
     ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
     ours.load_hf()
     batch = make_batch()
-    packing = plan(batch.lengths, global_batch_size=None, max_tokens=64, data_parallel=ours.data_parallel)
+    packing = plan(
+        batch.lengths, global_batch_size=None, max_tokens=64, data_parallel=ours.data_parallel
+    )
     ours.train(batch, packing)
     ours.save_checkpoint(directory, 3)
     weights = {name: tensor.clone().numpy() for name, tensor in ours.named_hf_tensors()}
@@ -29,9 +34,11 @@ def save_and_tell(rank: int, world_size: int, port: int, model_dir: str, train: 
     return weights
 
 
-def in_old_format(model_dir: Path, folder: Path, tensor: int, pipeline: int, expert: int, *, padded_rows: int) -> None:
-    """Write the model as so many ranks of Megatron-LM with Transformer Engine's layers would: its names, its folders, and some
-    rows of padding at the end of the vocabulary."""
+def in_old_format(
+    model_dir: Path, folder: Path, tensor: int, pipeline: int, expert: int, *, padded_rows: int
+) -> None:
+    """Write the model as so many ranks of Megatron-LM with Transformer Engine's layers would: its
+    names, its folders, and some rows of padding at the end of the vocabulary."""
     with alone():
         skeleton = Skeleton(model_dir, torch.float32)
         weights = HfWeights(model_dir)
@@ -42,18 +49,25 @@ def in_old_format(model_dir: Path, folder: Path, tensor: int, pipeline: int, exp
             )
             for name in skeleton.tensors
         }
-        layers, experts = skeleton.bridge.config.num_layers // pipeline, (skeleton.bridge.config.num_moe_experts or 0) // expert
+        layers = skeleton.bridge.config.num_layers // pipeline
+        experts = (skeleton.bridge.config.num_moe_experts or 0) // expert
         for stage in range(pipeline):
             for part in range(expert):
                 states: list[dict[str, Any]] = [{} for _ in range(tensor)]
                 for name, (parameter, value) in whole.items():
                     local = _local(name, stage, part, layers, experts, last=pipeline - 1)
-                    for rank, piece in enumerate(_pieces(skeleton, name, parameter, _padded(name, value, padded_rows), tensor)):
+                    for rank, piece in enumerate(
+                        _pieces(
+                            skeleton, name, parameter, _padded(name, value, padded_rows), tensor
+                        )
+                    ):
                         if local is not None:
                             states[rank][local] = piece.clone()
                 for rank, state in enumerate(states):
                     name = (
-                        f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipeline > 1 else "") + (f"_{part:03d}" if expert > 1 else "")
+                        f"mp_rank_{rank:02d}"
+                        + (f"_{stage:03d}" if pipeline > 1 else "")
+                        + (f"_{part:03d}" if expert > 1 else "")
                     )
                     (folder / name).mkdir(parents=True)
                     args = Namespace(
@@ -61,7 +75,10 @@ def in_old_format(model_dir: Path, folder: Path, tensor: int, pipeline: int, exp
                         pipeline_model_parallel_size=pipeline,
                         expert_model_parallel_size=expert,
                     )
-                    torch.save({"args": args, "model": state, "iteration": 7}, folder / name / "model_optim_rng.pt")
+                    torch.save(
+                        {"args": args, "model": state, "iteration": 7},
+                        folder / name / "model_optim_rng.pt",
+                    )
 
 
 def _padded(name: str, value: torch.Tensor, rows: int) -> torch.Tensor:
@@ -69,7 +86,9 @@ def _padded(name: str, value: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat([value, value.new_zeros(rows, value.shape[1])]) if vocabulary else value
 
 
-def _pieces(skeleton: Skeleton, name: str, parameter: Any, value: torch.Tensor, tensor: int) -> list[torch.Tensor]:
+def _pieces(
+    skeleton: Skeleton, name: str, parameter: Any, value: torch.Tensor, tensor: int
+) -> list[torch.Tensor]:
     if not getattr(parameter, "tensor_model_parallel", False):
         return [value] * tensor
     shape = list(value.shape)
@@ -85,7 +104,9 @@ def _local(name: str, stage: int, part: int, layers: int, experts: int, *, last:
         if int(number) // layers != stage:
             return None
         name = f"decoder.layers.{int(number) % layers}.{rest}"
-        head, found, expert = name.partition(".weight") if ".experts.linear_fc" in name else (name, "", "")
+        head, found, expert = (
+            name.partition(".weight") if ".experts.linear_fc" in name else (name, "", "")
+        )
         if not found:
             return name
         return f"{head}.weight{int(expert) % experts}" if int(expert) // experts == part else None

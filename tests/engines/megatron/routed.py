@@ -1,12 +1,13 @@
-"""A job of training ranks: record routing, disturb the routers, replay it; and what the routers then did."""
+"""A job of training ranks: record routing, disturb the routers, replay it; and what the routers
+then did."""
 
 from __future__ import annotations
 
 import torch
 
+from rlpipe.batch.packing import plan
 from rlpipe.config.train import TrainConfig
 from rlpipe.errors import ConfigError
-from rlpipe.packing import plan
 from tests.engines.megatron.ranks import engine, make_batch, near
 
 
@@ -25,7 +26,8 @@ def disturb(ours) -> None:
 
 
 def record_and_replay(rank: int, world_size: int, port: int, model_dir: str, train: dict) -> dict:
-    """Experts of a batch as it is scored, after the routers were disturbed too; a pass and two optimizer steps with the first."""
+    """Experts of a batch as it is scored, after the routers were disturbed too; a pass and two
+    optimizer steps with the first."""
     config = TrainConfig.model_validate({**train, "use_routing_replay": True})
     ours = engine(model_dir, config, rank, world_size, port)
     try:
@@ -37,7 +39,12 @@ def record_and_replay(rank: int, world_size: int, port: int, model_dir: str, tra
         others = ours.score_and_route(batch)[1]
         batch = batch.with_columns(proximal_log_probs=near(scores, 0.2, 0), routed_experts=experts)
         replayed = ours.score(batch, replay=True)
-        packing = plan(batch.lengths, global_batch_size=12, max_tokens=ours.max_tokens, data_parallel=ours.data_parallel)
+        packing = plan(
+            batch.lengths,
+            global_batch_size=12,
+            max_tokens=ours.max_tokens,
+            data_parallel=ours.data_parallel,
+        )
         result = ours.train(batch, packing)
         free = [router.router_replay.router_replay_action for router in routers(ours)]
         return {

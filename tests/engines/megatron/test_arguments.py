@@ -1,4 +1,5 @@
-"""A Megatron-LM checkout on PYTHONPATH: imported in place of the wheel, and given its own arguments."""
+"""A Megatron-LM checkout on PYTHONPATH: imported in place of the wheel, and given its own
+arguments."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ train = TrainConfig.model_validate({"megatron": given, "optimizer": {"lr": 0.5}}
 from rlpipe.engines.megatron.arguments import give_arguments
 give_arguments(train)
 from rlpipe.engines.megatron.facts import facts
-from rlpipe.engines.megatron.model import split_arguments
+from rlpipe.engines.megatron.model.build import split_arguments
 from megatron.training.global_vars import get_args
 args = get_args()
 for_transformer, for_optimizer, for_ddp = split_arguments(train.megatron)
@@ -42,11 +43,13 @@ print(json.dumps({
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The wheel's own source under another path, with one more field, its own arguments and an argument provider."""
+    """The wheel's own source under another path, with one more field, its own arguments and an
+    argument provider."""
     spec = importlib.util.find_spec("megatron")
     assert spec is not None and spec.submodule_search_locations is not None
     wheel = Path(next(iter(spec.submodule_search_locations))) / "core"
-    core, kinds = tmp_path / "megatron" / "core", tmp_path / "megatron" / "core" / "transformer"
+    core = tmp_path / "megatron" / "core"
+    kinds = tmp_path / "megatron" / "core" / "transformer"
     kinds.mkdir(parents=True)
     for source, target in ((wheel, core), (wheel / "transformer", kinds)):
         for path in source.iterdir():
@@ -55,8 +58,13 @@ def folder(tmp_path: Path) -> Path:
     text = (wheel / "transformer" / "transformer_config.py").read_text()
     mark = "class TransformerConfig(ModelParallelConfig):\n"
     assert mark in text
-    own = text.replace("@dataclass\n" + mark, "@dataclass\nclass Ours:\n    ours_field: int = 1\n\n\n@dataclass\n" + mark)
-    (kinds / "transformer_config.py").write_text(own.replace(mark, "class TransformerConfig(ModelParallelConfig, Ours):\n"))
+    own = text.replace(
+        "@dataclass\n" + mark,
+        "@dataclass\nclass Ours:\n    ours_field: int = 1\n\n\n@dataclass\n" + mark,
+    )
+    (kinds / "transformer_config.py").write_text(
+        own.replace(mark, "class TransformerConfig(ModelParallelConfig, Ours):\n")
+    )
     (tmp_path / "pretrain_gpt.py").write_text(PROVIDER)
     (tmp_path / "megatron" / "training").mkdir()
     (tmp_path / "megatron" / "training" / "global_vars.py").write_text(GLOBALS)
@@ -66,11 +74,19 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path, repository: Path) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join([str(folder), str(repository)])
     environment = {**os.environ, "PYTHONPATH": paths}
-    return subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.mark.integration
-def test_it_is_imported_in_place_of_the_wheel_and_its_code_gets_its_arguments(folder: Path, repository: Path):
+def test_it_is_imported_in_place_of_the_wheel_and_its_code_gets_its_arguments(
+    folder: Path, repository: Path
+):
     found = run(folder, repository)
     assert found.returncode == 0, found.stderr
     said = json.loads(found.stdout.splitlines()[-1])
@@ -79,13 +95,17 @@ def test_it_is_imported_in_place_of_the_wheel_and_its_code_gets_its_arguments(fo
     assert said["split"] == [{"ours_field": 3, "recompute_granularity": "selective"}, {}, {}]
 
 
-def test_a_provider_without_a_place_to_ask_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_provider_without_a_place_to_ask_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     assert give_arguments(TrainConfig()) is None
     shutil.rmtree(folder / "megatron" / "training")
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     names.load.cache_clear()
     try:
-        with pytest.raises(ConfigError, match=r"(?s)not where its code asks for arguments.*megatron\.training"):
+        with pytest.raises(
+            ConfigError, match=r"(?s)not where its code asks for arguments.*megatron\.training"
+        ):
             give_arguments(TrainConfig())
     finally:
         names.load.cache_clear()

@@ -1,4 +1,5 @@
-"""The determinism switch: the same batches give the same bits, however often and in whichever process."""
+"""The determinism switch: the same batches give the same bits, however often and in whichever
+process."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ import os
 import pytest
 import torch
 
+from rlpipe.batch.packing import plan
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron import determinism
 from rlpipe.errors import ConfigError, TrainerError
-from rlpipe.packing import plan
-from rlpipe.ports import free_port
+from rlpipe.system.ports import free_port
 from tests.engines.megatron.ranks import engine, make_batch
 
 TRAIN = {
@@ -22,17 +23,28 @@ TRAIN = {
 ITERATIONS = 6
 
 
-def replay(rank: int, world_size: int, port: int, model_dir: str, train: dict, later_ports: list[int]) -> list[list[str]]:
+def replay(
+    rank: int, world_size: int, port: int, model_dir: str, train: dict, later_ports: list[int]
+) -> list[list[str]]:
     """State digests of 12 packed optimizer steps, in fresh engines, one for each port."""
     found = []
     for meeting in (port, *later_ports):
-        ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, meeting, deterministic=True)
+        ours = engine(
+            model_dir,
+            TrainConfig.model_validate(train),
+            rank,
+            world_size,
+            meeting,
+            deterministic=True,
+        )
         ours.load_hf()
         digests = []
         for seed in range(ITERATIONS):
             batch = make_batch(seed=seed)
             batch = batch.with_columns(proximal_log_probs=batch.rollout_log_probs)
-            packing = plan(batch.lengths, global_batch_size=12, max_tokens=64, data_parallel=ours.data_parallel)
+            packing = plan(
+                batch.lengths, global_batch_size=12, max_tokens=64, data_parallel=ours.data_parallel
+            )
             assert len(packing.steps) == 2
             digests.append(ours.train(batch, packing).state_digest)
         found.append(digests)
@@ -49,7 +61,9 @@ def switched_back():
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_three_replays_of_twelve_packed_steps_give_the_same_bits(models, switched_back, family):
-    first, second, third = replay(0, 1, free_port(), models[family], TRAIN, [free_port(), free_port()])
+    first, second, third = replay(
+        0, 1, free_port(), models[family], TRAIN, [free_port(), free_port()]
+    )
     assert first == second == third
     assert len(set(first)) == ITERATIONS
 
@@ -77,7 +91,9 @@ def test_the_switch_reaches_torch_and_megatron_and_goes_back(models, switched_ba
     ours.close()
 
 
-def test_a_process_whose_engine_has_used_cuda_without_the_variables_is_refused(monkeypatch, switched_back):
+def test_a_process_whose_engine_has_used_cuda_without_the_variables_is_refused(
+    monkeypatch, switched_back
+):
     monkeypatch.setattr(determinism.platform, "CUDA_FOUND", True)
     monkeypatch.setattr(determinism, "_had_another_engine", False)
     monkeypatch.setenv("NCCL_ALGO", "Tree")
@@ -91,4 +107,6 @@ def test_a_process_whose_engine_has_used_cuda_without_the_variables_is_refused(m
 
 def test_the_switch_is_one_key_and_not_megatron_s(models):
     with pytest.raises(ConfigError, match="use deterministic"):
-        engine(models["qwen3"], TrainConfig(megatron={"deterministic_mode": True}), 0, 1, free_port())
+        engine(
+            models["qwen3"], TrainConfig(megatron={"deterministic_mode": True}), 0, 1, free_port()
+        )

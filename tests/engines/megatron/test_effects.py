@@ -1,4 +1,5 @@
-"""Rows of Megatron's arguments against what was measured of each of them (`effects`, `effects.json`)."""
+"""Rows of Megatron's arguments against what was measured of each of them (`effects`,
+`effects.json`)."""
 
 from __future__ import annotations
 
@@ -12,12 +13,14 @@ from rlpipe.config.arguments import names
 from rlpipe.config.arguments.check import check_megatron
 from rlpipe.config.arguments.megatron import MEGATRON
 from rlpipe.config.arguments.table import TABLE
-from rlpipe.engines.megatron.model import split_arguments
+from rlpipe.engines.megatron.model.build import split_arguments
 from rlpipe.errors import ConfigError
 from tests.engines.megatron.effects import CASES, off_default, train
 from tests.engines.megatron.families import make
 
-MEASURED: dict[str, dict[str, dict[str, str]]] = json.loads(Path(__file__).with_name("effects.json").read_text())
+MEASURED: dict[str, dict[str, dict[str, str]]] = json.loads(
+    Path(__file__).with_name("effects.json").read_text()
+)
 
 
 def changes(name: str) -> bool:
@@ -38,12 +41,17 @@ def test_an_argument_that_changes_nothing_has_a_row_that_says_why():
 
 
 def test_an_argument_that_is_said_to_have_no_effect_had_none():
-    assert {name for name, rule in MEGATRON.items() if rule.kind == "inert" and name in MEASURED and changes(name)} == set()
+    assert {
+        name
+        for name, rule in MEGATRON.items()
+        if rule.kind == "inert" and name in MEASURED and changes(name)
+    } == set()
 
 
 def test_a_configuration_and_a_rank_refuse_the_same_arguments():
     """Each field of the three classes, off its default."""
-    differ, refused = [], 0
+    differ = []
+    refused = 0
     for name, entry in names.entries("megatron").items():
         for value in off_default(entry["type"], entry["default"]):
             answers = []

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlpipe.batch.packing import BatchColumns, plan
 from rlpipe.config.algorithms import LossConfig
 from rlpipe.config.megatron_hooks import CALLS, MegatronHooks
 from rlpipe.config.train import TrainConfig
-from rlpipe.engines.megatron.step import train_steps
+from rlpipe.engines.megatron.train.step import train_steps
 from rlpipe.errors import ConfigError, DataError, TrainerError
-from rlpipe.packing import BatchColumns, plan
-from rlpipe.ports import free_port
+from rlpipe.system.ports import free_port
 from tests.engines.megatron import reference
 from tests.engines.megatron.ranks import engine, make_batch, near
 
@@ -24,7 +24,13 @@ TEMPERATURE = 0.8
 POLICY = TrainConfig.model_validate(
     {
         "max_tokens_per_gpu": 64,
-        "loss": {"eps_clip": 0.1, "eps_clip_high": 0.15, "entropy_coef": 0.01, "kl_loss_coef": 0.05, "kl_loss_type": "k3"},
+        "loss": {
+            "eps_clip": 0.1,
+            "eps_clip_high": 0.15,
+            "entropy_coef": 0.01,
+            "kl_loss_coef": 0.05,
+            "kl_loss_type": "k3",
+        },
         "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5, "adam_eps": 1e-5},
     }
 )
@@ -49,7 +55,12 @@ def start(models):
 
 
 def one_plan(ours, batch: BatchColumns, global_batch_size: int | None = None):
-    return plan(batch.lengths, global_batch_size=global_batch_size, max_tokens=ours.max_tokens, data_parallel=1)
+    return plan(
+        batch.lengths,
+        global_batch_size=global_batch_size,
+        max_tokens=ours.max_tokens,
+        data_parallel=1,
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "qwen3_moe"])
@@ -60,7 +71,8 @@ def test_scores_are_those_of_transformers(models, start, family):
 
 
 def test_scores_do_not_depend_on_packing(start):
-    ours, batch = start(), make_batch()
+    ours = start()
+    batch = make_batch()
     assert np.abs(ours.score(batch, max_tokens=8192) - ours.score(batch, max_tokens=1)).max() < 1e-5
 
 
@@ -71,7 +83,9 @@ def with_loss(train: TrainConfig, **loss) -> TrainConfig:
 @pytest.mark.parametrize("tis", [{}, {"use_tis": True, "tis_clip": 1.5, "tis_clip_low": 0.5}])
 def test_policy_training_is_that_of_transformers_and_torch(models, start, tis):
     train = with_loss(POLICY, **tis)
-    ours, batch, theirs = start(train=train), make_batch(), reference.load(models["qwen3"])
+    ours = start(train=train)
+    batch = make_batch()
+    theirs = reference.load(models["qwen3"])
     optimizer = reference.make_optimizer(theirs, train)
     scores = ours.score(batch)
     batch = batch.with_columns(
@@ -97,10 +111,13 @@ def test_policy_training_is_that_of_transformers_and_torch(models, start, tis):
 def test_on_policy_data_is_trained_alike_with_and_without_truncated_importance_sampling(start):
     results = []
     for use_tis in (False, True):
-        ours, batch = start(train=with_loss(PLAIN, use_tis=use_tis)), make_batch()
+        ours = start(train=with_loss(PLAIN, use_tis=use_tis))
+        batch = make_batch()
         scores = ours.score(batch)
         everything = np.ones_like(batch.loss_mask)
-        batch = batch.with_columns(loss_mask=everything, rollout_log_probs=scores, proximal_log_probs=scores)
+        batch = batch.with_columns(
+            loss_mask=everything, rollout_log_probs=scores, proximal_log_probs=scores
+        )
         results.append(ours.train(batch, one_plan(ours, batch)))
         ours.close()
     assert results[0].state_digest == results[1].state_digest
@@ -110,10 +127,18 @@ def test_on_policy_data_is_trained_alike_with_and_without_truncated_importance_s
 
 def test_data_of_other_weights_is_trained_otherwise_with_truncated_importance_sampling(start):
     digests = set()
-    for loss in ({}, {"use_tis": True}, {"use_tis": True, "tis_clip": 1.1}, {"use_tis": True, "tis_clip_low": 0.9}):
-        ours, batch = start(train=with_loss(PLAIN, **loss)), make_batch()
+    for loss in (
+        {},
+        {"use_tis": True},
+        {"use_tis": True, "tis_clip": 1.1},
+        {"use_tis": True, "tis_clip_low": 0.9},
+    ):
+        ours = start(train=with_loss(PLAIN, **loss))
+        batch = make_batch()
         scores = ours.score(batch)
-        batch = batch.with_columns(rollout_log_probs=near(scores, 0.5, 1), proximal_log_probs=scores)
+        batch = batch.with_columns(
+            rollout_log_probs=near(scores, 0.5, 1), proximal_log_probs=scores
+        )
         digests.add(ours.train(batch, one_plan(ours, batch)).state_digest)
         ours.close()
     assert len(digests) == 4
@@ -128,7 +153,8 @@ def test_export_is_bit_exact(models, start, family):
 
 
 def test_a_saved_hugging_face_directory_scores_like_the_engine(start, tmp_path):
-    ours, batch = start(), make_batch()
+    ours = start()
+    batch = make_batch()
     ours.train(batch, one_plan(ours, batch))
     ours.save_hf(tmp_path)
     expected = reference.score(reference.load(str(tmp_path)), batch, TEMPERATURE)
@@ -138,7 +164,8 @@ def test_a_saved_hugging_face_directory_scores_like_the_engine(start, tmp_path):
 def test_training_is_repeatable_and_export_and_scoring_leave_no_trace(start):
     digests = []
     for meddle in (False, True):
-        ours, batch = start(), make_batch()
+        ours = start()
+        batch = make_batch()
         before = ours.state_digest()
         if meddle:
             ours.keep_reference()
@@ -152,7 +179,8 @@ def test_training_is_repeatable_and_export_and_scoring_leave_no_trace(start):
 
 
 def test_the_reference_policy_stays_what_it_was(start):
-    ours, batch = start(), make_batch()
+    ours = start()
+    batch = make_batch()
     before = ours.score(batch)
     ours.keep_reference()
     digest = ours.train(batch, one_plan(ours, batch)).state_digest
@@ -169,7 +197,9 @@ def test_without_a_reference_it_cannot_be_scored(start):
 def test_masked_tokens_change_nothing(start):
     batch = make_batch()
     assert batch.advantages is not None
-    other = batch.with_columns(advantages=batch.advantages + 100 * (batch.loss_mask == 0).astype(np.float32))
+    other = batch.with_columns(
+        advantages=batch.advantages + 100 * (batch.loss_mask == 0).astype(np.float32)
+    )
     digests = []
     for columns in (batch, other):
         ours = start()
@@ -180,7 +210,8 @@ def test_masked_tokens_change_nothing(start):
 
 def test_supervised_training_learns_the_answers(start):
     train = TrainConfig.model_validate({"loss": {"type": "sft"}, "optimizer": {"lr": 3e-3}})
-    ours, batch = start(train=train), make_batch().with_columns(advantages=None, rollout_log_probs=None)
+    ours = start(train=train)
+    batch = make_batch().with_columns(advantages=None, rollout_log_probs=None)
     losses = [ours.train(batch, one_plan(ours, batch)).steps[0]["loss"] for _ in range(8)]
     assert losses[-1] < 0.5 * losses[0]
 
@@ -189,7 +220,9 @@ def test_a_token_mean_weighs_long_responses_more(start):
     batch = make_batch()
     losses = []
     for per_token in (False, True):
-        train = TrainConfig.model_validate({"loss": {"type": "sft", "calculate_per_token_loss": per_token}})
+        train = TrainConfig.model_validate(
+            {"loss": {"type": "sft", "calculate_per_token_loss": per_token}}
+        )
         ours = start(train=train, rollout_temperature=1.0)
         scores = ours.score(batch)
         losses.append(ours.train(batch, one_plan(ours, batch)).steps[0]["loss"])
@@ -206,9 +239,12 @@ def test_a_token_mean_weighs_long_responses_more(start):
     ],
 )
 def test_layers_that_are_made_again_train_like_layers_that_are_kept(start, recompute):
-    digests, batch = [], make_batch()
+    digests = []
+    batch = make_batch()
     for megatron in ({}, recompute):
-        train = TrainConfig.model_validate({"max_tokens_per_gpu": 64, "loss": {"type": "sft"}, "megatron": megatron})
+        train = TrainConfig.model_validate(
+            {"max_tokens_per_gpu": 64, "loss": {"type": "sft"}, "megatron": megatron}
+        )
         ours = start(train=train)
         digests.append(ours.train(batch, one_plan(ours, batch)).state_digest)
         ours.close()
@@ -217,13 +253,15 @@ def test_layers_that_are_made_again_train_like_layers_that_are_kept(start, recom
 
 def test_the_learning_rate_follows_the_schedule(start):
     schedule = {"lr": 1e-3, "lr_decay_style": "linear", "lr_warmup_steps": 2, "lr_decay_steps": 4}
-    ours, batch = start(train=TrainConfig.model_validate({"optimizer": schedule})), make_batch(num_samples=4)
+    ours = start(train=TrainConfig.model_validate({"optimizer": schedule}))
+    batch = make_batch(num_samples=4)
     rates = [ours.train(batch, one_plan(ours, batch)).steps[0]["lr"] for _ in range(5)]
     assert rates == pytest.approx([0, 0.5e-3, 1e-3, 0.5e-3, 0])
 
 
 def test_bfloat16_trains_from_float32_main_weights(start, models):
-    ours, batch = start(dtype="bfloat16"), make_batch()
+    ours = start(dtype="bfloat16")
+    batch = make_batch()
     expected = reference.score(reference.load(models["qwen3"]), batch, TEMPERATURE)
     assert np.abs(ours.score(batch) - expected).max() < 0.3
     steps = [ours.train(batch, one_plan(ours, batch)).steps[0] for _ in range(2)]
@@ -232,7 +270,8 @@ def test_bfloat16_trains_from_float32_main_weights(start, models):
 
 
 def test_a_batch_without_the_columns_its_loss_reads_is_refused_before_a_step(start):
-    ours, batch = start(), make_batch()
+    ours = start()
+    batch = make_batch()
     before = ours.state_digest()
     with pytest.raises(DataError, match="no advantages"):
         ours.train(batch.with_columns(advantages=None), one_plan(ours, batch))
@@ -240,7 +279,11 @@ def test_a_batch_without_the_columns_its_loss_reads_is_refused_before_a_step(sta
         ours.train(batch, one_plan(ours, batch, 12))
     with pytest.raises(DataError, match="no proximal_log_probs, rollout_log_probs"):
         train_steps(
-            ours.trained, batch.with_columns(rollout_log_probs=None), one_plan(ours, batch), LossConfig(use_tis=True), 1.0
+            ours.trained,
+            batch.with_columns(rollout_log_probs=None),
+            one_plan(ours, batch),
+            LossConfig(use_tis=True),
+            1.0,
         )
     with pytest.raises(DataError, match="another batch"):
         ours.train(batch, one_plan(ours, batch.select(range(5))))
@@ -248,7 +291,8 @@ def test_a_batch_without_the_columns_its_loss_reads_is_refused_before_a_step(sta
 
 
 def test_a_loss_that_is_not_finite_is_an_error(start):
-    ours, batch = start(), make_batch()
+    ours = start()
+    batch = make_batch()
     broken = batch.with_columns(advantages=np.full_like(batch.advantages, np.nan))
     with pytest.raises(TrainerError, match="not finite"):
         ours.train(broken, one_plan(ours, broken))
@@ -279,18 +323,27 @@ def test_bad_megatron_arguments_say_what_to_use(start, megatron, words):
 
 
 def test_megatron_arguments_reach_megatron(start):
-    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    results, batch = [], make_batch()
+    recompute = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    results = []
+    batch = make_batch()
     for megatron in ({}, recompute):
         ours = start(train=TrainConfig(megatron=megatron))
-        assert ours.trained.bridge.config.recompute_granularity == megatron.get("recompute_granularity")
+        assert ours.trained.bridge.config.recompute_granularity == megatron.get(
+            "recompute_granularity"
+        )
         results.append(ours.train(batch, one_plan(ours, batch)).steps[0])
         ours.close()
     assert results[0]["grad_norm"] == pytest.approx(results[1]["grad_norm"], rel=1e-6)
 
 
 def test_a_model_type_that_megatron_does_not_know_is_named(start, models, tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}'
+    )
     with pytest.raises(ConfigError, match="gpt2"):
         engine(str(tmp_path), PLAIN, 0, 1, free_port())
     start().score(make_batch())
@@ -314,11 +367,14 @@ def step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler):
 """
 
 
-def test_hooks_are_called_where_slime_calls_them_and_what_they_add_to_gradients_counts(start, tmp_path):
+def test_hooks_are_called_where_slime_calls_them_and_what_they_add_to_gradients_counts(
+    start, tmp_path
+):
     (tmp_path / "mine.py").write_text(HOOKS)
     names = ("init", "log_prob", "step")
     paths = {key: f"{tmp_path}/mine.py:{name}" for key, name in zip(CALLS, names, strict=True)}
-    norms, batch = [], make_batch()
+    norms = []
+    batch = make_batch()
     for extra in (0.0, 0.5):
         hooks = MegatronHooks(TrainConfig.model_validate(paths), extra)
         heard = inspect.unwrap(hooks._hooks["custom_megatron_init_path"]).__globals__["HEARD"]
@@ -332,7 +388,10 @@ def test_hooks_are_called_where_slime_calls_them_and_what_they_add_to_gradients_
         batch = batch.with_columns(proximal_log_probs=scores)
         norms.append(ours.train(batch, one_plan(ours, batch, 12), version=5).steps[0]["grad_norm"])
         assert heard[0] == ("init", extra, True)
-        assert [(name, prefix) for name, prefix, _ in heard[1:3]] == [("log_prob", ""), ("log_prob", "ref_")]
+        assert [(name, prefix) for name, prefix, _ in heard[1:3]] == [
+            ("log_prob", ""),
+            ("log_prob", "ref_"),
+        ]
         assert heard[1][2] - heard[2][2] > 1, "the weights are those that are asked"
         assert heard[3:] == [("step", 5, 0, True, 0), ("step", 5, 1, True, 1)]
         ours.close()
@@ -352,4 +411,6 @@ def test_a_process_that_has_closed_its_engine_is_rid_of_all_groups(models):
 
 
 def gloo_threads() -> int:
-    return sum(name.read_text().startswith("gloo") for name in Path("/proc/self/task").glob("*/comm"))
+    return sum(
+        name.read_text().startswith("gloo") for name in Path("/proc/self/task").glob("*/comm")
+    )

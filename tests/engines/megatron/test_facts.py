@@ -17,5 +17,9 @@ def test_it_says_by_what_and_from_where():
     assert (Path(found["megatron_from"]) / "megatron" / "core" / "__init__.py").is_file()
     assert found["mbridge"]
     if not CUDA_FOUND:
-        assert (found["device"], found["attention"], found["fused"]) == ("cpu", "torch scaled_dot_product_attention", "torch")
+        assert (found["device"], found["attention"], found["fused"]) == (
+            "cpu",
+            "torch scaled_dot_product_attention",
+            "torch",
+        )
     assert json.loads(json.dumps(found)) == found

@@ -1,4 +1,5 @@
-"""On CUDA: what the kernels answer, in bfloat16 and at sizes of real models, and that a run can be repeated bit for bit.
+"""On CUDA: what the kernels answer, in bfloat16 and at sizes of real models, and that a run can be
+repeated bit for bit.
 
 python -m pytest -m gpu tests/engines/megatron/test_gpu.py -s
 """
@@ -13,16 +14,18 @@ import numpy as np
 import pytest
 import torch
 
+from rlpipe.batch.packing import plan
 from rlpipe.config.train import TrainConfig
-from rlpipe.engines.megatron import fused, state, varlen, vocab
-from rlpipe.engines.megatron.attention import packed_layout
-from rlpipe.packing import plan
-from rlpipe.ports import free_port
+from rlpipe.engines.megatron.checkpoint import state
+from rlpipe.engines.megatron.model import fused, varlen, vocab
+from rlpipe.engines.megatron.model.attention import packed_layout
+from rlpipe.system.ports import free_port
+from tests.engines.megatron.model.test_vocab import ALONE
 from tests.engines.megatron.ranks import engine, make_batch
-from tests.engines.megatron.test_vocab import ALONE
 
 pytestmark = pytest.mark.gpu
-STEPS, REPEATS = 20, 3
+STEPS = 20
+REPEATS = 3
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -32,26 +35,40 @@ def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """‖found - wanted‖ / ‖wanted‖; NaN is far away."""
-    found, wanted = found.detach().double(), wanted.detach().double()
+    found = found.detach().double()
+    wanted = wanted.detach().double()
     far = (found - wanted).norm() / wanted.norm().clamp_min(1e-30)
     return float(torch.nan_to_num(far, nan=float("inf")))
 
 
-def assert_near_unfused(monkeypatch, module, function: Callable, *leaves: torch.Tensor, most: float = 1e-2) -> None:
-    """Results and gradients with kernels in bfloat16, and in float32 without, are as near as bfloat16 is fine."""
+def assert_near_unfused(
+    monkeypatch, module, function: Callable, *leaves: torch.Tensor, most: float = 1e-2
+) -> None:
+    """Results and gradients with kernels in bfloat16, and in float32 without, are as near as
+    bfloat16 is fine."""
     found = []
-    for kernels, inputs in ((module.kernels, leaves), (None, [tensor.detach().float().requires_grad_() for tensor in leaves])):
+    for kernels, inputs in (
+        (module.kernels, leaves),
+        (None, [tensor.detach().float().requires_grad_() for tensor in leaves]),
+    ):
         monkeypatch.setattr(module, "kernels", kernels)
         results = function(*inputs)
         results = results if isinstance(results, tuple) else (results,)
-        total = torch.stack([(torch.linspace(-1, 2, r.numel(), device="cuda").view(r.shape) * r).sum() for r in results]).sum()
+        total = torch.stack(
+            [
+                (torch.linspace(-1, 2, r.numel(), device="cuda").view(r.shape) * r).sum()
+                for r in results
+            ]
+        ).sum()
         found.append((*results, *torch.autograd.grad(total, inputs)))
     far = [distance(*pair) for pair in zip(*found, strict=True)]
     assert max(far) < most, far
 
 
 def test_rms_norm_and_swiglu_are_the_unfused_ones(monkeypatch):
-    assert_near_unfused(monkeypatch, fused, lambda x, w: fused.rms_norm(x, w, 1e-6), leaf(1000, 1, 2560), leaf(2560))
+    assert_near_unfused(
+        monkeypatch, fused, lambda x, w: fused.rms_norm(x, w, 1e-6), leaf(1000, 1, 2560), leaf(2560)
+    )
     monkeypatch.undo()
     assert_near_unfused(monkeypatch, fused, fused.swiglu, leaf(1000, 1, 2 * 9728))
 
@@ -78,7 +95,8 @@ def test_log_probs_over_a_large_vocabulary_are_the_unfused_ones(monkeypatch, ent
         )
         return found if entropy_gradient else found[0]
 
-    hidden, weight = leaf(1000, 1024), (0.05 * leaf(151936, 1024)).detach().requires_grad_()
+    hidden = leaf(1000, 1024)
+    weight = (0.05 * leaf(151936, 1024)).detach().requires_grad_()
     assert_near_unfused(monkeypatch, vocab, function, hidden, weight, most=2e-2)
 
 
@@ -92,15 +110,24 @@ def test_packed_attention_is_that_of_each_segment_alone(cp_size):
     gathered = torch.cat(held)
     for rank, mine in enumerate(held):
         layout = packed_layout(lengths, cp_size, rank, torch.device("cuda"))
-        theirs = (key, value) if cp_size == 1 else (key[gathered][layout.keys], value[gathered][layout.keys])
+        theirs = (
+            (key, value)
+            if cp_size == 1
+            else (key[gathered][layout.keys], value[gathered][layout.keys])
+        )
         found = varlen.attend(query[mine], *theirs, layout.segments, 128**-0.5)
         assert distance(found, wanted[mine]) < 1e-2
 
 
 def _held(lengths: np.ndarray, bounds: np.ndarray, cp_size: int, rank: int) -> torch.Tensor:
     """Global places of a rank's tokens: chunks r and 2c-1-r of every segment."""
-    chunks = [np.split(np.arange(a, a + n), 2 * cp_size) for a, n in zip(bounds[:-1], lengths, strict=True)]
-    return torch.from_numpy(np.concatenate([np.concatenate([c[rank], c[2 * cp_size - 1 - rank]]) for c in chunks])).cuda()
+    chunks = [
+        np.split(np.arange(a, a + n), 2 * cp_size)
+        for a, n in zip(bounds[:-1], lengths, strict=True)
+    ]
+    return torch.from_numpy(
+        np.concatenate([np.concatenate([c[rank], c[2 * cp_size - 1 - rank]]) for c in chunks])
+    ).cuda()
 
 
 def _alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -110,15 +137,21 @@ def _alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
 
 
 def test_a_hash_made_by_the_kernel_is_the_one_made_by_torch():
-    content = torch.randint(0, 256, (100_003,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    content = torch.randint(
+        0, 256, (100_003,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     assert state.on_device_hash(content.cuda()).tolist() == state.on_device_hash(content).tolist()
 
 
 def test_twenty_packed_steps_come_out_the_same_three_times_and_what_that_costs(models):
-    digests, seconds = {}, {}
+    digests = {}
+    seconds = {}
     for deterministic in (True, False):
         runs = [_twenty_steps(models["qwen3"], deterministic=deterministic) for _ in range(REPEATS)]
-        digests[deterministic], seconds[deterministic] = [digest for digest, _ in runs], min(spent for _, spent in runs)
+        digests[deterministic], seconds[deterministic] = (
+            [digest for digest, _ in runs],
+            min(spent for _, spent in runs),
+        )
     print(f"\n{STEPS} steps: deterministic {seconds[True]:.3f} s, otherwise {seconds[False]:.3f} s")
     assert len(set(digests[True])) == 1
 
@@ -126,11 +159,18 @@ def test_twenty_packed_steps_come_out_the_same_three_times_and_what_that_costs(m
 def _twenty_steps(model_dir: str, *, deterministic: bool) -> tuple[str, float]:
     """The state's digest after them, and the seconds they took."""
     config = TrainConfig.model_validate({"optimizer": {"lr": 1e-3}, "max_tokens_per_gpu": 128})
-    ours = engine(model_dir, config, 0, 1, free_port(), dtype="bfloat16", deterministic=deterministic)
+    ours = engine(
+        model_dir, config, 0, 1, free_port(), dtype="bfloat16", deterministic=deterministic
+    )
     try:
         ours.load_hf()
         batch = make_batch(200)
-        packing = plan(batch.lengths, global_batch_size=200 // STEPS, max_tokens=ours.max_tokens, data_parallel=1)
+        packing = plan(
+            batch.lengths,
+            global_batch_size=200 // STEPS,
+            max_tokens=ours.max_tokens,
+            data_parallel=1,
+        )
         columns = batch.with_columns(proximal_log_probs=ours.score(batch))
         started = time.perf_counter()
         return ours.train(columns, packing).state_digest, time.perf_counter() - started

@@ -1,4 +1,5 @@
-"""Parts of a rank's state that sleep and wake (rlpipe.engines.megatron.memory), on a real engine."""
+"""Parts of a rank's state that sleep and wake (rlpipe.engines.megatron.memory), on a real
+engine."""
 
 from __future__ import annotations
 
@@ -9,20 +10,30 @@ import numpy as np
 import pytest
 import torch
 
+from rlpipe.batch.packing import plan
 from rlpipe.config.models import CriticConfig
 from rlpipe.config.train import OptimizerConfig, TrainConfig
 from rlpipe.engines.megatron.engine import MegatronEngine
-from rlpipe.engines.megatron.memory import CHUNK_BYTES, PARTS, DeviceMemory, HostCopy, Part, Resident
+from rlpipe.engines.megatron.memory import (
+    CHUNK_BYTES,
+    PARTS,
+    DeviceMemory,
+    HostCopy,
+    Part,
+    Resident,
+)
 from rlpipe.errors import TrainerError
-from rlpipe.packing import plan
-from rlpipe.ports import free_port
+from rlpipe.system.ports import free_port
 from tests.engines.megatron.ranks import engine, make_batch, with_returns
 
 FAST = OptimizerConfig(lr=1e-2)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "float32": {"train": TrainConfig(optimizer=FAST)},
     "bfloat16": {"train": TrainConfig(optimizer=FAST), "dtype": "bfloat16"},
-    "sharded": {"train": TrainConfig(optimizer=FAST, use_distributed_optimizer=True), "dtype": "bfloat16"},
+    "sharded": {
+        "train": TrainConfig(optimizer=FAST, use_distributed_optimizer=True),
+        "dtype": "bfloat16",
+    },
 }
 
 
@@ -52,7 +63,9 @@ def held_bytes(ours: MegatronEngine, *parts: Part) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def test_a_state_that_slept_between_all_calls_is_trained_to_the_same_bits(ours: MegatronEngine, tmp_path):
+def test_a_state_that_slept_between_all_calls_is_trained_to_the_same_bits(
+    ours: MegatronEngine, tmp_path
+):
     ours.save_checkpoint(tmp_path, 0)
     straight = [train_once(ours, seed) for seed in range(2)]
     ours.load_checkpoint(tmp_path)
@@ -79,7 +92,12 @@ def test_sleeping_parts_take_no_memory_and_answer_with_an_error(ours: MegatronEn
     with pytest.raises(TrainerError, match=r"optimizer, gradients asleep"):
         ours.train(batch, packing)
     assert ours.occupy(())["kept_bytes"] == 0
-    for call in (lambda: ours.score(batch), ours.state_digest, lambda: list(ours.named_hf_tensors()), ours.load_hf):
+    for call in (
+        lambda: ours.score(batch),
+        ours.state_digest,
+        lambda: list(ours.named_hf_tensors()),
+        ours.load_hf,
+    ):
         with pytest.raises(TrainerError, match="not in device memory"):
             call()
     assert ours.occupy(())["kept_bytes"] == 0, "again, it does nothing"
@@ -95,11 +113,16 @@ def test_gradient_buffers_are_zero_when_they_wake(ours: MegatronEngine):
 
 
 def test_a_critic_and_a_teacher_sleep_with_the_policy(models: dict[str, str]):
-    settings = {"critic": CriticConfig(), "critic_optimizer_steps": 10, "teacher_dir": models["qwen3"]}
+    settings = {
+        "critic": CriticConfig(),
+        "critic_optimizer_steps": 10,
+        "teacher_dir": models["qwen3"],
+    }
     ours = made(models, TrainConfig(), **settings)
     try:
         batch = make_batch()
-        teacher, values = ours.score(batch, model="teacher"), ours.values(batch)
+        teacher = ours.score(batch, model="teacher")
+        values = ours.values(batch)
         packing = plan(batch.lengths, global_batch_size=None, max_tokens=64, data_parallel=1)
         for _ in range(2):
             ours.occupy(("weights",))
@@ -118,8 +141,11 @@ def test_a_critic_and_a_teacher_sleep_with_the_policy(models: dict[str, str]):
         ours.close()
 
 
-def test_the_reference_scores_with_what_was_kept_of_it_and_the_policy_comes_back_to_the_bit(ours: MegatronEngine):
-    batch, seen = make_batch(), []
+def test_the_reference_scores_with_what_was_kept_of_it_and_the_policy_comes_back_to_the_bit(
+    ours: MegatronEngine,
+):
+    batch = make_batch()
+    seen = []
     for seed in range(2):
         seen.append(ours.score(batch))
         ours.keep_reference()
@@ -141,9 +167,12 @@ def test_storages_of_any_size_are_cut_at_the_ends_of_chunks(monkeypatch: pytest.
     monkeypatch.setattr("rlpipe.engines.megatron.memory.CHUNK_BYTES", 4096)
     generator = torch.Generator().manual_seed(0)
     sizes = (1, 4095, 4097, 0, 9000, 3)
-    tensors = [torch.randint(0, 255, (size,), dtype=torch.uint8, generator=generator) for size in sizes]
+    tensors = [
+        torch.randint(0, 255, (size,), dtype=torch.uint8, generator=generator) for size in sizes
+    ]
     before = [tensor.clone() for tensor in tensors]
-    copy, storages = HostCopy(), [tensor.untyped_storage() for tensor in tensors]
+    copy = HostCopy()
+    storages = [tensor.untyped_storage() for tensor in tensors]
     copy.take(storages)
     for tensor in tensors:
         tensor.zero_()
@@ -153,8 +182,12 @@ def test_storages_of_any_size_are_cut_at_the_ends_of_chunks(monkeypatch: pytest.
 
 
 def test_a_storage_that_several_tensors_share_is_moved_once_with_its_first_part():
-    memory, whole = DeviceMemory(), torch.arange(8.0)
-    tensors: dict[Part, list[torch.Tensor]] = {"weights": [whole[:4], whole[4:]], "optimizer": [whole[2:6]]}
+    memory = DeviceMemory()
+    whole = torch.arange(8.0)
+    tensors: dict[Part, list[torch.Tensor]] = {
+        "weights": [whole[:4], whole[4:]],
+        "optimizer": [whole[2:6]],
+    }
     memory.occupy(tensors, ("weights",))
     assert memory.asleep == {"optimizer", "gradients", "teacher"}
     assert whole.tolist() == list(range(8))

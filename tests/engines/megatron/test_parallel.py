@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlpipe.ports import free_port
+from rlpipe.system.ports import free_port
 from tests.engines.megatron.ranks import gloo_threads_left, score_and_train, train_on_any_number
 
 TRAIN = {
@@ -17,7 +17,9 @@ LAYOUTS = {
     "data parallel": {},
     "data parallel, distributed optimizer": {"use_distributed_optimizer": True},
     "tensor parallel": {"parallel": {"tensor_model_parallel_size": 2}},
-    "tensor and sequence parallel": {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
+    "tensor and sequence parallel": {
+        "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    },
     "pipeline parallel": {"parallel": {"pipeline_model_parallel_size": 2}},
     "context parallel": {"parallel": {"context_parallel_size": 2}},
 }
@@ -28,19 +30,26 @@ EXPERTS = {
         "use_distributed_optimizer": True,
     },
 }
-CASES = [(family, layout) for family in ("qwen3", "llama") for layout in LAYOUTS] + [("qwen3_moe", layout) for layout in EXPERTS]
+CASES = [(family, layout) for family in ("qwen3", "llama") for layout in LAYOUTS] + [
+    ("qwen3_moe", layout) for layout in EXPERTS
+]
 
 
 @pytest.fixture(scope="module")
 def alone(models):
-    return {family: score_and_train(0, 1, free_port(), models[family], TRAIN) for family in ("qwen3", "llama", "qwen3_moe")}
+    return {
+        family: score_and_train(0, 1, free_port(), models[family], TRAIN)
+        for family in ("qwen3", "llama", "qwen3_moe")
+    }
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_two_ranks_compute_what_one_computes(models, alone, two_ranks, family, layout):
     wanted = alone[family]
-    first, second = two_ranks.run(score_and_train, models[family], TRAIN | {**LAYOUTS, **EXPERTS}[layout])
+    first, second = two_ranks.run(
+        score_and_train, models[family], TRAIN | {**LAYOUTS, **EXPERTS}[layout]
+    )
     assert np.array_equal(first["scores"], second["scores"])
     assert first["steps"] == second["steps"]
     assert first["digest"] == second["digest"]
@@ -65,7 +74,9 @@ def test_two_ranks_compute_what_one_computes(models, alone, two_ranks, family, l
         ("qwen3_moe", "expert parallel, distributed optimizer"),
     ],
 )
-def test_gradients_that_are_summed_during_the_backward_pass_are_the_same(models, two_ranks, family, layout):
+def test_gradients_that_are_summed_during_the_backward_pass_are_the_same(
+    models, two_ranks, family, layout
+):
     """However many micro-batches a step has: Megatron sums when the last of them is through."""
     train = TRAIN | {"loss": {}} | {**LAYOUTS, **EXPERTS}[layout]
     wanted, _ = two_ranks.run(train_on_any_number, models[family], train)
@@ -81,10 +92,13 @@ def test_gradients_that_are_summed_during_the_backward_pass_are_the_same(models,
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("family", "layout"), [("qwen3", "data parallel, distributed optimizer"), ("qwen3_moe", "expert parallel")]
+    ("family", "layout"),
+    [("qwen3", "data parallel, distributed optimizer"), ("qwen3_moe", "expert parallel")],
 )
 def test_nothing_is_left_of_an_engine_that_was_closed(models, two_ranks, family, layout):
     for had, left in two_ranks.run(
-        gloo_threads_left, models[family], {"max_tokens_per_gpu": 64} | {**LAYOUTS, **EXPERTS}[layout]
+        gloo_threads_left,
+        models[family],
+        {"max_tokens_per_gpu": 64} | {**LAYOUTS, **EXPERTS}[layout],
     ):
         assert had > 0 and left == 0

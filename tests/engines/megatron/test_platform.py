@@ -13,7 +13,7 @@ import torch
 from rlpipe.engines.megatron import platform
 from rlpipe.engines.megatron.platform import CUDA, _retargeted
 
-OURS = sorted(Path(platform.__file__).parent.glob("*.py"))
+OURS = sorted(Path(platform.__file__).parent.rglob("*.py"))
 
 
 def run(source: str) -> dict:
@@ -46,15 +46,25 @@ def test_what_is_not_listed_is_torchs_own():
 
 def test_it_refuses_to_come_after_megatron():
     program = "import sys, types; sys.modules['megatron.core'] = types.ModuleType('x'); import rlpipe.engines.megatron.platform"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert found.returncode != 0
     assert "must be imported before megatron.core" in found.stderr
 
 
 @pytest.mark.parametrize("file", OURS, ids=lambda file: file.name)
 def test_every_module_imports_the_platform_before_megatron(file):
-    imports = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = [f"{getattr(node, 'module', '')}.{alias.name}" for node in imports for alias in node.names]
-    theirs = [i for i, name in enumerate(names) if name.lstrip(".").startswith(("megatron", "mbridge"))]
+    imports = [
+        node
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    names = [
+        f"{getattr(node, 'module', '')}.{alias.name}" for node in imports for alias in node.names
+    ]
+    theirs = [
+        i for i, name in enumerate(names) if name.lstrip(".").startswith(("megatron", "mbridge"))
+    ]
     safe = [i for i, name in enumerate(names) if "rlpipe.engines.megatron" in name]
     assert not theirs or (safe and safe[0] < theirs[0])

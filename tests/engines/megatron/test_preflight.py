@@ -1,4 +1,5 @@
-"""Arguments that Megatron-core does not take together are found before a rank is started (rlpipe.engines.megatron.preflight)."""
+"""Arguments that Megatron-core does not take together are found before a rank is started
+(rlpipe.engines.megatron.preflight)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from rlpipe.errors import ConfigError
 
 def given(directory: str, **train: Any) -> dict[str, Any]:
     """What the process that checks is given."""
-    model = ModelConfig(source=HuggingFaceModel(type="huggingface", hf_checkpoint=directory), dtype="float32")
+    model = ModelConfig(
+        source=HuggingFaceModel(type="huggingface", hf_checkpoint=directory), dtype="float32"
+    )
     settings = TrainConfig.model_validate(train)
     return {
         "directory": directory,
@@ -31,13 +34,29 @@ SELECTIVE = {"recompute_granularity": "selective"}
 @pytest.mark.parametrize(
     ("family", "train", "words"),
     [
-        ("qwen3", {"megatron": {**SELECTIVE, "recompute_num_layers": 1}}, "recompute_num_layers must be None"),
-        ("qwen3", {"megatron": {**SELECTIVE, "recompute_modules": ["everything"]}}, "Invalid choices"),
-        ("qwen3", {"megatron": {**SELECTIVE, "recompute_modules": ["layernorm"]}}, "Transformer Engine"),
+        (
+            "qwen3",
+            {"megatron": {**SELECTIVE, "recompute_num_layers": 1}},
+            "recompute_num_layers must be None",
+        ),
+        (
+            "qwen3",
+            {"megatron": {**SELECTIVE, "recompute_modules": ["everything"]}},
+            "Invalid choices",
+        ),
+        (
+            "qwen3",
+            {"megatron": {**SELECTIVE, "recompute_modules": ["layernorm"]}},
+            "Transformer Engine",
+        ),
         ("qwen3", {"megatron": {"gradient_accumulation_fusion": True}}, "not installed"),
         ("qwen3", {"megatron": {"apply_rope_fusion": True}}, "apply_rope_fusion is not available"),
         ("qwen3", {"megatron": {"use_precision_aware_optimizer": True}}, "distributed optimizer"),
-        ("qwen3", {"megatron": {"pipeline_model_parallel_layout": "Et|tL"}}, "several pipeline stages"),
+        (
+            "qwen3",
+            {"megatron": {"pipeline_model_parallel_layout": "Et|tL"}},
+            "several pipeline stages",
+        ),
         ("qwen3", {"parallel": {"pipeline_model_parallel_size": 3}}, "do not divide"),
         ("qwen3", {"parallel": {"expert_model_parallel_size": 2}}, "expert"),
         ("qwen3", {"use_routing_replay": True}, "no experts"),
@@ -56,9 +75,24 @@ def test_what_the_ranks_would_refuse_is_refused_without_them(models, family, tra
     [
         ("qwen3", {"megatron": {"recompute_granularity": "full"}}),
         ("qwen3", {"parallel": {"pipeline_model_parallel_size": 2}}),
-        ("qwen3", {"parallel": {"pipeline_model_parallel_size": 2}, "megatron": {"pipeline_model_parallel_layout": "Et|tL"}}),
+        (
+            "qwen3",
+            {
+                "parallel": {"pipeline_model_parallel_size": 2},
+                "megatron": {"pipeline_model_parallel_layout": "Et|tL"},
+            },
+        ),
         ("qwen3_moe", {"parallel": {"expert_model_parallel_size": 2}, "use_routing_replay": True}),
-        ("qwen3_moe", {"megatron": {"moe_grouped_gemm": True, "attention_softmax_in_fp32": True, "optimizer": "adam"}}),
+        (
+            "qwen3_moe",
+            {
+                "megatron": {
+                    "moe_grouped_gemm": True,
+                    "attention_softmax_in_fp32": True,
+                    "optimizer": "adam",
+                }
+            },
+        ),
     ],
 )
 def test_what_the_ranks_take_is_taken(models, family, train):
@@ -67,7 +101,15 @@ def test_what_the_ranks_take_is_taken(models, family, train):
 
 @pytest.mark.integration
 def test_it_is_checked_in_a_process_of_its_own(models):
-    model = ModelConfig(source=HuggingFaceModel(type="huggingface", hf_checkpoint=models["qwen3"]), dtype="float32")
-    check_trainer(Path(models["qwen3"]), model, TrainConfig(megatron={"recompute_granularity": "full"}))
+    model = ModelConfig(
+        source=HuggingFaceModel(type="huggingface", hf_checkpoint=models["qwen3"]), dtype="float32"
+    )
+    check_trainer(
+        Path(models["qwen3"]), model, TrainConfig(megatron={"recompute_granularity": "full"})
+    )
     with pytest.raises(ConfigError, match=r"(?s)train\.megatron.*together.*recompute_num_layers"):
-        check_trainer(Path(models["qwen3"]), model, TrainConfig(megatron={**SELECTIVE, "recompute_num_layers": 1}))
+        check_trainer(
+            Path(models["qwen3"]),
+            model,
+            TrainConfig(megatron={**SELECTIVE, "recompute_num_layers": 1}),
+        )

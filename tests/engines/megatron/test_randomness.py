@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from rlpipe.config.train import TrainConfig
-from rlpipe.engines.megatron import checkpoint, randomness
-from rlpipe.ports import free_port
+from rlpipe.engines.megatron import randomness
+from rlpipe.engines.megatron.checkpoint import checkpoint
+from rlpipe.system.ports import free_port
 from tests.engines.megatron import apart
 from tests.engines.megatron.ranks import engine
 
@@ -44,7 +45,9 @@ def test_it_is_what_would_have_been_drawn_after_it_was_saved_or_in_another_split
         assert drawn() == first
 
 
-def test_a_critic_that_moves_brings_no_random_state_to_the_policy_and_begins_its_own_with_the_seed(models, tmp_path: Path):
+def test_a_critic_that_moves_brings_no_random_state_to_the_policy_and_begins_its_own_with_the_seed(
+    models, tmp_path: Path
+):
     with closing(apart.shared(models["qwen3"], {}, free_port(), {})) as ours:
         first = drawn()
         ours.load_hf()

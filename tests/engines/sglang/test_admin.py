@@ -12,7 +12,7 @@ import pytest
 from rlpipe.engines.sglang import admin
 from rlpipe.engines.sglang.admin import MEMORY_TAGS, Engine
 from rlpipe.errors import DeadlineExceeded, EngineRejected, EngineUnavailable
-from rlpipe.rollout.client import GenerateClient
+from rlpipe.rollout.client.client import GenerateClient
 from tests.live_engine import VOCAB_SIZE, log_probs
 
 pytestmark = pytest.mark.integration
@@ -30,11 +30,16 @@ async def test_scores_equal_transformers(live):
     async with Engine(live.server.url) as engine:
         scores = await engine.score(sequences)
     for sequence, score in zip(sequences, scores, strict=True):
-        np.testing.assert_allclose(score, log_probs(live.model, sequence[:1], sequence[1:]), atol=1e-4)
+        np.testing.assert_allclose(
+            score, log_probs(live.model, sequence[:1], sequence[1:]), atol=1e-4
+        )
 
 
 async def test_a_paused_engine_keeps_requests_waiting(live):
-    async with Engine(live.server.url) as engine, GenerateClient(live.router.url, vocab_size=VOCAB_SIZE, deadline_s=30) as client:
+    async with (
+        Engine(live.server.url) as engine,
+        GenerateClient(live.router.url, vocab_size=VOCAB_SIZE, deadline_s=30) as client,
+    ):
         await engine.pause()
         await engine.flush()
         waiting = asyncio.create_task(client.generate([5, 6], {"max_new_tokens": 4}, n=2))
@@ -46,15 +51,30 @@ async def test_a_paused_engine_keeps_requests_waiting(live):
 
 
 async def test_abort_returns_what_was_sampled(live):
-    async with Engine(live.server.url) as engine, GenerateClient(live.router.url, vocab_size=VOCAB_SIZE, deadline_s=30) as client:
-        for wait_s in (0.3, 0.1, 0.2, 0.05, 0.15, 0.02):  # one of them ends in the middle, however fast the machine is
+    async with (
+        Engine(live.server.url) as engine,
+        GenerateClient(live.router.url, vocab_size=VOCAB_SIZE, deadline_s=30) as client,
+    ):
+        for wait_s in (
+            0.3,
+            0.1,
+            0.2,
+            0.05,
+            0.15,
+            0.02,
+        ):  # one of them ends in the middle, however fast the machine is
             stop = asyncio.Event()
-            running = asyncio.create_task(client.generate([5, 6], {"max_new_tokens": 240, "ignore_eos": True}, n=2, stop=stop))
+            running = asyncio.create_task(
+                client.generate([5, 6], {"max_new_tokens": 240, "ignore_eos": True}, n=2, stop=stop)
+            )
             await asyncio.sleep(wait_s)
             stop.set()
             await engine.abort_all()
             found = await running
-            if all(generation.finish_reason == "abort" and generation.response_ids for generation in found):
+            if all(
+                generation.finish_reason == "abort" and generation.response_ids
+                for generation in found
+            ):
                 break
         assert all(0 < len(generation.response_ids) < 240 for generation in found)
         assert {generation.finish_reason for generation in found} == {"abort"}
@@ -62,7 +82,9 @@ async def test_abort_returns_what_was_sampled(live):
 
 async def test_an_answer_that_is_something_else_names_engine_and_endpoint(live, monkeypatch):
     async def elsewhere(client, method, url, **_):
-        return httpx.Response(200, text=answers.pop(0), headers={"content-type": "application/json"})
+        return httpx.Response(
+            200, text=answers.pop(0), headers={"content-type": "application/json"}
+        )
 
     monkeypatch.setattr(admin, "call", elsewhere)
     answers = ["<html>", "[]", "{}", "{}", '[{"meta_info": {}}]', "null"]
@@ -84,14 +106,18 @@ async def test_an_update_left_open_is_ended_by_the_next(live):
         assert await engine.begin_weight_update()
         assert await engine.begin_weight_update()
         await engine.end_weight_update()
-        with pytest.raises(EngineRejected, match=r"(?s)end_weight_update.*no weight-update session"):
+        with pytest.raises(
+            EngineRejected, match=r"(?s)end_weight_update.*no weight-update session"
+        ):
             await engine.end_weight_update()
 
 
 async def test_a_cache_in_use_is_waited_for_until_the_deadline(live):
     client = GenerateClient(live.router.url, vocab_size=VOCAB_SIZE, deadline_s=30)
     async with Engine(live.server.url, deadline_s=1) as engine, client:
-        running = asyncio.create_task(client.generate([5, 6], {"max_new_tokens": 240, "ignore_eos": True}))
+        running = asyncio.create_task(
+            client.generate([5, 6], {"max_new_tokens": 240, "ignore_eos": True})
+        )
         await asyncio.sleep(0.2)
         await engine.pause("in_place")
         try:

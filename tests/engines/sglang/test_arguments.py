@@ -1,4 +1,5 @@
-"""Every argument of SGLang and its router: a configuration takes what an engine takes, and it arrives as it was given."""
+"""Every argument of SGLang and its router: a configuration takes what an engine takes, and it
+arrives as it was given."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ from rlpipe.errors import ConfigError
 from tests.live_engine import make_model
 
 SAMPLES: list[Any] = [True, False, 7, 0.5, "text", [1, 2], {"a": 1}]
-UNUSUAL = {"lora_paths": ["one=/a", "two=/b"], "cuda_graph_config": '{"decode": {"backend": "disabled"}}'}
+UNUSUAL = {
+    "lora_paths": ["one=/a", "two=/b"],
+    "cuda_graph_config": '{"decode": {"backend": "disabled"}}',
+}
 """Options that read their words in a way of their own."""
 
 
@@ -31,9 +35,13 @@ def values(name: str, entry: dict[str, Any]) -> Iterator[Any]:
     if name in UNUSUAL:
         yield UNUSUAL[name]
         return
-    words = entry.get("choices") or [part.strip("'") for part in entry["type"].split(" | ") if "'" in part]
+    words = entry.get("choices") or [
+        part.strip("'") for part in entry["type"].split(" | ") if "'" in part
+    ]
     if words:
-        samples: list[Any] = [[words[0]], [words[-1]]] if entry.get("words") else [words[0], words[-1]]
+        samples: list[Any] = (
+            [[words[0]], [words[-1]]] if entry.get("words") else [words[0], words[-1]]
+        )
     elif entry.get("words"):
         samples = [[1, 2]]
     elif entry.get("reads"):
@@ -66,13 +74,20 @@ def started(table: str, name: str, value: Any, model_dir: Path) -> list[str]:
     if table == "router":
         return Router(EngineConfig(router={name: value}), port=1, log_path=log).arguments()
     config = EngineConfig(sglang={name: value})
-    settings: dict[str, Any] = {"dtype": "float32", "port": 1, "log_path": log, "seed": 1, "device": "cpu"}
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "port": 1,
+        "log_path": log,
+        "seed": 1,
+        "device": "cpu",
+    }
     return Server(model_dir, config, ResourcesConfig(), **settings).arguments()
 
 
 @pytest.mark.parametrize("table", ["sglang", "router"])
 def test_a_configuration_and_an_engine_refuse_the_same_arguments(table, model_dir):
-    differ, refused = [], 0
+    differ = []
+    refused = 0
     for name, entry in names.entries(table).items():
         for value in values(name, entry):
             try:
@@ -120,16 +135,20 @@ def plain(value: Any) -> Any:
 @pytest.mark.integration
 @pytest.mark.parametrize("table", ["sglang", "router"])
 def test_what_a_configuration_takes_arrives_as_it_was_given(table, monkeypatch):
-    """Its words are read by the package's own parser: a list, a dict, a choice or a `false` must not fail minutes later."""
+    """Its words are read by the package's own parser: a list, a dict, a choice or a `false` must
+    not fail minutes later."""
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-    read, wrong = parser(table), []
+    read = parser(table)
+    wrong = []
     for name, entry in names.entries(table).items():
         for value in values(name, entry):
             if name in UNUSUAL or not taken(table, name, value):
                 continue
             line = flags(table, {name: value})
             try:
-                found = getattr(read.parse_args(["--model-path", "m", *line]), entry.get("field", name))
+                found = getattr(
+                    read.parse_args(["--model-path", "m", *line]), entry.get("field", name)
+                )
             except (argparse.ArgumentError, SystemExit) as error:
                 wrong.append((name, value, line, error))
                 continue

@@ -17,12 +17,24 @@ from rlpipe.errors import ConfigError, EngineUnavailable, ResourceError
 
 NOBODY = "http://127.0.0.1:9"
 MODEL = {"architectures": ["Qwen3ForCausalLM"], "model_path": "/nowhere"}
-SERVER = {"version": "0.5.21", "dtype": "bfloat16", "tp_size": 2, "dp_size": 1, "device": "cuda", "quantization": None}
+SERVER = {
+    "version": "0.5.21",
+    "dtype": "bfloat16",
+    "tp_size": 2,
+    "dp_size": 1,
+    "device": "cuda",
+    "quantization": None,
+}
 
 
 @pytest.fixture
 def wanted(tmp_path: Path) -> Wanted:
-    config = {"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", "hidden_size": 64, "vocab_size": 128}
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "dtype": "bfloat16",
+        "hidden_size": 64,
+        "vocab_size": 128,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     return Wanted(str(tmp_path), dtype="bfloat16", tensor_parallel_size=2)
 
@@ -40,7 +52,9 @@ def wanted(tmp_path: Path) -> Wanted:
         ({"disaggregation_mode": "decode"}, {"disaggregation_mode": ("decode", "null")}),
     ],
 )
-def test_what_a_server_says_of_itself_is_compared_with_what_the_run_wants(wanted: Wanted, said: dict, wrong: dict):
+def test_what_a_server_says_of_itself_is_compared_with_what_the_run_wants(
+    wanted: Wanted, said: dict, wrong: dict
+):
     assert unfit(MODEL, {**SERVER, **said}, wanted) == wrong
 
 
@@ -52,27 +66,38 @@ def test_what_a_server_says_of_itself_is_compared_with_what_the_run_wants(wanted
         ({"deterministic": True}, {}, "enable_deterministic_inference"),
     ],
 )
-def test_what_only_some_runs_need_is_asked_for_by_them_alone(wanted: Wanted, needs: dict, server: dict, wrong: str):
+def test_what_only_some_runs_need_is_asked_for_by_them_alone(
+    wanted: Wanted, needs: dict, server: dict, wrong: str
+):
     assert unfit(MODEL, {**SERVER, **server}, wanted) == {}
     assert list(unfit(MODEL, {**SERVER, **server}, replace(wanted, **needs))) == [wrong]
 
 
-def test_sizes_are_compared_where_the_directory_of_its_model_can_be_seen(wanted: Wanted, tmp_path: Path):
+def test_sizes_are_compared_where_the_directory_of_its_model_can_be_seen(
+    wanted: Wanted, tmp_path: Path
+):
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text(json.dumps({"hidden_size": 32, "vocab_size": 128}))
     assert unfit({**MODEL, "model_path": str(other)}, SERVER, wanted) == {"hidden_size": (32, 64)}
-    assert list(unfit({**MODEL, "architectures": ["LlamaForCausalLM"]}, SERVER, wanted)) == ["architectures"]
+    assert list(unfit({**MODEL, "architectures": ["LlamaForCausalLM"]}, SERVER, wanted)) == [
+        "architectures"
+    ]
 
 
 def test_one_that_does_not_answer_is_not_there(wanted: Wanted):
     server = ExternalServer(NOBODY, wanted)
-    with pytest.raises(EngineUnavailable, match=r"(?s)external_engines: http://127\.0\.0\.1:9.*once it answers it is taken in"):
+    with pytest.raises(
+        EngineUnavailable,
+        match=r"(?s)external_engines: http://127\.0\.0\.1:9.*once it answers it is taken in",
+    ):
         server.start()
     assert not server.alive
 
 
-def test_one_that_answers_is_not_there_until_it_has_said_what_it_serves(wanted: Wanted, monkeypatch: pytest.MonkeyPatch):
+def test_one_that_answers_is_not_there_until_it_has_said_what_it_serves(
+    wanted: Wanted, monkeypatch: pytest.MonkeyPatch
+):
     said = {"model_info": MODEL, "server_info": SERVER}
     monkeypatch.setattr(external, "_answer", lambda url: said.get(url.rpartition("/")[2]))
     server = ExternalServer(NOBODY, wanted)
@@ -94,7 +119,9 @@ def test_a_real_one_is_met_and_is_asked_again_after_it_was_let_go(live):
     server.stop()
     assert live.server.alive and not server.alive
     for wrong in ({"dtype": "bfloat16"}, {"tensor_parallel_size": 2}):
-        with pytest.raises(ConfigError, match=next(iter(wrong)).replace("tensor_parallel_size", "tp_size 1")):
+        with pytest.raises(
+            ConfigError, match=next(iter(wrong)).replace("tensor_parallel_size", "tp_size 1")
+        ):
             ExternalServer(live.server.url, replace(_of(live), **wrong)).start()
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlpipe import ports
 from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.engines.sglang.process import flags
 from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import BOUND, Device, Part, Server
 from rlpipe.errors import ConfigError, DeadlineExceeded, EngineUnavailable, ResourceError
-from rlpipe.rendezvous import GLOO
+from rlpipe.system import ports
+from rlpipe.system.rendezvous import GLOO
 from tests.live_engine import START_S, make_model, make_server
 
 CHILD = """
@@ -42,7 +42,16 @@ time.sleep(600)
 
 def _server(model_dir: Path, log_path: Path, **sglang: object) -> Server:
     config = EngineConfig(sglang=sglang)
-    return Server(model_dir, config, ResourcesConfig(), dtype="float32", port=None, log_path=log_path, seed=1, device="cpu")
+    return Server(
+        model_dir,
+        config,
+        ResourcesConfig(),
+        dtype="float32",
+        port=None,
+        log_path=log_path,
+        seed=1,
+        device="cpu",
+    )
 
 
 def test_arguments_keep_sglangs_names():
@@ -53,24 +62,41 @@ def test_arguments_keep_sglangs_names():
         "lora_paths": ["a", "b"],
         "x": None,
     }
-    assert flags("sglang", table) == ["--mem-fraction-static", "0.8", "--enable-metrics", "--lora-paths", "a", "b"]
+    assert flags("sglang", table) == [
+        "--mem-fraction-static",
+        "0.8",
+        "--enable-metrics",
+        "--lora-paths",
+        "a",
+        "b",
+    ]
 
 
 def test_arguments_of_ours_are_refused_with_the_key_to_use(tmp_path):
-    with pytest.raises(ConfigError, match=r"(?s)engine.sglang.tp_size.*resources.rollout_num_gpus_per_engine"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)engine.sglang.tp_size.*resources.rollout_num_gpus_per_engine"
+    ):
         _server(tmp_path, tmp_path / "log", tp_size=2)
-    with pytest.raises(ConfigError, match=r"(?s)engine.router.worker_urls.*engines join by themselves"):
-        Router(EngineConfig(router={"worker_urls": ["http://x"]}), port=None, log_path=tmp_path / "log")
+    with pytest.raises(
+        ConfigError, match=r"(?s)engine.router.worker_urls.*engines join by themselves"
+    ):
+        Router(
+            EngineConfig(router={"worker_urls": ["http://x"]}), port=None, log_path=tmp_path / "log"
+        )
 
 
 def test_an_argument_given_replaces_the_default(tmp_path):
     make_model(tmp_path / "model", seed=0)
     line = _server(tmp_path / "model", tmp_path / "log", max_total_tokens=100).arguments()
-    assert line.count("--max-total-tokens") == 1 and line[line.index("--max-total-tokens") + 1] == "100"
+    assert (
+        line.count("--max-total-tokens") == 1
+        and line[line.index("--max-total-tokens") + 1] == "100"
+    )
 
 
 @pytest.mark.parametrize(
-    ("resources", "saves"), [({"colocate": True}, True), ({"colocate": True, "offload_rollout": False}, False)]
+    ("resources", "saves"),
+    [({"colocate": True}, True), ({"colocate": True, "offload_rollout": False}, False)],
 )
 def test_an_engine_that_shares_gpus_can_give_up_their_memory_and_sees_those_in_its_order(
     tmp_path, resources: dict[str, bool], saves: bool
@@ -94,22 +120,32 @@ def test_an_engine_that_shares_gpus_can_give_up_their_memory_and_sees_those_in_i
     assert environment.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH") == ("true" if saves else None)
 
 
-def test_servers_of_an_engine_that_spans_nodes_know_their_number_and_the_cpus_of_their_ranks(tmp_path, monkeypatch):
+def test_servers_of_an_engine_that_spans_nodes_know_their_number_and_the_cpus_of_their_ranks(
+    tmp_path, monkeypatch
+):
     make_model(tmp_path / "model", seed=0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 7})
     monkeypatch.delenv(GLOO, raising=False)
 
     def made(part: Part | None) -> Server:
-        resources = ResourcesConfig(rollout_num_gpus=4, rollout_num_gpus_per_engine=4, num_gpus_per_node=2)
+        resources = ResourcesConfig(
+            rollout_num_gpus=4, rollout_num_gpus_per_engine=4, num_gpus_per_node=2
+        )
         common = {"dtype": "float32", "port": None, "log_path": tmp_path / "log", "seed": 1}
-        return Server(tmp_path / "model", EngineConfig(), resources, device="cpu", part=part, **common)
+        return Server(
+            tmp_path / "model", EngineConfig(), resources, device="cpu", part=part, **common
+        )
 
     server = made(Part(1, 2, "10.0.0.1:20000"))
     line = " ".join(server.arguments())
     assert "--tp-size 4 --nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:20000" in line
     assert server.environment()[BOUND] == "4|5"
     assert GLOO not in server.environment(), "the others are on other machines"
-    assert made(Part(1, 2, "127.0.0.1:20000")).environment()[GLOO] == made(None).environment()[GLOO] == "lo"
+    assert (
+        made(Part(1, 2, "127.0.0.1:20000")).environment()[GLOO]
+        == made(None).environment()[GLOO]
+        == "lo"
+    )
     assert made(None).environment()[BOUND] == "4|5|7|4"
     assert "--nnodes" not in made(None).arguments()
     monkeypatch.setenv(BOUND, "0-3|4-7")
@@ -117,9 +153,12 @@ def test_servers_of_an_engine_that_spans_nodes_know_their_number_and_the_cpus_of
 
 
 @pytest.mark.parametrize(
-    ("device", "deterministic", "asked"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+    ("device", "deterministic", "asked"),
+    [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)],
 )
-def test_engines_on_gpus_sample_by_seed_in_a_deterministic_run(tmp_path, device: Device, deterministic: bool, asked: bool):
+def test_engines_on_gpus_sample_by_seed_in_a_deterministic_run(
+    tmp_path, device: Device, deterministic: bool, asked: bool
+):
     make_model(tmp_path / "model", seed=0)
     server = Server(
         tmp_path / "model",
@@ -140,12 +179,18 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
         _server(tmp_path, tmp_path / "log")
 
 
-def test_a_gpu_and_an_environment_for_cpus_do_not_go_together(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    """Where SGLang is without its kernels, its server would end with an ImportError, far down in a log."""
+def test_a_gpu_and_an_environment_for_cpus_do_not_go_together(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    """Where SGLang is without its kernels, its server would end with an ImportError, far down in a
+    log."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     arguments = {"dtype": "float32", "port": None, "log_path": tmp_path / "log", "seed": 1}
-    with pytest.raises(ConfigError, match=r"cannot use this machine(.|\n)*no package sgl_kernel(.|\n)*RLPIPE_EXTRAS=gpu,dev"):
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot use this machine(.|\n)*no package sgl_kernel(.|\n)*RLPIPE_EXTRAS=gpu,dev",
+    ):
         Server(tmp_path, EngineConfig(), ResourcesConfig(), **arguments)
 
 
@@ -153,7 +198,9 @@ def test_a_gpu_and_an_environment_for_cpus_do_not_go_together(tmp_path, monkeypa
 def on_gpu(tmp_path) -> Callable[..., list[str]]:
     """The command line of a server on a GPU, with an engine and a model of these settings."""
 
-    def line(dtype: str = "bfloat16", sglang: dict[str, object] | None = None, **model: object) -> list[str]:
+    def line(
+        dtype: str = "bfloat16", sglang: dict[str, object] | None = None, **model: object
+    ) -> list[str]:
         (tmp_path / "config.json").write_text(json.dumps(model))
         engine = EngineConfig(sglang=sglang or {})
         common = {"dtype": dtype, "port": None, "log_path": tmp_path / "log", "seed": 1}
@@ -177,7 +224,9 @@ def test_a_model_in_32_bit_is_refused_on_gpus(on_gpu: Callable[..., list[str]]):
         ({"text_config": {}}, False),
     ],
 )
-def test_small_heads_take_an_attention_that_is_for_any(on_gpu: Callable[..., list[str]], model: dict[str, int], small: bool):
+def test_small_heads_take_an_attention_that_is_for_any(
+    on_gpu: Callable[..., list[str]], model: dict[str, int], small: bool
+):
     line = on_gpu(**model)
     assert ("--attention-backend" in line) is small
     assert not small or line[line.index("--attention-backend") + 1] == "triton"
@@ -210,7 +259,11 @@ def test_a_large_gpu_has_graphs_for_as_many_requests_as_are_sent(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     line = on_gpu(sglang=sglang)
-    assert (line[line.index("--cuda-graph-max-bs-decode") + 1] if "--cuda-graph-max-bs-decode" in line else None) == graphs
+    assert (
+        line[line.index("--cuda-graph-max-bs-decode") + 1]
+        if "--cuda-graph-max-bs-decode" in line
+        else None
+    ) == graphs
 
 
 def test_a_port_is_chosen_with_those_that_follow_it(monkeypatch):
@@ -232,7 +285,9 @@ def test_a_taken_port_is_refused(tmp_path):
 
 @pytest.mark.integration
 def test_a_server_that_dies_while_starting_shows_its_log(tmp_path):
-    router = Router(EngineConfig(router={"prometheus_port": -1}), port=None, log_path=tmp_path / "log")
+    router = Router(
+        EngineConfig(router={"prometheus_port": -1}), port=None, log_path=tmp_path / "log"
+    )
     router.start()
     with pytest.raises(EngineUnavailable, match=r"(?s)ended while starting.*Error starting router"):
         router.wait_ready(60)
@@ -243,7 +298,9 @@ def test_a_server_that_dies_while_starting_shows_its_log(tmp_path):
 def test_a_server_that_is_not_ready_in_time_is_named(tmp_path):
     router = Router(EngineConfig(), port=None, log_path=tmp_path / "log")
     router.start()
-    with pytest.raises(DeadlineExceeded, match=f"(?s)sglang-router {router.url}: it is not ready.*within 0 s"):
+    with pytest.raises(
+        DeadlineExceeded, match=f"(?s)sglang-router {router.url}: it is not ready.*within 0 s"
+    ):
         router.wait_ready(0)
     router.stop()
     router.stop()
@@ -259,7 +316,9 @@ def test_a_server_that_loses_a_process_of_its_own_ends_at_once(tmp_path):
         server.wait_ready(START_S)
         assert server.process is not None
         processes = psutil.Process(server.process.pid).children(recursive=True)
-        next(process for process in processes if "detokenizer" in " ".join(process.cmdline())).kill()
+        next(
+            process for process in processes if "detokenizer" in " ".join(process.cmdline())
+        ).kill()
         assert server.process.wait(20) is not None
     finally:
         server.stop()
@@ -268,7 +327,12 @@ def test_a_server_that_loses_a_process_of_its_own_ends_at_once(tmp_path):
 @pytest.mark.integration
 def test_nothing_is_left_when_the_parent_is_killed(tmp_path, repository):
     make_model(tmp_path / "model", seed=0)
-    parent = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], cwd=repository, stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path)],
+        cwd=repository,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert parent.stdout is not None
     *pids, port = map(int, parent.stdout.readline().split())
     leaders = [psutil.Process(pid) for pid in pids]
@@ -278,7 +342,9 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path, repository):
         while len(leaders[0].children(recursive=True)) < 3 or not _listens(port):
             assert time.monotonic() < end_s and leaders[0].is_running()
             time.sleep(0.2)
-        everyone = [process for leader in leaders for process in (leader, *leader.children(recursive=True))]
+        everyone = [
+            process for leader in leaders for process in (leader, *leader.children(recursive=True))
+        ]
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait()
         end_s = time.monotonic() + 10
@@ -292,7 +358,11 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path, repository):
 
 
 def _running(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    return [
+        process
+        for process in processes
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def _listens(port: int) -> bool:
@@ -302,9 +372,16 @@ def _listens(port: int) -> bool:
 
 @pytest.mark.parametrize(
     ("threads", "given", "kind"),
-    [(0, {}, "fork"), (1, {}, "spawn"), (0, {"dp_size": 2}, "spawn"), (0, {"numa_node": [0]}, "spawn")],
+    [
+        (0, {}, "fork"),
+        (1, {}, "spawn"),
+        (0, {"dp_size": 2}, "spawn"),
+        (0, {"numa_node": [0]}, "spawn"),
+    ],
 )
-def test_a_server_without_cuda_forks_its_processes_where_that_is_safe(threads: int, given: dict[str, object], kind: str):
+def test_a_server_without_cuda_forks_its_processes_where_that_is_safe(
+    threads: int, given: dict[str, object], kind: str
+):
     starts = f"""
 import multiprocessing, threading
 from types import SimpleNamespace
@@ -315,7 +392,9 @@ arguments = SimpleNamespace(**{{"dp_size": 1, "numa_node": None, **{given}}})
 assert _fork_while_alone(lambda _: multiprocessing.set_start_method("spawn", force=True) or 7, arguments) == 7
 print(multiprocessing.get_start_method())
 """
-    done = subprocess.run([sys.executable, "-c", starts], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", starts], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout.strip() == kind
 
 
@@ -324,5 +403,7 @@ def test_a_server_does_not_import_megatron():
         "import sys; from rlpipe.engines.sglang import cpu_launch, launch; launch.hide_megatron();"
         "from sglang.srt.debug_utils.dumper import dumper; print([name for name in sys.modules if name.startswith('megatron.')])"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=300
+    )
     assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr[-2000:]

@@ -7,7 +7,7 @@ import pytest
 from rlpipe.config.model import EngineConfig
 from rlpipe.engines.sglang.router import Router
 from rlpipe.errors import DeadlineExceeded, EngineUnavailable
-from rlpipe.rollout.client import GenerateClient
+from rlpipe.rollout.client.client import GenerateClient
 from tests.live_engine import VOCAB_SIZE
 
 pytestmark = pytest.mark.integration

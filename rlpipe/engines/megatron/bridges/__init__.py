@@ -1,1 +1,2 @@
-"""Model families whose bridge mbridge lacks or has wrong, and how a directory is read. Importing one registers it."""
+"""Model families whose bridge mbridge lacks or has wrong, and how a directory is read. Importing
+one registers it."""

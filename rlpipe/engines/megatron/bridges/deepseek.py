@@ -1,8 +1,10 @@
-"""DeepSeek's family: V3, V3.1, R1, Moonlight, Kimi K2; and GLM-4.7-Flash, which has the same layers under another name.
+"""DeepSeek's family: V3, V3.1, R1, Moonlight, Kimi K2; and GLM-4.7-Flash, which has the same layers
+under another name.
 
-mbridge's bridge is for the one size of V3 in bf16 with transformers 4: it leaves out groups of experts, and with transformers 5
-the stretched rotation too. Layers that predict further tokens are not trained; `kept` carries them through an export. The norms
-of the latents have the config's epsilon, as in SGLang; transformers takes 1e-6 whatever it says (Moonlight, GLM-4.7-Flash: 1e-5).
+mbridge's bridge is for the one size of V3 in bf16 with transformers 4: it leaves out groups of
+experts, and with transformers 5 the stretched rotation too. Layers that predict further tokens are
+not trained; `kept` carries them through an export. The norms of the latents have the config's
+epsilon, as in SGLang; transformers takes 1e-6 whatever it says (Moonlight, GLM-4.7-Flash: 1e-5).
 
 Not here: reading FP8 (`files`).
 """
@@ -22,11 +24,12 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from rlpipe.engines.megatron.bridges.experts import groups
 from rlpipe.engines.megatron.bridges.hf_config import rope_of
 from rlpipe.engines.megatron.bridges.latent import LatentAttention
-from rlpipe.engines.megatron.layers import distinct_layers, require_own
+from rlpipe.engines.megatron.model.layers import distinct_layers, require_own
 
 
 def _latent_attention_config(**fields: Any) -> MLATransformerConfig:
-    """mbridge 0.15 calls it `max_position_embeddings`, Megatron-core since 0.15 `original_max_position_embeddings`."""
+    """mbridge 0.15 calls it `max_position_embeddings`, Megatron-core since 0.15
+    `original_max_position_embeddings`."""
     if "max_position_embeddings" in fields:
         fields["original_max_position_embeddings"] = fields.pop("max_position_embeddings")
     return MLATransformerConfig(**fields)
@@ -34,7 +37,12 @@ def _latent_attention_config(**fields: Any) -> MLATransformerConfig:
 
 def _rotation(rope: dict[str, Any]) -> dict[str, Any]:
     if rope.get("rope_type", "default") == "default":
-        return {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+        return {
+            "rope_type": "rope",
+            "rotary_scaling_factor": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.0,
+        }
     return {
         "rope_type": "yarn",
         "rotary_scaling_factor": rope["factor"],
@@ -53,12 +61,17 @@ class DeepseekV3(DeepseekV3Bridge):
     TransformerConfigClass: Any = staticmethod(_latent_attention_config)
 
     def _build_base_config(self, *args: Any, **fields: Any) -> Any:
-        fields |= {**groups(self.hf_config), **_rotation(rope_of(self.hf_config)), "mtp_num_layers": None}
+        fields |= {
+            **groups(self.hf_config),
+            **_rotation(rope_of(self.hf_config)),
+            "mtp_num_layers": None,
+        }
         return super()._build_base_config(*args, **fields)
 
     @staticmethod
     def adapted(block: Any) -> Any:
-        """A stage's layers as `layers.block_spec` makes them, with attention that tensor parallel ranks can share."""
+        """A stage's layers as `layers.block_spec` makes them, with attention that tensor parallel
+        ranks can share."""
         for layer in distinct_layers(block):
             require_own("self_attention", layer.submodules.self_attention.module, MLASelfAttention)
             layer.submodules.self_attention.module = LatentAttention

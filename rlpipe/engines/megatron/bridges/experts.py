@@ -1,8 +1,10 @@
-"""Mixtures of experts: Qwen's, Mixtral and GLM-4.5's, with the settings of config.json that mbridge does not read.
+"""Mixtures of experts: Qwen's, Mixtral and GLM-4.5's, with the settings of config.json that mbridge
+does not read.
 
-It renormalises the chosen experts' weights or not by model type (Mixtral's never, though the model does), gives attention biases
-to every GLM, leaves out the gate of Qwen2's shared expert, and knows neither groups of experts nor more than one shared expert.
-Biases of routers stay what they are: nothing moves them during RL.
+It renormalises the chosen experts' weights or not by model type (Mixtral's never, though the model
+does), gives attention biases to every GLM, leaves out the gate of Qwen2's shared expert, and knows
+neither groups of experts nor more than one shared expert. Biases of routers stay what they are:
+nothing moves them during RL.
 
 Not here: DeepSeek's family (`deepseek`), which settings are refused (`supported`).
 """
@@ -22,14 +24,18 @@ from mbridge.models.qwen3moe import Qwen3MoEBridge
 
 
 def groups(hf_config: Any) -> dict[str, Any]:
-    """Megatron's fields for a router that looks into the best `topk_group` of `n_group` groups of experts; biases at rest."""
-    number, best = hf_config.n_group or 1, hf_config.topk_group or 1
+    """Megatron's fields for a router that looks into the best `topk_group` of `n_group` groups of
+    experts; biases at rest."""
+    number = hf_config.n_group or 1
+    best = hf_config.topk_group or 1
     limited = best < number
     return {
         "moe_router_num_groups": number if limited else None,
         "moe_router_group_topk": best if limited else None,
         "moe_router_bias_update_rate": 0.0,
-        "moe_shared_expert_intermediate_size": hf_config.moe_intermediate_size * hf_config.n_shared_experts or None,
+        "moe_shared_expert_intermediate_size": hf_config.moe_intermediate_size
+        * hf_config.n_shared_experts
+        or None,
     }
 
 
@@ -44,7 +50,10 @@ class Glm4Moe(GLM4MoEBridge):
 
 
 def _softmax_router(hf_config: Any) -> dict[str, Any]:
-    return {"moe_router_pre_softmax": not hf_config.norm_topk_prob, "moe_router_bias_update_rate": 0.0}
+    return {
+        "moe_router_pre_softmax": not hf_config.norm_topk_prob,
+        "moe_router_bias_update_rate": 0.0,
+    }
 
 
 @register_model("mixtral")
@@ -58,11 +67,15 @@ class Mixtral(MixtralBridge):
 
 @register_model("qwen2_moe")
 class Qwen2Moe(Qwen2MoEBridge):
-    """Qwen1.5-MoE, Qwen2-57B-A14B: what the shared expert says is multiplied with a gate of its own."""
+    """Qwen1.5-MoE, Qwen2-57B-A14B: what the shared expert says is multiplied with a gate of its
+    own."""
 
     def _build_base_config(self, *args: Any, **fields: Any) -> Any:
         hf_config: Any = self.hf_config
-        fields |= _softmax_router(hf_config) | {"moe_shared_expert_gate": True, "add_qkv_bias": hf_config.qkv_bias}
+        fields |= _softmax_router(hf_config) | {
+            "moe_shared_expert_gate": True,
+            "add_qkv_bias": hf_config.qkv_bias,
+        }
         return super()._build_base_config(*args, **fields)
 
 

@@ -1,7 +1,8 @@
 """Dense GLM-4: GLM-4-9B-0414, GLM-4-32B-0414, GLM-Z1. mbridge has none.
 
-Against Qwen2: the outputs of attention and MLP are normalised before they are added, half of a head's features turn with the
-position (in pairs of neighbours), and gate and up projection are one matrix in the checkpoint.
+Against Qwen2: the outputs of attention and MLP are normalised before they are added, half of a
+head's features turn with the position (in pairs of neighbours), and gate and up projection are one
+matrix in the checkpoint.
 
     h = h + norm(attention(norm(h)));  h = h + norm(mlp(norm(h)))
 
@@ -21,7 +22,13 @@ from mbridge.core import LLMBridge, register_model
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import sharded_state_dict_default
 
-from rlpipe.engines.megatron.layers import Attention, FeedForward, Norm, distinct_layers, require_own
+from rlpipe.engines.megatron.model.layers import (
+    Attention,
+    FeedForward,
+    Norm,
+    distinct_layers,
+    require_own,
+)
 
 _LAYER = "model.layers.{layer_number}"
 
@@ -33,7 +40,9 @@ class AttentionThenNorm(Attention):
         super().__init__(config, *args, **keywords)
         self.post_layernorm = Norm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask: Any, *args: Any, **keywords: Any) -> Any:
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: Any, *args: Any, **keywords: Any
+    ) -> Any:
         output, bias = super().forward(hidden_states, attention_mask, *args, **keywords)
         assert bias is None
         return self.post_layernorm(output), None
@@ -46,12 +55,19 @@ class FeedForwardThenNorm(FeedForward):
         super().__init__(config)
         self.post_layernorm = Norm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
-    def forward(self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **keywords: Any) -> Any:
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        per_token_scale: torch.Tensor | None = None,
+        **keywords: Any,
+    ) -> Any:
         output, bias = super().forward(hidden_states, per_token_scale, **keywords)
         assert bias is None
         return self.post_layernorm(output), None
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> Any:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> Any:
         """Megatron's MLP asks each of its parts for one, and torch's norms have none."""
         norm = self._modules.pop("post_layernorm")
         assert norm is not None
@@ -60,7 +76,9 @@ class FeedForwardThenNorm(FeedForward):
         finally:
             self._modules["post_layernorm"] = norm
         group: Any = self.tp_group
-        return found | sharded_state_dict_default(norm, f"{prefix}post_layernorm.", sharded_offsets, metadata, tp_group=group)
+        return found | sharded_state_dict_default(
+            norm, f"{prefix}post_layernorm.", sharded_offsets, metadata, tp_group=group
+        )
 
 
 @register_model("glm4")
@@ -71,8 +89,12 @@ class Glm4(LLMBridge):
         "self_attention.linear_proj.weight": [f"{_LAYER}.self_attn.o_proj.weight"],
         "self_attention.linear_qkv.layer_norm_weight": [f"{_LAYER}.input_layernorm.weight"],
         "self_attention.post_layernorm.weight": [f"{_LAYER}.post_self_attn_layernorm.weight"],
-        "self_attention.linear_qkv.weight": [f"{_LAYER}.self_attn.{part}_proj.weight" for part in "qkv"],
-        "self_attention.linear_qkv.bias": [f"{_LAYER}.self_attn.{part}_proj.bias" for part in "qkv"],
+        "self_attention.linear_qkv.weight": [
+            f"{_LAYER}.self_attn.{part}_proj.weight" for part in "qkv"
+        ],
+        "self_attention.linear_qkv.bias": [
+            f"{_LAYER}.self_attn.{part}_proj.bias" for part in "qkv"
+        ],
     }
     _MLP_MAPPING: ClassVar[dict[str, list[str]]] = {
         "mlp.linear_fc1.weight": [f"{_LAYER}.mlp.gate_up_proj.weight"],
@@ -83,7 +105,9 @@ class Glm4(LLMBridge):
 
     def _build_config(self) -> Any:
         hf_config: Any = self.hf_config
-        return self._build_base_config(add_qkv_bias=hf_config.attention_bias, rotary_interleaved=True)
+        return self._build_base_config(
+            add_qkv_bias=hf_config.attention_bias, rotary_interleaved=True
+        )
 
     def _get_gptmodel_args(self) -> dict[str, Any]:
         hf_config: Any = self.hf_config

@@ -1,7 +1,8 @@
-"""Tensors of a source directory that Megatron does not hold: layers that predict further tokens (MTP), for draft engines.
+"""Tensors of a source directory that Megatron does not hold: layers that predict further tokens
+(MTP), for draft engines.
 
-RL leaves them as they are, so an export has them bit for bit; only their copies of embedding and output layer, which
-DeepSeek-V3 and GLM-4.5 store with them, are the trained ones.
+RL leaves them as they are, so an export has them bit for bit; only their copies of embedding and
+output layer, which DeepSeek-V3 and GLM-4.5 store with them, are the trained ones.
 
 Not here: training them.
 """
@@ -18,14 +19,18 @@ import torch
 from rlpipe.engines.megatron.bridges.files import WeightFiles
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+COPIES = {
+    "embed_tokens.weight": "model.embed_tokens.weight",
+    "shared_head.head.weight": "lm_head.weight",
+}
 """Name within a layer → the tensor of the model that it is a copy of."""
 
 
 def with_kept(
     tensors: Iterable[tuple[str, torch.Tensor]], source: str | Path, hf_config: Any
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """An export by Hugging Face name, and after it what the source has beyond the model's own layers."""
+    """An export by Hugging Face name, and after it what the source has beyond the model's own
+    layers."""
     trained: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
         if name in COPIES.values():

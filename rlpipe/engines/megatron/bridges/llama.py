@@ -34,4 +34,8 @@ class Llama(LLaMABridge):
             self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
 
     def _get_hf_shared_weight_keys(self) -> list[str]:
-        return ["model.embed_tokens.weight"] if getattr(self.hf_config, "tie_word_embeddings", False) else []
+        return (
+            ["model.embed_tokens.weight"]
+            if getattr(self.hf_config, "tie_word_embeddings", False)
+            else []
+        )

@@ -2,13 +2,15 @@
 
 Every key is one of three kinds, for the directory's model type:
 
-- the bridge reads it (`Family.reads`), perhaps for some values only (`Family.only`, `Family.rules`);
+- the bridge reads it (`Family.reads`), perhaps for some values only (`Family.only`,
+  `Family.rules`);
 - it does not change what a text policy computes (`HARMLESS`);
 - anything else is refused by name, unless its value says that it is off (`_OFF`, `_NEUTRAL`).
 
-A key of the last kind is refused even where transformers ignores it: SGLang or the directory's own code may
-compute with it, and then engines sample from another model than the one that is trained. Each entry was decided
-by comparing the log-probs of a tiny model in the trainer and in transformers (`tests/engines/megatron/test_supported.py`).
+A key of the last kind is refused even where transformers ignores it: SGLang or the directory's own
+code may compute with it, and then engines sample from another model than the one that is trained.
+Each entry was decided by comparing the log-probs of a tiny model in the trainer and in transformers
+(`tests/engines/megatron/bridges/test_supported.py`).
 
 This module reads JSON alone and imports neither torch nor transformers: preflight calls it.
 """
@@ -25,7 +27,11 @@ from rlpipe.model_dir import check_sizes, read_object
 
 SAME_AS = {"kimi_k2": "deepseek_v3"}
 """Model types that transformers does not have, and the type that each is under another name."""
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 """The only llama3 scaling that Megatron has: that of Llama 3.1 and later."""
 FP8_BLOCK = [128, 128]
 
@@ -59,9 +65,10 @@ HARMLESS = _words("""
 
     aux_loss_alpha ep_size num_nextn_predict_layers output_router_logits router_aux_loss_coef seq_aux
 """)
-"""Names of no effect: about the file, token ids, heads of classifiers, outputs of transformers, old generation settings,
-auxiliary losses (off here) and how experts were spread in pretraining. Layers that predict further tokens
-(`num_nextn_predict_layers`) are not trained: `kept` carries them through an export."""
+"""Names of no effect: about the file, token ids, heads of classifiers, outputs of transformers, old
+generation settings, auxiliary losses (off here) and how experts were spread in pretraining. Layers
+that predict further tokens (`num_nextn_predict_layers`) are not trained: `kept` carries them
+through an export."""
 
 _OFF = (None, False, "", [], {})
 """Values by which an unknown key says that it is not in use."""
@@ -91,8 +98,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "scale_emb": (None, 1),
     "use_qk_norm": (None, False),
 }
-"""Keys of any family that are off at a value of their own, and those values. A dropout other than 0 is refused: the same
-batch would then get other log-probs in training than in scoring."""
+"""Keys of any family that are off at a value of their own, and those values. A dropout other than 0
+is refused: the same batch would then get other log-probs in training than in scoring."""
 
 _EVERY_BRIDGE = _words("""
     head_dim hidden_size intermediate_size layer_types num_attention_heads num_hidden_layers num_key_value_heads
@@ -102,7 +109,9 @@ _ROPE_KEYS = {
     "default": frozenset[str](),
     "linear": _words("factor"),
     "llama3": _words("factor low_freq_factor high_freq_factor original_max_position_embeddings"),
-    "yarn": _words("factor beta_fast beta_slow mscale mscale_all_dim original_max_position_embeddings"),
+    "yarn": _words(
+        "factor beta_fast beta_slow mscale mscale_all_dim original_max_position_embeddings"
+    ),
 }
 """What each type of rotation takes, beside its type, `rope_theta` and `partial_rotary_factor`."""
 _REQUIRED = {
@@ -120,7 +129,8 @@ class Family:
     reads: frozenset[str] = frozenset()
     """Beside what every bridge reads."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """The values for which a key is computed as transformers does; a missing key is transformers' default."""
+    """The values for which a key is computed as transformers does; a missing key is transformers'
+    default."""
     ropes: tuple[str, ...] = ("default",)
     """Types of rotation."""
     rules: tuple[Rule, ...] = ()
@@ -154,13 +164,17 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
         problems = [*_of_keys(config, family), *_of_rope(config, family), *_of_quantization(config)]
         problems += [problem for rule in rules for problem in rule({**family.defaults, **config})]
     except (TypeError, AttributeError) as error:
-        raise ConfigError("not a model's configuration", where=where, found=f"a value of another type: {error}") from error
+        raise ConfigError(
+            "not a model's configuration", where=where, found=f"a value of another type: {error}"
+        ) from error
     if problems:
         names, found, expected = zip(*problems, strict=True)
         raise ConfigError(
             "the trainer does not compute this",
             where=f"{where}: {', '.join(names)}",
-            found="; ".join(f"{name} = {value!r}" for name, value in zip(names, found, strict=True)),
+            found="; ".join(
+                f"{name} = {value!r}" for name, value in zip(names, found, strict=True)
+            ),
             expected="; ".join(expected),
             do="take another model; delete a key only if you know that nothing computes with it",
         )
@@ -182,7 +196,9 @@ def _of_keys(config: Mapping[str, Any], family: Family) -> Iterator[Problem]:
 
 def _among(value: Any, values: tuple[Any, ...]) -> bool:
     """Equality that tells true from 1 and false from 0."""
-    return any(isinstance(value, bool) == isinstance(each, bool) and value == each for each in values)
+    return any(
+        isinstance(value, bool) == isinstance(each, bool) and value == each for each in values
+    )
 
 
 def _listed(values: tuple[Any, ...]) -> str:
@@ -199,13 +215,19 @@ def _of_rope(config: Mapping[str, Any], family: Family) -> Iterator[Problem]:
         yield "rope_scaling, rope_parameters", both, "one rotation, not two different ones"
 
 
-def _of_one_rope(name: str, rope: Any, config: Mapping[str, Any], family: Family) -> Iterator[Problem]:
+def _of_one_rope(
+    name: str, rope: Any, config: Mapping[str, Any], family: Family
+) -> Iterator[Problem]:
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         yield name, rope, f"{name}: one rotation for all layers"
         return
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in family.ropes:
-        yield f"{name}.rope_type", kind, f"{name}: {_listed(family.ropes)} for {config['model_type']}"
+        yield (
+            f"{name}.rope_type",
+            kind,
+            f"{name}: {_listed(family.ropes)} for {config['model_type']}",
+        )
         return
     known = _ROPE_KEYS[kind] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     for each in sorted(rope.keys() - known):
@@ -213,7 +235,11 @@ def _of_one_rope(name: str, rope: Any, config: Mapping[str, Any], family: Family
         if not _among(rope[each], off):
             yield f"{name}.{each}", rope[each], f"no key {each} in a rotation of type {kind}"
     for each in ("rope_theta", "partial_rotary_factor"):
-        if config.get(each) is not None and rope.get(each) is not None and config[each] != rope[each]:
+        if (
+            config.get(each) is not None
+            and rope.get(each) is not None
+            and config[each] != rope[each]
+        ):
             yield each, config[each], f"{each}: {rope[each]!r}, as in {name}"
     partial = rope.get("partial_rotary_factor")
     if "partial_rotary_factor" not in family.reads and not _among(partial, (None, 1)):
@@ -230,10 +256,15 @@ def _of_one_rope(name: str, rope: Any, config: Mapping[str, Any], family: Family
 
 
 def _of_yarn_scale(name: str, rope: Mapping[str, Any]) -> Iterator[Problem]:
-    """transformers and Megatron scale attention alike only where both factors are given or neither is."""
+    """transformers and Megatron scale attention alike only where both factors are given or neither
+    is."""
     scales = [rope.get("mscale") or None, rope.get("mscale_all_dim") or None]
     if None in scales and scales not in ([None, None], [1, None]):
-        yield f"{name}.mscale, mscale_all_dim", scales, f"{name}: both of mscale and mscale_all_dim, or neither"
+        yield (
+            f"{name}.mscale, mscale_all_dim",
+            scales,
+            f"{name}: both of mscale and mscale_all_dim, or neither",
+        )
 
 
 def _of_quantization(config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -245,25 +276,36 @@ def _of_quantization(config: Mapping[str, Any]) -> Iterator[Problem]:
         yield "quantization_config", found, "an object, or none"
     elif found.get("quant_method") != "fp8" or found.get("weight_block_size") != FP8_BLOCK:
         what = {name: found.get(name) for name in ("quant_method", "weight_block_size")}
-        yield "quantization_config", what, f"none, or fp8 in blocks of {FP8_BLOCK}: take the model's bf16 directory"
+        yield (
+            "quantization_config",
+            what,
+            f"none, or fp8 in blocks of {FP8_BLOCK}: take the model's bf16 directory",
+        )
 
 
 def _full_attention_everywhere(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Any family: no layer of another kind, but with a window that hides nothing."""
     kinds = set(config.get("layer_types") or ())
-    harmless = {"full_attention", "sliding_attention"} if _hides_nothing(config) else {"full_attention"}
+    harmless = (
+        {"full_attention", "sliding_attention"} if _hides_nothing(config) else {"full_attention"}
+    )
     if kinds - harmless:
         yield "layer_types", sorted(kinds), "layer_types: 'full_attention' alone"
 
 
 def _window_by_layer(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Qwen2, Qwen3, Qwen2-MoE: layers from `max_window_layers` on have the window, unless `layer_types` says otherwise."""
-    if config.get("layer_types") is None and config["max_window_layers"] < config["num_hidden_layers"]:
+    """Qwen2, Qwen3, Qwen2-MoE: layers from `max_window_layers` on have the window, unless
+    `layer_types` says otherwise."""
+    if (
+        config.get("layer_types") is None
+        and config["max_window_layers"] < config["num_hidden_layers"]
+    ):
         yield from _window_everywhere(config)
 
 
 def _window_everywhere(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Qwen3-MoE: `use_sliding_window` gives every layer the window, whatever `max_window_layers` says."""
+    """Qwen3-MoE: `use_sliding_window` gives every layer the window, whatever `max_window_layers`
+    says."""
     if config.get("use_sliding_window"):
         yield from _window(config, "use_sliding_window", "false")
 
@@ -273,21 +315,33 @@ def _window_of_mixtral(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _window(config: Mapping[str, Any], name: str, off: str) -> Iterator[Problem]:
-    window, longest = config.get("sliding_window"), config["max_position_embeddings"]
+    window = config.get("sliding_window")
+    longest = config["max_position_embeddings"]
     if window is not None and not _hides_nothing(config):
-        found = config[name] if name == "sliding_window" else f"{config[name]!r}, with sliding_window {window!r}"
-        yield name, found, f"{name}: {off}, or a window of max_position_embeddings ({longest}) at least"
+        found = (
+            config[name]
+            if name == "sliding_window"
+            else f"{config[name]!r}, with sliding_window {window!r}"
+        )
+        yield (
+            name,
+            found,
+            f"{name}: {off}, or a window of max_position_embeddings ({longest}) at least",
+        )
 
 
 def _hides_nothing(config: Mapping[str, Any]) -> bool:
     """True if the window is as long as the longest context."""
-    window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
+    window = config.get("sliding_window")
+    longest = config.get("max_position_embeddings")
     return isinstance(window, int) and isinstance(longest, int) and window >= longest
 
 
 def _renormalised_or_one(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Megatron's sigmoid router makes weights sum to 1 if it chooses more than one expert, and never else."""
-    chosen, normed = config["num_experts_per_tok"], bool(config["norm_topk_prob"])
+    """Megatron's sigmoid router makes weights sum to 1 if it chooses more than one expert, and
+    never else."""
+    chosen = config["num_experts_per_tok"]
+    normed = bool(config["norm_topk_prob"])
     if normed != (chosen > 1):
         found = f"{config['norm_topk_prob']!r}, with num_experts_per_tok {chosen}"
         yield (
@@ -300,12 +354,18 @@ def _renormalised_or_one(config: Mapping[str, Any]) -> Iterator[Problem]:
 def _softmax_of_more_than_one(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Megatron refuses to renormalise the weight of one expert, which would always be 1."""
     if config["norm_topk_prob"] and config["num_experts_per_tok"] == 1:
-        yield "num_experts_per_tok", 1, "num_experts_per_tok: 2 or more, if weights are renormalised"
+        yield (
+            "num_experts_per_tok",
+            1,
+            "num_experts_per_tok: 2 or more, if weights are renormalised",
+        )
 
 
 def _groups_of_experts(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Megatron ranks groups by their best k // topk_group experts, the models by their best two."""
-    groups, best, chosen = config["n_group"] or 1, config["topk_group"] or 1, config["num_experts_per_tok"]
+    groups = config["n_group"] or 1
+    best = config["topk_group"] or 1
+    chosen = config["num_experts_per_tok"]
     if best < groups and chosen // best != 2:
         found = f"{chosen}, with topk_group {best} of n_group {groups}"
         yield "num_experts_per_tok", found, f"num_experts_per_tok: {2 * best}, twice topk_group"
@@ -320,8 +380,11 @@ def _experts_everywhere(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _dense_layers_first(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """GLM-4.7-Flash: a number of dense layers, then those with experts. transformers reads the list and not the number."""
-    kinds = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (config["num_hidden_layers"] - 1)
+    """GLM-4.7-Flash: a number of dense layers, then those with experts. transformers reads the list
+    and not the number."""
+    kinds = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (
+        config["num_hidden_layers"] - 1
+    )
     dense = kinds.index("sparse") if "sparse" in kinds else len(kinds)
     if dense == len(kinds) or set(kinds[dense:]) != {"sparse"} or set(kinds[:dense]) - {"dense"}:
         yield "mlp_layer_types", kinds, "mlp_layer_types: 'dense' some times, then 'sparse'"
@@ -335,26 +398,36 @@ def _dense_layers_first(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _some_layer_has_experts(config: Mapping[str, Any]) -> Iterator[Problem]:
     if config["first_k_dense_replace"] > config["num_hidden_layers"]:
-        found, most = config["first_k_dense_replace"], config["num_hidden_layers"]
-        yield "first_k_dense_replace", found, f"first_k_dense_replace: at most num_hidden_layers, {most}"
+        found = config["first_k_dense_replace"]
+        most = config["num_hidden_layers"]
+        yield (
+            "first_k_dense_replace",
+            found,
+            f"first_k_dense_replace: at most num_hidden_layers, {most}",
+        )
 
 
 def _sizes_of_latent_heads(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Sizes that follow from others; transformers takes `head_dim` for the rotation's."""
-    turned, plain = config["qk_rope_head_dim"], config["qk_nope_head_dim"]
+    turned = config["qk_rope_head_dim"]
+    plain = config["qk_nope_head_dim"]
     for name, size in (("head_dim", turned), ("qk_head_dim", turned + plain)):
         if config.get(name) not in (None, size):
             yield name, config[name], f"{name}: {size}, or no such key"
 
 
 _WINDOWS = _words("max_window_layers sliding_window use_sliding_window")
-_QWEN_EXPERTS = _words("decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts_per_tok")
+_QWEN_EXPERTS = _words(
+    "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts_per_tok"
+)
 _NAMES_OF_EXPERTS = _words("num_experts num_local_experts")
 _SIGMOID_EXPERTS = _words("""
     first_k_dense_replace moe_intermediate_size n_group n_routed_experts n_shared_experts norm_topk_prob
     num_experts_per_tok num_local_experts routed_scaling_factor topk_group
 """)
-_LATENT = _words("kv_lora_rank q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim")
+_LATENT = _words(
+    "kv_lora_rank q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim"
+)
 _LATENT_ONLY: dict[str, tuple[Any, ...]] = {
     "attention_bias": (None, False),
     "moe_layer_freq": (1,),
@@ -362,8 +435,16 @@ _LATENT_ONLY: dict[str, tuple[Any, ...]] = {
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
 }
-_WINDOW_DEFAULTS = {"max_position_embeddings": 32768, "max_window_layers": 28, "num_hidden_layers": 32}
-_QWEN_EXPERTS_DEFAULTS = {"decoder_sparse_step": 1, "norm_topk_prob": False, "max_position_embeddings": 32768}
+_WINDOW_DEFAULTS = {
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "num_hidden_layers": 32,
+}
+_QWEN_EXPERTS_DEFAULTS = {
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": False,
+    "max_position_embeddings": 32768,
+}
 _LATENT_RULES = (_renormalised_or_one, _groups_of_experts, _sizes_of_latent_heads)
 
 FAMILIES: dict[str, Family] = {
@@ -420,7 +501,11 @@ FAMILIES: dict[str, Family] = {
         reads=_NAMES_OF_EXPERTS | _words("num_experts_per_tok sliding_window"),
         only={"router_jitter_noise": (None, 0)},
         rules=(_window_of_mixtral, _softmax_of_more_than_one),
-        defaults={"max_position_embeddings": 131072, "norm_topk_prob": True, "num_experts_per_tok": 2},
+        defaults={
+            "max_position_embeddings": 131072,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 2,
+        },
     ),
     "qwen2": Family(
         reads=_WINDOWS,
@@ -429,9 +514,17 @@ FAMILIES: dict[str, Family] = {
         defaults=_WINDOW_DEFAULTS,
     ),
     "qwen2_moe": Family(
-        reads=_WINDOWS | _QWEN_EXPERTS | _NAMES_OF_EXPERTS | _words("qkv_bias shared_expert_intermediate_size"),
+        reads=_WINDOWS
+        | _QWEN_EXPERTS
+        | _NAMES_OF_EXPERTS
+        | _words("qkv_bias shared_expert_intermediate_size"),
         rules=(_window_by_layer, _softmax_of_more_than_one, _experts_everywhere),
-        defaults={**_WINDOW_DEFAULTS, **_QWEN_EXPERTS_DEFAULTS, "num_experts_per_tok": 4, "num_hidden_layers": 24},
+        defaults={
+            **_WINDOW_DEFAULTS,
+            **_QWEN_EXPERTS_DEFAULTS,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 24,
+        },
     ),
     "qwen3": Family(
         reads=_WINDOWS,

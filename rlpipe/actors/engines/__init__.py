@@ -1,0 +1,1 @@
+"""Engine actors, the router actor and the fleet that supervises them."""

@@ -1,0 +1,1 @@
+"""Ray itself: starting or joining it, placement, named actors and calls with deadlines."""

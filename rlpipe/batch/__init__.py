@@ -1,0 +1,1 @@
+"""The batch of an iteration: its columns, how it is built, packed, measured and stored."""

@@ -1,0 +1,1 @@
+"""torch_dist checkpoints, state digests, export and conversion."""

@@ -1,0 +1,296 @@
+"""A Hugging Face directory as files: its tensors one at a time, the small files that belong to a
+model, sharded safetensors.
+
+FP8 weights with a scale per block (`…weight_scale_inv`, as DeepSeek ships them) are read as what
+they stand for. Not here: what the tensors mean (`skeleton`).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from rlpipe.engines.megatron.bridges.files import INDEX, SCALE, from_blocks
+from rlpipe.errors import ConfigError, DataError
+
+CARRIED = "huggingface.zip"
+"""In a checkpoint's folder: the small files of the model's directory."""
+_WEIGHTS = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".distcp",
+)
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class HfWeights:
+    """The tensors of a directory's safetensors, by name. Raises: ConfigError if there are none,
+    DataError for a broken file."""
+
+    def __init__(self, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        """`dtype`: of weights that are stored in FP8."""
+        self._directory = Path(directory)
+        self._dtype = dtype
+        self._headers: dict[str, tuple[Path, dict[str, Any]]] = {}
+        for path in self.files():
+            self._headers |= {name: (path, entry) for name, entry in _header(path).items()}
+        if not self._headers:
+            raise ConfigError(
+                "no weights in this directory", where=str(directory), expected="*.safetensors files"
+            )
+
+    def files(self) -> list[Path]:
+        """The safetensors files that make up the model: those of the index, if there is one."""
+        index = self._directory / INDEX
+        if not index.is_file():
+            return sorted(self._directory.glob("*.safetensors"))
+        try:
+            names = sorted(
+                {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+            )
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise DataError(
+                "not an index of safetensors", where=str(index), found=repr(error)
+            ) from error
+        if elsewhere := [name for name in names if Path(name).name != name]:
+            raise DataError(
+                "the index names a file of another directory",
+                where=str(index),
+                found=", ".join(elsewhere),
+            )
+        if absent := [name for name in names if not (self._directory / name).is_file()]:
+            raise ConfigError(
+                "the index names a file that is not there",
+                where=str(index),
+                found=", ".join(absent),
+                do="download it again",
+            )
+        return [self._directory / name for name in names]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Of all tensors but the scales of other ones."""
+        return [
+            name
+            for name in self._headers
+            if not (name.endswith(SCALE) and name.removesuffix(SCALE) in self._headers)
+        ]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._headers
+
+    def meta(self, name: str) -> torch.Tensor:
+        """Shape and dtype of a tensor as it would be read, on the meta device."""
+        entry = self._headers[name][1]
+        dtype = self._dtype if f"{name}{SCALE}" in self._headers else _DTYPES[entry["dtype"]]
+        return torch.empty(entry["shape"], dtype=dtype, device="meta")
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, in memory. Raises: DataError if there is none of that name, or it is FP8 in a
+        way that is not known."""
+        tensor = self._stored(name)
+        if f"{name}{SCALE}" not in self._headers:
+            if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+                raise DataError(
+                    "an FP8 weight without scales",
+                    where=str(self._directory),
+                    found=name,
+                    expected=f"{name}{SCALE} beside it",
+                )
+            return tensor
+        return from_blocks(tensor, self._stored(f"{name}{SCALE}")).to(self._dtype)
+
+    def _stored(self, name: str) -> torch.Tensor:
+        if name not in self._headers:
+            raise DataError("a weight is missing", where=str(self._directory), expected=name)
+        path = self._headers[name][0]
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                return file.get_tensor(name).clone()
+        except SafetensorError as error:
+            raise DataError(
+                "not a safetensors file", where=str(path), found=error, do="download it again"
+            ) from error
+
+
+def small_files(directory: str | Path) -> list[Path]:
+    """Configuration, tokenizer, chat template, code: what belongs to a model beside its weights."""
+    found = (
+        path
+        for path in Path(directory).iterdir()
+        if path.is_file() and not path.name.startswith(".")
+    )
+    return sorted(
+        path
+        for path in found
+        if not path.name.endswith((*_WEIGHTS, ".md")) and path.name != CARRIED
+    )
+
+
+def pack(directory: str | Path, target: Path) -> None:
+    """The small files of a directory as an archive, the same bytes each time."""
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in small_files(directory):
+            archive.writestr(zipfile.ZipInfo(path.name), path.read_bytes(), zipfile.ZIP_DEFLATED)
+
+
+def unpack(archive: Path, directory: Path) -> None:
+    """The files of an archive of `pack`. Raises: DataError if it is none."""
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            names = opened.namelist()
+            if strange := [name for name in names if Path(name).name != name]:
+                raise DataError(
+                    "not an archive of a model's files",
+                    where=str(archive),
+                    found=f"a path: {strange[0]}",
+                )
+            opened.extractall(directory)
+    except zipfile.BadZipFile as error:
+        raise DataError("not an archive", where=str(archive), found=str(error)) from error
+
+
+def carry(directory: Path, target: Path, dtype: torch.dtype) -> None:
+    """Copy the small files; config.json then says the dtype that the weights have, and nothing of a
+    quantisation."""
+    for path in small_files(directory):
+        shutil.copyfile(path, target / path.name)
+    config = json.loads((target / "config.json").read_text())
+    said = dict(config)
+    wanted = str(dtype).removeprefix("torch.")
+    config.pop("quantization_config", None)
+    config |= {key: wanted for key in ("torch_dtype", "dtype") if key in config}
+    if config != said:
+        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def file_names(number: int) -> list[str]:
+    """As Hugging Face calls so many files."""
+    return (
+        ["model.safetensors"]
+        if number == 1
+        else [f"model-{i + 1:05d}-of-{number:05d}.safetensors" for i in range(number)]
+    )
+
+
+def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """One safetensors file, complete or not there."""
+    partial = path.with_name(f"{path.name}.partial")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        partial,
+        metadata={"format": "pt"},
+    )
+    partial.replace(path)
+
+
+def write_index(directory: Path, files: Mapping[str, Sequence[str]], total_bytes: int) -> None:
+    """The index of more than one file. `files`: the tensors in each."""
+    if len(files) == 1:
+        return
+    places = {name: file for file, names in files.items() for name in names}
+    content = {"metadata": {"total_size": total_bytes}, "weight_map": places}
+    (directory / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def different(first: str | Path, second: str | Path) -> Iterator[str]:
+    """What is not the same bits in two directories, a line each."""
+    one = HfWeights(first)
+    other = HfWeights(second)
+    for name in sorted({*one.names, *other.names}):
+        if name not in one or name not in other:
+            yield f"{name}: only in {first if name in one else second}"
+        elif not same_bits(a := one.read(name), b := other.read(name)):
+            yield f"{name}: {_short(a)} and {_short(b)}"
+
+
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Equal in shape, dtype and every bit."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    return torch.equal(
+        first.contiguous().view(-1).view(torch.uint8),
+        second.contiguous().view(-1).view(torch.uint8),
+    )
+
+
+def _short(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """A safetensors file's header: 8 bytes of length, then JSON."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            if length > size - 8:
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            content = {
+                name: entry
+                for name, entry in json.loads(file.read(length)).items()
+                if name != "__metadata__"
+            }
+            end = (
+                8
+                + length
+                + max((int(entry["data_offsets"][1]) for entry in content.values()), default=0)
+            )
+            if strange := [
+                entry
+                for entry in content.values()
+                if entry["dtype"] not in _DTYPES or not _is_shape(entry["shape"])
+            ]:
+                raise ValueError(f"an entry {strange[0]}")
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
+            raise DataError(
+                "not a safetensors file", where=str(path), found=repr(error), do="download it again"
+            ) from error
+    if end != size:
+        raise DataError(
+            "a safetensors file is cut off",
+            where=str(path),
+            found=f"{size} bytes",
+            expected=f"{end} bytes",
+        )
+    return content
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(length, int) and length >= 0 for length in value
+    )

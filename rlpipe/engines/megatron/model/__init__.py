@@ -1,0 +1,1 @@
+"""Model construction: layers, attention, kernels and the vocabulary head."""

@@ -1,0 +1,293 @@
+"""Attention over packed segments, for any device and without Transformer Engine.
+
+A micro-batch is one sequence of L tokens: its samples' segments, one after another. `PackedLayout`
+says where they are and makes the index tensors that attention needs when they are first asked for.
+`CoreAttention` reads it:
+
+- CUDA in 16 bit: a flash attention over the packed tensors (`varlen`).
+- otherwise: segments of similar length are gathered into a padded [n, l] block for one causal SDPA
+  call. Padding stands on the right, so the causal rule alone keeps it out.
+- context parallel: zigzag slices (rank r of c holds chunks r and 2c-1-r of every segment); keys and
+  values are gathered over the ranks. For flash attention each chunk of queries is a segment of its
+  own, whose keys are all up to the chunk's end, so that nothing is masked but the triangle; in
+  blocks a mask says who sees whom.
+
+Not here: which samples share a micro-batch (`rlpipe.batch.packing`), how their tokens are laid out
+(`batch`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from rlpipe.engines.megatron import platform
+
+# isort: split
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+from rlpipe.engines.megatron.model.varlen import Segments, attend
+
+
+@dataclass(slots=True)
+class Block:
+    """n segments of similar length. Indices into the packed tokens; where a segment is shorter, its
+    last position repeats."""
+
+    queries: torch.Tensor
+    """[n, l] int64, into this rank's tokens."""
+    keys: torch.Tensor
+    """[n, l'] int64, into all ranks' tokens; the same tensor as `queries` without context
+    parallelism."""
+    mask: torch.Tensor | None
+    """[n, 1, l, l'] bool, True where a query may look; None: causal."""
+
+
+@dataclass
+class PackedLayout(PackedSeqParams):
+    """Megatron's own description of packed segments (its rotary embedding reads it), and what
+    attention makes of it."""
+
+    lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[segments] int64: tokens over all context parallel ranks."""
+    cp_size: int = 1
+    cp_rank: int = 0
+    positions: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """[L] int64: each local token's place in its segment."""
+    _angles: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    @cached_property
+    def _padded(self) -> tuple[list[Block], torch.Tensor]:
+        offsets = np.concatenate([[0], np.cumsum(self.lengths)])
+        blocks = []
+        flat = np.empty(offsets[-1] // self.cp_size, np.int64)
+        base = 0
+        for members in _similar(self.lengths):
+            queries, keys, mask, real = _block(
+                self.lengths, offsets, members, self.cp_size, self.cp_rank
+            )
+            flat[queries[real]] = base + np.flatnonzero(real)
+            base += queries.size
+            here = self._here(queries)
+            there = here if self.cp_size == 1 else self._here(keys)
+            blocks.append(Block(here, there, None if mask is None else self._here(mask[:, None])))
+        return blocks, self._here(flat)
+
+    @property
+    def blocks(self) -> list[Block]:
+        return self._padded[0]
+
+    @property
+    def order(self) -> torch.Tensor:
+        """[L] int64: for every local token its place in the concatenated, flattened blocks."""
+        return self._padded[1]
+
+    @cached_property
+    def segments(self) -> Segments:
+        """For flash attention; with context parallelism over keys in the order of `keys`."""
+        longest = int(self.lengths.max())
+        if self.cp_size == 1:
+            return Segments(self.cu_seqlens_q, self.cu_seqlens_kv, longest, longest)
+        chunks, ends = _chunks(self.lengths, self.cp_size, self.cp_rank)
+        return Segments(
+            self._here(_starts(chunks)),
+            self._here(_starts(ends)),
+            int(chunks.max()),
+            int(ends.max()),
+        )
+
+    @cached_property
+    def keys(self) -> torch.Tensor:
+        """Places among all ranks' gathered tokens of the keys that each chunk's queries look at,
+        chunk after chunk."""
+        _, ends = _chunks(self.lengths, self.cp_size, self.cp_rank)
+        chunk = np.repeat(self.lengths // (2 * self.cp_size), 2)
+        start = np.repeat(_starts(self.lengths)[:-1] // self.cp_size, 2)
+        chunk = np.repeat(chunk, ends)
+        start = np.repeat(start, ends)
+        position = np.arange(ends.sum()) - np.repeat(_starts(ends)[:-1], ends)
+        number = position // chunk
+        owner = np.minimum(number, 2 * self.cp_size - 1 - number)
+        total = self.lengths.sum() // self.cp_size
+        return self._here(
+            owner * total + start + np.where(number == owner, 0, chunk) + position % chunk
+        )
+
+    def angles(self, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine [L, D / 2] float32 of every local token's rotation, from `frequencies`
+        [positions, 1, 1, D] whose halves are the same. Made once for all layers that have the same
+        ones."""
+        if self._angles is None or self._angles[0] is not frequencies:
+            half = (
+                frequencies[:, 0, 0, : frequencies.shape[-1] // 2]
+                .float()
+                .index_select(0, self.positions)
+            )
+            self._angles = frequencies, half.cos(), half.sin()
+        return self._angles[1:]
+
+    def _here(self, array: np.ndarray) -> torch.Tensor:
+        return platform.to_device(torch.from_numpy(array), self.positions.device)
+
+
+def packed_layout(
+    lengths: np.ndarray,
+    cp_size: int,
+    cp_rank: int,
+    device: torch.device,
+    positions: torch.Tensor | None = None,
+) -> PackedLayout:
+    """The layout of segments of `lengths` tokens (multiples of 2 × cp_size if cp_size > 1), as rank
+    `cp_rank` sees it.
+
+    `positions`: [L] each local token's place in its segment; only rotary embeddings need it.
+    """
+    lengths = np.asarray(lengths, np.int64)
+    cumulative = platform.to_device(torch.from_numpy(_starts(lengths)), device)
+    longest = int(lengths.max())
+    return PackedLayout(
+        qkv_format="thd",
+        cu_seqlens_q=cumulative,
+        cu_seqlens_kv=cumulative,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        lengths=lengths,
+        cp_size=cp_size,
+        cp_rank=cp_rank,
+        positions=torch.empty(0, dtype=torch.int64, device=device)
+        if positions is None
+        else positions,
+    )
+
+
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    """[n + 1] int32: where each of them begins, and the end."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def _chunks(lengths: np.ndarray, cp_size: int, cp_rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """[2 × segments] each: tokens of the two chunks that a rank holds of every segment, and of the
+    segment up to their ends."""
+    chunk = lengths // (2 * cp_size)
+    ends = np.stack([(cp_rank + 1) * chunk, (2 * cp_size - cp_rank) * chunk], 1)
+    return np.repeat(chunk, 2), ends.ravel()
+
+
+def _similar(lengths: np.ndarray) -> list[np.ndarray]:
+    """Indices of segments, in groups whose longest is less than twice its shortest."""
+    order = np.argsort(-lengths, kind="stable")
+    groups = []
+    start = 0
+    for i in range(1, len(order) + 1):
+        if i == len(order) or 2 * lengths[order[i]] <= lengths[order[start]]:
+            groups.append(order[start:i])
+            start = i
+    return groups
+
+
+def _block(lengths, offsets, members, cp_size: int, cp_rank: int):
+    """Query and key indices, mask, and which query slots are real: all [n, ...] NumPy."""
+    size = lengths[members][:, None]
+    start = offsets[members][:, None] // cp_size
+    slot = np.arange(size.max() // cp_size)[None]
+    real = slot < size // cp_size
+    queries = start + np.minimum(slot, size // cp_size - 1)
+    if cp_size == 1:
+        return queries, queries, None, real
+    chunk = size // (2 * cp_size)
+    total = offsets[-1] // cp_size
+    slot = np.minimum(slot, size // cp_size - 1)
+    seen = np.where(slot < chunk, cp_rank, 2 * cp_size - 2 - cp_rank) * chunk + slot
+    position = np.minimum(np.arange(size.max())[None], size - 1)
+    owner = np.minimum(position // chunk, 2 * cp_size - 1 - position // chunk)
+    keys = owner * total + start + np.where(position // chunk == owner, 0, chunk) + position % chunk
+    inside = np.arange(size.max())[None] < size
+    mask = (position[:, None, :] <= seen[:, :, None]) & inside[:, None, :]
+    return queries, keys, mask, real
+
+
+class CoreAttention(DotProductAttention):
+    """Causal attention inside each packed segment: [L, heads, head size] → [L, heads × value
+    size]."""
+
+    def __init__(self, config, *args, pg_collection, **keywords) -> None:
+        """The base class refuses context parallelism, and latent attention's `k_channels` and
+        `v_channels`."""
+        keywords = {
+            name: value
+            for name, value in keywords.items()
+            if name not in ("k_channels", "v_channels")
+        }
+        context_parallel = config.context_parallel_size
+        config.context_parallel_size = 1
+        try:
+            super().__init__(config, *args, pg_collection=pg_collection, **keywords)
+        finally:
+            config.context_parallel_size = context_parallel
+        self.cp_group = pg_collection.cp
+
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        *,
+        packed_seq_params,
+        attention_bias=None,
+        **_unused,
+    ) -> torch.Tensor:
+        layout = packed_seq_params
+        assert isinstance(layout, PackedLayout)
+        assert attention_mask is None
+        assert attention_bias is None
+        if self.cp_group.size() > 1:
+            key = gather_from_sequence_parallel_region(key, group=self.cp_group)
+            value = gather_from_sequence_parallel_region(value, group=self.cp_group)
+        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+            return self._flash(query, key, value, layout)
+        parts = [self._padded(query, key, value, block) for block in layout.blocks]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).index_select(0, layout.order)
+
+    def _padded(self, query, key, value, block: Block) -> torch.Tensor:
+        """[n × l, heads × value size]."""
+        (n, queries), keys = block.queries.shape, block.keys.shape[1]
+        q = (
+            query.index_select(0, block.queries.flatten())
+            .view(n, queries, *query.shape[1:])
+            .transpose(1, 2)
+        )
+        k = key.index_select(0, block.keys.flatten()).view(n, keys, *key.shape[1:]).transpose(1, 2)
+        v = (
+            value.index_select(0, block.keys.flatten())
+            .view(n, keys, *value.shape[1:])
+            .transpose(1, 2)
+        )
+        out = scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=block.mask,
+            is_causal=block.mask is None,
+            dropout_p=self._dropout(),
+            scale=self.softmax_scale,
+            enable_gqa=q.size(1) != k.size(1),
+        )
+        return out.transpose(1, 2).reshape(n * queries, -1)
+
+    def _flash(self, query, key, value, layout: PackedLayout) -> torch.Tensor:
+        assert self._dropout() == 0.0, "packed attention on CUDA has no dropout"
+        if layout.cp_size > 1:
+            key = key.index_select(0, layout.keys)
+            value = value.index_select(0, layout.keys)
+        assert self.softmax_scale is not None
+        return attend(query, key, value, layout.segments, self.softmax_scale).flatten(1)
+
+    def _dropout(self) -> float:
+        return self.attention_dropout.p if self.training else 0.0

@@ -1,0 +1,162 @@
+"""Attention over packed segments on CUDA in 16 bit: which library does it, chosen once in a
+process, the fastest that is there.
+
+| backend              | package              | why there                                              |
+|----------------------|----------------------|--------------------------------------------------------|
+| transformer_engine   | transformer_engine   | takes cuDNN's kernels or FlashAttention 3              |
+| flash_attention_3    | flash_attn_interface | FlashAttention for Hopper                              |
+| flash_attention_2    | flash_attn           | newer than the copy in torch                           |
+| torch                | torch                | always there: FlashAttention 2, `torch.nn.attention.varlen` |
+
+All take key heads that several query heads share, and segments whose keys are more than their
+queries: query i of m then sees all keys but the last m - 1 - i (the causal rule from the bottom
+right). All are deterministic where torch is asked to be.
+
+Not here: other devices and dtypes, which segments there are (`attention`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class Segments:
+    """Which queries look at which keys."""
+
+    queries: torch.Tensor
+    """[n + 1] int32: where each segment's queries begin, and the end."""
+    keys: torch.Tensor
+    """[n + 1] int32: where its keys begin."""
+    longest_query: int
+    longest_key: int
+
+    @property
+    def positional(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        return self.queries, self.keys, self.longest_query, self.longest_key
+
+
+Backend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segments, float], torch.Tensor]
+"""(query [L, heads, D], key [L', groups, D], value [L', groups, D], segments, scale) → [L, heads,
+D]."""
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
+) -> torch.Tensor:
+    """[L, heads, value size], by the backend of this process. Values may be narrower than queries
+    and keys."""
+    narrower = query.shape[-1] - value.shape[-1]
+    padded = torch.nn.functional.pad(value, (0, narrower)) if narrower else value
+    out = _function(backend())(query, key, padded, segments, scale)
+    return out[..., : value.shape[-1]] if narrower else out
+
+
+@functools.cache
+def backend() -> str:
+    """The name of the backend in use, a key of BACKENDS."""
+    found = next(
+        name
+        for name, (package, _) in BACKENDS.items()
+        if importlib.util.find_spec(package) is not None
+    )
+    _LOG.info("attention over packed segments by %s", found)
+    return found
+
+
+@functools.cache
+def _function(name: str) -> Backend:
+    return BACKENDS[name][1]()
+
+
+def _torch() -> Backend:
+    """torch 2.10 to 2.13 differ in how they are asked for the causal rule, the scale, and key heads
+    that are shared."""
+    known = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = (
+        {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    )
+    options |= {"enable_gqa": True} if "enable_gqa" in known else {}
+
+    def function(query, key, value, segments: Segments, scale: float) -> torch.Tensor:
+        scaled: dict[str, Any] = options | {"scale": scale} if "scale" in known else options
+        if "scale" not in known:
+            query = query * (scale * query.shape[-1] ** 0.5)
+        result: Any = varlen_attn(query, key, value, *segments.positional, **scaled)
+        return result
+
+    return function
+
+
+def _flash_attention(module: str) -> Backend:
+    varlen = importlib.import_module(module).flash_attn_varlen_func
+
+    def function(query, key, value, segments: Segments, scale: float) -> torch.Tensor:
+        found = varlen(
+            query,
+            key,
+            value,
+            *segments.positional,
+            softmax_scale=scale,
+            causal=True,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return found[0] if isinstance(found, tuple) else found
+
+    return function
+
+
+def _transformer_engine() -> Backend:
+    attention = importlib.import_module("transformer_engine.pytorch").DotProductAttention
+
+    @functools.cache
+    def module(heads: int, groups: int, size: int, scale: float) -> Any:
+        return attention(
+            heads,
+            size,
+            num_gqa_groups=groups,
+            attention_dropout=0.0,
+            qkv_format="thd",
+            softmax_scale=scale,
+        )
+
+    def function(query, key, value, segments: Segments, scale: float) -> torch.Tensor:
+        found = module(query.shape[1], key.shape[1], query.shape[2], scale)(
+            query,
+            key,
+            value,
+            qkv_format="thd",
+            cu_seqlens_q=segments.queries,
+            cu_seqlens_kv=segments.keys,
+            max_seqlen_q=segments.longest_query,
+            max_seqlen_kv=segments.longest_key,
+            attn_mask_type="padding_causal_bottom_right",
+        )
+        return found.view(query.shape)
+
+    return function
+
+
+BACKENDS: dict[str, tuple[str, Callable[[], Backend]]] = {
+    "transformer_engine": ("transformer_engine", _transformer_engine),
+    "flash_attention_3": (
+        "flash_attn_interface",
+        functools.partial(_flash_attention, "flash_attn_interface"),
+    ),
+    "flash_attention_2": ("flash_attn", functools.partial(_flash_attention, "flash_attn")),
+    "torch": ("torch", _torch),
+}
+"""Name → the package it needs, what makes its function. The first whose package is there is
+taken."""

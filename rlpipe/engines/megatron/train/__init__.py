@@ -1,0 +1,1 @@
+"""Optimizer steps, scoring passes, the critic and routing replay."""

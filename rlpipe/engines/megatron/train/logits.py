@@ -1,0 +1,131 @@
+"""Optimizer steps under a custom loss in slime's shape: whole logits, and slime's batch beside
+them.
+
+Not here: what such a function is promised, and slime's functions for it (`algorithms.logits`); the
+other losses (`step`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlpipe.algorithms.logits import Share, logits_loss, shared_as
+from rlpipe.algorithms.objective import Objective
+from rlpipe.batch.packing import BatchColumns, gather_index
+from rlpipe.engines.megatron import platform
+
+# isort: split
+from megatron.core import parallel_state
+
+from rlpipe.engines.megatron.train.batch import MicroBatch
+
+COLUMNS = {
+    "proximal_log_probs": "log_probs",
+    "reference_log_probs": "ref_log_probs",
+    "rollout_log_probs": "rollout_log_probs",
+    "teacher_log_probs": "teacher_log_probs",
+    "advantages": "advantages",
+    "values": "values",
+    "returns": "returns",
+}
+"""Ours → slime's."""
+
+
+@dataclass(frozen=True, eq=False)
+class LogitsLoss:
+    """A function of the user as the objective of one optimizer step's micro-batches. Make it with
+    `of_step`."""
+
+    function: Callable[..., Any]
+    args: Any
+    batch: BatchColumns
+    weight: np.ndarray
+    """[R]: of every response token in the step, 0 where it does not count."""
+    scale: float
+    """What the function's numbers are divided by: the step's rollouts, or its tokens."""
+    mask_sums: np.ndarray
+    """[N]: tokens that count in each sample's rollout."""
+
+    @classmethod
+    def of_step(
+        cls,
+        function: Callable[..., Any],
+        args: Any,
+        batch: BatchColumns,
+        samples: np.ndarray,
+        weight: np.ndarray,
+        *,
+        per_token: bool,
+    ) -> LogitsLoss:
+        """For the step that trains these samples. `per_token`:
+        train.loss.calculate_per_token_loss."""
+        numbers, rollout = np.unique(batch.rollouts, return_inverse=True)
+        counted = np.bincount(
+            np.repeat(rollout, batch.response_lengths), batch.loss_mask, minlength=len(numbers)
+        )
+        tokens = float(batch.loss_mask[gather_index(batch.response_offsets, samples)].sum())
+        scale = max(tokens, 1.0) if per_token else float(len(np.unique(rollout[samples])))
+        return cls(function, args, batch, weight, scale, counted[rollout])
+
+    def __call__(self, micro: MicroBatch, logits: torch.Tensor) -> Objective:
+        """The micro-batch's part of the step's objective. logits [T, V / TP] float32."""
+        weight = micro.column(self.weight)
+
+        def sum_of_sample_mean(values: torch.Tensor) -> torch.Tensor:
+            return self.scale * (weight * values).sum()
+
+        with shared_as(_share()):
+            loss, metrics = logits_loss(
+                self.function, self.args, self._batch(micro), logits[None], sum_of_sample_mean
+            )
+        logged = {
+            name: value.detach().reshape(()).float() / self.scale
+            for name, value in {**metrics, "loss": loss}.items()
+        }
+        return Objective(loss / self.scale, logged)
+
+    def _batch(self, micro: MicroBatch) -> dict[str, Any]:
+        """The micro-batch under slime's names."""
+        batch = self.batch
+        samples = micro.samples
+        device = micro.tokens.device
+        counts = np.bincount(batch.sample_of[micro.response_index], minlength=len(batch))[
+            samples
+        ].tolist()
+
+        def column(values: np.ndarray | None) -> list[torch.Tensor] | None:
+            return None if values is None else list(micro.column(values).split(counts))
+
+        def whole(values: np.ndarray, offsets: np.ndarray) -> list[torch.Tensor]:
+            parts = (torch.from_numpy(values[offsets[i] : offsets[i + 1]]) for i in samples)
+            return [platform.to_device(part, device) for part in parts]
+
+        places = torch.zeros(micro.length, device=device).index_copy(
+            0, micro.rows, micro.column(batch.loss_mask)
+        )
+        return {
+            "tokens": micro.tokens,
+            "unconcat_tokens": whole(batch.tokens.astype(np.int64), batch.offsets),
+            "total_lengths": batch.lengths[samples].tolist(),
+            "response_lengths": batch.response_lengths[samples].tolist(),
+            "loss_masks": whole(batch.loss_mask, batch.response_offsets),
+            "rollout_mask_sums": self.mask_sums[samples].tolist(),
+            "full_loss_masks": places[None],
+            "packed_seq_params": micro.layout,
+            "multimodal_train_inputs": None,
+            **{theirs: column(getattr(batch, ours)) for ours, theirs in COLUMNS.items()},
+        }
+
+
+def _share() -> Share:
+    shared = parallel_state.get_tensor_model_parallel_world_size() > 1
+    return Share(
+        parallel_state.get_tensor_model_parallel_group() if shared else None,
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_context_parallel_rank(),
+    )

@@ -1,0 +1,233 @@
+"""The history of a run, read from its branch: what the summary and the report page show.
+
+Nothing is remembered by whoever drove the run, except how long things took altogether
+(`timing.jsonl`, beside the report): the records say the rest, also of a run that was stopped and
+resumed ten times.
+
+Not here: drawing it (`observe.report`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlpipe.batch.files import read_samples
+from rlpipe.config.load import dump
+from rlpipe.config.run import RunConfig
+from rlpipe.lineage.stage_inputs import eval_inputs
+from rlpipe.observe.history import Evaluation, IterationRecord, RunHistory, SampleChange
+from rlpipe.store.branches import Branches
+from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
+from rlpipe.store.segments import Segments, current_state
+from rlpipe.types import Commit, Node, Sample, Stage
+
+TIMED = (Stage.ROLLOUT, Stage.REWARD, Stage.ADVANTAGE, Stage.TRAIN, Stage.SYNC)
+
+APART = "max_logprob_difference"
+LARGEST_DIFFERENCES = ("rollout/logprob_abs_diff/max", "sync/logprob_difference_max")
+
+
+class HistoryReader:
+    """Reads what was committed since it last looked, so that a report during a long run costs what
+    is new."""
+
+    def __init__(self, files: Files, config: RunConfig, directory: Path) -> None:
+        self._files = files
+        self._config = config
+        self._directory = directory
+        self._nodes, self._branches = Nodes(files), Branches(files)
+        self._commits: list[Commit] = []
+        self._records: list[IterationRecord] = []
+        self._evaluations: dict[tuple[int, str], tuple[Evaluation, Node]] = {}
+
+    def read(self) -> RunHistory:
+        """Everything the records of the branch say about it so far. Raises: ObjectMissing,
+        ObjectCorrupt."""
+        config = self._config
+        self._find_evaluations(len(self._commits))
+        for commit in self._new_commits():
+            self._commits.append(commit)
+            self._records.append(self._record(commit))
+            self._find_evaluations(len(self._commits))
+        evaluations = [evaluation for evaluation, _ in self._evaluations.values()]
+        done = len(self._records)
+        timing = _timing(self._directory)
+        return RunHistory(
+            run=config.run,
+            iterations=list(self._records),
+            evaluations=evaluations,
+            samples=self._changes(),
+            config_yaml=dump(config),
+            totals=_totals(self._records, evaluations, timing),
+            other_seconds=_other_seconds(timing),
+            packages=self._commits[-1].packages if self._commits else {},
+            status="finished"
+            if done >= config.num_rollout
+            else f"{done} of {config.num_rollout} iterations",
+        )
+
+    def _new_commits(self) -> list[Commit]:
+        run = self._config.run
+        after = self._commits[-1].iteration if self._commits else None
+        newest = self._branches.newest(run, after)
+        if newest is None or newest.branch != run:
+            return []
+        first = after + 1 if after is not None else self._first_iteration()
+        return [
+            self._branches.read(run, iteration) for iteration in range(first, newest.iteration + 1)
+        ]
+
+    def _first_iteration(self) -> int:
+        parent = self._branches.get(self._config.run).parent
+        return int(parent.rpartition("/")[2]) + 1 if parent else 0
+
+    def _record(self, commit: Commit) -> IterationRecord:
+        outputs = {
+            stage: self._nodes.get(stage, digest).outputs for stage, digest in commit.nodes.items()
+        }
+        seconds = {str(stage): outputs[stage]["seconds"] for stage in TIMED if stage in outputs}
+        return IterationRecord(commit.iteration, iteration_metrics(outputs), seconds)
+
+    def _find_evaluations(self, num_commits: int) -> None:
+        """Look for the evaluations of the newest weights known; before the first commit, of those
+        that the run began with."""
+        run = self._config.run
+        first = self._first_iteration()
+        newest = self._commits[-1] if num_commits else self._branches.before(run, first)
+        recorded = newest.nodes[Stage.TRAIN] if newest else self._branches.get(run).init
+        version = newest.iteration + 1 if newest else first
+        weights = current_state(Segments(self._files), run, version, recorded)
+        contracts = self._branches.contracts(run)
+        for dataset in self._config.evaluation.datasets:
+            node = self._nodes.find(
+                Stage.EVAL, eval_inputs(self._config, dataset, weights, contracts).digest
+            )
+            if node is not None:
+                found = Evaluation(
+                    version, dataset.name, node.outputs["accuracy"], node.outputs["scored"]
+                )
+                self._evaluations[version, dataset.name] = (found, node)
+
+    def _changes(self) -> list[SampleChange]:
+        """The first prompts of the first held-out set, as they were answered before and after."""
+        evaluations = list(self._evaluations.values())
+        first = [
+            node
+            for evaluation, node in evaluations
+            if evaluation.dataset == evaluations[0][0].dataset
+        ]
+        if len(first) < 2:
+            return []
+        before, after = (
+            _by_group(read_samples(self._files, node)) for node in (first[0], first[-1])
+        )
+        chosen = [group_id for group_id in before if group_id in after][
+            : self._config.observe.samples_in_report
+        ]
+        return [_change(before[group_id], after[group_id]) for group_id in chosen]
+
+
+def iteration_metrics(outputs: Mapping[Stage, dict[str, Any]]) -> dict[str, float]:
+    """The metrics of one iteration from its nodes' outputs."""
+    metrics: dict[str, float] = {}
+    for said in outputs.values():
+        metrics |= said.get("metrics", {})
+    rollout = outputs.get(Stage.ROLLOUT, {})
+    if "truncated_ratio" in rollout:
+        metrics["rollout/truncated_ratio"] = rollout["truncated_ratio"]
+    for stage in (Stage.ROLLOUT, Stage.TRAIN):
+        if tokens := outputs.get(stage, {}).get("tokens"):
+            metrics[f"perf/{stage}_tokens"] = float(tokens)
+            metrics[f"perf/{stage}_tokens_per_s"] = tokens / outputs[stage]["seconds"]
+    if switches := [switch for said in outputs.values() for switch in said.get("switches", ())]:
+        metrics["perf/switch_time"] = sum(switch["seconds"] for switch in switches)
+        metrics["perf/trainer_peak_bytes"] = max(
+            switch["trainer_peak_bytes"] for switch in switches
+        )
+        metrics["perf/gpu_used_bytes"] = max(switch["used_bytes"] for switch in switches)
+    apart = [metrics[name] for name in LARGEST_DIFFERENCES if name in metrics]
+    if apart:
+        metrics[APART] = max(apart)
+    return metrics
+
+
+def _by_group(samples: list[Sample]) -> dict[str, Sample]:
+    return {sample.group_id: sample for sample in samples if sample.index == 0}
+
+
+def _change(before: Sample, after: Sample) -> SampleChange:
+    prompt = (
+        before.prompt
+        if isinstance(before.prompt, str)
+        else "\n".join(str(m.get("content", "")) for m in before.prompt)
+    )
+    return SampleChange(
+        prompt, before.response, after.response, before.label, before.reward, after.reward
+    )
+
+
+def _totals(
+    records: list[IterationRecord], evaluations: list[Evaluation], timing: list[dict[str, Any]]
+) -> dict[str, Any]:
+    by_stage: dict[str, float] = _other_seconds(timing)
+    for record in records:
+        for name, seconds in record.seconds.items():
+            by_stage[name] = by_stage.get(name, 0.0) + seconds
+    overhead = [
+        entry["iteration_s"] - entry["work_s"] for entry in timing if "iteration_s" in entry
+    ]
+    main = [
+        evaluation for evaluation in evaluations if evaluation.dataset == evaluations[0].dataset
+    ]
+    return {
+        "accuracy_before": main[0].accuracy if len(main) > 1 else None,
+        "accuracy_after": main[-1].accuracy if main else None,
+        "seconds": sum(entry["seconds"] for entry in timing),
+        "seconds_by_stage": by_stage,
+        "orchestration_s_per_iteration": sum(overhead) / len(overhead) if overhead else None,
+        "max_logprob_difference": max(
+            (r.metrics[APART] for r in records if APART in r.metrics), default=None
+        ),
+        "rollout_tokens_per_s": _rate(records, "rollout"),
+        "train_tokens_per_s": _rate(records, "train"),
+    }
+
+
+def _other_seconds(timing: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds outside the recorded stages: start, evaluations, checkpoints."""
+    total: dict[str, float] = {}
+    for entry in timing:
+        for name, seconds in entry["other"].items():
+            total[name] = total.get(name, 0.0) + seconds
+    return total
+
+
+def _rate(records: list[IterationRecord], stage: str) -> float | None:
+    """Tokens per second of a stage over the whole run."""
+    seconds = sum(record.seconds.get(stage, 0.0) for record in records)
+    return (
+        sum(record.metrics.get(f"perf/{stage}_tokens", 0.0) for record in records) / seconds
+        if seconds
+        else None
+    )
+
+
+def _timing(directory: Path) -> list[dict[str, Any]]:
+    path = directory / "timing.jsonl"
+    return (
+        [entry for line in path.read_text().splitlines() if (entry := _entry(line))]
+        if path.is_file()
+        else []
+    )
+
+
+def _entry(line: str) -> dict[str, Any] | None:
+    """One line of the timing log; None for one that a full disk or a kill cut off."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

@@ -1,0 +1,1 @@
+"""Re-score stored rollouts and re-estimate their advantages as a new branch."""

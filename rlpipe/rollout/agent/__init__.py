@@ -1,0 +1,1 @@
+"""OpenAI-compatible endpoints for agents: gateway, sessions and their protocol."""

@@ -1,0 +1,1 @@
+"""HTTP client of the router: requests, streaming, the gate and direct routing to engines."""

@@ -1,0 +1,1 @@
+"""slime's command line, `args` and importable modules on top of this configuration."""

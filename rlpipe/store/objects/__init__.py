@@ -1,0 +1,1 @@
+"""Immutable named objects on local disk or S3."""

@@ -1,0 +1,1 @@
+"""Rows of samples, rewards and batches as Arrow tables and Parquet shards."""

@@ -1,0 +1,1 @@
+"""Weight transports, one module each: tensor, ipc, distributed, staged, disk and delta."""

@@ -1,0 +1,140 @@
+"""Engines and a router that behave as ours do towards their fleet, without servers, in a module
+that imports little.
+
+Not here: the real actors (rlpipe.actors.engines.engine), which tests/flows use with real servers.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import ray
+
+from rlpipe.errors import EngineUnavailable
+
+
+class FakeEngine:
+    """Has a server as long as nobody ends it. Each start is another server: another URL."""
+
+    def __init__(self, number: int, node: int = 0) -> None:
+        self.number = number
+        self.node = node
+        self.starts = 0
+        self.met: str | None = None
+        self.brought: list[str] = []
+        self.waits_s = 0.0
+        self.generating = True
+        self.alive = self.refuses = False
+        self.stamp: str | None = None
+        self.unknown = True
+        self.stuck = False
+        self.hangs_s = self.marks_s = 0.0
+        self.awake = {"weights", "kv_cache", "cuda_graph"}
+
+    def start(self, spec: Any, meeting: str | None = None) -> str:
+        if self.refuses:
+            raise EngineUnavailable("it ended at once", where=f"engine/{self.number}")
+        time.sleep(self.waits_s)
+        if not self.alive:
+            self.starts = self.starts + 1
+            self.met = meeting
+            self.alive = True
+            self.generating = True
+            self.stamp = None
+            self.unknown = True
+        return self.url()
+
+    def meeting(self, spec: Any) -> str | None:
+        return self.met if self.alive else None
+
+    def meeting_point(self) -> str:
+        return f"here:{self.starts}"
+
+    def bring(self, root: str, stamp: str, folder: str, timeout_s: float) -> str:
+        self.brought.append(stamp)
+        return folder
+
+    def was_brought(self) -> list[str]:
+        return self.brought
+
+    def url(self) -> str:
+        return f"http://engine-{self.number}/{self.starts}"
+
+    def status(self) -> dict[str, Any]:
+        time.sleep(self.hangs_s)
+        stamp = None if self.unknown or not self.alive else self.stamp
+        url = self.url() if self.alive else None
+        state = {"url": url, "alive": self.alive, "stamp": stamp, "pid": os.getpid()}
+        return {"number": self.number, **state, "facts": {"starts": self.starts}}
+
+    def generates(self, timeout_s: float) -> bool:
+        return self.alive and self.generating
+
+    def mark(self, *, unknown: bool) -> None:
+        time.sleep(self.marks_s)
+        self.unknown = unknown
+
+    def keep(self, tags: Any) -> None:
+        if self.stuck:
+            raise EngineUnavailable("it does not answer", where=f"engine/{self.number}")
+        self.awake &= set(tags)
+        self.unknown = self.unknown or "weights" not in self.awake
+
+    def take(self, tags: Any) -> None:
+        self.awake |= set(tags)
+
+    def in_memory(self) -> list[str]:
+        return sorted(self.awake)
+
+    def stop(self) -> None:
+        self.alive = False
+
+    def become(self, **state: Any) -> None:
+        vars(self).update(state)
+
+
+class FakeRouter:
+    """Remembers whom it routes to."""
+
+    def __init__(self) -> None:
+        self.alive = False
+        self.starts = 0
+        self.silent = False
+        self.routed: list[str] = []
+        self.log: list[tuple[str, list[str]]] = []
+
+    def start(self, engine: Any, resources: Any, logs: str, engines: list[str]) -> str:
+        if not self.alive:
+            self.alive = True
+            self.routed = []
+            self.starts += 1
+        self.routed = [url for url in self.routed if url in engines]
+        return "http://router"
+
+    def workers(self) -> list[str] | None:
+        if self.silent:
+            raise EngineUnavailable("no answer", where="router")
+        return list(self.routed) if self.alive else None
+
+    def admit(self, workers: list[str]) -> None:
+        self.log.append(("admit", workers))
+        self.routed = sorted({*self.routed, *workers})
+
+    def remove(self, workers: list[str]) -> None:
+        self.log.append(("remove", workers))
+        self.routed = [url for url in self.routed if url not in workers]
+
+    def become(self, **state: Any) -> None:
+        vars(self).update(state)
+
+    def history(self) -> list[tuple[str, list[str]]]:
+        return self.log
+
+
+def find_or_start(kind: type, name: str, *arguments: Any) -> Any:
+    """The actor of this name, started if it is not there."""
+    make: Any = ray.remote
+    named = {"name": name, "lifetime": "detached", "get_if_exists": True}
+    return make(kind).options(num_cpus=0, **named).remote(*arguments)

@@ -1,0 +1,313 @@
+"""An engine that spans nodes lives and dies as one (rlpipe.actors.engines.kept_engine)."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import ray
+import torch
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+from rlpipe.actors.engines import fleet as module
+from rlpipe.actors.engines.engine import FILES, EngineSpec
+from rlpipe.actors.engines.fleet import Fleet, Receivers, Weights
+from rlpipe.actors.engines.kept_engine import KeptEngine
+from rlpipe.actors.ray.calls import end
+from rlpipe.actors.ray.local_ray import address
+from rlpipe.actors.ray.named import NamedActors
+from rlpipe.config.model import EngineConfig, ResourcesConfig
+from rlpipe.engines.sglang.admin import Engine
+from rlpipe.errors import EngineUnavailable
+from rlpipe.sync.transports.distributed import DistributedTransport
+from rlpipe.sync.transports.tensor import TensorTransport
+from tests.actors.engines.started import FakeEngine
+from tests.actors.engines.through_files import Push, weights
+from tests.live_engine import START_S, log_probs, make_model
+
+pytestmark = pytest.mark.integration
+
+SPANS = {
+    "rollout_num_gpus": 2,
+    "rollout_num_gpus_per_engine": 2,
+    "num_gpus_per_node": 1,
+    "start_timeout_s": START_S,
+}
+SPEC: Any = SimpleNamespace(name="a spec")
+JOIN = """
+import sys, time
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+ours = {"node_ip_address": "127.0.0.1", "num_cpus": 1, "num_gpus": 0, "object_store_memory": 80_000_000}
+Node(RayParams(gcs_address=sys.argv[1], temp_dir=sys.argv[2], **ours), head=False, shutdown_at_exit=True, spawn_reaper=True)
+time.sleep(3600)
+"""
+NODES = 2
+
+
+def fake(number: int, node: int) -> Any:
+    make: Any = ray.remote
+    named = {"name": f"kept-{number}-{node}", "lifetime": "detached", "get_if_exists": True}
+    return (
+        make(concurrency_groups={FILES: 1})(FakeEngine)
+        .options(num_cpus=0, **named)
+        .remote(number, node)
+    )
+
+
+@pytest.fixture(scope="module")
+def fakes(local_ray: str) -> Iterator[Any]:
+    """Small actors, found or started, that end with the last test."""
+    yield fake
+    end([fake(0, node) for node in range(NODES)])
+
+
+@pytest.fixture
+async def engine(fakes: Any) -> KeptEngine:
+    """An engine of such actors that is up."""
+    made = KeptEngine(0, fakes, nodes=NODES)
+    for actor in made.actors:
+        await methods(actor).become.remote(alive=False, starts=0, met=None, brought=[])
+    await made.start(SPEC, 60.0)
+    assert await made.look()
+    return made
+
+
+def methods(actor: Any) -> Any:
+    """They are found when they are called."""
+    return actor
+
+
+async def starts(engine: KeptEngine) -> list[tuple[int, str]]:
+    """Of each of its servers: how many there were, and where it met the others."""
+    states = [
+        (await actor.status.remote(), await actor.meeting.remote(SPEC))
+        for actor in map(methods, engine.actors)
+    ]
+    return [(status["facts"]["starts"], met) for status, met in states]
+
+
+async def test_who_finds_it_up_takes_it_as_it_is(engine: KeptEngine):
+    again = KeptEngine(0, fake, nodes=NODES)
+    await again.start(SPEC, 60.0)
+    assert await again.look()
+    assert (again.url, await starts(again)) == (engine.url, [(1, "here:0")] * NODES)
+
+
+@pytest.mark.parametrize("node", range(NODES))
+async def test_if_a_node_loses_its_server_all_are_ended_and_meet_elsewhere(
+    engine: KeptEngine, node: int
+):
+    engine.admitted = True
+    await methods(engine.actors[node]).become.remote(alive=False)
+    assert not await engine.look()
+    assert (engine.url, engine.admitted) == (None, False)
+    assert [(await actor.status.remote())["alive"] for actor in map(methods, engine.actors)] == [
+        False
+    ] * NODES
+    await engine.start(SPEC, 60.0)
+    assert (engine.url, await starts(engine)) == ("http://engine-0/2", [(2, "here:1")] * NODES)
+
+
+async def test_so_they_are_if_a_node_loses_its_actor(engine: KeptEngine):
+    await asyncio.to_thread(end, [engine.actors[1]])
+    assert not await engine.look()
+    await engine.start(SPEC, 60.0)
+    assert await engine.look()
+    assert await starts(engine) == [(2, "here:1"), (1, "here:1")]
+
+
+async def test_a_look_from_before_it_was_ended_does_not_bring_it_back(engine: KeptEngine):
+    await methods(engine.actors[0]).become.remote(hangs_s=0.5)
+    look = asyncio.create_task(engine.look())
+    await asyncio.sleep(0.1)
+    await engine.stop()
+    assert engine.url is None
+    await methods(engine.actors[0]).become.remote(hangs_s=0.0)
+    assert not await look
+    assert engine.url is None
+
+
+async def test_servers_that_have_met_at_different_places_are_all_started_again(engine: KeptEngine):
+    await methods(engine.actors[1]).become.remote(met="elsewhere")
+    await engine.start(SPEC, 60.0)
+    assert await starts(engine) == [(2, "here:1")] * NODES
+
+
+async def test_if_one_cannot_start_nobody_waits_for_it_and_it_is_the_one_that_is_named(
+    engine: KeptEngine,
+):
+    first, second = map(methods, engine.actors)
+    await engine.stop()
+    await first.become.remote(waits_s=600.0)
+    await second.become.remote(refuses=True)
+    with pytest.raises(EngineUnavailable, match="it ended at once"):
+        await asyncio.wait_for(engine.start(SPEC, 600.0), 60)
+    await second.become.remote(refuses=False)
+    assert not await engine.look()
+    await engine.start(SPEC, 60.0)
+    assert await engine.look()
+
+
+async def test_weights_are_brought_to_each_of_its_nodes(engine: KeptEngine):
+    assert await engine.bring("root", "run@1@digest", "folder", 60.0) == "folder"
+    assert [await actor.was_brought.remote() for actor in map(methods, engine.actors)] == [
+        ["run@1@digest"]
+    ] * NODES
+
+
+@pytest.fixture
+def spread(local_ray: str) -> Iterator[NamedActors]:
+    """Places on two nodes: one CPU on the Ray node that is there, the other on one more that joins
+    it for this test."""
+    resources = ResourcesConfig.model_validate(SPANS)
+    actors = NamedActors("spans", resources, str(Path.cwd()))
+    actors.make_way(engines=False)  # a rank's place, which no engine is to have
+    filled = placement_group([{"CPU": ray.cluster_resources()["CPU"] - 2}])
+    assert filled.wait(60)
+    with another_node():
+        try:
+            actors.make_way(engines=True)
+            yield actors
+        finally:
+            end(actors.everyone())
+            actors.placement.remove()
+            remove_placement_group(filled)
+
+
+@contextmanager
+def another_node() -> Iterator[None]:
+    """One more node of this Ray, with one CPU, on this machine's loopback interface, where `ray
+    start` joins nothing."""
+    with tempfile.TemporaryDirectory(prefix="rlpipe-node-") as folder:
+        quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        node = subprocess.Popen([sys.executable, "-c", JOIN, address(), folder], **quiet)
+        try:
+            yield
+        finally:
+            node.terminate()
+            node.wait(60)
+
+
+class Pushes:
+    """Sends a model by broadcast, as a trainer does."""
+
+    def __init__(self, model_dir: Path, model: Any) -> None:
+        common = {"buffer_size_bytes": 1 << 20, "timeout_s": 120.0, "device": torch.device("cpu")}
+        self.transport = DistributedTransport(model_dir, tensor_parallel_size=2, **common)
+        self.model = model
+
+    async def __call__(self, weights: Weights, to: Receivers, *, must: bool) -> dict[str, Any]:
+        urls = await to.begin(to.urls())
+        report = await asyncio.to_thread(
+            self.transport.push, self.model.state_dict().items(), urls, weights.stamp
+        )
+        await to.end(report.unknown)
+        return {"bytes": report.size_bytes, "seconds": report.seconds, "unknown": report.unknown}
+
+
+async def ready(_: Any) -> bool:
+    return True
+
+
+async def until(reached: Any) -> None:
+    async with asyncio.timeout(START_S):
+        while not reached():  # noqa: ASYNC110 - what is looked at is in other processes
+            await asyncio.sleep(0.1)
+
+
+@pytest.fixture
+async def spanning(
+    spread: NamedActors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Fleet, Pushes]]:
+    """One engine on two nodes behind a router, and who sends it the weights of another model than
+    it was started with."""
+    monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.5)
+    make_model(tmp_path / "model", seed=0)
+    resources = ResourcesConfig.model_validate(SPANS)
+    spec = EngineSpec(
+        str(tmp_path / "model"),
+        EngineConfig(),
+        resources,
+        "float32",
+        1,
+        False,
+        str(tmp_path / "logs"),
+    )
+    sender = Pushes(tmp_path / "model", make_model(tmp_path / "other", seed=51))
+    engines = KeptEngine.all_of(resources, spread.engine)
+    fleet = Fleet(engines, spread.router, spec, sender, can_send=ready, on_router=ready)  # type: ignore[arg-type]
+    await fleet.open()
+    yield fleet, sender
+    await fleet.close()
+    sender.transport.close()
+
+
+async def scores(url: str, model: Any) -> bool:
+    async with Engine(url) as engine:
+        ((*found,),) = await engine.score([[5, 9, 20, 31]])
+    return bool(np.allclose(found, log_probs(model, [5], [9, 20, 31]), atol=1e-4))
+
+
+async def pids(engine: KeptEngine) -> list[int]:
+    return [(await actor.status.remote())["pid"] for actor in map(methods, engine.actors)]
+
+
+def computing(pid: int) -> psutil.Process:
+    """The process below this one that holds the weights."""
+    below = psutil.Process(pid).children(recursive=True)
+    return next(
+        process
+        for process in below
+        if "sglang::sched" in " ".join([process.name(), *process.cmdline()])
+    )
+
+
+async def test_one_on_two_nodes_gets_weights_each_way_and_comes_back_whole_if_a_node_loses_its_server(
+    spanning, spread, tmp_path
+):
+    fleet, sender = spanning
+    (engine,) = fleet.engines
+    group = spread.placement._groups["engines"]
+    assert len(set(placement_group_table(group)["bundles_to_node_id"].values())) == 2
+    assert (await fleet.publish(weights(1), everyone=True))["engines"] == 1
+    url = str(engine.url)
+    assert await scores(url, sender.model)
+
+    before = await pids(engine)
+    computing(before[1]).kill()
+    await until(lambda: engine.url is None and not psutil.pid_exists(before[0]))
+    await until(lambda: engine.admitted)
+    assert engine.url != url and not set(await pids(engine)) & set(before)
+    assert engine.stamp == weights(1).stamp
+    url = str(engine.url)
+    assert await scores(url, sender.model)
+
+    await fleet.close()  # it would give back what it has published
+    live: Any = SimpleNamespace(
+        model=sender.model, model_dir=tmp_path / "model", server=SimpleNamespace(url=url)
+    )
+    push = Push(live, tmp_path, transport="delta")
+    push.kept = [engine]
+    for version in (2, 3):
+        push.step()
+        assert (await push(version) or {})["unknown"] == {}
+        assert await push.scores()
+    over_http = TensorTransport(
+        tmp_path / "model", buffer_size_bytes=1 << 20, timeout_s=120.0, tensor_parallel_size=2
+    )
+    push.step()
+    await asyncio.to_thread(
+        over_http.push, sender.model.state_dict().items(), [url], weights(4).stamp
+    )
+    assert await push.scores()

@@ -1,0 +1,238 @@
+"""Which bundles trainer ranks and engines get, and what becomes of those of another layout
+(rlpipe.actors.ray.placement, named)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from rlpipe.actors.ray.calls import end
+from rlpipe.actors.ray.layout import engine_names, rank_names, server_devices, shapes
+from rlpipe.actors.ray.named import NamedActors, named, namespace
+from rlpipe.actors.ray.placement import LOOPBACK, Placement, held, in_order, own_address
+from rlpipe.config.model import ResourcesConfig
+from rlpipe.errors import ResourceError
+
+CLUSTER = "moves"
+
+
+def test_bundles_are_in_the_order_of_machines_and_their_gpus():
+    found = [("10.0.0.11", "1"), ("10.0.0.2", "10"), ("10.0.0.2", "9"), ("10.0.0.11", "0")]
+    assert in_order(found) == [
+        (2, "10.0.0.2", "9"),
+        (1, "10.0.0.2", "10"),
+        (3, "10.0.0.11", "0"),
+        (0, "10.0.0.11", "1"),
+    ]
+
+
+def test_gpus_that_are_named_otherwise_are_in_the_order_of_their_names():
+    found = in_order([("10.0.0.1", "GPU-b"), ("10.0.0.1", "GPU-a"), ("10.0.0.1", "3")])
+    assert [(bundle.number, bundle.device) for bundle in found] == [
+        (2, "3"),
+        (1, "GPU-a"),
+        (0, "GPU-b"),
+    ]
+
+
+def layout(**resources: Any) -> tuple[Any, ...]:
+    config = ResourcesConfig.model_validate(resources)
+    return shapes(config), rank_names(config), engine_names(config)
+
+
+def test_whatever_a_rank_or_an_engine_keeps_for_life_is_in_its_name():
+    groups, ranks, engines = layout(
+        actor_num_gpus_per_node=2, rollout_num_gpus=4, rollout_num_gpus_per_engine=2
+    )
+    assert groups == {"trainer": (2, 1), "engines": (2, 2)}
+    assert (ranks, engines) == (["trainer-0.2", "trainer-1.2"], ["engine-0.2x2", "engine-1.2x2"])
+    with_critic = layout(actor_num_gpus_per_node=2, critic_num_gpus_per_node=1, rollout_num_gpus=4)
+    assert with_critic[0] == {"trainer": (2, 1), "engines": (4, 1), "critic": (1, 1)}
+    assert with_critic[1] == ["trainer-0.2+1", "trainer-1.2+1", "critic-0.2+1"]
+    shared = layout(
+        actor_num_gpus_per_node=2, rollout_num_gpus=4, rollout_num_gpus_per_engine=2, colocate=True
+    )
+    assert shared == (
+        {"shared": (4, 1)},
+        ["trainer-0.2@4", "trainer-1.2@4"],
+        ["engine-0.2x2@4", "engine-1.2x2@4"],
+    )
+    over_nodes = layout(rollout_num_gpus=8, rollout_num_gpus_per_engine=4, num_gpus_per_node=2)
+    assert over_nodes[0]["engines"] == (4, 2), "a bundle for each server, which is on one node"
+    assert over_nodes[2] == [
+        "engine-0.2x2x2",
+        "engine-0-1.2x2x2",
+        "engine-1.2x2x2",
+        "engine-1-1.2x2x2",
+    ]
+    external = layout(external_engines=["a:1", "b:1"])
+    assert external == ({"trainer": (1, 1)}, ["trainer-0.1"], ["external-0.2x1", "external-1.2x1"])
+
+
+def on(*machines: str) -> list[tuple[str, str]]:
+    """Four GPUs of each."""
+    return [(machine, str(gpu)) for machine in machines for gpu in range(4)]
+
+
+def test_each_server_of_colocated_engines_has_gpus_of_one_machine():
+    wide = ResourcesConfig(
+        colocate=True,
+        actor_num_nodes=3,
+        actor_num_gpus_per_node=4,
+        rollout_num_gpus_per_engine=4,
+        num_gpus_per_node=2,
+    )
+    pairs = (("0", "1"), ("2", "3"))
+    assert server_devices(on("a", "b", "c"), wide) == pairs * 3, (
+        "three engines, of two servers each"
+    )
+    shifted = [*on("a")[1:], *on("b", "c"), ("d", "0")]
+    with pytest.raises(ResourceError, match=r"engine 0 would have.* two machines") as caught:
+        server_devices(shifted, wide)
+    assert caught.value.found == "GPU 3 of a, GPU 0 of b"
+    assert server_devices(shifted, wide.model_copy(update={"rollout_num_gpus_per_engine": 1}))[
+        2:4
+    ] == (("3",), ("0",))
+
+
+class Process:
+    """Says where it is."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def bundle(self) -> str | None:
+        group = ray.util.get_current_placement_group()
+        return str(group.id) if group else None
+
+
+@pytest.fixture
+def placed(local_ray: str) -> Iterator[Placement]:
+    placement = Placement("shares", ResourcesConfig(colocate=True, start_timeout_s=60))
+    placement.claim(engines=True)
+    yield placement
+    placement.remove()
+
+
+@pytest.mark.integration
+def test_a_rank_and_an_engine_that_share_a_gpu_are_in_one_bundle(placed: Placement):
+    make: Any = ray.remote
+    remote = make(Process)
+    options = [placed.trainer(0), placed.engine(0)]
+    actors = [remote.options(**one).remote() for one in options]
+    bundles = ray.get([actor.bundle.remote() for actor in actors], timeout=60)
+    assert bundles[0] == bundles[1] is not None
+    assert "rlpipe-shares-shared" in held()
+    assert [one["scheduling_strategy"].placement_group_bundle_index for one in options] == [0, 0]
+    for actor in actors:
+        ray.kill(actor)
+    assert placed.engine_devices() is None, "without GPUs an engine sees what its actor sees"
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("colocate", [True, False])
+def test_each_server_of_an_engine_that_spans_nodes_has_the_bundle_after_the_one_before(
+    local_ray: str, colocate: bool
+):
+    resources = ResourcesConfig(
+        colocate=colocate,
+        actor_num_gpus_per_node=4 if colocate else 1,
+        rollout_num_gpus=4 if colocate else 2,
+        rollout_num_gpus_per_engine=2,
+        num_gpus_per_node=1,
+        start_timeout_s=60,
+    )
+    placement = Placement("spanning", resources)
+    placement.claim(engines=True)
+    servers = [(number, node) for number in range(resources.num_engines) for node in range(2)]
+    strategies = [placement.engine(*server)["scheduling_strategy"] for server in servers]
+    placement.remove()
+    assert [strategy.placement_group_bundle_index for strategy in strategies] == list(
+        range(len(servers))
+    )
+
+
+@pytest.mark.integration
+def test_on_one_machine_everything_is_reached_at_the_loopback_interface(local_ray: str):
+    assert own_address() == LOOPBACK
+
+
+class Actors(NamedActors):
+    """Ranks that import little, in a cluster of four CPUs."""
+
+    def __init__(self, ranks: int, *, start_timeout_s: float = 60.0) -> None:
+        resources = ResourcesConfig(actor_num_gpus_per_node=ranks, start_timeout_s=start_timeout_s)
+        super().__init__(CLUSTER, resources, ".")
+        self._number = ranks
+
+    def trainer(self, rank: int) -> Any:
+        return named(
+            lambda: Process,
+            self._ranks[rank],
+            namespace(CLUSTER),
+            (),
+            lambda: self.placement.trainer(rank),
+        )
+
+    def pids(self) -> list[int]:
+        actors: list[Any] = [self.trainer(rank) for rank in range(self._number)]
+        return ray.get([actor.pid.remote() for actor in actors], timeout=60)
+
+    def groups(self) -> list[str]:
+        return sorted(self.placement._there())
+
+
+@pytest.fixture
+def three(local_ray: str) -> Iterator[Actors]:
+    """Three ranks that are at work."""
+    actors = Actors(3)
+    actors.make_way(engines=False)
+    yield actors
+    end(actors.everyone())
+    actors.placement.remove()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("number", [4, 1], ids=["in their place", "beside them"])
+def test_ranks_of_another_number_end_for_those_that_fit(three: Actors, number: int):
+    before = three.pids()
+    others = Actors(number)
+    others.make_way(engines=False)
+    assert others.groups() == [f"rlpipe-moves-trainer-{number}x1"]
+    assert len(others.everyone()) == 0
+    assert len({*before, *others.pids()}) == 3 + number
+
+
+@pytest.mark.integration
+def test_places_that_were_asked_for_by_who_was_killed_since_then_are_had_by_the_next(three: Actors):
+    Actors(4).placement._made("trainer")
+    four = Actors(4)
+    four.make_way(engines=False)
+    assert four.groups() == ["rlpipe-moves-trainer-4x1"]
+    assert len(four.pids()) == 4
+
+
+@pytest.mark.integration
+def test_ranks_stay_as_they_are_when_those_of_another_number_do_not_fit(three: Actors):
+    before = three.pids()
+    with pytest.raises(ResourceError, match="not enough room"):
+        Actors(9, start_timeout_s=0.5).make_way(engines=False)
+    assert three.groups() == ["rlpipe-moves-trainer-3x1"]
+    assert three.pids() == before
+
+
+@pytest.mark.integration
+def test_who_finds_the_actors_by_name_gives_all_their_places_back(three: Actors):
+    before = three.pids()
+    again = Actors(3)
+    again.make_way(engines=False)
+    assert again.pids() == before
+    blank = Actors(2)
+    end(blank.everyone())
+    blank.placement.remove()
+    assert three.everyone() == []
+    assert three.groups() == []

@@ -1,0 +1,186 @@
+"""A Ray that dies is noticed by name, nothing of it stays, and another takes its place
+(rlpipe.actors.ray.watch)."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlpipe.actors import client as clusters
+from rlpipe.actors.client import RemoteTrainer
+from rlpipe.actors.ray import watch as ray_watch
+from rlpipe.actors.ray.calls import call
+from rlpipe.actors.ray.watch import RayWatch
+from rlpipe.actors.specs import Driver
+from rlpipe.errors import ActorLost
+
+PROGRAM = """
+import asyncio, os, subprocess, sys, time
+from pathlib import Path
+import psutil, ray
+from rlpipe.actors import local_ray, ray_watch
+from rlpipe.actors.ray.calls import call
+from rlpipe.config.model import ResourcesConfig
+from rlpipe.errors import ActorLost, ResourceError
+
+victim, home, joined = sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "joined"
+
+class Works:
+    def start(self):
+        self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        return os.getpid(), self.child.pid
+
+    def hang(self):
+        time.sleep(600)
+
+def actor():
+    options = {"name": "works", "namespace": "dies", "lifetime": "detached", "num_cpus": 0, "max_concurrency": 2}
+    return ray.remote(Works).options(**options).remote()
+
+async def main():
+    head, address = None, None
+    if joined:
+        code = (
+            "import sys, time, ray; from pathlib import Path; from rlpipe.actors import local_ray, ray_watch; "
+            "from rlpipe.config.model import ResourcesConfig; ray_watch.watch_own = lambda: None; "
+            "local_ray.connect(ResourcesConfig(), Path(sys.argv[1]), namespace='head'); "
+            "print(local_ray.address(), flush=True); time.sleep(600)"
+        )
+        head = subprocess.Popen([sys.executable, "-c", code, str(home)], stdout=subprocess.PIPE, text=True)
+        address = head.stdout.readline().strip()
+    resources = ResourcesConfig(ray_address=address)
+    local_ray.connect(resources, home, namespace="dies")
+    works = actor()
+    pids = ray.get(works.start.remote())
+    waiting = asyncio.ensure_future(call(works.hang.remote(), where="works.hang", deadline_s=600))
+    await asyncio.sleep(1)
+    servers = psutil.Process(head.pid if head else os.getpid()).children(recursive=True)
+    killed = [process for process in servers if process.name() == victim]
+    assert killed, [process.name() for process in servers]
+    for process in killed:
+        process.kill()
+    start = time.monotonic()
+    try:
+        await waiting
+    except ActorLost as error:
+        print("lost after", round(time.monotonic() - start, 1), str(error).replace(chr(10), " "), flush=True)
+    watch = ray_watch.current()
+    while watch.lost is None and time.monotonic() - start < 60:
+        await asyncio.sleep(0.1)
+    print("known after", round(time.monotonic() - start, 1), str(watch.lost).replace(chr(10), " "), flush=True)
+    try:
+        local_ray.connect(resources, home, namespace="dies")
+        again = actor()
+        print("again", ray.get(again.start.remote()) != pids, flush=True)
+    except ResourceError as error:
+        print("refused", str(error).replace(chr(10), " "), flush=True)
+    if not joined:
+        left = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+        print("left", left, flush=True)
+    local_ray.disconnect()
+    for process in [*servers, *([head] if head else [])]:
+        try:
+            process.kill()
+        except psutil.Error:
+            pass
+
+asyncio.run(main())
+"""
+
+
+def said_after_a_kill(victim: str, home: Path, kind: str) -> dict[str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, victim, str(home), kind],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    return dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
+def test_an_own_ray_that_is_killed_is_named_and_started_again_with_nothing_left_of_it(
+    victim: str, tmp_path: Path
+):
+    said = said_after_a_kill(victim, tmp_path, "own")
+    assert float(said["lost"].split()[1]) < 20
+    assert float(said["known"].split()[1]) < 20
+    assert (
+        f"the run's own Ray: Ray has died   found:    its {victim}: killed by SIGKILL"
+        in said["known"]
+    )
+    assert said["again"] == "True"
+    assert said["left"] == "[]"
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
+def test_a_ray_that_was_joined_and_is_killed_is_named(victim: str, tmp_path: Path):
+    said = said_after_a_kill(victim, tmp_path, "joined")
+    assert float(said["known"].split()[1]) < 30
+    assert "the Ray at 127.0.0.1:" in said["known"]
+    assert {"raylet": "its raylet of this node", "gcs_server": "its GCS server"}[victim] in said[
+        "known"
+    ]
+    if victim == "gcs_server":
+        assert "the one in use has died: the Ray at 127.0.0.1:" in said["refused"]
+
+
+def watch(look: list[str]) -> RayWatch:
+    return RayWatch(lambda: look[0] if look else None, whose="a Ray", leave=lambda: None)
+
+
+async def test_calls_that_wait_fail_when_ray_dies_and_later_ones_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    look: list[str] = []
+    watched = watch(look)
+    monkeypatch.setattr(ray_watch, "_current", watched)
+    never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    waiting = asyncio.ensure_future(call(never, where="rank 0", deadline_s=600))  # pyright: ignore[reportArgumentType]
+    trainer = RemoteTrainer(Driver("run", 1), None)  # pyright: ignore[reportArgumentType]
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    look.append("its raylet: killed by SIGKILL")
+    with pytest.raises(
+        ActorLost, match=r"(?s)a Ray: Ray has died.*SIGKILL.*while waiting for rank 0"
+    ):
+        await asyncio.wait_for(waiting, 10)
+    monkeypatch.setattr(ray_watch, "_current", watch([]))
+    with pytest.raises(ActorLost, match="Ray has died"):
+        await trainer.holds("state")
+    ray_watch.stop()
+    assert clusters.ray_watch is ray_watch
+
+
+async def test_calls_are_as_without_a_watch_while_ray_is_alive(monkeypatch: pytest.MonkeyPatch):
+    watched = watch([])
+    monkeypatch.setattr(ray_watch, "_current", watched)
+    answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    answer.set_result(4)
+    assert await call(answer, where="rank 0", deadline_s=10) == 4  # pyright: ignore[reportArgumentType]
+    assert watched._waiting == set()
+    ray_watch.stop()
+    assert not watched._thread.is_alive()
+
+
+def test_what_a_raylet_has_left_running_is_killed():
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    ours = subprocess.Popen(command, env={ray_watch.RAYLET_VARIABLE: "4711"})
+    other = subprocess.Popen(command, env={ray_watch.RAYLET_VARIABLE: "4712"})
+    time.sleep(0.2)
+    try:
+        ray_watch.end_workers(4711)
+        assert ours.poll() is not None
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()

@@ -1,0 +1,148 @@
+"""A rank that behaves as `TrainerRank` does towards its group, without a model, in a module that
+imports little.
+
+Not here: the engine of a real rank (tests/engines/megatron).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from functools import wraps
+from typing import Any
+
+import ray
+
+from rlpipe.actors.trainer.group import STATUS
+from rlpipe.errors import TrainerError
+from rlpipe.lineage.states import Lineage
+from rlpipe.types import Stage
+
+
+def busy(method: Any) -> Any:
+    """As `rlpipe.actors.trainer.trainer.collective`."""
+
+    @wraps(method)
+    def call(self: Rank, *arguments: Any, **keywords: Any) -> Any:
+        name = method.__name__
+        self.busy = name
+        self.failed = None
+        self.calls[name] += 1
+        try:
+            return method(self, *arguments, **keywords)
+        except Exception:
+            self.failed = name
+            raise
+        finally:
+            self.busy = None
+
+    return call
+
+
+class Rank:
+    """Holds the name of a state. A collective that one rank does not join leaves the other waiting
+    in it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.held: str | None = None
+        self.dirty = self.ready = False
+        self.fresh = True
+        self.busy: str | None = None
+        self.failed: str | None = None
+        self.calls: Counter[str] = Counter()
+        self.deterministic: bool | None = None
+        self.heard: list[str] = []
+
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", 29500 + self.rank
+
+    def status(self) -> dict[str, Any]:
+        state = {"held": self.held, "dirty": self.dirty, "fresh": self.fresh, "ready": self.ready}
+        work = {"busy": self.busy, "calls": dict(self.calls), "failed": self.failed}
+        return {
+            "rank": self.rank,
+            **state,
+            **work,
+            "deterministic": self.deterministic,
+            "pid": os.getpid(),
+        }
+
+    def setup(
+        self, spec: Any, master: tuple[str, int], meeting: tuple[str, int] | None = None
+    ) -> None:
+        met = f" and {meeting[0]}:{meeting[1]}" if meeting else ""
+        self.heard.append(f"setup {spec.model_dir} {master[0]}:{master[1]}{met}")
+        self.ready = True
+        self.deterministic = spec.deterministic
+
+    def initialise(self, key: str, start_from: str | None) -> dict[str, Any]:
+        if self.held or self.dirty:
+            raise TrainerError("first weights into a trained engine", where=f"trainer/{self.rank}")
+        self.heard.append(f"initialise from {start_from}")
+        self.held = key
+        return {"state_digest": f"state of {key}"}
+
+    def restore(self, lineage: Lineage) -> dict[str, Any]:
+        if not self.ready:
+            raise TrainerError("this rank has not been set up", where=f"trainer/{self.rank}")
+        if lineage.base_stage is Stage.INIT and not self.fresh:
+            raise TrainerError("first weights into a trained engine", where=f"trainer/{self.rank}")
+        self.heard.append("restore")
+        self.held = lineage.target
+        self.dirty = False
+        self.fresh = False
+        return {"replayed": len(lineage.replay), "mismatch": None, "rank": self.rank}
+
+    @busy
+    def train(self, key: str, *, dies: int | None = None, raises: int | None = None) -> str:
+        if self.rank == raises:
+            raise TrainerError("no such batch", where=f"trainer/{self.rank}")
+        self.dirty = True
+        self.held = None
+        self.fresh = False
+        if self.rank == dies:
+            os._exit(1)
+        if (dies, raises) != (None, None):
+            time.sleep(600)
+        self.held = key
+        self.dirty = False
+        return f"{key} on {self.rank}"
+
+    @busy
+    def push(self, alone: int, seconds: float) -> None:
+        """One rank works longer than the others, as the one that speaks with engines does."""
+        if self.rank == alone:
+            time.sleep(seconds)
+
+    def become(self, rank: int, **state: Any) -> None:
+        if rank == self.rank:
+            vars(self).update(state)
+
+    def note(self, what: str, seconds: float = 0.0) -> None:
+        self.heard.append(f"begin {what}")
+        time.sleep(seconds)
+        self.heard.append(f"end {what}")
+
+    def remembers(self) -> str:
+        return f"weights of {self.rank}"
+
+    def divide_by_zero(self) -> float:
+        return 1 / 0
+
+    def fill_the_gpu(self) -> None:
+        import torch
+
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.27 GiB")
+
+    def log(self) -> list[str]:
+        return self.heard
+
+
+def start(rank: int) -> Any:
+    """The rank of this number, found by its name or started."""
+    make: Any = ray.remote
+    remote = make(concurrency_groups={STATUS: 1})(Rank)
+    named = {"name": f"trainer-{rank}", "lifetime": "detached", "get_if_exists": True}
+    return remote.options(num_cpus=0, **named).remote(rank)

@@ -1,0 +1,113 @@
+"""Training a branch's stored batches again, from weight version 0, through everything a history is
+made of."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from rlpipe.actors.trainer.replay import Compared, legs, replay
+from rlpipe.lineage.stage_inputs import checkpoint_inputs
+from rlpipe.store.objects.files import Files
+from rlpipe.types import Stage
+from tests.actors.trainer.trained import OTHER_CPU, configuration, tiny_model, trained
+from tools import replay as tool
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, local_ray: str) -> Path:
+    """With the run `run`: a warm start, three iterations, a segment made on another CPU, two
+    iterations from it."""
+    home = tmp_path_factory.mktemp("home")
+    asyncio.run(history(home, tiny_model(home / "model")))
+    return home
+
+
+async def history(home: Path, model: str) -> None:
+    files = Files(home / "store")
+    first = configuration(model, "warm")
+    config = configuration(
+        model, "run", model={"start_from": {"branch": "warm"}}, train={"optimizer": {"lr": 5e-4}}
+    )
+    async with trained(first, files, home) as warm:
+        await warm.begin()
+        await warm.iterate(2)
+        checkpoint = await warm.checkpoint()
+        run = await warm.turn_to(config)
+        await run.begin(start_from=checkpoint)
+        await run.iterate(3)
+        newest = run.branches.newest("run")
+        assert newest is not None
+    recorded = newest.nodes[Stage.TRAIN]
+    async with trained(config, files, home, runtime_env=OTHER_CPU) as elsewhere:
+        assert await elsewhere.keeper.hold(recorded, version=3, epoch=1) != recorded
+    async with trained(config, files, home) as run:
+        await run.iterate(2)
+
+
+async def test_every_state_comes_out_as_recorded_through_warm_start_and_segment(home: Path):
+    said: list[Compared] = []
+    result = await replay(Files(home / "store"), "run", home=home, say=said.append)
+    assert result.equal
+    assert result.first_difference is None
+    assert result.states == said
+    assert [(state.branch, state.stage, state.version) for state in said] == [
+        ("warm", "init", 0),
+        ("warm", "train", 1),
+        ("warm", "train", 2),
+        ("warm", "checkpoint", 2),
+        ("run", "init", 0),
+        ("run", "train", 1),
+        ("run", "train", 2),
+        ("run", "train", 3),
+        ("run", "segment", 3),
+        ("run", "train", 4),
+        ("run", "train", 5),
+    ]
+    assert json.loads(json.dumps(result.as_json()))["equal"]
+
+
+async def test_on_another_cpu_the_first_state_that_differs_is_named_and_the_replay_ends(home: Path):
+    result = await replay(
+        Files(home / "store"), "run", home=home, say=lambda _: None, runtime_env=OTHER_CPU
+    )
+    assert not result.equal
+    assert [(state.stage, state.version, state.equal) for state in result.states] == [
+        ("init", 0, True),
+        ("train", 1, False),
+    ]
+    assert result.first_difference == result.states[-1]
+    assert tool.summary(result).startswith("run: weight version 1 (train")
+
+
+def test_the_command_line_tells_a_whole_run_from_one_that_was_changed(
+    home: Path, monkeypatch, capsys, tmp_path: Path
+):
+    monkeypatch.setattr(tool, "disconnect", lambda: None)
+    monkeypatch.setenv("RLPIPE_HOME", str(home))
+    written = tmp_path / "replay.json"
+    monkeypatch.setattr(
+        "sys.argv", ["replay", "--run", "warm", "--home", str(home), "--json", str(written)]
+    )
+    assert tool.main() == 0
+    assert "warm: 3 states, all bit for bit as recorded" in capsys.readouterr().out
+    assert [state["equal"] for state in json.loads(written.read_text())["states"]] == [True] * 3
+    monkeypatch.setattr("sys.argv", ["replay", "--run", "nothing", "--home", str(home)])
+    assert tool.main() == 2
+    assert "branches/nothing/config.json" in capsys.readouterr().err
+
+
+def test_the_legs_of_a_history_are_its_stretches_of_one_configuration(home: Path):
+    files = Files(home / "store")
+    warm, run = legs(files, "run")
+    assert (warm.branch, len(warm.trains), run.branch, len(run.trains)) == ("warm", 2, "run", 5)
+    assert warm.begins == warm.init
+    assert warm.next_begins == warm.trains[-1].digest
+    assert run.begins == run.init
+    assert run.next_begins is None
+    assert files.exists(f"nodes/checkpoint/{checkpoint_inputs(warm.trains[-1].digest).digest}.json")

@@ -1,0 +1,115 @@
+"""A teacher that is a server: what it is asked, and what of its answer is taken
+(rlpipe.actors.trainer.scoring)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from rlpipe.actors.trainer import scoring
+from rlpipe.actors.trainer.scoring import with_server_s_scores
+from rlpipe.actors.trainer.spec import TrainerSpec
+from rlpipe.errors import EngineRejected
+from tests.actors.trainer.trained import configuration
+from tests.engines.megatron.ranks import make_batch
+
+
+class Teacher(BaseHTTPRequestHandler):
+    """Answers as SGLang's /generate does: a token's log-prob is minus its id, less what `short`
+    cuts off."""
+
+    asked: ClassVar[list[dict[str, Any]]] = []
+    short = 0
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        Teacher.asked.append(body)
+        rows = [
+            [[None, ids[0], None], *([-float(i), i, None] for i in ids[1:])]
+            for ids in body["input_ids"]
+        ]
+        rows[0] = rows[0][: len(rows[0]) - Teacher.short]
+        answer = json.dumps([{"meta_info": {"input_token_logprobs": row}} for row in rows]).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    Teacher.asked = []
+    Teacher.short = 0
+    server = HTTPServer(("127.0.0.1", 0), Teacher)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def spec(tmp_path, **teacher: Any) -> TrainerSpec:
+    config = configuration("/models/m", "run", advantage={"use_opd": True}, teacher=teacher)
+    return TrainerSpec.of(config, model_dir="/models/m", store_root="/store", work_dir=tmp_path)
+
+
+def test_it_is_asked_for_whole_samples_in_turns_and_its_answer_is_cut_to_the_responses(
+    url, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(scoring, "SEQUENCES_AT_ONCE", 10)
+    batch = make_batch(24)
+    found = with_server_s_scores(
+        batch, spec(tmp_path, opd_type="sglang", url=url)
+    ).teacher_log_probs
+    assert found is not None
+    starts = batch.offsets[:-1] + batch.prompt_lengths
+    ends = batch.offsets[1:]
+    expected = np.concatenate([-batch.tokens[a:b] for a, b in zip(starts, ends, strict=True)])
+    assert np.array_equal(found, expected.astype(np.float32))
+    assert [len(body["input_ids"]) for body in Teacher.asked] == [10, 10, 4]
+    assert all(body["sampling_params"]["max_new_tokens"] == 0 for body in Teacher.asked)
+
+
+def test_an_answer_of_another_length_is_an_error(url, tmp_path):
+    Teacher.short = 1
+    with pytest.raises(EngineRejected, match="cannot be read"):
+        with_server_s_scores(make_batch(4), spec(tmp_path, opd_type="sglang", url=url))
+
+
+class _Policy:
+    """A trainer's models, of which only the policy may be asked."""
+
+    def score(self, columns, *, max_tokens=None, model="policy"):
+        assert model == "policy"
+        return np.zeros(int(columns.response_lengths.sum()), np.float32)
+
+
+def test_a_teacher_that_samples_bring_is_neither_asked_nor_lost(tmp_path):
+    batch = make_batch(2)
+    brought = np.arange(int(batch.response_lengths.sum()), dtype=np.float32)
+    columns = batch.with_columns(teacher_log_probs=brought)
+    spec_of_samples = spec(tmp_path, opd_type="samples")
+    found = scoring.scored(_Policy(), columns, spec_of_samples)  # pyright: ignore[reportArgumentType]
+    assert found.teacher_log_probs is not None
+    assert found.teacher_log_probs.tolist() == brought.tolist()
+    assert with_server_s_scores(found, spec_of_samples) is found
+
+
+def test_a_run_whose_teacher_is_a_model_asks_no_server(tmp_path):
+    batch = make_batch(2)
+    assert (
+        with_server_s_scores(
+            batch, spec(tmp_path, opd_type="megatron", opd_teacher_load="/models/t")
+        )
+        is batch
+    )

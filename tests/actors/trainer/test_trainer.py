@@ -1,0 +1,151 @@
+"""What a trainer rank waits for ends, one way or the other (rlpipe.actors.trainer.trainer)."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from rlpipe.actors.trainer.checkpoints import Share, Upload
+from rlpipe.actors.trainer.spec import TrainerSpec
+from rlpipe.actors.trainer.trainer import TrainerRank
+from rlpipe.config.train import SyncConfig
+from rlpipe.errors import ConfigError, DeadlineExceeded, ObjectConflict, StoreError, StoreFull
+from rlpipe.lineage.stage_inputs import checkpoint_inputs
+from rlpipe.types import FileRecord
+from tests.actors.trainer.trained import configuration
+from tests.live_engine import live_engine
+
+RECORD = FileRecord(path="checkpoints/p/.metadata", size_bytes=1, sha256="0" * 64)
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainerRank:
+    """A rank without a model, whose store is given a twentieth of a second."""
+    monkeypatch.chdir(".")  # the rank goes to its own folder; the test comes back
+    rank = TrainerRank(0, 1, str(tmp_path))
+    config = configuration(str(tmp_path), "run", checkpoint={"timeout_s": 0.05})
+    made: Any = rank
+    made._spec = TrainerSpec.of(
+        config, model_dir=str(tmp_path), store_root=str(tmp_path / "store"), work_dir=tmp_path
+    )
+    made._engine = SimpleNamespace(save_checkpoint=lambda *_: tmp_path)
+    return rank
+
+
+def about(prefix: str) -> Upload:
+    return Upload(prefix, checkpoint_inputs("state"), {"version": 1})
+
+
+def uploading(rank: TrainerRank, prefix: str = "p") -> list[Future[list[FileRecord]]]:
+    """An upload that is on its way: each time that it was begun."""
+    begun: list[Future[list[FileRecord]]] = []
+
+    def begin() -> Future[list[FileRecord]]:
+        begun.append(Future())
+        return begun[-1]
+
+    rank._upload = Share(about(prefix), begin)
+    return begun
+
+
+def test_an_upload_that_does_not_end_is_named_and_may_still_end(rank: TrainerRank):
+    (upload,) = uploading(rank)
+    assert rank.upload() == (about("p"), False)
+    with pytest.raises(
+        DeadlineExceeded, match=r"trainer/0: the upload of a checkpoint does not end"
+    ):
+        rank.uploaded("p")
+    upload.set_result([RECORD])
+    assert rank.upload() == (about("p"), True)
+    assert rank.uploaded("p") == [RECORD]
+
+
+def test_an_upload_is_kept_until_it_is_recorded(rank: TrainerRank):
+    (upload,) = uploading(rank)
+    upload.set_result([RECORD])
+    assert [rank.uploaded("p"), rank.uploaded("p")] == [[RECORD], [RECORD]]
+    rank.forget_upload("q")
+    assert rank.upload() == (about("p"), True)
+    rank.forget_upload("p")
+    assert rank.upload() is None and rank.uploaded("p") is None
+
+
+def test_a_checkpoint_does_not_wait_for_ever_for_the_upload_of_the_one_before(rank: TrainerRank):
+    uploading(rank)
+    rank.held = "state"
+    with pytest.raises(DeadlineExceeded, match="p still on its way"):
+        rank.save(held="state", version=1, upload=about("q"))
+
+
+@pytest.mark.parametrize("error", [StoreError("away"), StoreFull("no room")])
+def test_an_upload_that_met_a_store_away_or_full_says_so_once_and_is_begun_again(
+    rank: TrainerRank, error: StoreError
+):
+    begun = uploading(rank)
+    begun[0].set_exception(error)
+    assert rank.upload() == (about("p"), True)
+    with pytest.raises(StoreError, match=error.problem):
+        rank.uploaded("p")
+    assert len(begun) == 1, "by whoever asks next"
+    assert rank.upload() == (about("p"), False)
+    begun[1].set_result([RECORD])
+    assert rank.uploaded("p") == [RECORD] and len(begun) == 2
+
+
+def test_an_upload_that_can_never_succeed_is_said_and_forgotten(rank: TrainerRank):
+    for error in (
+        ObjectConflict("other content"),
+        FileNotFoundError("the local checkpoint is gone"),
+    ):
+        uploading(rank)[0].set_exception(error)
+        with pytest.raises(type(error)):
+            rank.uploaded("p")
+        assert rank.upload() is None and rank.uploaded("p") is None
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("way", ["tensor", "distributed", "shared"])
+def test_a_checked_push_reaches_the_engines_each_way(
+    rank: TrainerRank, request: pytest.FixtureRequest, way: Any
+):
+    live = live_engine(request.config)
+    made = cast("Any", rank)
+    made._spec = replace(made._spec, model_dir=str(live.model_dir))
+    made._engine = SimpleNamespace(
+        named_hf_tensors=lambda: iter(live.model.state_dict().items()), close=lambda: None
+    )
+    rank.held = "state"
+    url = live.server.url
+    transport = "distributed" if way == "distributed" else "tensor"
+    places = {url: [0]} if way == "shared" else {}
+    sent = [
+        rank.push(
+            held="state",
+            engines=[url],
+            stamp=f"b@{int(on)}@{way}",
+            sync=SyncConfig(transport=transport, check_weight_update_equal=on),
+            places=places,
+        )
+        for on in (False, True)
+    ]
+    assert sent[1]["bytes"] == 2 * sent[0]["bytes"], "all of it is sent twice"
+    assert [answer["unknown"] for answer in sent] == [{}, {}]
+    rank.close()
+
+
+def test_a_broadcast_to_engines_on_the_trainer_s_gpus_is_refused(rank: TrainerRank):
+    cast("Any", rank)._engine = SimpleNamespace(named_hf_tensors=dict, close=lambda: None)
+    rank.held = "state"
+    with pytest.raises(ConfigError, match="on the trainer's"):
+        rank.push(
+            held="state",
+            engines=["u"],
+            stamp="b",
+            sync=SyncConfig(transport="distributed"),
+            places={"u": [0]},
+        )

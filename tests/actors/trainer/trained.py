@@ -1,0 +1,267 @@
+"""Branches of a real trainer without engines: seeded batches in place of rollouts, all records of
+real iterations.
+
+Not here: rollouts and rewards of any sense; their nodes and rows are there so that an audit finds
+everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlpipe.actors.trainer.alone import lone_trainer
+from rlpipe.actors.trainer.group import TrainerGroup
+from rlpipe.actors.trainer.spec import TrainerSpec
+from rlpipe.actors.trainer.states import StateKeeper
+from rlpipe.batch.build import Batch
+from rlpipe.batch.files import write_batch, write_packing, write_rewards
+from rlpipe.batch.packing import PackingPlan
+from rlpipe.config.load import validate
+from rlpipe.config.run import RunConfig
+from rlpipe.lineage.stage_inputs import Inputs, checkpoint_inputs, init_inputs, train_inputs
+from rlpipe.model_dir import model_fingerprint
+from rlpipe.rewards.base import RewardRow
+from rlpipe.store.branches import Branches, commit_name
+from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
+from rlpipe.store.parquet.rows import samples_to_table
+from rlpipe.store.parquet.shards import data_folder, write_table
+from rlpipe.store.segments import Segments, current_state
+from rlpipe.types import Commit, DataState, Node, Sample, Stage, Status
+from tests.engines.megatron.conftest import SIZES
+from tests.engines.megatron.ranks import make_batch
+
+SAMPLES = 8
+
+
+def configuration(model_dir: str, run: str, **sections: Any) -> RunConfig:
+    """A run of one iteration's 8 samples in two optimizer steps."""
+    base: dict[str, Any] = {
+        "run": run,
+        "num_rollout": 100,
+        "model": {
+            "source": {"type": "huggingface", "hf_checkpoint": model_dir},
+            "dtype": "float32",
+        },
+        "data": {"prompts": {"type": "file", "paths": ["a.jsonl"]}},
+        "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 2},
+        "reward": {"function": {"type": "none"}},
+        "train": {
+            "global_batch_size": 4,
+            "max_tokens_per_gpu": 64,
+            "optimizer": {"lr": 1e-3, "lr_decay_style": "cosine"},
+        },
+        "resources": {"start_timeout_s": 120.0},
+    }
+    for section, values in sections.items():
+        base[section] = {**base.get(section, {}), **values} if isinstance(values, dict) else values
+    return validate(base)
+
+
+@dataclass
+class Trained:
+    """A branch and the trainer that holds its states."""
+
+    config: RunConfig
+    files: Files
+    trainer: TrainerGroup
+    home: Path
+    epoch: int = 1
+    states: list[str] = field(default_factory=list)
+    """State digests of the nodes made by this object."""
+
+    async def turn_to(self, config: RunConfig) -> Trained:
+        """The same processes, set up for another run."""
+        source: Any = config.model.source
+        spec = TrainerSpec.of(
+            config,
+            model_dir=source.hf_checkpoint,
+            store_root=self.files.root,
+            work_dir=self.home / config.run,
+        )
+        await self.trainer.setup(spec)
+        return Trained(config, self.files, self.trainer, self.home)
+
+    @property
+    def nodes(self) -> Nodes:
+        return Nodes(self.files)
+
+    @property
+    def branches(self) -> Branches:
+        return Branches(self.files)
+
+    @property
+    def keeper(self) -> StateKeeper:
+        config = self.config
+        init = self.branches.get(config.run).init
+        interval = config.ref_update_interval
+        return StateKeeper(
+            self.trainer,
+            self.files,
+            config.run,
+            init,
+            config.deterministic,
+            60.0,
+            60.0,
+            {},
+            interval,
+        )
+
+    async def begin(self, start_from: str | None = None) -> str:
+        """First weights, and the branch; the init node's digest."""
+        source: Any = self.config.model.source
+        fingerprint = model_fingerprint(
+            source.hf_checkpoint, self.home / "models" / "fingerprints.json"
+        )
+        inputs = init_inputs(self.config, fingerprint, start_from)
+        made = await self.trainer.initialise(inputs.digest, start_from, deadline_s=60)
+        self.nodes.commit(inputs.node(outputs={"version": 0, **made}))
+        self.branches.create(self.config.run, self.config.model_dump(mode="json"), inputs.digest)
+        return inputs.digest
+
+    async def iterate(
+        self, number: int = 1, scored: Callable[[str, int], Awaitable[Node]] | None = None
+    ) -> None:
+        """So many iterations: hold, a batch (made by `scored` of the state before and the
+        iteration, if given), train, commit."""
+        for _ in range(number):
+            newest = self.branches.newest(self.config.run)
+            k = newest.iteration + 1 if newest else 0
+            recorded = (
+                newest.nodes[Stage.TRAIN] if newest else self.branches.get(self.config.run).init
+            )
+            before = current_state(Segments(self.files), self.config.run, k, recorded)
+            before = await self.keeper.hold(before, version=k, epoch=self.epoch)
+            batch = await scored(before, k) if scored else self.batch(before, k)
+            train = await self.train(batch, before, k)
+            self.commit(newest, k, {Stage.ADVANTAGE: batch.digest, Stage.TRAIN: train.digest})
+
+    def batch(self, before: str, k: int) -> Node:
+        """The advantage node of an iteration: the same rows in every branch."""
+        columns = make_batch(SAMPLES, seed=k)
+        columns = columns.with_columns(proximal_log_probs=columns.rollout_log_probs)
+        groups = tuple(f"{self.config.run}:{4 * k + i // 2:08d}" for i in range(SAMPLES))
+        batch = Batch(
+            columns, groups, tuple(i % 2 for i in range(SAMPLES)), np.zeros(SAMPLES), {}, None
+        )
+        inputs = Inputs(
+            Stage.ADVANTAGE, {"rollout": f"rollout {k}", "reward": f"reward {k}", "before": before}
+        )
+        record = write_batch(self.files, inputs.digest, batch, columns)
+        return self.nodes.commit(
+            inputs.node(files=(record,), outputs={"groups": list(batch.groups), "dropped": {}})
+        )
+
+    async def train(self, batch: Node, before: str, k: int) -> Node:
+        inputs = train_inputs(self.config, batch.digest, before)
+        answers = await self.trainer.call(
+            "train", key=inputs.digest, before=before, advantage=batch.digest, deadline_s=60
+        )
+        assert len({answer["state_digest"] for answer in answers}) == 1
+        self.states.append(answers[0]["state_digest"])
+        record = write_packing(
+            self.files, inputs.digest, PackingPlan.model_validate(answers[0]["packing"])
+        )
+        outputs = {
+            "state_digest": answers[0]["state_digest"],
+            "version": k + 1,
+            "steps": answers[0]["steps"],
+        }
+        return self.nodes.commit(inputs.node(files=(record,), outputs=outputs))
+
+    def commit(self, newest: Commit | None, k: int, nodes: dict[Stage, str]) -> Commit:
+        commit = Commit(
+            branch=self.config.run,
+            iteration=k,
+            parent=commit_name(newest.branch, newest.iteration) if newest else None,
+            plans=(f"plan {k}",),
+            nodes=nodes,
+            data=DataState(draws=4 * (k + 1)),
+            config_digest="0" * 64,
+            epoch=self.epoch,
+        )
+        return self.branches.commit(commit)
+
+    async def checkpoint(self) -> str:
+        """Of the newest committed weights, which are held; the checkpoint node's digest."""
+        newest = self.branches.newest(self.config.run)
+        assert newest is not None
+        train = newest.nodes[Stage.TRAIN]
+        return (
+            await self.keeper.save(checkpoint_inputs(train), train, newest.iteration + 1)
+        ).digest
+
+
+def sampled_rows(files: Files, k: int) -> tuple[str, str]:
+    """Rollout and reward nodes of seeded samples that weight version k sampled, and their rewards;
+    their digests."""
+    columns = make_batch(SAMPLES, seed=k)
+    random = np.random.default_rng(k)
+    nodes = Nodes(files)
+    assert columns.rollout_log_probs is not None
+    texts = zip(
+        np.split(columns.tokens, columns.offsets[1:-1]), columns.prompt_lengths, strict=True
+    )
+    samples = [
+        Sample(
+            group_id=f"group:{4 * k + i // 2:08d}",
+            index=i % 2,
+            prompt="",
+            prompt_ids=tokens[:prompt].tolist(),
+            response_ids=tokens[prompt:].tolist(),
+            rollout_log_probs=log_probs.tolist(),
+            weight_versions=[(len(log_probs), k)],
+            status=Status.COMPLETED,
+        )
+        for i, ((tokens, prompt), log_probs) in enumerate(
+            zip(texts, columns.split(columns.rollout_log_probs), strict=True)
+        )
+    ]
+    rows = [RewardRow(s.group_id, s.index, float(random.integers(0, 2))) for s in samples]
+    rollout = Inputs(Stage.ROLLOUT, {"plan": f"plan {k}"})
+    reward = Inputs(Stage.REWARD, {"rollout": rollout.digest})
+    shard = write_table(
+        files, data_folder(Stage.ROLLOUT, rollout.digest), "samples", samples_to_table(samples, k)
+    )
+    accepted = sorted({sample.group_id for sample in samples})
+    nodes.commit(rollout.node(files=(shard,), outputs={"accepted": accepted}))
+    nodes.commit(reward.node(files=(write_rewards(files, reward.digest, rows),)))
+    return rollout.digest, reward.digest
+
+
+@asynccontextmanager
+async def trained(config: RunConfig, files: Files, home: Path, **options: Any):
+    """The branch of a configuration, begun or not, with a trainer of its own."""
+    async with lone_trainer(config, files, home=home, name=config.run, options=options) as trainer:
+        yield Trained(config, files, trainer, home)
+
+
+def tiny_model(directory: Path) -> str:
+    """A random Qwen3 of 0.1 million parameters; its directory."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.12, generator=generator)
+    model.save_pretrained(directory)
+    return str(directory)
+
+
+OTHER_CPU = {
+    "env_vars": {
+        "ATEN_CPU_CAPABILITY": "default",
+        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+    },
+}
+"""Ray's runtime environment of a process that computes as a machine with older instructions
+would."""

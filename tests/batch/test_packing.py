@@ -1,0 +1,337 @@
+"""Packing plans and batch columns."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlpipe.batch.packing import BatchColumns, PackingPlan, _differenced, attention_length, plan
+from rlpipe.errors import ConfigError, DataError
+
+lengths_of_samples = st.lists(st.integers(1, 300), min_size=1, max_size=80)
+
+
+@given(lengths_of_samples, st.integers(1, 40), st.integers(1, 512), st.integers(1, 4))
+def test_a_plan_loses_and_doubles_no_sample_and_keeps_ranks_in_step(
+    lengths, global_batch_size, max_tokens, data_parallel
+):
+    made = plan(
+        lengths,
+        global_batch_size=global_batch_size,
+        max_tokens=max_tokens,
+        data_parallel=data_parallel,
+    )
+    made.check(len(lengths), data_parallel)
+    sizes = [sum(len(micro) for rank in step for micro in rank) for step in made.steps]
+    assert len(sizes) == -(-len(lengths) // global_batch_size)
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(lengths_of_samples, st.integers(1, 512), st.integers(1, 4))
+def test_a_micro_batch_exceeds_max_tokens_only_by_a_sample_that_is_alone(
+    lengths, max_tokens, data_parallel
+):
+    made = plan(lengths, global_batch_size=None, max_tokens=max_tokens, data_parallel=data_parallel)
+    for micro in (micro for step in made.steps for rank in step for micro in rank):
+        assert len(micro) <= 1 or sum(lengths[i] for i in micro) <= max_tokens
+
+
+@given(
+    lengths_of_samples,
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.booleans(),
+    st.randoms(),
+)
+def test_rollouts_stay_together_in_the_steps_that_are_asked_for_and_none_trails_behind(
+    lengths, num_steps, micro_batch_size, data_parallel, balance_by_flops, random
+):
+    rollout = [random.randrange(8) for _ in lengths]
+    made = plan(
+        lengths,
+        global_batch_size=None,
+        num_steps=num_steps,
+        rollout=rollout,
+        micro_batch_size=micro_batch_size,
+        max_tokens=64,
+        data_parallel=data_parallel,
+        balance_by_flops=balance_by_flops,
+    )
+    made.check(len(lengths), data_parallel)
+    steps = [{rollout[i] for rank in step for micro in rank for i in micro} for step in made.steps]
+    assert len(steps) == min(num_steps, len(set(rollout)))
+    assert sorted(number for step in steps for number in step) == sorted(set(rollout))
+    assert max(map(len, steps)) - min(map(len, steps)) <= 1
+    assert (
+        max(len(micro) for step in made.steps for rank in step for micro in rank)
+        <= micro_batch_size
+    )
+
+
+@pytest.mark.parametrize("sizes", [(8, None), (None, 4), (8, 4)])
+def test_a_batch_that_lost_a_group_keeps_its_number_of_steps(sizes):
+    made = plan(
+        [5] * 29, global_batch_size=sizes[0], num_steps=sizes[1], max_tokens=100, data_parallel=1
+    )
+    assert [sum(len(micro) for rank in step for micro in rank) for step in made.steps] == [
+        8,
+        7,
+        7,
+        7,
+    ]
+
+
+def test_balancing_by_flops_evens_out_the_square_of_attention_and_by_tokens_the_tokens():
+    lengths = np.array([40_000] + [1_000] * 40)
+    for balance_by_flops, cost in ((True, lengths * (1 + lengths / 1000.0)), (False, lengths)):
+        made = plan(
+            lengths,
+            global_batch_size=None,
+            micro_batch_size=41,
+            max_tokens=1,
+            data_parallel=2,
+            balance_by_flops=balance_by_flops,
+            attention_length=1000,
+        )
+        loads = sorted(cost[[i for micro in rank for i in micro]].sum() for rank in made.steps[0])
+        alone = [len(micro) for rank in made.steps[0] for micro in rank if 0 in micro]
+        assert alone == [1]
+        assert loads == pytest.approx([80_000, 1_640_000] if balance_by_flops else [40_000, 40_000])
+
+
+def test_the_length_at_which_attention_costs_as_much_as_the_matrices():
+    dense = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 8 * 1024 // 3}
+    assert attention_length(dense) == pytest.approx(12 * 1024, rel=1e-3)
+    sparse = {
+        **dense,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 512,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    }
+    assert attention_length(sparse) == (1024 * 128 * (32 + 8) + 3 * 1024 * 1024) / (16 * 128)
+
+
+def test_equal_samples_are_shared_evenly_over_ranks():
+    made = plan([14] * 256, global_batch_size=128, max_tokens=8192, data_parallel=2)
+    assert [[sum(map(len, rank)) for rank in step] for step in made.steps] == [[64, 64], [64, 64]]
+
+
+def test_ranks_are_balanced_when_lengths_differ():
+    lengths = np.random.default_rng(0).integers(10, 2000, 128)
+    made = plan(lengths, global_batch_size=None, max_tokens=8192, data_parallel=4)
+    loads = [sum(int(lengths[list(micro)].sum()) for micro in rank) for rank in made.steps[0]]
+    assert max(loads) / min(loads) < 1.1
+
+
+def test_samples_go_to_optimizer_steps_in_the_given_order():
+    made = plan(
+        [5] * 6, global_batch_size=2, max_tokens=100, data_parallel=1, order=[5, 0, 4, 1, 3, 2]
+    )
+    assert [sorted(i for rank in step for micro in rank for i in micro) for step in made.steps] == [
+        [0, 5],
+        [1, 4],
+        [2, 3],
+    ]
+
+
+def test_fewer_samples_than_ranks_leaves_empty_micro_batches():
+    made = plan([3], global_batch_size=None, max_tokens=10, data_parallel=2)
+    assert sorted(made.steps[0]) == [((),), ((0,),)]
+
+
+def test_a_plan_survives_json():
+    made = plan([3, 9, 4], global_batch_size=2, max_tokens=10, data_parallel=1)
+    assert PackingPlan.model_validate_json(made.model_dump_json()) == made
+
+
+def test_a_plan_of_another_batch_is_refused():
+    made = plan([3, 9, 4], global_batch_size=None, max_tokens=10, data_parallel=1)
+    with pytest.raises(DataError, match="another batch"):
+        made.check(4, 1)
+    doubled = made.model_copy(update={"steps": (((((0, 1, 1)),),),)})
+    with pytest.raises(DataError, match="loses or doubles"):
+        doubled.check(3, 1)
+
+
+@pytest.mark.parametrize("lengths", [[], [3, 0]])
+def test_nothing_to_pack_is_an_error(lengths):
+    with pytest.raises(DataError, match="nothing to pack"):
+        plan(lengths, global_batch_size=None, max_tokens=10, data_parallel=1)
+
+
+def test_bad_sizes_and_orders_are_errors():
+    with pytest.raises(ConfigError, match="max_tokens"):
+        plan([1], global_batch_size=None, max_tokens=0, data_parallel=1)
+    with pytest.raises(DataError, match="order"):
+        plan([1, 1], global_batch_size=None, max_tokens=1, data_parallel=1, order=[0, 0])
+
+
+def three_samples() -> BatchColumns:
+    return BatchColumns.from_lists(
+        [[1, 2], [3], [4, 5, 6]],
+        [[7], [8, 9], []],
+        advantages=[[0.5], [1.0, -1.0], []],
+        loss_mask=[[1], [1, 0], []],
+    )
+
+
+def test_columns_hold_what_the_lists_held():
+    batch = three_samples()
+    assert len(batch) == 3
+    assert batch.tokens.tolist() == [1, 2, 7, 3, 8, 9, 4, 5, 6]
+    assert batch.lengths.tolist() == [3, 3, 3]
+    assert batch.response_lengths.tolist() == [1, 2, 0]
+    assert batch.num_response_tokens == 3
+    assert [part.tolist() for part in batch.split(np.array([0.5, 1.0, -1.0]))] == [
+        [0.5],
+        [1.0, -1.0],
+        [],
+    ]
+
+
+def test_select_takes_samples_in_the_order_asked_for():
+    batch = three_samples().select([2, 1])
+    assert batch.tokens.tolist() == [4, 5, 6, 3, 8, 9]
+    assert batch.advantages is not None
+    assert batch.advantages.tolist() == [1.0, -1.0]
+    assert batch.loss_mask.tolist() == [1, 0]
+    assert batch.rollout_log_probs is None
+    fanned = three_samples().with_columns(rollout=np.array([4, 4, 9])).select([2, 1])
+    assert fanned.rollouts.tolist() == [9, 4]
+    routed = (
+        three_samples()
+        .with_columns(routed_experts=np.arange(18, dtype=np.uint16).reshape(9, 2))
+        .select([2, 1])
+    )
+    assert routed.routed_experts is not None
+    assert routed.routed_experts[:, 0].tolist() == [12, 14, 16, 6, 8, 10]
+    assert three_samples().rollouts.tolist() == [0, 1, 2]
+
+
+def test_a_rollout_number_for_every_sample_or_none():
+    with pytest.raises(DataError, match="one value per sample"):
+        three_samples().with_columns(rollout=np.zeros(2, np.int64))
+
+
+def test_a_loss_mask_is_all_ones_unless_given():
+    assert BatchColumns.from_lists([[1]], [[2, 3]]).loss_mask.tolist() == [1, 1]
+
+
+def test_a_column_of_another_raggedness_is_refused_with_the_sample():
+    with pytest.raises(DataError, match=r"advantages\[1\]"):
+        BatchColumns.from_lists([[1], [2]], [[2, 3], [4]], advantages=[[0.0, 0.0], [0.0, 0.0]])
+    with pytest.raises(DataError, match="advantages"):
+        three_samples().with_columns(advantages=np.zeros(2, np.float32))
+
+
+def test_an_empty_prompt_is_refused_with_the_sample():
+    with pytest.raises(DataError, match=r"prompt_lengths\[1\]"):
+        BatchColumns.from_lists([[1], []], [[2], [4]])
+
+
+def karmarkar_karp(costs: list[float], num_bins: int) -> float:
+    """The largest bin of Karmarkar and Karp's differencing method, written with whole sorted
+    lists."""
+    parts = [sorted([cost] + [0.0] * (num_bins - 1)) for cost in costs]
+    while len(parts) > 1:
+        parts.sort(key=lambda part: part[-1] - part[0])
+        one = parts.pop()
+        other = parts.pop()
+        parts.append(sorted(a + b for a, b in zip(one, reversed(other), strict=True)))
+    return parts[0][-1]
+
+
+def micro_batches(made: PackingPlan) -> list[tuple[int, ...]]:
+    return [micro for step in made.steps for rank in step for micro in rank]
+
+
+@given(
+    st.lists(st.integers(1, 4000), min_size=1, max_size=40), st.integers(1, 4), st.integers(1, 4)
+)
+def test_the_largest_micro_batch_is_never_larger_than_karmarkar_karps(lengths, bins, data_parallel):
+    """With room for every partition: as many samples in a bin as there are."""
+    lengths = np.array(lengths)
+    for balance_by_flops, cost in (
+        (True, lengths * (1 + lengths / 1000.0)),
+        (False, lengths.astype(float)),
+    ):
+        made = plan(
+            lengths,
+            global_batch_size=None,
+            max_tokens=max(-(-int(lengths.sum()) // (bins * data_parallel)), int(lengths.max())),
+            data_parallel=data_parallel,
+            balance_by_flops=balance_by_flops,
+            attention_length=1000,
+        )
+        made.check(len(lengths), data_parallel)
+        batches = micro_batches(made)
+        assert max(int(lengths[list(micro)].sum()) for micro in batches) <= made.max_tokens
+        largest = max(cost[list(micro)].sum() for micro in batches)
+        unbounded = karmarkar_karp(cost.tolist(), len(batches))
+        differenced = _differenced(np.lexsort((np.arange(len(cost)), -cost)), cost, len(batches), 1)
+        found = max(cost[members].sum() for members in differenced)
+        assert sorted(i for members in differenced for i in members) == list(range(len(lengths)))
+        if all(lengths[members].sum() <= made.max_tokens for members in differenced):
+            assert largest <= found * (1 + 1e-12)
+        assert found == pytest.approx(unbounded, rel=0.2), "ties may be broken otherwise"
+
+
+def test_sixteen_samples_are_shared_better_than_costliest_first_into_the_cheapest_bin():
+    random = np.random.default_rng(1)
+    better = 0
+    for _ in range(50):
+        lengths = random.integers(500, 2000, 16)
+        made = plan(
+            lengths,
+            global_batch_size=None,
+            max_tokens=10_000,
+            data_parallel=4,
+            balance_by_flops=False,
+        )
+        batches = micro_batches(made)
+        largest = max(int(lengths[list(micro)].sum()) for micro in batches)
+        assert len(batches) == 4
+        assert largest <= karmarkar_karp(lengths.tolist(), 4)
+        better += largest < max(lengths[b].sum() for b in costliest_first(lengths, 4))
+    assert better > 25
+
+
+def costliest_first(lengths: np.ndarray, num_bins: int) -> list[list[int]]:
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    for sample in np.argsort(-lengths, kind="stable").tolist():
+        min(bins, key=lambda members: lengths[members].sum()).append(sample)
+    return bins
+
+
+@given(lengths_of_samples, st.integers(1, 6), st.integers(1, 4))
+def test_with_a_number_of_samples_the_method_keeps_the_numbers_even(
+    lengths, micro_batch_size, data_parallel
+):
+    lengths = np.array(lengths)
+    made = plan(
+        lengths,
+        global_batch_size=None,
+        micro_batch_size=micro_batch_size,
+        max_tokens=1,
+        data_parallel=data_parallel,
+    )
+    made.check(len(lengths), data_parallel)
+    batches = micro_batches(made)
+    assert max(map(len, batches)) <= micro_batch_size
+    cost = lengths * (1 + lengths / 12_288)
+    differenced = _differenced(
+        np.lexsort((np.arange(len(cost)), -cost)), cost, len(batches), len(batches)
+    )
+    assert max(map(len, differenced)) <= -(-len(lengths) // len(batches))
+    largest = max(cost[list(micro)].sum() for micro in batches)
+    assert largest <= max(cost[members].sum() for members in differenced) * (1 + 1e-12)
+
+
+def test_the_same_batch_gives_the_same_plan():
+    lengths = np.random.default_rng(2).integers(1, 50, 400)
+    plans = [
+        plan(lengths, global_batch_size=None, max_tokens=700, data_parallel=2) for _ in range(2)
+    ]
+    assert plans[0] == plans[1]

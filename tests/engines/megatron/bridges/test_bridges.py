@@ -1,0 +1,209 @@
+"""What bridges read of a directory and refuse of it (rlpipe.engines.megatron.bridges)."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlpipe.config.train import TrainConfig
+from rlpipe.engines.megatron.bridges.deepseek import _rotation
+from rlpipe.engines.megatron.bridges.files import SCALE, WeightFiles, from_blocks
+from rlpipe.engines.megatron.bridges.hf_config import read_config
+from rlpipe.engines.megatron.bridges.kept import with_kept
+from rlpipe.engines.megatron.bridges.latent import DownProjection
+from rlpipe.errors import ConfigError
+from rlpipe.system.ports import free_port
+from tests.engines.megatron.families import make
+from tests.engines.megatron.ranks import engine
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def edit(directory: str | Path, **values: Any) -> None:
+    path = Path(directory) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def draft_layer(number: int) -> dict[str, torch.Tensor]:
+    """A layer that predicts a further token, in so far as anything is read of it."""
+    values = torch.Generator().manual_seed(1)
+    shapes = {
+        "eh_proj.weight": (8, 16),
+        "enorm.weight": (8,),
+        "mlp.experts.3.gate_proj.weight": (4, 8),
+    }
+    return {
+        f"model.layers.{number}.{name}": torch.randn(shape, generator=values)
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def moonlight(tmp_path_factory) -> str:
+    return make("moonlight", tmp_path_factory.mktemp("moonlight"))
+
+
+@pytest.fixture
+def copy(moonlight, tmp_path) -> Path:
+    """A directory of one's own to spoil."""
+    for file in Path(moonlight).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def test_draft_layers_go_through_an_export_bit_for_bit_with_the_trained_embedding(copy):
+    stored = load_file(copy / "model.safetensors")
+    draft = draft_layer(2) | {
+        "model.layers.2.embed_tokens.weight": stored["model.embed_tokens.weight"].clone(),
+        "model.layers.2.shared_head.head.weight": stored["lm_head.weight"].clone(),
+    }
+    save_file(stored | draft, copy / "model.safetensors")
+    edit(copy, num_nextn_predict_layers=1)
+    ours = engine(str(copy), TrainConfig(), 0, 1, free_port())
+    try:
+        ours.load_hf()
+        ours.save_hf(copy / "same")
+        with torch.no_grad():
+            ours.trained.model.embedding.word_embeddings.weight.add_(1.0)
+        ours.save_hf(copy / "other")
+    finally:
+        ours.close()
+    same, other = (load_file(copy / name / "model.safetensors") for name in ("same", "other"))
+    assert same.keys() == other.keys() == (stored | draft).keys()
+    assert all(torch.equal(same[name], tensor) for name, tensor in (stored | draft).items())
+    assert torch.equal(
+        other["model.layers.2.embed_tokens.weight"], stored["model.embed_tokens.weight"] + 1
+    )
+    assert all(torch.equal(other[name], tensor) for name, tensor in draft_layer(2).items())
+
+
+def test_weights_in_fp8_are_read_whole(copy):
+    stored = load_file(copy / "model.safetensors")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    large = torch.randn(200, 300, generator=torch.Generator().manual_seed(0))
+    scale = torch.rand(2, 3, generator=torch.Generator().manual_seed(1)) + 0.5
+    quantised = {name: large.to(torch.float8_e4m3fn), name + SCALE: scale}
+    save_file(stored | quantised, copy / "model.safetensors")
+    files = WeightFiles(str(copy))
+    assert set(files.names) == stored.keys()
+    found = files.load_one_hf_weight(name)
+    assert found.dtype == torch.bfloat16
+    for i, j in ((0, 0), (127, 128), (128, 127), (199, 299)):
+        assert found[i, j] == (quantised[name][i, j].float() * scale[i // 128, j // 128]).to(
+            torch.bfloat16
+        )
+    assert from_blocks(quantised[name], torch.ones(2, 3)).equal(quantised[name].float())
+    assert files.load_one_hf_weight("lm_head.weight").equal(stored["lm_head.weight"])
+
+
+def test_an_export_of_fp8_weights_does_not_say_that_it_is_quantised(copy):
+    edit(copy, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    ours = engine(str(copy), TrainConfig(), 0, 1, free_port())
+    try:
+        ours.load_hf()
+        ours.save_hf(copy / "out")
+    finally:
+        ours.close()
+    assert "quantization_config" not in json.loads((copy / "out" / "config.json").read_text())
+
+
+def test_other_quantisations_are_refused(copy):
+    edit(copy, quantization_config={"quant_method": "compressed-tensors"})
+    with pytest.raises(ConfigError, match=r"compressed-tensors"):
+        read_config(str(copy))
+
+
+def test_kimi_is_read_as_what_it_is_without_its_own_code(copy):
+    edit(
+        copy,
+        model_type="kimi_k2",
+        auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    )
+    found: Any = read_config(str(copy))
+    assert (found.model_type, found.kv_lora_rank, found.rope_theta) == ("deepseek_v3", 16, 50_000)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "dynamic"])
+def test_a_rotation_that_would_be_left_out_is_refused(tmp_path, kind):
+    directory = make("qwen3", tmp_path)
+    edit(directory, rope_parameters={"rope_type": kind, "rope_theta": 1e6, "factor": 4.0})
+    with pytest.raises(ConfigError, match=rf"(?s)rope_type = '{kind}'.*'default' for qwen3"):
+        read_config(directory)
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "word"),
+    [
+        ("moonlight", {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ("llama3.2", {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor"),
+        ("llama3.2", {"rope_parameters": {"rope_type": "llama3"}}, "in rope_parameters"),
+    ],
+)
+def test_what_megatron_would_compute_otherwise_is_refused(tmp_path, family, changed, word):
+    directory = make(family, tmp_path)
+    edit(directory, **changed)
+    with pytest.raises(ConfigError, match=word):
+        engine(directory, TrainConfig(), 0, 1, free_port())
+
+
+def test_missing_weights_are_named(copy):
+    stored = load_file(copy / "model.safetensors")
+    del stored["model.norm.weight"]
+    save_file(stored, copy / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"without model\.norm\.weight"):
+        WeightFiles(str(copy)).load_some_hf_weight(["lm_head.weight", "model.norm.weight"])
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="no weights"):
+        WeightFiles(str(copy))
+
+
+def test_an_index_that_names_a_missing_file_is_refused(copy):
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="model-00001-of-00002"):
+        WeightFiles(str(copy)).load_one_hf_weight("lm_head.weight")
+
+
+def test_a_source_without_draft_layers_adds_nothing(moonlight):
+    config = read_config(moonlight)
+    tensors = [("lm_head.weight", torch.zeros(1))]
+    assert list(with_kept(tensors, moonlight, config)) == tensors
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_whole_down_projections_are_summed_over_sequence_parallel_ranks(shared: bool):
+    config: Any = Namespace(hidden_size=4, params_dtype=torch.float32, sequence_parallel=shared)
+    projection = DownProjection(config, 3)
+    assert projection.weight.sequence_parallel is shared and projection.weight.shape == (3, 4)
+
+
+def test_a_rotation_has_what_the_model_says_of_it():
+    said = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 16,
+        "beta_slow": 2,
+    }
+    found = _rotation({**said, "mscale": 0.7, "mscale_all_dim": 0.5})
+    assert [found[name] for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")] == [
+        16,
+        2,
+        0.7,
+        0.5,
+    ]
+    assert [_rotation(said)[name] for name in ("mscale", "mscale_all_dim")] == [1.0, 0.0]

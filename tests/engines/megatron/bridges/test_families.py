@@ -1,0 +1,115 @@
+"""Every family of models against transformers: what is computed, what is trained, what is
+written."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlpipe.batch.packing import plan
+from rlpipe.config.train import TrainConfig
+from rlpipe.system.ports import free_port
+from tests.engines.megatron import reference
+from tests.engines.megatron.families import FAMILIES, make
+from tests.engines.megatron.ranks import (
+    engine,
+    make_batch,
+    save_and_resume,
+    score_and_train,
+    weights_of_checkpoint,
+)
+from tests.engines.megatron.routed import refusal
+
+TEMPERATURE = 0.8
+TRAIN = TrainConfig.model_validate(
+    {
+        "max_tokens_per_gpu": 64,
+        "loss": {"eps_clip_high": 0.28, "entropy_coef": 0.01},
+        "optimizer": {"lr": 1e-3, "clip_grad": 0.5, "adam_eps": 1e-5},
+    }
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_computed_trained_and_written_as_transformers_does(family, tmp_path):
+    directory = make(family, tmp_path / "model")
+    ours = engine(directory, TRAIN, 0, 1, free_port())
+    theirs = reference.load(directory)
+    try:
+        ours.load_hf()
+        stored = load_file(f"{directory}/model.safetensors")
+        found = {name: tensor.clone() for name, tensor in ours.named_hf_tensors()}
+        assert found.keys() == stored.keys()
+        assert all(torch.equal(found[name], stored[name]) for name in stored)
+
+        batch = make_batch()
+        scores = ours.score(batch)
+        assert np.abs(scores - reference.score(theirs, batch, TEMPERATURE)).max() < 1e-5
+
+        batch = batch.with_columns(proximal_log_probs=scores, reference_log_probs=scores)
+        packing = plan(batch.lengths, global_batch_size=None, max_tokens=64, data_parallel=1)
+        step = ours.train(batch, packing).steps[0]
+        (wanted,) = reference.train(
+            theirs, reference.make_optimizer(theirs, TRAIN), batch, packing, TRAIN, TEMPERATURE
+        )
+        assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
+        assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+        assert np.abs(ours.score(batch) - reference.score(theirs, batch, TEMPERATURE)).max() < 2e-4
+    finally:
+        ours.close()
+
+
+TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+LAYOUTS = {
+    "glm4": TENSOR,
+    "llama3.2": {"pipeline_model_parallel_size": 2},
+    "deepseek_v3": {**TENSOR, "expert_model_parallel_size": 2},
+}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_two_ranks_compute_what_one_computes(family, two_ranks, tmp_path):
+    directory = make(family, tmp_path)
+    train = TRAIN.model_dump() | {"loss": {"kl_loss_coef": 0.05}}
+    alone = score_and_train(0, 1, free_port(), directory, train, 1)
+    together = two_ranks.run(score_and_train, directory, train | {"parallel": LAYOUTS[family]}, 1)[
+        0
+    ]
+    assert np.abs(together["scores"] - alone["scores"]).max() < 1e-5
+    for found, expected in zip(together["steps"], alone["steps"], strict=True):
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    for name, weight in alone["after"].items():
+        assert np.abs(together["after"][name] - weight).max() < 2e-5, name
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("family", ["glm4", "deepseek_v3"])
+def test_layers_of_our_own_are_saved_in_one_layout_and_loaded_in_another(
+    family, two_ranks, tmp_path
+):
+    directory = make(family, tmp_path / "model")
+    train = {"max_tokens_per_gpu": 64, "parallel": LAYOUTS[family]}
+    first, second = two_ranks.run(
+        save_and_resume, directory, train, str(tmp_path / "saved"), free_port()
+    )
+    assert first == second
+    assert first["loaded"] == first["saved"] and first["resumed"] == first["straight"]
+    together = two_ranks.run(weights_of_checkpoint, directory, train, str(tmp_path / "saved"))[0][
+        "weights"
+    ]
+    alone = weights_of_checkpoint(0, 1, free_port(), directory, {}, str(tmp_path / "saved"))[
+        "weights"
+    ]
+    assert all(np.array_equal(alone[name], weight) for name, weight in together.items())
+
+
+@pytest.mark.integration
+def test_experts_on_tensor_parallel_ranks_without_sequence_parallelism_are_refused(
+    two_ranks, tmp_path
+):
+    layout = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    for why in two_ranks.run(refusal, make("moonlight", tmp_path), {"parallel": layout}):
+        assert "train.parallel.sequence_parallel" in why

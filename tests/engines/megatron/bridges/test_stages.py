@@ -1,0 +1,116 @@
+"""Each pipeline stage's own weights, and pushes in which each stage sends them
+(rlpipe.sync.transports.staged) into a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlpipe.actors.trainer import staged_push
+from rlpipe.engines.sglang.admin import Engine
+from rlpipe.errors import DeadlineExceeded
+from rlpipe.sync import board
+from rlpipe.sync.board import Board
+from rlpipe.sync.transports.group import NAME
+from rlpipe.sync.transports.staged import group_of
+from tests.engines.megatron.staged import export_both_ways, push_by_stages
+from tests.live_engine import Live, live_engine, log_probs, make_model
+
+TOKENS = [5, 9, 20, 31]
+
+
+@pytest.fixture
+def live(request: pytest.FixtureRequest) -> Live:
+    return live_engine(request.config)
+
+
+async def holds(live: Live, model: Any) -> str:
+    """The engine's stamp, once it is seen to compute what this model does."""
+    async with Engine(live.server.url) as engine:
+        found = (await engine.score([TOKENS]))[0]
+        np.testing.assert_allclose(found, log_probs(model, TOKENS[:1], TOKENS[1:]), atol=1e-4)
+        return await engine.weight_version()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("family", "parallel", "speakers"),
+    [
+        ("qwen3", {"pipeline_model_parallel_size": 2}, [True, True]),
+        ("llama", {"tensor_model_parallel_size": 2}, [True, False]),
+        ("qwen3_moe", {"expert_model_parallel_size": 2}, [True, False]),
+    ],
+)
+def test_the_stages_together_hold_the_model_bit_for_bit(
+    models, two_ranks, family: str, parallel: dict, speakers: list[bool]
+):
+    found = two_ranks.run(export_both_ways, models[family], parallel)
+    assert [one["speaks"] for one in found] == speakers
+    joined: dict[str, np.ndarray] = {}
+    for one in found:
+        if one["speaks"]:
+            assert not joined.keys() & one["stage"].keys(), "each is sent once"
+            joined |= one["stage"]
+    for whole in (found[0]["mbridge's"], found[0]["whole"], found[1]["whole"]):
+        assert joined.keys() == whole.keys()
+        assert all(np.array_equal(joined[name], tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.integration
+def test_after_a_push_by_two_stages_the_engine_is_the_new_model_and_the_groups_are_kept(
+    live, two_ranks, tmp_path: Path
+):
+    live.model = [make_model(tmp_path / str(seed), seed=seed) for seed in (31, 32)][-1]
+    folders = [str(tmp_path / name) for name in ("31", "32")]
+    leader, source = two_ranks.run(push_by_stages, folders, live.server.url, None)
+    assert asyncio.run(holds(live, live.model)) == "b@1@staged"
+    assert leader[0]["buckets"] == leader[1]["buckets"] > 2
+    assert leader[0]["group"] == leader[1]["group"]
+    assert leader[0]["tensors"] == len(set(live.model.state_dict()) - {"lm_head.weight"})
+    assert source[0]["bytes"] == source[1]["bytes"] > 0
+
+
+@pytest.mark.integration
+def test_a_stage_whose_group_an_engine_has_left_ends_the_push_and_the_next_one_makes_all_groups_anew(
+    live, two_ranks, tmp_path
+):
+    live.model = [make_model(tmp_path / str(seed), seed=seed) for seed in (33, 34, 35)][-1]
+    folders = [str(tmp_path / name) for name in ("33", "34", "35")]
+    leader, _ = two_ranks.run(push_by_stages, folders, live.server.url, group_of(1))
+    assert "of stage 1" in leader[1] and "rlpipe-1" in leader[1]
+    assert leader[0]["group"] != leader[2]["group"]
+    assert asyncio.run(holds(live, live.model)) == "b@2@staged"
+
+
+async def test_ranks_on_other_machines_reach_the_first_at_its_address(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    make_model(tmp_path, seed=0)
+    told: list[Any] = []
+    monkeypatch.setattr(board, "CALL_S", 5.0)
+    monkeypatch.setattr(
+        staged_push, "place", lambda: SimpleNamespace(stages=2, stage=0, speaks=True)
+    )
+    monkeypatch.setattr(
+        staged_push.dist, "broadcast_object_list", lambda where, src: told.extend(where)
+    )
+    trainer: Any = None
+    keys = {"tensor_parallel_size": 1, "buffer_size_bytes": 40_000, "timeout_s": 60.0}
+    first = staged_push.StagedPush(trainer, str(tmp_path), rank=0, address="127.0.0.2", **keys)
+    Board(*told[0]).put("a", 1)
+    assert first._leader is not None and await first._leader.board.take("a", timeout_s=5) == 1
+
+
+async def test_a_message_is_taken_once_and_waited_for_no_longer_than_is_said():
+    first = Board("127.0.0.1")
+    second = Board("127.0.0.1", first.port)
+    second.put("a", {"do": [1, "x"]})
+    assert await first.take("a", timeout_s=5) == {"do": [1, "x"]}
+    with pytest.raises(DeadlineExceeded, match="push: a"):
+        await second.take("a", timeout_s=0.01)
+    assert (group_of(0), group_of(3)) == (NAME, "rlpipe-3")

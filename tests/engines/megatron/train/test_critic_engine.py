@@ -1,0 +1,104 @@
+"""A critic with ranks of its own is the critic that shares the policy's, in the same layout bit for
+bit."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpipe.engines.megatron.meeting import MeetingPlace
+from rlpipe.system.ports import free_port
+from tests.engines.megatron import apart
+
+pytestmark = pytest.mark.integration
+
+TRAIN: dict[str, Any] = {
+    "max_tokens_per_gpu": 64,
+    "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5},
+}
+CRITIC = {"optimizer": {"lr": 2e-3}}
+
+
+@pytest.fixture(scope="module")
+def model(models) -> str:
+    """Without tied embeddings: the policy has an output layer, of which a critic must take
+    nothing."""
+    return models["llama"]
+
+
+@pytest.fixture(scope="module")
+def together(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The history of one rank with both, and what it saved; with the checkpoint of a policy without
+    a critic."""
+    folder = tmp_path_factory.mktemp("together")
+    alone = apart.without_critic(model, TRAIN, free_port(), folder / "alone")
+    ours = apart.shared(model, TRAIN, free_port(), CRITIC)
+    try:
+        found = apart.history(ours, str(folder / "both"), alone)
+    finally:
+        ours.close()
+    return {**found, "saved": str(folder / "both"), "alone": alone}
+
+
+def test_in_ranks_of_its_own_it_has_the_same_state_steps_and_values_and_reads_the_same_checkpoints(
+    model: str, together: dict[str, Any], two_ranks, tmp_path: Path
+):
+    ports = (free_port(), free_port(), free_port())
+    directories = (str(tmp_path), together["saved"], together["alone"])
+    found = two_ranks.run(apart.one_rank_each, model, TRAIN, CRITIC, ports, directories)
+    for side in found:
+        assert side["no room"] == "no room for a checkpoint on the local disk"
+        assert (side["begun"], side["trained"], side["steps"]) == (
+            together["begun"],
+            together["trained"],
+            together["steps"],
+        )
+        assert side["loaded"] == [together["trained"], together["trained"], together["loaded"][-1]]
+        assert apart.same_values(side, together)
+    assert (
+        "loss" not in together["steps"][0]
+        and "loss" in together["steps"][-1]
+        and "value_loss" in together["steps"][-1]
+    )
+    assert not together["values"][0].any() and together["values"][1].any()
+
+    ours = apart.shared(model, TRAIN, free_port(), CRITIC)
+    try:
+        assert ours.load_checkpoint(tmp_path) == 1
+        assert ours.state_digest() == together["trained"], (
+            "ranks that have both read what each wrote for itself"
+        )
+    finally:
+        ours.close()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"parallel": {"tensor_model_parallel_size": 2}}],
+    ids=["data parallel", "tensor parallel"],
+)
+def test_it_may_have_another_layout_than_the_policy(
+    model: str, together: dict[str, Any], two_ranks, tmp_path: Path, layout
+):
+    meeting = free_port()
+    critic = {**CRITIC, **layout}
+    with ThreadPoolExecutor(1) as threads:
+        ranks = threads.submit(
+            two_ranks.run, apart.of_critic, model, TRAIN, critic, meeting, str(tmp_path)
+        )
+        ours = apart.policy(
+            model, TRAIN, 0, 1, free_port(), MeetingPlace(("127.0.0.1", meeting), 1, 2)
+        )
+        try:
+            found = [apart.history(ours, str(tmp_path)), *ranks.result()]
+        finally:
+            ours.close()
+    assert len({side["trained"] for side in found}) == 1
+    for side in found:
+        assert apart.same_values(side, together, tokens_of=(0, 1), within=2e-4)
+        assert side["loaded"] == [side["trained"]]
+        for step, wanted in zip(side["steps"], together["steps"], strict=True):
+            assert step == pytest.approx(wanted, rel=1e-4, abs=1e-5)

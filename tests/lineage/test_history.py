@@ -1,0 +1,322 @@
+"""The history of a run as its branch tells it (rlpipe.lineage.history)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpipe.batch.files import write_evaluation
+from rlpipe.config.load import validate
+from rlpipe.config.run import RunConfig
+from rlpipe.lineage.history import HistoryReader, iteration_metrics
+from rlpipe.lineage.stage_inputs import Inputs, config_digest, eval_inputs
+from rlpipe.observe.history import Evaluation, SampleChange
+from rlpipe.rewards.base import RewardRow
+from rlpipe.store.branches import Branches, commit_name, parse_commit_name
+from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
+from rlpipe.types import Commit, DataState, Sample, Stage, Status
+
+PROMPTS = {"type": "reasoning_gym", "task": "chain_sum", "size": 4}
+DATASETS = [{"name": "held", "prompts": PROMPTS}, {"name": "other", "prompts": PROMPTS}]
+
+
+def config(run: str = "run", num_rollout: int = 3, **sections: Any) -> RunConfig:
+    values = {
+        "run": run,
+        "num_rollout": num_rollout,
+        "model": {"source": {"type": "huggingface", "hf_checkpoint": "/models/m"}},
+        "data": {"prompts": {"type": "file", "paths": ["a.jsonl"]}},
+        "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 2},
+        "reward": {"function": {"type": "math"}},
+        "evaluation": {"datasets": DATASETS},
+    }
+    return validate({**values, **sections})
+
+
+class Written:
+    """A run whose records are written by hand, as the stages would."""
+
+    def __init__(
+        self, folder: Path, run: str = "run", parent: str | None = None, **sections: Any
+    ) -> None:
+        self.files, self.config, self.directory = (
+            Files(folder / "store"),
+            config(run, **sections),
+            folder / run,
+        )
+        self.directory.mkdir()
+        self.nodes, self.branches = Nodes(self.files), Branches(self.files)
+        root = self.branches.get(parse_commit_name(parent)[0]).init if parent else None
+        self.weights = [root or self.node(Stage.INIT, run=run)]
+        self.branches.create(run, self.config.model_dump(mode="json"), self.weights[0], parent)
+        self.parent = parent
+
+    def node(self, stage: Stage, outputs: dict[str, Any] | None = None, **inputs: Any) -> str:
+        return self.nodes.commit(Inputs(stage, {}, inputs).node(outputs=outputs or {})).digest
+
+    def iterate(self, k: int, **outputs: dict[str, Any]) -> None:
+        """Commit iteration k. `outputs`: of stages, by name."""
+        stages = (Stage.ROLLOUT, Stage.REWARD, Stage.ADVANTAGE, Stage.TRAIN, Stage.SYNC)
+        said = {stage: {"seconds": 0.5, **outputs.get(stage, {})} for stage in stages}
+        made = {stage: self.node(stage, said[stage], run=self.config.run, k=k) for stage in stages}
+        self.weights.append(made[Stage.TRAIN])
+        parent = commit_name(self.config.run, k - 1) if len(self.weights) > 2 else self.parent
+        packages = {"torch": f"2.{k}"}
+        record = {
+            "plans": ("p",),
+            "data": DataState(),
+            "config_digest": config_digest(self.config),
+            "packages": packages,
+        }
+        self.branches.commit(
+            Commit(branch=self.config.run, iteration=k, parent=parent, nodes=made, **record)
+        )
+
+    def evaluate(
+        self,
+        accuracy: float,
+        dataset: int = 0,
+        answers: dict[str, str] | None = None,
+        index: int = -1,
+    ) -> None:
+        """Record an evaluation of the newest weights (or those of `index`). `answers`: group id →
+        response."""
+        chosen = self.config.evaluation.datasets[dataset]
+        inputs = eval_inputs(self.config, chosen, self.weights[index])
+        samples = [answered(group_id, text) for group_id, text in (answers or {"q": "a"}).items()]
+        rows = [RewardRow(of.group_id, of.index, float(of.response == "right")) for of in samples]
+        record = write_evaluation(self.files, inputs.digest, 0, samples, rows)
+        self.nodes.commit(
+            inputs.node(files=(record,), outputs={"accuracy": accuracy, "scored": len(samples)})
+        )
+
+    def spent(self, seconds: float, other: dict[str, float], **entry: float) -> None:
+        with (self.directory / "timing.jsonl").open("a") as log:
+            log.write(json.dumps({"seconds": seconds, "other": other, **entry}) + "\n")
+
+    def reader(self) -> HistoryReader:
+        return HistoryReader(self.files, self.config, self.directory)
+
+
+def answered(group_id: str, response: str) -> Sample:
+    return Sample(
+        group_id=group_id,
+        index=0,
+        prompt=f"question {group_id}",
+        prompt_ids=[1],
+        label="right",
+        response=response,
+        response_ids=[2],
+        status=Status.COMPLETED,
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Written:
+    return Written(tmp_path)
+
+
+def test_a_run_that_has_just_begun_has_an_empty_history(run: Written):
+    history = run.reader().read()
+    assert (history.run, history.iterations, history.evaluations, history.samples) == (
+        "run",
+        [],
+        [],
+        [],
+    )
+    assert history.status == "0 of 3 iterations"
+    assert history.packages == {}
+    assert history.totals["accuracy_before"] is None
+    assert history.totals["max_logprob_difference"] is None
+    assert "hf_checkpoint: /models/m" in history.config_yaml
+
+
+def test_each_committed_iteration_is_in_it_with_its_metrics_and_seconds(run: Written):
+    for k in range(3):
+        run.iterate(k, advantage={"metrics": {"rollout/raw_reward": k / 2}, "seconds": 1.0 + k})
+    history = run.reader().read()
+    assert [record.iteration for record in history.iterations] == [0, 1, 2]
+    assert history.series("rollout/raw_reward") == [(0, 0.0), (1, 0.5), (2, 1.0)]
+    assert history.iterations[2].seconds == {
+        "rollout": 0.5,
+        "reward": 0.5,
+        "advantage": 3.0,
+        "train": 0.5,
+        "sync": 0.5,
+    }
+    assert history.totals["seconds_by_stage"]["advantage"] == 6.0
+    assert history.packages == {"torch": "2.2"}
+    assert history.status == "finished"
+
+
+def test_evaluations_are_found_for_the_weights_they_are_of(run: Written):
+    run.evaluate(0.25)
+    run.iterate(0)
+    run.iterate(1)
+    run.evaluate(0.5)
+    run.evaluate(0.125, dataset=1)
+    history = run.reader().read()
+    assert history.evaluations == [
+        Evaluation(0, "held", 0.25, 1),
+        Evaluation(2, "held", 0.5, 1),
+        Evaluation(2, "other", 0.125, 1),
+    ]
+    assert (history.totals["accuracy_before"], history.totals["accuracy_after"]) == (0.25, 0.5)
+
+
+def test_a_reader_that_looked_before_sees_what_came_since_and_the_same_as_a_fresh_one(run: Written):
+    reader = run.reader()
+    assert reader.read().evaluations == []
+    run.evaluate(0.25)
+    assert len(reader.read().evaluations) == 1
+    for k in range(3):
+        run.iterate(k)
+        assert len(reader.read().iterations) == k + 1
+        run.evaluate(0.25 + k / 4)
+    assert reader.read() == run.reader().read()
+    assert [evaluation.iteration for evaluation in reader.read().evaluations] == [0, 1, 2, 3]
+
+
+def test_what_was_answered_before_and_after_is_that_of_the_same_prompts(run: Written):
+    run.evaluate(0.0, answers={"a": "wrong", "b": "worse", "gone": "wrong"})
+    run.evaluate(0.5, dataset=1, answers={"a": "of another set"})
+    run.iterate(0)
+    run.evaluate(0.5, answers={"b": "right", "a": "wrong still"})
+    assert run.reader().read().samples == [
+        SampleChange("question a", "wrong", "wrong still", "right", 0.0, 0.0),
+        SampleChange("question b", "worse", "right", "right", 0.0, 1.0),
+    ]
+
+
+def test_no_more_samples_are_shown_than_were_asked_for(tmp_path: Path):
+    run = Written(tmp_path, observe={"samples_in_report": 2})
+    answers = {f"q{number}": "a" for number in range(5)}
+    run.evaluate(0.0, answers=answers)
+    run.iterate(0)
+    run.evaluate(0.0, answers=answers)
+    assert [change.prompt for change in run.reader().read().samples] == [
+        "question q0",
+        "question q1",
+    ]
+
+
+def test_a_fork_tells_only_of_its_own_iterations(tmp_path: Path):
+    root = Written(tmp_path)
+    for k in range(3):
+        root.iterate(k)
+    root.evaluate(0.125, index=0)
+    fork = Written(tmp_path, "fork", parent=commit_name("run", 1))
+    reader = fork.reader()
+    assert (reader.read().iterations, reader.read().evaluations) == ([], [])
+    fork.iterate(2)
+    fork.evaluate(0.5)
+    assert [record.iteration for record in reader.read().iterations] == [2]
+    assert reader.read().evaluations == [Evaluation(3, "held", 0.5, 1)]
+
+
+def test_before_a_fork_are_the_weights_that_it_began_with(tmp_path: Path):
+    root = Written(tmp_path)
+    root.evaluate(0.125)
+    root.iterate(0)
+    root.iterate(1)
+    fork = Written(tmp_path, "fork", parent=commit_name("run", 1))
+    root.evaluate(0.25)
+    fork.iterate(2)
+    fork.evaluate(0.5)
+    history = fork.reader().read()
+    assert history.evaluations == [Evaluation(2, "held", 0.25, 1), Evaluation(3, "held", 0.5, 1)]
+    assert (history.totals["accuracy_before"], history.totals["accuracy_after"]) == (0.25, 0.5)
+
+
+def test_time_outside_the_stages_comes_from_the_log_beside_the_report(run: Written):
+    run.spent(30.0, {"start": 30.0})
+    run.spent(4.0, {"checkpoint": 1.0}, iteration_s=4.0, work_s=3.5)
+    run.spent(3.0, {}, iteration_s=3.0, work_s=2.0)
+    run.spent(2.0, {"eval": 2.0})
+    run.spent(20.0, {"start": 20.0})
+    run.iterate(0, train={"seconds": 2.0})
+    history = run.reader().read()
+    assert history.other_seconds == {"start": 50.0, "checkpoint": 1.0, "eval": 2.0}
+    assert history.totals["seconds"] == 59.0
+    assert history.totals["orchestration_s_per_iteration"] == 0.75
+    stages = {"rollout": 0.5, "reward": 0.5, "advantage": 0.5, "train": 2.0, "sync": 0.5}
+    assert history.totals["seconds_by_stage"] == {
+        **stages,
+        "start": 50.0,
+        "checkpoint": 1.0,
+        "eval": 2.0,
+    }
+
+
+def test_a_line_of_the_log_that_was_cut_off_costs_no_more_than_itself(run: Written):
+    run.spent(30.0, {"start": 30.0})
+    with (run.directory / "timing.jsonl").open("a") as log:
+        log.write('{"seconds": 4.0, "oth\n')
+    run.spent(2.0, {"eval": 2.0})
+    assert run.reader().read().totals["seconds"] == 32.0
+
+
+def test_tokens_per_second_are_those_of_the_whole_run(run: Written):
+    run.iterate(0, rollout={"tokens": 100, "seconds": 1.0}, train={"tokens": 300, "seconds": 0.5})
+    run.iterate(1, rollout={"tokens": 100, "seconds": 3.0}, train={"tokens": 300, "seconds": 1.5})
+    totals = run.reader().read().totals
+    assert totals["rollout_tokens_per_s"] == 50.0
+    assert totals["train_tokens_per_s"] == 300.0
+
+
+def test_the_largest_log_prob_difference_of_the_run_is_kept(run: Written):
+    for k, difference in enumerate((1e-6, 3e-6, 2e-6)):
+        run.iterate(k, sync={"metrics": {"sync/logprob_difference_max": difference}})
+    assert run.reader().read().totals["max_logprob_difference"] == 3e-6
+
+
+def test_the_metrics_of_an_iteration_are_those_of_its_stages_and_its_rates():
+    outputs = {
+        Stage.ROLLOUT: {"tokens": 50, "seconds": 2.0, "truncated_ratio": 0.25},
+        Stage.REWARD: {"scored": 3},
+        Stage.ADVANTAGE: {
+            "metrics": {"rollout/raw_reward": 0.5, "rollout/logprob_abs_diff/max": 2e-6}
+        },
+        Stage.TRAIN: {"tokens": 80, "seconds": 0.5, "metrics": {"train/loss": 0.1}},
+        Stage.SYNC: {"metrics": {"sync/logprob_difference_max": 1e-6}},
+    }
+    assert iteration_metrics(outputs) == {
+        "rollout/raw_reward": 0.5,
+        "rollout/logprob_abs_diff/max": 2e-6,
+        "rollout/truncated_ratio": 0.25,
+        "train/loss": 0.1,
+        "sync/logprob_difference_max": 1e-6,
+        "perf/rollout_tokens": 50.0,
+        "perf/rollout_tokens_per_s": 25.0,
+        "perf/train_tokens": 80.0,
+        "perf/train_tokens_per_s": 160.0,
+        "max_logprob_difference": 2e-6,
+    }
+
+
+def test_what_a_supervised_iteration_does_not_measure_it_does_not_say():
+    outputs = {
+        Stage.ROLLOUT: {"tokens": 0, "seconds": 1.0, "truncated_ratio": 0.0},
+        Stage.TRAIN: {"metrics": {"train/loss": 1.0}},
+    }
+    assert iteration_metrics(outputs) == {"train/loss": 1.0, "rollout/truncated_ratio": 0.0}
+
+
+def test_turns_on_shared_gpus_are_metrics_of_their_iteration():
+    def switch(seconds: float, peak: float, used: float) -> dict[str, float]:
+        return {"seconds": seconds, "trainer_peak_bytes": peak, "used_bytes": used}
+
+    outputs = {
+        Stage.ADVANTAGE: {"switches": [switch(0.5, 1.0, 9.0)]},
+        Stage.SYNC: {"switches": [switch(0.25, 7.0, 8.0)]},
+    }
+    expected = {
+        "perf/switch_time": 0.75,
+        "perf/trainer_peak_bytes": 7.0,
+        "perf/gpu_used_bytes": 9.0,
+    }
+    assert iteration_metrics(outputs) == expected

@@ -1,0 +1,130 @@
+"""What agents and functions send to the gateway: answered, or refused with what is wrong; nothing
+ends the server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from tests.rollout.agent.test_openai_stream import HELLO, Engine, opened
+
+DEEP = "[" * 100_000
+CHATS: list[Any] = [
+    [],
+    None,
+    "x",
+    {},
+    {"messages": "hi"},
+    {"messages": []},
+    {"messages": ["hi"]},
+    {"messages": [{"role": 1, "content": "x"}]},
+    {"messages": [{"role": "user", "content": {"a": 1}}]},
+    {"messages": [{"role": "user", "content": [1]}]},
+    {"messages": [{"role": "user", "content": [{"text": 1}]}]},
+    {"messages": [{"role": "user", "content": "\ud800"}]},
+    {"messages": [{"role": "assistant", "tool_calls": [1]}]},
+    {
+        "messages": [
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+        ]
+    },
+    {
+        "messages": [
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]}
+        ]
+    },
+    *(
+        {"messages": HELLO, **more}
+        for more in (
+            {"max_tokens": 0},
+            {"max_tokens": "5"},
+            {"max_completion_tokens": 1e400},
+            {"n": 2},
+            {"n": "1"},
+            {"stop": 5},
+            {"stop": [5]},
+            {"tools": "x"},
+            {"tools": [1]},
+            {"stream": "yes"},
+            {"stream_options": 5},
+            {"temperature": "hot"},
+            {"temperature": float("nan")},
+            {"top_k": 0.5},
+            {"logprobs": 3},
+            {"model": 5},
+        )
+    ),
+]
+GENERATES: list[Any] = [
+    [],
+    {"input_ids": 5},
+    {"input_ids": ["a"]},
+    {"input_ids": [1.5]},
+    {"text": 5},
+    {"input_ids": [1], "sampling_params": 5},
+    {"input_ids": [1], "sampling_params": {"n": 10**9}},
+    {"input_ids": [1], "sampling_params": {"max_new_tokens": "9"}},
+    {"input_ids": [1], "sampling_params": {"max_new_tokens": -1}},
+    {"input_ids": [1], "sampling_params": {"temperature": float("inf")}},
+    {"input_ids": [1], "routed_experts_start_len": -1},
+]
+
+
+@asynccontextmanager
+async def _gateway() -> AsyncIterator[
+    Callable[[str, str | bytes], Awaitable[tuple[int, dict[str, Any]]]]
+]:
+    async with opened(Engine("yes", 1)) as (client, _, url):
+
+        async def post(path: str, content: str | bytes) -> tuple[int, dict[str, Any]]:
+            answer = await client._client.post(f"{url}{path}", content=content)
+            return answer.status_code, answer.json()
+
+        yield post
+
+
+def _refused(answer: tuple[int, dict[str, Any]], asked: Any, where: str = "") -> None:
+    status, said = answer
+    assert (status, said.get("error", said).get("type")) == (400, "DataError"), (
+        f"{asked!r:.80} was answered by {said}"
+    )
+    assert where in said["error"]["message"]
+
+
+async def test_chats_of_other_types_are_refused_by_name_and_the_session_goes_on():
+    async with _gateway() as ask:
+        for body in CHATS:
+            _refused(await ask("/sessions/s/v1/chat/completions", json.dumps(body)), body)
+        status, said = await ask("/sessions/s/v1/chat/completions", json.dumps({"messages": HELLO}))
+    assert status == 200 and said["choices"][0]["message"]["content"] == "yes"
+
+
+async def test_requests_to_generate_of_other_types_are_refused_by_name():
+    async with _gateway() as ask:
+        for body in GENERATES:
+            _refused(await ask("/generate", json.dumps(body)), body, "/generate")
+
+
+async def test_bytes_that_are_no_json_are_refused():
+    async with _gateway() as ask:
+        for content in (b"", b"{", b"\xff\xfe", DEEP.encode(), b"9" * 5000):
+            for path in ("/generate", "/v1/chat/completions", "/sessions/s/v1/chat/completions"):
+                _refused(await ask(path, content), content, path)
+
+
+async def test_a_session_that_is_not_there_is_refused():
+    async with _gateway() as ask:
+        _refused(
+            await ask("/sessions/other/v1/chat/completions", json.dumps({"messages": HELLO})),
+            "other",
+            "other",
+        )
+
+
+async def test_what_openai_has_and_we_do_not_read_is_left_aside():
+    more = {"user": 5, "seed": "x", "metadata": [], "max_tokens": None, "stop": None, "store": True}
+    async with _gateway() as ask:
+        status, _ = await ask("/v1/chat/completions", json.dumps({"messages": HELLO, **more}))
+    assert status == 200

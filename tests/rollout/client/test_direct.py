@@ -1,0 +1,77 @@
+"""Which engine is asked past the router."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import httpx
+import pytest
+
+from rlpipe.errors import EngineUnavailable
+from rlpipe.rollout.client.client import GenerateClient
+from rlpipe.rollout.client.direct import Direct
+
+WORKERS = [{"url": f"http://e{number}/", "is_healthy": True} for number in range(4)]
+
+
+def test_the_engine_with_the_fewest_requests_is_next():
+    direct = Direct()
+    with ExitStack() as stack:
+        first = [stack.enter_context(direct.engine(WORKERS, None, ())) for _ in range(8)]
+    assert sorted(first) == sorted([f"http://e{number}" for number in range(4)] * 2)
+    for _ in range(2):
+        with direct.engine(WORKERS, None, ()) as again:
+            assert again == "http://e0", "what is over does not count"
+
+
+def test_a_key_keeps_to_its_engine_whoever_else_comes_or_goes():
+    direct = Direct()
+    keys = [f"g.{number}" for number in range(64)]
+
+    def homes(workers) -> dict[str, str]:
+        found = {}
+        for key in keys:
+            with direct.engine(workers, key, ()) as found[key]:
+                pass
+        return found
+
+    every = homes(WORKERS)
+    fewer = homes(WORKERS[1:])
+    assert set(every.values()) == {f"http://e{number}" for number in range(4)}
+    assert all(fewer[key] == home for key, home in every.items() if home != "http://e0")
+
+
+def test_what_is_not_healthy_or_was_not_there_is_not_asked():
+    sick = [{**WORKERS[0], "is_healthy": False}, *WORKERS[1:3]]
+    direct = Direct()
+    with direct.engine(sick, None, {"http://e1"}) as url:
+        assert url == "http://e2"
+    with direct.engine(WORKERS[:1], None, {"http://e0"}) as url:
+        assert url == "http://e0", "there is no other"
+    with pytest.raises(EngineUnavailable, match="none healthy"), direct.engine(sick[:1], None, ()):
+        pass
+
+
+async def test_an_engine_that_died_is_left_for_another_one():
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/workers":
+            return httpx.Response(200, json={"workers": WORKERS[:2]})
+        asked.append(request.url.host)
+        if request.url.host == "e0":
+            raise httpx.ConnectError("refused")
+        meta = {
+            "output_token_logprobs": [[-0.5, 7, None]],
+            "finish_reason": {"type": "stop"},
+            "weight_version": "b@1@d",
+        }
+        return httpx.Response(200, json=[{"meta_info": {**meta, "routed_experts": "AQAAAAIAAAA="}}])
+
+    async with GenerateClient(
+        "http://router", vocab_size=9, deadline_s=10.0, routed_width=2
+    ) as client:
+        client._http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+        (generation,) = await client.generate([5], {"max_new_tokens": 1}, routed_from=0)
+    assert asked == ["e0", "e1"] and generation.routed_experts is not None
+    assert generation.routed_experts.tolist() == [[1, 2]]

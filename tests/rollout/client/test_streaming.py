@@ -1,0 +1,245 @@
+"""Responses that come as they are sampled: the same tokens as whole answers, whatever happens on
+the way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlpipe.engines.sglang.admin import Engine
+from rlpipe.errors import EngineRejected, EngineUnavailable
+from rlpipe.rollout.agent.openai_stream import TOOL_CALL, GrowingText, begun_with, certain
+from rlpipe.rollout.client.client import GenerateClient
+from rlpipe.rollout.generation import Generation
+from tests.live_engine import VOCAB_SIZE, log_probs
+
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 40, "ignore_eos": True}
+
+
+class _Told(list[Generation]):
+    """What a watcher was told, in order."""
+
+    def check(self, whole: Generation) -> None:
+        held: list[int] = []
+        for part in self:
+            assert part.response_ids[: len(held)] == held and len(part.log_probs) == len(
+                part.response_ids
+            )
+            held = part.response_ids
+        assert whole.response_ids[: len(held)] == held
+
+
+@pytest.mark.integration
+async def test_a_real_engine_streams_through_the_router_and_goes_on_after_an_abort(live):
+    told = _Told()
+    async with (
+        GenerateClient(live.router.url, vocab_size=VOCAB_SIZE, deadline_s=60) as client,
+        Engine(live.server.url) as engine,
+    ):
+
+        def watch(part: Generation) -> None:
+            told.append(part)
+            if len(told) == 5:
+                aborts.append(asyncio.ensure_future(engine.abort_all()))
+
+        aborts: list[asyncio.Future[None]] = []
+        sampling = {**SAMPLING, "max_new_tokens": 200}
+        (whole,) = await client.generate([5, 6, 7], sampling, watch=watch)
+        await asyncio.gather(*aborts)
+        streamed = await asyncio.gather(
+            *(client.generate([5, 6, 7], SAMPLING, watch=told_of.append) for told_of in ([], []))
+        )
+    told.check(whole)
+    assert len(told) > 20 and len(whole.response_ids) == 200 and whole.finish_reason == "length"
+    np.testing.assert_allclose(
+        whole.log_probs, log_probs(live.model, [5, 6, 7], whole.response_ids), atol=1e-4
+    )
+    assert sum(tokens for tokens, _ in whole.weight_versions) == 200
+    assert [len(one.response_ids) for (one,) in streamed] == [40, 40]
+
+
+def _event(
+    ids: Sequence[int], reason: str | None = None, others: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    pairs = [[-float(token), token, None] for token in ids]
+    finish = {"type": reason} if reason else None
+    return {
+        "meta_info": {
+            "output_token_logprobs": pairs,
+            "finish_reason": finish,
+            "weight_version": "b@1@d",
+            **(others or {}),
+        }
+    }
+
+
+class _Scripted:
+    """Answers each request with its events in order; an exception among them breaks the
+    connection."""
+
+    def __init__(self, *answers: list[Any]) -> None:
+        self.answers = list(answers)
+        self.asked = []
+
+    def client(self) -> GenerateClient:
+        client = GenerateClient("http://router", vocab_size=VOCAB_SIZE, deadline_s=5.0)
+        client._http = httpx.AsyncClient(transport=httpx.MockTransport(self._answer))
+        return client
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append(json.loads(request.content))
+        return httpx.Response(200, content=self._body(self.answers.pop(0)))
+
+    async def _body(self, events: list[Any]) -> AsyncIterator[bytes]:
+        for event in events:
+            if isinstance(event, Exception):
+                raise event
+            text = f"data: {json.dumps(event)}\n\n".encode()
+            yield text[:9]
+            yield text[9:]
+        yield b"data: [DONE]\n\n"
+
+
+async def _streamed(*answers: list[Any]) -> tuple[Generation, _Told, list[dict[str, Any]]]:
+    script = _Scripted(*answers)
+    told = _Told()
+    async with script.client() as client:
+        (whole,) = await client.generate([9], {"max_new_tokens": 4}, watch=told.append)
+    told.check(whole)
+    return whole, told, script.asked
+
+
+async def test_events_with_all_tokens_and_with_new_ones_are_the_same_response():
+    every, _, (asked,) = await _streamed([_event([1]), _event([1, 2]), _event([1, 2, 3], "stop")])
+    length = "output_token_logprobs_length"
+    new, told, _ = await _streamed(
+        [
+            _event([1], None, {length: 1}),
+            _event([2], None, {length: 2}),
+            _event([3], "stop", {length: 3}),
+        ]
+    )
+    for found in (every, new):
+        assert (found.response_ids, found.log_probs, found.finish_reason) == (
+            [1, 2, 3],
+            [-1.0, -2.0, -3.0],
+            "stop",
+        )
+        assert found.weight_versions == [(3, "b@1@d")]
+    assert [(part.response_ids, part.finish_reason) for part in told] == [
+        ([1], "abort"),
+        ([1, 2], "abort"),
+    ]
+    assert (asked["stream"], asked["input_ids"]) == (True, [9])
+
+
+async def test_tokens_that_come_twice_in_one_event_are_taken_once():
+    length = "output_token_logprobs_length"
+    whole, _, _ = await _streamed(
+        [_event([1], None, {length: 1}), _event([2, 1, 2], "stop", {length: 2})]
+    )
+    assert (whole.response_ids, whole.log_probs) == ([1, 2], [-1.0, -2.0])
+
+
+@pytest.mark.parametrize("length", [5, -1, "2"])
+async def test_tokens_that_do_not_fit_those_before_are_refused(length: Any):
+    with pytest.raises(EngineRejected, match="cannot be read"):
+        await _streamed(
+            [_event([1]), _event([2], "stop", {"output_token_logprobs_length": length})]
+        )
+
+
+async def test_a_connection_that_breaks_in_the_middle_is_gone_on_from():
+    spans = {"weight_versions": [{"version": "b@1@d", "start": 0, "end": 9}]}
+    broken = [_event([1]), _event([1, 2], None, spans), httpx.ReadError("gone")]
+    whole, told, asked = await _streamed(
+        broken, [_event([3]), _event([3, 4], "length", {"weight_version": "b@2@e"})]
+    )
+    assert (whole.response_ids, whole.log_probs) == ([1, 2, 3, 4], [-1.0, -2.0, -3.0, -4.0])
+    assert whole.weight_versions == [(2, "b@1@d"), (2, "b@2@e")]
+    assert [part.response_ids for part in told] == [[1], [1, 2], [1, 2, 3]]
+    assert (asked[1]["input_ids"], asked[1]["sampling_params"]["max_new_tokens"]) == ([9, 1, 2], 2)
+
+
+async def test_one_that_breaks_before_the_first_token_is_asked_again():
+    whole, _, asked = await _streamed([httpx.ReadError("gone")], [_event([7], "stop")])
+    assert whole.response_ids == [7] and asked[0] == asked[1]
+
+
+async def test_an_error_in_the_stream_is_an_error():
+    with pytest.raises(EngineRejected, match=r"HTTP 400.*too long"):
+        await _streamed([{"error": {"message": "too long", "code": 400}}])
+    abort = _event([], "abort")
+    abort["meta_info"]["finish_reason"] |= {"status_code": 400, "message": "bad parameter"}
+    with pytest.raises(EngineRejected, match="bad parameter"):
+        await _streamed([abort])
+    with pytest.raises(EngineRejected, match=r"HTTP 500.*no memory"):
+        await _streamed([{"error": "no memory"}])
+    for event in (
+        {"meta_info": {"output_token_logprobs": [[float("nan"), 1, None]]}},
+        {"meta_info": "none"},
+        {"error": [1]},
+        [1],
+    ):
+        with pytest.raises(EngineRejected, match="cannot be read"):
+            await _streamed([event])
+
+
+async def test_a_stream_without_an_end_is_no_answer():
+    script = _Scripted(*([[]] * 50))
+    async with script.client() as client:
+        client.deadline_s = 0.3
+        with pytest.raises(EngineUnavailable, match="without an end"):
+            await client.generate([9], {"max_new_tokens": 4}, watch=lambda part: None)
+
+
+@given(st.text(alphabet="ab é€😀\n<tol_c>", max_size=30), st.data())
+def test_what_goes_out_of_a_growing_text_is_never_taken_back(text: str, data):
+    """A token is a byte here, so that characters come in halves."""
+    ids = list(text.encode())
+    with_tools = data.draw(st.booleans())
+    growing = GrowingText(lambda some: bytes(some).decode(errors="replace"))
+    sent = ""
+    place = 0
+    whole = text.partition("a<")[0]
+    while place < len(ids):
+        place += data.draw(st.integers(1, 4))
+        now = certain(growing.of(ids[:place]), ["a<"], with_tools=with_tools)
+        assert now.startswith(sent) and whole.startswith(now)
+        assert not with_tools or TOOL_CALL not in now
+        sent = now
+    assert begun_with({"role": "assistant", "content": whole}, sent)["content"] == whole
+
+
+@pytest.mark.parametrize(
+    ("text", "sent"),
+    [
+        ("yes", "yes"),
+        ("yes ST", "yes "),
+        ("yes STOP no", "yes "),
+        ("yes SSTOP", "yes S"),
+        ("a <tool", "a"),
+        ("a <tool_call>{", "a"),
+        ("a <b", "a <b"),
+        ("a ", "a"),
+    ],
+)
+def test_what_may_become_a_stop_text_or_a_call_waits(text, sent):
+    assert certain(text, ["STOP"], with_tools="ST" not in text) == sent
+
+
+def test_a_message_begins_with_what_was_sent_of_it():
+    said = {"role": "assistant", "content": "find it", "tool_calls": [{}]}
+    assert begun_with(said, "\n\nfind")["content"] == "\n\nfind it"
+    assert begun_with(said, "fund")["content"] == "fund it", (
+        "the tokenizer wrote its beginning anew"
+    )
+    assert begun_with({**said, "content": None}, "")["content"] is None

@@ -1,0 +1,91 @@
+"""What the user's functions say of a rollout that is over, and filters in slime's form."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.data.custom import CustomSource
+from rlpipe.errors import ConfigError, HookError
+from rlpipe.rollout.filters import Rejection, load_filter
+from rlpipe.rollout.hooks.afterwards import Afterwards
+from rlpipe.types import Sample
+
+SCORED = {
+    key: [Sample(group_id=key, index=n, reward=float(n)) for n in range(2)]
+    for key in ("b:1", "b:2", "b:3")
+}
+
+
+def choose(args, groups):
+    assert args.answer == 42
+    for group in groups:
+        group[0].remove_sample = group[0].group_id == "b:2"
+
+
+class Source:
+    def __init__(self, args):
+        self.learned = []
+
+    def get_samples(self, num_samples):
+        return [[Sample(prompt="1", label="2")] for _ in range(num_samples)]
+
+
+def learn(args, all_groups, data_source):
+    data_source.learned.append(len(all_groups))
+
+
+def look(args, all_groups, data_source):
+    assert data_source is None
+    args.seen.append([group[0].group_id for group in all_groups])
+
+
+def fails(args, groups):
+    raise RuntimeError("no")
+
+
+def keep(args, samples):
+    return SimpleNamespace(keep=samples[0].group_id == "b:1", reason=f"not_{args.answer}")
+
+
+def _afterwards(seen: list[list[str]] | None = None, **paths: str) -> Afterwards:
+    given = {name: f"{__file__}:{function}" for name, function in paths.items()}
+    return Afterwards(RolloutConfig(rollout_batch_size=2, **given), Namespace(answer=42, seen=seen))  # pyright: ignore[reportArgumentType]
+
+
+def test_the_sample_filter_sees_the_batch_and_the_processing_everything():
+    seen: list[list[str]] = []
+    both = _afterwards(
+        seen, rollout_sample_filter_path="choose", rollout_all_samples_process_path="look"
+    )
+    assert both.removed(SCORED, ("b:2", "b:3")) == [("b:2", 0)]
+    assert seen == [["b:1", "b:2", "b:3"]]
+    assert _afterwards().removed(SCORED, ("b:2",)) == []
+
+
+def test_the_processing_gets_the_source_of_the_user():
+    args = Namespace()
+    source = CustomSource(f"{__file__}:Source", args)
+    config = RolloutConfig(
+        rollout_batch_size=2, rollout_all_samples_process_path=f"{__file__}:learn"
+    )
+    Afterwards(config, args, source).removed(SCORED, ("b:1",))
+    assert source.user.learned == [3]
+
+
+def test_what_they_raise_and_what_cannot_be_called_is_named():
+    with pytest.raises(HookError, match=r"(?s)fails: the sample filter failed.*RuntimeError: no"):
+        _afterwards(rollout_sample_filter_path="fails").removed(SCORED, ("b:1",))
+    with pytest.raises(
+        ConfigError,
+        match=r"(?s)rollout_sample_filter_path.*look\(args, all_groups, data_source\).*filter\(args, groups\)",
+    ):
+        _afterwards(rollout_sample_filter_path="look")
+
+
+def test_a_filter_in_slime_s_form_gets_args_and_answers_an_object():
+    judge = load_filter(f"{__file__}:keep", Namespace(answer=42))
+    assert judge(SCORED["b:1"]) is None and judge(SCORED["b:2"]) == Rejection("not_42")

@@ -1,0 +1,180 @@
+"""The text of a response and the room for it are as the run's settings say, in every way to sample
+(rlpipe.rollout.generators)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.recipes.agents import CHATML
+from deployments.recipes.tiny_models import character_tokenizer
+from rlpipe.config.data import EvalDataset, FilePrompts
+from rlpipe.config.load import validate
+from rlpipe.config.run import RunConfig
+from rlpipe.rollout.generation import Generation
+from rlpipe.rollout.generators import Ground, Occasion, sampling
+from rlpipe.slime.args import slime_args
+from rlpipe.store.parquet.rows import samples_to_table, table_to_samples
+from rlpipe.store.parquet.shards import decode, encode
+from rlpipe.types import PlannedGroup, Sample
+
+TOKENIZER = character_tokenizer("Spell: ")
+TOKENIZER.chat_template = CHATML
+END = 1
+END_TEXT = TOKENIZER.decode([END])
+PROMPT = tuple(TOKENIZER.encode("ab"))
+SAID = (*TOKENIZER.encode("yes"), END)
+GROUP = PlannedGroup(group_id="b:00000007", prompt="ab", prompt_ids=PROMPT, label="l", seeds=(10,))
+SUPERVISED = GROUP.model_copy(update={"response_ids": SAID, "loss_mask": (1,) * len(SAID)})
+ASKS_THE_ENGINE = """
+import httpx
+async def generate(args, sample, sampling_params):
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    async with httpx.AsyncClient() as client:
+        output = (await client.post(url, json={"input_ids": sample.tokens, "sampling_params": sampling_params})).json()
+    sample.tokens = sample.tokens + output["output_ids"]
+    sample.response_length, sample.response = len(output["output_ids"]), output["text"]
+    sample.metadata["args"] = args.rollout_skip_special_tokens
+    return sample
+"""
+AGENT = """
+import httpx
+async def generate(args, sample, sampling_params):
+    url = f"{args.session_url}/{sample.session_id}/v1/chat/completions"
+    async with httpx.AsyncClient() as client:
+        answer = await client.post(url, json={"messages": [{"role": "user", "content": "hi"}]})
+    sample.metadata["told"] = answer.json()["choices"][0]["message"]["content"]
+    return sample
+"""
+SLIMES_STATE = """
+from slime.rollout.sglang_rollout import GenerateState
+""" + ASKS_THE_ENGINE.replace("sampling_params})", "GenerateState(args).sampling_params})")
+
+
+class _Engine:
+    """Answers `yes` and the end-of-sequence token."""
+
+    end_ids = frozenset({END})
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+
+    async def generate(self, ids: Any, sampling: dict[str, Any], **_: Any) -> list[Generation]:
+        self.asked.append(sampling)
+        return [
+            Generation(
+                list(SAID), [-0.5] * len(SAID), "stop", [(len(SAID), "b@1@d")], "e", 0, 1.0, 2.0
+            )
+        ]
+
+
+def _config(tmp_path: Path, rollout: dict[str, Any], **sections: Any) -> RunConfig:
+    return validate(
+        {
+            "run": "run",
+            "num_rollout": 1,
+            "model": {"source": {"type": "huggingface", "hf_checkpoint": str(tmp_path)}},
+            "data": {"prompts": {"type": "file", "paths": ["a.jsonl"]}},
+            "reward": {"function": {"type": "math"}},
+            "rollout": {
+                "rollout_batch_size": 1,
+                "n_samples_per_prompt": 2,
+                "rollout_max_response_len": 90,
+                **rollout,
+            },
+            **sections,
+        }
+    )
+
+
+async def _row(
+    config: RunConfig, engine: _Engine, group: PlannedGroup = GROUP, **changes: Any
+) -> Sample:
+    ground = Ground.of(
+        config, TOKENIZER, {"vocab_size": len(TOKENIZER), "max_position_embeddings": 200}, "/m"
+    )
+    rollout = config.rollout.model_copy(update=changes)
+    async with sampling(ground, Occasion(rollout), engine) as generate:  # pyright: ignore[reportArgumentType]
+        (row,) = await generate(group)
+    return row
+
+
+def _given(value: bool | None) -> dict[str, Any]:
+    return {} if value is None else {"rollout_skip_special_tokens": value}
+
+
+TEXT_OF_ROWS = {None: "yes", True: "yes", False: f"yes{END_TEXT}"}
+TEXT_OF_FUNCTIONS = {None: f"yes{END_TEXT}", True: "yes", False: f"yes{END_TEXT}"}
+"""A function of the user that says nothing else is given text that it can tokenize again."""
+
+
+@pytest.mark.parametrize("skip", [None, True, False])
+async def test_special_tokens_are_in_the_text_of_a_response_as_the_setting_says(
+    tmp_path: Path, skip: bool | None
+):
+    tool = {"tools": [{"path": "rlpipe.rollout.tools.calculator"}]}
+    for more in ({}, tool):
+        row = await _row(_config(tmp_path, {**_given(skip), **more}), _Engine())
+        assert (row.response, row.response_ids) == (TEXT_OF_ROWS[skip], list(SAID))
+        (stored,) = table_to_samples(decode(encode(samples_to_table([row], 0)), "test"))
+        assert stored.response == row.response, "rewards that are computed again read the same text"
+    given = await _row(_config(tmp_path, _given(skip)), _Engine(), SUPERVISED, type="dataset")
+    assert (given.response, given.response_ids) == (TEXT_OF_ROWS[skip], list(SAID))
+
+
+@pytest.mark.parametrize("source", [ASKS_THE_ENGINE, SLIMES_STATE])
+@pytest.mark.parametrize("skip", [None, True, False])
+async def test_a_function_that_samples_is_told_of_special_tokens_as_the_setting_says(
+    tmp_path: Path, skip: bool | None, source: str
+):
+    (tmp_path / "mine.py").write_text(source)
+    hook = {"custom_generate_function_path": str(tmp_path / "mine.py")}
+    row = await _row(_config(tmp_path, {**_given(skip), **hook}), _Engine())
+    assert (row.response, row.response_ids) == (TEXT_OF_FUNCTIONS[skip], list(SAID))
+    assert row.metadata["args"] is (skip is True)
+
+
+@pytest.mark.parametrize("skip", [None, True, False])
+async def test_the_text_of_an_agents_session_has_special_tokens_as_the_setting_says_and_its_replies_never(
+    tmp_path: Path, skip: bool | None
+):
+    (tmp_path / "mine.py").write_text(AGENT)
+    hook = {"custom_generate_function_path": str(tmp_path / "mine.py")}
+    row = await _row(_config(tmp_path, {**_given(skip), **hook}), _Engine())
+    assert (row.response, row.metadata["told"]) == (TEXT_OF_ROWS[skip], "yes")
+
+
+async def test_a_held_out_set_may_keep_special_tokens_alone(tmp_path: Path):
+    held_out = EvalDataset(
+        name="a", prompts=FilePrompts(type="file", paths=("a.jsonl",)), skip_special_tokens=False
+    )
+    config = _config(tmp_path, {"rollout_skip_special_tokens": True})
+    changes = {**held_out.sampling(), "n_samples_per_prompt": 1}
+    assert (await _row(config, _Engine(), **changes)).response == f"yes{END_TEXT}"
+    assert (await _row(config, _Engine())).response == "yes"
+
+
+def test_the_settings_are_no_part_of_what_a_run_without_them_is_known_by(tmp_path: Path):
+    config = _config(tmp_path, {})
+    assert "rollout_skip_special_tokens" not in config.rollout.identity()
+    assert "overlong_prompts" not in config.data.identity()
+    held_out = EvalDataset(name="a", prompts=FilePrompts(type="file", paths=("a.jsonl",)))
+    assert "skip_special_tokens" not in held_out.identity()
+    assert (
+        _config(tmp_path, _given(False)).rollout.identity()["rollout_skip_special_tokens"] is False
+    )
+    assert slime_args(config).rollout_skip_special_tokens is False
+
+
+@pytest.mark.parametrize(
+    ("context_length", "room"), [(None, 90), (50, 48), ("0.05k", 48), (200, 90)]
+)
+async def test_a_response_is_given_no_more_room_than_the_engines_have(
+    tmp_path: Path, context_length: Any, room: int
+):
+    sglang = {} if context_length is None else {"context_length": context_length}
+    engine = _Engine()
+    await _row(_config(tmp_path, {}, engine={"sglang": sglang}), engine)
+    assert engine.asked[0]["max_new_tokens"] == room

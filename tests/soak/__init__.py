@@ -1,0 +1,1 @@
+"""Long runs of the real stack: kills (chaos) and flatness."""

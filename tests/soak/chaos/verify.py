@@ -1,0 +1,134 @@
+"""The proof at the end: the audit is clean, nothing that was finished is lost, nothing was trained
+twice, a replay is equal.
+
+Not here: what it cost (`measure`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from rlpipe.errors import RlpipeError
+from rlpipe.store.audit.check import check_branch
+from rlpipe.store.branches import Branches
+from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
+from rlpipe.store.parquet.schema import decode
+from rlpipe.store.parquet.shards import read_rows
+from rlpipe.store.plans import Plans
+from rlpipe.types import Commit, Stage
+
+
+@dataclass
+class Replay:
+    """Training all batches again from v = 0 in a fresh trainer."""
+
+    versions: int
+    equal: bool
+    first_difference: str | None = None
+
+
+Replayer = Callable[[Files, str], Replay]
+"""Of a store and a branch."""
+
+
+@dataclass
+class Proof:
+    """What is wrong with a run; nothing, if all is well."""
+
+    iterations: int = 0
+    findings: list[str] = field(default_factory=list)
+    """Of the audit."""
+    lost: list[str] = field(default_factory=list)
+    """Shards that are gone, and finished groups that are in no rollout."""
+    twice: list[str] = field(default_factory=list)
+    """Groups that were trained more than once."""
+    shards_seen: int = 0
+    groups_seen: int = 0
+    replay: Replay | None = None
+    error: str | None = None
+    """What kept it from being found out."""
+
+    @property
+    def clean(self) -> bool:
+        """Nothing wrong, and everything looked at."""
+        return (
+            not (self.findings or self.lost or self.twice or self.error)
+            and self.replay is not None
+            and self.replay.equal
+        )
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Ledger:
+    """Every shard of finished groups that was ever seen in the store."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self.seen: set[str] = set()
+
+    def look(self) -> None:
+        """Note what is there now; a store that is down is asked the next time."""
+        try:
+            names = self._files.list("plans")
+        except RlpipeError:
+            return
+        self.seen |= {name for name in names if PurePosixPath(name).suffix == ".parquet"}
+
+
+def prove(files: Files, branch: str, ledger: Ledger, replay: Replayer) -> Proof:
+    """Look at everything that a branch has in the store. Raises nothing that the store does: it is
+    in `error`."""
+    proof = Proof(shards_seen=len(ledger.seen))
+    try:
+        commits = list(Branches(files).walk(branch))
+        proof.iterations = len(commits)
+        proof.findings = [" | ".join(finding) for finding in check_branch(files, branch)]
+        trained = Counter(group for commit in commits for group in commit.trained)
+        proof.twice = sorted(group for group, count in trained.items() if count > 1)
+        proof.lost, proof.groups_seen = lost(files, commits, ledger.seen)
+        proof.replay = replay(files, branch)
+    except (RlpipeError, RuntimeError) as error:
+        proof.error = f"{type(error).__name__}: {error}"
+    return proof
+
+
+def lost(files: Files, commits: list[Commit], seen: set[str]) -> tuple[list[str], int]:
+    """Of the shards that were seen: those that are gone, and groups in them that the committed
+    rollout of their iteration has not; and how many groups were looked at. Iterations that are not
+    committed are only checked for missing shards."""
+    by_iteration = {commit.iteration: commit for commit in commits}
+    there = set(files.list("plans"))
+    found = []
+    groups_seen = 0
+    found += [f"{name} is gone" for name in sorted(seen - there)]
+    for digest, shards in sorted(_by_plan(seen & there).items()):
+        plan = Plans(files).read(digest)
+        commit = by_iteration.get(plan.iteration)
+        if (
+            commit is None or commit.branch != plan.branch
+        ):  # not committed yet, or the soak before this one
+            continue
+        node = Nodes(files).get(Stage.ROLLOUT, commit.nodes[Stage.ROLLOUT])
+        recorded = set(read_rows(files, list(node.files), ["group_id"])["group_id"].to_pylist())
+        for shard in shards:
+            groups = set(decode(files.read(shard), shard, ["group_id"])["group_id"].to_pylist())
+            groups_seen += len(groups)
+            found += [
+                f"{group} of {shard} is not in the rollout of iteration {commit.iteration}"
+                for group in groups - recorded
+            ]
+    return found, groups_seen
+
+
+def _by_plan(shards: set[str]) -> dict[str, list[str]]:
+    plans: dict[str, list[str]] = {}
+    for shard in sorted(shards):
+        plans.setdefault(PurePosixPath(shard).parts[1], []).append(shard)
+    return plans

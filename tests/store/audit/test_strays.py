@@ -1,0 +1,192 @@
+"""What no writer put into a run's folders is named; what a killed or replaced attempt left is not
+(rlpipe.store.audit.strays)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import PurePosixPath
+
+import pytest
+
+from rlpipe.store.audit.check import Finding, check_branch
+from rlpipe.store.branches import Branches
+from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
+from rlpipe.store.parquet.rows import rewards_to_table
+from rlpipe.store.parquet.shards import ShardWriter, adopt, write_table
+from rlpipe.store.plans import Plans
+from rlpipe.types import Node, Plan, Sample, Stage
+from tests.store.lineage import Reward, Run, group, make_node
+
+ATTEMPT = "0123456789ab"
+
+
+def timed(group_id: str) -> list[Sample]:
+    """A group as it was sampled: it carries its time."""
+    return [replace(sample, t_end_s=time.time()) for sample in group(group_id)]
+
+
+class TimedRun(Run):
+    """Finished groups of an iteration lie there before the rest is, with their time."""
+
+    def plan(self, *arguments) -> Plan:
+        plan = super().plan(*arguments)
+        waited = {waiting.group_id: waiting.rows for waiting in plan.before.buffer}
+        groups = tuple(
+            one.model_copy(update={"earlier": waited.get(one.group_id)}) for one in plan.groups
+        )
+        return plan.model_copy(update={"groups": groups})
+
+
+@pytest.fixture
+def commits(local_files: Files) -> list[Node]:
+    """The rollouts of a run of three iterations."""
+    run = TimedRun(local_files).start()
+    made = [run.iterate() for _ in range(3)]
+    return [
+        Nodes(local_files).get(Stage.ROLLOUT, commit.nodes[Stage.ROLLOUT])
+        for commit in made
+        if commit is not None
+    ]
+
+
+def copy(files: Files, path: str, to: str) -> str:
+    files.create(to, files.read(path))
+    return files.url(to)
+
+
+def found(files: Files) -> list[Finding]:
+    return check_branch(files, "run")
+
+
+def shard_of(files: Files, plan: str, groups: list[list[Sample]], attempt: str = ATTEMPT) -> str:
+    return ShardWriter(files, Plans.groups_prefix(plan), 1, attempt).write(groups).path
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "copy.parquet",
+        "../copy.parquet",
+        "../groups-old/x.parquet",
+        "{name} (1).parquet",
+        "old/{name}",
+    ],
+)
+def test_a_shard_under_a_name_that_no_writer_gives_is_named(
+    local_files: Files, commits: list[Node], name: str
+):
+    path = PurePosixPath(commits[1].files[-1].path)
+    folder = path.parent.parent if name.startswith("../") else path.parent
+    url = copy(
+        local_files, str(path), f"{folder}/{name.removeprefix('../').format(name=path.name)}"
+    )
+    [(rule, where, problem)] = found(local_files)
+    assert (rule, where) == ("files", url) and "no writer gives a file such a name" in problem
+
+
+def test_a_shard_twice_under_names_that_could_be_two_attempts_is_named(
+    local_files: Files, commits: list[Node]
+):
+    plan = commits[1].parents["plan"]
+    drawn = Plans(local_files).read(plan).groups[-1].group_id
+    path = PurePosixPath(shard_of(local_files, plan, [timed(drawn)]))
+    assert found(local_files) == [], "another attempt, which had taken no notice of the first"
+    url = copy(local_files, str(path), f"{path.parent}/{path.name.replace(ATTEMPT, 'f' * 12)}")
+    first, second = found(local_files)
+    assert {first.where, second.where} == {url, local_files.url(str(path))}
+    assert "the same samples lie there twice" in first.problem
+
+
+def test_what_came_from_the_buffer_or_failed_may_lie_there_twice(
+    local_files: Files, commits: list[Node]
+):
+    plan = Plans(local_files).read(commits[1].parents["plan"])
+    waited = next(one.group_id for one in plan.groups if one.earlier)
+    for groups in ([timed(waited)], [group(plan.groups[-1].group_id)]):  # a failed one has no time
+        for attempt in (ATTEMPT, "f" * 12):
+            shard_of(local_files, commits[1].parents["plan"], groups, attempt)
+    assert found(local_files) == []
+
+
+def test_a_shard_of_another_plan_is_named(local_files: Files, commits: list[Node]):
+    path = PurePosixPath(commits[1].files[-1].path)
+    folder = Plans.groups_prefix(commits[0].parents["plan"])
+    url = copy(local_files, str(path), f"{folder}/{path.name}")
+    [(rule, where, problem)] = found(local_files)
+    assert (rule, where) == ("files", url) and "which its plan does not draw" in problem
+
+
+def test_bytes_that_are_not_those_of_their_name_are_named(local_files: Files, commits: list[Node]):
+    path = PurePosixPath(commits[1].files[-1].path)
+    local_files.create(
+        f"{path.parent}/{ATTEMPT}-00000-{'0' * 16}.parquet", local_files.read(str(path))
+    )
+    assert [problem.split(":")[0] for _, _, problem in found(local_files)] == [
+        "its bytes are not those of its name"
+    ]
+
+
+@pytest.mark.parametrize("stage", [Stage.REWARD, Stage.ADVANTAGE, Stage.TRAIN])
+def test_a_copy_beside_a_node_s_files_is_named(
+    local_files: Files, commits: list[Node], stage: Stage
+):
+    commit = Branches(local_files).read("run", 1)
+    path = PurePosixPath(Nodes(local_files).get(stage, commit.nodes[stage]).files[0].path)
+    urls = {
+        copy(local_files, str(path), f"{path.parent}/{name}{path.suffix}")
+        for name in ("copy", f"again-{path.stem[-16:]}")
+    }
+    said = found(local_files)
+    assert {where for _, where, _ in said} == urls and {rule for rule, _, _ in said} == {"files"}
+
+
+def test_what_a_killed_attempt_at_a_stage_left_is_no_finding(
+    local_files: Files, commits: list[Node]
+):
+    commit = Branches(local_files).read("run", 1)
+    folder = f"data/reward/{commit.nodes[Stage.REWARD]}"
+    rows = [Reward(one, index, reward=0.5) for one in commit.trained for index in range(2)]
+    write_table(local_files, folder, "rewards", rewards_to_table(rows))
+    assert found(local_files) == []
+
+
+def test_a_file_beside_a_checkpoint_is_named(local_files: Files, commits: list[Node]):
+    weights = Branches(local_files).read("run", 1).nodes[Stage.TRAIN]
+    prefix = "checkpoints/run/iter_0000002/0123456789ab"
+    records = []
+    for name in (".metadata", "__0_0.distcp", "critic/.metadata"):
+        local_files.create(f"{prefix}/{name}", name.encode())
+        size = local_files.size(f"{prefix}/{name}")
+        sha256 = local_files.sha256(f"{prefix}/{name}")
+        records.append({"path": f"{prefix}/{name}", "size_bytes": size, "sha256": sha256})
+    node = make_node(Stage.CHECKPOINT, {"weights": weights})
+    Nodes(local_files).commit(Node.model_validate({**node.model_dump(), "files": records}))
+    local_files.create(
+        "checkpoints/run/iter_0000002/ba9876543210/__0_0.distcp", b"of an upload that was killed"
+    )
+    assert found(local_files) == []
+    url = copy(local_files, f"{prefix}/__0_0.distcp", f"{prefix}/__0_0.distcp.bak")
+    assert [where for _, where, _ in found(local_files)] == [url]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["branches/run/00000001.json.bak", "branches/run/old/00000001.json", "rollouts/run/1.json"],
+)
+def test_a_file_among_the_records_of_a_run_is_named(
+    local_files: Files, commits: list[Node], name: str
+):
+    url = copy(local_files, "branches/run/00000001.json", name)
+    assert [(rule, where) for rule, where, _ in found(local_files)] == [("records", url)]
+
+
+def test_shards_of_an_iteration_under_way_are_not_looked_at(
+    local_files: Files, commits: list[Node]
+):
+    newest = Branches(local_files).newest("run")
+    assert newest is not None
+    digest = Plans(local_files).write(TimedRun(local_files).plan(3, newest.data))
+    shard_of(local_files, digest, [timed(f"run:{newest.data.draws:08d}")])
+    assert len(adopt(local_files, Plans.groups_prefix(digest))) == 1 and found(local_files) == []

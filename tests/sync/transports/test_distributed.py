@@ -1,0 +1,193 @@
+"""Weights broadcast into real engines over gloo."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from rlpipe.engines.sglang.admin import Engine
+from rlpipe.errors import EngineRejected, EngineUnavailable, SyncError
+from rlpipe.sync.session import Session
+from rlpipe.sync.transports import distributed
+from rlpipe.sync.transports.distributed import DistributedTransport
+from rlpipe.sync.transports.group import NAME, BroadcastGroup, own_address_towards
+from tests.live_engine import log_probs, make_model
+
+CPU = torch.device("cpu")
+TOKENS = [5, 9, 20, 31]
+
+
+@pytest.fixture
+def transport(live) -> Iterator[DistributedTransport]:
+    made = _transport(live.model_dir)
+    yield made
+    made.close()
+
+
+def _transport(model_dir: Path, **keywords) -> DistributedTransport:
+    return DistributedTransport(
+        model_dir, **{"buffer_size_bytes": 40_000, "timeout_s": 60.0, "device": CPU, **keywords}
+    )
+
+
+class Member:
+    """An engine that joins groups."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.stamp = "default"
+        self.joined = 0
+        self.away = False
+
+    async def weight_version(self) -> str:
+        if self.away:
+            raise EngineUnavailable("no answer", where=self.url)
+        return self.stamp
+
+    async def join_group(self, name: str, **_: Any) -> None:
+        self.joined += 1
+
+
+class Group:
+    """One that nobody has to be there for."""
+
+    port = 1
+
+    def __init__(self, engine_ranks: int, **_: Any) -> None:
+        self.world_size = 1 + engine_ranks
+
+    def join(self) -> None: ...
+
+    def drop(self) -> None: ...
+
+
+def _require_equal(url: str, model) -> None:
+    async def score() -> list[float]:
+        async with Engine(url) as engine:
+            return (await engine.score([TOKENS]))[0]
+
+    np.testing.assert_allclose(
+        asyncio.run(score()), log_probs(model, TOKENS[:1], TOKENS[1:]), atol=1e-4
+    )
+
+
+@pytest.mark.integration
+def test_after_a_broadcast_the_engine_is_the_new_model_and_the_group_is_kept(
+    live, transport, tmp_path
+):
+    groups = set()
+    for seed in (21, 22):
+        live.model = make_model(tmp_path / str(seed), seed=seed)
+        report = transport.push(live.model.state_dict().items(), [live.server.url], f"b@{seed}@x")
+        assert report.engines == (live.server.url,) and report.buckets > 1
+        assert report.tensors == len(transport.expected) and ("group" in report.steps) == (
+            not groups
+        )
+        _require_equal(live.server.url, live.model)
+        groups.add(transport._group)
+    assert len(groups) == 1
+
+
+@pytest.mark.integration
+def test_a_broadcast_can_be_checked_against_random_numbers(live, transport, tmp_path):
+    live.model = make_model(tmp_path / "other", seed=23)
+    report = transport.push(
+        live.model.state_dict().items(), [live.server.url], "b@0@checked", check=True
+    )
+    assert report.tensors == 2 * len(transport.expected), "each is sent twice"
+    _require_equal(live.server.url, live.model)
+
+
+@pytest.mark.integration
+def test_a_trainer_that_comes_after_one_that_died_ends_the_group_it_left(live, tmp_path):
+    first = _transport(live.model_dir)
+    second = _transport(live.model_dir)
+    first.push(live.model.state_dict().items(), [live.server.url], "b@0@first")
+    live.model = make_model(tmp_path / "other", seed=24)
+    second.push(live.model.state_dict().items(), [live.server.url], "b@0@second")
+    _require_equal(live.server.url, live.model)
+    first.close()
+    second.close()
+
+
+@pytest.mark.integration
+def test_an_engine_that_refuses_a_bucket_ends_the_push_at_once_and_the_next_one_makes_another_group(
+    live, transport
+):
+    weights = live.model.state_dict()
+    transport.push(weights.items(), [live.server.url], "b@0@first")
+    httpx.post(
+        f"{live.server.url}/destroy_weights_update_group", json={"group_name": NAME}, timeout=30
+    ).raise_for_status()
+    read = []
+    start_s = time.monotonic()
+
+    def tensors():
+        for name, tensor in weights.items():
+            read.append(name)
+            yield name, tensor
+
+    with pytest.raises(SyncError, match="the broadcast broke"):
+        transport.push(tensors(), [live.server.url], "b@0@refused")
+    assert time.monotonic() - start_s < transport.timeout_s / 4, (
+        "nobody waits for the broadcast that hangs"
+    )
+    assert read == list(weights) and transport.members == ()
+    transport.push(weights.items(), [live.server.url], "b@0@again")
+    _require_equal(live.server.url, live.model)
+
+
+async def test_a_server_that_was_started_again_gets_another_group_with_all_others(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(distributed, "BroadcastGroup", Group)
+    make_model(tmp_path, seed=0)
+    transport = _transport(tmp_path)
+    engines = [Member("http://127.0.0.1:1"), Member("http://127.0.0.1:2")]
+    groups = []
+    for number, restarted in enumerate((False, False, True, False)):
+        if restarted:
+            engines[1].stamp = "default"
+        await transport.connect(Session(cast("Any", list(engines)), f"b@{number}@x"))
+        groups.append(transport._group)
+        for engine in engines:
+            engine.stamp = f"b@{number}@x"
+    assert groups[0] is groups[1] and groups[1] is not groups[2] and groups[2] is groups[3]
+    assert [engine.joined for engine in engines] == [2, 2]
+    engines[0].away = True
+    session = Session(cast("Any", list(engines)), "b@4@x")
+    await transport.connect(session)
+    assert transport.members == (engines[1].url,) and list(session.unknown) == [engines[0].url]
+
+
+async def test_what_an_engine_says_of_a_broken_broadcast_goes_before_what_gloo_says(tmp_path):
+    async def closed() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    async def rejected() -> None:
+        await asyncio.sleep(0.01)
+        raise EngineRejected("the request was refused", found="HTTP 400: Group rlpipe not in []")
+
+    make_model(tmp_path, seed=0)
+    with pytest.raises(SyncError, match=r"(?s)the broadcast broke.*Group rlpipe not in"):
+        await _transport(tmp_path)._together([closed(), rejected()], Session([], "b@0@x"))
+
+
+def test_engines_elsewhere_meet_us_at_the_address_of_the_interface_that_leads_to_them():
+    assert own_address_towards("http://127.0.0.1:30000") == "127.0.0.1"
+    assert own_address_towards("http://127.0.0.9:30000").startswith("127.0.0.")
+
+
+def test_a_group_that_nobody_joins_is_given_up():
+    group = BroadcastGroup(1, address="127.0.0.1", backend="gloo", timeout_s=0.5)
+    with pytest.raises(RuntimeError, match=r"(?i)time"):
+        group.join()
+    group.drop()

@@ -1,0 +1,236 @@
+"""Handles to packed memory, read by real engines and across ranks. Without CUDA the memory is
+shared by name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import Qwen3ForCausalLM
+
+from rlpipe.engines.sglang.admin import Engine
+from rlpipe.engines.sglang.handles import flattened_bucket
+from rlpipe.errors import SyncError
+from rlpipe.sync.session import Session
+from rlpipe.sync.tensors import expected_shapes
+from rlpipe.sync.transports.flat import flatten
+from rlpipe.sync.transports.ipc import IpcTransport
+from rlpipe.sync.transports.shared import MEMORY, by_name, shared_block
+from tests.engines.megatron.ranks import Ranks
+from tests.live_engine import log_probs, make_model
+
+CPU = torch.device("cpu")
+TOKENS = [5, 9, 20, 31]
+NOWHERE = "http://127.0.0.1:9"
+
+
+def both_ranks(rank: int, world_size: int, port: int, model_dir: str) -> list:
+    """Rank 0 packs two passes and reads every handle; rank 1 assists, then both give the push up
+    after its first bucket."""
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
+    )
+    transport = _transport(model_dir, rank=rank, world_size=world_size)
+    transport.places = {"a": [0], "b": [1]}
+    model = Qwen3ForCausalLM.from_pretrained(model_dir)
+    tensors = {name: tensor + rank for name, tensor in model.state_dict().items()}
+    if rank:
+        found = [
+            transport.assist(tensors.items(), "b@0@x", check=True),
+            transport.assist(tensors.items(), "b@0@y"),
+        ]
+    else:
+        found = [_read(transport, tensors, 2), _given_up(transport, tensors)]
+    dist.destroy_process_group()
+    return found
+
+
+def _read(transport: IpcTransport, tensors: dict, passes: int) -> list[bool]:
+    right = []
+    seen = 0
+    for handles, _ in transport.packed(iter(tensors.items()), (), "b@0@x", True):
+        for number, handle in enumerate(handles.by_rank):
+            sent = pickle.loads(handle)
+            for meta in sent["metadata"]:
+                got = (
+                    sent["flattened_tensor"][meta.start_idx : meta.end_idx]
+                    .view(meta.dtype)
+                    .reshape(meta.shape)
+                )
+                right.append(torch.equal(got, tensors[meta.name] + number))
+        seen += handles.tensors
+        transport._loaded += 1
+    assert seen == passes * len(transport.expected)
+    return right
+
+
+def with_an_engine_on_one_rank(
+    rank: int, world_size: int, port: int, model_dir: str
+) -> list[tuple[int, int]]:
+    """Rank 0 sends to an engine on rank 1 alone; on each rank, of three pushes, the sizes of
+    handles that lead nowhere and what its process has left in shared memory."""
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
+    )
+    transport = _transport(model_dir, rank=rank, world_size=world_size)
+    transport.places = {"b": [1]}
+    tensors = Qwen3ForCausalLM.from_pretrained(model_dir).state_dict()
+    found = []
+    for _ in range(3):
+        if rank:
+            transport.assist(tensors.items(), "b@0@x")
+        unread = 0
+        for handles, _ in (
+            () if rank else transport.packed(iter(tensors.items()), (), "b@0@x", False)
+        ):
+            unread += len(handles.by_rank[0])
+            pickle.loads(handles.by_rank[1])
+            transport._loaded += 1
+        dist.barrier()
+        found.append((unread, len(list(MEMORY.glob(f"torch_{os.getpid()}_*")))))
+    dist.destroy_process_group()
+    return found
+
+
+def _given_up(transport: IpcTransport, tensors: dict) -> list[int]:
+    lengths = []
+    for handles, _ in transport.packed(iter(tensors.items()), (), "b@0@y", False):
+        lengths.append(len(handles.by_rank))
+        transport.finish()
+    return lengths
+
+
+def _transport(model_dir, **keywords) -> IpcTransport:
+    return IpcTransport(
+        model_dir, **{"buffer_size_bytes": 40_000, "timeout_s": 60.0, "device": CPU, **keywords}
+    )
+
+
+def _scores(url: str) -> list[float]:
+    async def score() -> list[float]:
+        async with Engine(url) as engine:
+            return (await engine.score([TOKENS]))[0]
+
+    return asyncio.run(score())
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("check", [False, True])
+def test_after_a_push_of_handles_the_engine_is_the_new_model(live, tmp_path, check):
+    model = make_model(tmp_path / "other", seed=31 + check)
+    transport = _transport(live.model_dir)
+    transport.places = {live.server.url: [0]}
+    report = transport.push(
+        model.state_dict().items(), [live.server.url], f"b@{check}@handles", check=check
+    )
+    live.model = model
+    assert report.tensors == len(transport.expected) * (1 + check) and report.buckets > 2
+    np.testing.assert_allclose(
+        _scores(live.server.url), log_probs(model, TOKENS[:1], TOKENS[1:]), atol=1e-4
+    )
+    assert not transport._slots, "the memory is given back"
+
+
+@pytest.mark.integration
+def test_a_push_of_handles_that_fails_reads_all_tensors_and_the_next_one_succeeds(live):
+    transport = _transport(live.model_dir)
+    read = []
+    transport.places = {live.server.url: [0], NOWHERE: [0]}
+
+    def tensors():
+        for name, tensor in live.model.state_dict().items():
+            read.append(name)
+            yield name, tensor
+
+    with pytest.raises(SyncError, match="arrived nowhere"):
+        transport.push(tensors(), [NOWHERE], "b@0@nowhere")
+    assert read == list(live.model.state_dict())
+    report = transport.push(tensors(), [live.server.url], "b@0@again")
+    assert report.engines == (live.server.url,)
+
+
+def test_an_engine_without_a_place_is_refused_before_anything_is_sent(tmp_path):
+    make_model(tmp_path, seed=0)
+
+    async def connect() -> None:
+        async with Engine(NOWHERE) as engine:
+            await _transport(tmp_path).connect(Session([engine], "b@0@x"))
+
+    with pytest.raises(SyncError, match="shares no GPU with the trainer"):
+        asyncio.run(connect())
+
+
+def test_a_flat_bucket_of_mixed_dtypes_is_cut_up_again_as_sglang_does():
+    bucket = [
+        ("a.weight", torch.arange(5).to(torch.float8_e4m3fn)),
+        ("a.weight_scale_inv", torch.tensor([[0.5]])),
+        ("b", torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)),
+        ("c", torch.tensor(2.0)),
+    ]
+    block = shared_block(1000)
+    assert block is not None
+    flat = flatten(bucket, CPU, block)
+    parts = [(part.name, part.dtype, part.shape, part.start, part.end) for part in flat.parts]
+    with by_name():
+        found = pickle.loads(flattened_bucket(flat.memory, parts))
+    for meta in found["metadata"]:
+        tensor = (
+            found["flattened_tensor"][meta.start_idx : meta.end_idx]
+            .view(meta.dtype)
+            .reshape(meta.shape)
+        )
+        expected = dict(bucket)[meta.name]
+        assert tensor.dtype == expected.dtype and torch.equal(tensor.float(), expected.float())
+    assert [(name, tensor.dtype) for name, tensor in flat.tensors()] == [
+        (part.name, part.dtype) for part in flat.parts
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "slots"), [([0], 2), ([0, 1], 3)])
+def test_an_engine_of_several_ranks_may_read_a_bucket_until_it_has_answered_to_the_next(
+    tmp_path, ranks: list[int], slots: int
+):
+    model = make_model(tmp_path, seed=0)
+    transport = _transport(tmp_path)
+    transport.places = {"a": ranks}
+    opened: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for handles, last in transport.packed(iter(model.state_dict().items()), (), "b@0@x", False):
+        read = pickle.loads(handles.by_rank[0])["flattened_tensor"]
+        opened.append((read, read.clone()))
+        for then, now in opened[-slots:]:
+            assert torch.equal(then, now)
+        transport._loaded = len(opened) - 1
+        if last:
+            transport.finish()
+    assert len(opened) > 3 and len(transport._slots) == slots
+
+
+@pytest.mark.integration
+def test_of_two_ranks_each_packs_its_own_memory_and_both_stop_when_the_push_is_over(tmp_path):
+    make_model(tmp_path, seed=0)
+    ranks = Ranks(2)
+    try:
+        (read, lengths), assisted = ranks.run(both_ranks, str(tmp_path))
+    finally:
+        ranks.stop()
+    assert all(read) and len(read) == 2 * 2 * len(expected_shapes(tmp_path))
+    assert lengths[0] == 2 and set(lengths[1:]) == {0}, "nobody packs for a push that is over"
+    assert assisted[0] == 2 * assisted[1]
+
+
+@pytest.mark.integration
+def test_a_rank_that_shares_no_engines_gpu_makes_no_handles_and_no_memory_is_left_of_a_push(
+    tmp_path,
+):
+    make_model(tmp_path, seed=0)
+    ranks = Ranks(2)
+    try:
+        found = ranks.run(with_an_engine_on_one_rank, str(tmp_path))
+    finally:
+        ranks.stop()
+    assert found == [[(0, 0)] * 3] * 2

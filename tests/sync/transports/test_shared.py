@@ -1,0 +1,83 @@
+"""Tensors in shared memory, read by a process that has nothing to do with ours."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rlpipe.sync.transports import shared
+from rlpipe.sync.transports.shared import SharedBuffer, references
+from rlpipe.sync.transports.tensor import TensorTransport, is_here
+from tests.live_engine import make_model
+
+READ = """
+import pickle, sys, torch
+for name, tensor in pickle.loads(sys.stdin.buffer.read()):
+    print(name, tensor.dtype, tuple(tensor.shape), tensor.double().sum().item())
+"""
+
+
+def read_elsewhere(pickled: bytes) -> list[str]:
+    answer = subprocess.run(
+        [sys.executable, "-c", READ], input=pickled, capture_output=True, check=True, timeout=120
+    )
+    return answer.stdout.decode().splitlines()
+
+
+def test_another_process_reads_what_was_placed_and_then_what_was_placed_next():
+    buffer = SharedBuffer()
+    for scale in (1.0, 2.0):
+        bucket = [
+            ("a", torch.full((3, 5), scale)),
+            ("b", torch.full((7,), scale, dtype=torch.bfloat16)),
+            ("c", torch.tensor(scale)),
+        ]
+        placed = buffer.place(bucket)
+        assert placed is not None
+        assert read_elsewhere(references(placed)) == [
+            f"a torch.float32 (3, 5) {15 * scale}",
+            f"b torch.bfloat16 (7,) {7 * scale}",
+            f"c torch.float32 () {scale}",
+        ]
+
+
+def test_each_reader_gets_a_reference_of_its_own_and_the_block_outlives_them_all():
+    buffer = SharedBuffer()
+    for scale in (1.0, 2.0, 3.0):
+        placed = buffer.place([("a", torch.full((4,), scale))])
+        assert placed is not None
+        for _ in range(3):
+            assert read_elsewhere(references(placed)) == [f"a torch.float32 (4,) {4 * scale}"]
+
+
+def test_without_room_there_is_no_place(monkeypatch, tmp_path):
+    monkeypatch.setattr(shared, "MEMORY", tmp_path / "none")
+    assert SharedBuffer().place([("a", torch.ones(4))]) is None
+
+
+def test_the_sharing_strategy_of_the_process_is_left_as_it_was():
+    before = torch.multiprocessing.get_sharing_strategy()
+    placed = SharedBuffer().place([("a", torch.ones(4))])
+    assert placed is not None
+    references(placed)
+    assert torch.multiprocessing.get_sharing_strategy() == before
+
+
+@pytest.mark.parametrize(
+    ("url", "here"),
+    [("http://127.0.0.1:80", True), ("http://[::1]:80", True), ("http://10.0.0.7:80", False)],
+)
+def test_only_loopback_addresses_are_on_this_machine(url, here):
+    assert is_here(url) is here
+
+
+@pytest.mark.integration
+def test_the_bytes_go_over_http_where_memory_cannot_be_shared(live, monkeypatch, tmp_path):
+    monkeypatch.setattr(shared, "MEMORY", tmp_path / "none")
+    live.model = make_model(tmp_path / "other", seed=99)
+    transport = TensorTransport(live.model_dir, buffer_size_bytes=40_000, timeout_s=60.0)
+    report = transport.push(live.model.state_dict().items(), [live.server.url], "b@0@bytes")
+    assert report.buckets > 1
