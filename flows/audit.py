@@ -2,7 +2,7 @@
 tables in Prefect's pages.
 
 It needs no GPU and starts no engine or trainer; the run may go on meanwhile. Not here: what is
-checked (`rlpipe.store.audit.check`, `rlpipe.store.audit.anomalies`).
+checked (`rlpipe.store.audit.verification`, `rlpipe.store.audit.anomalies`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prefect.runtime import flow_run
 from rlpipe.config.load import home as default_home
 from rlpipe.errors import Mismatch
 from rlpipe.store.audit.anomalies import find_anomalies
-from rlpipe.store.audit.check import check_store
+from rlpipe.store.audit.verification import check_store
 from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import store_of
 from tasks.observe import artifact_key

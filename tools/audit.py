@@ -38,7 +38,7 @@ from rlpipe.lineage.rollouts import iterations
 from rlpipe.lineage.token_rows import decoder, shown_samples, tokenizer_of
 from rlpipe.observe.viewer import write_viewer
 from rlpipe.store.audit.anomalies import find_anomalies
-from rlpipe.store.audit.check import check_store
+from rlpipe.store.audit.verification import check_store
 from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import store_of

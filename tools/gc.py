@@ -27,7 +27,13 @@ from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.gc import remove, unreachable
 from rlpipe.store.objects.files import Files
-from rlpipe.store.retention import Removal, Retention, branch_removal, spare_checkpoints, write_down
+from rlpipe.store.retention import (
+    Removal,
+    Retention,
+    branch_removal,
+    record_removed_checkpoints,
+    spare_checkpoints,
+)
 from tools.piped import piped
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -39,7 +45,7 @@ def main() -> int:
     try:
         use_home(arguments.home)
         files = Files(arguments.store or home() / "store")
-        with Epochs(files).alone() if arguments.delete else nullcontext() as own:
+        with Epochs(files).exclusive() if arguments.delete else nullcontext() as own:
             asked = enumerate(arguments.remove)
             records = [
                 one.path
@@ -53,7 +59,7 @@ def main() -> int:
             print_summary(files, paths, listed=arguments.list)
             if own is not None:
                 own.check()
-                write_down(files, spare, set(paths))
+                record_removed_checkpoints(files, spare, set(paths))
                 with Progress(transient=True) as bar:
                     shown = bar.add_task("deleting", total=len(paths))
                     remove(

@@ -31,15 +31,27 @@ from rlpipe.config.algorithms import AdvantageConfig
 from rlpipe.config.data import DataConfig, EvalDataset, RewardConfig
 from rlpipe.config.introduced import introduced, model_of, models_in
 from rlpipe.config.model import EngineConfig, ModelConfig
-from rlpipe.config.models import CriticConfig, ReferenceConfig, TeacherConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
-from rlpipe.config.train import TrainConfig
+from rlpipe.config.train import CriticConfig, ReferenceConfig, TeacherConfig, TrainConfig
 from rlpipe.errors import ConfigError, ObjectCorrupt, ObjectMissing, RlpipeError
 from rlpipe.store import epochs, notes, plans, receipts, segments
-from rlpipe.store.audit.check import check_store
-from rlpipe.store.audit.explained import CHECKPOINT_FILE, DATA_FOLDER, NODE, PLAN, SHARD_FOLDER
-from rlpipe.store.branches import COMMIT, CONFIG, Branch, Branches, config_path, parse_commit_name
+from rlpipe.store.audit.reachability import (
+    CHECKPOINT_FILE,
+    DATA_FOLDER,
+    NODE_NAME,
+    PLAN_NAME,
+    SHARD_FOLDER,
+)
+from rlpipe.store.audit.verification import check_store
+from rlpipe.store.branches import (
+    COMMIT_NAME,
+    CONFIG_NAME,
+    Branch,
+    Branches,
+    config_path,
+    parse_commit_name,
+)
 from rlpipe.store.epochs import SKEW_S, Lease
 from rlpipe.store.nodes import Nodes, input_digest
 from rlpipe.store.objects.files import Files
@@ -102,17 +114,24 @@ RENAMED = {"temperature": "rollout_temperature"}
 STEPS = ("total_optimizer_steps", "critic_optimizer_steps")
 """Settings that are left out where they are null."""
 
-FILES = (DATA_FOLDER, CHECKPOINT_FILE, SHARD_FOLDER, PLAN, plans.DRAW, scalars.NAME)
+FILES = (
+    DATA_FOLDER,
+    CHECKPOINT_FILE,
+    SHARD_FOLDER,
+    PLAN_NAME,
+    plans.DRAW_NAME,
+    scalars.TABLE_FILE_NAME,
+)
 """Names of what is copied as it is."""
 RECORDS = (
-    NODE,
-    CONFIG,
-    COMMIT,
-    receipts.NAME,
-    receipts.NODE_NAME,
-    epochs.NAME,
-    segments.NAME,
-    notes.NAME,
+    NODE_NAME,
+    CONFIG_NAME,
+    COMMIT_NAME,
+    receipts.RECEIPT_NAME,
+    receipts.NODE_RECEIPT_NAME,
+    epochs.EPOCH_NAME,
+    segments.SEGMENT_NAME,
+    notes.NOTE_NAME,
     notes.GATE_NAME,
 )
 WRITTEN = (*FILES, *RECORDS)
@@ -166,7 +185,7 @@ def migrate(old: Files, new: Files, say: Say) -> list[str]:
             do="name another directory",
         )
     names = old.list()
-    if not any(CONFIG.fullmatch(name) for name in names):
+    if not any(CONFIG_NAME.fullmatch(name) for name in names):
         raise ConfigError("there is no run in this store", where="--store", found=old.root)
     source = Source(old, names)
     source.refuse_driven()
@@ -300,10 +319,10 @@ class Source:
     def refuse_driven(self) -> None:
         """Raises: ConfigError if a driver has a lease of some run that is not over."""
         newest: dict[str, str] = {}
-        for name, match in self.matching(epochs.NAME):
+        for name, match in self.matching(epochs.EPOCH_NAME):
             newest[match[1]] = max(newest.get(match[1], ""), name)
         for branch, name in newest.items():
-            if not self.valid(Lease, self.read(name), name).over(SKEW_S):
+            if not self.valid(Lease, self.read(name), name).expired(SKEW_S):
                 raise ConfigError(
                     "a run of this store is being driven",
                     where=branch,
@@ -380,7 +399,7 @@ class Migration:
         return self._written
 
     def _read_nodes(self) -> None:
-        for path, match in self._source.matching(NODE):
+        for path, match in self._source.matching(NODE_NAME):
             content = self._source.read(path)
             self._source.valid(Node, content, path)
             parts = {key: content.get(key, {}) for key in ("parents", "config", "hooks")}
@@ -401,13 +420,15 @@ class Migration:
         than receipts."""
         source = self._source
         source.check_receipts(
-            "node", receipts.NODE_NAME, lambda match: f"nodes/{match[1]}/{match[2]}.json"
+            "node", receipts.NODE_RECEIPT_NAME, lambda match: f"nodes/{match[1]}/{match[2]}.json"
         )
         received = source.check_receipts(
-            "commit", receipts.NAME, lambda match: f"branches/{_branch(match)}/{match[1]}.json"
+            "commit",
+            receipts.RECEIPT_NAME,
+            lambda match: f"branches/{_branch(match)}/{match[1]}.json",
         )
         committed: dict[str, list[str]] = {}
-        for path, match in source.matching(COMMIT):
+        for path, match in source.matching(COMMIT_NAME):
             committed.setdefault(match[1], []).append(path)
         for paths in committed.values():
             missing = sorted(set(paths[:-1]) - received)
@@ -519,7 +540,8 @@ class Migration:
         branches = Branches(self._new)
         seen = set[str]()
         records = {
-            _branch(match): self._source.read(path) for path, match in self._source.matching(CONFIG)
+            _branch(match): self._source.read(path)
+            for path, match in self._source.matching(CONFIG_NAME)
         }
 
         def write(branch: str) -> None:
@@ -533,7 +555,7 @@ class Migration:
             self._write_record(
                 path, Branch, {**said, "contracts": dict.fromkeys(CONTRACTS, 1)}, path
             )
-            for path, match in self._source.matching(COMMIT):
+            for path, match in self._source.matching(COMMIT_NAME):
                 if match[1] == branch:
                     commit = self._source.valid(
                         Commit, self._renamed(self._source.read(path)), path
@@ -546,7 +568,11 @@ class Migration:
 
     def _write_beside(self) -> None:
         """Epochs, pointers to segments, notes, opened gates."""
-        kinds = ((epochs.NAME, Lease), (segments.NAME, segments.Segment), (notes.NAME, notes.Note))
+        kinds = (
+            (epochs.EPOCH_NAME, Lease),
+            (segments.SEGMENT_NAME, segments.Segment),
+            (notes.NOTE_NAME, notes.Note),
+        )
         for form, kind in kinds:
             for path, _ in self._source.matching(form):
                 said = self._source.read(path)

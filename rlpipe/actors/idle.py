@@ -94,7 +94,7 @@ def is_driven(store_root: str, run: str, *, epoch: int | None = None) -> bool:
     """Does the lease of the newest driver of a run, of this `epoch` if one is given, still run?
     Raises: StoreError."""
     held = Epochs(Files(store_root)).newest(run)
-    return held is not None and epoch in (None, held.epoch) and not held.over(SKEW_S)
+    return held is not None and epoch in (None, held.epoch) and not held.expired(SKEW_S)
 
 
 def _say(spec: ClusterSpec, what: str) -> None:

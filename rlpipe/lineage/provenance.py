@@ -5,7 +5,7 @@ forked from, the run whose weights it started with), and for each what was train
 rewards, with which code, packages, engines and weight versions. Forward, from a prompt: each of its
 samples in any branch, the optimizer steps that trained on it, and what descends from them.
 
-Not here: whether the records are true (`store.audit.check`), or the numbers right (replay).
+Not here: whether the records are true (`store.audit.verification`), or the numbers right (replay).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from rlpipe.batch.files import read_rewards
 from rlpipe.errors import ObjectMissing
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
-from rlpipe.store.notes import noted, noted_iterations
+from rlpipe.store.notes import noted_iterations, read_note
 from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.rows import EXPERTS
 from rlpipe.store.parquet.schema import SAMPLES
@@ -123,5 +123,5 @@ def _named(files: Files, run: str, k: int) -> Mapping[Stage, str] | None:
     with suppress(ObjectMissing):
         return Branches(files).read(run, k).nodes
     with suppress(ObjectMissing):
-        return noted(files, run, k)
+        return read_note(files, run, k)
     return None

@@ -13,7 +13,7 @@ no commits, for nothing is trained on it. A run that is to be trained from it na
 
 A reward that a generate function gave its sample stands, as it does in every run.
 
-Not here: the branch's configuration (`flows.reprocessing`), what old and new look like side by side
+Not here: the branch's configuration (`flows.derived_runs`), what old and new look like side by side
 (`reprocess_report`).
 """
 
@@ -47,7 +47,7 @@ from rlpipe.rollout.selection import Selection
 from rlpipe.slime.args import slime_args
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
-from rlpipe.store.notes import note
+from rlpipe.store.notes import write_note
 from rlpipe.store.objects.files import Files
 from rlpipe.store.records import canonical
 from rlpipe.types import Node, Sample, Stage
@@ -143,7 +143,7 @@ class Reprocessor:
         if self._fence is not None:
             await asyncio.to_thread(self._fence)
         noted = await asyncio.to_thread(
-            note, self._files, self._config.run, stored.iteration, nodes
+            write_note, self._files, self._config.run, stored.iteration, nodes
         )
         if noted != nodes:
             raise ConfigError(

@@ -21,16 +21,16 @@ from uuid import uuid4
 from pydantic import Field
 
 from rlpipe.errors import Fenced, ObjectConflict, ObjectCorrupt, ObjectMissing, StoreError
-from rlpipe.store.chain import chained
+from rlpipe.store.chain import link_commit
 from rlpipe.store.nodes import refuse_unknown_contract
 from rlpipe.store.objects.files import Files
-from rlpipe.store.receipts import CHAIN, WHO_AND_WHEN, Receipts
+from rlpipe.store.receipts import CHAIN_KEYS, PROVENANCE_KEYS, Receipts
 from rlpipe.store.records import now, seal, unseal
 from rlpipe.types import CONTRACTS, Commit, Record, Stage, VersionedRecord
 
-CONFIG = re.compile(r"branches/[^/]+/config\.json")
-COMMIT = re.compile(r"branches/([^/]+)/([0-9]{8})\.json")
-AT_THE_TIME = {"leaves", "awaited"}
+CONFIG_NAME = re.compile(r"branches/[^/]+/config\.json")
+COMMIT_NAME = re.compile(r"branches/([^/]+)/([0-9]{8})\.json")
+TIMING_KEYS = {"leaves", "awaited"}
 """Keys of the chain in which two commits of one result may differ: a checkpoint was recorded
 between them."""
 
@@ -179,7 +179,7 @@ class Branches:
         return [
             int(match[2])
             for path in self._files.list(f"branches/{branch}")
-            if (match := COMMIT.fullmatch(path))
+            if (match := COMMIT_NAME.fullmatch(path))
         ]
 
     def read(self, branch: str, iteration: int) -> Commit:
@@ -261,7 +261,7 @@ class Branches:
         if before is not None and before.branch == commit.branch:
             self._receipts.write_missing(before)  # its driver may have been killed before it did
         record = self.get(commit.branch)
-        commit = chained(
+        commit = link_commit(
             self._files,
             commit,
             before,
@@ -354,7 +354,7 @@ def config_path(branch: str) -> str:
 
 def is_commit(path: str) -> bool:
     """Is this the name of a commit's record?"""
-    return COMMIT.fullmatch(path) is not None
+    return COMMIT_NAME.fullmatch(path) is not None
 
 
 def commit_path(branch: str, iteration: int) -> str:
@@ -379,8 +379,8 @@ def _follows(commit: Commit) -> bool:
 def _differing_keys(first: Record, second: Record) -> list[str]:
     """Keys in which two records of one thing say something else; those of the chain only if no
     others differ."""
-    free = WHO_AND_WHEN | AT_THE_TIME
+    free = PROVENANCE_KEYS | TIMING_KEYS
     one = first.model_dump()
     other = second.model_dump()
     differing = [key for key in one if one[key] != other[key] and key not in free]
-    return [key for key in differing if key not in CHAIN] or differing
+    return [key for key in differing if key not in CHAIN_KEYS] or differing

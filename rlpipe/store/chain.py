@@ -68,7 +68,7 @@ BESIDE = (
 rare."""
 
 
-def chained(
+def link_commit(
     files: Files,
     commit: Commit,
     before: Commit | None,

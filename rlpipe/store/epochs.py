@@ -14,7 +14,7 @@ other's processes for dead. Both cost a driver, never a record.
 
 A renewal every lease_s / 3: one look for epoch n + 1, one write, one removal of the renewal before
 the last. At 60 s that is 180 of each an hour and at most three objects; a killed driver's last ones
-are garbage (`superseded`) once it is replaced. Acquiring is two listings, two reads, one write;
+are garbage (`superseded_renewals`) once it is replaced. Acquiring is two listings, two reads, one write;
 `check` is one request for an object that is not there.
 
 Between a check and the write that follows it a takeover may still come. Then first writer wins: the
@@ -65,7 +65,7 @@ KEPT_RENEWALS = 2
 """A reader that has listed them has a whole interval to read the last one."""
 COLLECTOR = ".gc"
 """In place of a branch: whose epochs are the collector's."""
-NAME = re.compile(r"branches/([^/]+)/epochs/(\d{8})(?:/(\d{8}))?\.json")
+EPOCH_NAME = re.compile(r"branches/([^/]+)/epochs/(\d{8})(?:/(\d{8}))?\.json")
 
 
 def _time(value: str) -> str:
@@ -98,9 +98,9 @@ class Lease(VersionedRecord):
         """When it is over by its holder's clock."""
         return datetime.fromisoformat(self.renewed) + timedelta(seconds=self.lease_s)
 
-    def over(self, skew_s: float) -> bool:
+    def expired(self, skew_s: float) -> bool:
         """May the branch be taken without asking?"""
-        allowed = timedelta(seconds=0 if self.holder.near else skew_s)
+        allowed = timedelta(seconds=0 if self.holder.is_local else skew_s)
         return self.released or self.holder.dead or clock() > self.until + allowed
 
 
@@ -114,7 +114,7 @@ class Epochs:
     def newest(self, branch: str) -> Lease | None:
         """The lease that counts; None if nobody ever drove the branch. Raises: ObjectCorrupt."""
         while names := [
-            name for name in self._files.list(epochs_folder(branch)) if NAME.fullmatch(name)
+            name for name in self._files.list(epochs_folder(branch)) if EPOCH_NAME.fullmatch(name)
         ]:
             newest = max(names)
             with suppress(ObjectMissing):  # renewed twice since the listing: list again
@@ -140,7 +140,7 @@ class Epochs:
         )
 
     @contextmanager
-    def alone(self) -> Iterator[Epoch]:
+    def exclusive(self) -> Iterator[Epoch]:
         """Keep every driver out of the store for as long as the block takes; `check` the epoch
         before each thing done in it.
 
@@ -153,7 +153,7 @@ class Epochs:
                 {
                     match[1]
                     for name in self._files.list("branches")
-                    if (match := NAME.fullmatch(name))
+                    if (match := EPOCH_NAME.fullmatch(name))
                 }
             ):
                 held = self.newest(branch) if branch != COLLECTOR else None
@@ -178,7 +178,7 @@ class Epochs:
         if (
             held is not None
             and not takeover
-            and not held.over(self._skew_s)
+            and not held.expired(self._skew_s)
             and (stand_in or not held.stand_in)
         ):
             raise self._refusal(held)
@@ -206,7 +206,7 @@ class Epochs:
         and removes nothing more."""
         try:
             while (held := self.newest(COLLECTOR)) is not None and not held.released:
-                if not held.over(self._skew_s):
+                if not held.expired(self._skew_s):
                     raise self._refusal(held)
                 with suppress(Fenced):  # somebody was faster: look again
                     self._take(COLLECTOR, released=True)
@@ -223,7 +223,7 @@ class Epochs:
         """
         while True:
             held = self.newest(branch)
-            if held is not None and not held.over(self._skew_s):
+            if held is not None and not held.expired(self._skew_s):
                 return Epoch(self._files, held, joined=True)
             if not stand_in:
                 raise Fenced(
@@ -240,7 +240,7 @@ class Epochs:
                 return self._admitted(epoch)
 
     def _refusal(self, held: Lease) -> Fenced:
-        allowed = 0 if held.holder.near else self._skew_s
+        allowed = 0 if held.holder.is_local else self._skew_s
         left_s = (held.until - clock()).total_seconds() + allowed
         until = f"{held.until + timedelta(seconds=allowed):%H:%M:%S} UTC"
         where = self._files.url(epoch_path(held.branch, held.epoch))
@@ -322,7 +322,7 @@ class Epoch:
         if not self.joined:
             return
         held = Epochs(self._files).newest(self._lease.branch)
-        if held is not None and held.epoch == self.number and held.over(SKEW_S):
+        if held is not None and held.epoch == self.number and held.expired(SKEW_S):
             raise Fenced(
                 "the driver that this works for has ended",
                 where=self._files.url(epoch_path(self._lease.branch, self.number)),
@@ -374,10 +374,10 @@ class Epoch:
                 self.renew()
 
 
-def superseded(names: Iterable[str]) -> set[str]:
+def superseded_renewals(names: Iterable[str]) -> set[str]:
     """Of the names of a store's objects: renewals that count no more, those of replaced epochs and
     all but each last one."""
-    leases = {name: match for name in names if (match := NAME.fullmatch(name))}
+    leases = {name: match for name in names if (match := EPOCH_NAME.fullmatch(name))}
     newest: dict[str, str] = {}
     for name, match in leases.items():
         newest[match[1]] = max(newest.get(match[1], name), name)

@@ -11,7 +11,7 @@ one that counts; the epochs of a run that was removed stay, half a kilobyte each
 that slept meanwhile is refused.
 
 Garbage may be adopted by whoever begins: its inputs are the same as then. So nothing is removed
-beside a driver. Who removes is alone in the store (`Epochs.alone`): it is refused while anyone
+beside a driver. Who removes is alone in the store (`Epochs.exclusive`): it is refused while anyone
 drives a branch, whoever begins meanwhile is refused, and it asks before every single removal
 whether that still holds. The promise: what a commit names is there. The window: a collector whose
 machine stands still for longer than its lease, between that question and the request after it,
@@ -29,14 +29,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from rlpipe.errors import ObjectMissing
 from rlpipe.store.branches import Branches, config_path, is_commit
-from rlpipe.store.epochs import NAME as EPOCH
-from rlpipe.store.epochs import superseded
+from rlpipe.store.epochs import EPOCH_NAME, superseded_renewals
 from rlpipe.store.nodes import LEAVES, Nodes, node_path
-from rlpipe.store.notes import noted, noted_iterations
+from rlpipe.store.notes import noted_iterations, read_note
 from rlpipe.store.objects.files import Files
 from rlpipe.store.objects.local import Entry
 from rlpipe.store.plans import Plans, plan_path
-from rlpipe.store.receipts import NODE_NAME, REMOVED_NAME, Receipts
+from rlpipe.store.receipts import NODE_RECEIPT_NAME, REMOVAL_NAME, Receipts
 from rlpipe.store.segments import Segments
 from rlpipe.types import Node, Stage
 
@@ -57,7 +56,7 @@ def unreachable(files: Files, grace_s: float, leaving: Collection[str] = ()) -> 
     now = time.time()
     entries = [entry for folder in FOLDERS for entry in files.entries(folder)]
     records = list(files.entries("branches"))
-    renewals = superseded(entry.path for entry in records)
+    renewals = superseded_renewals(entry.path for entry in records)
     reached = _Reached(files, {entry.path for entry in (*entries, *records)}, leaving)
     candidates = [
         *files.entries(temporary=True),
@@ -74,7 +73,7 @@ def remove(
     say: Callable[[int, int], object] | None = None,
 ) -> None:
     """Remove objects, in this order; killed half-way it can be done again. `check` is called before
-    each, and raises if nothing may be removed any more (`Epochs.alone`). `say` is told how many are
+    each, and raises if nothing may be removed any more (`Epochs.exclusive`). `say` is told how many are
     done, and of how many.
     """
     for number, path in enumerate(paths, start=1):
@@ -114,11 +113,11 @@ class _Reached:
         self._add_leaves()
         for name in names:
             if (
-                receipt := NODE_NAME.fullmatch(name)
+                receipt := NODE_RECEIPT_NAME.fullmatch(name)
             ) and f"nodes/{receipt[1]}/{receipt[2]}.json" in self.paths:
                 self.paths.add(name)
             if (
-                REMOVED_NAME.fullmatch(name)
+                REMOVAL_NAME.fullmatch(name)
                 and self._homes.get(Receipts(files).get_removed(name).weights) in self.paths
             ):
                 self.paths.add(name)
@@ -143,7 +142,7 @@ class _Reached:
             raise ObjectMissing(
                 "a run has commits and no configuration", where=where, found=lost, do=do
             )
-        return {name for name in left if not EPOCH.fullmatch(name)}
+        return {name for name in left if not EPOCH_NAME.fullmatch(name)}
 
     def _add_branch(self, branch: str) -> None:
         self._add_named(Stage.INIT, self._branches.get(branch).init)
@@ -158,7 +157,7 @@ class _Reached:
         for segment in Segments(self._files).of(branch):
             self._add_named(Stage.SEGMENT, segment.segment)
         for k in noted_iterations(self._files, branch):
-            for stage, digest in noted(self._files, branch, k).items():
+            for stage, digest in read_note(self._files, branch, k).items():
                 self._add_noted(stage, digest)
 
     def _add_named(self, stage: Stage, digest: str) -> None:

@@ -43,14 +43,14 @@ class Holder(Record):
         )
 
     @property
-    def near(self) -> bool:
+    def is_local(self) -> bool:
         """Has it this process's clock and PIDs?"""
         return self.pid_space == pid_space()
 
     @property
     def dead(self) -> bool:
         """Is it known to be? What runs elsewhere never is."""
-        return self.near and ended(self.pid, self.started)
+        return self.is_local and ended(self.pid, self.started)
 
 
 def pid_space() -> str:

@@ -16,7 +16,7 @@ from rlpipe.store.objects.files import Files
 from rlpipe.store.records import seal, unseal
 from rlpipe.types import Stage, VersionedRecord
 
-NAME = re.compile(r"rollouts/[^/]+/([0-9]{8})\.json")
+NOTE_NAME = re.compile(r"rollouts/[^/]+/([0-9]{8})\.json")
 GATE_NAME = re.compile(r"gates/([^/]+)/([0-9]{8})-([0-9a-f]{16})\.json")
 AGAIN = "delete it and start again what wrote it (sampling, reprocessing): its nodes are found and noted anew"
 
@@ -41,7 +41,7 @@ class OpenedGate(VersionedRecord):
     """Seconds since the epoch."""
 
 
-def note(files: Files, branch: str, k: int, nodes: Mapping[Stage, str]) -> dict[Stage, str]:
+def write_note(files: Files, branch: str, k: int, nodes: Mapping[Stage, str]) -> dict[Stage, str]:
     """Write down which nodes are iteration k of a branch. The first that are noted stay; answers
     those that are.
 
@@ -52,11 +52,11 @@ def note(files: Files, branch: str, k: int, nodes: Mapping[Stage, str]) -> dict[
     try:
         files.create(path, seal(ours, path))
     except ObjectConflict:
-        return noted(files, branch, k)
+        return read_note(files, branch, k)
     return dict(nodes)
 
 
-def noted(files: Files, branch: str, k: int) -> dict[Stage, str]:
+def read_note(files: Files, branch: str, k: int) -> dict[Stage, str]:
     """The nodes of iteration k of a branch. Raises: ObjectMissing; ObjectCorrupt, also if it is
     another iteration's note."""
     path = note_path(branch, k)
@@ -78,7 +78,7 @@ def noted_iterations(files: Files, branch: str) -> list[int]:
     return [
         int(match[1])
         for path in files.list(f"rollouts/{branch}")
-        if (match := NAME.fullmatch(path))
+        if (match := NOTE_NAME.fullmatch(path))
     ]
 
 

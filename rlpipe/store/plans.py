@@ -16,7 +16,7 @@ from rlpipe.store.objects.files import Files
 from rlpipe.store.records import seal, unseal
 from rlpipe.types import DataState, Plan
 
-DRAW = re.compile(r"draws/[0-9a-f]{64}")
+DRAW_NAME = re.compile(r"draws/[0-9a-f]{64}")
 
 
 def plan_path(digest: str) -> str:

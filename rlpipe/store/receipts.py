@@ -31,12 +31,12 @@ from rlpipe.store.objects.files import Files
 from rlpipe.store.records import digest, now, seal, unseal
 from rlpipe.types import Commit, Node, Stage, VersionedRecord
 
-NAME = re.compile(r"branches/[^/]+/receipts/([0-9]{8})\.json")
-NODE_NAME = re.compile(r"receipts/([a-z]+)/([0-9a-f]{64})\.json")
-REMOVED_NAME = re.compile(r"receipts/([a-z]+)/([0-9a-f]{64})-([0-9a-f]{16})\.removed\.json")
-WHO_AND_WHEN = {"attempt", "created", "epoch", "packages"}
+RECEIPT_NAME = re.compile(r"branches/[^/]+/receipts/([0-9]{8})\.json")
+NODE_RECEIPT_NAME = re.compile(r"receipts/([a-z]+)/([0-9a-f]{64})\.json")
+REMOVAL_NAME = re.compile(r"receipts/([a-z]+)/([0-9a-f]{64})-([0-9a-f]{16})\.removed\.json")
+PROVENANCE_KEYS = {"attempt", "created", "epoch", "packages"}
 """What two records of one result may differ in."""
-CHAIN = {"format", "parent_sha256", "records", "leaves", "awaited"}
+CHAIN_KEYS = {"format", "parent_sha256", "records", "leaves", "awaited"}
 """Keys of a commit that are about bytes, and so about who wrote other records when (`chain`)."""
 
 
@@ -56,7 +56,9 @@ class Receipt(VersionedRecord):
         So are the keys of the chain. A commit that was removed with its parent and made again names
         another parent's bytes.
         """
-        said = commit.model_dump(mode="json", exclude=WHO_AND_WHEN | CHAIN, exclude_defaults=True)
+        said = commit.model_dump(
+            mode="json", exclude=PROVENANCE_KEYS | CHAIN_KEYS, exclude_defaults=True
+        )
         where = receipt_path(commit.branch, commit.iteration)
         return cls(branch=commit.branch, iteration=commit.iteration, commit=digest(said, where))
 
@@ -67,12 +69,12 @@ class NodeReceipt(VersionedRecord):
     stage: Stage
     digest: str
     record: str
-    """sha256 of what the node says, without `WHO_AND_WHEN` and keys at their defaults."""
+    """sha256 of what the node says, without `PROVENANCE_KEYS` and keys at their defaults."""
 
     @classmethod
     def of(cls, node: Node) -> NodeReceipt:
         """The receipt of a node that is in the store."""
-        content = node.model_dump(mode="json", exclude=WHO_AND_WHEN, exclude_defaults=True)
+        content = node.model_dump(mode="json", exclude=PROVENANCE_KEYS, exclude_defaults=True)
         where = node_receipt_path(node.stage, node.digest)
         return cls(stage=node.stage, digest=node.digest, record=digest(content, where))
 

@@ -25,8 +25,7 @@ from typing import NamedTuple
 
 from rlpipe.errors import ConfigError
 from rlpipe.store.branches import Branches, config_path, is_commit, parse_commit_name
-from rlpipe.store.epochs import NAME as EPOCH
-from rlpipe.store.epochs import SKEW_S, Epochs
+from rlpipe.store.epochs import EPOCH_NAME, SKEW_S, Epochs
 from rlpipe.store.nodes import Nodes, input_digest, node_path
 from rlpipe.store.objects.files import Files
 from rlpipe.store.receipts import Receipts, node_receipt_path
@@ -93,7 +92,9 @@ def spare_checkpoints(
     return removals
 
 
-def write_down(files: Files, removals: Iterable[Removal], leaving: Collection[str]) -> None:
+def record_removed_checkpoints(
+    files: Files, removals: Iterable[Removal], leaving: Collection[str]
+) -> None:
     """Write down which checkpoints are about to be removed, before the first of them goes: commits
     that stay may name them.
 
@@ -139,7 +140,7 @@ def branch_removal(files: Files, branch: str, leaving: Collection[str] = ()) -> 
     others = [
         name
         for name in names
-        if name not in {*witnesses, *commits, last} and not EPOCH.fullmatch(name)
+        if name not in {*witnesses, *commits, last} and not EPOCH_NAME.fullmatch(name)
     ]
     own = [*witnesses, *notes, *commits, *others, *([last] if last in names else [])]
     return [Removal(path, f"run {branch}") for path in own]
@@ -193,7 +194,7 @@ def _needed(files: Files, branches: Branches) -> set[str]:
 def _users(files: Files, branches: Branches, branch: str) -> Iterator[tuple[str, str]]:
     """(name, why) of all that keeps a branch from being removed."""
     lease = Epochs(files).newest(branch)
-    if lease is not None and not lease.over(SKEW_S):
+    if lease is not None and not lease.expired(SKEW_S):
         yield branch, f"driven by process {lease.holder.pid} on {lease.holder.host}"
     nodes = Nodes(files)
     mine = set[str]()

@@ -25,7 +25,7 @@ from rlpipe.store.objects.files import Files
 from rlpipe.store.records import now, seal, unseal
 from rlpipe.types import Stage, VersionedRecord
 
-NAME = re.compile(r"branches/[^/]+/segments/(\d{8})-(\d{8})-[^/]+\.json")
+SEGMENT_NAME = re.compile(r"branches/[^/]+/segments/(\d{8})-(\d{8})-[^/]+\.json")
 
 
 class Segment(VersionedRecord):
@@ -86,7 +86,9 @@ class Segments:
         return [self._read(name) for name in self._names(branch)]
 
     def _names(self, branch: str) -> list[str]:
-        return sorted(name for name in self._files.list(_folder(branch)) if NAME.fullmatch(name))
+        return sorted(
+            name for name in self._files.list(_folder(branch)) if SEGMENT_NAME.fullmatch(name)
+        )
 
     def _read(self, path: str) -> Segment:
         segment = unseal(Segment, self._files.read(path), self._files.url(path))
@@ -146,6 +148,6 @@ def segment_path(segment: Segment) -> str:
 
 
 def _numbers(name: str) -> tuple[str, str]:
-    match = NAME.fullmatch(name)
+    match = SEGMENT_NAME.fullmatch(name)
     assert match is not None
     return match[1], match[2]

@@ -30,7 +30,7 @@ from rlpipe.store.objects.files import Files
 from rlpipe.store.records import seal, unseal
 from rlpipe.types import VersionedRecord
 
-NAME = re.compile(r"branches/([^/]+)/signatures/([0-9]{8})\.json")
+SIGNATURE_NAME = re.compile(r"branches/([^/]+)/signatures/([0-9]{8})\.json")
 KEY_VARIABLE = "RLPIPE_SIGNING_KEY"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rlpipe.store.audit.check import check_branch
+from rlpipe.store.audit.verification import check_branch
 from rlpipe.store.objects.files import Files
 from tests.flows.live_run import LiveRun
 from tools.switches import HEADER, summary, switches

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from deployments.recipes.tiny_models import make_spell_backward_model
-from rlpipe.store.audit.check import check_branch
+from rlpipe.store.audit.verification import check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from rlpipe.lineage.stage_inputs import checkpoint_inputs
-from rlpipe.store.audit.check import check_branch, check_store
+from rlpipe.store.audit.verification import check_branch, check_store
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files

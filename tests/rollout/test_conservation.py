@@ -32,7 +32,7 @@ from rlpipe.rollout.generate import FINISHED, planned_sample
 from rlpipe.rollout.judge import Judge
 from rlpipe.rollout.rows import Part, StoredRows
 from rlpipe.rollout.sampler import RolloutResult, RolloutSettings, run_rollout
-from rlpipe.store.audit.check import check_branch
+from rlpipe.store.audit.verification import check_branch
 from rlpipe.store.branches import Branches, commit_name
 from rlpipe.store.gc import unreachable
 from rlpipe.store.nodes import Nodes

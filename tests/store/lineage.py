@@ -18,8 +18,9 @@ from rlpipe.store.branches import Branches, commit_name
 from rlpipe.store.gc import remove, unreachable
 from rlpipe.store.nodes import Nodes, input_digest
 from rlpipe.store.objects.files import Files
+from rlpipe.store.parquet.arrays import from_ragged
 from rlpipe.store.parquet.rows import rewards_to_table
-from rlpipe.store.parquet.schema import BATCH, from_ragged, make_table
+from rlpipe.store.parquet.schema import BATCH, make_table
 from rlpipe.store.parquet.shards import ShardWriter, adopt, data_folder, write_data, write_table
 from rlpipe.store.plans import Plans
 from rlpipe.types import (

@@ -29,14 +29,14 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 def test_no_driver_begins_goes_on_or_stands_in_beside_the_collector(files: Files):
     Epochs(files).acquire("run").release()
-    with Epochs(files).alone() as own:
+    with Epochs(files).exclusive() as own:
         own.check()
         for branch, takeover in (("run", False), ("run", True), ("new", False), ("new", True)):
             with refused(REMOVING, f"branches/{COLLECTOR}/epochs/00000001"):
                 Epochs(files).acquire(branch, takeover=takeover)
         with refused(REMOVING):
             Epochs(files).join("run", stand_in=True)
-        with refused(REMOVING), Epochs(files).alone():
+        with refused(REMOVING), Epochs(files).exclusive():
             pass
     assert Epochs(files).join("run", stand_in=True).number > 1
 
@@ -44,7 +44,7 @@ def test_no_driver_begins_goes_on_or_stands_in_beside_the_collector(files: Files
 @pytest.mark.parametrize("stand_in", [False, True])
 def test_no_collector_begins_beside_a_driver(files: Files, stand_in: bool):
     driver = Epochs(files).acquire("run", stand_in=stand_in)
-    with refused("another driver runs this branch"), Epochs(files).alone():
+    with refused("another driver runs this branch"), Epochs(files).exclusive():
         pass
     driver.renew()
     assert Epochs(files).acquire("other").number == 1, (
@@ -68,7 +68,7 @@ def test_of_a_driver_and_a_collector_that_begin_at_once_never_both_do(local_file
         driver.start()
         barrier.wait()
         try:
-            with Epochs(local_files).alone():
+            with Epochs(local_files).exclusive():
                 driver.join()
                 assert isinstance(begun[0], Fenced)
         except Fenced:
@@ -85,7 +85,7 @@ def test_a_driver_that_sleeps_is_told_after_the_collector_was_there(
     monkeypatch.setattr(Holder, "here", lambda: elsewhere)
     asleep = Epochs(local_files).acquire("run", lease_s=30.0)
     later(45.0)
-    with Epochs(local_files).alone():
+    with Epochs(local_files).exclusive():
         pass
     with refused("another driver has taken over"):
         asleep.check()
@@ -94,7 +94,7 @@ def test_a_driver_that_sleeps_is_told_after_the_collector_was_there(
 def test_a_collector_that_sleeps_removes_nothing_once_a_driver_has_begun(
     local_files: Files, later: Callable[[float], None]
 ):
-    with Epochs(local_files).alone() as own:
+    with Epochs(local_files).exclusive() as own:
         own.check()
         later(epochs.LEASE_S + 1)
         driver = Epochs(local_files).acquire("run")

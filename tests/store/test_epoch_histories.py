@@ -123,7 +123,7 @@ class Drivers(RuleBasedStateMachine):
         silent = self.now > self.until + timedelta(seconds=0 if near else epochs.SKEW_S)
         self.machine = machine
         try:
-            with Epochs(self.files).alone() as own:
+            with Epochs(self.files).exclusive() as own:
                 assert self.free or silent or (near and killed)
                 own.check()
                 with pytest.raises(Fenced):

@@ -16,9 +16,9 @@ import pytest
 
 from rlpipe.errors import Fenced, ObjectMissing
 from rlpipe.store import epochs, holders
-from rlpipe.store.audit.check import check_branch
+from rlpipe.store.audit.verification import check_branch
 from rlpipe.store.branches import Branches
-from rlpipe.store.epochs import Epoch, Epochs, superseded
+from rlpipe.store.epochs import Epoch, Epochs, superseded_renewals
 from rlpipe.store.holders import Holder
 from rlpipe.store.objects.files import Files
 from tests.store.drivers import Driver, a_commit, refused
@@ -370,7 +370,7 @@ def test_garbage_are_the_renewals_that_count_no_more(files: Files):
         f"{RUN}/00000001/00000003.json",
         "branches/other/epochs/00000001/00000002.json",
     ]
-    assert superseded(names) == set(gone)
+    assert superseded_renewals(names) == set(gone)
     assert collect(files, 3600.0) == []
     assert collect(files, -60.0) == sorted(gone)
     run.renew()

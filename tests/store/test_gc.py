@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlpipe.errors import ObjectCorrupt, ObjectMissing
-from rlpipe.store.audit.check import check_branch
+from rlpipe.store.audit.verification import check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.gc import unreachable
 from rlpipe.store.nodes import Nodes, node_path

@@ -16,7 +16,7 @@ from rlpipe.reprocess.branch import Reprocessor
 from rlpipe.store.branches import Branches
 from rlpipe.store.gc import unreachable
 from rlpipe.store.nodes import node_path
-from rlpipe.store.notes import note, note_path, noted, noted_iterations
+from rlpipe.store.notes import note_path, noted_iterations, read_note, write_note
 from rlpipe.store.objects.files import Files
 from rlpipe.store.records import digest
 from rlpipe.types import RECORD_FORMAT, Stage
@@ -24,12 +24,12 @@ from tests.reprocessed import FILTER, History, configuration
 
 
 def test_the_first_note_stays_and_is_the_answer(local_files: Files):
-    assert note(local_files, "run", 3, {Stage.ROLLOUT: "a"}) == {Stage.ROLLOUT: "a"}
-    assert note(local_files, "run", 3, {Stage.ROLLOUT: "b"}) == {Stage.ROLLOUT: "a"}
-    assert noted(local_files, "run", 3) == {Stage.ROLLOUT: "a"}
+    assert write_note(local_files, "run", 3, {Stage.ROLLOUT: "a"}) == {Stage.ROLLOUT: "a"}
+    assert write_note(local_files, "run", 3, {Stage.ROLLOUT: "b"}) == {Stage.ROLLOUT: "a"}
+    assert read_note(local_files, "run", 3) == {Stage.ROLLOUT: "a"}
     assert noted_iterations(local_files, "run") == [3]
     with pytest.raises(ObjectMissing):
-        noted(local_files, "run", 4)
+        read_note(local_files, "run", 4)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_the_first_note_stays_and_is_the_answer(local_files: Files):
 def test_a_note_that_is_none_is_named(local_files: Files, text: str):
     local_files.create(note_path("run", 0), text.encode("latin-1"))
     with pytest.raises(ObjectCorrupt, match="not a readable note record") as caught:
-        noted(local_files, "run", 0)
+        read_note(local_files, "run", 0)
     assert "delete it and start again" in str(caught.value)
 
 
@@ -49,25 +49,25 @@ def test_a_sealed_note_of_something_else_is_named(local_files: Files, nodes: dic
         note_path("run", 0), json.dumps({**content, "sha256": digest(content, "x")}).encode()
     )
     with pytest.raises(ObjectCorrupt, match="not a readable note record"):
-        noted(local_files, "run", 0)
+        read_note(local_files, "run", 0)
 
 
 def test_no_byte_of_a_note_can_be_another(local_files: Files, tmp_path: Path):
-    note(local_files, "run", 0, {Stage.ROLLOUT: "ab" * 32})
+    write_note(local_files, "run", 0, {Stage.ROLLOUT: "ab" * 32})
     file = tmp_path / "store" / note_path("run", 0)
     good = file.read_bytes()
     for place in range(len(good) - 1):  # the last is the end of the line
         file.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
         with pytest.raises(ObjectCorrupt):
-            noted(local_files, "run", 0)
+            read_note(local_files, "run", 0)
 
 
 def test_a_note_under_another_name_is_named(local_files: Files):
-    note(local_files, "run", 0, {Stage.ROLLOUT: "a"})
+    write_note(local_files, "run", 0, {Stage.ROLLOUT: "a"})
     for run, k in (("run", 1), ("other", 0)):
         local_files.create(note_path(run, k), local_files.read(note_path("run", 0)))
         with pytest.raises(ObjectCorrupt, match="another note"):
-            noted(local_files, run, k)
+            read_note(local_files, run, k)
 
 
 def test_what_a_branch_s_notes_name_is_not_collected(local_files: Files, tmp_path: Path):
@@ -84,7 +84,7 @@ def test_what_a_branch_s_notes_name_is_not_collected(local_files: Files, tmp_pat
             await reprocessor.iteration(stored)
 
     asyncio.run(reprocess())
-    nodes = noted(local_files, "new", 0)
+    nodes = read_note(local_files, "new", 0)
     judged = json.loads(local_files.read(node_path(Stage.ROLLOUT, nodes[Stage.ROLLOUT])))["config"][
         "judged_by"
     ]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from rlpipe.errors import ObjectConflict, ObjectCorrupt, StoreError
-from rlpipe.store.audit.check import Finding, check_branch
+from rlpipe.store.audit.verification import Finding, check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.gc import unreachable
 from rlpipe.store.objects.files import Files

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from rlpipe.errors import ConfigError, Fenced, ObjectCorrupt, ObjectMissing
-from rlpipe.store.audit.check import check_branch
+from rlpipe.store.audit.verification import check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import COLLECTOR, Epochs
 from rlpipe.store.gc import remove, unreachable
 from rlpipe.store.nodes import Nodes, node_path
-from rlpipe.store.notes import note
+from rlpipe.store.notes import write_note
 from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.shards import write_data
 from rlpipe.store.plans import Plans
@@ -165,7 +165,7 @@ def test_a_removal_goes_on_wherever_it_was_killed(
     local_files: Files, tool: Callable[..., int], done: int
 ):
     a_run(local_files, 2)
-    note(local_files, "run", 5, {Stage.ROLLOUT: "d"})
+    write_note(local_files, "run", 5, {Stage.ROLLOUT: "d"})
     local_files.create("gates/run/00000001-0.json", b"{}")
     Plans(local_files).draw(Run(local_files).plan(2, DataState()))
     scalars.update(local_files, "run")

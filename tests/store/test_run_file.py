@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.recorded import write_recipe
+from flows.derived_runs import write_recipe
 from rlpipe.errors import ConfigError, ObjectCorrupt
 from rlpipe.store.run_file import RunFile, find_run, get_run, run_path, store_of, write_run
 

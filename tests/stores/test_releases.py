@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.store.audit.check import check_store
+from rlpipe.store.audit.verification import check_store
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files

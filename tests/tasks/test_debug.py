@@ -12,7 +12,7 @@ from rlpipe.errors import ConfigError
 from rlpipe.lineage.stage_inputs import Inputs
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
-from rlpipe.store.notes import note
+from rlpipe.store.notes import write_note
 from rlpipe.store.objects.files import Files
 from rlpipe.types import Commit, DataState, NodeRef, Stage
 from tasks.debug import stored_rollout
@@ -31,8 +31,8 @@ def rollout(files: Files, plan: str) -> NodeRef:
 
 
 def test_a_run_that_only_sampled_is_found_by_what_was_noted_first(files: Files):
-    note(files, "sampled", 3, {Stage.ROLLOUT: rollout(files, "a").digest})
-    note(files, "sampled", 3, {Stage.ROLLOUT: rollout(files, "b").digest})
+    write_note(files, "sampled", 3, {Stage.ROLLOUT: rollout(files, "a").digest})
+    write_note(files, "sampled", 3, {Stage.ROLLOUT: rollout(files, "b").digest})
     assert stored_rollout(files, "sampled", 3).outputs == {"plan": "a"}
 
 

@@ -45,7 +45,7 @@ def test_nothing_is_removed_while_a_fork_makes_its_checkpoint(
     async def materialise(
         files: Files, config: RunConfig, origin: Commit, state: str, home: Path
     ) -> str:
-        with pytest.raises(Fenced, match="another driver runs this branch"), Epochs(files).alone():
+        with pytest.raises(Fenced, match="another driver runs this branch"), Epochs(files).exclusive():
             pass
         made.append(Nodes(files).commit(checkpoint_inputs(state).node()).digest)
         return state
@@ -57,7 +57,7 @@ def test_nothing_is_removed_while_a_fork_makes_its_checkpoint(
 
     origin = asyncio.run(point())
     assert origin is not None and origin == Branches(files).read("run", 1) and len(made) == 1
-    with Epochs(files).alone():
+    with Epochs(files).exclusive():
         pass
     fingerprint = Nodes(files).get(Stage.INIT, Branches(files).get("run").init).config["model"]
     files.delete(node_path(Stage.CHECKPOINT, made[0]))

@@ -50,9 +50,9 @@ async def test_nobody_else_reprocesses_the_branch_or_removes_anything_meanwhile(
     async with opening(files, config, tmp_path):
         with pytest.raises(Fenced, match="another driver runs this branch"):
             await opening(files, config, tmp_path).__aenter__()
-        with pytest.raises(Fenced, match="another driver runs this branch"), Epochs(files).alone():
+        with pytest.raises(Fenced, match="another driver runs this branch"), Epochs(files).exclusive():
             pass
-    with Epochs(files).alone(), pytest.raises(Fenced, match="being removed"):
+    with Epochs(files).exclusive(), pytest.raises(Fenced, match="being removed"):
         await opening(files, config, tmp_path).__aenter__()
     async with opening(files, config, tmp_path):
         pass

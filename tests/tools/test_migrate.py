@@ -24,10 +24,10 @@ from rlpipe.lineage.stage_inputs import (
     rollout_inputs,
     train_inputs,
 )
-from rlpipe.store.audit.check import check_store
+from rlpipe.store.audit.verification import check_store
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
-from rlpipe.store.notes import noted
+from rlpipe.store.notes import read_note
 from rlpipe.store.objects.files import Files
 from rlpipe.store.records import canonical, digest
 from rlpipe.types import Node, Stage
@@ -121,7 +121,7 @@ def test_a_reprocessed_run_has_its_nodes(migrated: Files):
     contracts = branches.contracts("again")
     for k in branches.committed("first"):
         commit = branches.read("first", k)
-        nodes = noted(migrated, "again", k)
+        nodes = read_note(migrated, "again", k)
         assert nodes[Stage.REWARD] == commit.nodes[Stage.REWARD]
         batch = Nodes(migrated).get(Stage.ADVANTAGE, nodes[Stage.ADVANTAGE])
         asked = advantage_inputs(

@@ -15,7 +15,7 @@ from rlpipe.lineage.rollouts import find, sample_rows
 from rlpipe.lineage.stage_inputs import Inputs
 from rlpipe.rewards.base import RewardRow
 from rlpipe.store.nodes import Nodes
-from rlpipe.store.notes import note
+from rlpipe.store.notes import write_note
 from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.rows import samples_to_table
 from rlpipe.store.parquet.shards import data_folder, write_table
@@ -49,7 +49,7 @@ def home(tmp_path: Path) -> Path:
         RewardRow("sampled:0", 1, None, {}, "late"),
     ]
     Nodes(files).commit(judged.node(files=(write_rewards(files, judged.digest, said),)))
-    note(files, "sampled", 0, {Stage.ROLLOUT: made.digest, Stage.REWARD: judged.digest})
+    write_note(files, "sampled", 0, {Stage.ROLLOUT: made.digest, Stage.REWARD: judged.digest})
     return tmp_path
 
 

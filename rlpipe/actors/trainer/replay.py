@@ -13,7 +13,7 @@ the checks. A segment (a state that an earlier replay made on another machine) c
 training again: it is loaded from its checkpoint, compared with what its node says, and the replay
 goes on from there.
 
-Not here: whether the batches are right (`store.audit.check`), or scores and advantages, which are
+Not here: whether the batches are right (`store.audit.verification`), or scores and advantages, which are
 read as recorded.
 """
 

@@ -28,11 +28,18 @@ import pyarrow.compute as pc
 
 from rlpipe.errors import ObjectCorrupt, ObjectMissing, StoreError
 from rlpipe.store import notes, receipts
-from rlpipe.store.audit.inventory import Snapshot
-from rlpipe.store.audit.reading import Report, readable, spans
+from rlpipe.store.audit.reader import Report, format_ranges, read_or_report
+from rlpipe.store.audit.snapshot import Snapshot
 from rlpipe.store.branches import commit_name
-from rlpipe.store.epochs import NAME as EPOCH
-from rlpipe.store.epochs import SKEW_S, Lease, clock, epoch_path, epochs_folder, read_lease
+from rlpipe.store.epochs import (
+    EPOCH_NAME,
+    SKEW_S,
+    Lease,
+    clock,
+    epoch_path,
+    epochs_folder,
+    read_lease,
+)
 from rlpipe.store.objects.files import Files
 from rlpipe.store.receipts import receipt_path
 from rlpipe.store.records import unseal
@@ -73,16 +80,16 @@ def check_epochs(
 ) -> list[Lease]:
     """Check the epochs of a branch; the leases that could be read. `used`: epochs under which
     commits were made."""
-    paths = [path for path in files.list(epochs_folder(branch)) if EPOCH.fullmatch(path)]
-    numbers = {int(match[2]) for path in paths if (match := EPOCH.fullmatch(path))}
+    paths = [path for path in files.list(epochs_folder(branch)) if EPOCH_NAME.fullmatch(path)]
+    numbers = {int(match[2]) for path in paths if (match := EPOCH_NAME.fullmatch(path))}
     named = [number for number in {*numbers, *used} if number > 0]
     for number in range(1, max(named, default=0) + 1):
         if not files.exists(epoch_path(branch, number)):
             problem = "an epoch is missing: epochs are numbered without gaps, and are kept for good"
-            report.wrong("epochs", files.shown(epoch_path(branch, number)), problem)
+            report.add_finding("epochs", files.shown(epoch_path(branch, number)), problem)
     leases = {}
     for path in paths:
-        lease = readable(
+        lease = read_or_report(
             files,
             report.findings,
             "epochs",
@@ -105,7 +112,7 @@ def _check_lease(
     latest = clock() + timedelta(seconds=max(FUTURE_S, SKEW_S))
     for name in ("since", "renewed"):
         if datetime.fromisoformat(getattr(lease, name)) > latest:
-            report.wrong(
+            report.add_finding(
                 "epochs",
                 where,
                 f"dated in the future: {name} {getattr(lease, name)}; it keeps other drivers out until then",
@@ -113,10 +120,10 @@ def _check_lease(
     if datetime.fromisoformat(lease.renewed) < datetime.fromisoformat(lease.since) - timedelta(
         seconds=FUTURE_S
     ):
-        report.wrong(
+        report.add_finding(
             "epochs", where, f"renewed {lease.renewed}, before it was taken: {lease.since}"
         )
-    match = EPOCH.fullmatch(path)
+    match = EPOCH_NAME.fullmatch(path)
     if match and match[3] and taken is not None:
         other = [
             name
@@ -124,7 +131,7 @@ def _check_lease(
             if getattr(lease, name) != getattr(taken, name)
         ]
         if other:
-            report.wrong(
+            report.add_finding(
                 "epochs",
                 where,
                 f"this renewal is not of its epoch's driver: another {', '.join(other)}",
@@ -136,17 +143,17 @@ def _check_receipts(
 ) -> None:
     iterations = {commit.iteration for commit in commits}
     names = files.list(f"branches/{branch}/receipts")
-    received = {int(match[1]) for path in names if (match := receipts.NAME.fullmatch(path))}
+    received = {int(match[1]) for path in names if (match := receipts.RECEIPT_NAME.fullmatch(path))}
     for k in sorted(received):
         if k < first:
-            report.wrong(
+            report.add_finding(
                 "records",
                 files.shown(receipt_path(branch, k)),
                 f"a receipt of an iteration before the branch's first, {first}",
             )
     missing = sorted(k for k in iterations - received if not files.exists(receipt_path(branch, k)))
     if missing and not received and len(iterations) > 1:
-        report.note(
+        report.add_note(
             "records", branch, "no commit has a receipt: they are gone, or are older than receipts"
         )
         return
@@ -154,16 +161,16 @@ def _check_receipts(
         where = files.shown(receipt_path(branch, k))
         if k + 1 in iterations:
             problem = "the receipt of a commit is gone: the commit that follows writes it if it is missing"
-            report.wrong("records", where, problem)
+            report.add_finding("records", where, problem)
         elif k in scalars.newest_covered(files, branch):
-            report.wrong(
+            report.add_finding(
                 "records",
                 where,
                 "the receipt of a commit is gone: tables have its rows, and are written after it",
             )
         else:
             problem = "the newest commit has no receipt: its driver was killed before it wrote it, or it is gone"
-            report.note("records", where, problem)
+            report.add_note("records", where, problem)
 
 
 def _check_tables(
@@ -184,7 +191,7 @@ def _check_tables(
         except ObjectMissing:
             continue
         _check_coverage(files, own, branch, parts, iterations)
-        report.add(own)
+        report.merge(own)
         return
 
 
@@ -194,25 +201,25 @@ def _check_part(
     """Check one file of a table. Raises: ObjectMissing if it was removed since it was listed."""
     where = files.shown(part.path)
     read = partial(scalars.read_part, files, table, part)
-    rows = readable(files, report.findings, "tables", where, read, required=False)
+    rows = read_or_report(files, report.findings, "tables", where, read, required=False)
     if rows is None:
         if not files.exists(part.path):
             raise ObjectMissing("the file was put together with others", where=where)
         return
     if part.first < first or not files.exists(f"branches/{commit_name(branch, part.end - 1)}.json"):
         problem = f"it is named for iterations {part.first} to {part.end - 1}, which the branch has not all committed"
-        report.wrong("tables", where, problem)
+        report.add_finding("tables", where, problem)
     iterations = rows["iteration"].to_numpy()
     within = bool(np.all((iterations >= part.first) & (iterations < part.end)))
     if not within or set(rows["branch"].to_pylist()) - {branch}:
-        report.wrong(
+        report.add_finding(
             "tables",
             where,
             "it has rows of another branch, or of iterations that its name does not have",
         )
     keys = ["iteration", "group_id", "index"] if table == "samples" else ["iteration", "name"]
     if rows.group_by(keys).aggregate([]).num_rows != rows.num_rows:
-        report.wrong("tables", where, "it has a row twice")
+        report.add_finding("tables", where, "it has a row twice")
 
 
 def _compare_tables(files: Snapshot, report: Report, commit: Commit) -> None:
@@ -231,7 +238,7 @@ def _compare_tables(files: Snapshot, report: Report, commit: Commit) -> None:
                     drawn.to_pylist()
                 ):  # NaN is no number that equals itself
                     problem = f"its rows of iteration {commit.iteration} are not those of the records: delete it to have it made again"
-                    report.wrong("tables", files.shown(part.path), problem)
+                    report.add_finding("tables", files.shown(part.path), problem)
 
 
 def _check_coverage(
@@ -266,29 +273,31 @@ def _check_coverage(
             if k >= newest.end or (table != next(iter(covered)) and k >= newest.first)
         ]
         if gone := sorted(set(missing) - set(pending)):
-            report.wrong("tables", where, f"the rows of these iterations are gone: {spans(gone)}")
+            report.add_finding(
+                "tables", where, f"the rows of these iterations are gone: {format_ranges(gone)}"
+            )
         if pending:
-            report.note(
+            report.add_note(
                 "tables",
                 where,
-                f"not yet in the table, it is made when the run goes on: iterations {spans(pending)}",
+                f"not yet in the table, it is made when the run goes on: iterations {format_ranges(pending)}",
             )
 
 
 def _check_notes(files: Snapshot, report: Report, branch: str) -> None:
     for k in notes.noted_iterations(files, branch):
         path = notes.note_path(branch, k)
-        readable(
+        read_or_report(
             files,
             report.findings,
             "records",
             commit_name(branch, k),
-            partial(notes.noted, files, branch, k),
+            partial(notes.read_note, files, branch, k),
         )
     for path in files.list(f"gates/{branch}"):
         if match := notes.GATE_NAME.fullmatch(path):
             read = partial(_read_gate, files, report, path, int(match[2]))
-            readable(files, report.findings, "records", files.shown(path), read)
+            read_or_report(files, report.findings, "records", files.shown(path), read)
 
 
 def _read_gate(files: Snapshot, report: Report, path: str, iteration: int) -> None:
@@ -312,7 +321,7 @@ def _read_gate(files: Snapshot, report: Report, path: str, iteration: int) -> No
             problem, where=files.url(path), found=found.iteration, expected=iteration
         )
     if not sealed:
-        report.note(
+        report.add_note(
             "records",
             files.shown(path),
             "not sealed, as gates were at first: its bytes cannot be checked",

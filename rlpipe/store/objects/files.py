@@ -22,8 +22,8 @@ from rlpipe.errors import ObjectConflict, ObjectCorrupt, ObjectMissing, StoreErr
 from rlpipe.store.objects.local import (
     TEMPORARY,
     Entry,
+    ListedName,
     LocalBackend,
-    Seen,
     named_failures,
     temporary_name,
 )
@@ -44,7 +44,7 @@ class Backend(Protocol):
     def download(self, path: str, local: str) -> None: ...
     def stat(self, path: str) -> Entry | None: ...
     def entries(self, folder: str) -> Iterator[Entry]: ...
-    def survey(self, folder: str) -> Iterator[Seen]: ...
+    def survey(self, folder: str) -> Iterator[ListedName]: ...
     def delete(self, path: str) -> None: ...
 
 
@@ -151,7 +151,7 @@ class Files:
         found = self._backend.entries(_checked(folder) if folder else "")
         return (entry for entry in found if bool(TEMPORARY.search(entry.path)) == temporary)
 
-    def survey(self, prefix: str = "") -> Iterator[Seen]:
+    def survey(self, prefix: str = "") -> Iterator[ListedName]:
         """Every name below a folder, whatever it names: also links, devices and unfinished files.
         For the audit.
 
@@ -159,7 +159,7 @@ class Files:
         """
         return self._backend.survey(_checked(prefix) if prefix else "")
 
-    def answers(self) -> None:
+    def check_reachable(self) -> None:
         """Return if the store answers at all. Raises: StoreError."""
         self._backend.stat("branches")
 

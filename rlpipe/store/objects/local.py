@@ -41,7 +41,7 @@ KINDS = {
 DIRECTORY = "a directory"
 
 
-class Seen(NamedTuple):
+class ListedName(NamedTuple):
     """One name in the store, whatever it names."""
 
     path: str
@@ -150,7 +150,7 @@ class LocalBackend:
                     if entry := self.stat(path):
                         yield entry
 
-    def survey(self, folder: str) -> Iterator[Seen]:
+    def survey(self, folder: str) -> Iterator[ListedName]:
         """Every name below `folder`, top folders by name, links not followed. A folder that cannot
         be listed is one of the names.
 
@@ -166,7 +166,9 @@ class LocalBackend:
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
-                yield Seen(here, 0, 0.0, f"a directory that cannot be listed ({error.strerror})")
+                yield ListedName(
+                    here, 0, 0.0, f"a directory that cannot be listed ({error.strerror})"
+                )
                 continue
             inner = []
             for one in names:
@@ -176,7 +178,9 @@ class LocalBackend:
                 except FileNotFoundError:  # removed since the listing
                     continue
                 except OSError as error:
-                    yield Seen(path, 0, 0.0, f"a name that cannot be looked at ({error.strerror})")
+                    yield ListedName(
+                        path, 0, 0.0, f"a name that cannot be looked at ({error.strerror})"
+                    )
                     continue
                 if stat.S_ISDIR(said.st_mode):
                     inner.append(path)
@@ -261,14 +265,14 @@ def _write_and_link(temporary: Path, target: Path, write: Callable[[BinaryIO], o
     return True
 
 
-def _seen(path: str, said: os.stat_result) -> Seen:
+def _seen(path: str, said: os.stat_result) -> ListedName:
     """What a name in a directory is."""
     regular = stat.S_ISREG(said.st_mode)
     kind = (
         DIRECTORY if stat.S_ISDIR(said.st_mode) else KINDS.get(stat.S_IFMT(said.st_mode), "no file")
     )
     identity = (said.st_dev, said.st_ino) if regular and said.st_nlink > 1 else None
-    return Seen(path, said.st_size, said.st_mtime, None if regular else kind, identity)
+    return ListedName(path, said.st_size, said.st_mtime, None if regular else kind, identity)
 
 
 def _unless_gone(error: OSError) -> None:

@@ -27,7 +27,7 @@ from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
 from rlpipe.errors import ObjectMissing, StoreError, StoreFull
-from rlpipe.store.objects.local import CHUNK_BYTES, Entry, Seen
+from rlpipe.store.objects.local import CHUNK_BYTES, Entry, ListedName
 
 MISSING = {"NoSuchKey", "404"}
 TAKEN = {"PreconditionFailed", "412", "NoSuchUpload"}
@@ -153,7 +153,7 @@ class S3Backend:
         """Every object below `folder`, in pages of a thousand."""
         return (Entry(*seen[:3]) for seen in self.survey(folder) if seen.kind is None)
 
-    def survey(self, folder: str) -> Iterator[Seen]:
+    def survey(self, folder: str) -> Iterator[ListedName]:
         """Every key below `folder`, by name."""
         prefix = f"{self._prefix}{folder}/" if folder else self._prefix
         page = {}
@@ -169,7 +169,7 @@ class S3Backend:
                 ):  # the marker of a folder, which consoles of S3 make
                     continue
                 kind = "a key that ends in a slash" if key.endswith("/") else None
-                yield Seen(
+                yield ListedName(
                     key.removeprefix(self._prefix), size, found["LastModified"].timestamp(), kind
                 )
             if not page.get("IsTruncated"):

@@ -23,7 +23,8 @@ import pyarrow as pa
 from rlpipe.errors import DataError, ObjectCorrupt
 from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.rows import samples_to_table
-from rlpipe.store.parquet.schema import SAMPLES, decode, encode, repeated_keys
+from rlpipe.store.parquet.rules import repeated_keys
+from rlpipe.store.parquet.schema import SAMPLES, decode, encode
 from rlpipe.types import FileRecord, Sample
 
 READERS = 8

@@ -29,11 +29,11 @@ import pyarrow.parquet as pq
 
 from rlpipe.errors import ObjectCorrupt, ObjectMissing, StoreError
 from rlpipe.store.branches import Branches, commit_name, parse_commit_name
+from rlpipe.store.columns import KIND
 from rlpipe.store.objects.files import Files
-from rlpipe.store.parquet.schema import KIND
 from rlpipe.store.tables.scalar_rows import TABLES, rows_of
 
-NAME = re.compile(r"branches/[^/]+/scalars/[^/]+/(\d{8})-(\d{8})-[0-9a-f]{16}\.parquet")
+TABLE_FILE_NAME = re.compile(r"branches/[^/]+/scalars/[^/]+/(\d{8})-(\d{8})-[0-9a-f]{16}\.parquet")
 BLOCKS = (16, 256, 4096)
 """Iterations of a file that others are put together into; each begins at a multiple of its size."""
 READERS = 8
@@ -253,7 +253,7 @@ def _without_inner(files: Files, parts: list[Part]) -> list[Part]:
 
 def parts_of(files: Files, branch: str, table: str) -> list[Part]:
     """The files of a branch's table, by name."""
-    found = ((NAME.fullmatch(path), path) for path in files.list(_folder(branch, table)))
+    found = ((TABLE_FILE_NAME.fullmatch(path), path) for path in files.list(_folder(branch, table)))
     parts = (Part(int(match[1]), int(match[2]), path) for match, path in found if match)
     return [part for part in parts if 0 < part.end - part.first <= BLOCKS[-1]]
 

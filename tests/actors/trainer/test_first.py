@@ -14,7 +14,7 @@ from rlpipe.config.train import TrainConfig
 from rlpipe.errors import Mismatch
 from rlpipe.lineage.states import lineage_to
 from rlpipe.model_dir import model_fingerprint
-from rlpipe.store.audit.check import check_branch
+from rlpipe.store.audit.verification import check_branch
 from rlpipe.store.gc import unreachable
 from rlpipe.store.objects.files import Files
 from rlpipe.store.retention import Retention, spare_checkpoints

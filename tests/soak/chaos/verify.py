@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from rlpipe.errors import RlpipeError
-from rlpipe.store.audit.check import check_branch
+from rlpipe.store.audit.verification import check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files

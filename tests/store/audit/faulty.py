@@ -21,7 +21,7 @@ from rlpipe.lineage.stage_inputs import checkpoint_inputs
 from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.nodes import Nodes
-from rlpipe.store.notes import OpenedGate, note
+from rlpipe.store.notes import OpenedGate, write_note
 from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.shards import ShardWriter, write_data
 from rlpipe.store.plans import Plans
@@ -86,7 +86,7 @@ def build(files: Files) -> None:
     branches = Branches(files)
     nodes = Nodes(files)
     commits = [branches.read("run", k) for k in range(5)]
-    note(files, "run", 4, commits[4].nodes)
+    write_note(files, "run", 4, commits[4].nodes)
     gate = OpenedGate(iteration=2, broken=("reward 0 below 1",), asked=1.0, resumed=2.0)
     path = f"gates/run/00000002-{commits[2].nodes[Stage.TRAIN][:16]}.json"
     files.create(path, seal(gate, path))
@@ -108,12 +108,12 @@ def build(files: Files) -> None:
     reward = next(
         node for node in nodes_of(files, Stage.REWARD) if node.parents["rollout"] == rollout.digest
     )
-    note(files, "sampled", 0, {Stage.ROLLOUT: rollout.digest, Stage.REWARD: reward.digest})
+    write_note(files, "sampled", 0, {Stage.ROLLOUT: rollout.digest, Stage.REWARD: reward.digest})
     plan = run.plan(5, commits[4].data)
     ShardWriter(files, Plans.groups_prefix(Plans(files).write(plan)), 5).write(
         [group(plan.groups[-1].group_id)]
     )
-    with Epochs(files).alone():
+    with Epochs(files).exclusive():
         pass
 
 

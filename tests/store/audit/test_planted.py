@@ -1,5 +1,5 @@
 """Planted faults: each is named by an audit, and none keeps it from naming others
-(rlpipe.store.audit.check)."""
+(rlpipe.store.audit.verification)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from s3fs import S3FileSystem
 
 from rlpipe.errors import ObjectCorrupt, ObjectMissing, StoreError
-from rlpipe.store.audit.check import check_branch, check_store
+from rlpipe.store.audit.verification import check_branch, check_store
 from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.gc import remove

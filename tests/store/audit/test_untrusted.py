@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rlpipe.errors import ObjectCorrupt, RlpipeError, StoreError
 from rlpipe.store.epochs import Epochs, Lease
 from rlpipe.store.holders import Holder
-from rlpipe.store.notes import note_path, noted, noted_iterations
+from rlpipe.store.notes import note_path, noted_iterations, read_note
 from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.rows import samples_to_table, table_to_samples
 from rlpipe.store.parquet.schema import decode, encode
@@ -121,7 +121,7 @@ def _sealed(content: dict[str, Any]) -> bytes:
 def test_a_lease_of_any_values_is_over_or_runs_or_is_corrupt(name: str, value: object):
     with suppress(ObjectCorrupt):
         lease = unseal(Lease, _sealed({**LEASE, name: value}), "x")
-        assert lease.over(10.0) in (True, False)
+        assert lease.expired(10.0) in (True, False)
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 2**31, 2**70])
@@ -175,7 +175,7 @@ def test_a_note_of_anything_is_corrupt_and_other_names_are_none(data: bytes, tmp
     files.create("rollouts/b/²", b"")
     assert noted_iterations(files, "b") == [0]
     with pytest.raises(ObjectCorrupt):
-        noted(files, "b", 0)
+        read_note(files, "b", 0)
 
 
 SAMPLE_ROWS = samples_to_table([*group("a"), *group("b")], 0)

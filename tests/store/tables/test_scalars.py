@@ -13,7 +13,7 @@ import pytest
 from rlpipe.errors import ConfigError, ObjectCorrupt, ObjectMissing
 from rlpipe.store.audit import anomalies
 from rlpipe.store.audit.anomalies import Anomaly, Limits, find_anomalies
-from rlpipe.store.audit.check import check_branch
+from rlpipe.store.audit.verification import check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.gc import unreachable
 from rlpipe.store.nodes import Nodes

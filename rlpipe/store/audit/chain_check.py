@@ -30,8 +30,8 @@ from functools import partial
 from typing import NamedTuple
 
 from rlpipe.errors import ConfigError, ObjectCorrupt, ObjectMissing, StoreError
-from rlpipe.store.audit.inventory import Snapshot
-from rlpipe.store.audit.reading import Report, readable, spans
+from rlpipe.store.audit.reader import Report, format_ranges, read_or_report
+from rlpipe.store.audit.snapshot import Snapshot
 from rlpipe.store.branches import commit_name, commit_path, config_path
 from rlpipe.store.chain import leaf_paths
 from rlpipe.store.nodes import LEAVES, node_path
@@ -113,13 +113,13 @@ def signed_head(
         path = signature_path(commit.branch, commit.iteration)
         if not files.exists(path):
             continue
-        signature = readable(
+        signature = read_or_report(
             files, report.findings, "chain", files.shown(path), partial(read_signature, files, path)
         )
         if signature is None or not key.of(signature):
             continue
         if not key.signed(signature):
-            report.wrong(
+            report.add_finding(
                 "chain",
                 files.shown(path),
                 "its signature was not made with the key that it names, or it was changed",
@@ -128,7 +128,7 @@ def signed_head(
             found = signature.commit
     if found is None:
         where = files.shown(f"branches/{commits[0].branch}/signatures") if commits else files.root
-        report.wrong("chain", where, "no commit of the history is signed with this key")
+        report.add_finding("chain", where, "no commit of the history is signed with this key")
     return found
 
 
@@ -163,7 +163,7 @@ class _Chain:
         if self._collected and head is not None:
             where = self._files.shown(f"branches/{self._branch}")
             problem = f"{len(self._collected)} checkpoints that its commits name were removed by garbage collection"
-            self._report.note(
+            self._report.add_note(
                 "chain", where, f"{problem}: {', '.join(sorted(self._collected)[:5])}"
             )
 
@@ -192,7 +192,7 @@ class _Chain:
         except (ObjectMissing, ObjectCorrupt):
             return None
         except StoreError:
-            self._files.answers()
+            self._files.check_reachable()
             return None
 
     def _is_wrong(self, where: str, path: str, expected: str, found: str | None) -> bool:
@@ -226,7 +226,7 @@ class _Chain:
         return any(name in said for name in known for said in self._named_as_missing)
 
     def _wrong(self, path: str, problem: str) -> None:
-        self._report.wrong("chain", self._files.shown(path), problem)
+        self._report.add_finding("chain", self._files.shown(path), problem)
 
     def _prove(self, head: str, broken: Sequence[bool]) -> None:
         """Say what a held digest fixes, and name what it does not."""
@@ -310,14 +310,16 @@ class _Chain:
                     "not fixed by the digest: it was recorded after that commit, or stands beside the commits",
                 )
         if noted := noted_iterations(self._files, self._branch):
-            problem = f"iterations that are noted without a commit are not fixed: {spans(noted)}"
+            problem = (
+                f"iterations that are noted without a commit are not fixed: {format_ranges(noted)}"
+            )
             self._note(f"rollouts/{self._branch}", problem)
 
     def _segments(self, branch: str) -> list[str]:
         return self._files.list(f"branches/{branch}/segments")
 
     def _note(self, path: str, problem: str) -> None:
-        self._report.note("chain", self._files.shown(path), problem)
+        self._report.add_note("chain", self._files.shown(path), problem)
 
 
 def _unbroken(commits: Sequence[Commit]) -> list[Commit]:

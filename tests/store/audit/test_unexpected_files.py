@@ -1,5 +1,5 @@
 """What no writer put into a run's folders is named; what a killed or replaced attempt left is not
-(rlpipe.store.audit.strays)."""
+(rlpipe.store.audit.unexpected_files)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from rlpipe.store.audit.check import Finding, check_branch
+from rlpipe.store.audit.verification import Finding, check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files

@@ -11,12 +11,12 @@ import pyarrow as pa
 import pytest
 
 from rlpipe.errors import ObjectCorrupt
-from rlpipe.store.audit.check import check_branch
+from rlpipe.store.audit.verification import check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes, node_path
 from rlpipe.store.objects.files import Files
+from rlpipe.store.parquet.arrays import from_ragged, ragged
 from rlpipe.store.parquet.rows import rewards_to_table
-from rlpipe.store.parquet.schema import from_ragged, ragged
 from rlpipe.store.parquet.shards import ShardWriter, data_folder, write_data, write_table
 from rlpipe.store.plans import Plans
 from rlpipe.store.records import seal

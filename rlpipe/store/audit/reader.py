@@ -19,14 +19,15 @@ from pydantic import BaseModel, ValidationError
 
 from rlpipe.errors import ObjectCorrupt, ObjectMissing, StoreError
 from rlpipe.store import receipts
-from rlpipe.store.audit import strays
-from rlpipe.store.audit.inventory import Snapshot
-from rlpipe.store.audit.strays import Stray
+from rlpipe.store.audit import unexpected_files
+from rlpipe.store.audit.snapshot import Snapshot
+from rlpipe.store.audit.unexpected_files import Stray
 from rlpipe.store.branches import Branches, commit_name, parse_commit_name
+from rlpipe.store.columns import KIND
 from rlpipe.store.nodes import Nodes, input_digest, node_path
-from rlpipe.store.notes import noted
+from rlpipe.store.notes import read_note
 from rlpipe.store.objects.files import Files
-from rlpipe.store.parquet.schema import BATCH, KIND, REWARDS, SAMPLES, decode
+from rlpipe.store.parquet.schema import BATCH, REWARDS, SAMPLES, decode
 from rlpipe.store.plans import Plans, plan_of_rows
 from rlpipe.store.receipts import Receipt, Receipts
 from rlpipe.store.tables import scalars
@@ -67,11 +68,11 @@ class Report:
     """What a digest that was held elsewhere proves (`audit_chain.Proof`); None without one, or if
     no commit has it."""
 
-    def wrong(self, rule: str, where: str, problem: str) -> None:
+    def add_finding(self, rule: str, where: str, problem: str) -> None:
         """Add a finding."""
         self.findings.append(Finding(rule, where, problem))
 
-    def note(self, rule: str, where: str, problem: str) -> None:
+    def add_note(self, rule: str, where: str, problem: str) -> None:
         """Add a note."""
         self.notes.append(Finding(rule, where, problem))
 
@@ -81,14 +82,14 @@ class Report:
         self.notes += other.notes
         self.proof = self.proof or other.proof
 
-    def once(self) -> Report:
+    def deduplicated(self) -> Report:
         """This report with everything in it once."""
         return Report(
             list(dict.fromkeys(self.findings)), list(dict.fromkeys(self.notes)), self.proof
         )
 
 
-class RolloutSaid(BaseModel):
+class RolloutOutputs(BaseModel):
     """What a rollout says of its groups and of the data source."""
 
     plans: list[str] = []
@@ -97,7 +98,7 @@ class RolloutSaid(BaseModel):
     after: dict[str, Any] = {}
 
 
-class BatchSaid(BaseModel):
+class BatchOutputs(BaseModel):
     """What a batch says of its groups."""
 
     groups: list[str]
@@ -121,7 +122,7 @@ class Loaded:
     nodes: dict[Stage, Node] = field(default_factory=dict)
     rows: dict[Stage, list[Rows]] = field(default_factory=dict)
     """Of each stage whose tables could all be read."""
-    rollout: RolloutSaid | None = None
+    rollout: RolloutOutputs | None = None
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -186,7 +187,9 @@ class Reader:
         named = {record.path for record in rollout.files} if rollout else ()
         if len(loaded.plans) == len(commit.plans):
             for digest, plan in zip(commit.plans, loaded.plans, strict=True):
-                self._add_strays(loaded.findings, strays.of_plan(self._files, digest, plan, named))
+                self._add_strays(
+                    loaded.findings, unexpected_files.of_plan(self._files, digest, plan, named)
+                )
         if rollout:
             loaded.rollout = self._said(loaded, rollout)
         if Stage.TRAIN in commit.nodes:
@@ -202,7 +205,7 @@ class Reader:
         findings: list[Finding] = []
         where = commit_name(branch, k)
         if nodes := self.readable(
-            findings, "records", where, lambda: noted(self._files, branch, k)
+            findings, "records", where, lambda: read_note(self._files, branch, k)
         ):
             commit = commit.model_copy(update={"nodes": nodes})
             if chosen := self.readable(
@@ -233,12 +236,12 @@ class Reader:
             else None
         )
         try:
-            said = RolloutSaid.model_validate(rollout.outputs)
+            said = RolloutOutputs.model_validate(rollout.outputs)
             data = DataState.model_validate(rollout.outputs.get("after"))
             fixed = (
-                BatchSaid(groups=said.accepted)
+                BatchOutputs(groups=said.accepted)
                 if batch is None
-                else BatchSaid.model_validate(batch)
+                else BatchOutputs.model_validate(batch)
             )
         except ValidationError:
             return None
@@ -266,7 +269,7 @@ class Reader:
     def check_files(self, findings: list[Finding], node: Node) -> list[Rows] | None:
         """Every file of a node, and what lies beside them; the rows of its tables, None if one of
         them could not be read."""
-        self._add_strays(findings, strays.of_node(self._files, node))
+        self._add_strays(findings, unexpected_files.of_node(self._files, node))
         rows: list[Rows] | None = []
         for record in node.files:
             url = self._files.shown(record.path)
@@ -308,23 +311,23 @@ class Reader:
             )
         return table.select(list(COMPARED[table.schema.metadata[KIND]]))
 
-    def _said(self, loaded: Loaded, rollout: Node) -> RolloutSaid | None:
+    def _said(self, loaded: Loaded, rollout: Node) -> RolloutOutputs | None:
         try:
-            return RolloutSaid.model_validate(rollout.outputs)
+            return RolloutOutputs.model_validate(rollout.outputs)
         except ValidationError as error:
             first = error.errors()[0]
             problem = f"its outputs are not those of a rollout: {'.'.join(map(str, first['loc']))}: {first['msg']}"
             loaded.findings.append(Finding("records", f"{loaded.where} rollout", problem))
             return None
 
-    def readable(
+    def read_or_report(
         self, findings: list[Finding], rule: str, where: str, read: Callable[[], Found]
     ) -> Found | None:
         """What is read; None, and a finding, if it is not there or not what was written."""
-        return readable(self._files, findings, rule, where, read)
+        return read_or_report(self._files, findings, rule, where, read)
 
 
-def readable(
+def read_or_report(
     files: Files,
     findings: list[Finding],
     rule: str,
@@ -348,7 +351,7 @@ def readable(
     except (
         StoreError
     ) as error:  # of this object (a name, a permission, a broken disk), or of the whole store
-        files.answers()
+        files.check_reachable()
         findings.append(Finding(rule, where, f"it cannot be read: {error}"))
     return None
 
@@ -385,7 +388,7 @@ def history(files: Snapshot, branch: str) -> History:
     name = branch
     last = None
     while name is not None and name not in first_of:
-        record = readable(files, findings, "records", name, partial(branches.get, name))
+        record = read_or_report(files, findings, "records", name, partial(branches.get, name))
         unread += record is None
         origin = record.parent if record else None
         if record:
@@ -426,7 +429,9 @@ def _own_commits(
             listed |= set(range(start, end))
     for k in sorted(listed, reverse=True):
         where = commit_name(branch, k)
-        commit = readable(files, findings, "records", where, partial(branches.read, branch, k))
+        commit = read_or_report(
+            files, findings, "records", where, partial(branches.read, branch, k)
+        )
         if commit is None:
             continue
         commits.append(commit)
@@ -461,11 +466,11 @@ def committed_before(files: Files, branch: str) -> set[int]:
     receipts, and tables."""
     names = files.list(f"branches/{branch}/receipts")
     return {
-        int(match[1]) for name in names if (match := receipts.NAME.fullmatch(name))
+        int(match[1]) for name in names if (match := receipts.RECEIPT_NAME.fullmatch(name))
     } | scalars.newest_covered(files, branch)
 
 
-def gone(files: Files, branch: str, committed: Iterable[int]) -> list[Finding]:
+def lost_commits(files: Files, branch: str, committed: Iterable[int]) -> list[Finding]:
     """The newest commits of a branch that were there once; one that is missing among others breaks
     the history."""
     newest = max(Branches(files).committed(branch), default=-1)
@@ -481,7 +486,7 @@ def evaluations_of(files: Snapshot, findings: list[Finding]) -> dict[str, list[N
     nodes = Nodes(files)
     for path in files.list(f"nodes/{Stage.EVAL}"):
         digest = path.rpartition("/")[2].removesuffix(".json")
-        node = readable(
+        node = read_or_report(
             files, findings, "records", files.shown(path), partial(nodes.get, Stage.EVAL, digest)
         )
         if node is not None and (weights := node.parents.get("weights")):
@@ -501,12 +506,12 @@ def read_ahead(asked: Iterable[Callable[[], Loaded]]) -> Iterator[Loaded]:
             yield waiting.popleft().result()
 
 
-def keys(table: pa.Table) -> Iterable[tuple[str, int]]:
+def row_keys(table: pa.Table) -> Iterable[tuple[str, int]]:
     """(group_id, index) of each row."""
     return zip(table["group_id"].to_pylist(), table["index"].to_pylist(), strict=True)
 
 
-def spans(numbers: Sequence[int]) -> str:
+def format_ranges(numbers: Sequence[int]) -> str:
     """Numbers in order as text: `0 to 3, 7`."""
     spans: list[list[int]] = []
     for number in numbers:

@@ -1,5 +1,5 @@
 """The chain: whoever holds the digest of a commit finds every change below it (rlpipe.store.chain,
-rlpipe.store.audit.chain).
+rlpipe.store.audit.chain_check).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from rlpipe.errors import ConfigError, ObjectConflict, ObjectCorrupt, StoreError
-from rlpipe.store.audit.check import check_store
-from rlpipe.store.audit.reading import Report
+from rlpipe.store.audit.reader import Report
+from rlpipe.store.audit.verification import check_store
 from rlpipe.store.branches import Branches, commit_path
 from rlpipe.store.chain import leaf_paths
 from rlpipe.store.nodes import Nodes, node_path

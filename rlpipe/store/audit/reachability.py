@@ -30,25 +30,22 @@ from functools import partial
 from typing import NamedTuple
 
 from rlpipe.errors import ObjectCorrupt
-from rlpipe.store.audit import strays
+from rlpipe.store.audit import unexpected_files
 from rlpipe.store.audit.bookkeeping import check_epochs
-from rlpipe.store.audit.inventory import Snapshot
-from rlpipe.store.audit.reading import Finding, Report, readable
-from rlpipe.store.branches import COMMIT, Branches, commit_name, config_path, parse_commit_name
-from rlpipe.store.epochs import COLLECTOR, SKEW_S, Epochs
-from rlpipe.store.epochs import NAME as EPOCH
+from rlpipe.store.audit.reader import Finding, Report, read_or_report
+from rlpipe.store.audit.snapshot import Snapshot
+from rlpipe.store.branches import COMMIT_NAME, Branches, commit_name, config_path, parse_commit_name
+from rlpipe.store.epochs import COLLECTOR, EPOCH_NAME, SKEW_S, Epochs
 from rlpipe.store.nodes import LEAVES, Nodes
-from rlpipe.store.notes import noted, noted_iterations
+from rlpipe.store.notes import noted_iterations, read_note
 from rlpipe.store.objects.files import is_safe
-from rlpipe.store.plans import DRAW, Plans, draw_path, plan_path
-from rlpipe.store.receipts import NODE_NAME as RECEIPT
-from rlpipe.store.receipts import REMOVED_NAME as REMOVED
-from rlpipe.store.receipts import NodeReceipt, Receipts
+from rlpipe.store.plans import DRAW_NAME, Plans, draw_path, plan_path
+from rlpipe.store.receipts import NODE_RECEIPT_NAME, REMOVAL_NAME, NodeReceipt, Receipts
 from rlpipe.store.segments import Segments
 from rlpipe.types import DataState, Plan, Stage
 
-NODE = re.compile(r"nodes/([a-z]+)/([0-9a-f]{64})\.json")
-PLAN = re.compile(r"plans/([0-9a-f]{64})/plan\.json")
+NODE_NAME = re.compile(r"nodes/([a-z]+)/([0-9a-f]{64})\.json")
+PLAN_NAME = re.compile(r"plans/([0-9a-f]{64})/plan\.json")
 SHARD_FOLDER = re.compile(r"plans/([0-9a-f]{64})/(?:groups|cut)/")
 DATA_FOLDER = re.compile(r"data/([a-z]+)/([0-9a-f]{64})/")
 CHECKPOINT_FILE = re.compile(r"checkpoints/([^/]+)/iter_[0-9]{7,}/[0-9a-f]{12}/(?:[^/]+/)*[^/]+")
@@ -83,7 +80,7 @@ def runs_of(files: Snapshot) -> list[str]:
     found = set()
     odd = [one.path for one in files.odd if one.path.startswith("branches/")]
     for path in filter(is_safe, (*files.list("branches"), *odd)):
-        if path.count("/") > 1 and not EPOCH.fullmatch(path):
+        if path.count("/") > 1 and not EPOCH_NAME.fullmatch(path):
             found.add(path.split("/")[1])
     return sorted(found - {COLLECTOR})
 
@@ -127,12 +124,12 @@ class _Explainer:
         """Name an object, unless the checks of a run did."""
         where = self._files.shown(path)
         if not any(where == one.where or where in one.problem for one in self._report.findings):
-            self._report.wrong("unexplained", where, problem)
+            self._report.add_finding("unexplained", where, problem)
 
     def _left_over(self, path: str, problem: str = GIVEN_UP) -> None:
         where = self._files.shown(path)
         if not any(where == one.where for one in self._report.findings):
-            self._report.note("leftover", where, problem)
+            self._report.add_note("leftover", where, problem)
 
     def _name_odd(self) -> None:
         for odd in self._files.odd:
@@ -155,9 +152,9 @@ class _Explainer:
     def _read_nodes(self) -> None:
         wanted: list[tuple[str, Stage, str]] = []
         for path in self._files.list("nodes"):
-            match = NODE.fullmatch(path)
+            match = NODE_NAME.fullmatch(path)
             if match is None or match[1] not in set(Stage):
-                self._wrong(path, strays.NO_NAME)
+                self._wrong(path, unexpected_files.NO_NAME)
             else:
                 wanted.append((path, Stage(match[1]), match[2]))
         with ThreadPoolExecutor(READERS) as pool:
@@ -175,7 +172,7 @@ class _Explainer:
         self, path: str, stage: Stage, digest: str
     ) -> tuple[NodeSeen | None, list[Finding]]:
         problems: list[Finding] = []
-        node = readable(
+        node = read_or_report(
             self._files,
             problems,
             "records",
@@ -225,29 +222,31 @@ class _Explainer:
         ):
             self._named.add(segment.segment)
         for k in noted_iterations(self._files, branch):
-            nodes = self._read(commit_name(branch, k), partial(noted, self._files, branch, k))
+            nodes = self._read(commit_name(branch, k), partial(read_note, self._files, branch, k))
             self._named.update((nodes or {}).values())
-        for stray in strays.of_branch(self._files, branch):
+        for stray in unexpected_files.of_branch(self._files, branch):
             self._wrong(stray.path, stray.problem)
 
     def _read(self, where: str, read: Callable):
-        return readable(self._files, self._report.findings, "records", where, read)
+        return read_or_report(self._files, self._report.findings, "records", where, read)
 
     def _read_other_epochs(self) -> None:
         """Epochs of the collector, and of runs that were removed or never began: they stay for
         good."""
         found = {
-            path.split("/")[1] for path in self._files.list("branches") if EPOCH.fullmatch(path)
+            path.split("/")[1]
+            for path in self._files.list("branches")
+            if EPOCH_NAME.fullmatch(path)
         }
         for branch in sorted(found - set(self._runs)):
             check_epochs(self._files, self._report, branch)
             if branch != COLLECTOR:
                 self._removed.add(branch)
                 problem = "only epochs are there: the run was removed, or was never begun"
-                self._report.note("leftover", self._files.shown(f"branches/{branch}"), problem)
+                self._report.add_note("leftover", self._files.shown(f"branches/{branch}"), problem)
         for path in self._files.list(f"branches/{COLLECTOR}"):
-            if not EPOCH.fullmatch(path):
-                self._wrong(path, strays.NO_NAME)
+            if not EPOCH_NAME.fullmatch(path):
+                self._wrong(path, unexpected_files.NO_NAME)
         for path in (
             *self._files.list("branches"),
             *self._files.list("rollouts"),
@@ -256,12 +255,12 @@ class _Explainer:
             folder, _, rest = path.partition("/")
             branch, _, name = rest.partition("/")
             if not name:
-                self._wrong(path, strays.NO_NAME)
+                self._wrong(path, unexpected_files.NO_NAME)
             elif folder != "branches" and branch not in self._runs:
                 self._wrong(path, "unexplained: there is no run of this name")
         for branch in self._runs:
             if not self._files.exists(config_path(branch)) and any(
-                COMMIT.fullmatch(path) for path in self._files.list(f"branches/{branch}")
+                COMMIT_NAME.fullmatch(path) for path in self._files.list(f"branches/{branch}")
             ):
                 self._wrong(config_path(branch), "a run has commits and no configuration")
 
@@ -294,7 +293,7 @@ class _Explainer:
         nobody's."""
         loose: dict[str, Plan] = {}
         for path in self._files.list("plans"):
-            match = PLAN.fullmatch(path)
+            match = PLAN_NAME.fullmatch(path)
             if match is None or match[1] in self._explained:
                 continue
             plan = self._plan(match[1])
@@ -343,7 +342,7 @@ class _Explainer:
             problems: list[Finding] = []
             path = plan_path(digest)
             read = partial(self._plans.read, digest)
-            self._plan_seen[digest] = readable(
+            self._plan_seen[digest] = read_or_report(
                 self._files, problems, "records", path, read, required=False
             )
             for problem in problems:
@@ -378,10 +377,10 @@ class _Explainer:
         it."""
         epochs = Epochs(self._files)
         leases = [
-            readable(self._files, [], "epochs", run, partial(epochs.newest, run))
+            read_or_report(self._files, [], "epochs", run, partial(epochs.newest, run))
             for run in {*self._runs, *self._removed}
         ]
-        return any(lease is not None and not lease.over(SKEW_S) for lease in leases)
+        return any(lease is not None and not lease.expired(SKEW_S) for lease in leases)
 
     def _judge_files(self) -> None:
         explained = set[str]()
@@ -406,13 +405,13 @@ class _Explainer:
             if path in left:
                 self._left_over(path)
             elif "/" not in path or folder not in judges:
-                self._wrong(path, f"unexplained: {strays.NO_NAME}")
+                self._wrong(path, f"unexplained: {unexpected_files.NO_NAME}")
             elif (judge := judges[folder]) is not None:
                 judge(path)
 
     def _judge_shard(self, path: str) -> None:
         """Of a plan, or of its rows that no rollout names."""
-        if match := PLAN.fullmatch(path):
+        if match := PLAN_NAME.fullmatch(path):
             if match[1] in self._left and match[1] not in self._explained:
                 self._left_over(path)
             return
@@ -421,9 +420,11 @@ class _Explainer:
         if not self._files.exists(plan_path(digest)) if digest else True:
             self._wrong(
                 path,
-                "its plan is not there, and a plan is written first" if digest else strays.NO_NAME,
+                "its plan is not there, and a plan is written first"
+                if digest
+                else unexpected_files.NO_NAME,
             )
-        elif problem := strays.misnamed(self._files, path, strays.SHARD):
+        elif problem := unexpected_files.misnamed(self._files, path, unexpected_files.SHARD):
             self._wrong(path, problem)
         elif digest not in self._open():
             self._left_over(path)
@@ -434,10 +435,10 @@ class _Explainer:
 
     def _judge_data(self, path: str) -> None:
         match = DATA_FOLDER.match(path)
-        if problem := strays.misnamed(self._files, path, strays.DATA):
+        if problem := unexpected_files.misnamed(self._files, path, unexpected_files.DATA):
             self._wrong(path, problem)
         elif match is None or match[1] not in set(Stage):
-            self._wrong(path, strays.NO_NAME)
+            self._wrong(path, unexpected_files.NO_NAME)
         else:
             self._left_over(
                 path,
@@ -447,7 +448,7 @@ class _Explainer:
     def _judge_checkpoint(self, path: str) -> None:
         match = CHECKPOINT_FILE.fullmatch(path)
         if match is None or match[1] not in {*self._runs, *self._removed}:
-            self._wrong(path, f"unexplained: {strays.NO_NAME}")
+            self._wrong(path, f"unexplained: {unexpected_files.NO_NAME}")
         else:
             self._left_over(
                 path,
@@ -455,11 +456,11 @@ class _Explainer:
             )
 
     def _judge_draw(self, path: str) -> None:
-        if not DRAW.fullmatch(path):
-            self._wrong(path, strays.NO_NAME)
+        if not DRAW_NAME.fullmatch(path):
+            self._wrong(path, unexpected_files.NO_NAME)
             return
         problems: list[Finding] = []
-        digest = readable(
+        digest = read_or_report(
             self._files,
             problems,
             "records",
@@ -486,15 +487,15 @@ class _Explainer:
             self._wrong(path, problem.problem)
 
     def _judge_receipt(self, path: str) -> None:
-        match = RECEIPT.fullmatch(path)
-        if REMOVED.fullmatch(path):
+        match = NODE_RECEIPT_NAME.fullmatch(path)
+        if REMOVAL_NAME.fullmatch(path):
             self._read(path, partial(Receipts(self._files).get_removed, path))
             return
         if match is None or match[1] not in LEAVES:
-            self._wrong(path, strays.NO_NAME)
+            self._wrong(path, unexpected_files.NO_NAME)
             return
         problems: list[Finding] = []
-        receipt = readable(
+        receipt = read_or_report(
             self._files,
             problems,
             "records",

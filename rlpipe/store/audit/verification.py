@@ -47,26 +47,26 @@ from functools import partial
 import pyarrow as pa
 
 from rlpipe.errors import ConfigError, ObjectMissing, StoreError
-from rlpipe.store.audit import strays
+from rlpipe.store.audit import unexpected_files
 from rlpipe.store.audit.bookkeeping import check_bookkeeping
-from rlpipe.store.audit.chain import check_chain, checked_head, signed_head
-from rlpipe.store.audit.explained import explain, runs_of
-from rlpipe.store.audit.inventory import Snapshot
-from rlpipe.store.audit.reading import (
+from rlpipe.store.audit.chain_check import check_chain, checked_head, signed_head
+from rlpipe.store.audit.reachability import explain, runs_of
+from rlpipe.store.audit.reader import (
     Finding,
     Loaded,
     Reader,
     Report,
     committed_before,
     evaluations_of,
-    gone,
     history,
-    keys,
+    lost_commits,
     read_ahead,
+    row_keys,
 )
+from rlpipe.store.audit.snapshot import Snapshot
 from rlpipe.store.branches import Branches, commit_name
 from rlpipe.store.nodes import Nodes
-from rlpipe.store.notes import noted, noted_iterations
+from rlpipe.store.notes import noted_iterations, read_note
 from rlpipe.store.objects.files import Files
 from rlpipe.store.segments import Segments, segment_problem
 from rlpipe.store.signatures import PublicKey
@@ -85,7 +85,7 @@ def check_branch(
     Raises: ObjectMissing if there is no such branch; StoreError if the store does not answer;
     ConfigError.
     """
-    return audit_branch(Snapshot.take(files), branch, say, head).once().findings
+    return audit_branch(Snapshot.take(files), branch, say, head).deduplicated().findings
 
 
 def check_store(
@@ -115,9 +115,11 @@ def check_store(
     if not snapshot.seen and not snapshot.odd:
         raise ObjectMissing("there is no store here", where=files.root, do="give --home or --store")
     for number, branch in enumerate(runs):
-        report.add(audit_branch(snapshot, branch, _of_all(say, number, len(runs)), head, signed_by))
+        report.merge(
+            audit_branch(snapshot, branch, _of_all(say, number, len(runs)), head, signed_by)
+        )
     explain(snapshot, report)
-    return report.once()
+    return report.deduplicated()
 
 
 def _of_all(say: Say | None, number: int, runs: int) -> Say | None:
@@ -139,9 +141,9 @@ def audit_branch(
         files, branch
     )  # first: what a driver commits meanwhile is no matter
     found = history(files, branch)
-    report.findings += [*found.findings, *gone(files, branch, committed)]
-    for stray in strays.of_branch(files, branch):
-        report.wrong("records", files.shown(stray.path), stray.problem)
+    report.findings += [*found.findings, *lost_commits(files, branch, committed)]
+    for stray in unexpected_files.of_branch(files, branch):
+        report.add_finding("records", files.shown(stray.path), stray.problem)
     if signed_by is not None:
         signed = signed_head(files, report, found.commits, signed_by)
         head = head or signed
@@ -252,7 +254,10 @@ class _Audit:
             for k in noted_iterations(self._files, source):
                 where = commit_name(source, k)
                 nodes = self._reader.readable(
-                    self.findings, "records", where, lambda k=k, s=source: noted(self._files, s, k)
+                    self.findings,
+                    "records",
+                    where,
+                    lambda k=k, s=source: read_note(self._files, s, k),
                 )
                 self._known.update((nodes or {}).values())
 
@@ -402,7 +407,7 @@ class _Audit:
                         f"segment {digest} has no pointer that makes it a state of this branch"
                     )
             except StoreError as error:
-                self._files.answers()
+                self._files.check_reachable()
                 problem = str(error)
             if problem:
                 self.add("records", where, f"its {role}: {problem}")
@@ -434,7 +439,7 @@ class _Audit:
         samples = loaded.table(Stage.ROLLOUT)
         if samples is None:
             return
-        sampled = set(keys(samples))
+        sampled = set(row_keys(samples))
         if len(loaded.plans) == len(loaded.commit.plans):
             planned = {group.group_id for plan in loaded.plans for group in plan.groups}
             strangers = sorted(key for key in sampled if key[0] not in planned)
@@ -442,7 +447,10 @@ class _Audit:
         for stage in (Stage.REWARD, Stage.ADVANTAGE):
             if (table := loaded.table(stage)) is not None:
                 self._add_foreign(
-                    loaded, stage, sorted(set(keys(table)) - sampled), "no such row in the rollout"
+                    loaded,
+                    stage,
+                    sorted(set(row_keys(table)) - sampled),
+                    "no such row in the rollout",
                 )
         if (batch := loaded.table(Stage.ADVANTAGE)) is not None:
             self._add_foreign(
@@ -461,11 +469,11 @@ class _Audit:
 
 def _other_tokens(samples: pa.Table, batch: pa.Table) -> list[tuple[str, int]]:
     """Rows of the batch whose tokens no row of that name in the rollout has."""
-    wanted = dict(zip(keys(batch), batch["tokens"].to_pylist(), strict=True))
+    wanted = dict(zip(row_keys(batch), batch["tokens"].to_pylist(), strict=True))
     right = set()
     seen = set()
     for key, prompt, response in zip(
-        keys(samples),
+        row_keys(samples),
         samples["prompt_ids"].to_pylist(),
         samples["response_ids"].to_pylist(),
         strict=True,

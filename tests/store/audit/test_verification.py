@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.store.audit.check import check_branch
+from rlpipe.store.audit.verification import check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes, node_path
 from rlpipe.store.objects.files import Files

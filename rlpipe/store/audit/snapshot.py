@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from rlpipe.errors import DataError, ObjectCorrupt, StoreError
 from rlpipe.store.objects.files import Files, is_safe
-from rlpipe.store.objects.local import DIRECTORY, TEMPORARY, Entry, Seen
+from rlpipe.store.objects.local import DIRECTORY, TEMPORARY, Entry, ListedName
 from rlpipe.store.records import canonical
 
 MOST_BYTES = 4 * 1024**3
@@ -35,11 +35,11 @@ class Snapshot(Files):
 
     def __init__(self, root: str) -> None:
         super().__init__(root)
-        self.seen: dict[str, Seen] = {}
+        self.seen: dict[str, ListedName] = {}
         """Every object by its name."""
-        self.unfinished: list[Seen] = []
+        self.unfinished: list[ListedName] = []
         """What writers that were killed, or still write, have under temporary names."""
-        self.odd: list[Seen] = []
+        self.odd: list[ListedName] = []
         """What is no object: links, devices, folders under the name of a file."""
         self._names: list[str] = []
         self._digests: dict[str, str] = {}
@@ -56,7 +56,7 @@ class Snapshot(Files):
         snapshot._names = sorted(snapshot.seen)
         return snapshot
 
-    def _add(self, seen: Seen) -> None:
+    def _add(self, seen: ListedName) -> None:
         if not seen.path:
             raise StoreError("the store cannot be listed", where=self.root, found=seen.kind)
         if seen.kind is None and not is_safe(seen.path):

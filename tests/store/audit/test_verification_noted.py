@@ -13,10 +13,10 @@ import pytest
 from rlpipe.config.run import RunConfig
 from rlpipe.lineage.rollouts import find
 from rlpipe.reprocess.branch import Reprocessor
-from rlpipe.store.audit.check import check_branch
+from rlpipe.store.audit.verification import check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes, node_path
-from rlpipe.store.notes import note, note_path, noted
+from rlpipe.store.notes import note_path, read_note, write_note
 from rlpipe.store.objects.files import Files
 from rlpipe.types import Node, Stage
 from tests.reprocessed import FILTER, History, configuration
@@ -81,7 +81,7 @@ def flip(files: Files, path: str) -> None:
 
 
 def of(files: Files, run: str, k: int, stage: Stage) -> Node:
-    return Nodes(files).get(stage, noted(files, run, k)[stage])
+    return Nodes(files).get(stage, read_note(files, run, k)[stage])
 
 
 @pytest.mark.parametrize(
@@ -99,12 +99,12 @@ def of(files: Files, run: str, k: int, stage: Stage) -> Node:
         ),
         (lambda files: flip(files, note_path("new", 1)), "records", "new/00000001"),
         (
-            lambda files: files.delete(node_path(REWARD, noted(files, "new", 1)[REWARD])),
+            lambda files: files.delete(node_path(REWARD, read_note(files, "new", 1)[REWARD])),
             "records",
             "new/00000001 reward",
         ),
         (
-            lambda files: files.delete(node_path(ROLLOUT, noted(files, "new", 1)[ROLLOUT])),
+            lambda files: files.delete(node_path(ROLLOUT, read_note(files, "new", 1)[ROLLOUT])),
             "records",
             "new/00000001 rollout",
         ),
@@ -141,7 +141,7 @@ def sampled(files: Files) -> None:
         "run", {**record.config, "debug": {"debug_rollout_only": True}}, record.init
     )
     for commit in commits:
-        note(
+        write_note(
             files,
             "run",
             commit.iteration,
@@ -171,9 +171,9 @@ def test_of_a_run_that_only_sampled_every_group_is_accounted_for(
 
 def test_a_rollout_that_is_noted_twice_is_named(local_files: Files, config: RunConfig):
     sampled(local_files)
-    again = noted(local_files, "run", 1)
+    again = read_note(local_files, "run", 1)
     local_files.delete(note_path("run", 2))
-    note(local_files, "run", 2, again)
+    write_note(local_files, "run", 2, again)
     found = {(one.rule, one.where) for one in check_branch(local_files, "run")}
     assert {
         ("drawn", "run/00000002"),

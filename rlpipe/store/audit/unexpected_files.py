@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from rlpipe.errors import ObjectMissing, StoreError
 from rlpipe.store import branches, epochs, notes, receipts, segments, signatures
-from rlpipe.store.audit.inventory import Snapshot
+from rlpipe.store.audit.snapshot import Snapshot
 from rlpipe.store.parquet.schema import decode
 from rlpipe.store.plans import plan_path
 from rlpipe.store.tables import scalars
@@ -28,15 +28,15 @@ from rlpipe.types import Node, Plan
 SHARD = re.compile(r"plans/[^/]+/(?:groups|cut)/[^/]+-[0-9]{5}-([0-9a-f]{16})\.parquet")
 DATA = re.compile(r"data/[^/]+/[^/]+/[^/]+-([0-9a-f]{16})\.(?:parquet|json)")
 OF_A_BRANCH = (
-    branches.CONFIG,
-    branches.COMMIT,
-    receipts.NAME,
-    epochs.NAME,
-    segments.NAME,
-    scalars.NAME,
-    notes.NAME,
+    branches.CONFIG_NAME,
+    branches.COMMIT_NAME,
+    receipts.RECEIPT_NAME,
+    epochs.EPOCH_NAME,
+    segments.SEGMENT_NAME,
+    scalars.TABLE_FILE_NAME,
+    notes.NOTE_NAME,
     notes.GATE_NAME,
-    signatures.NAME,
+    signatures.SIGNATURE_NAME,
 )
 FOLDERS_OF_A_BRANCH = ("branches", "rollouts", "gates")
 NO_NAME = "no writer gives a file such a name: it is a copy, or was put there by hand"
@@ -100,7 +100,7 @@ def misnamed(files: Snapshot, path: str, form: re.Pattern[str]) -> str | None:
     except ObjectMissing:
         return None  # it was removed since the listing
     except StoreError as error:
-        files.answers()
+        files.check_reachable()
         return str(error)
     return (
         None
@@ -118,7 +118,7 @@ def _misplaced(
     except ObjectMissing:
         return None
     except StoreError as error:
-        files.answers()
+        files.check_reachable()
         return str(error)
     sampled = {
         group
