@@ -18,8 +18,8 @@ from rlpipe.errors import ObjectMissing
 from rlpipe.lineage.rollouts import StoredRollout, find
 from rlpipe.observe.comparison import Comparison, Example, IterationRow
 from rlpipe.store.objects.files import Files
+from rlpipe.store.parquet.arrays import ragged
 from rlpipe.store.parquet.rows import from_json
-from rlpipe.store.parquet.schema import ragged
 from rlpipe.store.parquet.shards import read_rows
 from rlpipe.types import Node
 

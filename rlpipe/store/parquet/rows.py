@@ -1,9 +1,8 @@
-"""Python objects to tables and back: `Sample` and reward rows.
+"""Convert `Sample` objects and reward rows to tables and back.
 
-Lists of tokens pass through NumPy rather than one Arrow scalar each: a million tokens take tens of
+Entry points: `samples_to_table`, `table_to_samples`, `rewards_to_table`, `table_to_rewards`. Lists
+of tokens pass through NumPy and never become one Arrow scalar each: a million tokens take tens of
 milliseconds.
-
-Not here: the columns themselves and their rules (`schema`).
 """
 
 from __future__ import annotations
@@ -17,19 +16,21 @@ import numpy as np
 import pyarrow as pa
 
 from rlpipe.errors import DataError, ObjectCorrupt
-from rlpipe.store.parquet.schema import REWARDS, SAMPLES, from_experts, make_table, ragged
+from rlpipe.store.parquet.arrays import from_experts, ragged
+from rlpipe.store.parquet.schema import REWARDS, SAMPLES, make_table
 from rlpipe.store.routed_experts import one_per_token, rows_of
 from rlpipe.types import Sample, Status
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Sample) if field.name in SAMPLES.names)
-DEFAULTS = {"remove_sample": False, "non_generation_time": 0.0, "num_turns": 1}
-"""Values of columns that older files have not."""
+"""Fields of `Sample` that are columns of the same name."""
 EXPERTS = "rollout_routed_experts"
-"""The column that may be left behind: it is large, and few read it."""
+"""The column that most readers leave out: it may be most of the data."""
+NULL_VALUES = {"remove_sample": False, "non_generation_time": 0.0, "num_turns": 1}
+"""Meaning of null in columns that files of earlier releases do not have."""
 
 
 class RewardLike(Protocol):
-    """One verifier's answer about one sample."""
+    """The answer of a verifier about one sample."""
 
     @property
     def group_id(self) -> str: ...
@@ -49,36 +50,34 @@ def samples_to_table(
     dropped: Mapping[str, str] | None = None,
     where: str = "samples",
 ) -> pa.Table:
-    """The table of samples. `dropped`: group id → reason, for groups that will not be trained.
+    """Return the table of samples.
 
-    Raises: DataError naming row and column: a list of the wrong length, NaN, an id that does not
-    fit, text that is not Unicode.
+    `dropped`: group id → reason, for groups that will not be trained.
+
+    Raises: DataError naming row and column, for a list of the wrong length, NaN, a number that does
+    not fit its column, or text that is not Unicode.
     """
     dropped = dropped or {}
-    columns: dict[str, Any] = {
-        name: [getattr(sample, name) for sample in samples] for name in FIELDS
-    }
-    columns["prompt"] = [_to_json(sample.prompt, where, row) for row, sample in enumerate(samples)]
-    columns["metadata"] = [
-        _to_json(sample.metadata, where, row) for row, sample in enumerate(samples)
-    ]
-    columns["weight_versions"] = [
+    values: dict[str, Any] = {name: [getattr(one, name) for one in samples] for name in FIELDS}
+    values["prompt"] = [_to_json(one.prompt, where, row) for row, one in enumerate(samples)]
+    values["metadata"] = [_to_json(one.metadata, where, row) for row, one in enumerate(samples)]
+    values["weight_versions"] = [
         [{"tokens": tokens, "version": version} for tokens, version in runs]
-        for runs in columns["weight_versions"]
+        for runs in values["weight_versions"]
     ]
-    columns["reward_parts"] = [list(parts.items()) for parts in columns["reward_parts"]]
-    columns["status"] = [str(status) for status in columns["status"]]
-    columns[EXPERTS] = from_experts([_experts_per_token(sample) for sample in samples])
-    columns["drop_reason"] = [dropped.get(sample.group_id) for sample in samples]
-    columns["iteration"] = [iteration] * len(samples)
-    return make_table(SAMPLES, columns, where)
+    values["reward_parts"] = [list(parts.items()) for parts in values["reward_parts"]]
+    values["status"] = [str(status) for status in values["status"]]
+    values[EXPERTS] = from_experts([_experts_per_token(sample) for sample in samples])
+    values["drop_reason"] = [dropped.get(sample.group_id) for sample in samples]
+    values["iteration"] = [iteration] * len(samples)
+    return make_table(SAMPLES, values, where)
 
 
 def table_to_samples(table: pa.Table) -> list[Sample]:
-    """The samples of a table; `iteration` and `drop_reason` stay behind, and routed experts if they
-    are not there.
+    """Return the samples of a table, without `iteration` and `drop_reason`.
 
-    Raises: ValueError if another column is missing; ObjectCorrupt if one that is JSON is not.
+    The table may lack the column of routed experts. Raises: ValueError if another column is
+    missing; ObjectCorrupt if a JSON column does not hold JSON.
     """
     if missing := set(FIELDS) - {EXPERTS} - set(table.column_names):
         raise ValueError(f"samples need all of their columns, missing {sorted(missing)}")
@@ -88,25 +87,37 @@ def table_to_samples(table: pa.Table) -> list[Sample]:
     for sample in samples:
         if sample.rollout_routed_experts is not None:
             tokens = len(sample.prompt_ids) + len(sample.response_ids)
-            sample.rollout_routed_experts = rows_of(
-                sample.rollout_routed_experts.reshape(max(tokens, 1), -1)[:tokens]
-            )
+            experts = sample.rollout_routed_experts.reshape(max(tokens, 1), -1)[:tokens]
+            sample.rollout_routed_experts = rows_of(experts)
     return samples
 
 
 def rewards_to_table(rewards: Sequence[RewardLike], where: str = "rewards") -> pa.Table:
-    """The table of reward rows. Raises: DataError naming row and column; a row needs a reward or an
-    error."""
-    columns: dict[str, Any] = {
+    """Return the table of reward rows.
+
+    Raises: DataError naming row and column; a row needs a reward or an error.
+    """
+    values: dict[str, Any] = {
         name: [getattr(row, name) for row in rewards] for name in REWARDS.names
     }
-    columns["parts"] = [list(parts.items()) for parts in columns["parts"]]
-    return make_table(REWARDS, columns, where)
+    values["parts"] = [list(parts.items()) for parts in values["parts"]]
+    return make_table(REWARDS, values, where)
 
 
 def table_to_rewards(table: pa.Table) -> list[dict[str, Any]]:
-    """Keyword arguments of each reward row: group_id, index, reward, parts, error."""
-    return [{**row, "parts": dict(row["parts"])} for row in table.select(REWARDS.names).to_pylist()]
+    """Return the keyword arguments of each reward row: group_id, index, reward, parts, error."""
+    rows = table.select(REWARDS.names).to_pylist()
+    return [{**row, "parts": dict(row["parts"])} for row in rows]
+
+
+def from_json(text: str, column: str) -> Any:
+    """Return the value of a JSON column. Raises: ObjectCorrupt."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ObjectCorrupt(
+            f"the {column} of a row is not JSON", where="samples", found=f"{text[:80]!r} ({error})"
+        ) from error
 
 
 def _to_json(value: Any, where: str, row: int) -> str:
@@ -118,29 +129,28 @@ def _to_json(value: Any, where: str, row: int) -> str:
         ) from error
 
 
-def from_json(text: str, what: str) -> Any:
-    """The value of a column of JSON text. Raises: ObjectCorrupt."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ObjectCorrupt(
-            f"the {what} of a row is not JSON", where="samples", found=f"{text[:80]!r} ({error})"
-        ) from error
-
-
 def _metadata(text: str) -> dict[str, Any]:
     value = from_json(text, "metadata")
     if not isinstance(value, dict):
-        raise ObjectCorrupt("the metadata of a row is no object", where="samples", found=text[:80])
+        raise ObjectCorrupt(
+            "the metadata of a row is not an object", where="samples", found=text[:80]
+        )
     return value
+
+
+def _experts_per_token(sample: Sample) -> np.ndarray | None:
+    experts = sample.rollout_routed_experts
+    if experts is None:
+        return None
+    return one_per_token(experts, len(sample.prompt_ids) + len(sample.response_ids))
 
 
 def _to_plain(column: pa.ChunkedArray) -> list[Any]:
     return column.to_pylist()
 
 
-def _to_value(default: Any) -> Callable[[pa.ChunkedArray], list[Any]]:
-    return lambda column: [default if value is None else value for value in column.to_pylist()]
+def _with_null_as(value: Any) -> Callable[[pa.ChunkedArray], list[Any]]:
+    return lambda column: [value if item is None else item for item in column.to_pylist()]
 
 
 def _to_runs(column: pa.ChunkedArray) -> list[list[tuple[int, int]]]:
@@ -157,26 +167,17 @@ def _to_lists(column: pa.ChunkedArray) -> list[list[Any] | None]:
     bounds = offsets.tolist()
     valid = column.is_valid().to_pylist()
     return [
-        flat[bounds[row] : bounds[row + 1]] if there else None for row, there in enumerate(valid)
+        flat[bounds[row] : bounds[row + 1]] if valid[row] else None for row in range(len(valid))
     ]
-
-
-def _experts_per_token(sample: Sample) -> np.ndarray | None:
-    rows = sample.rollout_routed_experts
-    return (
-        None
-        if rows is None
-        else one_per_token(rows, len(sample.prompt_ids) + len(sample.response_ids))
-    )
 
 
 def _to_arrays(column: pa.ChunkedArray) -> list[np.ndarray | None]:
     values, offsets = ragged(column)
+    valid = column.is_valid().to_pylist()
+    if not valid:
+        return []
     parts = np.split(values, offsets[1:-1])
-    there = column.is_valid().to_pylist()
-    return (
-        [part if known else None for part, known in zip(parts, there, strict=True)] if there else []
-    )
+    return [part if present else None for part, present in zip(parts, valid, strict=True)]
 
 
 READERS: dict[str, Callable[[pa.ChunkedArray], list[Any]]] = {
@@ -191,5 +192,6 @@ READERS: dict[str, Callable[[pa.ChunkedArray], list[Any]]] = {
     "weight_versions": _to_runs,
     "status": lambda column: [Status(text) for text in column.to_pylist()],
     "reward_parts": lambda column: [dict(parts) for parts in column.to_pylist()],
-    **{name: _to_value(default) for name, default in DEFAULTS.items()},
+    **{name: _with_null_as(value) for name, value in NULL_VALUES.items()},
 }
+"""How a column becomes a field of `Sample`; the others are plain values."""

@@ -1,10 +1,8 @@
-"""The scalar rows of one iteration: what there is to say of each of its samples without its tokens,
-and its metrics.
+"""Compute the rows of the SQL tables `samples` and `metrics` for one iteration.
 
-`samples`: all that were sampled for it, trained or not. `metrics`: what its stages recorded, and
-their seconds.
-
-Not here: keeping them (`scalars`).
+`samples` has one row for each sample of the iteration's rollout, trained or not, without its
+tokens. `metrics` has the metrics that the stages recorded and the seconds that they took. The
+columns are in `rlpipe.store.columns`; `scalars` keeps the tables of a whole branch.
 """
 
 from __future__ import annotations
@@ -12,226 +10,227 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
+from rlpipe.store import columns
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
-from rlpipe.store.parquet.schema import KIND, ragged
+from rlpipe.store.parquet.arrays import ragged
 from rlpipe.store.parquet.shards import read_rows
 from rlpipe.types import Commit, Node, Stage
 
 Key = tuple[str, int]
+"""(group_id, index) of a sample."""
 
-SAMPLES = pa.schema(
-    [
-        ("branch", pa.string()),
-        ("iteration", pa.int64()),
-        ("group_id", pa.string()),
-        ("index", pa.int32()),
-        ("prompt", pa.string()),
-        ("status", pa.string()),
-        ("finish_reason", pa.string()),
-        ("error", pa.string()),
-        ("reward", pa.float64()),
-        ("reward_parts", pa.map_(pa.string(), pa.field("value", pa.float64(), nullable=False))),
-        ("prompt_tokens", pa.int32()),
-        ("response_tokens", pa.int32()),
-        ("num_turns", pa.int32()),
-        ("accepted", pa.bool_()),
-        ("trained", pa.bool_()),
-        ("drop_reason", pa.string()),
-        ("advantage", pa.float32()),
-        ("logprob_difference", pa.float32()),
-        ("logprob_difference_max", pa.float32()),
-        ("oldest_version", pa.int32()),
-        ("newest_version", pa.int32()),
-        ("staleness", pa.int32()),
-        ("engine", pa.string()),
-        ("started", pa.float64()),
-        ("seconds", pa.float64()),
-    ],
-    metadata={KIND: b"scalars.samples/1"},
-)
-"""`prompt`: the first digits of its sha256 (`prompt_name`), the same in every epoch. `reward`: what
-the verifier said; null with an `error`, or where nothing was scored. `advantage`: mean over the
-tokens that count. `logprob_difference`: mean and largest absolute difference between the log-probs
-of the engine and the trainer over those tokens. `staleness`: weight version trained minus the
-oldest that sampled. `started`: seconds since the epoch. Null where it is not known: what was not
-trained has no advantage."""
-
-METRICS = pa.schema(
-    [
-        ("branch", pa.string()),
-        ("iteration", pa.int64()),
-        ("name", pa.string()),
-        ("value", pa.float64()),
-    ],
-    metadata={KIND: b"scalars.metrics/1"},
-)
-"""Metrics of the stages by their names, and `perf/<stage>_time` in seconds."""
-
+SAMPLES = columns.SAMPLE_SCALARS.schema
+METRICS = columns.METRICS.schema
 TABLES = {"samples": SAMPLES, "metrics": METRICS}
 
-READ = (
-    "group_id", "index", "prompt", "prompt_ids", "response_ids", "status", "finish_reason", "error", "weight_versions", "engine",
-    "t_start_s", "t_end_s", "drop_reason", "num_turns",
-)  # fmt: skip
+SAMPLE_COLUMNS = (
+    "group_id",
+    "index",
+    "prompt",
+    "prompt_ids",
+    "response_ids",
+    "status",
+    "finish_reason",
+    "error",
+    "weight_versions",
+    "engine",
+    "t_start_s",
+    "t_end_s",
+    "drop_reason",
+    "num_turns",
+)
+BATCH_COLUMNS = (
+    "group_id",
+    "index",
+    "loss_mask",
+    "advantages",
+    "rollout_log_probs",
+    "proximal_log_probs",
+)
+PROMPT_DIGITS = 16
+
+
+class RewardScalars(NamedTuple):
+    """Reward columns of one sample."""
+
+    reward: float | None = None
+    parts: tuple[tuple[str, float], ...] = ()
+    error: str | None = None
+
+
+class BatchScalars(NamedTuple):
+    """Means of one trained sample over the tokens that count; None where a column is missing."""
+
+    advantage: float | None = None
+    logprob_difference: float | None = None
+    logprob_difference_max: float | None = None
 
 
 def rows_of(
     files: Files, commit: Commit, tables: Iterable[str] = tuple(TABLES)
 ) -> dict[str, pa.Table]:
-    """These tables of an iteration. Raises: ObjectMissing, ObjectCorrupt."""
+    """Return these tables for one iteration. Raises: ObjectMissing, ObjectCorrupt."""
     nodes = {stage: Nodes(files).get(stage, digest) for stage, digest in commit.nodes.items()}
-    made = {
-        "samples": lambda: _samples(files, commit, nodes),
-        "metrics": lambda: _metrics(commit, nodes),
+    build = {
+        "samples": lambda: _sample_table(files, commit, nodes),
+        "metrics": lambda: _metric_table(commit, nodes),
     }
-    return {table: made[table]() for table in tables}
+    return {table: build[table]() for table in tables}
 
 
 def prompt_name(prompt: str) -> str:
-    """How the tables name a prompt, given as a row has it (JSON)."""
-    return hashlib.sha256(prompt.encode()).hexdigest()[:16]
+    """Return the name of a prompt in the tables: the first digits of the sha256 of its JSON.
+
+    A prompt has the same name in every epoch.
+    """
+    return hashlib.sha256(prompt.encode()).hexdigest()[:PROMPT_DIGITS]
 
 
-def _metrics(commit: Commit, nodes: dict[Stage, Node]) -> pa.Table:
+def _metric_table(commit: Commit, nodes: dict[Stage, Node]) -> pa.Table:
     values: dict[str, float] = {}
     for stage, node in nodes.items():
-        said = node.outputs.get("metrics", {})
+        metrics = node.outputs.get("metrics", {})
         values |= {
             str(name): float(value)
-            for name, value in said.items()
+            for name, value in metrics.items()
             if isinstance(value, int | float)
         }
         if isinstance(seconds := node.outputs.get("seconds"), int | float):
             values[f"perf/{stage}_time"] = float(seconds)
-    columns = [
-        [commit.branch] * len(values),
-        [commit.iteration] * len(values),
-        list(values),
-        list(values.values()),
-    ]
-    return pa.table(
-        [pa.array(column, field.type) for column, field in zip(columns, METRICS, strict=True)],
-        schema=METRICS,
-    )
+    rows = {
+        "branch": [commit.branch] * len(values),
+        "iteration": [commit.iteration] * len(values),
+        "name": list(values),
+        "value": list(values.values()),
+    }
+    return pa.table([pa.array(rows[field.name], field.type) for field in METRICS], schema=METRICS)
 
 
-def _samples(files: Files, commit: Commit, nodes: dict[Stage, Node]) -> pa.Table:
+def _sample_table(files: Files, commit: Commit, nodes: dict[Stage, Node]) -> pa.Table:
     rollout = nodes.get(Stage.ROLLOUT)
     if rollout is None or not rollout.files:
         return SAMPLES.empty_table()
-    table = read_rows(files, rollout.files, READ)
-    keys = list(zip(table["group_id"].to_pylist(), table["index"].to_pylist(), strict=True))
-    said = _rewards(files, nodes.get(Stage.REWARD))
-    batch = _batch(files, nodes.get(Stage.ADVANTAGE))
-    trained = set(commit.trained)
-    accepted = set(rollout.outputs.get("accepted", ()))
-    oldest, newest = _versions(table)
-    errors = table["error"].to_pylist()
-    reasons = table["drop_reason"].to_pylist()
-    began, ended = (table[name].to_numpy() for name in ("t_start_s", "t_end_s"))
-    columns: dict[str, Any] = {
+    stored = read_rows(files, rollout.files, SAMPLE_COLUMNS)
+    keys = list(zip(stored["group_id"].to_pylist(), stored["index"].to_pylist(), strict=True))
+    values = {
         "branch": [commit.branch] * len(keys),
         "iteration": [commit.iteration] * len(keys),
-        "prompt": [prompt_name(prompt) for prompt in table["prompt"].to_pylist()],
-        "error": [
-            error or said.get(key, (None, None, None))[2]
-            for key, error in zip(keys, errors, strict=True)
-        ],
-        "reward": [said.get(key, (None,))[0] for key in keys],
-        "reward_parts": [said[key][1] if key in said else [] for key in keys],
-        "prompt_tokens": _lengths(table, "prompt_ids"),
-        "response_tokens": _lengths(table, "response_ids"),
+        "prompt": [prompt_name(prompt) for prompt in stored["prompt"].to_pylist()],
+        "prompt_tokens": _lengths(stored, "prompt_ids"),
+        "response_tokens": _lengths(stored, "response_ids"),
+        **_fates(commit, rollout, keys, stored),
+        **_reward_columns(_rewards(files, nodes.get(Stage.REWARD)), keys, stored),
+        **_batch_columns(_batch(files, nodes.get(Stage.ADVANTAGE)), keys),
+        **_version_columns(commit, stored),
+        "started": stored["t_start_s"].to_numpy(),
+        "seconds": stored["t_end_s"].to_numpy() - stored["t_start_s"].to_numpy(),
+    }
+    arrays = [
+        pa.array(values[field.name], field.type)
+        if field.name in values
+        else stored[field.name].cast(field.type)
+        for field in SAMPLES
+    ]
+    return pa.table(arrays, schema=SAMPLES)
+
+
+def _fates(
+    commit: Commit, rollout: Node, keys: list[Key], stored: pa.Table
+) -> dict[str, list[bool] | list[str | None]]:
+    accepted = set(rollout.outputs.get("accepted", ()))
+    trained = set(commit.trained)
+    reasons = stored["drop_reason"].to_pylist()
+    return {
         "accepted": [group in accepted for group, _ in keys],
         "trained": [group in trained for group, _ in keys],
         "drop_reason": [
             commit.dropped.get(group) or reason
             for (group, _), reason in zip(keys, reasons, strict=True)
         ],
-        "advantage": [batch.get(key, (None,) * 3)[0] for key in keys],
-        "logprob_difference": [batch.get(key, (None,) * 3)[1] for key in keys],
-        "logprob_difference_max": [batch.get(key, (None,) * 3)[2] for key in keys],
+    }
+
+
+def _reward_columns(
+    rewards: dict[Key, RewardScalars], keys: list[Key], stored: pa.Table
+) -> dict[str, list[Any]]:
+    rows = [rewards.get(key, RewardScalars()) for key in keys]
+    errors = stored["error"].to_pylist()
+    return {
+        "reward": [row.reward for row in rows],
+        "reward_parts": [list(row.parts) for row in rows],
+        "error": [error or row.error for error, row in zip(errors, rows, strict=True)],
+    }
+
+
+def _batch_columns(batch: dict[Key, BatchScalars], keys: list[Key]) -> dict[str, list[Any]]:
+    rows = [batch.get(key, BatchScalars()) for key in keys]
+    return {name: [getattr(row, name) for row in rows] for name in BatchScalars._fields}
+
+
+def _version_columns(commit: Commit, stored: pa.Table) -> dict[str, list[int | None]]:
+    """Return the weight versions of each row; None where nothing was sampled."""
+    runs = [[run["version"] for run in row] for row in stored["weight_versions"].to_pylist()]
+    oldest = [min(row, default=None) for row in runs]
+    return {
         "oldest_version": oldest,
-        "newest_version": newest,
+        "newest_version": [max(row, default=None) for row in runs],
+        # Iteration k trains weight version k.
         "staleness": [
             None if version is None else commit.iteration - version for version in oldest
         ],
-        "started": began,
-        "seconds": ended - began,
     }
-    arrays = [
-        pa.array(columns[field.name], field.type)
-        if field.name in columns
-        else table[field.name].cast(field.type)
-        for field in SAMPLES
-    ]
-    return pa.table(arrays, schema=SAMPLES)
 
 
-def _rewards(
-    files: Files, reward: Node | None
-) -> dict[Key, tuple[float | None, list[tuple[str, float]], str | None]]:
+def _rewards(files: Files, reward: Node | None) -> dict[Key, RewardScalars]:
     if reward is None or not reward.files:
         return {}
     rows = read_rows(files, reward.files).to_pylist()
     return {
-        (row["group_id"], row["index"]): (row["reward"], row["parts"], row["error"]) for row in rows
+        (row["group_id"], row["index"]): RewardScalars(row["reward"], row["parts"], row["error"])
+        for row in rows
     }
 
 
-def _batch(
-    files: Files, advantage: Node | None
-) -> dict[Key, tuple[float | None, float | None, float | None]]:
-    """Of each row that is trained: advantage, mean and largest difference of log-probs, over the
-    tokens that count."""
+def _batch(files: Files, advantage: Node | None) -> dict[Key, BatchScalars]:
     if advantage is None or not advantage.files:
         return {}
-    names = [
-        "group_id",
-        "index",
-        "loss_mask",
-        "advantages",
-        "rollout_log_probs",
-        "proximal_log_probs",
-    ]
-    table = read_rows(files, advantage.files, names)
+    table = read_rows(files, advantage.files, BATCH_COLUMNS)
     mask, offsets = ragged(table["loss_mask"])
-    apart = None
-    if not table["rollout_log_probs"].null_count and not table["proximal_log_probs"].null_count:
-        apart = np.abs(
-            ragged(table["rollout_log_probs"])[0] - ragged(table["proximal_log_probs"])[0]
-        )
-    values = None if table["advantages"].null_count else ragged(table["advantages"])[0]
+    advantages = _response_values(table, "advantages")
+    behaviour = _response_values(table, "rollout_log_probs")
+    proximal = _response_values(table, "proximal_log_probs")
+    difference = None
+    if behaviour is not None and proximal is not None:
+        difference = np.abs(behaviour - proximal)
     keys = zip(table["group_id"].to_pylist(), table["index"].to_pylist(), strict=True)
     return {
-        key: (
-            _mean(values, where),
-            _mean(apart, where),
-            float(apart[where].max()) if apart is not None and where.size else None,
+        key: BatchScalars(
+            _mean(advantages, tokens),
+            _mean(difference, tokens),
+            float(difference[tokens].max()) if difference is not None and tokens.size else None,
         )
-        for key, where in zip(keys, _counting(mask, offsets), strict=True)
+        for key, tokens in zip(keys, _unmasked_tokens(mask, offsets), strict=True)
     }
 
 
-def _counting(mask: np.ndarray, offsets: np.ndarray) -> Iterator[np.ndarray]:
-    """Per row: positions of its tokens that count."""
+def _response_values(table: pa.Table, name: str) -> np.ndarray | None:
+    return None if table[name].null_count else ragged(table[name])[0]
+
+
+def _unmasked_tokens(mask: np.ndarray, offsets: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield, for each row, the positions of its tokens with loss mask 1."""
     for start, end in pairwise(offsets):
         yield start + np.flatnonzero(mask[start:end])
 
 
-def _mean(values: np.ndarray | None, where: np.ndarray) -> float | None:
-    return float(values[where].mean()) if values is not None and where.size else None
-
-
-def _versions(table: pa.Table) -> tuple[list[int | None], list[int | None]]:
-    """Oldest and newest weight version of each row; None where nothing was sampled."""
-    runs = [[run["version"] for run in row] for row in table["weight_versions"].to_pylist()]
-    return [min(row, default=None) for row in runs], [max(row, default=None) for row in runs]
+def _mean(values: np.ndarray | None, tokens: np.ndarray) -> float | None:
+    return float(values[tokens].mean()) if values is not None and tokens.size else None
 
 
 def _lengths(table: pa.Table, name: str) -> np.ndarray:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpipe.errors import DataError, ObjectCorrupt
+from rlpipe.store.parquet.arrays import from_ragged, ragged
 from rlpipe.store.parquet.rows import (
     EXPERTS,
     rewards_to_table,
@@ -21,15 +22,7 @@ from rlpipe.store.parquet.rows import (
     table_to_rewards,
     table_to_samples,
 )
-from rlpipe.store.parquet.schema import (
-    BATCH,
-    SAMPLES,
-    decode,
-    encode,
-    from_ragged,
-    make_table,
-    ragged,
-)
+from rlpipe.store.parquet.schema import BATCH, SAMPLES, decode, encode, make_table
 from rlpipe.store.routed_experts import NOT_ROUTED
 from rlpipe.types import Sample, Status
 from tests.store.lineage import Reward

@@ -18,22 +18,12 @@ from rlpipe.algorithms.logits import Share, logits_loss, shared_as
 from rlpipe.algorithms.objective import Objective
 from rlpipe.batch.packing import BatchColumns, gather_index
 from rlpipe.engines.megatron import platform
+from rlpipe.store.columns import hook_names
 
 # isort: split
 from megatron.core import parallel_state
 
 from rlpipe.engines.megatron.train.batch import MicroBatch
-
-COLUMNS = {
-    "proximal_log_probs": "log_probs",
-    "reference_log_probs": "ref_log_probs",
-    "rollout_log_probs": "rollout_log_probs",
-    "teacher_log_probs": "teacher_log_probs",
-    "advantages": "advantages",
-    "values": "values",
-    "returns": "returns",
-}
-"""Ours → slime's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +95,7 @@ class LogitsLoss:
             parts = (torch.from_numpy(values[offsets[i] : offsets[i + 1]]) for i in samples)
             return [platform.to_device(part, device) for part in parts]
 
-        places = torch.zeros(micro.length, device=device).index_copy(
+        full_masks = torch.zeros(micro.length, device=device).index_copy(
             0, micro.rows, micro.column(batch.loss_mask)
         )
         return {
@@ -115,10 +105,10 @@ class LogitsLoss:
             "response_lengths": batch.response_lengths[samples].tolist(),
             "loss_masks": whole(batch.loss_mask, batch.response_offsets),
             "rollout_mask_sums": self.mask_sums[samples].tolist(),
-            "full_loss_masks": places[None],
+            "full_loss_masks": full_masks[None],
             "packed_seq_params": micro.layout,
             "multimodal_train_inputs": None,
-            **{theirs: column(getattr(batch, ours)) for ours, theirs in COLUMNS.items()},
+            **{theirs: column(getattr(batch, ours)) for ours, theirs in hook_names().items()},
         }
 
 

@@ -20,38 +20,28 @@ import numpy as np
 import torch
 
 from rlpipe.algorithms import custom
-from rlpipe.algorithms.objective import CustomLoss, Objective, Tokens, objective
-from rlpipe.algorithms.sequences import Sequences, alone
+from rlpipe.algorithms.objective import CustomLoss, Objective, TokenBatch, objective
+from rlpipe.algorithms.sequences import Sequences, local_total
 from rlpipe.batch.packing import BatchColumns, PackingPlan, gather_index
 from rlpipe.config.algorithms import LossConfig
 from rlpipe.engines.megatron import platform
 from rlpipe.errors import DataError, TrainerError
+from rlpipe.store.columns import hook_names
 
 # isort: split
 from megatron.core import parallel_state
 
-from rlpipe.engines.megatron.model.build import Trained
+from rlpipe.engines.megatron.model.build import TrainedModel
 from rlpipe.engines.megatron.train.batch import MicroBatch, pack
 from rlpipe.engines.megatron.train.logits import LogitsLoss
-from rlpipe.engines.megatron.train.passes import run_logits_passes, run_passes, this_slice
+from rlpipe.engines.megatron.train.optimizer_step import summed, update
+from rlpipe.engines.megatron.train.passes import packing_slice, run_logits_passes, run_passes
 from rlpipe.engines.megatron.train.routing import Around, Replaying
-from rlpipe.engines.megatron.train.update import summed, update
-from rlpipe.engines.megatron.train.weights import StepWeights, prepare
-
-NAMES = {
-    "advantages": "advantages",
-    "proximal_log_probs": "log_probs",
-    "rollout_log_probs": "rollout_log_probs",
-    "reference_log_probs": "ref_log_probs",
-    "teacher_log_probs": "teacher_log_probs",
-    "values": "values",
-    "returns": "returns",
-}
-"""Column → its name in a custom loss's batch."""
+from rlpipe.engines.megatron.train.token_weights import StepWeights, prepare
 
 
 def train_steps(
-    trained: Trained,
+    trained: TrainedModel,
     batch: BatchColumns,
     packing: PackingPlan,
     loss: LossConfig,
@@ -97,7 +87,7 @@ def train_steps(
 
 
 @contextmanager
-def _routed(trained: Trained, batch: BatchColumns) -> Iterator[Around | None]:
+def _routed(trained: TrainedModel, batch: BatchColumns) -> Iterator[Around | None]:
     """What forward passes run within: as the batch's experts say, if the model was built for that.
 
     Raises: DataError if the batch does not say them.
@@ -139,7 +129,7 @@ def _check_columns(batch: BatchColumns, packing: PackingPlan, loss: LossConfig) 
 
 
 def _step(
-    trained: Trained,
+    trained: TrainedModel,
     batch: BatchColumns,
     step: tuple,
     loss: LossConfig,
@@ -156,7 +146,7 @@ def _step(
     sample_of = batch.sample_of
     counts = np.bincount(batch.sample_of, batch.loss_mask, minlength=len(batch))
     mine = step[parallel_state.get_data_parallel_rank()]
-    part = this_slice(trained)
+    part = packing_slice(trained)
     names: list[str] = []
 
     def kept_of(found: Objective) -> tuple[torch.Tensor, torch.Tensor]:
@@ -221,7 +211,7 @@ def _tokens(
     counts: np.ndarray,
     *,
     by_name: bool,
-) -> Tokens:
+) -> TokenBatch:
     """The micro-batch's tokens; `by_name`: all columns too, for a custom loss."""
 
     def column(values: np.ndarray | None) -> torch.Tensor | None:
@@ -230,23 +220,23 @@ def _tokens(
     shared = parallel_state.get_context_parallel_world_size() > 1
     known = {
         name: values
-        for key, name in NAMES.items()
+        for key, name in hook_names().items()
         if by_name and (values := getattr(batch, key)) is not None
     }
-    return Tokens(
+    return TokenBatch(
         log_probs=log_probs,
         entropy=entropy,
         weight=micro.column(fixed.weight),
         sequences=Sequences(
             sample=micro.column(sample_of),
             counts=platform.to_device(torch.from_numpy(counts), log_probs.device),
-            total=_total_over_context if shared else alone,
+            total=_total_over_context if shared else local_total,
         ),
         policy_weight=column(fixed.policy_weight),
         advantages=column(batch.advantages),
-        proximal=column(batch.proximal_log_probs),
-        behaviour=column(batch.rollout_log_probs),
-        reference=column(batch.reference_log_probs),
+        proximal_log_probs=column(batch.proximal_log_probs),
+        rollout_log_probs=column(batch.rollout_log_probs),
+        reference_log_probs=column(batch.reference_log_probs),
         factor=column(fixed.factor),
         columns={name: micro.column(values) for name, values in known.items()},
     )
