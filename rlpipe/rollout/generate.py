@@ -1,29 +1,30 @@
-"""The default way to sample a group: one turn, every sample of the group from the same prompt.
+"""Sample one group: the generate functions for single-turn and for supervised rollouts.
 
-A generate function is `async (PlannedGroup, so_far: Sequence[Sample]) -> list[Sample]`, one sample
-per seed; it raises an `RlpipeError` if the group failed. `so_far` is empty, or has the samples of
-the group as an earlier rollout left them: finished ones stay as they are, the others go on. A
-sample that comes back aborted was cut off by whoever asked.
+A generate function is `async (PlannedGroup, so_far: Sequence[Sample]) -> list[Sample]` and returns
+one sample per seed. `so_far` is empty or holds the group's samples from an earlier rollout:
+finished samples are kept, the others continue from their tokens. A sample with status `aborted` was
+cut off by the rollout. A generate function raises an `RlpipeError` if the group failed.
 
-Not here: which groups, how many at a time and what becomes of a failed one (`sampler`); rewards.
+Entry points: `SingleTurn`, `SupervisedRows`, `sampling_params`, `planned_sample`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.errors import DataError, EngineError
-from rlpipe.rollout.client.client import GenerateClient
-from rlpipe.rollout.generation import Generation
+from rlpipe.rollout.client.generate_client import GenerateClient
+from rlpipe.rollout.generation import Generation, merged_runs
 from rlpipe.store.routed_experts import within
 from rlpipe.types import PlannedGroup, Sample, Status, WeightVersion
 
 
 class Generate(Protocol):
-    """See the module."""
+    """A generate function, as described in the module docstring."""
 
     def __call__(
         self, group: PlannedGroup, so_far: Sequence[Sample] = ()
@@ -33,21 +34,28 @@ class Generate(Protocol):
 Decode = Callable[[Sequence[int]], str]
 FINISHED = (Status.COMPLETED, Status.TRUNCATED)
 
-_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+_STATUS_OF_REASON = {
+    "stop": Status.COMPLETED,
+    "length": Status.TRUNCATED,
+    "abort": Status.ABORTED,
+}
+_REASON_OF_STATUS = {status: reason for reason, status in _STATUS_OF_REASON.items()}
 
 
 def sampling_params(
     config: RolloutConfig, *, temperature: float | None = None, max_response_len: int | None = None
 ) -> dict[str, Any]:
-    """SGLang's sampling parameters of a rollout; evaluation overrides temperature (0 is greedy) and
-    length."""
+    """Return SGLang's sampling parameters of a rollout.
+
+    An evaluation overrides `temperature` (0 is greedy) and `max_response_len`.
+    """
+    if max_response_len is None:
+        max_response_len = config.rollout_max_response_len
     params: dict[str, Any] = {
         "temperature": config.rollout_temperature if temperature is None else temperature,
         "top_p": config.rollout_top_p,
         "top_k": config.rollout_top_k,
-        "max_new_tokens": config.rollout_max_response_len
-        if max_response_len is None
-        else max_response_len,
+        "max_new_tokens": max_response_len,
         "stop_token_ids": list(config.rollout_stop_token_ids),
         "skip_special_tokens": False,
     }
@@ -59,13 +67,13 @@ def sampling_params(
 
 
 class SingleTurn:
-    """The default generate function.
+    """Sample every response of a group from the same prompt, in one turn.
 
-    `decode` turns response ids into text. `context_len` is the longest prompt + response; a
-    response is cut short to fit. `seeded`: send each sample's own seed, one request each; only
-    engines started with `enable_deterministic_inference` honour it. Once `stop` is set, what is
-    aborted is returned as it is. `routed`: samples say which experts the engine routed their tokens
-    to.
+    `decode` turns response ids into text. `context_len` is the limit for prompt plus response; a
+    response is shortened to fit. `seeded` sends one request per sample with the sample's seed; only
+    engines started with `enable_deterministic_inference` use the seed. `routed` stores the experts
+    that the engine routed the tokens to. After `stop` is set, aborted responses are returned as
+    they are.
     """
 
     def __init__(
@@ -88,34 +96,25 @@ class SingleTurn:
         self.stop = stop
 
     async def __call__(self, group: PlannedGroup, so_far: Sequence[Sample] = ()) -> list[Sample]:
-        """Raises: DataError if the prompt leaves no room for a response, and what
-        `GenerateClient.generate` raises."""
+        """Sample a group. Raises: DataError if the prompt leaves no room for a response; errors of
+        `GenerateClient.generate`."""
+        require_room(group, self.context_len)
         room = self.context_len - len(group.prompt_ids)
-        if room < 1:
-            raise DataError(
-                "the prompt leaves no room for a response",
-                where=f"group {group.group_id}",
-                found=f"{len(group.prompt_ids)} prompt tokens",
-                expected=f"fewer than {self.context_len}",
-                do="set data.rollout_max_prompt_len, or a longer rollout.rollout_max_context_len",
-            )
         sampling = {**self.sampling, "max_new_tokens": min(self.sampling["max_new_tokens"], room)}
+        earlier = [_generation_of(row) for row in sorted(so_far, key=lambda row: row.index)]
         generations = await self.client.generate(
             group.prompt_ids,
             sampling,
             n=len(group.seeds),
             seeds=group.seeds if self.seeded else None,
-            so_far=[
-                _generation(sample) for sample in sorted(so_far, key=lambda sample: sample.index)
-            ]
-            or None,
+            so_far=earlier or None,
             stop=self.stop,
             routed_from=0 if self.routed else None,
             where=f"group {group.group_id}",
         )
-        kept = {sample.index: sample for sample in so_far if sample.status in FINISHED}
+        finished = {sample.index: sample for sample in so_far if sample.status in FINISHED}
         return [
-            kept.get(index) or self._sample(group, index, generation)
+            finished.get(index) or self._sample(group, index, generation)
             for index, generation in enumerate(generations)
         ]
 
@@ -123,15 +122,11 @@ class SingleTurn:
         sample = planned_sample(group, index)
         sample.response_ids = generation.response_ids
         sample.rollout_log_probs = generation.log_probs
-        tokens = len(group.prompt_ids) + len(generation.response_ids)
-        sample.rollout_routed_experts = within(generation.routed_experts, tokens)
+        num_tokens = len(group.prompt_ids) + len(generation.response_ids)
+        sample.rollout_routed_experts = within(generation.routed_experts, num_tokens)
         sample.response = self.decode(generation.response_ids)
-        runs = [
-            (tokens, version_of(stamp, f"group {group.group_id}"))
-            for tokens, stamp in generation.weight_versions
-        ]
-        sample.weight_versions = _merged(runs)
-        sample.status = _STATUS[generation.finish_reason]
+        sample.weight_versions = version_runs(generation, f"group {group.group_id}")
+        sample.status = _STATUS_OF_REASON[generation.finish_reason]
         sample.finish_reason = generation.finish_reason
         sample.engine = generation.engine
         sample.t_start_s = generation.t_start_s
@@ -139,16 +134,63 @@ class SingleTurn:
         return sample
 
 
+class SupervisedRows:
+    """The generate function of `rollout.type: dataset`: responses come from the plan.
+
+    No engine is called. `decode` turns response ids into text.
+    """
+
+    def __init__(self, *, decode: Decode) -> None:
+        self.decode = decode
+
+    async def __call__(self, group: PlannedGroup, so_far: Sequence[Sample] = ()) -> list[Sample]:
+        """Return one completed sample per seed, with the planned response and loss mask and without
+        log-probs.
+
+        Raises: DataError if the plan has no response, or a loss mask of another length.
+        """
+        num_tokens = len(group.response_ids)
+        if not num_tokens or len(group.loss_mask) not in (0, num_tokens):
+            raise DataError(
+                "a supervised row needs a response and a loss mask of the same length",
+                where=f"group {group.group_id}",
+                found=f"{num_tokens} response tokens, loss mask of {len(group.loss_mask)}",
+            )
+        return [self._sample(group, index) for index in range(len(group.seeds))]
+
+    def _sample(self, group: PlannedGroup, index: int) -> Sample:
+        sample = planned_sample(group, index)
+        sample.response_ids = list(group.response_ids)
+        sample.response = self.decode(group.response_ids)
+        sample.loss_mask = list(group.loss_mask) or [1] * len(group.response_ids)
+        sample.status = Status.COMPLETED
+        sample.finish_reason = "stop"
+        sample.t_start_s = sample.t_end_s = time.time()
+        return sample
+
+
 class GroupFailed(EngineError):
-    """A group whose sampling failed in part: `samples` are all of its rows."""
+    """Sampling failed for some samples of a group. `samples` are all rows of the group."""
 
     def __init__(self, problem: str, samples: Sequence[Sample] = (), **details: Any) -> None:
         super().__init__(problem, **details)
         self.samples = list(samples)
 
 
+def require_room(group: PlannedGroup, context_len: int) -> None:
+    """Raises: DataError if a group's prompt leaves no room for a response."""
+    if len(group.prompt_ids) >= context_len:
+        raise DataError(
+            "the prompt leaves no room for a response",
+            where=f"group {group.group_id}",
+            found=f"{len(group.prompt_ids)} prompt tokens",
+            expected=f"fewer than {context_len}",
+            do="set data.rollout_max_prompt_len, or a longer rollout.rollout_max_context_len",
+        )
+
+
 def planned_sample(group: PlannedGroup, index: int) -> Sample:
-    """Sample `index` of a group before anything is sampled."""
+    """Return sample `index` of a group without a response."""
     return Sample(
         group_id=group.group_id,
         index=index,
@@ -161,56 +203,60 @@ def planned_sample(group: PlannedGroup, index: int) -> Sample:
 
 
 def failed_samples(group: PlannedGroup, error: Exception) -> list[Sample]:
-    """The rows of a group that could not be sampled: status failed, the error's text, no response;
-    or those it came with."""
+    """Return the rows of a failed group: the rows of a `GroupFailed`, else rows without a response,
+    with status failed and the error's text."""
     if isinstance(error, GroupFailed):
         return error.samples
     samples = [planned_sample(group, index) for index in range(len(group.seeds))]
     for sample in samples:
-        sample.status, sample.error = Status.FAILED, f"{type(error).__name__}: {error}"
+        sample.status = Status.FAILED
+        sample.error = f"{type(error).__name__}: {error}"
         sample.rollout_log_probs = []
     return samples
 
 
-_EARLIER = "@earlier@"
-_REASON = {status: reason for reason, status in _STATUS.items()}
+# A row stores weight versions as integers, a Generation as the engine's stamps. This prefix marks
+# the stamp of an integer from a row, which has no branch and digest any more.
+_STORED_VERSION = "@earlier@"
 
 
-def _generation(sample: Sample) -> Generation | None:
-    """What there is of a sample, to go on from. None: nothing."""
+def _generation_of(sample: Sample) -> Generation | None:
+    """Return a stored sample as a generation to continue from. None: it has no response tokens."""
     if not sample.response_ids:
         return None
-    stamps = [(tokens, f"{_EARLIER}{version}") for tokens, version in sample.weight_versions]
-    ids = sample.response_ids
-    log_probs = sample.rollout_log_probs or []
-    reason = _REASON[sample.status]
-    times = (sample.t_start_s, sample.t_end_s)
-    routed = sample.rollout_routed_experts
     return Generation(
-        ids, log_probs, reason, stamps, sample.engine, 0, *times, routed_experts=routed
+        response_ids=sample.response_ids,
+        log_probs=sample.rollout_log_probs or [],
+        finish_reason=_REASON_OF_STATUS[sample.status],
+        weight_versions=[
+            (tokens, f"{_STORED_VERSION}{version}") for tokens, version in sample.weight_versions
+        ],
+        engine=sample.engine,
+        cached_tokens=0,
+        t_start_s=sample.t_start_s,
+        t_end_s=sample.t_end_s,
+        routed_experts=sample.rollout_routed_experts,
     )
 
 
-def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Run lengths without two neighbours of one version."""
-    merged: list[tuple[int, int]] = []
-    for tokens, version in runs:
-        if merged and merged[-1][1] == version:
-            merged[-1] = (merged[-1][0] + tokens, version)
-        else:
-            merged.append((tokens, version))
-    return merged
+def version_runs(generation: Generation, where: str) -> list[tuple[int, int]]:
+    """Return the run lengths `(tokens, weight version)` of a generation. Raises: as
+    `version_of`."""
+    return merged_runs(
+        (tokens, version_of(stamp, where)) for tokens, stamp in generation.weight_versions
+    )
 
 
 def version_of(stamp: str, where: str) -> int:
-    """The weight version an engine named. Raises: EngineError if it is not one of ours."""
-    if stamp.startswith(_EARLIER):
-        return int(stamp.removeprefix(_EARLIER))
+    """Return the weight version of an engine's stamp. Raises: EngineError if the stamp is not
+    `branch@version@digest`."""
+    if stamp.startswith(_STORED_VERSION):
+        return int(stamp.removeprefix(_STORED_VERSION))
     try:
         return WeightVersion.version_of(stamp)
     except ValueError as error:
         raise EngineError(
-            "the engine's weights have no version of ours",
+            "the engine's weight version is not one of rlpipe",
             where=where,
             found=stamp,
             expected="branch@version@digest",

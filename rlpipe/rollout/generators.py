@@ -23,14 +23,14 @@ from rlpipe.errors import RlpipeError
 from rlpipe.model_dir import model_context_len
 from rlpipe.rollout.agent.gateway import Gateway
 from rlpipe.rollout.agent.openai_api import ChatSessions
-from rlpipe.rollout.client.client import GenerateClient
-from rlpipe.rollout.dataset import Given
+from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.generate import (
     FINISHED,
     Decode,
     Generate,
     GroupFailed,
     SingleTurn,
+    SupervisedRows,
     sampling_params,
 )
 from rlpipe.rollout.hooks.checked import Limits
@@ -179,7 +179,7 @@ async def sampling(
     """The generate function of one rollout, and what it needs for as long as it runs. Raises:
     RlpipeError without engines."""
     if occasion.rollout.type == "dataset":
-        yield Given(decode=ground.response_text(occasion.rollout))
+        yield SupervisedRows(decode=ground.response_text(occasion.rollout))
         return
     if client is None:
         raise _no_engines()

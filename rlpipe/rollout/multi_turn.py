@@ -24,7 +24,7 @@ from itertools import groupby
 from typing import Any
 
 from rlpipe.errors import DataError
-from rlpipe.rollout.client.client import GenerateClient
+from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.generate import FINISHED, planned_sample, version_of
 from rlpipe.rollout.generation import Generation
 from rlpipe.rollout.tool_calls import Call, CallFormat

@@ -17,8 +17,8 @@ import pytest
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.engines.sglang.admin import Engine, PauseMode
 from rlpipe.errors import DeadlineExceeded, EngineError
-from rlpipe.rollout.client.client import GenerateClient
-from rlpipe.rollout.client.gate import Gate
+from rlpipe.rollout.client.generate_client import GenerateClient
+from rlpipe.rollout.client.request_pool import Gate
 from rlpipe.rollout.generate import SingleTurn, sampling_params
 from rlpipe.rollout.generation import Generation, joined, settled
 from rlpipe.sync.transports.tensor import TensorTransport
@@ -210,7 +210,7 @@ class _Scripted:
 
     def client(self, **keywords) -> GenerateClient:
         client = _client("http://router", **keywords)
-        client._http = httpx.AsyncClient(transport=httpx.MockTransport(self.answer))
+        client.pool.http = httpx.AsyncClient(transport=httpx.MockTransport(self.answer))
         return client
 
     def answer(self, request: httpx.Request) -> httpx.Response:
@@ -279,11 +279,11 @@ async def test_an_answer_without_spans_that_lived_through_a_push_in_place_is_an_
     async with script.client() as client:
 
         def moved(_request: httpx.Request) -> httpx.Response:
-            client._moves += 1
+            client.pool.num_in_place_pushes += 1
             return httpx.Response(200, json=[_row([1], "stop", spans=False)])
 
-        client._http = httpx.AsyncClient(transport=httpx.MockTransport(moved))
-        with pytest.raises(EngineError, match="which weights sampled which token"):
+        client.pool.http = httpx.AsyncClient(transport=httpx.MockTransport(moved))
+        with pytest.raises(EngineError, match="the weight version of each token"):
             await client.generate([9], {"max_new_tokens": 3})
 
 

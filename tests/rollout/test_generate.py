@@ -6,9 +6,8 @@ import pytest
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.errors import DataError, EngineError
-from rlpipe.rollout.client.client import GenerateClient
-from rlpipe.rollout.dataset import Given
-from rlpipe.rollout.generate import SingleTurn, failed_samples, sampling_params
+from rlpipe.rollout.client.generate_client import GenerateClient
+from rlpipe.rollout.generate import SingleTurn, SupervisedRows, failed_samples, sampling_params
 from rlpipe.rollout.generation import Generation
 from rlpipe.types import PlannedGroup, Status
 from tests.live_engine import CONTEXT_LEN, END, VOCAB_SIZE
@@ -129,7 +128,7 @@ async def test_supervised_rows_take_the_given_response():
     group = GROUP.model_copy(
         update={"response_ids": (8, 9, END), "loss_mask": (0, 1, 1), "seeds": (10,)}
     )
-    (sample,) = await Given(decode=_decode)(group)
+    (sample,) = await SupervisedRows(decode=_decode)(group)
     assert (sample.response_ids, sample.loss_mask, sample.response) == (
         [8, 9, END],
         [0, 1, 1],
@@ -141,6 +140,6 @@ async def test_supervised_rows_take_the_given_response():
         and sample.status is Status.COMPLETED
     )
     with pytest.raises(DataError, match="group b:00000001"):
-        await Given(decode=_decode)(group.model_copy(update={"loss_mask": (1,)}))
+        await SupervisedRows(decode=_decode)(group.model_copy(update={"loss_mask": (1,)}))
     with pytest.raises(DataError, match="0 response tokens"):
-        await Given(decode=_decode)(GROUP)
+        await SupervisedRows(decode=_decode)(GROUP)

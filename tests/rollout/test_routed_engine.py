@@ -14,14 +14,14 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rlpipe.batch.packing import BatchColumns
+from rlpipe.batch.columns import BatchColumns
 from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Server
 from rlpipe.rollout.agent.gateway import Gateway
 from rlpipe.rollout.agent.openai_api import ChatSessions
-from rlpipe.rollout.client.client import GenerateClient
+from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.generate import SingleTurn
 from rlpipe.store.routed_experts import NOT_ROUTED, one_per_token, routed_width
 from rlpipe.system.ports import free_port

@@ -13,7 +13,7 @@ import pytest
 from rlpipe.errors import EngineError, EngineRejected, HookError
 from rlpipe.rollout.agent.gateway import Gateway
 from rlpipe.rollout.agent.openai_api import ChatSessions
-from rlpipe.rollout.client.client import GenerateClient
+from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.generate import SingleTurn, planned_sample
 from rlpipe.rollout.generation import Generation
 from rlpipe.rollout.hooks.checked import Limits, as_rows
@@ -57,7 +57,7 @@ class Engine:
             samples_per_request=8,
             routed_width=width,
         )
-        client._http = httpx.AsyncClient(transport=httpx.MockTransport(self.answer))
+        client.pool.http = httpx.AsyncClient(transport=httpx.MockTransport(self.answer))
         return client
 
     def answer(self, request: httpx.Request) -> httpx.Response:

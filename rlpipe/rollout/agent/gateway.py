@@ -26,7 +26,7 @@ from aiohttp import web
 from rlpipe.errors import DataError, DeadlineExceeded, EngineRejected, RlpipeError
 from rlpipe.rollout.agent.events import Events, followed
 from rlpipe.rollout.agent.requests import Generate, read_body
-from rlpipe.rollout.client.client import GenerateClient
+from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.client.streaming import Watch
 from rlpipe.rollout.generate import version_of
 from rlpipe.rollout.generation import Generation

@@ -1,1 +1,1 @@
-"""HTTP client of the router: requests, streaming, the gate and direct routing to engines."""
+"""HTTP client of the engines: requests in batches, streaming, the gate for weight pushes."""

@@ -1,7 +1,7 @@
-"""One HTTP call with a deadline, and its failures as errors of ours; and the connections of a
-client that has hundreds of them.
+"""Make HTTP calls to engines and routers with a deadline and named errors.
 
-Not a client: it never retries.
+Entry points: `call` (async) and `fetch` (blocking), neither of which retries; `Connections`, the
+connection pool of a client with hundreds of requests in flight.
 """
 
 from __future__ import annotations
@@ -19,28 +19,30 @@ from rlpipe.errors import DeadlineExceeded, EngineRejected, EngineUnavailable
 from rlpipe.system.certificates import certificates
 
 STREAMED = "rlpipe.streamed"
-"""Extension of an httpx request whose answer is to be read piece by piece."""
+"""Extension of an httpx request that streams the body of its answer."""
 LARGEST_ANSWER_BYTES = 4 * 1024**3
-"""No answer is larger: with more, something else than an engine answers."""
+"""Upper limit for an answer. A larger answer does not come from an engine."""
 _SHOWN_CHARACTERS = 500
 
 
 class Connections(httpx.AsyncBaseTransport):
-    """Connections of an httpx client, kept by aiohttp.
+    """Transport of an httpx client that uses aiohttp's connection pool.
 
-    httpx's own pool looks at every connection for every request: with 500 requests in flight that
-    is most of the sampler's time. Bodies come whole, unless a request has the extension `STREAMED`.
-    No redirects, no proxies. Made anywhere, used by one event loop.
+    A body is read completely unless the request has the extension `STREAMED`. Redirects are not
+    followed and proxies are not used. Used by one event loop.
     """
+
+    # httpx's own pool scans every connection for every request. With 500 requests in flight this
+    # took most of the sampler's time.
 
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
         self._session: aiohttp.ClientSession | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Raises: httpx.TransportError if there is no connection, or it broke; httpx.DecodingError
-        for a body that is none."""
-        session = self._opened()
+        """Send a request. Raises: httpx.TransportError if the connection fails or breaks;
+        httpx.DecodingError for a body that is too large."""
+        session = self._client_session()
         body = await request.aread()
         headers = {
             name: value
@@ -48,18 +50,18 @@ class Connections(httpx.AsyncBaseTransport):
             if name not in ("host", "accept-encoding")
         }
         url = URL(str(request.url), encoded=True)
-        keep: dict[str, Any] = {"data": body, "headers": headers, "allow_redirects": False}
+        options: dict[str, Any] = {"data": body, "headers": headers, "allow_redirects": False}
         try:
             if request.extensions.get(STREAMED):
-                begun = await session.request(request.method, url, **keep)
+                answer = await session.request(request.method, url, **options)
                 return httpx.Response(
-                    begun.status,
-                    headers=list(begun.headers.items()),
-                    stream=_Body(begun),
+                    answer.status,
+                    headers=list(answer.headers.items()),
+                    stream=_StreamedBody(answer),
                     request=request,
                 )
-            async with session.request(request.method, url, **keep) as answer:
-                content = await _whole(answer)
+            async with session.request(request.method, url, **options) as answer:
+                content = await _read_all(answer)
                 return httpx.Response(
                     answer.status,
                     headers=list(answer.headers.items()),
@@ -74,44 +76,47 @@ class Connections(httpx.AsyncBaseTransport):
         if self._session is not None:
             await self._session.close()
 
-    def _opened(self) -> aiohttp.ClientSession:
+    def _client_session(self) -> aiohttp.ClientSession:
+        # Created on first use: aiohttp binds a session to the running event loop.
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=self._max_connections)
-            no_limit = aiohttp.ClientTimeout(total=None, sock_connect=None)
-            plain = {"Accept-Encoding": "identity"}
             self._session = aiohttp.ClientSession(
-                connector=connector, timeout=no_limit, headers=plain
+                connector=aiohttp.TCPConnector(limit=self._max_connections),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+                headers={"Accept-Encoding": "identity"},
             )
         return self._session
 
 
-async def _whole(answer: aiohttp.ClientResponse) -> bytes:
-    pieces = []
+async def _read_all(answer: aiohttp.ClientResponse) -> bytes:
+    chunks = []
     size_bytes = 0
-    async for piece in answer.content.iter_any():
-        pieces.append(piece)
-        size_bytes += len(piece)
+    async for chunk in answer.content.iter_any():
+        chunks.append(chunk)
+        size_bytes += len(chunk)
         if size_bytes > LARGEST_ANSWER_BYTES:
             raise httpx.DecodingError(f"more than {LARGEST_ANSWER_BYTES} bytes")
-    return b"".join(pieces)
+    return b"".join(chunks)
 
 
-class _Body(httpx.AsyncByteStream):
-    """What comes of an answer, as it comes. Closed before its end it takes the connection with it,
-    and the server notices."""
+class _StreamedBody(httpx.AsyncByteStream):
+    """Body of an answer in chunks, as the server sends them."""
 
     def __init__(self, answer: aiohttp.ClientResponse) -> None:
         self._answer = answer
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         try:
-            async for piece in self._answer.content.iter_any():
-                yield piece
+            async for chunk in self._answer.content.iter_any():
+                yield chunk
         except (aiohttp.ClientError, OSError) as error:
             raise httpx.ReadError(f"{type(error).__name__}: {error}") from error
 
     async def aclose(self) -> None:
-        self._answer.release() if self._answer.content.at_eof() else self._answer.close()
+        if self._answer.content.at_eof():
+            self._answer.release()
+        else:
+            # Closing the connection makes the server notice that the client has stopped reading.
+            self._answer.close()
 
 
 async def call(
@@ -125,16 +130,15 @@ async def call(
     content: bytes | None = None,
     headers: dict[str, str] | None = None,
 ) -> httpx.Response:
-    """Send one request and return its answer, whose status is 2xx.
+    """Send one request and return the answer, which has a 2xx status.
 
-    `where` names who waits for what and opens every error's message; `content` is a JSON body
-    already encoded. Raises: EngineUnavailable (no connection, or it broke), EngineRejected (another
-    status, or no body), DeadlineExceeded.
+    `where` names the caller's operation in errors; `content` is an encoded JSON body. Raises:
+    EngineUnavailable (the connection failed or broke), EngineRejected (another status, or an
+    unreadable body), DeadlineExceeded.
     """
-    headers = {
-        **(headers or {}),
-        **({"Content-Type": "application/json"} if content is not None else {}),
-    }
+    headers = dict(headers or {})
+    if content is not None:
+        headers["Content-Type"] = "application/json"
     try:
         async with asyncio.timeout(deadline_s):
             answer = await client.request(
@@ -147,7 +151,7 @@ async def call(
             "no answer",
             where=where,
             found=f"{error or type(error).__name__} at {url}",
-            do="look at the end of its log",
+            do="look at the end of the server's log",
         ) from error
     except httpx.DecodingError as error:
         raise EngineRejected(
@@ -159,11 +163,10 @@ async def call(
 
 
 def fetch(method: str, url: str, *, deadline_s: float, json: Any = None) -> httpx.Response:
-    """`call` for those who wait: one request and its answer of any status, also from one who never
-    stops answering.
+    """Send one request, block, and return the answer of any status.
 
-    Raises: httpx.TransportError (httpx.ReadTimeout also after `deadline_s` in all);
-    httpx.DecodingError for a body that is none.
+    Raises: httpx.TransportError (httpx.ReadTimeout after `deadline_s` in total, also for a server
+    that never stops sending); httpx.DecodingError for an unreadable body.
     """
     end_s = time.monotonic() + deadline_s
     body = bytearray()
@@ -171,8 +174,9 @@ def fetch(method: str, url: str, *, deadline_s: float, json: Any = None) -> http
         httpx.Client(timeout=deadline_s, verify=certificates()) as client,
         client.stream(method, url, json=json) as answer,
     ):
-        for piece in answer.iter_bytes():
-            body += piece
+        for chunk in answer.iter_bytes():
+            body += chunk
+            # httpx's timeout restarts with every chunk.
             if time.monotonic() > end_s:
                 raise httpx.ReadTimeout(f"no end after {deadline_s:g} s and {len(body)} bytes")
     return httpx.Response(answer.status_code, content=bytes(body))
@@ -181,8 +185,8 @@ def fetch(method: str, url: str, *, deadline_s: float, json: Any = None) -> http
 def read_workers(
     answer: httpx.Response, where: str, keys: Collection[str] = ("url",)
 ) -> list[dict[str, Any]]:
-    """The engines in a router's answer to `/workers`. Raises: EngineRejected if one of them is
-    without one of `keys`."""
+    """Return the engines in a router's answer to `/workers`. Raises: EngineRejected if an engine
+    lacks one of `keys`."""
     try:
         workers = list(answer.json()["workers"])
         if all(
@@ -196,7 +200,7 @@ def read_workers(
             "the router's answer cannot be read", where=where, found=found
         ) from error
     raise EngineRejected(
-        "not a router's list of engines",
+        "the answer is not a router's list of engines",
         where=where,
         found=workers,
         expected=f"{', '.join(keys)} of each",
@@ -204,7 +208,7 @@ def read_workers(
 
 
 def deadline_exceeded(where: str, url: str, deadline_s: float) -> DeadlineExceeded:
-    """The error of a wait that was given `deadline_s` seconds."""
+    """Return the error of a call without an answer within `deadline_s` seconds."""
     return DeadlineExceeded(
         "no answer in time",
         where=where,
@@ -214,7 +218,7 @@ def deadline_exceeded(where: str, url: str, deadline_s: float) -> DeadlineExceed
 
 
 def rejected(where: str, url: str, status: int, text: str) -> EngineRejected:
-    """The error of an answer with an error status."""
+    """Return the error of an answer with an error status."""
     return EngineRejected(
         "the request was refused",
         where=where,

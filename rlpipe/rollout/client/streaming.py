@@ -1,11 +1,9 @@
-"""One request to `/generate` whose answer comes as it is sampled: server-sent events, put together
-to what a whole answer says.
+"""Stream one response of `/generate` and return it in the form of a complete answer.
 
-Each event has all tokens so far, or (SGLang's `incremental_streaming_output`) those since the last
-one; either is read. A connection that breaks after the first token leaves what there was of the
-response, as an abort does: who asked goes on from it.
-
-Not here: asking again (`client`), what a person's client is told of it (`openai_stream`).
+Entry point: `stream`. An event has all tokens so far or, with SGLang's
+`incremental_streaming_output`, the tokens since the last event; both are read. A connection that
+breaks after the first token gives the partial response with finish reason `abort`, which
+`GenerateClient` continues.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ from rlpipe.rollout.client.http import STREAMED, deadline_exceeded, rejected
 from rlpipe.rollout.generation import UNREADABLE, Generation, read_meta
 
 Watch = Callable[[Generation], None]
-"""Called with what there is of a response, each time there is more; its finish reason is `abort`
-until it is finished."""
+"""Callback with the partial response each time it has more tokens. Its finish reason is `abort`."""
 _LONGEST_EVENT_BYTES = 256 * 1024**2
 
 
@@ -38,26 +35,27 @@ async def stream(
     where: str,
     watch: Watch,
 ) -> httpx.Response:
-    """Post a request for one response; its answer in the form that a whole one has (a list of one).
+    """Post a request for one response and return the answer as a list of one row.
 
-    Raises: as `http.call`; a connection that breaks is EngineUnavailable only before the first
-    token.
+    Raises: as `http.call`. A broken connection is EngineUnavailable only before the first token.
     """
-    row = _Row(url)
-    keep = {"content": content, "headers": {**(headers or {}), "Content-Type": "application/json"}}
+    partial = _PartialResponse(url)
+    headers = {**(headers or {}), "Content-Type": "application/json"}
+    extensions = {STREAMED: True}
     try:
         async with (
             asyncio.timeout(deadline_s),
-            client.stream("POST", url, timeout=None, extensions={STREAMED: True}, **keep) as got,
+            client.stream(
+                "POST", url, content=content, headers=headers, timeout=None, extensions=extensions
+            ) as response,
         ):
-            if got.status_code >= 400:
-                raise rejected(
-                    where, url, got.status_code, (await got.aread()).decode(errors="replace")
-                )
-            async for event in _events(got.aiter_bytes()):
-                row.add(event, where)
-                if not row.finished:
-                    watch(row.generation())
+            if response.status_code >= 400:
+                text = (await response.aread()).decode(errors="replace")
+                raise rejected(where, url, response.status_code, text)
+            async for event in _events(response.aiter_bytes()):
+                partial.add(event, where)
+                if not partial.finished:
+                    watch(partial.generation())
     except TimeoutError as error:
         raise deadline_exceeded(where, url, deadline_s) from error
     except UNREADABLE as error:
@@ -65,83 +63,88 @@ async def stream(
             "the answer cannot be read", where=where, found=f"{error!r} in an event of {url}"
         ) from error
     except httpx.TransportError as error:
-        row.broken = f"{error or type(error).__name__} at {url}"
-    if not row.finished and not row.pairs:
-        found = row.broken or f"a stream without an end from {url}"
+        partial.broken = f"{error or type(error).__name__} at {url}"
+    if not partial.finished and not partial.pairs:
         raise EngineUnavailable(
-            "no answer", where=where, found=found, do="look at the end of its log"
+            "no answer",
+            where=where,
+            found=partial.broken or f"a stream without an end from {url}",
+            do="look at the end of the engine's log",
         )
-    return httpx.Response(200, content=orjson.dumps([{"meta_info": row.meta()}]))
+    return httpx.Response(200, content=orjson.dumps([{"meta_info": partial.meta()}]))
 
 
-async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of each event, up to `[DONE]`."""
-    held = b""
-    async for piece in pieces:
-        *lines, held = (held + piece).split(b"\n")
-        if len(held) > _LONGEST_EVENT_BYTES:
+async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
+    """Yield the JSON object of each server-sent event, except `[DONE]`."""
+    unfinished = b""
+    async for chunk in chunks:
+        *lines, unfinished = (unfinished + chunk).split(b"\n")
+        if len(unfinished) > _LONGEST_EVENT_BYTES:
             raise ValueError(f"an event of more than {_LONGEST_EVENT_BYTES} bytes")
         for line in lines:
-            said = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
-            if said and said != b"[DONE]":
-                event = orjson.loads(said)
+            data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
+            if data and data != b"[DONE]":
+                event = orjson.loads(data)
                 if not isinstance(event, dict):
                     raise TypeError(f"no object: {event!r:.200}")
                 yield event
 
 
-def _part(event: dict[str, Any], name: str) -> dict[str, Any]:
-    """An object in an object, empty if it is not there. Raises: TypeError if it is something
-    else."""
-    part = event.get(name) or {}
-    if not isinstance(part, dict):
-        raise TypeError(f"{name} is {part!r:.200}")
-    return part
+def _object_at(event: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the object under a name; empty if it is missing. Raises: TypeError for another
+    type."""
+    value = event.get(name) or {}
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} is {value!r:.200}")
+    return value
 
 
-class _Row:
-    """What the events so far say of the response."""
+class _PartialResponse:
+    """The response as the events so far report it."""
 
     def __init__(self, url: str) -> None:
         self.pairs: list[Any] = []
+        """[log-prob, token id, ...] of each token."""
         self.broken: str | None = None
-        self._url, self._start_s = url, time.time()
-        self._last: dict[str, Any] = {}
+        """Text of the error that broke the connection."""
+        self._url = url
+        self._start_s = time.time()
+        self._last_meta: dict[str, Any] = {}
 
     @property
     def finished(self) -> bool:
-        """Has the engine said how it ended?"""
-        return bool(self._last.get("finish_reason"))
+        """True if the engine reported a finish reason."""
+        return bool(self._last_meta.get("finish_reason"))
 
     def add(self, event: dict[str, Any], where: str) -> None:
-        """Take an event in. Raises: EngineRejected if it is an error; TypeError or ValueError if it
-        cannot be read."""
-        error = (
-            {"message": event["error"]}
-            if isinstance(event.get("error"), str)
-            else _part(event, "error")
-        )
-        self._last = _part(event, "meta_info")
-        reason = _part(self._last, "finish_reason")
+        """Add an event. Raises: EngineRejected if the event is an error; TypeError or ValueError if
+        it is malformed."""
+        if isinstance(event.get("error"), str):
+            error: dict[str, Any] = {"message": event["error"]}
+        else:
+            error = _object_at(event, "error")
+        self._last_meta = _object_at(event, "meta_info")
+        reason = _object_at(self._last_meta, "finish_reason")
+        # SGLang reports a refused request either as `error` or as an abort with a status code.
         if error or reason.get("status_code"):
-            status = (error or reason).get("code" if error else "status_code") or 500
-            raise rejected(where, self._url, int(status), str((error or reason).get("message")))
-        self._extend(self._last.get("output_token_logprobs") or [])
+            status = error.get("code") if error else reason["status_code"]
+            message = str((error or reason).get("message"))
+            raise rejected(where, self._url, int(status or 500), message)
+        self._extend(self._last_meta.get("output_token_logprobs") or [])
 
-    def _extend(self, more: list[Any]) -> None:
-        """Put an event's tokens where they belong: what the engine queued may be the newest ones,
-        and then all of them again."""
-        length = self._last.get("output_token_logprobs_length", len(more))
-        more = more[max(0, len(more) - length) :]
-        first = length - len(more)
+    def _extend(self, pairs: list[Any]) -> None:
+        # An event that the engine queued may have the newest tokens followed by all tokens again.
+        # `output_token_logprobs_length` is the number of tokens so far.
+        length = self._last_meta.get("output_token_logprobs_length", len(pairs))
+        pairs = pairs[max(0, len(pairs) - length) :]
+        first = length - len(pairs)
         if not 0 <= first <= len(self.pairs):
-            raise ValueError(f"{len(more)} of {length} tokens after {len(self.pairs)}")
-        self.pairs[first:] = more
+            raise ValueError(f"{len(pairs)} of {length} tokens after {len(self.pairs)}")
+        self.pairs[first:] = pairs
 
     def meta(self) -> dict[str, Any]:
-        """SGLang's `meta_info`; of a response that is not finished as if it had been aborted
-        here."""
-        meta = {**self._last, "output_token_logprobs": self.pairs}
+        """Return SGLang's `meta_info`. An unfinished response is reported as aborted."""
+        meta = {**self._last_meta, "output_token_logprobs": self.pairs}
         if self.finished:
             return meta
         meta.pop("routed_experts", None)
@@ -150,11 +153,15 @@ class _Row:
         return {**meta, "finish_reason": {"type": "abort"}}
 
     def generation(self) -> Generation:
-        """What there is."""
+        """Return the partial response."""
         return read_meta(self.meta(), self._url, self._start_s, time.time())
 
 
-def _cut(spans: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
-    """Spans of weight versions that end where the tokens end."""
-    kept = [{**span, "end": min(span["end"], tokens)} for span in spans if span["start"] < tokens]
-    return [*kept[:-1], {**kept[-1], "end": tokens}] if kept else []
+def _cut(spans: list[dict[str, Any]], num_tokens: int) -> list[dict[str, Any]]:
+    """Return spans of weight versions that end at the last token."""
+    kept = [
+        {**span, "end": min(span["end"], num_tokens)}
+        for span in spans
+        if span["start"] < num_tokens
+    ]
+    return [*kept[:-1], {**kept[-1], "end": num_tokens}] if kept else []

@@ -18,7 +18,7 @@ from rlpipe.errors import (
     EngineRejected,
     EngineUnavailable,
 )
-from rlpipe.rollout.client.client import GenerateClient
+from rlpipe.rollout.client.generate_client import GenerateClient
 from tests.live_engine import END, START_S, VOCAB_SIZE, log_probs, make_server
 
 SAMPLING = {

@@ -8,14 +8,14 @@ import httpx
 import pytest
 
 from rlpipe.errors import EngineUnavailable
-from rlpipe.rollout.client.client import GenerateClient
-from rlpipe.rollout.client.direct import Direct
+from rlpipe.rollout.client.generate_client import GenerateClient
+from rlpipe.rollout.client.request_pool import DirectRouting
 
 WORKERS = [{"url": f"http://e{number}/", "is_healthy": True} for number in range(4)]
 
 
 def test_the_engine_with_the_fewest_requests_is_next():
-    direct = Direct()
+    direct = DirectRouting()
     with ExitStack() as stack:
         first = [stack.enter_context(direct.engine(WORKERS, None, ())) for _ in range(8)]
     assert sorted(first) == sorted([f"http://e{number}" for number in range(4)] * 2)
@@ -25,7 +25,7 @@ def test_the_engine_with_the_fewest_requests_is_next():
 
 
 def test_a_key_keeps_to_its_engine_whoever_else_comes_or_goes():
-    direct = Direct()
+    direct = DirectRouting()
     keys = [f"g.{number}" for number in range(64)]
 
     def homes(workers) -> dict[str, str]:
@@ -43,7 +43,7 @@ def test_a_key_keeps_to_its_engine_whoever_else_comes_or_goes():
 
 def test_what_is_not_healthy_or_was_not_there_is_not_asked():
     sick = [{**WORKERS[0], "is_healthy": False}, *WORKERS[1:3]]
-    direct = Direct()
+    direct = DirectRouting()
     with direct.engine(sick, None, {"http://e1"}) as url:
         assert url == "http://e2"
     with direct.engine(WORKERS[:1], None, {"http://e0"}) as url:
@@ -71,7 +71,7 @@ async def test_an_engine_that_died_is_left_for_another_one():
     async with GenerateClient(
         "http://router", vocab_size=9, deadline_s=10.0, routed_width=2
     ) as client:
-        client._http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+        client.pool.http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
         (generation,) = await client.generate([5], {"max_new_tokens": 1}, routed_from=0)
     assert asked == ["e0", "e1"] and generation.routed_experts is not None
     assert generation.routed_experts.tolist() == [[1, 2]]

@@ -26,9 +26,9 @@ from rlpipe.errors import DeadlineExceeded, EngineError, EngineRejected, EngineU
 from rlpipe.rewards import remote
 from rlpipe.rewards.base import score
 from rlpipe.rollout.client import http
-from rlpipe.rollout.client.client import GenerateClient
+from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.client.streaming import stream
-from rlpipe.rollout.generation import Generation, check_asked, read_generations
+from rlpipe.rollout.generation import Generation, check_lengths_and_ids, read_generations
 from rlpipe.types import Sample, Status
 
 DEEP = b"[" * 100_000
@@ -80,7 +80,7 @@ def test_an_answer_with_anything_in_one_place_is_a_whole_response_or_rejected(
             200, content=json.dumps([{"meta_info": _with(place, value)}]).encode()
         )
         (read,) = read_generations(answer, 1, "e", 0.0, "w")
-        check_asked([read], 10, 2, "w")
+        check_lengths_and_ids([read], 10, 2, "w")
         assert all(isinstance(token, int) and 0 <= token < 10 for token in read.response_ids)
         assert all(isinstance(value, float | int) for value in read.log_probs)
         assert (
@@ -103,16 +103,16 @@ def test_any_bytes_are_no_answer(content: bytes):
     [
         (
             {"output_token_logprobs": [[-0.5, 3]] * 5, "weight_versions": None},
-            "longer than was asked",
+            "longer than max_new_tokens",
         ),
         ({"output_token_logprobs": [[-0.5, 3], [-0.5, 99]]}, "vocabulary"),
         ({"output_token_logprobs": [[-0.5, -3], [-0.5, 9]]}, "vocabulary"),
-        ({"output_token_logprobs": [[-0.5, True], [-0.5, 9]]}, "whole number"),
+        ({"output_token_logprobs": [[-0.5, True], [-0.5, 9]]}, "not an integer"),
         ({"output_token_logprobs": [[None, 3], [-0.5, 9]]}, "finite number"),
         ({"output_token_logprobs": [[-0.5], [-0.5, 9]]}, "IndexError"),
         ({"weight_versions": META["weight_versions"][:1]}, "do not cover"),
         ({"weight_versions": [META["weight_versions"][0]] * 2}, "do not cover"),
-        ({"weight_versions": None, "weight_version": 7}, "not text"),
+        ({"weight_versions": None, "weight_version": 7}, "not a string"),
         ({"finish_reason": {"type": "done"}}, "'done'"),
     ],
 )

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import EngineRejected, EngineUnavailable
 from rlpipe.rollout.agent.openai_stream import TOOL_CALL, GrowingText, begun_with, certain
-from rlpipe.rollout.client.client import GenerateClient
+from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.generation import Generation
 from tests.live_engine import VOCAB_SIZE, log_probs
 
@@ -91,7 +91,7 @@ class _Scripted:
 
     def client(self) -> GenerateClient:
         client = GenerateClient("http://router", vocab_size=VOCAB_SIZE, deadline_s=5.0)
-        client._http = httpx.AsyncClient(transport=httpx.MockTransport(self._answer))
+        client.pool.http = httpx.AsyncClient(transport=httpx.MockTransport(self._answer))
         return client
 
     def _answer(self, request: httpx.Request) -> httpx.Response:
@@ -196,7 +196,7 @@ async def test_an_error_in_the_stream_is_an_error():
 async def test_a_stream_without_an_end_is_no_answer():
     script = _Scripted(*([[]] * 50))
     async with script.client() as client:
-        client.deadline_s = 0.3
+        client.pool.deadline_s = 0.3
         with pytest.raises(EngineUnavailable, match="without an end"):
             await client.generate([9], {"max_new_tokens": 4}, watch=lambda part: None)
 
