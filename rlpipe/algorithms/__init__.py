@@ -1,2 +1,4 @@
-"""Pure functions: rewards to advantages, divergences, losses, and how per-token values become one
-number."""
+"""Pure functions of RL: advantages, KL estimates, losses, off-policy correction, reduction.
+
+None of them reads the store, a model or a process group. `README.md` lists them by task.
+"""

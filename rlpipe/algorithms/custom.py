@@ -1,33 +1,33 @@
-"""Functions of the user in place of an estimator, a loss, a correction, a reducer: how they are
-called, what they must be.
+"""Call user functions in place of an estimator, a loss, a correction or a reducer.
 
-Each is found by a path in the configuration and has slime's signature, so slime's own functions
-work; `args` has slime's names:
+Each configuration key names one function by its path. The signatures are slime's, so slime's own
+functions work; `args` has slime's names:
 
-    custom_advantage_function_path        (args, rollout_data) -> None; sets rollout_data["advantages"], ["returns"]
-    custom_tis_function_path              (args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths,
-                                           response_lengths, **others) -> (pg_loss, masks, metrics)
-    custom_pg_loss_reducer_function_path  (total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> reducer
-    custom_loss_function_path             (args, batch, logits, sum_of_sample_mean) -> (loss, metrics)
-                                          or (args, batch, log_probs, entropy) -> (loss per token,
-                                          metrics)
+    custom_advantage_function_path
+        (args, rollout_data) -> None; sets rollout_data["advantages"], ["returns"]
+    custom_tis_function_path
+        (args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths,
+        response_lengths, **others) -> (pg_loss, masks, metrics)
+    custom_pg_loss_reducer_function_path
+        (total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> reducer
+    custom_loss_function_path
+        (args, batch, logits, sum_of_sample_mean) -> (loss, metrics)
+        or (args, batch, log_probs, entropy) -> (loss per token, metrics)
 
-Correction and reducer are asked once per optimizer step, of all its samples on the CPU, and must be
-what slime's are too: the first proportional to pg_loss, the second linear in its values. So their
-result is a weight per token, and neither micro-batches nor parallelism change it. What is not
-proportional or linear is refused, with its numbers.
+Correction and reducer run once per optimizer step on the CPU, with all samples of the step. Like
+slime's, a correction must be proportional to pg_loss and a reducer linear in its values. Their
+result is then a weight per token that neither micro-batches nor parallelism change. A function
+without this property is refused.
 
-The first form of a custom loss is slime's: see `algorithms.logits`, and what it costs there. The
-second spares whole logits; it is a loss with a parameter `log_probs` or `entropy`. Its `batch` has
-[n] tensors of the tokens at hand (advantages, log_probs, rollout_log_probs, ref_log_probs,
-teacher_log_probs, values, returns: those the batch has, `log_probs` being the ones before the
-iteration) and `sequence_mean`, [n] → [n].
+The first form of a custom loss is slime's; `algorithms.logits` describes it and its memory cost.
+The second form needs no whole logits. A loss with a parameter `log_probs` or `entropy` has the
+second form. Its `batch` has [n] tensors of the micro-batch's tokens: advantages, log_probs,
+rollout_log_probs, ref_log_probs, teacher_log_probs, values, returns, as far as the batch has them.
+`log_probs` are the proximal log-probs. `sequence_mean` in `batch` is a function [n] → [n].
 
-The source of each function is an input of its stage, and so are the keys of that stage. What a
-function reads of `args` beyond them is not: change such a key together with the function's source
-(a comment will do).
-
-Not here: finding and importing a function (`config.hooks`).
+The source of each function is an input of its stage, and so are the configuration keys of that
+stage. Other values that a function reads from `args` are not an input. After a change of such a
+value, change the function's source too (a comment is enough).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ import torch
 
 from rlpipe.algorithms.importance import Correction
 from rlpipe.algorithms.logits import MODULES
-from rlpipe.algorithms.objective import Tokens
+from rlpipe.algorithms.objective import TokenBatch
 from rlpipe.algorithms.values import Estimates
 from rlpipe.config.algorithms import AdvantageConfig, LossConfig
 from rlpipe.config.hooks import load_hook
@@ -50,7 +50,7 @@ from rlpipe.slime.modules import provide
 
 Function = Callable[..., Any]
 
-CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "custom_advantage_function_path": (("args", "rollout_data"), ()),
     "custom_tis_function_path": (
         ("args",),
@@ -69,20 +69,22 @@ CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "custom_loss_function_path": (("args", "batch", "logits", "sum_of_sample_mean"), ()),
 }
-"""Key → positional and keyword arguments of the call."""
+"""Key → (positional arguments, keyword arguments) of the call."""
 
 
 def load(key: str, path: str) -> Function:
-    """The function under a key. Raises: ConfigError if it is not there or cannot be called as it
-    will be."""
+    """Return the function that `path` names.
+
+    Raises: ConfigError if it does not exist or cannot be called with the arguments of its key.
+    """
     provide(MODULES)
     function = load_hook(path)
-    positional, keywords = CALLS[key]
+    positional, keywords = SIGNATURES[key]
     try:
         inspect.signature(function).bind(*positional, **dict.fromkeys(keywords))
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            "this function cannot be called as it would be",
+            "the function cannot be called with the arguments of its key",
             where=key,
             found=f"{path}: {error}",
             expected=f"({', '.join([*positional, *(['*'] if keywords else []), *keywords])})",
@@ -91,14 +93,14 @@ def load(key: str, path: str) -> Function:
 
 
 def takes_logits(function: Function) -> bool:
-    """Is this custom loss of slime's form?"""
+    """True if a custom loss has slime's form, with logits."""
     return not {"log_probs", "entropy"} & set(inspect.signature(function).parameters)
 
 
 def check(advantage: AdvantageConfig, loss: LossConfig) -> None:
-    """Load all of them, to know before anything is started. Raises: ConfigError."""
+    """Load every configured function, to fail before a run starts. Raises: ConfigError."""
     for config in (advantage, loss):
-        for key in CALLS:
+        for key in SIGNATURES:
             if path := getattr(config, key, None):
                 load(key, path)
 
@@ -106,60 +108,66 @@ def check(advantage: AdvantageConfig, loss: LossConfig) -> None:
 def custom_estimates(
     function: Function, args: Any, rollout_data: dict[str, Any], lengths: np.ndarray
 ) -> Estimates:
-    """What an advantage function sets, flat [R] float64. Raises: DataError if it is not one number
-    per response token."""
+    """Call a custom advantage function and return its estimates, [R] float64 each.
+
+    Without "returns", the returns are the advantages.
+
+    Raises: DataError if the function does not set one number per response token.
+    """
     function(args, rollout_data)
     where = "custom_advantage_function_path"
-    advantages = _flat(rollout_data.get("advantages"), lengths, where, "advantages")
+    advantages = _flatten(rollout_data.get("advantages"), lengths, where, "advantages")
     returns = rollout_data.get("returns")
-    return Estimates(
-        advantages, advantages if returns is None else _flat(returns, lengths, where, "returns")
-    )
+    if returns is None:
+        return Estimates(advantages, advantages)
+    return Estimates(advantages, _flatten(returns, lengths, where, "returns"))
 
 
 def custom_correction(
     function: Function,
     args: Any,
     *,
-    proximal: Sequence[np.ndarray],
-    behaviour: Sequence[np.ndarray],
+    proximal_log_probs: Sequence[np.ndarray],
+    rollout_log_probs: Sequence[np.ndarray],
     masks: Sequence[np.ndarray],
     total_lengths: np.ndarray,
 ) -> Correction:
-    """The factor of every token: what a correction makes of pg_loss = 1.
+    """Return the correction of a custom function: its result for pg_loss = 1.
 
-    Shapes: one array per sample. Raises: DataError if it is not proportional to pg_loss or does not
-    answer one value per token.
+    Shapes: one array per sample.
+    Raises: DataError if the function is not proportional to pg_loss or does not return one value
+    per response token.
     """
     lengths = np.array([len(mask) for mask in masks], np.int64)
+    where = "custom_tis_function_path"
 
-    def answer(scale: float) -> tuple[np.ndarray, Any, dict[str, Any]]:
+    def corrected(scale: float) -> tuple[np.ndarray, Any, dict[str, Any]]:
+        # Every call gets copies: the function may write into its arguments.
         pg_loss, kept, metrics = function(
             args,
             pg_loss=torch.full((int(lengths.sum()),), scale),
-            train_log_probs=[torch.from_numpy(part.copy()) for part in proximal],
-            rollout_log_probs=[torch.from_numpy(part.copy()) for part in behaviour],
+            train_log_probs=[torch.from_numpy(part.copy()) for part in proximal_log_probs],
+            rollout_log_probs=[torch.from_numpy(part.copy()) for part in rollout_log_probs],
             loss_masks=[torch.from_numpy(part.copy()) for part in masks],
             total_lengths=total_lengths.tolist(),
             response_lengths=lengths.tolist(),
         )
-        return _flat(pg_loss, lengths, "custom_tis_function_path", "pg_loss"), kept, metrics
+        return _flatten(pg_loss, lengths, where, "pg_loss"), kept, metrics
 
-    factor, kept, metrics = answer(1.0)
-    twice = answer(-2.0)[0]
-    if not np.allclose(twice, -2.0 * factor, rtol=1e-4, atol=1e-6):
-        at = int(np.argmax(np.abs(twice + 2.0 * factor)))
+    factor, kept, metrics = corrected(1.0)
+    scaled = corrected(-2.0)[0]
+    if not np.allclose(scaled, -2.0 * factor, rtol=1e-4, atol=1e-6):
+        token = int(np.argmax(np.abs(scaled + 2.0 * factor)))
         raise DataError(
             "a correction must be proportional to pg_loss",
             where="train.loss.custom_tis_function_path",
-            found=f"{factor[at]:g} of 1 and {twice[at]:g} of -2 at token {at}",
+            found=f"{factor[token]:g} for 1 and {scaled[token]:g} for -2 at token {token}",
             expected="pg_loss × a factor that depends on the log-probs only",
         )
-    where = "custom_tis_function_path"
     mask = np.concatenate([*masks]) if len(masks) else np.zeros(0)
-    given = mask if kept is None else _flat(kept, lengths, where, "masks")
-    logged = {name: _flat(value, lengths, where, name) for name, value in metrics.items()}
-    return Correction(factor, ((given > 0) & (mask > 0)) * 1.0, logged)
+    kept_mask = mask if kept is None else _flatten(kept, lengths, where, "masks")
+    columns = {name: _flatten(value, lengths, where, name) for name, value in metrics.items()}
+    return Correction(factor, ((kept_mask > 0) & (mask > 0)) * 1.0, columns)
 
 
 def reducer_weights(
@@ -170,73 +178,78 @@ def reducer_weights(
     per_token: bool,
     num_rollouts: int,
 ) -> np.ndarray:
-    """The weight [R] float32 of every token under a reducer: its gradient.
+    """Return the weight [R] float32 of every token under a custom reducer: its gradient.
 
-    slime's reducers give a sum over samples (of tokens, under calculate_per_token_loss), which is
-    then divided by their number. Raises: DataError if it is not linear.
+    A reducer of slime returns a sum over samples, or over tokens under calculate_per_token_loss.
+    This function divides by their number.
+
+    Raises: DataError if the reducer is not linear.
     """
     lengths = [len(mask) for mask in masks]
     tensors = [torch.from_numpy(np.asarray(mask, np.float64)) for mask in masks]
     reduce = function(total_lengths.tolist(), lengths, tensors, per_token)
     values = torch.zeros(sum(lengths), dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(reduce(values), values)
+    # A linear function equals its gradient times the input, for any input.
     probe = torch.sin(torch.arange(1, len(values) + 1, dtype=torch.float64))
-    found = float(reduce(probe))
+    reduced = float(reduce(probe))
     linear = float(gradient @ probe)
-    if not np.isclose(found, linear, rtol=1e-6, atol=1e-9):
+    if not np.isclose(reduced, linear, rtol=1e-6, atol=1e-9):
         raise DataError(
             "a reducer must be linear in its values",
             where="train.loss.custom_pg_loss_reducer_function_path",
-            found=f"{found:g} of a probe",
-            expected=f"{linear:g}, its gradient times the probe",
+            found=f"{reduced:g} for test values",
+            expected=f"{linear:g}, the gradient times the test values",
         )
     total = sum(float(mask.sum()) for mask in tensors) if per_token else float(num_rollouts)
     return (gradient.numpy() / max(total, 1.0)).astype(np.float32)
 
 
 def custom_loss(
-    function: Function, args: Any, tokens: Tokens
+    function: Function, args: Any, tokens: TokenBatch
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss [n] of a custom loss, and its metrics [n]. Raises: DataError for another shape."""
+    """Return the loss [n] and the metrics [n each] of a custom loss function.
+
+    Raises: DataError if a result does not have one value per token.
+    """
     batch = {**tokens.columns, "sequence_mean": tokens.sequences.mean}
     per_token, metrics = function(args, batch, tokens.log_probs, tokens.entropy)
     for name, value in {"loss": per_token, **metrics}.items():
-        if not isinstance(value, torch.Tensor) or value.shape != tokens.log_probs.shape:
+        is_tensor = isinstance(value, torch.Tensor)
+        if not is_tensor or value.shape != tokens.log_probs.shape:
             raise DataError(
-                "a custom loss answers one value per token",
+                "a custom loss must return one value per token",
                 where=f"train.loss.custom_loss_function_path ({name})",
-                found=tuple(value.shape)
-                if isinstance(value, torch.Tensor)
-                else type(value).__name__,
+                found=tuple(value.shape) if is_tensor else type(value).__name__,
                 expected=tuple(tokens.log_probs.shape),
-                do="do not reduce it: it is weighted by token like every loss (calculate_per_token_loss and the like)",
+                do="return unreduced values: token weights are applied as for every loss "
+                "(calculate_per_token_loss and similar keys)",
             )
     return per_token, metrics
 
 
-def _flat(values: Any, lengths: np.ndarray, where: str, name: str) -> np.ndarray:
-    """A flat [R] float64 array of a list per sample, or of one flat tensor."""
-    parts = (
-        [values]
-        if isinstance(values, torch.Tensor | np.ndarray)
-        else list(() if values is None else values)
-    )
-    arrays = [
-        np.asarray(
-            part.detach().cpu() if isinstance(part, torch.Tensor) else part, np.float64
-        ).ravel()
-        for part in parts
-    ]
-    if len(arrays) == len(lengths) and any(
-        len(array) != length for array, length in zip(arrays, lengths, strict=True)
-    ):
-        arrays = []
+def _flatten(values: Any, lengths: np.ndarray, where: str, name: str) -> np.ndarray:
+    """Return a flat [R] float64 array from one array per sample, or from one flat tensor."""
+    if isinstance(values, torch.Tensor | np.ndarray):
+        parts = [values]
+    else:
+        parts = list(() if values is None else values)
+    arrays = [_float_array(part) for part in parts]
+    if len(arrays) == len(lengths):
+        pairs = zip(arrays, lengths, strict=True)
+        if any(len(array) != length for array, length in pairs):
+            arrays = []
     flat = np.concatenate(arrays) if arrays else np.zeros(0)
     if len(flat) != int(lengths.sum()):
         raise DataError(
-            "a function of yours must answer one value per response token",
+            "a user function must return one value per response token",
             where=f"{where} ({name})",
-            found=f"{len(parts)} parts, {len(flat)} values that fit",
-            expected=f"{len(lengths)} parts of {int(lengths.sum())} values together",
+            found=f"{len(parts)} parts with {len(flat)} usable values",
+            expected=f"{len(lengths)} parts with {int(lengths.sum())} values in total",
         )
     return flat
+
+
+def _float_array(values: Any) -> np.ndarray:
+    array = values.detach().cpu() if isinstance(values, torch.Tensor) else values
+    return np.asarray(array, np.float64).ravel()

@@ -1,11 +1,13 @@
-"""Per-token estimates of KL(π ‖ π_ref) from the sampled tokens' log-probs.
+"""Estimate KL(π ‖ π_ref) per token from the log-probs of the sampled tokens.
 
-With d = ℓ - ℓ_ref on tokens drawn from π:
+With d = ℓ - ℓ_ref on tokens sampled from π:
 
     k1 = d                     unbiased, can be negative
-    k2 = d² / 2                biased, low variance; its gradient is that of the KL
+    k2 = d² / 2                biased, low variance; its gradient is the gradient of the KL
     k3 = exp(-d) - 1 + d       unbiased, never negative
     low_var_kl = k3 clamped to [-10, 10]
+
+Entry points: `kl_estimate`, and `unbiased_kl` for tokens that older weights sampled.
 
 Source: Schulman, http://joschu.net/blog/kl-approx.html.
 """
@@ -17,27 +19,27 @@ import torch
 from rlpipe.algorithms.exponential import SPLIT, exp, expm1
 
 FAR_BELOW = -4.0
-"""Log-prob minus reference below which `unbiased_kl` gives the gradient of k3 itself.
+"""Below this d, `unbiased_kl` uses the closed-form gradient of k3.
 
-Autograd's has a relative error of 1e-6 there and a larger one below.
+Autograd's gradient has a relative error of 1e-6 at this d and a larger error below it.
 """
 
 
 def kl_estimate(
     log_probs: torch.Tensor,
-    reference: torch.Tensor,
+    reference_log_probs: torch.Tensor,
     kind: str,
     importance: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The estimate named `kind` (k1, k2, k3, low_var_kl), any equal shapes, with gradient.
+    """Return the KL estimate of each token, with gradient.
 
-    With `importance` the estimate is multiplied by it, before low_var_kl's clamp. Gradients of
-    `log_probs` and of `importance` are added by autograd: where importance = π / π_old,
-    `unbiased_kl` is the exact form.
+    With `importance`, the estimate is multiplied by it before the clamp of low_var_kl. Autograd
+    adds the gradients of `log_probs` and `importance`. If importance = π / π_base, use
+    `unbiased_kl`, which is exact.
 
-    Raises: ValueError for another name.
+    Any equal shapes; `kind` is k1, k2, k3 or low_var_kl. Raises: ValueError for another kind.
     """
-    d = log_probs - reference
+    d = log_probs - reference_log_probs
     match kind:
         case "k1":
             estimate = d
@@ -55,41 +57,43 @@ def kl_estimate(
 
 
 def unbiased_kl(
-    log_probs: torch.Tensor, reference: torch.Tensor, base: torch.Tensor, kind: str
+    log_probs: torch.Tensor,
+    reference_log_probs: torch.Tensor,
+    base_log_probs: torch.Tensor,
+    kind: str,
 ) -> torch.Tensor:
-    """The estimate k named `kind` times ρ = π / π_old = exp(ℓ - ℓ_old), with the gradient of both;
-    `base` is ℓ_old.
+    """Return the KL estimate k times the ratio ρ, with the gradient of both factors.
 
-    Tokens that older weights sampled then estimate the KL of the current ones, and its gradient,
-    without bias.
+    ρ = π / π_base = exp(ℓ - ℓ_base);  the gradient is ρ (k + k'), which is ρ d for k3.
 
-    The gradient is ρ (k + k'), which is ρ d for k3. Autograd adds ρ k and ρ k', which cancel there:
-    at d = -18 float32 keeps none of the sum's digits, and where ρ overflows the sum is ∞ - ∞. In
-    both cases the exact gradient is given.
+    With this factor, tokens that older weights sampled estimate the KL of the current weights
+    without bias, and so does the gradient.
 
-    Raises: ValueError for another name. Source: DeepSeek-V3.2, arXiv 2512.02556 §3.1, with k3.
+    Any equal shapes; kinds as in `kl_estimate`. Raises: ValueError for another kind.
+    Source: DeepSeek-V3.2, arXiv 2512.02556 §3.1, with k3.
     """
-    log_ratio = log_probs - base
-    d = log_probs - reference
+    log_ratio = log_probs - base_log_probs
+    d = log_probs - reference_log_probs
     is_k3 = kind in ("k3", "low_var_kl")
+    # Autograd adds ρ k and ρ k', which cancel for k3: at d = -18 float32 keeps no digit of the sum.
+    # Where ρ overflows the sum is ∞ - ∞. Both cases use the closed form of _TimesRatio.
     extreme = (log_ratio > SPLIT) | (d < FAR_BELOW) if is_k3 else log_ratio > SPLIT
-    # Tokens at which the plain product is not used get harmless numbers there, so that no 0 × ∞
-    # arises.
+    # Extreme tokens get harmless inputs in the plain product, so that 0 × ∞ cannot arise.
     plain_ratio = torch.where(extreme, 0.0, log_ratio)
     plain_d = torch.where(extreme, 0.0, d)
     plain = kl_estimate(plain_d, torch.zeros_like(d), "k3" if is_k3 else kind) * exp(plain_ratio)
-    exact: torch.Tensor = _TimesRatio.apply(log_probs, reference, base, kind)  # pyright: ignore[reportAssignmentType]
+    exact: torch.Tensor = _TimesRatio.apply(log_probs, reference_log_probs, base_log_probs, kind)  # pyright: ignore[reportAssignmentType]
     estimate = torch.where(extreme, exact, plain)
     return estimate.clamp(-10, 10) if kind == "low_var_kl" else estimate
 
 
 class _TimesRatio(torch.autograd.Function):
-    """k ρ of an estimate, with the gradient ρ (k + k')."""
+    """k ρ of an estimate, with the closed-form gradient ρ (k + k')."""
 
     @staticmethod
-    def forward(ctx, log_probs, reference, base, kind):
-        d = log_probs - reference
-        log_ratio = log_probs - base
+    def forward(ctx, log_probs, reference_log_probs, base_log_probs, kind):
+        d = log_probs - reference_log_probs
+        log_ratio = log_probs - base_log_probs
         if kind == "k1":
             value = d
             slope = 1 + d
@@ -102,11 +106,13 @@ class _TimesRatio(torch.autograd.Function):
         ctx.save_for_backward(log_ratio, slope)
         product = exp(log_ratio, value)
         if kind in ("k3", "low_var_kl"):
-            # exp(-d) overflows before the product does: exp(-d) ρ = exp(ℓ_ref - ℓ_old), and the
-            # rest is a factor below 1.
+            # exp(-d) overflows before the product does. exp(-d) ρ = exp(ℓ_ref - ℓ_base), and the
+            # remaining factor is below 1.
             low = d.clamp(max=FAR_BELOW)
             product = torch.where(
-                d < FAR_BELOW, exp(reference - base, 1 + (low - 1) * low.exp()), product
+                d < FAR_BELOW,
+                exp(reference_log_probs - base_log_probs, 1 + (low - 1) * low.exp()),
+                product,
             )
         return product
 

@@ -1,25 +1,24 @@
-"""Correction for tokens that other weights sampled: a factor per token, and tokens that leave the
-loss.
+"""Correct for tokens that other weights sampled: a factor per token, and rejected tokens.
 
-With ℓ the trainer's log-prob before the iteration (proximal) and ℓ_roll the engine's when the token
-was sampled (behaviour):
+With ℓ the proximal log-probs and ℓ_roll the rollout (behaviour) log-probs:
 
     token       w_t = exp(ℓ_t - ℓ_roll,t)
     sequence    w = exp(Σ_t m_t (ℓ_t - ℓ_roll,t))                 unbiased, high variance
     geometric   w = exp(1/M Σ_t m_t (ℓ_t - ℓ_roll,t))             biased, low variance
 
-The gap has two parts, and w corrects both: the engine computes a little otherwise than the trainer,
-and in asynchronous training it sampled with weights that are up to S versions older. Times a
-clipped surrogate whose ratio is to ℓ, this is decoupled PPO (arXiv 2110.00641; AReaL, arXiv
-2505.24298). Where engine and trainer agree w is 1 and nothing changes.
+w corrects two differences: engine and trainer compute log-probs with small numerical differences,
+and in asynchronous training the engine sampled with weights that are up to S versions older. w
+times a clipped surrogate with a ratio to ℓ is decoupled PPO (arXiv 2110.00641; AReaL, arXiv
+2505.24298). Where engine and trainer agree, w is 1 and changes nothing.
 
-Both log-probs are recorded before the first optimizer step, so all of this is fixed for a whole
-step before anything is packed: NumPy in float64. Legend: N samples of one optimizer step, R
-response tokens of all of them. Not here: which tokens are too old to be trained at all
-(`rlpipe.batch.build`). Source: Yao et al., "Your efficient RL framework secretly brings you
-off-policy RL training" (2025), as slime's `--use-tis`; IcePop: Ring-1T, arXiv 2510.18855; levels,
-modes, veto: Li et al., "When speed kills stability" (2025), as in slime's example
-train_infer_mismatch_helper.
+Both log-probs are recorded before the first optimizer step, so `correct` runs once per step before
+packing, in NumPy float64. `rlpipe.batch.build` drops tokens that are too old.
+
+Legend: N samples of one optimizer step, R response tokens of these samples.
+
+Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025),
+as slime's `--use-tis`; IcePop: Ring-1T, arXiv 2510.18855; levels, modes, veto: Li et al., "When
+speed kills stability" (2025), as in slime's example train_infer_mismatch_helper.
 """
 
 from __future__ import annotations
@@ -31,72 +30,74 @@ import numpy as np
 from rlpipe.config.algorithms import Level, LossConfig
 
 LARGEST_LOG_RATIO = 20.0
-"""exp of more would be of no use; slime's safety bound."""
+"""Bound on |log w|, as in slime. A larger weight is useless."""
 
 
 @dataclass(frozen=True, eq=False)
 class Correction:
-    """What a step's tokens are weighted with."""
+    """Off-policy correction of the tokens of an optimizer step."""
 
     factor: np.ndarray
-    """[R] multiplies the policy loss."""
+    """[R] factor of the policy loss."""
     kept: np.ndarray
-    """[R] 1, or 0 for a token that leaves the whole loss."""
+    """[R] 1, or 0 for a token that is excluded from the whole loss."""
     metrics: dict[str, np.ndarray] = field(default_factory=dict)
-    """Name → [R], to be averaged like the loss (over the tokens of the loss mask)."""
+    """Name → [R], to be averaged like the loss over the tokens of the loss mask."""
 
 
 def correct(
-    proximal: np.ndarray,
-    behaviour: np.ndarray,
+    proximal_log_probs: np.ndarray,
+    rollout_log_probs: np.ndarray,
     mask: np.ndarray,
     lengths: np.ndarray,
     loss: LossConfig,
 ) -> Correction:
-    """All corrections of a loss configuration.
+    """Return the combined corrections of a loss configuration.
 
-    Rejected tokens: those out of bounds (tis_mode mask, use_rs) and those of vetoed sequences.
-    IcePop's keep their KL and entropy; their factor is 0. tis_batch_normalize divides by the mean
-    over tokens that are kept (by level: over sequences).
+    Rejected tokens are those out of bounds (tis_mode mask, use_rs) and those of vetoed sequences.
+    A token that IcePop excludes has factor 0 and keeps its KL and entropy terms.
+    `tis_batch_normalize` divides by the mean over the kept tokens (by level: over sequences).
 
-    Shapes: proximal, behaviour, mask [R]; lengths [N].
+    Shapes: proximal_log_probs, rollout_log_probs, mask [R]; lengths [N].
     """
     sample = np.repeat(np.arange(len(lengths)), lengths)
     counted = np.asarray(mask) > 0
-    log_ratio = np.where(
-        counted, np.asarray(proximal, np.float64) - np.asarray(behaviour, np.float64), 0.0
+    difference = np.asarray(proximal_log_probs, np.float64) - np.asarray(
+        rollout_log_probs, np.float64
     )
+    log_ratio = np.where(counted, difference, 0.0)
     metrics: dict[str, np.ndarray] = {}
     factor = np.ones(len(log_ratio))
     kept = np.ones(len(log_ratio))
     if loss.use_tis:
-        ratio = ratios(log_ratio, sample, counted, loss.tis_level)
-        factor, kept = bounded(ratio, loss.tis_mode, low=loss.tis_clip_low, high=loss.tis_clip)
-        outside = (factor != ratio) | (kept == 0)
-        metrics |= {"tis": ratio, "tis_clipfrac": outside * 1.0, "tis_abs": np.abs(ratio - 1)}
+        weights = importance_weights(log_ratio, sample, counted, loss.tis_level)
+        factor, kept = bounded(weights, loss.tis_mode, low=loss.tis_clip_low, high=loss.tis_clip)
+        outside = (factor != weights) | (kept == 0)
+        metrics |= {"tis": weights, "tis_clipfrac": outside * 1.0, "tis_abs": np.abs(weights - 1)}
     if loss.use_rs:
         low, high = loss.rs_bounds
-        _, inside = bounded(
-            ratios(log_ratio, sample, counted, loss.rs_level), "mask", low=low, high=high
-        )
+        weights = importance_weights(log_ratio, sample, counted, loss.rs_level)
+        _, inside = bounded(weights, "mask", low=low, high=high)
         kept = kept * inside
     if loss.rs_veto_threshold is not None:
         veto = vetoed(log_ratio, sample, counted, loss.rs_veto_threshold)
-        kept, metrics["rs_vetofrac"] = kept * ~veto, veto * 1.0
+        kept = kept * ~veto
+        metrics["rs_vetofrac"] = veto * 1.0
     if loss.use_tis and loss.tis_batch_normalize:
-        factor = normalised(
-            factor, sample, counted & (kept > 0), per_sequence=loss.tis_level != "token"
-        )
+        per_sequence = loss.tis_level != "token"
+        factor = normalised(factor, sample, counted & (kept > 0), per_sequence=per_sequence)
     if loss.use_rs or loss.rs_veto_threshold is not None or loss.tis_mode == "mask":
         metrics["rs_rejectfrac"] = 1 - kept
     return Correction(factor, kept, metrics)
 
 
-def ratios(
+def importance_weights(
     log_ratio: np.ndarray, sample: np.ndarray, counted: np.ndarray, level: Level
 ) -> np.ndarray:
-    """w [R] of a level, exp(±20) at most; a sequence's on each of its tokens. Tokens of mask 0 have
-    no part in sequences."""
+    """Return w [R] of a level, between exp(-20) and exp(20).
+
+    Every token of a sequence has the weight of the sequence. Tokens of mask 0 do not count in it.
+    """
     if level != "token":
         sums = np.bincount(sample, log_ratio * counted, minlength=int(sample.max(initial=-1)) + 1)
         tokens = np.bincount(sample, counted, minlength=len(sums))
@@ -105,48 +106,52 @@ def ratios(
 
 
 def bounded(
-    ratio: np.ndarray, mode: str, *, low: float, high: float
+    weights: np.ndarray, mode: str, *, low: float, high: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(factor, kept) [R] of weights and bounds. Raises: ValueError for another mode.
+    """Return (factor, kept) [R] of weights w within bounds.
 
     mode        factor              kept
     clip        clamp(w, low, high) 1
     truncate    min(w, high)        1
     icepop      w, outside 0        1
     mask        w                   0 outside
+
+    Raises: ValueError for another mode.
     """
-    inside = ((ratio >= low) & (ratio <= high)) * 1.0
-    ones = np.ones(len(ratio))
+    inside = ((weights >= low) & (weights <= high)) * 1.0
+    ones = np.ones(len(weights))
     match mode:
         case "clip":
-            return np.clip(ratio, low, high), ones
+            return np.clip(weights, low, high), ones
         case "truncate":
-            return np.minimum(ratio, high), ones
+            return np.minimum(weights, high), ones
         case "icepop":
-            return ratio * inside, ones
+            return weights * inside, ones
         case "mask":
-            return ratio, inside
+            return weights, inside
     raise ValueError(f"tis_mode: found {mode!r}, expected one of clip, truncate, icepop, mask")
 
 
 def vetoed(
     log_ratio: np.ndarray, sample: np.ndarray, counted: np.ndarray, threshold: float
 ) -> np.ndarray:
-    """[R] bool: is any token that counts of this sample one that the trainer finds far less likely,
-    w_t < threshold?"""
-    bad = np.bincount(
-        sample, counted & (log_ratio < np.log(threshold)), minlength=int(sample.max(initial=-1)) + 1
+    """Return [R] bool: True for all tokens of a sample with a counted token of w_t < threshold."""
+    num_samples = int(sample.max(initial=-1)) + 1
+    num_vetoes = np.bincount(
+        sample, counted & (log_ratio < np.log(threshold)), minlength=num_samples
     )
-    return bad[sample] > 0
+    return num_vetoes[sample] > 0
 
 
 def normalised(
     factor: np.ndarray, sample: np.ndarray, counted: np.ndarray, *, per_sequence: bool
 ) -> np.ndarray:
-    """The factors divided by their mean over the tokens counted; `per_sequence`: every sample
-    counts once. Unchanged if 0."""
-    chosen = np.flatnonzero(counted)
+    """Return the factors divided by their mean over the counted tokens, unchanged if that is 0.
+
+    With `per_sequence`, every sample counts once in the mean.
+    """
+    selected = np.flatnonzero(counted)
     if per_sequence:
-        chosen = chosen[np.unique(sample[chosen], return_index=True)[1]]
-    mean = factor[chosen].mean() if len(chosen) else 0.0
+        selected = selected[np.unique(sample[selected], return_index=True)[1]]
+    mean = factor[selected].mean() if len(selected) else 0.0
     return factor / mean if mean > 0 else factor

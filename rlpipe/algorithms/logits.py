@@ -1,34 +1,33 @@
-"""A custom loss in slime's shape, which gets logits: `train.loss.custom_loss_function_path`.
+"""Custom losses of slime's form, which get logits: `train.loss.custom_loss_function_path`.
 
     (args, batch, logits, sum_of_sample_mean) -> (loss, metrics)
 
-`logits` [1, T, V / TP] float32: of every packed token of the micro-batch that this rank holds,
-prompts and padding included, over its columns of the vocabulary, before division by
-`args.rollout_temperature`. They cost memory that the other losses do not: T × V / TP numbers of 4
-bytes, and of their own size once more for each step of the loss that autograd keeps (16384 tokens
-of a vocabulary of 152k: 10 GB a copy). `train.max_tokens_per_gpu` bounds T; tensor parallelism
-divides V.
+`logits` [1, T, V / TP] float32 are the logits of every packed token of the micro-batch on this
+rank, including prompts and padding, over the rank's columns of the vocabulary. They are not divided
+by `args.rollout_temperature`.
 
-`batch` is slime's: lists of one entry per sample of the micro-batch,
+Logits cost memory that the other losses do not need: T × V / TP × 4 bytes, and the same again for
+each step of the loss that autograd keeps. With 16384 tokens and a vocabulary of 152k, a copy has
+10 GB. `train.max_tokens_per_gpu` bounds T; tensor parallelism divides V.
+
+`batch` is slime's, with lists of one entry per sample of the micro-batch:
 
     tokens [1, T], unconcat_tokens, total_lengths, response_lengths, loss_masks, rollout_mask_sums,
     full_loss_masks [1, T], log_probs, ref_log_probs, rollout_log_probs, teacher_log_probs,
-    advantages, values, returns (None: the batch has none), packed_seq_params,
+    advantages, values, returns (None if the batch has none), packed_seq_params,
     multimodal_train_inputs (None)
 
-`loss_masks` are whole; the other columns have this rank's tokens where context parallel ranks share
-samples, as in slime: of each sample chunk r, then chunk 2 CP - 1 - r. `sum_of_sample_mean` makes a
-number of such a column of all samples, flat: Σ over samples of the mean over their tokens that
-count (a rollout's samples share a denominator; Σ over tokens with calculate_per_token_loss). Loss
-and metrics are scalars, divided by the step's number of rollouts (or tokens) afterwards. All tensor
-parallel ranks must compute the same loss, each from its own columns.
+`loss_masks` cover whole samples. With context parallelism the other columns have this rank's tokens
+only, as in slime: chunk r of each sample, then chunk 2 CP - 1 - r.
 
-`get_responses`, `get_log_probs_and_entropy`, `compute_policy_loss`, `compute_approx_kl`, and the
-corrections `icepop_function` and `vanilla_tis_function` are slime's: a file finds them under
-slime's names (`MODULES`) where slime is not installed.
+`sum_of_sample_mean` reduces a flat column of all samples: the sum over samples of the mean over the
+counted tokens. Samples of one rollout share a denominator. With calculate_per_token_loss it is the
+sum over tokens. Loss and metrics are scalars; they are divided by the step's number of rollouts (or
+tokens) afterwards. All tensor parallel ranks must compute the same loss, each from its own columns.
 
-Not here: how logits are made (`engines.megatron.train.logits`), the losses that need none
-(`objective`, `custom`).
+`get_responses`, `get_log_probs_and_entropy`, `compute_policy_loss`, `compute_approx_kl`,
+`icepop_function` and `vanilla_tis_function` are slime's functions. `MODULES` makes them importable
+under slime's names if slime is not installed.
 """
 
 from __future__ import annotations
@@ -46,26 +45,26 @@ from rlpipe.algorithms.divergence import kl_estimate
 from rlpipe.algorithms.losses import policy_loss
 from rlpipe.errors import DataError
 
-_WHERE = "train.loss.custom_loss_function_path"
+LOSS_KEY = "train.loss.custom_loss_function_path"
 
 
 @dataclass(frozen=True)
 class Share:
-    """What of the logits this rank holds."""
+    """The part of the logits on this rank."""
 
     group: Any = None
-    """The ranks that split the vocabulary. None: this one has all of it."""
+    """Process group of the ranks that split the vocabulary. None: this rank has all columns."""
     cp_size: int = 1
     cp_rank: int = 0
 
 
-_ALONE = Share()
-_share: ContextVar[Share] = ContextVar("share", default=_ALONE)
+_WHOLE = Share()
+_share: ContextVar[Share] = ContextVar("share", default=_WHOLE)
 
 
 @contextmanager
 def shared_as(share: Share) -> Iterator[None]:
-    """The functions of slime work on logits of this share in here."""
+    """Set the share of the logits for slime's functions within the context."""
     token = _share.set(share)
     try:
         yield
@@ -80,25 +79,27 @@ def logits_loss(
     logits: torch.Tensor,
     sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What the function answers, with gradient at the logits even where no token counts. Raises:
-    DataError if it is no scalar."""
+    """Call a custom loss function and return its loss and metrics, all scalars.
+
+    The loss always has a gradient at the logits, even if no token counts.
+
+    Raises: DataError if a result is not a tensor with one value.
+    """
     loss, metrics = function(args, batch, logits, sum_of_sample_mean)
     for name, value in {"loss": loss, **metrics}.items():
-        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        is_tensor = isinstance(value, torch.Tensor)
+        if not is_tensor or value.numel() != 1:
             raise DataError(
-                "a custom loss of logits answers numbers",
-                where=f"{_WHERE} ({name})",
-                found=tuple(value.shape)
-                if isinstance(value, torch.Tensor)
-                else type(value).__name__,
+                "a custom loss of logits must return scalars",
+                where=f"{LOSS_KEY} ({name})",
+                found=tuple(value.shape) if is_tensor else type(value).__name__,
                 expected="a tensor with one value",
                 do="reduce it with sum_of_sample_mean",
             )
     loss = loss.reshape(())
     if not loss.requires_grad:
-        loss = (
-            loss + logits.flatten()[:0].sum()
-        )  # 0 with a gradient of zeros; 0 × a sum of masked logits would be NaN
+        # The sum of no logits is 0 with a gradient of zeros. 0 × a sum of masked logits is NaN.
+        loss = loss + logits.flatten()[:0].sum()
     return loss, metrics
 
 
@@ -111,8 +112,11 @@ def get_responses(
     response_lengths: Sequence[int],
     apply_temperature: bool = True,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """For each sample the logits [R, V / TP] that predict its response tokens, divided by the
-    temperature, and those tokens [R]; of a sample that ranks share, this one's."""
+    """Yield (logits [R, V / TP], tokens [R]) of each sample's response on this rank.
+
+    The logits are those that predict the tokens, divided by the temperature. With context
+    parallelism R counts this rank's response tokens.
+    """
     share = _share.get()
     rows = logits[0]
     begin = 0
@@ -120,23 +124,26 @@ def get_responses(
     for tokens, total, response in zip(
         unconcat_tokens, total_lengths, response_lengths, strict=True
     ):
+        # The logits at position t predict token t + 1.
         first = total - response - 1
         if share.cp_size == 1:
-            chosen = rows[begin + first : begin + total - 1]
-            wanted = tokens[first + 1 :]
+            predicting = rows[begin + first : begin + total - 1]
+            predicted = tokens[first + 1 :]
             begin += total
         else:
-            places = _places(total, share).to(rows.device)
-            here = (places >= first) & (places < total - 1)
-            chosen = rows[begin : begin + len(places)][here]
-            wanted = tokens[places[here] + 1]
-            begin += len(places)
-        yield (chosen if temperature == 1.0 else chosen / temperature), wanted
+            positions = _positions(total, share).to(rows.device)
+            in_response = (positions >= first) & (positions < total - 1)
+            predicting = rows[begin : begin + len(positions)][in_response]
+            predicted = tokens[positions[in_response] + 1]
+            begin += len(positions)
+        yield (predicting if temperature == 1.0 else predicting / temperature), predicted
 
 
-def _places(total: int, share: Share) -> torch.Tensor:
-    """Where in its sample each token of this rank stands: two chunks of 2 CP, padding past the end
-    included."""
+def _positions(total: int, share: Share) -> torch.Tensor:
+    """Return the position in its sample of each token on this rank.
+
+    The rank has two of 2 CP chunks. Positions beyond the end of the sample are padding.
+    """
     size = -(-total // (2 * share.cp_size))
     chunks = (share.cp_rank, 2 * share.cp_size - 1 - share.cp_rank)
     return torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in chunks])
@@ -152,12 +159,14 @@ def get_log_probs_and_entropy(
     with_entropy: bool = False,
     **_others: Any,
 ) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
-    """(nothing, {"log_probs": [R] of each sample, "entropy": likewise if wanted}), with
-    gradient."""
-    found: dict[str, list[torch.Tensor]] = {
-        "log_probs": [],
-        **({"entropy": []} if with_entropy else {}),
-    }
+    """Return (empty tensor, {"log_probs": [R] of each sample}), with gradient.
+
+    With `with_entropy` the dictionary also has "entropy", [R] of each sample. The empty tensor is
+    slime's first result.
+    """
+    columns: dict[str, list[torch.Tensor]] = {"log_probs": []}
+    if with_entropy:
+        columns["entropy"] = []
     responses = get_responses(
         logits,
         args=args,
@@ -165,49 +174,54 @@ def get_log_probs_and_entropy(
         total_lengths=total_lengths,
         response_lengths=response_lengths,
     )
-    for chosen, tokens in responses:
-        log_probs, entropy = log_probs_of(chosen, tokens, with_entropy=with_entropy)
-        found["log_probs"].append(log_probs)
+    for response_logits, tokens in responses:
+        log_probs, entropy = target_log_probs(response_logits, tokens, with_entropy=with_entropy)
+        columns["log_probs"].append(log_probs)
         if entropy is not None:
-            found["entropy"].append(entropy)
-    return logits.new_empty(0), found
+            columns["entropy"].append(entropy)
+    return logits.new_empty(0), columns
 
 
-def log_probs_of(
+def target_log_probs(
     logits: torch.Tensor, targets: torch.Tensor, *, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-prob of each row's target, and the entropy of each row if wanted, over all ranks'
-    columns, with gradient.
+    """Return the log-prob of each row's target and optionally each row's entropy, with gradient.
 
-    ℓ = z_target - log Σ exp z,  H = log Σ exp z - Σ p z. A logit of -inf is a token of probability 0, which adds nothing to H.
-    Shapes: logits [n, V / TP] float32; targets [n]; returns [n], [n].
+    ℓ = z_target - log Σ exp z,  H = log Σ exp z - Σ p z, over the columns of all ranks.
+
+    A logit of -inf is a token of probability 0 and adds nothing to H.
+
+    Shapes: logits [n, V / TP] float32; targets [n]; returns [n], [n] or None.
     """
     group = _share.get().group
-    top = _highest(logits.detach(), group)
-    below = logits - top[:, None]
-    mass = below.exp()
-    local = targets - (0 if group is None else group.rank() * logits.shape[1])
-    here = (local >= 0) & (local < logits.shape[1])
-    target = torch.where(here, below.gather(1, torch.where(here, local, 0)[:, None])[:, 0], 0.0)
-    # 0 × -inf is NaN, so tokens without probability are left out of the product and of its
-    # gradient.
+    # Shifted by the maximum over all ranks, so that exp cannot overflow.
+    shifted = logits - _row_maximum(logits.detach(), group)[:, None]
+    mass = shifted.exp()
+    column = targets - (0 if group is None else group.rank() * logits.shape[1])
+    on_rank = (column >= 0) & (column < logits.shape[1])
+    gathered = shifted.gather(1, torch.where(on_rank, column, 0)[:, None])[:, 0]
+    target = torch.where(on_rank, gathered, 0.0)
     parts = [target, mass.sum(-1)]
     if with_entropy:
-        parts.append((mass * torch.where(mass > 0, below, 0.0)).sum(-1))
-    target, total, *weighted = _over_columns(torch.stack(parts), group)
+        # 0 × -inf is NaN: tokens of probability 0 are excluded from the product and its gradient.
+        parts.append((mass * torch.where(mass > 0, shifted, 0.0)).sum(-1))
+    target, total, *weighted = _sum_over_columns(torch.stack(parts), group)
     return target - total.log(), (total.log() - weighted[0] / total if with_entropy else None)
 
 
-def _highest(logits: torch.Tensor, group: Any) -> torch.Tensor:
-    top = logits.amax(-1)
+def _row_maximum(logits: torch.Tensor, group: Any) -> torch.Tensor:
+    maximum = logits.amax(-1)
     if group is not None:
-        torch.distributed.all_reduce(top, op=torch.distributed.ReduceOp.MAX, group=group)
-    return top
+        torch.distributed.all_reduce(maximum, op=torch.distributed.ReduceOp.MAX, group=group)
+    return maximum
 
 
-class _OverColumns(torch.autograd.Function):
-    """A sum over the ranks that split the vocabulary. All of them compute one and the same loss of
-    it, so each takes that loss's gradient as it is."""
+class _SumOverColumns(torch.autograd.Function):
+    """Sum over the ranks that split the vocabulary.
+
+    All of these ranks compute the same loss from the sum, so the backward pass returns the incoming
+    gradient unchanged.
+    """
 
     @staticmethod
     def forward(ctx, values, group):
@@ -220,10 +234,10 @@ class _OverColumns(torch.autograd.Function):
         return gradients[0], None
 
 
-def _over_columns(values: torch.Tensor, group: Any) -> torch.Tensor:
+def _sum_over_columns(values: torch.Tensor, group: Any) -> torch.Tensor:
     if group is None:
         return values
-    result: Any = _OverColumns.apply(values, group)
+    result: Any = _SumOverColumns.apply(values, group)
     return result
 
 
@@ -234,10 +248,10 @@ def compute_policy_loss(
     eps_clip_high: float,
     eps_clip_c: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """slime's: the clipped surrogate of -log ratio, and which tokens were clipped."""
-    clips = {"eps_clip": eps_clip, "eps_clip_high": eps_clip_high, "eps_clip_c": eps_clip_c}
-    found = policy_loss(-ppo_kl, torch.zeros_like(ppo_kl), advantages, **clips)
-    return found.loss, found.clipped
+    """Return slime's clipped surrogate for `ppo_kl` = -log ratio, and 1 for clipped tokens."""
+    clip = {"eps_clip": eps_clip, "eps_clip_high": eps_clip_high, "eps_clip_c": eps_clip_c}
+    result = policy_loss(-ppo_kl, torch.zeros_like(ppo_kl), advantages, **clip)
+    return result.loss, result.clipped
 
 
 def compute_approx_kl(
@@ -246,25 +260,29 @@ def compute_approx_kl(
     kl_loss_type: str,
     importance_ratio: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """slime's: the estimate of that name per token."""
+    """Return the KL estimate of each token, under slime's argument names."""
     return kl_estimate(log_probs.float(), log_probs_base.float(), kl_loss_type, importance_ratio)
 
 
 def vanilla_tis_function(
     args: Any, **columns: Any
 ) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor]]:
-    """slime's: the policy loss times each token's weight, clamped to `args.tis_clip_low` and
-    `args.tis_clip`."""
-    return _weighted("clip", args, **columns)
+    """Return slime's TIS: the policy loss times each token's clamped importance weight.
+
+    The bounds are `args.tis_clip_low` and `args.tis_clip`.
+    """
+    return _corrected("clip", args, **columns)
 
 
 def icepop_function(args: Any, **columns: Any) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor]]:
-    """slime's: the policy loss times each token's weight, and no policy loss for a weight out of
-    these bounds."""
-    return _weighted("icepop", args, **columns)
+    """Return slime's IcePop: the policy loss times each token's importance weight.
+
+    A weight outside `args.tis_clip_low` and `args.tis_clip` becomes 0.
+    """
+    return _corrected("icepop", args, **columns)
 
 
-def _weighted(
+def _corrected(
     mode: str,
     args: Any,
     *,
@@ -274,7 +292,7 @@ def _weighted(
     loss_masks: Any,
     **_: Any,
 ) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor]]:
-    """slime's two corrections per token: (loss, masks as given, metrics [R])."""
+    """Return (corrected loss [R], loss masks unchanged, metrics [R])."""
     ratio = torch.exp(torch.cat([*train_log_probs]) - torch.cat([*rollout_log_probs]))
     weights = ratio.clamp(min=args.tis_clip_low, max=args.tis_clip)
     if mode == "icepop":
@@ -301,4 +319,4 @@ MODULES: dict[str, dict[str, Any]] = {
         "compute_approx_kl": compute_approx_kl,
     },
 }
-"""What files with a loss written for slime import."""
+"""Modules and names that losses written for slime import."""

@@ -1,12 +1,12 @@
-"""The objective of an optimizer step, of the tokens that one rank holds of one micro-batch.
+"""The objective of an optimizer step: combine the loss terms of a micro-batch's tokens.
 
-    Σ_t w_t (f_t S_t - c_H H_t + c_KL KL_t),    S the surrogate, f its off-policy factor, w the weight of `reduction`
+    Σ_t w_t (f_t S_t - c_H H_t + c_KL KL_t)
 
-Every term is a sum over tokens with weights that the whole step has in common, so objectives of
-micro-batches and ranks add up. n tokens, all with loss mask 1.
+S is the surrogate (`losses`), f its off-policy factor (`importance`), w the token weight
+(`reduction`). Every term is a sum over tokens with weights that the whole step shares. The
+objectives of micro-batches and ranks therefore add up.
 
-Not here: where columns come from and how gradients and metrics are summed over ranks
-(`engines.megatron.train.step`).
+Entry point: `objective`. Legend: n tokens of one micro-batch on one rank, all with loss mask 1.
 """
 
 from __future__ import annotations
@@ -30,142 +30,145 @@ from rlpipe.algorithms.losses import (
 from rlpipe.algorithms.sequences import Sequences
 from rlpipe.config.algorithms import LossConfig
 
-CustomLoss = Callable[["Tokens"], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""tokens → (loss [n], name → [n] to log)."""
+CustomLoss = Callable[["TokenBatch"], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""User function: tokens → (loss [n], metric name → values [n])."""
 
 
 class Objective(NamedTuple):
-    """The scalar to differentiate, and its part of every metric (name → scalar without
-    gradient)."""
+    """The scalar loss with gradient, and its share of every metric.
+
+    `metrics` maps a name to a scalar without gradient.
+    """
 
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Tokens:
-    """What is known of n tokens; [n] float each."""
+class TokenBatch:
+    """Inputs of the objective for n tokens; [n] float each."""
 
     log_probs: torch.Tensor
-    """With gradient."""
+    """Of the policy, with gradient."""
     entropy: torch.Tensor
-    """With gradient where entropy_coef asks for it."""
+    """With gradient if entropy_coef is not 0."""
     weight: torch.Tensor
-    """What each token's loss is multiplied with before all are summed."""
+    """Weight of each token's loss in the sum."""
     sequences: Sequences
     policy_weight: torch.Tensor | None = None
-    """The same for the surrogate, where a reducer of the user says otherwise; None: `weight`."""
+    """Weight of the surrogate, from a custom reducer. None: `weight`."""
     advantages: torch.Tensor | None = None
-    proximal: torch.Tensor | None = None
-    """None: the policy itself before the step, which is what it is in an iteration's first step."""
-    behaviour: torch.Tensor | None = None
-    reference: torch.Tensor | None = None
+    proximal_log_probs: torch.Tensor | None = None
+    """None: equal to `log_probs`, as in the first optimizer step of an iteration."""
+    rollout_log_probs: torch.Tensor | None = None
+    reference_log_probs: torch.Tensor | None = None
     factor: torch.Tensor | None = None
-    """Of `importance.correct`, or of a function of the user."""
+    """Off-policy factor, from `importance.correct` or a custom correction."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """Anything else a custom loss may want."""
+    """Further columns for a custom loss."""
 
     @property
-    def old(self) -> torch.Tensor:
-        """ℓ of the policy before the iteration."""
-        return self.log_probs.detach() if self.proximal is None else self.proximal
+    def policy_before_step(self) -> torch.Tensor:
+        """The proximal log-probs, or the detached log-probs if there are none."""
+        if self.proximal_log_probs is None:
+            return self.log_probs.detach()
+        return self.proximal_log_probs
 
 
-def objective(tokens: Tokens, loss: LossConfig, custom: CustomLoss | None = None) -> Objective:
-    """The objective that `loss` describes. Policy and custom losses need advantages only if they
-    read them.
+def objective(tokens: TokenBatch, loss: LossConfig, custom: CustomLoss | None = None) -> Objective:
+    """Return the objective of a loss configuration.
 
-    Metrics: loss, entropy; of a policy pg_loss, clipfrac, ppo_kl, kl_loss, ratio,
-    train_rollout_logprob_abs_diff, with use_opsm opsm_clipfrac; of a custom loss those it names.
+    Metrics: loss, entropy; for a policy loss also pg_loss, clipfrac, ppo_kl, kl_loss, ratio,
+    train_rollout_logprob_abs_diff, and with use_opsm opsm_clipfrac; for a custom loss its own.
+    SFT and custom losses need no advantages, unless the custom loss reads them.
     """
     match loss.type:
         case "sft":
             per_token = sft_loss(tokens.log_probs) - loss.entropy_coef * tokens.entropy
-            return _reduced(tokens, per_token, {"entropy": tokens.entropy})
+            return _weighted_sum(tokens, per_token, {"entropy": tokens.entropy})
         case "custom":
             assert custom is not None
             per_token, metrics = custom(tokens)
-            return _reduced(tokens, per_token, {"entropy": tokens.entropy, **metrics})
-    surrogate, logged = _surrogate(tokens, loss)
-    kl = torch.zeros_like(tokens.log_probs)
-    if tokens.reference is not None:
-        if loss.use_unbiased_kl:
-            kl = unbiased_kl(
-                tokens.log_probs, tokens.reference, _base(tokens, loss), loss.kl_loss_type
-            )
-        else:
-            kl = kl_estimate(tokens.log_probs, tokens.reference, loss.kl_loss_type)
-    others = loss.kl_loss_coef * kl - loss.entropy_coef * tokens.entropy
-    logged |= {"entropy": tokens.entropy, "kl_loss": kl}
+            return _weighted_sum(tokens, per_token, {"entropy": tokens.entropy, **metrics})
+    surrogate, metrics = _surrogate(tokens, loss)
+    kl = _kl(tokens, loss)
+    regularisation = loss.kl_loss_coef * kl - loss.entropy_coef * tokens.entropy
+    metrics |= {"entropy": tokens.entropy, "kl_loss": kl}
     if tokens.policy_weight is None:
-        return _reduced(tokens, surrogate + others, {"pg_loss": surrogate, **logged})
-    found = _reduced(tokens, others, logged)
+        return _weighted_sum(tokens, surrogate + regularisation, {"pg_loss": surrogate, **metrics})
+    # A custom reducer weights the surrogate only.
+    regularised = _weighted_sum(tokens, regularisation, metrics)
     policy = (tokens.policy_weight * surrogate).sum()
-    total = found.loss + policy
-    return Objective(total, {**found.metrics, "loss": total.detach(), "pg_loss": policy.detach()})
+    total = regularised.loss + policy
+    final = {**regularised.metrics, "loss": total.detach(), "pg_loss": policy.detach()}
+    return Objective(total, final)
 
 
-def _base(tokens: Tokens, loss: LossConfig) -> torch.Tensor:
-    """What the ratio is to: the policy before the iteration, or under bypass the engine's."""
+def _kl(tokens: TokenBatch, loss: LossConfig) -> torch.Tensor:
+    """Return the KL estimate [n] of the policy from the reference; zeros without a reference."""
+    reference = tokens.reference_log_probs
+    if reference is None:
+        return torch.zeros_like(tokens.log_probs)
+    if loss.use_unbiased_kl:
+        base = _base_log_probs(tokens, loss)
+        return unbiased_kl(tokens.log_probs, reference, base, loss.kl_loss_type)
+    return kl_estimate(tokens.log_probs, reference, loss.kl_loss_type)
+
+
+def _base_log_probs(tokens: TokenBatch, loss: LossConfig) -> torch.Tensor:
+    """Return the log-probs in the ratio's denominator: proximal, or rollout under bypass."""
     if loss.use_rollout_logprobs:
-        assert tokens.behaviour is not None
-        return tokens.behaviour
-    return tokens.old
+        assert tokens.rollout_log_probs is not None
+        return tokens.rollout_log_probs
+    return tokens.policy_before_step
 
 
-def _surrogate(tokens: Tokens, loss: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """[n], and what to log of it."""
+def _surrogate(
+    tokens: TokenBatch, loss: LossConfig
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the surrogate [n] with mask and factor applied, and its metrics [n]."""
     assert tokens.advantages is not None
-    base = _base(tokens, loss)
+    base = _base_log_probs(tokens, loss)
     clip = _policy_loss(tokens, base, tokens.advantages, loss)
-    apart = (
-        torch.zeros_like(base)
-        if tokens.behaviour is None
-        else (tokens.old - tokens.behaviour).abs()
-    )
-    logged = {
+    if tokens.rollout_log_probs is None:
+        difference = torch.zeros_like(base)
+    else:
+        difference = (tokens.policy_before_step - tokens.rollout_log_probs).abs()
+    metrics = {
         "clipfrac": clip.clipped,
         "ppo_kl": clip.ppo_kl,
         "ratio": exp(-clip.ppo_kl),
-        "train_rollout_logprob_abs_diff": apart,
+        "train_rollout_logprob_abs_diff": difference,
     }
     surrogate = clip.loss
     if loss.use_opsm:
         mask = off_policy_sequence_mask(
             tokens.log_probs, base, tokens.advantages, tokens.sequences, delta=loss.opsm_delta
         )
-        surrogate, logged["opsm_clipfrac"] = surrogate * mask, 1 - mask
+        surrogate = surrogate * mask
+        metrics["opsm_clipfrac"] = 1 - mask
     if tokens.factor is not None:
         surrogate = surrogate * tokens.factor
-    return surrogate, logged
+    return surrogate, metrics
 
 
 def _policy_loss(
-    tokens: Tokens, base: torch.Tensor, advantages: torch.Tensor, loss: LossConfig
+    tokens: TokenBatch, base: torch.Tensor, advantages: torch.Tensor, loss: LossConfig
 ) -> PolicyLoss:
-    low = loss.eps_clip
-    high = loss.eps_clip_high
+    clip: dict[str, Any] = {"eps_clip": loss.eps_clip, "eps_clip_high": loss.eps_clip_high}
     if loss.surrogate == "cispo":
-        return cispo_loss(tokens.log_probs, base, advantages, eps_clip=low, eps_clip_high=high)
-    dual = loss.eps_clip_c
+        return cispo_loss(tokens.log_probs, base, advantages, **clip)
+    clip["eps_clip_c"] = loss.eps_clip_c
     if loss.surrogate == "gspo":
-        return sequence_policy_loss(
-            tokens.log_probs,
-            base,
-            advantages,
-            tokens.sequences,
-            eps_clip=low,
-            eps_clip_high=high,
-            eps_clip_c=dual,
-        )
-    return policy_loss(
-        tokens.log_probs, base, advantages, eps_clip=low, eps_clip_high=high, eps_clip_c=dual
-    )
+        return sequence_policy_loss(tokens.log_probs, base, advantages, tokens.sequences, **clip)
+    return policy_loss(tokens.log_probs, base, advantages, **clip)
 
 
-def _reduced(tokens: Tokens, per_token: torch.Tensor, logged: dict[str, torch.Tensor]) -> Objective:
+def _weighted_sum(
+    tokens: TokenBatch, per_token: torch.Tensor, metrics: dict[str, torch.Tensor]
+) -> Objective:
+    """Return the weighted sums of the loss and of every metric."""
     total = (tokens.weight * per_token).sum()
-    values = torch.stack([column.detach() for column in logged.values()]) @ tokens.weight
-    return Objective(
-        total, {"loss": total.detach(), **dict(zip(logged, values.unbind(), strict=True))}
-    )
+    values = torch.stack([column.detach() for column in metrics.values()]) @ tokens.weight
+    sums = dict(zip(metrics, values.unbind(), strict=True))
+    return Objective(total, {"loss": total.detach(), **sums})

@@ -1,9 +1,7 @@
-"""Sums and means over whole sequences of which a rank may hold only some tokens.
+"""Means over whole samples when a rank has only a part of their tokens.
 
-A micro-batch's n tokens belong to samples of a batch of N. With context parallelism a sample's
-tokens lie on several ranks: `total` adds up what they hold, and its gradient adds up theirs.
-
-Not here: the process group (`engines.megatron.train.step` gives `total`).
+A micro-batch has n tokens of a batch of N samples. With context parallelism the tokens of a sample
+are distributed over several ranks. `Sequences.total` sums over these ranks, with gradient.
 """
 
 from __future__ import annotations
@@ -14,27 +12,30 @@ from dataclasses import dataclass
 import torch
 
 
-def alone(values: torch.Tensor) -> torch.Tensor:
-    """`total` where every sample lies on one rank."""
+def local_total(values: torch.Tensor) -> torch.Tensor:
+    """Return the values unchanged: `Sequences.total` without context parallelism."""
     return values
 
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Which sample each token is of, and how many tokens that count each sample has (on all ranks
-    together)."""
+    """The sample of each token, and the number of counted tokens of each sample."""
 
     sample: torch.Tensor
-    """[n] int64, into N."""
+    """[n] int64: index into the N samples."""
     counts: torch.Tensor
-    """[N] float: Σ of the loss mask."""
-    total: Callable[[torch.Tensor], torch.Tensor] = alone
-    """[N] → [N]: the sum over the ranks that share the samples, with gradient. Every one of them
-    calls it equally often."""
+    """[N] float: sum of the loss mask over all ranks."""
+    total: Callable[[torch.Tensor], torch.Tensor] = local_total
+    """[N] → [N]: sum over the ranks that share the samples, with gradient. A collective: each of
+    these ranks must call it the same number of times."""
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """[n] of tokens that count → [n]: Σ of the token's sample / max(count, 1), with
-        gradient."""
+        """Return for each token the mean of the values over its sample, with gradient.
+
+        mean_t = Σ_{s in sample of t} v_s / max(count, 1).
+
+        Shapes: values [n], of tokens with mask 1; returns [n].
+        """
         zeros = torch.zeros(len(self.counts), dtype=values.dtype, device=values.device)
         sums = self.total(zeros.index_add(0, self.sample, values))
         return (sums / self.counts.to(values.dtype).clamp(min=1))[self.sample]

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from rlpipe.algorithms import custom
-from rlpipe.algorithms.advantages import Custom, Scored, estimate
+from rlpipe.algorithms.advantages import CustomEstimator, ScoredBatch, estimate
 from rlpipe.algorithms.values import Estimates
-from rlpipe.batch.packing import BatchColumns
+from rlpipe.batch.columns import BatchColumns
 from rlpipe.config.algorithms import AdvantageConfig
 from rlpipe.errors import DataError
 from rlpipe.rewards.base import RewardRow
@@ -146,15 +146,15 @@ def with_advantages(
     that the estimator reads; DataError if a function of the user answers what it must not;
     ConfigError if there is no such function.
     """
-    scored = Scored(
+    scored = ScoredBatch(
         rewards=batch.rewards,
         group=np.unique(np.asarray(batch.group_ids), return_inverse=True)[1],
         rollout=columns.rollouts,
         lengths=columns.response_lengths,
         mask=columns.loss_mask,
-        proximal=columns.proximal_log_probs,
-        reference=columns.reference_log_probs,
-        teacher=columns.teacher_log_probs,
+        proximal_log_probs=columns.proximal_log_probs,
+        reference_log_probs=columns.reference_log_probs,
+        teacher_log_probs=columns.teacher_log_probs,
         values=columns.values,
     )
     of_user = _of_user(batch, columns, config.custom_advantage_function_path, hook_args)
@@ -168,13 +168,13 @@ def with_advantages(
 
 def _of_user(
     batch: Batch, columns: BatchColumns, path: str | None, hook_args: Any
-) -> Custom | None:
+) -> CustomEstimator | None:
     """The user's estimator, called with the batch under slime's names."""
     if path is None:
         return None
     function = custom.load("custom_advantage_function_path", path)
 
-    def of_user(scored: Scored, normalised: np.ndarray, kl: np.ndarray) -> Estimates:
+    def of_user(scored: ScoredBatch, normalised: np.ndarray, kl: np.ndarray) -> Estimates:
         return custom.custom_estimates(
             function, hook_args, _rollout_data(batch, columns, normalised, kl), scored.lengths
         )

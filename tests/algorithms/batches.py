@@ -1,4 +1,4 @@
-"""Ragged batches for hypothesis: samples with groups, rollouts, masks and a few columns."""
+"""Hypothesis strategies for ragged batches: samples with groups, rollouts, masks and columns."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ number = st.floats(-3, 3, width=32)
 
 @dataclass(frozen=True)
 class Ragged:
-    """One list per sample of everything."""
+    """A batch as Python lists: one entry per sample."""
 
     rewards: list[float]
     groups: list[int]
     rollouts: list[int]
     mask: list[list[float]]
     columns: list[list[list[float]]]
-    """Columns, samples, tokens."""
+    """Column → sample → token."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -31,8 +31,9 @@ class Ragged:
 
 
 @st.composite
-def ragged(draw, columns: int = 0, least: int = 0) -> Ragged:
-    lengths = draw(st.lists(st.integers(least, 5), min_size=1, max_size=7))
+def ragged(draw, columns: int = 0, min_length: int = 0) -> Ragged:
+    """Draw a batch of 1 to 7 samples with up to 5 tokens."""
+    lengths = draw(st.lists(st.integers(min_length, 5), min_size=1, max_size=7))
     groups = [draw(st.integers(0, 2)) for _ in lengths]
     rollouts = [10 * group + draw(st.integers(0, 2)) for group in groups]
 

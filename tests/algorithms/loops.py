@@ -1,7 +1,7 @@
-"""The mathematics again, as loops over Python floats: what the algorithms are compared with.
+"""Reference implementations of the algorithms: loops over Python floats.
 
-Nothing here is vectorised or shared with the code under test. A batch is a list of samples, a
-sample a list of tokens.
+Nothing is vectorised or shared with the code under test. A batch is a list of samples; a sample is
+a list of tokens.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ def deviation(values: Sequence[float]) -> float:
 def baseline(
     i: int, rewards: Sequence[float], groups: Sequence[int], rollouts: Sequence[int]
 ) -> list[float]:
-    """Mean rewards of the rollouts of sample i's group."""
-    mine = [j for j in range(len(rewards)) if groups[j] == groups[i]]
-    found = []
-    for rollout in dict.fromkeys(rollouts[j] for j in mine):
-        found.append(mean([rewards[j] for j in mine if rollouts[j] == rollout]))
-    return found
+    """Return the mean reward of each rollout of sample i's group."""
+    members = [j for j in range(len(rewards)) if groups[j] == groups[i]]
+    means = []
+    for rollout in dict.fromkeys(rollouts[j] for j in members):
+        means.append(mean([rewards[j] for j in members if rollouts[j] == rollout]))
+    return means
 
 
 def grpo(rewards, groups, rollouts, scale: bool) -> list[float]:
     result = []
     for i, reward in enumerate(rewards):
-        mates = baseline(i, rewards, groups, rollouts)
-        advantage = reward - mean(mates)
-        if scale and len(mates) > 1:
-            advantage /= deviation(mates) + 1e-6
+        means = baseline(i, rewards, groups, rollouts)
+        advantage = reward - mean(means)
+        if scale and len(means) > 1:
+            advantage /= deviation(means) + 1e-6
         result.append(advantage)
     return result
 
@@ -68,16 +68,16 @@ def reinforce_plus_plus(
 ) -> list[list[float]]:
     result = []
     for reward, divergences, counted in zip(rewards, kl, mask, strict=True):
-        paid = [-beta * d * m for d, m in zip(divergences, counted, strict=True)]
+        rewards_of_token = [-beta * d * m for d, m in zip(divergences, counted, strict=True)]
         last = max((t for t, m in enumerate(counted) if m), default=None)
         if last is not None:
-            paid[last] += reward
+            rewards_of_token[last] += reward
         returns = []
-        for t in range(len(paid)):
+        for t in range(len(rewards_of_token)):
             total = 0.0
             steps = 0
-            for s in range(t, len(paid)):
-                total += gamma**steps * paid[s]
+            for s in range(t, len(rewards_of_token)):
+                total += gamma**steps * rewards_of_token[s]
                 steps += 1 if every_token or counted[s] else 0
             returns.append(total)
         result.append(returns)
@@ -109,10 +109,10 @@ def clamp(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-def sequence_ratios(new: Rows, old: Rows) -> list[float]:
+def sequence_ratios(new: Rows, base: Rows) -> list[float]:
     return [
         math.exp(mean([a - b for a, b in zip(n, o, strict=True)])) if n else 1.0
-        for n, o in zip(new, old, strict=True)
+        for n, o in zip(new, base, strict=True)
     ]
 
 
@@ -123,9 +123,9 @@ def clip_loss(ratio: float, advantage: float, low: float, high: float, dual: flo
     return value
 
 
-def importance_ratios(new: Rows, old: Rows, mask: Rows, level: str) -> list[list[float]]:
+def importance_ratios(new: Rows, base: Rows, mask: Rows, level: str) -> list[list[float]]:
     result = []
-    for n, o, m in zip(new, old, mask, strict=True):
+    for n, o, m in zip(new, base, mask, strict=True):
         gaps = [(a - b) * c for a, b, c in zip(n, o, m, strict=True)]
         if level == "sequence":
             gaps = [sum(gaps)] * len(gaps)
@@ -136,13 +136,13 @@ def importance_ratios(new: Rows, old: Rows, mask: Rows, level: str) -> list[list
 
 
 def corrected(
-    new: Rows, old: Rows, mask: Rows, loss
+    new: Rows, base: Rows, mask: Rows, loss
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """(factors, kept) per sample of a LossConfig."""
+    """Return (factors, kept) per sample under a LossConfig."""
     factors = [[1.0] * len(row) for row in new]
     kept = [[1.0] * len(row) for row in new]
     if loss.use_tis:
-        ratios = importance_ratios(new, old, mask, loss.tis_level)
+        ratios = importance_ratios(new, base, mask, loss.tis_level)
         for i, row in enumerate(ratios):
             for t, w in enumerate(row):
                 inside = loss.tis_clip_low <= w <= loss.tis_clip
@@ -156,11 +156,11 @@ def corrected(
                     factors[i][t], kept[i][t] = w, float(inside)
     if loss.use_rs:
         low, high = loss.rs_bounds
-        for i, row in enumerate(importance_ratios(new, old, mask, loss.rs_level)):
+        for i, row in enumerate(importance_ratios(new, base, mask, loss.rs_level)):
             for t, w in enumerate(row):
                 kept[i][t] *= float(low <= w <= high)
     if loss.rs_veto_threshold is not None:
-        for i, (n, o, m) in enumerate(zip(new, old, mask, strict=True)):
+        for i, (n, o, m) in enumerate(zip(new, base, mask, strict=True)):
             if any(
                 c and a - b < math.log(loss.rs_veto_threshold)
                 for a, b, c in zip(n, o, m, strict=True)
@@ -180,7 +180,7 @@ def corrected(
 def reduced(
     losses: Rows, mask: Rows, rollouts: Sequence[int], kept: Rows, *, per_token=False, constant=None
 ) -> float:
-    """One number of per-token losses: Σ over rollouts of (Σ m k L) / denominator."""
+    """Return the reduced loss: Σ over rollouts of (Σ m k L) / denominator."""
     total = 0.0
     tokens = sum(sum(row) for row in mask)
     names = list(dict.fromkeys(rollouts))
@@ -198,11 +198,14 @@ def reduced(
 
 
 def objective(columns: Sequence[Rows], mask: Rows, rollouts: Sequence[int], loss) -> float:
-    """A policy loss of new, old, behaviour and reference log-probs and advantages; a token's
-    entropy is minus its new one."""
-    old = columns[1]
-    behaviour = columns[2]
-    factors, kept = corrected(old, behaviour, mask, loss)
+    """Return the policy objective of five columns.
+
+    The columns are policy, proximal, rollout and reference log-probs, and advantages. A token's
+    entropy is its negative policy log-prob.
+    """
+    base = columns[1]
+    rollout = columns[2]
+    factors, kept = corrected(base, rollout, mask, loss)
     totals = [
         [token_objective(row, m, t, loss, f) for t, f in enumerate(factor)]
         for row, m, factor in zip(list(zip(*columns, strict=True)), mask, factors, strict=True)
@@ -220,10 +223,10 @@ def objective(columns: Sequence[Rows], mask: Rows, rollouts: Sequence[int], loss
 def token_objective(
     row: Sequence[Sequence[float]], mask: Sequence[float], t: int, loss, factor: float
 ) -> float:
-    new, old, _, reference, advantages = row
+    new, base, _, reference, advantages = row
     counted = [s for s, m in enumerate(mask) if m]
-    gap = sum(new[s] - old[s] for s in counted) / max(len(counted), 1)
-    ratio = math.exp(gap if loss.surrogate == "gspo" else new[t] - old[t])
+    gap = sum(new[s] - base[s] for s in counted) / max(len(counted), 1)
+    ratio = math.exp(gap if loss.surrogate == "gspo" else new[t] - base[t])
     high = loss.eps_clip if loss.eps_clip_high is None else loss.eps_clip_high
     if loss.surrogate == "cispo":
         value = -clamp(ratio, 1 - loss.eps_clip, 1 + high) * advantages[t] * new[t]
@@ -231,6 +234,6 @@ def token_objective(
         value = clip_loss(ratio, advantages[t], loss.eps_clip, high, loss.eps_clip_c)
     if loss.use_opsm and advantages[t] < 0 and -gap > loss.opsm_delta:
         value = 0.0
-    importance = math.exp(new[t] - old[t]) if loss.use_unbiased_kl else 1.0
+    importance = math.exp(new[t] - base[t]) if loss.use_unbiased_kl else 1.0
     penalty = loss.kl_loss_coef * kl(new[t], reference[t], loss.kl_loss_type, importance)
     return value * factor + loss.entropy_coef * new[t] + penalty

@@ -1,5 +1,4 @@
-"""Functions of the user: slime's own shapes work, and what cannot work is refused with what was
-expected."""
+"""Custom functions: slime's signatures work; unusable functions are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import torch
 
 from rlpipe.algorithms import custom
 from rlpipe.algorithms.importance import correct
-from rlpipe.algorithms.objective import Tokens
+from rlpipe.algorithms.objective import TokenBatch
 from rlpipe.algorithms.reduction import token_weights
 from rlpipe.algorithms.sequences import Sequences
 from rlpipe.config.algorithms import AdvantageConfig, LossConfig
@@ -21,7 +20,7 @@ from rlpipe.errors import ConfigError, DataError
 LENGTHS = np.array([2, 3])
 MASKS = [np.array([1.0, 1.0], np.float32), np.array([1.0, 0.0, 1.0], np.float32)]
 PROXIMAL = [np.array([-1.0, -2.0], np.float32), np.array([-1.0, -1.0, -3.0], np.float32)]
-BEHAVIOUR = [np.array([-1.5, -1.0], np.float32), np.array([-1.0, -9.0, -4.0], np.float32)]
+ROLLOUT = [np.array([-1.5, -1.0], np.float32), np.array([-1.0, -9.0, -4.0], np.float32)]
 ARGS = Namespace(tis_clip=2.0, tis_clip_low=0.5)
 
 
@@ -36,7 +35,7 @@ def slimes_tis(
     response_lengths,
     **_others,
 ):
-    """In the shape of slime's `vanilla_tis_function`."""
+    """Same signature as slime's `vanilla_tis_function`."""
     assert total_lengths == [4, 5]
     assert response_lengths == [2, 3]
     weights = torch.exp(torch.cat(train_log_probs) - torch.cat(rollout_log_probs))
@@ -45,43 +44,44 @@ def slimes_tis(
 
 
 def correction(function, **others):
-    given = {
-        "proximal": PROXIMAL,
-        "behaviour": BEHAVIOUR,
+    arguments = {
+        "proximal_log_probs": PROXIMAL,
+        "rollout_log_probs": ROLLOUT,
         "masks": MASKS,
         "total_lengths": LENGTHS + 2,
     }
-    return custom.custom_correction(function, ARGS, **{**given, **others})
+    return custom.custom_correction(function, ARGS, **{**arguments, **others})
 
 
-def test_a_correction_in_slimes_shape_is_the_built_in_one():
-    found = correction(slimes_tis)
+def test_a_correction_with_slimes_signature_equals_the_built_in_one():
+    result = correction(slimes_tis)
     mask = np.concatenate(MASKS)
     loss = LossConfig(use_tis=True, tis_clip_low=0.5)
-    built_in = correct(np.concatenate(PROXIMAL), np.concatenate(BEHAVIOUR), mask, LENGTHS, loss)
+    built_in = correct(np.concatenate(PROXIMAL), np.concatenate(ROLLOUT), mask, LENGTHS, loss)
     counted = mask > 0
-    assert found.factor[counted] == pytest.approx(built_in.factor[counted], rel=1e-6)
-    assert found.kept[counted].tolist() == [1] * 4
-    assert found.metrics["tis_mine"][0] == pytest.approx(np.exp(0.5))
+    assert result.factor[counted] == pytest.approx(built_in.factor[counted], rel=1e-6)
+    assert result.kept[counted].tolist() == [1] * 4
+    assert result.metrics["tis_mine"][0] == pytest.approx(np.exp(0.5))
 
 
 @pytest.mark.parametrize(
     ("name", "mode"), [("icepop_function", "icepop"), ("vanilla_tis_function", "clip")]
 )
-def test_a_file_may_wrap_slimes_own_corrections(tmp_path: Path, name: str, mode: str):
-    theirs = f"from slime.backends.megatron_utils.loss import {name}"
+def test_a_user_file_can_wrap_slimes_corrections(tmp_path: Path, name: str, mode: str):
+    import_line = f"from slime.backends.megatron_utils.loss import {name}"
     path = hook(
-        tmp_path, f"{theirs}\ndef mine(args, **columns):\n    return {name}(args, **columns)\n"
+        tmp_path, f"{import_line}\ndef mine(args, **columns):\n    return {name}(args, **columns)\n"
     )
-    found = correction(custom.load("custom_tis_function_path", path))
-    mask, loss = np.concatenate(MASKS), LossConfig(use_tis=True, tis_clip_low=0.5, tis_mode=mode)  # pyright: ignore[reportArgumentType]
-    built_in = correct(np.concatenate(PROXIMAL), np.concatenate(BEHAVIOUR), mask, LENGTHS, loss)
-    assert found.factor[mask > 0] == pytest.approx(built_in.factor[mask > 0], rel=1e-6)
+    result = correction(custom.load("custom_tis_function_path", path))
+    mask = np.concatenate(MASKS)
+    loss = LossConfig.model_validate({"use_tis": True, "tis_clip_low": 0.5, "tis_mode": mode})
+    built_in = correct(np.concatenate(PROXIMAL), np.concatenate(ROLLOUT), mask, LENGTHS, loss)
+    assert result.factor[mask > 0] == pytest.approx(built_in.factor[mask > 0], rel=1e-6)
     for metric, values in built_in.metrics.items():
-        assert found.metrics[metric][mask > 0] == pytest.approx(values[mask > 0], rel=1e-6)
+        assert result.metrics[metric][mask > 0] == pytest.approx(values[mask > 0], rel=1e-6)
 
 
-def test_a_correction_may_reject_tokens():
+def test_a_correction_can_reject_tokens():
     def reject(args, *, pg_loss, loss_masks, **others):
         return (
             pg_loss,
@@ -97,14 +97,13 @@ def test_a_correction_that_is_not_proportional_to_the_loss_is_refused():
         correction(lambda args, *, pg_loss, **others: (pg_loss.clamp(min=0), None, {}))
 
 
-def test_a_correction_of_another_length_is_refused():
+def test_a_correction_with_too_few_values_is_refused():
     with pytest.raises(DataError, match="one value per response token"):
         correction(lambda args, *, pg_loss, **others: (pg_loss[:3], None, {}))
 
 
 def dr_grpo(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
-    """In the shape of slime's `get_pg_loss_reducer`: a constant in place of each sample's
-    length."""
+    """Same signature as slime's `get_pg_loss_reducer`; divides by a constant length."""
 
     def reduce(values):
         parts = zip(values.split(response_lengths), loss_masks, strict=True)
@@ -117,15 +116,15 @@ def dr_grpo(total_lengths, response_lengths, loss_masks, calculate_per_token_los
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_a_reducer_in_slimes_shape_becomes_a_weight_per_token(per_token: bool):
-    found = custom.reducer_weights(
+def test_a_reducer_with_slimes_signature_becomes_a_weight_per_token(per_token: bool):
+    result = custom.reducer_weights(
         dr_grpo, masks=MASKS, total_lengths=LENGTHS, per_token=per_token, num_rollouts=2
     )
     constant = None if per_token else 100
     expected = token_weights(
         np.concatenate(MASKS), LENGTHS, per_token=per_token, constant_length=constant
     )
-    assert found == pytest.approx(expected)
+    assert result == pytest.approx(expected)
 
 
 def test_a_reducer_that_is_not_linear_is_refused():
@@ -138,32 +137,32 @@ def test_a_reducer_that_is_not_linear_is_refused():
         )
 
 
-def test_an_advantage_function_sets_lists_of_tensors():
+def test_an_advantage_function_can_set_lists_of_tensors():
     def mine(args, rollout_data):
         rollout_data["advantages"] = [mask * 2.0 for mask in rollout_data["loss_masks"]]
         rollout_data["returns"] = [mask * 3.0 for mask in rollout_data["loss_masks"]]
 
     data = {"loss_masks": [torch.from_numpy(mask) for mask in MASKS]}
-    found = custom.custom_estimates(mine, ARGS, data, LENGTHS)
-    assert found.advantages.tolist() == [2, 2, 2, 0, 2]
-    assert found.returns.tolist() == [3, 3, 3, 0, 3]
+    result = custom.custom_estimates(mine, ARGS, data, LENGTHS)
+    assert result.advantages.tolist() == [2, 2, 2, 0, 2]
+    assert result.returns.tolist() == [3, 3, 3, 0, 3]
     with pytest.raises(DataError, match="advantages"):
         custom.custom_estimates(lambda args, data: None, ARGS, {}, LENGTHS)
-    with pytest.raises(DataError, match="2 parts of 5 values"):
+    with pytest.raises(DataError, match="2 parts with 5 values"):
         custom.custom_estimates(
             lambda a, d: d.update(advantages=[torch.zeros(3), torch.zeros(2)]), ARGS, {}, LENGTHS
         )
 
 
-def tokens() -> Tokens:
+def tokens() -> TokenBatch:
     sequences = Sequences(torch.tensor([0, 0, 1]), torch.tensor([2.0, 1.0]))
     columns = {"advantages": torch.tensor([1.0, 2.0, 3.0])}
-    return Tokens(
+    return TokenBatch(
         torch.tensor([-1.0, -2.0, -3.0]), torch.ones(3), torch.ones(3), sequences, columns=columns
     )
 
 
-def test_a_custom_loss_sees_columns_and_sequences():
+def test_a_custom_loss_gets_columns_and_sequence_means():
     def mine(args, batch, log_probs, entropy):
         return -batch["advantages"] * batch["sequence_mean"](log_probs) - entropy, {
             "mean": batch["sequence_mean"](log_probs)
@@ -172,13 +171,13 @@ def test_a_custom_loss_sees_columns_and_sequences():
     loss, metrics = custom.custom_loss(mine, ARGS, tokens())
     assert loss.tolist() == [0.5, 2, 8]
     assert metrics["mean"].tolist() == [-1.5, -1.5, -3]
-    with pytest.raises(DataError, match="do not reduce it"):
+    with pytest.raises(DataError, match="return unreduced values"):
         custom.custom_loss(
             lambda args, batch, log_probs, entropy: (log_probs.sum(), {}), ARGS, tokens()
         )
 
 
-def test_a_custom_loss_gets_logits_unless_it_names_log_probs():
+def test_a_custom_loss_gets_logits_unless_it_has_a_log_probs_parameter():
     assert custom.takes_logits(lambda args, batch, logits, sum_of_sample_mean: None)
     assert custom.takes_logits(lambda args, batch, output, reduce: None)
     assert not custom.takes_logits(lambda args, batch, log_probs, entropy: None)
@@ -190,7 +189,7 @@ def hook(folder: Path, text: str) -> str:
     return f"{path}:mine"
 
 
-BAD = [
+UNCALLABLE = [
     ("custom_loss_function_path", "def mine(args): ...", "cannot be called"),
     ("custom_tis_function_path", "def mine(args, *, pg_loss): ...", "cannot be called"),
     ("custom_advantage_function_path", "def mine(): ...", "cannot be called"),
@@ -198,8 +197,8 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("key", "text", "words"), BAD)
-def test_a_function_that_cannot_be_called_is_refused_before_anything_is_started(
+@pytest.mark.parametrize(("key", "text", "words"), UNCALLABLE)
+def test_a_function_that_cannot_be_called_is_refused_before_a_run_starts(
     tmp_path: Path, key: str, text: str, words: str
 ):
     path = hook(tmp_path, text)

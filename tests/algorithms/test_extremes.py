@@ -1,5 +1,4 @@
-"""Log-ratios up to ±1000: losses in float32 against the exact numbers, reckoned in float64 and in
-logarithms."""
+"""Log-ratios up to ±1000: float32 losses against exact values in float64 and in logarithms."""
 
 from __future__ import annotations
 
@@ -15,9 +14,9 @@ from rlpipe.algorithms.advantages import group_relative, whiten
 from rlpipe.algorithms.divergence import FAR_BELOW, kl_estimate, unbiased_kl
 from rlpipe.algorithms.exponential import SPLIT, exp, expm1
 from rlpipe.algorithms.importance import correct
-from rlpipe.algorithms.logits import compute_policy_loss, log_probs_of, logits_loss
+from rlpipe.algorithms.logits import compute_policy_loss, logits_loss, target_log_probs
 from rlpipe.algorithms.losses import cispo_loss, policy_loss, sequence_policy_loss
-from rlpipe.algorithms.objective import Tokens, objective
+from rlpipe.algorithms.objective import TokenBatch, objective
 from rlpipe.algorithms.sequences import Sequences
 from rlpipe.config.algorithms import LossConfig
 
@@ -32,25 +31,24 @@ advantage = st.floats(-3, 3, width=32) | st.sampled_from([0.0, 1e-6, -1e-6])
 
 
 def e(x: float) -> float:
-    """exp(x), infinite where float64 has no number for it."""
+    """Return exp(x), infinite where float64 overflows."""
     return math.exp(x) if x < 709 else math.inf
 
 
 def product(scale: float, x: float) -> float:
-    """scale × exp(x), also where exp(x) alone is too large."""
+    """Return scale × exp(x), also where exp(x) alone overflows."""
     return 0.0 if scale == 0 else math.copysign(e(x + math.log(abs(scale))), scale)
 
 
-def close(found: float, exact: float) -> bool:
-    """Equal to float32's precision; where float32 has no number for it, infinite or the largest
-    number."""
+def close(result: float, exact: float) -> bool:
+    """True if equal to float32 precision, or infinite or largest where float32 overflows."""
     if abs(exact) > 0.999 * LARGEST:
-        return abs(found) > 0.99 * LARGEST and math.copysign(1, found) == math.copysign(1, exact)
-    return found == pytest.approx(exact, rel=2e-5, abs=1e-5)
+        return abs(result) > 0.99 * LARGEST and math.copysign(1, result) == math.copysign(1, exact)
+    return result == pytest.approx(exact, rel=2e-5, abs=1e-5)
 
 
 def clip_gradient(d: float, a: float, dual: float | None) -> float:
-    """∂L/∂ℓ of the clipped surrogate: -A ρ, and 0 where it is clipped."""
+    """Return ∂L/∂ℓ of the clipped surrogate: -A ρ, and 0 where it is clipped."""
     clipped = d > math.log(1 + HIGH) if a >= 0 else d < math.log(1 - LOW)
     if a < 0 and dual is not None and d > math.log(dual):
         clipped = True
@@ -62,8 +60,8 @@ def at_the_edge_of_a_clip(d: float) -> bool:
 
 
 def gradient(loss: torch.Tensor, leaf: torch.Tensor) -> list[float]:
-    (found,) = torch.autograd.grad(loss.sum(), leaf)
-    return found.tolist()
+    (result,) = torch.autograd.grad(loss.sum(), leaf)
+    return result.tolist()
 
 
 @given(log_ratio, advantage, st.sampled_from([None, DUAL]))
@@ -76,11 +74,11 @@ def test_the_clipped_surrogate_has_the_exact_gradient(d: float, a: float, dual: 
     if at_the_edge_of_a_clip(d):
         return
     new = torch.tensor([d], requires_grad=True)
-    found = policy_loss(
+    result = policy_loss(
         new, torch.zeros(1), torch.tensor([a]), eps_clip=LOW, eps_clip_high=HIGH, eps_clip_c=dual
     )
-    assert not math.isnan(found.loss.item())
-    assert close(gradient(found.loss, new)[0], clip_gradient(d, a, dual))
+    assert not math.isnan(result.loss.item())
+    assert close(gradient(result.loss, new)[0], clip_gradient(d, a, dual))
 
 
 @given(st.lists(log_ratio, min_size=1, max_size=4), advantage)
@@ -93,13 +91,12 @@ def test_gspo_has_the_exact_gradient(gaps: list[float], a: float):
     count = len(gaps)
     sequences = Sequences(torch.zeros(count, dtype=torch.long), torch.tensor([float(count)]))
     advantages = torch.full((count,), a)
-    found = sequence_policy_loss(
+    result = sequence_policy_loss(
         new, torch.zeros(count), advantages, sequences, eps_clip=LOW, eps_clip_high=HIGH
     )
     exact = clip_gradient(mean, a, None)
-    for value in gradient(found.loss, new):
-        # The mean of numbers up to 1000 has an error of 1e-4 in float32, and so have the digits of
-        # exp(mean).
+    for value in gradient(result.loss, new):
+        # In float32 the mean of numbers up to 1000 has an error of 1e-4, and so does exp(mean).
         edge = abs(abs(exact) / LARGEST - 1) < 0.1
         assert not math.isnan(value)
         assert edge or close(value, exact) or value == pytest.approx(exact, rel=1e-3)
@@ -108,8 +105,8 @@ def test_gspo_has_the_exact_gradient(gaps: list[float], a: float):
 @given(log_ratio, advantage)
 def test_cispo_has_the_exact_gradient(d: float, a: float):
     new = torch.tensor([d], requires_grad=True)
-    found = cispo_loss(new, torch.zeros(1), torch.tensor([a]), eps_clip=1.0, eps_clip_high=4.0)
-    assert close(gradient(found.loss, new)[0], -min(e(d), 5.0) * a)
+    result = cispo_loss(new, torch.zeros(1), torch.tensor([a]), eps_clip=1.0, eps_clip_high=4.0)
+    assert close(gradient(result.loss, new)[0], -min(e(d), 5.0) * a)
 
 
 def k3(d: float) -> float:
@@ -132,7 +129,7 @@ def test_every_kl_has_the_exact_gradient(d: float, kind: str):
 
 
 def times_ratio(d: float, log_ratio: float, kind: str) -> tuple[float, float]:
-    """Value and gradient of an estimate times ρ."""
+    """Return value and gradient of an estimate times ρ."""
     if kind == "k1":
         return product(d, log_ratio), product(1 + d, log_ratio)
     if kind == "k2":
@@ -154,33 +151,33 @@ def times_ratio(d: float, log_ratio: float, kind: str) -> tuple[float, float]:
 @example(0, 1000, "k3")
 def test_every_kl_times_the_ratio_has_the_exact_gradient(d: int, gap: int, kind: str):
     new = torch.zeros(1, requires_grad=True)
-    found = unbiased_kl(new, torch.tensor([-float(d)]), torch.tensor([-float(gap)]), kind)
+    result = unbiased_kl(new, torch.tensor([-float(d)]), torch.tensor([-float(gap)]), kind)
     value, exact = times_ratio(d, gap, kind)
     if kind == "low_var_kl" and value > 10:
         value = 10.0
         exact = 0.0
     if kind == "k1" or math.isfinite(value):
-        assert close(found.item(), value)
-    assert close(gradient(found, new)[0], exact)
+        assert close(result.item(), value)
+    assert close(gradient(result, new)[0], exact)
 
 
-def test_near_the_reference_the_unbiased_estimate_has_the_bits_of_the_plain_product():
+def test_near_the_reference_the_unbiased_estimate_is_bit_identical_to_the_product():
     generator = torch.Generator().manual_seed(0)
     new, reference, base = (torch.rand(3, 1000, generator=generator) * FAR_BELOW).unbind()
     leaves = [new.clone().requires_grad_() for _ in range(2)]
     ratio = (leaves[0] - base).exp()
     plain = kl_estimate(leaves[0], reference, "k3", ratio)
-    found = unbiased_kl(leaves[1], reference, base, "k3")
+    result = unbiased_kl(leaves[1], reference, base, "k3")
     near = new - reference >= FAR_BELOW
     assert near.all()
-    assert torch.equal(found, plain)
+    assert torch.equal(result, plain)
     assert torch.equal(
-        *(torch.tensor(gradient(*pair)) for pair in ((plain, leaves[0]), (found, leaves[1])))
+        *(torch.tensor(gradient(*pair)) for pair in ((plain, leaves[0]), (result, leaves[1])))
     )
 
 
 @given(st.floats(-1000, SPLIT, width=32), st.floats(-3, 3, width=32))
-def test_up_to_the_split_exponentials_have_the_bits_of_torch(x: float, scale: float):
+def test_up_to_the_split_exponentials_are_bit_identical_to_torch(x: float, scale: float):
     for ours, plain in (
         (lambda x: exp(x), torch.exp),
         (expm1, torch.expm1),
@@ -192,34 +189,36 @@ def test_up_to_the_split_exponentials_have_the_bits_of_torch(x: float, scale: fl
 
 
 @given(st.integers(2, 8), st.data())
-def test_masked_logits_change_neither_values_nor_gradients_of_the_others(allowed: int, data):
-    """A vocabulary of which some columns are -inf is the smaller vocabulary, in float64."""
+def test_masked_logits_do_not_change_values_and_gradients_of_the_others(allowed: int, data):
+    """Columns of -inf give the result of the smaller vocabulary in float64."""
     columns = data.draw(st.permutations(range(10)))[:allowed]
     values = data.draw(st.lists(st.floats(-30, 30, width=32), min_size=allowed, max_size=allowed))
     target = data.draw(st.integers(0, allowed - 1))
     small = torch.tensor([values], dtype=torch.float64, requires_grad=True)
     everything = small.log_softmax(-1)
     exact = everything[0, target] - 0.3 * (everything.exp() * everything).sum()
-    (wanted,) = torch.autograd.grad(exact, small)
+    (expected,) = torch.autograd.grad(exact, small)
     logits = torch.full((1, 10), -math.inf)
     logits[0, columns] = torch.tensor(values)
     logits.requires_grad_()
-    log_probs, entropy = log_probs_of(logits, torch.tensor([columns[target]]), with_entropy=True)
+    log_probs, entropy = target_log_probs(
+        logits, torch.tensor([columns[target]]), with_entropy=True
+    )
     assert entropy is not None
     loss = (log_probs + 0.3 * entropy).sum()
     assert loss.item() == pytest.approx(exact.item(), rel=1e-4, abs=1e-4)
-    (found,) = torch.autograd.grad(loss, logits)
-    assert found[0, columns].tolist() == pytest.approx(wanted[0].tolist(), rel=1e-4, abs=1e-4)
+    (result,) = torch.autograd.grad(loss, logits)
+    assert result[0, columns].tolist() == pytest.approx(expected[0].tolist(), rel=1e-4, abs=1e-4)
     masked = sorted(set(range(10)) - set(columns))
-    assert found[0, masked].tolist() == [0.0] * len(masked)
+    assert result[0, masked].tolist() == [0.0] * len(masked)
 
 
-def test_a_custom_loss_of_no_token_has_a_gradient_of_zeros_at_masked_logits():
+def test_a_custom_loss_without_tokens_has_zero_gradient_at_masked_logits():
     logits = torch.full((1, 2, 3), -math.inf, requires_grad=True)
     loss, _ = logits_loss(lambda *_: (torch.zeros(()), {}), None, {}, logits, torch.sum)
     assert loss.item() == 0
-    (found,) = torch.autograd.grad(loss, logits)
-    assert found.abs().max().item() == 0
+    (result,) = torch.autograd.grad(loss, logits)
+    assert result.abs().max().item() == 0
 
 
 def test_slimes_policy_loss_has_a_gradient_where_the_ratio_overflows():
@@ -233,11 +232,8 @@ def test_slimes_policy_loss_has_a_gradient_where_the_ratio_overflows():
 @pytest.mark.parametrize("surrogate", ["clip", "gspo", "cispo"])
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
 @pytest.mark.parametrize("unbiased", [False, True])
-def test_a_token_that_is_left_out_leaves_loss_gradient_and_metrics_finite(
-    surrogate, kind, unbiased
-):
-    """By its weight (rejection), its factor (IcePop) and its mask (OPSM), however far its log-probs
-    are apart."""
+def test_an_excluded_token_keeps_loss_gradient_and_metrics_finite(surrogate, kind, unbiased):
+    """Tokens are excluded by weight (rejection), factor (IcePop) and mask (OPSM)."""
     new = torch.tensor([-1.0, -1.0, -1.0, -1000.0, -1.0], requires_grad=True)
     loss = LossConfig(
         surrogate=surrogate,
@@ -246,36 +242,36 @@ def test_a_token_that_is_left_out_leaves_loss_gradient_and_metrics_finite(
         use_unbiased_kl=unbiased,
         use_opsm=True,
     )
-    tokens = Tokens(
+    tokens = TokenBatch(
         log_probs=new,
         entropy=torch.ones(5),
         weight=torch.tensor([0.5, 0.0, 0.5, 0.0, 0.0]),
         sequences=Sequences(torch.arange(5), torch.ones(5)),
         advantages=torch.tensor([1.0, -1.0, -1.0, -1.0, 0.0]),
-        proximal=torch.tensor([-1.0, -1000.0, -1.0, -1.0, -1000.0]),
-        reference=torch.tensor([-1.0, -1.0, -1.0, -1.0, -1000.0]),
+        proximal_log_probs=torch.tensor([-1.0, -1000.0, -1.0, -1.0, -1000.0]),
+        reference_log_probs=torch.tensor([-1.0, -1.0, -1.0, -1.0, -1000.0]),
         factor=torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0]),
     )
-    found = objective(tokens, loss)
-    assert math.isfinite(found.loss.item())
-    assert all(math.isfinite(value) for value in gradient(found.loss, new))
-    assert all(math.isfinite(value.item()) for value in found.metrics.values())
+    result = objective(tokens, loss)
+    assert math.isfinite(result.loss.item())
+    assert all(math.isfinite(value) for value in gradient(result.loss, new))
+    assert all(math.isfinite(value.item()) for value in result.metrics.values())
 
 
-def test_a_kl_that_is_only_watched_has_no_part_in_the_gradient_however_large_it_is():
+def test_a_kl_with_coefficient_0_does_not_change_the_gradient():
     new = torch.tensor([-200.0], requires_grad=True)
-    tokens = Tokens(
+    tokens = TokenBatch(
         log_probs=new,
         entropy=torch.ones(1),
         weight=torch.ones(1),
         sequences=Sequences(torch.zeros(1, dtype=torch.long), torch.ones(1)),
         advantages=torch.ones(1),
-        proximal=torch.tensor([-200.0]),
-        reference=torch.tensor([-1.0]),
+        proximal_log_probs=torch.tensor([-200.0]),
+        reference_log_probs=torch.tensor([-1.0]),
     )
-    found = objective(tokens, LossConfig(kl_loss_coef=0.0, kl_loss_type="k3"))
-    assert found.loss.item() == -1
-    assert gradient(found.loss, new) == [-1]
+    result = objective(tokens, LossConfig(kl_loss_coef=0.0, kl_loss_type="k3"))
+    assert result.loss.item() == -1
+    assert gradient(result.loss, new) == [-1]
 
 
 @given(
@@ -293,20 +289,22 @@ def test_off_policy_weights_are_finite_in_float32(gaps, level, mode):
         tis_batch_normalize=True,
     )
     count = len(gaps)
-    found = correct(np.array(gaps), np.zeros(count), np.ones(count), np.array([1, count - 1]), loss)
-    for column in (found.factor, found.kept, *found.metrics.values()):
+    result = correct(
+        np.array(gaps), np.zeros(count), np.ones(count), np.array([1, count - 1]), loss
+    )
+    for column in (result.factor, result.kept, *result.metrics.values()):
         assert np.isfinite(column.astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("value", [0.1, 1e6 + 0.1, -1e10 / 3])
-def test_values_that_are_all_equal_are_whitened_to_exactly_0(value):
+def test_equal_values_are_whitened_to_exactly_0(value):
     for count in (1, 3, 7, 1000):
         assert whiten(np.full(count, value), np.ones(count)).tolist() == [0.0] * count
 
 
 @pytest.mark.parametrize("value", [0.1, 1e6 + 0.1, -1e10 / 3])
 @pytest.mark.parametrize("scale", [False, True])
-def test_rewards_that_are_all_equal_have_advantages_of_exactly_0(value, scale):
+def test_equal_rewards_have_advantages_of_exactly_0(value, scale):
     for count in (3, 7, 11):
         group = np.repeat([5, 2], count)
         rewards = np.full(2 * count, value)

@@ -1,5 +1,4 @@
-"""slime's functions for losses of logits, where no other rank is there; and what a loss may
-answer."""
+"""slime's functions for losses of logits on one rank, and checks of a loss's result."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ from rlpipe.algorithms.logits import (
     compute_policy_loss,
     get_log_probs_and_entropy,
     get_responses,
-    log_probs_of,
     logits_loss,
     shared_as,
+    target_log_probs,
 )
 from rlpipe.errors import DataError
 
@@ -31,7 +30,7 @@ def test_log_probs_and_entropy_have_the_values_and_gradients_of_log_softmax():
         logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0), requires_grad=True)
         targets = torch.tensor([0, 6, 3, 3, 1])
         if ours:
-            log_probs, entropy = log_probs_of(logits, targets, with_entropy=True)
+            log_probs, entropy = target_log_probs(logits, targets, with_entropy=True)
             assert entropy is not None
         else:
             everything = logits.log_softmax(-1)
@@ -39,19 +38,19 @@ def test_log_probs_and_entropy_have_the_values_and_gradients_of_log_softmax():
             entropy = -(everything.exp() * everything).sum(-1)
         (torch.linspace(-1, 1, 5) * log_probs + 0.3 * entropy).sum().backward()
         results.append((log_probs, entropy, logits.grad))
-    for found, wanted in zip(*results, strict=True):
-        assert torch.allclose(found, wanted, atol=1e-6)
+    for actual, expected in zip(*results, strict=True):
+        assert torch.allclose(actual, expected, atol=1e-6)
 
 
 @given(
     samples=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4),
     cp_size=st.sampled_from([1, 2, 3]),
 )
-def test_the_ranks_that_share_samples_have_every_response_token_once(samples, cp_size):
+def test_context_parallel_ranks_have_every_response_token_once(samples, cp_size):
     totals = [prompt + response for prompt, response in samples]
     responses = [response for _, response in samples]
     tokens = [1000 * number + torch.arange(total) for number, total in enumerate(totals)]
-    found: list[list[int]] = [[] for _ in samples]
+    actual: list[list[int]] = [[] for _ in samples]
     for cp_rank in range(cp_size):
         rows = [_held(part, cp_size, cp_rank) for part in tokens]
         logits = torch.cat([*rows, torch.full((2,), -7)]).float()[None, :, None]
@@ -64,12 +63,12 @@ def test_the_ranks_that_share_samples_have_every_response_token_once(samples, cp
                 response_lengths=responses,
             )
             pairs = list(shown)
-        for number, (chosen, wanted) in enumerate(pairs):
-            assert (chosen[:, 0] * 0.5 + 1).tolist() == wanted.tolist(), (
-                "the row before each token, over the temperature"
+        for number, (chosen, expected) in enumerate(pairs):
+            assert (chosen[:, 0] * 0.5 + 1).tolist() == expected.tolist(), (
+                "the row before each token, divided by the temperature"
             )
-            found[number] += wanted.tolist()
-    assert [sorted(part) for part in found] == [
+            actual[number] += expected.tolist()
+    assert [sorted(part) for part in actual] == [
         part[-count:].tolist() for part, count in zip(tokens, responses, strict=True)
     ]
 
@@ -83,20 +82,20 @@ def _held(tokens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
     return torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]])
 
 
-def test_entropies_are_there_if_they_are_wanted():
+def test_entropies_are_returned_on_request():
     logits = torch.randn(1, 5, 4)
     known = {
         "unconcat_tokens": [torch.tensor([0, 1, 2, 3, 0])],
         "total_lengths": [5],
         "response_lengths": [3],
     }
-    _, found = get_log_probs_and_entropy(logits, args=ARGS, **known)
-    assert [part.shape for part in found["log_probs"]] == [(3,)] and "entropy" not in found
-    _, found = get_log_probs_and_entropy(logits, args=ARGS, with_entropy=True, **known)
-    assert [part.shape for part in found["entropy"]] == [(3,)]
+    _, actual = get_log_probs_and_entropy(logits, args=ARGS, **known)
+    assert [part.shape for part in actual["log_probs"]] == [(3,)] and "entropy" not in actual
+    _, actual = get_log_probs_and_entropy(logits, args=ARGS, with_entropy=True, **known)
+    assert [part.shape for part in actual["entropy"]] == [(3,)]
 
 
-def test_slimes_pieces_of_a_policy_loss():
+def test_slimes_policy_loss_functions():
     loss, clipped = compute_policy_loss(
         torch.tensor([-1.0, 0.0]), torch.tensor([2.0, 1.0]), 0.2, 0.3
     )
@@ -104,7 +103,7 @@ def test_slimes_pieces_of_a_policy_loss():
     assert compute_approx_kl(torch.tensor([-1.0]), torch.tensor([-2.0]), "k2").tolist() == [0.5]
 
 
-def test_a_loss_that_is_not_reduced_is_refused_and_one_of_nothing_has_a_gradient():
+def test_an_unreduced_loss_is_refused_and_an_empty_one_has_a_gradient():
     logits = torch.randn(1, 3, 4, requires_grad=True)
     with pytest.raises(DataError, match="reduce it with sum_of_sample_mean"):
         logits_loss(lambda *_: (logits[0, :, 0], {}), ARGS, {}, logits, torch.sum)

@@ -34,24 +34,26 @@ def column(rows) -> torch.Tensor:
 
 def at_ratio(ratio: float, advantage: float, **clip) -> tuple[float, float]:
     new = torch.tensor([math.log(ratio)])
-    found = policy_loss(new, torch.zeros(1), torch.tensor([advantage]), **{"eps_clip": 0.2, **clip})
-    return found.loss.item(), found.clipped.item()
+    result = policy_loss(
+        new, torch.zeros(1), torch.tensor([advantage]), **{"eps_clip": 0.2, **clip}
+    )
+    return result.loss.item(), result.clipped.item()
 
 
-def test_a_good_token_that_moved_too_far_is_clipped():
+def test_a_token_with_positive_advantage_is_clipped_above():
     assert at_ratio(1.5, 1.0) == pytest.approx((-1.2, 1))
 
 
-def test_clip_higher_lets_it_move_further():
+def test_clip_higher_raises_the_upper_bound():
     assert at_ratio(1.25, 1.0, eps_clip_high=0.28) == pytest.approx((-1.25, 0))
     assert at_ratio(1.5, 1.0, eps_clip_high=0.28) == pytest.approx((-1.28, 1))
 
 
-def test_a_bad_token_that_became_rare_is_clipped_below():
+def test_a_token_with_negative_advantage_is_clipped_below():
     assert at_ratio(0.5, -1.0) == pytest.approx((0.8, 1))
 
 
-def test_dual_clip_bounds_the_loss_of_a_bad_token_that_became_likely():
+def test_dual_clip_bounds_the_loss_of_a_token_with_negative_advantage():
     assert at_ratio(5.0, -1.0)[0] == pytest.approx(5)
     assert at_ratio(5.0, -1.0, eps_clip_c=3.0)[0] == pytest.approx(3)
     assert at_ratio(5.0, 1.0, eps_clip_c=3.0)[0] == pytest.approx(-1.2)
@@ -59,25 +61,27 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token_that_became_likely():
 
 def test_cispo_by_hand_keeps_the_gradient_of_a_clipped_token():
     new = torch.tensor([-2.0], requires_grad=True)
-    found = cispo_loss(
+    result = cispo_loss(
         new, torch.tensor([-2.0 - math.log(6)]), torch.ones(1), eps_clip=1.0, eps_clip_high=4.0
     )
-    found.loss.sum().backward()
+    result.loss.sum().backward()
     assert new.grad is not None
-    assert (found.loss.item(), new.grad.item(), found.clipped.item()) == pytest.approx((10, -5, 1))
+    assert (result.loss.item(), new.grad.item(), result.clipped.item()) == pytest.approx(
+        (10, -5, 1)
+    )
 
 
-def test_on_policy_the_gradient_is_the_advantage_and_nothing_is_clipped():
+def test_on_policy_the_gradient_is_the_advantage_and_no_token_is_clipped():
     new = torch.tensor([-1.0, -2.0], requires_grad=True)
-    found = policy_loss(new, new.detach(), torch.tensor([0.5, -0.25]), eps_clip=0.2)
-    found.loss.sum().backward()
+    result = policy_loss(new, new.detach(), torch.tensor([0.5, -0.25]), eps_clip=0.2)
+    result.loss.sum().backward()
     assert new.grad is not None
     assert new.grad.tolist() == [-0.5, 0.25]
-    assert found.clipped.tolist() == [0, 0]
-    assert found.ppo_kl.tolist() == [0, 0]
+    assert result.clipped.tolist() == [0, 0]
+    assert result.ppo_kl.tolist() == [0, 0]
 
 
-@given(ragged(columns=1, least=1))
+@given(ragged(columns=1, min_length=1))
 def test_on_policy_all_surrogates_have_the_same_gradient_over_a_sequence(batch: Ragged):
     log_probs = column(batch.columns[0])
     lengths = batch.lengths
@@ -86,11 +90,11 @@ def test_on_policy_all_surrogates_have_the_same_gradient_over_a_sequence(batch: 
     )
     gradients = []
     for surrogate in (
-        lambda new, old: policy_loss(new, old, advantages, eps_clip=0.2),
-        lambda new, old: sequence_policy_loss(
-            new, old, advantages, of_samples(lengths), eps_clip=3e-4, eps_clip_high=4e-4
+        lambda new, base: policy_loss(new, base, advantages, eps_clip=0.2),
+        lambda new, base: sequence_policy_loss(
+            new, base, advantages, of_samples(lengths), eps_clip=3e-4, eps_clip_high=4e-4
         ),
-        lambda new, old: cispo_loss(new, old, advantages, eps_clip=1.0, eps_clip_high=4.0),
+        lambda new, base: cispo_loss(new, base, advantages, eps_clip=1.0, eps_clip_high=4.0),
     ):
         new = log_probs.clone().requires_grad_()
         (
@@ -110,13 +114,13 @@ def test_a_clipped_token_gets_no_gradient():
 
 
 @given(ragged(columns=3), st.booleans())
-def test_token_losses_are_what_a_loop_computes(batch: Ragged, dual: bool):
-    new, old, advantages = (column(rows) for rows in batch.columns)
+def test_token_losses_equal_the_reference_loop(batch: Ragged, dual: bool):
+    new, base, advantages = (column(rows) for rows in batch.columns)
     bound = 3.0 if dual else None
-    clip = policy_loss(new, old, advantages, eps_clip=0.2, eps_clip_high=0.3, eps_clip_c=bound)
-    cispo = cispo_loss(new, old, advantages, eps_clip=0.9, eps_clip_high=4.0)
+    clip = policy_loss(new, base, advantages, eps_clip=0.2, eps_clip_high=0.3, eps_clip_c=bound)
+    cispo = cispo_loss(new, base, advantages, eps_clip=0.9, eps_clip_high=4.0)
     for i, (a, b, c) in enumerate(
-        zip(new.tolist(), old.tolist(), advantages.tolist(), strict=True)
+        zip(new.tolist(), base.tolist(), advantages.tolist(), strict=True)
     ):
         ratio = math.exp(a - b)
         assert clip.loss[i].item() == pytest.approx(
@@ -128,66 +132,66 @@ def test_token_losses_are_what_a_loop_computes(batch: Ragged, dual: bool):
         )
 
 
-@given(ragged(columns=3, least=1), st.booleans())
-def test_sequence_losses_are_what_a_loop_computes(batch: Ragged, dual: bool):
-    new, old, advantages = batch.columns
+@given(ragged(columns=3, min_length=1), st.booleans())
+def test_sequence_losses_equal_the_reference_loop(batch: Ragged, dual: bool):
+    new, base, advantages = batch.columns
     bound = 3.0 if dual else None
     sequences = of_samples(batch.lengths)
-    found = sequence_policy_loss(
+    result = sequence_policy_loss(
         column(new),
-        column(old),
+        column(base),
         column(advantages),
         sequences,
         eps_clip=0.2,
         eps_clip_high=0.3,
         eps_clip_c=bound,
     )
-    ratios = loops.sequence_ratios(new, old)
+    ratios = loops.sequence_ratios(new, base)
     expected = [
         [loops.clip_loss(ratio, a, 0.2, 0.3, bound) for a in row]
         for ratio, row in zip(ratios, advantages, strict=True)
     ]
-    assert found.loss.tolist() == pytest.approx(Ragged.flat(expected), rel=1e-9, abs=1e-9)
+    assert result.loss.tolist() == pytest.approx(Ragged.flat(expected), rel=1e-9, abs=1e-9)
     masked = off_policy_sequence_mask(
-        column(new), column(old), column(advantages), sequences, delta=0.1
+        column(new), column(base), column(advantages), sequences, delta=0.1
     )
-    wanted = [
+    expected_mask = [
         [float(not (a < 0 and -math.log(ratio) > 0.1)) for a in row]
         for ratio, row in zip(ratios, advantages, strict=True)
     ]
-    assert masked.tolist() == Ragged.flat(wanted).tolist()
+    assert masked.tolist() == Ragged.flat(expected_mask).tolist()
 
 
 SURROGATES = {
-    "clip": lambda new, old, a, s: (
-        policy_loss(new, old, a, eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=3.0).loss
+    "clip": lambda new, base, a, s: (
+        policy_loss(new, base, a, eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=3.0).loss
     ),
-    "gspo": lambda new, old, a, s: (
-        sequence_policy_loss(new, old, a, s, eps_clip=0.2, eps_clip_high=0.3).loss
+    "gspo": lambda new, base, a, s: (
+        sequence_policy_loss(new, base, a, s, eps_clip=0.2, eps_clip_high=0.3).loss
     ),
 }
 
 
 @pytest.mark.parametrize("name", SURROGATES)
-def test_gradients_are_finite_differences(name: str):
+def test_gradients_equal_finite_differences(name: str):
     generator = torch.Generator().manual_seed(0)
-    new, old, advantages = (
+    new, base, advantages = (
         torch.randn(12, dtype=torch.float64, generator=generator) for _ in range(3)
     )
     sequences = of_samples([3, 4, 1, 4])
     assert torch.autograd.gradcheck(
-        lambda x: SURROGATES[name](x, old, advantages, sequences), new.requires_grad_()
+        lambda x: SURROGATES[name](x, base, advantages, sequences), new.requires_grad_()
     )
 
 
-def test_cispos_gradient_is_the_finite_difference_with_its_weight_held():
+def test_cispos_gradient_equals_the_finite_difference_at_constant_weight():
     generator = torch.Generator().manual_seed(0)
-    new, old, advantages = (
+    new, base, advantages = (
         torch.randn(12, dtype=torch.float64, generator=generator) for _ in range(3)
     )
-    weight = (new - old).exp().clamp(0, 5)
+    weight = (new - base).exp().clamp(0, 5)
     probe = new.clone().requires_grad_()
-    cispo_loss(probe, old, advantages, eps_clip=1.0, eps_clip_high=4.0).loss.sum().backward()
+    cispo_loss(probe, base, advantages, eps_clip=1.0, eps_clip_high=4.0).loss.sum().backward()
     step = 1e-6
     differences = (-weight * advantages * (new + step) + weight * advantages * (new - step)) / (
         2 * step

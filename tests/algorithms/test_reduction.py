@@ -1,4 +1,4 @@
-"""Weights per token."""
+"""Token weights of the reduction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_per_sample_and_per_token_means_differ():
     assert token_weights(np.ones(4), LENGTHS, per_token=True) @ LOSSES == pytest.approx(1.25)
 
 
-def test_a_constant_length_weighs_tokens_alike_whatever_their_number():
+def test_a_constant_length_gives_every_token_the_same_weight():
     assert token_weights(np.ones(4), LENGTHS, constant_length=10).tolist() == pytest.approx(
         [0.05] * 4
     )
@@ -30,15 +30,15 @@ def test_samples_of_one_rollout_share_a_denominator():
     assert token_weights(np.ones(4), LENGTHS, rollout=np.array([7, 7])) == pytest.approx([0.25] * 4)
 
 
-def test_a_masked_token_weighs_nothing_and_its_sample_is_averaged_over_the_rest():
+def test_a_masked_token_has_weight_0_and_does_not_count_in_the_denominator():
     assert token_weights(np.array([1, 1, 0, 1]), LENGTHS).tolist() == pytest.approx(
         [0.5, 0.25, 0, 0.25]
     )
 
 
-def test_a_rejected_token_weighs_nothing_and_leaves_the_others_as_they_are():
-    found = token_weights(np.ones(4), LENGTHS, kept=np.array([1, 1, 0, 1.0]))
-    assert found.tolist() == pytest.approx([0.5, 1 / 6, 0, 1 / 6])
+def test_a_rejected_token_has_weight_0_and_still_counts_in_the_denominator():
+    weights = token_weights(np.ones(4), LENGTHS, kept=np.array([1, 1, 0, 1.0]))
+    assert weights.tolist() == pytest.approx([0.5, 1 / 6, 0, 1 / 6])
 
 
 @given(
@@ -47,12 +47,12 @@ def test_a_rejected_token_weighs_nothing_and_leaves_the_others_as_they_are():
     st.booleans(),
     st.randoms(),
 )
-def test_it_is_what_a_loop_computes(batch: Ragged, kind: str, fan_out: bool, random):
+def test_the_reduction_equals_the_reference_loop(batch: Ragged, kind: str, fan_out: bool, random):
     kept = [[float(random.random() < 0.8) for _ in row] for row in batch.mask]
     options = {"per_token": kind == "token", "constant_length": 5 if kind == "constant" else None}
     rollouts = batch.rollouts if fan_out else list(range(len(batch.mask)))
     losses = Ragged.flat(batch.columns[0])
-    found = token_weights(
+    weights = token_weights(
         Ragged.flat(batch.mask),
         batch.lengths,
         **options,
@@ -67,20 +67,18 @@ def test_it_is_what_a_loop_computes(batch: Ragged, kind: str, fan_out: bool, ran
         per_token=kind == "token",
         constant=options["constant_length"],
     )
-    assert found.astype(np.float64) @ losses == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert weights.astype(np.float64) @ losses == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-@given(ragged(least=1), st.booleans())
-def test_the_weights_of_a_step_add_up_to_1_unless_a_rollout_is_wholly_masked(
-    batch: Ragged, per_token: bool
-):
+@given(ragged(min_length=1), st.booleans())
+def test_the_weights_of_a_step_without_masked_tokens_add_up_to_1(batch: Ragged, per_token: bool):
     mask = np.ones(int(batch.lengths.sum()))
-    found = token_weights(
+    weights = token_weights(
         mask, batch.lengths, per_token=per_token, rollout=np.array(batch.rollouts)
     )
-    assert found.sum() == pytest.approx(1, rel=1e-5)
+    assert weights.sum() == pytest.approx(1, rel=1e-5)
 
 
-def test_a_mask_of_another_length_is_an_error():
+def test_a_mask_of_another_length_is_refused():
     with pytest.raises(ValueError, match="mask of 3"):
         token_weights(np.ones(3), LENGTHS)

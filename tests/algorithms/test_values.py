@@ -1,4 +1,4 @@
-"""GAE and the value loss against loops, by property, and the values one can check by hand."""
+"""GAE and the value loss against reference loops and values by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DISCOUNT = st.floats(0, 1, width=32)
 
 
 def loop(rewards, values, gamma: float, lambd: float) -> list[float]:
-    """Of one sample, as it is written in the paper: a sum of discounted δ."""
+    """Return the estimates of one sample as in the paper: a sum of discounted δ."""
     steps = range(len(rewards))
     after = [*values, 0.0]
     delta = [rewards[t] + gamma * after[t + 1] - values[t] for t in steps]
@@ -31,23 +31,21 @@ def flat(rows):
 
 
 @given(ROWS, DISCOUNT, DISCOUNT)
-def test_every_sample_gets_the_estimate_of_the_paper_s_sum(rows, gamma, lambd):
+def test_estimates_equal_the_sum_of_the_paper(rows, gamma, lambd):
     rewards, values, _, lengths = flat(rows)
-    found = gae(rewards, values, lengths, gamma=gamma, lambd=lambd)
-    wanted = [
+    result = gae(rewards, values, lengths, gamma=gamma, lambd=lambd)
+    expected = [
         a for row in rows for a in loop([c[0] for c in row], [c[1] for c in row], gamma, lambd)
     ]
-    assert found.advantages == pytest.approx(wanted, rel=1e-6, abs=1e-6)
-    assert found.returns == pytest.approx(np.array(wanted) + values, rel=1e-6, abs=1e-6)
+    assert result.advantages == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert result.returns == pytest.approx(np.array(expected) + values, rel=1e-6, abs=1e-6)
 
 
 @given(ROWS, DISCOUNT, DISCOUNT)
-def test_with_a_mask_tokens_in_between_are_no_steps_and_their_rewards_are_not_lost(
-    rows, gamma, lambd
-):
+def test_masked_tokens_are_no_steps_and_keep_their_rewards(rows, gamma, lambd):
     rewards, values, mask, lengths = flat(rows)
-    found = gae(rewards, values, lengths, gamma=gamma, lambd=lambd, mask=mask)
-    wanted = []
+    result = gae(rewards, values, lengths, gamma=gamma, lambd=lambd, mask=mask)
+    expected = []
     for row in rows:
         steps = [i for i, cell in enumerate(row) if cell[2]]
         owned = [0.0] * len(steps)
@@ -55,39 +53,39 @@ def test_with_a_mask_tokens_in_between_are_no_steps_and_their_rewards_are_not_lo
             if steps:
                 owned[max(sum(step <= i for step in steps) - 1, 0)] += cell[0]
         estimates = iter(loop(owned, [row[i][1] for i in steps], gamma, lambd))
-        wanted += [next(estimates) if cell[2] else 0.0 for cell in row]
-    assert found.advantages == pytest.approx(wanted, rel=1e-5, abs=1e-6)
-    assert found.returns == pytest.approx(np.array(wanted) + values, rel=1e-5, abs=1e-6)
+        expected += [next(estimates) if cell[2] else 0.0 for cell in row]
+    assert result.advantages == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert result.returns == pytest.approx(np.array(expected) + values, rel=1e-5, abs=1e-6)
 
 
-def test_the_hand_checked_values():
-    found = gae(np.array([0, 0, 1.0]), np.array([0.5, 0.5, 0.5]), np.array([3]))
-    assert found.advantages.tolist() == [0.5, 0.5, 0.5]
-    assert found.returns.tolist() == [1, 1, 1]
+def test_estimates_by_hand():
+    result = gae(np.array([0, 0, 1.0]), np.array([0.5, 0.5, 0.5]), np.array([3]))
+    assert result.advantages.tolist() == [0.5, 0.5, 0.5]
+    assert result.returns.tolist() == [1, 1, 1]
 
 
 @given(ROWS)
-def test_without_discount_and_bootstrapping_the_return_is_what_is_still_to_come(rows):
+def test_without_discount_the_return_is_the_sum_of_following_rewards(rows):
     rewards, values, _, lengths = flat(rows)
-    found = gae(rewards, values, lengths)
-    wanted = [sum(cell[0] for cell in row[t:]) for row in rows for t in range(len(row))]
-    assert found.returns == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+    result = gae(rewards, values, lengths)
+    expected = [sum(cell[0] for cell in row[t:]) for row in rows for t in range(len(row))]
+    assert result.returns == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("bad", [np.zeros(2), np.array([0, np.nan, 0])])
-def test_values_that_do_not_fit_or_are_no_numbers_are_refused(bad):
+def test_values_of_another_length_or_not_finite_are_refused(bad):
     with pytest.raises(ValueError, match="values"):
         gae(np.zeros(3), bad, np.array([3]))
 
 
-def test_the_clipped_value_loss_is_the_larger_error_and_its_gradient_that_of_finite_differences():
+def test_the_clipped_value_loss_is_the_larger_error_with_the_exact_gradient():
     random = torch.Generator().manual_seed(0)
     values, old, returns = (
         torch.randn(50, generator=random, dtype=torch.float64) for _ in range(3)
     )
     values.requires_grad_()
     loss, clipped = value_loss(values, old, returns, value_clip=0.2)
-    for v, o, r, found, cut in zip(
+    for v, o, r, result, cut in zip(
         values.tolist(),
         old.tolist(),
         returns.tolist(),
@@ -95,9 +93,9 @@ def test_the_clipped_value_loss_is_the_larger_error_and_its_gradient_that_of_fin
         clipped.tolist(),
         strict=True,
     ):
-        near = o + min(max(v - o, -0.2), 0.2)
-        assert found == pytest.approx(max((v - r) ** 2, (near - r) ** 2))
-        assert cut == ((near - r) ** 2 > (v - r) ** 2)
+        limited = o + min(max(v - o, -0.2), 0.2)
+        assert result == pytest.approx(max((v - r) ** 2, (limited - r) ** 2))
+        assert cut == ((limited - r) ** 2 > (v - r) ** 2)
     assert 0 < clipped.sum() < 50
     assert torch.autograd.gradcheck(
         lambda v: value_loss(v, old, returns, value_clip=0.2).loss, (values,)
@@ -107,7 +105,7 @@ def test_the_clipped_value_loss_is_the_larger_error_and_its_gradient_that_of_fin
     )
 
 
-def test_a_perfect_critic_explains_everything_and_one_that_knows_the_mean_nothing():
+def test_explained_variance_is_1_for_exact_values_and_0_for_the_mean():
     returns = np.array([1.0, 2.0, 3.0, 99.0])
     mask = np.array([1, 1, 1, 0])
     assert explained_variance(returns, returns, mask) == 1

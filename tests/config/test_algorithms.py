@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from rlpipe.algorithms.advantages import Scored, estimate
+from rlpipe.algorithms.advantages import ScoredBatch, estimate
 from rlpipe.config.algorithms import AdvantageConfig, LossConfig
 from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
@@ -116,7 +116,7 @@ def test_one_sample_for_a_prompt_is_refused_by_name_where_samples_are_compared(e
         match=rf"n_samples_per_prompt = 1: {estimator} compares .* every advantage .* is 0",
     ):
         run(rollout=ALONE, advantage={"advantage_estimator": estimator})
-    batch = Scored(
+    batch = ScoredBatch(
         rewards=np.array([1.0, 0.0, 3.0]),
         group=np.arange(3),
         rollout=np.arange(3),
