@@ -1,21 +1,25 @@
-"""From scored rows to the batch of an iteration: which samples are trained, and why the others are
-not.
+"""Build the batch of an iteration from scored samples, and estimate its advantages.
 
-Only groups that the rollout accepted are looked at; what became of the others, it says itself. A
-group is left out whole. Reasons: `reward_error` (a sample has no reward), `failed` (a sample's
-generation failed), `aborted` (a sample was cut off by us), `empty` (no response), `stale` (weights
-too old sampled a token that counts), `unrouted` (with train.use_rollout_routing_replay: it is not
-known which experts sampled a token that counts). What is left out is named in the commit.
+`fix_batch` decides which accepted groups are trained. A group is dropped whole if one of its
+samples cannot be trained; the commit names the reason:
 
-Then, once the models' log-probs are there, its advantages.
+| reason         | a sample of the group ...                                                     |
+|----------------|-------------------------------------------------------------------------------|
+| `reward_error` | has no reward                                                                 |
+| `failed`       | failed while it was sampled                                                   |
+| `aborted`      | was aborted                                                                   |
+| `empty`        | has no response                                                               |
+| `stale`        | has a token in the loss that too old weights sampled                          |
+| `unrouted`     | has a token in the loss without known experts (use_rollout_routing_replay)    |
 
-N samples, G groups, R response tokens of all samples. Not here: log-probs (columns added by the
-trainer), packing, the mathematics of estimators (`rlpipe.algorithms.advantages`).
+`with_advantages` runs the estimator once the trainer has added the log-probs. N samples, R response
+tokens, S tokens of prompts and responses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,37 +33,43 @@ from rlpipe.batch.columns import BatchColumns
 from rlpipe.config.algorithms import AdvantageConfig
 from rlpipe.errors import DataError
 from rlpipe.rewards.base import RewardRow
+from rlpipe.store.columns import hook_names
 from rlpipe.store.routed_experts import num_rows, one_per_token
 from rlpipe.types import Sample, Status
 
-UNROUTED = (
-    "unrouted ones: ask args.sglang_router_ip:port in a function of yours, or set sample.rollout_routed_experts; rollouts from "
-    "before train.use_rollout_routing_replay have none: use train.use_routing_replay"
+UNROUTED_HELP = (
+    "unrouted groups: ask args.sglang_router_ip:port in your generate function, or set "
+    "sample.rollout_routed_experts; rollouts from before train.use_rollout_routing_replay have "
+    "none: use train.use_routing_replay"
 )
+NOT_ESTIMATED = ("advantages", "returns")
+"""Columns that an estimator computes, so a custom estimator does not get them."""
+
+Key = tuple[str, int]
+"""(group id, index) of a sample."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The samples an iteration trains on, by group id and index, in that order."""
+    """The samples that an iteration trains on, sorted by group id and index."""
 
     columns: BatchColumns
     group_ids: tuple[str, ...]
     """[N]."""
     indices: tuple[int, ...]
-    """[N] number of the sample within its group."""
+    """[N]: number of the sample in its group."""
     rewards: np.ndarray
-    """[N] float64; zeros in supervised batches."""
+    """[N] float64; zeros in a supervised batch."""
     dropped: dict[str, str]
-    """Group id → reason, of the groups that were left out."""
+    """Group id → reason, for the accepted groups that are not trained."""
     staleness: np.ndarray | None = None
-    """[R] int64: weight version trained − weight version that sampled the token; None in supervised
-    batches."""
+    """[R] int64: weight version trained − weight version that sampled; None in supervised rows."""
     samples: tuple[Sample, ...] = field(default=(), repr=False)
-    """[N], each with its reward, without its experts."""
+    """[N]: each with its reward and without its experts."""
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The different group ids, in order."""
+        """The group ids without repetition, in order."""
         return tuple(dict.fromkeys(self.group_ids))
 
 
@@ -75,54 +85,39 @@ def fix_batch(
     routed: bool = False,
     own_teacher: bool = False,
 ) -> Batch:
-    """The batch of these rows: of the groups that the rollout `accepted`.
+    """Return the batch of the groups that the rollout `accepted`.
 
-    `scored`: a sample without a reward drops its group (supervised rows have none). `version`: the
-    weight version that is trained; a token that a version below `version - max_staleness` sampled
-    drops its group. With `mask_stale` it only gets loss mask 0; the group is dropped if no token is
-    left that counts. `routed`: with the experts of the engines, all layers. `own_teacher`: with the
-    teacher's log-probs that samples bring.
+    `scored`: a sample without a reward drops its group; supervised rows have no rewards.
+    `version`: the weight version that is trained. A token that a version below
+    `version - max_staleness` sampled drops its group. With `mask_stale` the token gets loss mask 0
+    instead, and the group is dropped only if no token in the loss is left. `routed`: the batch has
+    the experts that the engines chose. `own_teacher`: the batch has the teacher's log-probs that
+    the samples bring.
 
-    Raises: DataError if no group is left, or a sample does not bring what it should.
+    Raises: DataError if no group is left, or a sample lacks a value that the batch needs.
     """
-    reward_of = {(row.group_id, row.index): row for row in rewards}
-    wanted = set(accepted)
-    ordered = sorted(
-        (s for s in samples if s.group_id in wanted),
-        key=lambda sample: (sample.group_id, sample.index),
-    )
-    assert len({(sample.group_id, sample.index) for sample in ordered}) == len(ordered), (
-        "a sample is there twice"
-    )
     oldest = version - max_staleness
+    reward_of = {(row.group_id, row.index): row for row in rewards}
+    ordered = _ordered(samples, accepted)
     if mask_stale:
-        ordered = [_masked(sample, oldest) for sample in ordered]
+        ordered = [_with_stale_masked(sample, oldest) for sample in ordered]
     dropped: dict[str, str] = {}
     for sample in ordered:
         row = reward_of.get((sample.group_id, sample.index))
-        reason = _reason(sample, row, scored=scored, oldest=oldest) or (
-            "unrouted" if routed and _is_unrouted(sample) else None
-        )
+        reason = _drop_reason(sample, row, scored=scored, oldest=oldest, routed=routed)
         if reason:
             dropped.setdefault(sample.group_id, reason)
     if mask_stale:
-        counting = {sample.group_id for sample in ordered if any(sample.loss_mask or ())}
-        masked = {sample.group_id for sample in ordered if _is_old(sample, oldest)}
-        dropped |= {group: "stale" for group in masked - counting if group not in dropped}
+        masked_out = _groups_without_tokens(ordered, oldest) - dropped.keys()
+        dropped |= dict.fromkeys(masked_out, "stale")
     kept = [sample for sample in ordered if sample.group_id not in dropped]
     if not kept:
-        raise DataError(
-            "no group is left to train on",
-            where="advantage",
-            found=f"{len(dropped)} groups left out: {_count(dropped)}",
-            expected="at least one accepted group whose samples were all generated and scored",
-            do=UNROUTED if "unrouted" in dropped.values() else None,
-        )
-    values = [reward_of[s.group_id, s.index].reward or 0.0 if scored else 0.0 for s in kept]
+        raise _nothing_left(dropped)
+    values = [_reward(reward_of, sample) if scored else 0.0 for sample in kept]
     return Batch(
         columns=_columns(kept).with_columns(
             routed_experts=_experts(kept) if routed else None,
-            teacher_log_probs=_teacher(kept) if own_teacher else None,
+            teacher_log_probs=_teacher_log_probs(kept) if own_teacher else None,
         ),
         group_ids=tuple(sample.group_id for sample in kept),
         indices=tuple(sample.index for sample in kept),
@@ -130,8 +125,8 @@ def fix_batch(
         dropped=dropped,
         staleness=_staleness(kept, version),
         samples=tuple(
-            replace(s, reward=value, rollout_routed_experts=None)
-            for s, value in zip(kept, values, strict=True)
+            replace(sample, reward=value, rollout_routed_experts=None)
+            for sample, value in zip(kept, values, strict=True)
         ),
     )
 
@@ -139,12 +134,13 @@ def fix_batch(
 def with_advantages(
     batch: Batch, columns: BatchColumns, config: AdvantageConfig, hook_args: Any = None
 ) -> BatchColumns:
-    """The batch's columns with the log-probs (and values) of the models, plus `advantages` and
-    `returns`.
+    """Return the columns with `advantages` and `returns`.
 
-    `hook_args`: what functions of the user get as `args`. Raises: ValueError if a column is missing
-    that the estimator reads; DataError if a function of the user answers what it must not;
-    ConfigError if there is no such function.
+    `columns`: the batch's columns with the log-probs and values of the models. `hook_args`: the
+    `args` of user functions.
+
+    Raises: ValueError if the estimator needs a column that is missing; DataError if a user function
+    returns a wrong value; ConfigError if the function does not exist.
     """
     scored = ScoredBatch(
         rewards=batch.rewards,
@@ -157,52 +153,45 @@ def with_advantages(
         teacher_log_probs=columns.teacher_log_probs,
         values=columns.values,
     )
-    of_user = _of_user(batch, columns, config.custom_advantage_function_path, hook_args)
-    found = estimate(scored, config, of_user)
-    return (
-        columns
-        if found is None
-        else columns.with_columns(advantages=found.advantages, returns=found.returns)
-    )
+    path = config.custom_advantage_function_path
+    estimator = None if path is None else _custom_estimator(batch, columns, path, hook_args)
+    estimates = estimate(scored, config, estimator)
+    if estimates is None:
+        return columns
+    return columns.with_columns(advantages=estimates.advantages, returns=estimates.returns)
 
 
-def _of_user(
-    batch: Batch, columns: BatchColumns, path: str | None, hook_args: Any
-) -> CustomEstimator | None:
-    """The user's estimator, called with the batch under slime's names."""
-    if path is None:
-        return None
+def _custom_estimator(
+    batch: Batch, columns: BatchColumns, path: str, hook_args: Any
+) -> CustomEstimator:
+    """Return the user's estimator, which gets the batch under slime's names."""
     function = custom.load("custom_advantage_function_path", path)
 
-    def of_user(scored: ScoredBatch, normalised: np.ndarray, kl: np.ndarray) -> Estimates:
-        return custom.custom_estimates(
-            function, hook_args, _rollout_data(batch, columns, normalised, kl), scored.lengths
-        )
+    def estimator(scored: ScoredBatch, normalised: np.ndarray, kl: np.ndarray) -> Estimates:
+        rollout_data = _rollout_data(batch, columns, normalised, kl)
+        return custom.custom_estimates(function, hook_args, rollout_data, scored.lengths)
 
-    return of_user
+    return estimator
 
 
 def _rollout_data(
     batch: Batch, columns: BatchColumns, rewards: np.ndarray, kl: np.ndarray
 ) -> dict[str, Any]:
-    """The batch under slime's names: one tensor per sample, or one number."""
-    given = {
-        "log_probs": columns.proximal_log_probs,
-        "ref_log_probs": columns.reference_log_probs,
-        "rollout_log_probs": columns.rollout_log_probs,
-        "teacher_log_probs": columns.teacher_log_probs,
-        "values": columns.values,
-        "kl": kl.astype(np.float32),
-        "loss_masks": columns.loss_mask.astype(np.int32),
+    """Return the batch under slime's names: a list with a tensor or a number of each sample."""
+    per_token = {
+        hook: getattr(columns, name)
+        for name, hook in hook_names().items()
+        if name not in NOT_ESTIMATED
     }
-    named = {
-        name: [torch.from_numpy(part.copy()) for part in columns.split(c)]
-        for name, c in given.items()
-        if c is not None
-    }
+    per_token["kl"] = kl.astype(np.float32)
+    per_token["loss_masks"] = columns.loss_mask.astype(np.int32)
     tokens = np.split(columns.tokens.astype(np.int64), columns.offsets[1:-1])
     return {
-        **named,
+        **{
+            name: [torch.from_numpy(part.copy()) for part in columns.split(column)]
+            for name, column in per_token.items()
+            if column is not None
+        },
         "tokens": [torch.from_numpy(part.copy()) for part in tokens],
         "total_lengths": columns.lengths.tolist(),
         "response_lengths": columns.response_lengths.tolist(),
@@ -216,76 +205,102 @@ def _rollout_data(
     }
 
 
-def _staleness(samples: list[Sample], version: int) -> np.ndarray | None:
-    if any(sample.rollout_log_probs is None for sample in samples):
-        return None
-    runs = [
-        (tokens, version - sampled_by)
-        for sample in samples
-        for tokens, sampled_by in _runs(sample, version)
-    ]
-    return np.repeat(np.array([age for _, age in runs], np.int64), [tokens for tokens, _ in runs])
+def _ordered(samples: Sequence[Sample], accepted: Collection[str]) -> list[Sample]:
+    groups = set(accepted)
+    ordered = sorted(
+        (sample for sample in samples if sample.group_id in groups),
+        key=lambda sample: (sample.group_id, sample.index),
+    )
+    keys = {(sample.group_id, sample.index) for sample in ordered}
+    assert len(keys) == len(ordered), "a sample appears twice"
+    return ordered
 
 
-def _runs(sample: Sample, version: int) -> list[tuple[int, int]]:
-    return sample.weight_versions or [(len(sample.response_ids), version)]
-
-
-def _is_old(sample: Sample, oldest: int) -> bool:
-    return sample.oldest_weight_version is not None and sample.oldest_weight_version < oldest
-
-
-def _masked(sample: Sample, oldest: int) -> Sample:
-    """The sample with loss mask 0 where weights older than `oldest` sampled."""
-    mask = _mask(sample)
-    if not _is_old(sample, oldest):
-        return replace(sample, loss_mask=mask)
-    fresh = [
-        int(version >= oldest) for tokens, version in sample.weight_versions for _ in range(tokens)
-    ]
-    return replace(sample, loss_mask=[kept * ours for kept, ours in zip(mask, fresh, strict=True)])
-
-
-def _reason(sample: Sample, row: RewardRow | None, *, scored: bool, oldest: int) -> str | None:
+def _drop_reason(
+    sample: Sample, row: RewardRow | None, *, scored: bool, oldest: int, routed: bool
+) -> str | None:
     if sample.status is Status.FAILED:
         return "failed"
     if sample.status in (Status.ABORTED, Status.PENDING):
         return "aborted"
     if not sample.response_ids:
         return "empty"
-    if _unmasked_old(sample, oldest):
+    if _has_stale_token(sample, oldest):
         return "stale"
     if scored and (row is None or row.reward is None):
         return "reward_error"
+    if routed and _has_unrouted_token(sample):
+        return "unrouted"
     return None
 
 
-def _unmasked_old(sample: Sample, oldest: int) -> bool:
-    if not _is_old(sample, oldest):
-        return False
-    versions = [version for tokens, version in sample.weight_versions for _ in range(tokens)]
-    return any(
-        counts and version < oldest for counts, version in zip(_mask(sample), versions, strict=True)
+def _groups_without_tokens(samples: list[Sample], oldest: int) -> set[str]:
+    """Return the groups with a stale sample in which masking left no token in the loss."""
+    in_loss = {sample.group_id for sample in samples if any(sample.loss_mask or ())}
+    return {sample.group_id for sample in samples if _is_stale(sample, oldest)} - in_loss
+
+
+def _nothing_left(dropped: dict[str, str]) -> DataError:
+    reasons = sorted(Counter(dropped.values()).items())
+    counts = ", ".join(f"{number} {reason}" for reason, number in reasons)
+    return DataError(
+        "no group is left to train on",
+        where="advantage",
+        found=f"{len(dropped)} groups left out: {counts}",
+        expected="at least one accepted group whose samples were all generated and scored",
+        do=UNROUTED_HELP if "unrouted" in dropped.values() else None,
     )
 
 
-def _mask(sample: Sample) -> list[int]:
-    """A sample that was removed after the fact keeps its place in its group, but no token of it
-    counts."""
+def _reward(reward_of: dict[Key, RewardRow], sample: Sample) -> float:
+    return reward_of[sample.group_id, sample.index].reward or 0.0
+
+
+def _loss_mask(sample: Sample) -> list[int]:
+    # A removed sample stays in its group, where its reward counts, but none of its tokens does.
     if sample.remove_sample:
         return [0] * len(sample.response_ids)
     return sample.loss_mask if sample.loss_mask is not None else [1] * len(sample.response_ids)
 
 
-def _rollouts(samples: list[Sample]) -> np.ndarray:
-    """[N] int64: a number for each rollout; samples that one rollout fanned out into share it."""
-    given = [sample.rollout_id for sample in samples]
-    keys = [
-        (s.group_id, s.index if number is None else number)
-        for s, number in zip(samples, given, strict=True)
+def _token_versions(sample: Sample) -> Iterator[int]:
+    """Yield the weight version that sampled each response token."""
+    for tokens, version in sample.weight_versions:
+        for _ in range(tokens):
+            yield version
+
+
+def _is_stale(sample: Sample, oldest: int) -> bool:
+    return sample.oldest_weight_version is not None and sample.oldest_weight_version < oldest
+
+
+def _has_stale_token(sample: Sample, oldest: int) -> bool:
+    if not _is_stale(sample, oldest):
+        return False
+    tokens = zip(_loss_mask(sample), _token_versions(sample), strict=True)
+    return any(mask and version < oldest for mask, version in tokens)
+
+
+def _with_stale_masked(sample: Sample, oldest: int) -> Sample:
+    """Return the sample with loss mask 0 for tokens that weights older than `oldest` sampled."""
+    mask = _loss_mask(sample)
+    if _is_stale(sample, oldest):
+        tokens = zip(mask, _token_versions(sample), strict=True)
+        mask = [value * int(version >= oldest) for value, version in tokens]
+    return replace(sample, loss_mask=mask)
+
+
+def _staleness(samples: list[Sample], version: int) -> np.ndarray | None:
+    if any(sample.rollout_log_probs is None for sample in samples):
+        return None
+    # A sample without recorded versions counts as sampled by the weights that are trained.
+    runs = [
+        (tokens, version - sampled_by)
+        for sample in samples
+        for tokens, sampled_by in sample.weight_versions or [(len(sample.response_ids), version)]
     ]
-    known = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    return np.array([known[key] for key in keys], np.int64)
+    ages = np.array([age for _, age in runs], np.int64)
+    return np.repeat(ages, [tokens for tokens, _ in runs])
 
 
 def _columns(samples: list[Sample]) -> BatchColumns:
@@ -297,28 +312,36 @@ def _columns(samples: list[Sample]) -> BatchColumns:
             found=f"{len(without)} of {len(samples)} without",
             expected="all or none: a batch is sampled or supervised",
         )
-    sampled = not without
+    log_probs = None if without else [sample.rollout_log_probs or [] for sample in samples]
     columns = BatchColumns.from_lists(
         [sample.prompt_ids for sample in samples],
         [sample.response_ids for sample in samples],
-        loss_mask=[_mask(sample) for sample in samples],
-        rollout_log_probs=[sample.rollout_log_probs or [] for sample in samples]
-        if sampled
-        else None,
+        loss_mask=[_loss_mask(sample) for sample in samples],
+        rollout_log_probs=log_probs,
     )
-    return columns.with_columns(rollout=_rollouts(samples))
+    return columns.with_columns(rollout=_rollout_numbers(samples))
 
 
-def _teacher(samples: list[Sample]) -> np.ndarray:
-    """[R] float32: the teacher's log-probs that the samples bring. Raises: DataError naming a
-    sample without."""
+def _rollout_numbers(samples: list[Sample]) -> np.ndarray:
+    """Return [N] int64: equal numbers for the samples that one rollout fanned out into."""
+    keys = [
+        (sample.group_id, sample.index if sample.rollout_id is None else sample.rollout_id)
+        for sample in samples
+    ]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return np.array([numbers[key] for key in keys], np.int64)
+
+
+def _teacher_log_probs(samples: list[Sample]) -> np.ndarray:
+    """Return [R] float32. Raises: DataError naming a sample without the teacher's log-probs."""
     parts = []
     for sample in samples:
         if sample.teacher_log_probs is None:
             raise DataError(
                 "a sample has no log-probs of the teacher",
                 where=f"advantage/{sample.group_id}/{sample.index}",
-                expected="sample.teacher_log_probs, one for each response token (teacher.opd_type: samples)",
+                expected="sample.teacher_log_probs, one for each response token "
+                "(teacher.opd_type: samples)",
                 do="set them in the generate function or in a sample hook",
             )
         parts.append(np.asarray(sample.teacher_log_probs, np.float32))
@@ -326,42 +349,30 @@ def _teacher(samples: list[Sample]) -> np.ndarray:
 
 
 def _experts(samples: list[Sample]) -> np.ndarray:
-    """[S, W] uint16: the experts of every token, `NOT_ROUTED` of those that no engine read.
+    """Return [S, W] uint16: the experts of every token, NOT_ROUTED where no engine read it.
 
-    Raises: DataError if nothing is known of any of them (none has a token that counts).
+    Raises: DataError if no sample has experts, so that W is unknown.
     """
-    known = next(
-        (
-            sample.rollout_routed_experts
-            for sample in samples
-            if sample.rollout_routed_experts is not None
-        ),
-        None,
-    )
+    recorded = [sample.rollout_routed_experts for sample in samples]
+    known = next((experts for experts in recorded if experts is not None), None)
     if known is None:
         raise DataError(
-            "no sample says which experts sampled it",
+            "no sample names the experts that sampled it",
             where="advantage",
             found=f"{len(samples)} samples",
-            do=UNROUTED,
+            do=UNROUTED_HELP,
         )
-    rows = [
-        known[:0] if sample.rollout_routed_experts is None else sample.rollout_routed_experts
-        for sample in samples
-    ]
+    rows = [known[:0] if experts is None else experts for experts in recorded]
     lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
-    return np.concatenate([one_per_token(*pair) for pair in zip(rows, lengths, strict=True)])
+    return np.concatenate(
+        [one_per_token(row, length) for row, length in zip(rows, lengths, strict=True)]
+    )
 
 
-def _is_unrouted(sample: Sample) -> bool:
-    counting = np.flatnonzero(_mask(sample))
-    return len(counting) > 0 and num_rows(sample.rollout_routed_experts) < len(
-        sample.prompt_ids
-    ) + int(counting[-1])
-
-
-def _count(reasons: dict[str, str]) -> str:
-    counts: dict[str, int] = {}
-    for reason in reasons.values():
-        counts[reason] = counts.get(reason, 0) + 1
-    return ", ".join(f"{number} {reason}" for reason, number in sorted(counts.items()))
+def _has_unrouted_token(sample: Sample) -> bool:
+    in_loss = np.flatnonzero(_loss_mask(sample))
+    if len(in_loss) == 0:
+        return False
+    # Token t is sampled from the row of token t - 1.
+    needed = len(sample.prompt_ids) + int(in_loss[-1])
+    return num_rows(sample.rollout_routed_experts) < needed

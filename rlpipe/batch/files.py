@@ -1,19 +1,15 @@
-"""The data files of the stages: scored rows, batches and evaluations, between the store's tables
-and our objects.
+"""Write and read the data files of the stages.
 
-| node      | file                                      | rows                                      |
-|-----------|-------------------------------------------|-------------------------------------------|
-| rollout   | `plans/<plan>/groups/*.parquet`           | samples (written while the rollout runs)  |
-| reward    | `data/reward/<digest>/rewards-*.parquet`  | rewards                                   |
-| advantage | `data/advantage/<digest>/batch-*.parquet` | all that `train` needs, one row a sample  |
-| train     | `data/train/<digest>/packing-*.json`      | the packing plan                          |
-| eval      | `data/eval/<digest>/samples-*.parquet`    | samples with their rewards                |
+| node      | file                                      | rows                                     |
+|-----------|-------------------------------------------|------------------------------------------|
+| rollout   | `plans/<plan>/groups/*.parquet`           | samples (written during the rollout)     |
+| reward    | `data/reward/<digest>/rewards-*.parquet`  | rewards                                  |
+| advantage | `data/advantage/<digest>/batch-*.parquet` | all that `train` needs, one row a sample |
+| train     | `data/train/<digest>/packing-*.json`      | the packing plan                         |
+| eval      | `data/eval/<digest>/samples-*.parquet`    | samples with their rewards               |
 
-Names carry a piece of the content's sha256: two attempts at a node write two files, and its record
-says which one counts.
-
-Not here: what a row may hold (`store.parquet.schema`), nodes and commits (`store.nodes`,
-`store.branches`).
+A file name has a piece of the content's sha256, so two attempts at a node write two files. The
+node's record names the file that counts.
 """
 
 from __future__ import annotations
@@ -26,10 +22,12 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from rlpipe.batch.build import Batch
-from rlpipe.batch.packing import COLUMNS, BatchColumns, PackingPlan
+from rlpipe.batch.columns import RESPONSE_COLUMNS, BatchColumns
+from rlpipe.batch.packing import PackingPlan
 from rlpipe.errors import ObjectCorrupt
 from rlpipe.rewards.base import RewardRow
 from rlpipe.store.objects.files import Files
+from rlpipe.store.parquet.arrays import from_experts, from_ragged, ragged
 from rlpipe.store.parquet.rows import (
     EXPERTS,
     rewards_to_table,
@@ -37,59 +35,58 @@ from rlpipe.store.parquet.rows import (
     table_to_rewards,
     table_to_samples,
 )
-from rlpipe.store.parquet.schema import (
-    BATCH,
-    REWARDS,
-    SAMPLES,
-    from_experts,
-    from_ragged,
-    make_table,
-    ragged,
-)
+from rlpipe.store.parquet.schema import BATCH, REWARDS, SAMPLES, make_table
 from rlpipe.store.parquet.shards import data_folder, read_rows, write_data, write_table
 from rlpipe.types import FileRecord, Node, Sample, Stage
 
-RESPONSE_COLUMNS = tuple(name for name in COLUMNS if name != "loss_mask")
+FLOAT_COLUMNS = tuple(name for name in RESPONSE_COLUMNS if name != "loss_mask")
+"""Response columns of a batch that are float32 and may be missing."""
 
 
 def read_samples(files: Files, rollout: Node, *, routed: bool = False) -> list[Sample]:
-    """All samples of a rollout or evaluation node. Those that were removed count in no loss; their
-    rewards count in their groups.
+    """Return all samples of a rollout or evaluation node, removed ones included.
 
-    `routed`: with the experts that their tokens were routed to, which may be most of the data.
+    No token of a removed sample counts in a loss; its reward counts in its group. `routed`: with
+    the experts that the engine chose for its tokens, which may be most of the data.
+
     Raises: ObjectMissing, ObjectCorrupt.
     """
     removed = {(group_id, index) for group_id, index in rollout.outputs.get("removed", ())}
     columns = None if routed else [name for name in SAMPLES.names if name != EXPERTS]
-    samples = table_to_samples(read_rows(files, rollout.files, columns=columns))
+    samples = table_to_samples(read_rows(files, rollout.files, columns))
     for sample in samples:
         if sample.remove_sample or (sample.group_id, sample.index) in removed:
-            sample.remove_sample, sample.loss_mask = True, [0] * len(sample.response_ids)
+            sample.remove_sample = True
+            sample.loss_mask = [0] * len(sample.response_ids)
     return samples
 
 
 def write_rewards(files: Files, digest: str, rows: Sequence[RewardRow]) -> FileRecord:
-    """The reward file of a node: rows that have a reward or an error (others had nothing to
-    score)."""
-    said = [row for row in rows if row.reward is not None or row.error is not None]
-    return write_table(files, data_folder(Stage.REWARD, digest), "rewards", rewards_to_table(said))
+    """Write the rows of a reward node that have a reward or an error.
+
+    A row with neither had nothing to score.
+    """
+    scored = [row for row in rows if row.reward is not None or row.error is not None]
+    folder = data_folder(Stage.REWARD, digest)
+    return write_table(files, folder, "rewards", rewards_to_table(scored))
 
 
 def read_rewards(files: Files, reward: Node) -> list[RewardRow]:
-    """The rows of a reward node. Raises: ObjectMissing, ObjectCorrupt."""
-    return [
-        RewardRow(**row) for row in table_to_rewards(read_rows(files, reward.files, REWARDS.names))
-    ]
+    """Return the rows of a reward node. Raises: ObjectMissing, ObjectCorrupt."""
+    rows = table_to_rewards(read_rows(files, reward.files, REWARDS.names))
+    return [RewardRow(**row) for row in rows]
 
 
 def read_scored(files: Files, rollout: Node, reward: Node) -> list[Sample]:
-    """The samples of the groups that a rollout accepted, with their rewards, in order. Raises:
-    ObjectMissing, ObjectCorrupt."""
+    """Return the samples of the accepted groups of a rollout, with their rewards, in order.
+
+    Raises: ObjectMissing, ObjectCorrupt.
+    """
     accepted = set(rollout.outputs["accepted"])
-    said = {(row.group_id, row.index): row for row in read_rewards(files, reward)}
+    reward_of = {(row.group_id, row.index): row for row in read_rewards(files, reward)}
     samples = [sample for sample in read_samples(files, rollout) if sample.group_id in accepted]
     samples.sort(key=lambda sample: (sample.group_id, sample.index))
-    rows = [said.get((sample.group_id, sample.index)) for sample in samples]
+    rows = [reward_of.get((sample.group_id, sample.index)) for sample in samples]
     return [
         _with_reward(sample, row) if row else sample
         for sample, row in zip(samples, rows, strict=True)
@@ -97,41 +94,38 @@ def read_scored(files: Files, rollout: Node, reward: Node) -> list[Sample]:
 
 
 def write_batch(files: Files, digest: str, batch: Batch, columns: BatchColumns) -> FileRecord:
-    """The batch file of an advantage node. `columns` are the batch's, with log-probs and advantages
-    added."""
+    """Write the batch file of an advantage node.
+
+    `columns`: the columns of the batch with log-probs and advantages.
+    """
+    offsets = columns.response_offsets
     values = {
         "group_id": list(batch.group_ids),
         "index": list(batch.indices),
         "tokens": from_ragged(columns.tokens, columns.offsets, pa.int32()),
         "prompt_len": columns.prompt_lengths.astype(np.int32),
         "rollout": columns.rollout,
-        "loss_mask": from_ragged(
-            columns.loss_mask.astype(np.uint8), columns.response_offsets, pa.uint8()
-        ),
+        "loss_mask": from_ragged(columns.loss_mask.astype(np.uint8), offsets, pa.uint8()),
     }
-    for name in RESPONSE_COLUMNS:
+    for name in FLOAT_COLUMNS:
         if (column := getattr(columns, name)) is not None:
-            values[name] = from_ragged(column, columns.response_offsets, pa.float32())
+            values[name] = from_ragged(column, offsets, pa.float32())
     if columns.routed_experts is not None:
-        values["routed_experts"] = from_experts(
-            np.split(columns.routed_experts, columns.offsets[1:-1])
-        )
-    return write_table(
-        files, data_folder(Stage.ADVANTAGE, digest), "batch", make_table(BATCH, values, "batch")
-    )
+        rows = np.split(columns.routed_experts, columns.offsets[1:-1])
+        values["routed_experts"] = from_experts(rows)
+    table = make_table(BATCH, values, "batch")
+    return write_table(files, data_folder(Stage.ADVANTAGE, digest), "batch", table)
 
 
 def read_batch(files: Files, advantage: Node) -> BatchColumns:
-    """The batch of an advantage node. Raises: ObjectMissing, ObjectCorrupt."""
+    """Return the batch of an advantage node. Raises: ObjectMissing, ObjectCorrupt."""
     return batch_columns(read_rows(files, advantage.files, BATCH.names))
 
 
 def batch_columns(table: pa.Table) -> BatchColumns:
-    """The batch in the rows of an advantage node."""
+    """Return the batch in the rows of an advantage node."""
     tokens, offsets = ragged(table["tokens"])
-    values = {
-        name: ragged(table[name])[0] for name in RESPONSE_COLUMNS if table[name].null_count == 0
-    }
+    floats = {name: ragged(table[name])[0] for name in FLOAT_COLUMNS if table[name].null_count == 0}
     return BatchColumns(
         tokens=tokens,
         offsets=offsets,
@@ -139,38 +133,41 @@ def batch_columns(table: pa.Table) -> BatchColumns:
         loss_mask=ragged(table["loss_mask"])[0].astype(np.float32),
         rollout=None if table["rollout"].null_count else table["rollout"].to_numpy(),
         routed_experts=_experts(table, len(tokens)),
-        **values,
+        **floats,
     )
 
 
 def _experts(table: pa.Table, num_tokens: int) -> np.ndarray | None:
     column = table["routed_experts"]
-    return (
-        ragged(column)[0].reshape(num_tokens, -1) if num_tokens and column.null_count == 0 else None
-    )
+    if num_tokens == 0 or column.null_count:
+        return None
+    return ragged(column)[0].reshape(num_tokens, -1)
 
 
 def write_packing(
     files: Files, digest: str, packing: PackingPlan, *, critic: bool = False
 ) -> FileRecord:
-    """The packing plan of a train node; `critic`: that of a critic that has ranks of its own."""
+    """Write the packing plan of a train node.
+
+    `critic`: the plan of a critic with ranks of its own.
+    """
     name = "critic-packing.json" if critic else "packing.json"
-    return write_data(
-        files, data_folder(Stage.TRAIN, digest), name, packing.model_dump_json().encode()
-    )
+    data = packing.model_dump_json().encode()
+    return write_data(files, data_folder(Stage.TRAIN, digest), name, data)
 
 
 def read_packing(files: Files, train: Node, *, critic: bool = False) -> PackingPlan:
-    """The packing plan a train node was made with; a `critic` that has none of its own had the
-    policy's.
+    """Return the packing plan of a train node.
+
+    `critic`: the critic's plan, which is the policy's if the critic has no ranks of its own.
 
     Raises: ObjectMissing, ObjectCorrupt.
     """
-    where = f"nodes/{train.stage}/{train.digest}.json"
     do = "audit the run; fork it from the commit before"
     if not train.files:
+        where = files.url(f"nodes/{train.stage}/{train.digest}.json")
         raise ObjectCorrupt(
-            "a train node without a packing plan", where=files.url(where), found="no files", do=do
+            "a train node without a packing plan", where=where, found="no files", do=do
         )
     record = train.files[-1 if critic else 0]
     data = files.read(record.path, sha256=record.sha256)
@@ -194,16 +191,18 @@ def write_evaluation(
     samples: Sequence[Sample],
     rewards: Sequence[RewardRow],
 ) -> FileRecord:
-    """The rows of an evaluation: samples that carry their rewards."""
+    """Write the samples of an evaluation with their rewards."""
     reward_of = {(row.group_id, row.index): row for row in rewards}
     rows = [_with_reward(sample, reward_of[sample.group_id, sample.index]) for sample in samples]
     rows.sort(key=lambda sample: (sample.group_id, sample.index))
-    return write_table(
-        files, data_folder(Stage.EVAL, digest), "samples", samples_to_table(rows, iteration)
-    )
+    table = samples_to_table(rows, iteration)
+    return write_table(files, data_folder(Stage.EVAL, digest), "samples", table)
 
 
 def _with_reward(sample: Sample, row: RewardRow) -> Sample:
     return replace(
-        sample, reward=row.reward, reward_parts=dict(row.parts), error=sample.error or row.error
+        sample,
+        reward=row.reward,
+        reward_parts=dict(row.parts),
+        error=sample.error or row.error,
     )

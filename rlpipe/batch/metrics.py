@@ -1,7 +1,6 @@
-"""What is worth watching of a batch before it is trained. R response tokens of all samples.
+"""Metrics of a batch before it is trained. R response tokens of all samples.
 
-Not here: the losses' own metrics (`engines.megatron.train.step`), or what becomes of a metric
-(`observe`).
+The losses have their own metrics (`rlpipe.engines.megatron.train.step`).
 """
 
 from __future__ import annotations
@@ -10,16 +9,15 @@ import numpy as np
 
 from rlpipe.algorithms.importance import LARGEST_LOG_RATIO
 from rlpipe.batch.build import Batch
-from rlpipe.batch.packing import BatchColumns
+from rlpipe.batch.columns import BatchColumns
 
 
 def batch_metrics(batch: Batch, columns: BatchColumns) -> dict[str, float]:
-    """What is worth watching of a batch: rewards, lengths, staleness, and how far engine and
-    trainer are apart.
+    """Return rewards, lengths, staleness, and the difference between engine and trainer.
 
-    Engine and trainer are compared on tokens that the weights which are trained have sampled: there
-    it should be rounding only. (`train/train_rollout_logprob_abs_diff` is that of all tokens, with
-    what the weights have learned since.)
+    `rollout/logprob_abs_diff` covers only tokens that the trained weights sampled, where engine and
+    trainer differ by rounding. `train/train_rollout_logprob_abs_diff` covers all tokens and
+    includes the change of the weights since.
     """
     lengths = columns.response_lengths
     metrics = {
@@ -30,55 +28,54 @@ def batch_metrics(batch: Batch, columns: BatchColumns) -> dict[str, float]:
     if columns.advantages is not None:
         metrics["rollout/raw_reward"] = float(batch.rewards.mean())
         metrics["rollout/zero_std_fraction"] = zero_std_fraction(batch)
-    metrics |= column_means(columns) | mismatch_metrics(columns)
-    if columns.proximal_log_probs is not None and columns.rollout_log_probs is not None:
-        apart = np.abs(columns.proximal_log_probs - columns.rollout_log_probs)
-        counted = columns.loss_mask > 0
-        current = counted if batch.staleness is None else counted & (batch.staleness == 0)
-        if current.any():
-            metrics["rollout/logprob_abs_diff/mean"] = float(apart[current].mean())
-            metrics["rollout/logprob_abs_diff/max"] = float(apart[current].max())
+    metrics |= column_means(columns)
+    metrics |= mismatch_metrics(columns)
+    metrics |= _current_differences(batch, columns)
     return metrics
 
 
 def column_means(columns: BatchColumns) -> dict[str, float]:
-    """Means over the tokens that count: advantages, returns, values, and `kl` = policy - reference
-    log-prob."""
-    counted = columns.loss_mask > 0
-    given = {"advantages": columns.advantages, "returns": columns.returns, "values": columns.values}
-    if columns.proximal_log_probs is not None and columns.reference_log_probs is not None:
-        given["kl"] = columns.proximal_log_probs - columns.reference_log_probs
-    if not counted.any():
+    """Return means over the tokens that count: advantages, returns, values and kl.
+
+    kl = proximal − reference log-prob.
+    """
+    in_loss = columns.loss_mask > 0
+    if not in_loss.any():
         return {}
+    values = {
+        "advantages": columns.advantages,
+        "returns": columns.returns,
+        "values": columns.values,
+    }
+    if columns.proximal_log_probs is not None and columns.reference_log_probs is not None:
+        values["kl"] = columns.proximal_log_probs - columns.reference_log_probs
     return {
-        f"rollout/{name}": float(c[counted].mean(dtype=np.float64))
-        for name, c in given.items()
-        if c is not None
+        f"rollout/{name}": float(column[in_loss].mean(dtype=np.float64))
+        for name, column in values.items()
+        if column is not None
     }
 
 
 def mismatch_metrics(columns: BatchColumns) -> dict[str, float]:
-    """Divergence of what sampled (the engine, maybe with older weights) from what is trained, over
-    the tokens that count.
+    """Return the divergence of the sampling distribution from the trained one.
 
-    mismatch_kl = mean(ℓ_roll - ℓ),  mismatch_k3_kl = mean(exp(d) - 1 - d) with d = ℓ - ℓ_roll. Empty without both log-probs.
-    Source: slime's `--get-mismatch-metrics`, which needs a function of the user's for it.
+    mismatch_kl = mean(ℓ_roll − ℓ),  mismatch_k3_kl = mean(exp(d) − 1 − d) with d = ℓ − ℓ_roll, over
+    the tokens that count. Empty unless both log-probs are there.
+
+    Source: slime's `--get-mismatch-metrics`, which needs a user function.
     """
-    if (
-        columns.proximal_log_probs is None
-        or columns.rollout_log_probs is None
-        or not columns.loss_mask.any()
-    ):
+    if columns.proximal_log_probs is None or columns.rollout_log_probs is None:
         return {}
-    d = (columns.proximal_log_probs.astype(np.float64) - columns.rollout_log_probs)[
-        columns.loss_mask > 0
-    ]
+    if not columns.loss_mask.any():
+        return {}
+    difference = columns.proximal_log_probs.astype(np.float64) - columns.rollout_log_probs
+    d = difference[columns.loss_mask > 0]
     k3 = np.expm1(np.minimum(d, LARGEST_LOG_RATIO)) - d
     return {"rollout/mismatch_kl": float(-d.mean()), "rollout/mismatch_k3_kl": float(k3.mean())}
 
 
 def zero_std_fraction(batch: Batch) -> float:
-    """Share of groups whose rewards are all equal: they teach nothing."""
+    """Return the share of groups whose rewards are all equal, which teach nothing."""
     rewards: dict[str, set[float]] = {}
     for group_id, reward in zip(batch.group_ids, batch.rewards.tolist(), strict=True):
         rewards.setdefault(group_id, set()).add(reward)
@@ -86,20 +83,36 @@ def zero_std_fraction(batch: Batch) -> float:
 
 
 def staleness_metrics(batch: Batch, loss_mask: np.ndarray) -> dict[str, float]:
-    """How old the tokens are that are trained: `staleness/<n>` is the fraction of them that is n
-    weight versions old.
+    """Return the staleness of the tokens that count; empty in a supervised batch.
 
-    Shapes: loss_mask [R]. Empty in supervised batches.
+    `staleness/<n>` is the fraction of these tokens that is n weight versions old.
+
+    Shapes: loss_mask [R].
     """
     if batch.staleness is None:
         return {}
-    counted = batch.staleness[loss_mask > 0]
-    ages, numbers = np.unique(counted, return_counts=True)
+    staleness = batch.staleness[loss_mask > 0]
+    ages, counts = np.unique(staleness, return_counts=True)
     return {
-        "rollout/staleness/mean": float(counted.mean()) if len(counted) else 0.0,
-        "rollout/staleness/max": float(counted.max(initial=0)),
+        "rollout/staleness/mean": float(staleness.mean()) if len(staleness) else 0.0,
+        "rollout/staleness/max": float(staleness.max(initial=0)),
         **{
-            f"staleness/{age}": float(number / len(counted))
-            for age, number in zip(ages.tolist(), numbers.tolist(), strict=True)
+            f"staleness/{age}": float(count / len(staleness))
+            for age, count in zip(ages.tolist(), counts.tolist(), strict=True)
         },
+    }
+
+
+def _current_differences(batch: Batch, columns: BatchColumns) -> dict[str, float]:
+    if columns.proximal_log_probs is None or columns.rollout_log_probs is None:
+        return {}
+    difference = np.abs(columns.proximal_log_probs - columns.rollout_log_probs)
+    current = columns.loss_mask > 0
+    if batch.staleness is not None:
+        current &= batch.staleness == 0
+    if not current.any():
+        return {}
+    return {
+        "rollout/logprob_abs_diff/mean": float(difference[current].mean()),
+        "rollout/logprob_abs_diff/max": float(difference[current].max()),
     }

@@ -290,7 +290,7 @@ SAMPLES = Table(
 REWARDS = Table(
     "rewards",
     1,
-    "One row a sample: a reward or an error.",
+    "One row for each sample that was scored: a reward or an error.",
     (
         GROUP_ID,
         INDEX,

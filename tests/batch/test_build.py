@@ -440,7 +440,8 @@ def test_an_estimator_of_the_user_sees_the_batch_under_slimes_names(tmp_path: Pa
         "    assert args == 'args' and rollout_data['response_lengths'] == [3, 3, 3, 3]\n"
         "    assert rollout_data['total_lengths'][0] == len(rollout_data['tokens'][0])\n"
         "    pairs = zip(rollout_data['rewards'], rollout_data['log_probs'])\n"
-        "    rollout_data['advantages'] = rollout_data['returns'] = [reward * part for reward, part in pairs]\n"
+        "    estimates = [reward * part for reward, part in pairs]\n"
+        "    rollout_data['advantages'] = rollout_data['returns'] = estimates\n"
     )
     batch = four()
     columns = batch.columns.with_columns(proximal_log_probs=np.full(12, -2.0, np.float32))

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpipe.batch.build import Batch
+from rlpipe.batch.columns import BatchColumns
 from rlpipe.batch.files import (
-    RESPONSE_COLUMNS,
+    FLOAT_COLUMNS,
     read_batch,
     read_packing,
     read_rewards,
@@ -26,7 +27,7 @@ from rlpipe.batch.files import (
     write_packing,
     write_rewards,
 )
-from rlpipe.batch.packing import BatchColumns, plan
+from rlpipe.batch.packing import plan
 from rlpipe.errors import DataError, ObjectCorrupt, ObjectMissing
 from rlpipe.rewards.base import RewardRow
 from rlpipe.store.nodes import input_digest
@@ -76,7 +77,7 @@ def batches(draw: st.DrawFn) -> tuple[Batch, BatchColumns]:
             for response in responses
         ]
 
-    names = draw(st.sets(st.sampled_from(RESPONSE_COLUMNS)))
+    names = draw(st.sets(st.sampled_from(FLOAT_COLUMNS)))
     columns = {
         "loss_mask": ragged(st.integers(0, 1)),
         **{name: ragged(FLOAT32) for name in sorted(names)},
@@ -277,5 +278,5 @@ def test_a_train_node_without_a_packing_plan_is_named(files: Files):
 @pytest.mark.parametrize("read", [read_batch, read_samples])
 def test_a_table_of_another_kind_is_named(files: Files, read: Any):
     record = write_rewards(files, DIGEST, [RewardRow("g", 0, 1.0)])
-    with pytest.raises(ObjectCorrupt, match=r"(?s)not the table it should be.*prompt"):
+    with pytest.raises(ObjectCorrupt, match=r"(?s)another schema.*prompt"):
         read(files, node(Stage.ADVANTAGE, record))

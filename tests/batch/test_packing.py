@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.batch.packing import BatchColumns, PackingPlan, _differenced, attention_length, plan
+from rlpipe.batch.columns import BatchColumns
+from rlpipe.batch.packing import PackingPlan, _differenced, attention_length, plan
 from rlpipe.errors import ConfigError, DataError
 
 lengths_of_samples = st.lists(st.integers(1, 300), min_size=1, max_size=80)
