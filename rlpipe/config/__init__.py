@@ -1,2 +1,1 @@
-"""The configuration of a run: typed, frozen, complete, and importable without torch, ray or
-prefect."""
+"""Typed and frozen configuration of a run; imports without torch, Ray or Prefect."""

@@ -1,12 +1,14 @@
-"""What every configuration model shares: frozen, strict, and able to say which of its keys decide
-results.
+"""Base class of all configuration models, and the limits and types that several models use.
 
-A stage's *identity* is the part of its configuration that can change what it computes, and goes
-into the input digest. A timeout, a port or a log level does not: such a field is declared with
-`Tuning(...)` in place of `Field(...)`. A key at the default that it was introduced with is left out
-(`rlpipe.config.introduced`), so a new key changes no digest of older runs.
+    class SomeConfig(Config):
+        steps: int = 1              part of the identity
+        timeout_s: float = Tuning(60.0)   not part of the identity
 
-Not here: reading YAML (`load`), or any default that depends on the machine.
+A stage's *identity* is the part of its configuration that can change its results. The identity is
+part of the stage's input digest. A timeout, a port or a log level cannot change results: declare
+such a field with `Tuning(...)` instead of `Field(...)`. The identity leaves out a key that has the
+default of its introduction (`rlpipe.config.introduced`). So a new key changes no digest of an older
+run.
 """
 
 from __future__ import annotations
@@ -27,26 +29,25 @@ from pydantic import (
 
 from rlpipe.config.introduced import introduced, is_tuning
 
-SCALARS = frozenset({"bool", "int", "float"})
-"""Types that take nothing but themselves; a whole number is a `float` too."""
+STRICT_TYPES = frozenset({"bool", "int", "float"})
+"""Scalar types that accept no conversion. A whole number is still a valid `float`."""
 LARGEST = 1e12
-"""No setting has a meaning beyond this. Numbers near 1e38 become infinite in float32, long after
-the run has begun."""
+"""Largest float of any setting. Numbers near 1e38 become infinite in float32, but only late in a
+run."""
 LONGEST_S = 1e8
-"""Three years. Timers overflow at larger numbers, at a moment when nobody looks for a setting."""
+"""Longest duration, about three years. Timers overflow at larger numbers."""
 MOST_PROCESSES = 1024
 """Processes or threads that one setting may start on one machine."""
 MOST_ROWS = 1_000_000
-"""Prompts, or samples of one prompt, of an iteration: their rows are in the memory of one
-process."""
+"""Prompts of an iteration, or samples of one prompt. One process holds their rows in memory."""
 MOST_TOKENS = 2**31 - 1
 """Engines and trainer number the tokens of a sequence with 32 bits."""
 MOST_GPUS = 100_000
-"""More than any cluster has. Ray makes a bundle for each before it looks whether they are there."""
+"""Upper bound of GPU counts. Ray creates a bundle for each GPU before it checks that they exist."""
 
 
-def Tuning(default: Any = ..., **keywords: Any) -> Any:  # noqa: N802 - stands beside pydantic's Field
-    """A field that cannot change results: speed, limits, places, logging. Kept out of digests."""
+def Tuning(default: Any = ..., **keywords: Any) -> Any:  # noqa: N802 - used like pydantic's Field
+    """Declare a field that cannot change results, such as a deadline or a directory."""
     return Field(default, json_schema_extra={"tuning": True}, **keywords)
 
 
@@ -56,7 +57,7 @@ def _make_scalars_strict(schema: Any) -> None:
         for part in schema:
             _make_scalars_strict(part)
     elif isinstance(schema, dict):
-        if isinstance(kind := schema.get("type"), str) and kind in SCALARS:
+        if isinstance(kind := schema.get("type"), str) and kind in STRICT_TYPES:
             schema["strict"] = True
         for name, part in schema.items():
             if name not in ("metadata", "default", "serialization"):
@@ -64,10 +65,10 @@ def _make_scalars_strict(schema: Any) -> None:
 
 
 class Config(BaseModel):
-    """Frozen; an unknown key is an error; docstrings under fields are their descriptions.
+    """Frozen model that refuses unknown keys; docstrings under fields are their descriptions.
 
-    Every number is finite, and nothing is converted in silence: `true` is no 1, `"5"` is no 5 and
-    `"off"` is no `false`.
+    Every number is finite. No value is converted: `true` is not 1, `"5"` is not 5 and `"off"` is
+    not `false`.
     """
 
     model_config = ConfigDict(
@@ -80,30 +81,26 @@ class Config(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
-        """As pydantic makes it, but with strict numbers and booleans.
-
-        pydantic's own `strict=True` would refuse lists for tuples too, and YAML has nothing but
-        lists.
-        """
+        """Return pydantic's schema with strict numbers and booleans."""
         schema = handler(source)
+        # pydantic's own `strict=True` also refuses a list for a tuple, and YAML has only lists.
         _make_scalars_strict(schema)
         return schema
 
     @field_validator("*")
     @classmethod
-    def _means_something(cls, value: Any, info: ValidationInfo) -> Any:
-        """What no field takes: an empty text, a number that is larger than any that is meant."""
+    def _within_common_limits(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse an empty string and a number beyond the limits of all settings."""
         for part in value if isinstance(value, tuple) else (value,):
             if isinstance(part, str) and not part:
                 raise ValueError(
-                    "an empty text has no meaning here; leave it out, or write null where that is allowed"
+                    "an empty string has no meaning here; remove the key, or write null if null is "
+                    "allowed"
                 )
             if not isinstance(part, int | float) or isinstance(part, bool):
                 continue
             if isinstance(part, float) and abs(part) > LARGEST:
-                raise ValueError(
-                    f"{part:g} is too large for any use of it; expected at most {LARGEST:g}"
-                )
+                raise ValueError(f"{part:g} is too large; expected at most {LARGEST:g}")
             if (info.field_name or "").endswith("_s") and part > LONGEST_S:
                 raise ValueError(
                     f"{part:g} seconds are more than three years; expected at most {LONGEST_S:g}"
@@ -111,35 +108,31 @@ class Config(BaseModel):
         return value
 
     def decisive(self) -> dict[str, Any]:
-        """Return every key that can change results with its value, JSON-able, nested models
-        likewise."""
+        """Return all keys that can change results, with JSON-able values of nested models too."""
         fields = type(self).model_fields.items()
         return {
-            name: _decisive(getattr(self, name)) for name, field in fields if not is_tuning(field)
+            name: _plain(getattr(self, name), Config.decisive)
+            for name, field in fields
+            if not is_tuning(field)
         }
 
     def identity(self) -> dict[str, Any]:
-        """Return `decisive` without the keys that have the default they were introduced with.
+        """Return `decisive` without the keys that have the default of their introduction.
 
-        A section whose keys are all left out is left out itself.
+        A section is left out if all its keys are.
         """
         entry = introduced(type(self))
         fields = type(self).model_fields.items()
         values = {
-            name: _identity(getattr(self, name)) for name, field in fields if not is_tuning(field)
+            name: _plain(getattr(self, name), Config.identity)
+            for name, field in fields
+            if not is_tuning(field)
         }
         return {name: value for name, value in values.items() if not entry.leaves_out(name, value)}
 
 
-def _decisive(value: Any) -> Any:
-    return _plain(value, Config.decisive)
-
-
-def _identity(value: Any) -> Any:
-    return _plain(value, Config.identity)
-
-
 def _plain(value: Any, of_model: Callable[[Config], dict[str, Any]]) -> Any:
+    """Return a value as JSON-able data, with `of_model` applied to every nested model."""
     if isinstance(value, Config):
         return of_model(value)
     if isinstance(value, (list, tuple)):
@@ -152,12 +145,12 @@ def _plain(value: Any, of_model: Callable[[Config], dict[str, Any]]) -> Any:
 def _name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", value):
         raise ValueError(
-            f"not a name: found {value[:120]!a}, expected at most 100 letters, digits, '.', '_' and '-', of which the first is "
-            "a letter or a digit"
+            f"not a valid name: found {value[:120]!a}, expected at most 100 letters, digits, '.', "
+            "'_' and '-', starting with a letter or a digit"
         )
     return value
 
 
 Name = Annotated[str, AfterValidator(_name)]
-"""Name of a run, a branch or a cluster. It is a folder of the home and of the store, so it has no
-"/" and is not ".."."""
+"""Name of a run, a branch or a cluster. A name is also a folder of the home and of the store, so it
+has no "/" and is not ".."."""

@@ -15,38 +15,40 @@ class FilePrompts(Config):
 
     type: Literal["file"]
     paths: tuple[str, ...] = Field(min_length=1)
-    """Files, read in this order. `path@[a:b]` takes rows a to b - 1 of a file; either may be left
-    out, or count from the end."""
+    """Files, read in this order. `path@[a:b]` is rows a to b - 1 of a file, as in a Python slice:
+    a and b may be missing or negative."""
     input_key: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
     label_key: str | None = None
-    """Column with the reference answer; None if there is none."""
+    """Column with the reference answer; None: no such column."""
     metadata_key: str | None = "metadata"
-    """Column with a JSON object handed through to rewards and hooks; ignored where a row has
-    none."""
+    """Column with a JSON object for rewards and hooks. A row may have no such object. None: no such
+    column."""
     tool_key: str | None = None
-    """Column with the tools of a row, a JSON list: handed to the chat template, and through as
-    `metadata.tools`. None: there is no such column; ignored where a row has none."""
+    """Column with the tools of a row, a JSON list, for the chat template and for
+    `metadata.tools`. A row may have no such list. None: no such column."""
 
 
 class ReasoningGymPrompts(Config):
-    """Questions made by one task of the `reasoning-gym` package, which also scores the answers."""
+    """Questions of one task of the `reasoning-gym` package, which also scores the answers."""
 
     type: Literal["reasoning_gym"]
     task: str
     """Name of the task, as in `reasoning_gym.create_dataset`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Its own keyword arguments."""
+    """Keyword arguments of the task."""
     size: int = Field(ge=1)
-    """Questions to make."""
+    """Number of questions."""
     seed: int = 0
-    """Items use seed + i, so two data sets need seeds further apart than `size`."""
+    """Seed of the questions. Question i uses seed + i, so the seeds of two data sets must differ by
+    more than `size`."""
     exclude: tuple[ReasoningGymPrompts, ...] = ()
-    """Leave out every question that also occurs in these (held-out sets)."""
+    """Leave out every question of these sources, such as held-out sets."""
     prompt_format: str = "{question}"
     """Python format of the prompt, filled with `question` and `answer`."""
     question_pattern: str | None = None
-    """Regular expression searched in the question; its first group replaces `question`."""
+    """Regular expression searched in the question; its first group replaces `question`. None: the
+    whole question."""
     answer_format: str = "{answer}"
     """Python format of the label (the response in supervised rows)."""
 
@@ -55,10 +57,10 @@ PromptSource = Annotated[FilePrompts | ReasoningGymPrompts, Field(discriminator=
 
 
 class DataConfig(Config):
-    """The data source: which prompts, in which order, how they become token ids."""
+    """The data source: prompts, their order and their tokenization."""
 
     prompts: PromptSource | None = None
-    """None: rollout.data_source_path gives them."""
+    """Source of prompts; None: rollout.data_source_path gives prompts."""
     apply_chat_template: bool = False
     """Render prompts through the tokenizer's chat template."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -66,123 +68,125 @@ class DataConfig(Config):
     rollout_shuffle: bool = True
     """Shuffle each epoch with (rollout_seed, epoch)."""
     rollout_seed: int = 0
-    """Seed of the order of prompts and of every sample's own seed; the run's `seed` unless
-    given."""
+    """Seed of the order of prompts and of every sample's seed. If the key is not set: the run's
+    `seed`."""
     rollout_max_prompt_len: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
-    """Longest prompt in tokens; `overlong_prompts` says what becomes of a longer one. None: no
-    limit but the context."""
+    """Longest prompt in tokens; `overlong_prompts` handles longer ones. None: only the context
+    limits the length."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
-    """What becomes of a prompt that is longer than rollout_max_prompt_len, or leaves no room for a
-    response in rollout.rollout_max_context_len or in the model's context (this last one not where a
-    function of yours samples).
+    """Handling of a prompt that is longer than rollout_max_prompt_len or leaves no room for a
+    response. The room is limited by rollout.rollout_max_context_len and, unless a user function
+    samples, by the model's context.
 
     `error`: the run does not start; the error names the row. `drop`: the row is never drawn, and an
-    epoch is all other rows. `truncate_left`: the prompt's last tokens are kept, as many as the
-    limit allows; set rollout_max_prompt_len so that a response has room after them. Rows that are
-    dropped or cut are counted when the run starts, and listed with their lengths in
+    epoch consists of the other rows. `truncate_left`: keep the last tokens of the prompt, as many
+    as the limit allows; set rollout_max_prompt_len so that a response has room after them. The run
+    counts dropped and truncated rows at its start, and lists them with their lengths in
     `overlong_prompts.jsonl` in the run's folder.
 
-    Held-out sets are treated in the same way, as slime does: the accuracy of a set is that of the
-    rows that are kept, which keep their ids and seeds. A rollout.data_source_path of yours gives
-    rows one at a time, so there `drop` is an error too."""
+    Held-out sets are handled in the same way, as in slime: the accuracy of a set is that of the
+    kept rows, which keep their ids and seeds. A rollout.data_source_path gives rows one at a time,
+    so `drop` is an error there."""
     num_data_workers: int = Tuning(default=0, ge=0, le=MOST_PROCESSES)
-    """Processes that read prompt files and check their rows; 0 is the generator's own."""
+    """Processes that read prompt files and check their rows; 0: the generator's process."""
     streaming_data: bool = Tuning(False)
-    """Read rows from their files when they are drawn, instead of keeping all in memory; order and
+    """Read rows from their files when they are drawn. False: keep all rows in memory. Order and
     results are the same."""
 
 
 class ReasoningGymReward(Config):
-    """The task's own `score_answer`; the row's metadata names task and entry."""
+    """The task's `score_answer`; the row's metadata contains task and entry."""
 
     type: Literal["reasoning_gym"]
     threshold: float | None = 1.0
-    """Scores at or above it are 1, below it 0; None keeps the task's partial credit."""
+    """Scores at or above the threshold become 1, others 0; None: keep the task's partial
+    credit."""
     answer_pattern: str | None = None
-    """Regular expression searched in the response; its first group is the answer. No match scores 0
-    with the part `format` 0."""
+    """Regular expression searched in the response; its first group is the answer. Without a match
+    the reward and its part `format` are 0. None: the whole response is the answer."""
 
 
 class MathReward(Config):
-    """1 if the response's answer equals the label by math-verify, else 0."""
+    """1 if the response's answer equals the label according to math-verify, else 0."""
 
     type: Literal["math"]
     boxed: bool = False
-    """Only what the response's last \\boxed{} holds is the answer; none scores 0."""
+    """Read the answer from the response's last \\boxed{}; without a box the reward is 0."""
 
 
 class RuleReward(Config):
-    """A rule that compares the response with the label; each is described in
-    `rlpipe.rewards.rules`.
+    """A rule that compares the response with the label. `rlpipe.rewards.rules` describes each rule.
 
     `dapo`: `Answer: ...` in the last 300 characters, 1 or -1. `deepscaler`: the \\boxed{} after
-    `</think>`, 1 or 0. `f1`: words in common, 0 to 1. `gpqa`: the letter of a choice, 1 or 0.
-    `random`: 0 or 1 by the sample's seed.
+    `</think>`, 1 or 0. `f1`: common words, 0 to 1. `gpqa`: the letter of a choice, 1 or 0.
+    `random`: 0 or 1, from the sample's seed.
     """
 
     type: Literal["dapo", "deepscaler", "f1", "gpqa", "random"]
     boxed: bool = False
-    """Only what the response's last \\boxed{} holds is compared; none is an empty response."""
+    """Compare only the content of the response's last \\boxed{}; without a box the response is
+    empty."""
 
 
 class RowReward(Config):
-    """Each row says its own: `metadata.rm_type` is a type of the rules, `math` or `reasoning_gym`,
-    after `boxed_` or alone."""
+    """The row names its rule: `metadata.rm_type` is a rule's type, `math` or `reasoning_gym`, with
+    or without the prefix `boxed_`."""
 
     type: Literal["by_row"]
     default: str | None = None
-    """For rows that say none; None: such a row is an error."""
+    """Rule of rows without `metadata.rm_type`; None: such a row is an error."""
     reward_key: str | None = None
-    """Which entry is the reward, of a rule that gives several: `dapo` gives `score` (1 or -1),
-    `acc` (1 or 0) and `format`. None: `score`."""
+    """Entry that is the reward, for a rule with several: `dapo` gives `score` (1 or -1), `acc` (1
+    or 0) and `format`. None: `score`."""
 
 
 class RemoteReward(Config):
-    """A server of yours: POST `{"prompt", "response", "label", "metadata"}`, answered by a number
-    or an object of numbers."""
+    """A user's server: POST `{"prompt", "response", "label", "metadata"}`. The answer is a
+    number or an object of numbers."""
 
     type: Literal["remote"]
     url: str = Tuning(...)
-    """Where to post. `http://` or `https://`."""
+    """URL of the request, `http://` or `https://`."""
     reward_key: str | None = None
-    """Which entry of an object is the reward; the others become reward parts."""
+    """Entry of an object that is the reward; the others become reward parts. None: the answer is a
+    number."""
     tries: int = Tuning(default=10, ge=1)
-    """Posts before the server's error stands, 1, 2, 4 ... 30 s apart, within
+    """Attempts before a server error counts, with pauses of 1, 2, 4 ... 30 s, within
     `reward.sample_timeout_s`."""
 
 
 class JudgeReward(Config):
-    """A model judges: any server with OpenAI's chat completions, such as SGLang's own
+    """A judge model behind OpenAI's chat completions API, such as SGLang's
     (`http://host:port/v1`).
 
-    Its key is read from the environment variable RLPIPE_JUDGE_KEY, if it needs one.
+    The environment variable RLPIPE_JUDGE_KEY contains the API key, if the server needs one.
     """
 
     type: Literal["judge"]
     url: str = Tuning(...)
-    """Base of its API, without `/chat/completions`."""
+    """Base URL of the API, without `/chat/completions`."""
     model: str = "default"
-    """Name of the model there."""
+    """Name of the model on the server."""
     prompt: str = (
         "Question:\n{prompt}\n\nReference answer:\n{label}\n\nAnswer to judge:\n{response}\n\n"
         "Is it right? End with one line: Score: 0 to 1."
     )
-    """Python format of the judge's message, filled with `prompt`, `response` and `label`."""
+    """Python format of the message to the judge, filled with `prompt`, `response` and `label`."""
     score_pattern: str = r"Score:\s*(-?[0-9]+(?:\.[0-9]+)?)"
-    """Regular expression; the first group of its last match in the answer is the reward. No match
-    is an error of the row."""
+    """Regular expression; the first group of its last match in the answer is the score. A missing
+    match is an error of the row."""
     scale: float = Field(default=1.0, gt=0)
-    """The number is divided by it."""
+    """The reward is the score divided by this."""
     temperature: float = Field(default=0.0, ge=0)
-    """Of the judge."""
+    """Sampling temperature of the judge; 0: greedy."""
     max_tokens: int = Field(default=1024, ge=1)
-    """Longest judgement."""
+    """Longest answer of the judge in tokens."""
     tries: int = Tuning(default=10, ge=1)
-    """As for `remote`."""
+    """Attempts before a server error counts, as for `remote`."""
 
 
 class PythonReward(Config):
-    """A function or class of yours; see `rlpipe.rewards.custom` for the forms.
+    """A user function or class; `rlpipe.rewards.custom` describes the forms.
 
     `reward(sample) -> float | dict`, plain or async, or `reward(samples) -> list`; slime's
     `custom_rm(args, sample)`; a class with `compute_reward(prompts, responses) -> list`.
@@ -194,13 +198,14 @@ class PythonReward(Config):
     group: bool = False
     """Call it once with all samples of a group."""
     reward_key: str | None = None
-    """Which entry of a returned dict is the reward; the others become reward parts."""
+    """Entry of a returned dict that is the reward; the others become reward parts. None: the
+    function returns a number."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments that a class is made with."""
+    """Keyword arguments of the class's constructor."""
 
 
 class NoReward(Config):
-    """Supervised rows have none."""
+    """No reward, for supervised rows."""
 
     type: Literal["none"]
 
@@ -219,80 +224,85 @@ RewardFunction = Annotated[
 
 
 class RewardConfig(Config):
-    """How rows are scored, and what an error of the verifier means."""
+    """The verifier, and the handling of its errors."""
 
     function: RewardFunction
     """Verifier of a response."""
     on_error: Literal["exclude_group"] | float = "exclude_group"
-    """A verifier's error leaves its group out of the batch with reason `reward_error`, unless a
-    reward is given here."""
+    """Handling of a verifier error. `exclude_group`: the batch leaves out the group with reason
+    `reward_error`. A number: the reward of the row."""
     max_error_fraction: float = Field(default=0.5, ge=0, le=1)
-    """The stage fails if a larger share of rows could not be scored."""
+    """The stage fails if a larger fraction of rows has verifier errors."""
     custom_reward_post_process_path: str | None = None
-    """Function of all scored samples of an iteration: `post_process(args, samples) -> (raw_rewards,
-    rewards)`; the second are what advantages are estimated from. See
+    """User function of all scored samples of an iteration: `post_process(args, samples) ->
+    (raw_rewards, rewards)`. Advantages are estimated from the second. None: no function. See
     `rlpipe.rewards.post_process`."""
     workers: int = Tuning(default=0, ge=0, le=MOST_PROCESSES)
-    """Processes that run the verifier; 0 runs it in the stage's own process (what compares as
-    mathematics always gets one)."""
+    """Processes that run the verifier; 0: the stage's process runs it. Verifiers that use
+    math-verify always get a process."""
     attempts: int = Tuning(default=1, ge=1)
-    """Tries per row before an error stands."""
+    """Attempts per row before an error counts."""
     sample_timeout_s: float = Tuning(default=30.0, gt=0)
-    """Deadline of one call."""
+    """Deadline of one call of the verifier."""
     timeout_s: float = Tuning(default=3600.0, gt=0)
     """Deadline of the whole stage."""
 
 
 class EvalDataset(Config):
-    """One held-out set. What it does not say is the run's."""
+    """One held-out set. Keys with None use the run's settings."""
 
     name: str = Field(max_length=100)
-    """Its name in metrics: `eval/<name>/accuracy`."""
+    """Name of the set in metrics: `eval/<name>/accuracy`."""
     prompts: PromptSource
     """Rows of the set."""
     reward: RewardConfig | None = None
-    """None: the run's reward."""
+    """Reward of the set; None: the run's reward."""
     n_samples_per_eval_prompt: int = Field(default=1, ge=1, le=MOST_ROWS)
     """Responses per prompt."""
     temperature: float | None = Field(default=None, ge=0, le=100)
-    """None: the rollout's. 0 is greedy."""
+    """Sampling temperature; 0: greedy. None: rollout.rollout_temperature."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """None: the rollout's."""
+    """Nucleus sampling threshold; None: rollout.rollout_top_p."""
     top_k: TopK | None = None
-    """None: the rollout's. -1 is all."""
+    """Sample among the k most likely tokens; -1: all tokens. None: rollout.rollout_top_k."""
     max_response_len: int | None = Field(default=None, ge=1)
-    """None: the rollout's."""
+    """Longest response in tokens; None: rollout.rollout_max_response_len."""
     max_prompt_len: int | None = Field(default=None, ge=1)
-    """None: data.rollout_max_prompt_len."""
+    """Longest prompt in tokens; None: data.rollout_max_prompt_len."""
     max_context_len: int | None = Field(default=None, ge=1)
-    """None: the rollout's. More than the model's max_position_embeddings is an error."""
+    """Longest prompt + response in tokens; None: rollout.rollout_max_context_len. More than the
+    model's max_position_embeddings is an error."""
     min_new_tokens: int | None = Field(default=None, ge=0)
-    """None: the rollout's."""
+    """Least number of tokens of a response; 0: no minimum. None: rollout.rollout_min_new_tokens."""
     stop: tuple[str, ...] | None = None
-    """None: the rollout's."""
+    """Texts that end a response; None: rollout.rollout_stop."""
     stop_token_ids: tuple[TokenId, ...] | None = None
-    """None: the rollout's."""
+    """Token ids that end a response; None: rollout.rollout_stop_token_ids."""
     custom_generate_function_path: str | None = None
-    """As `rollout.custom_generate_function_path`, for this set alone. None: the rollout's."""
+    """User function that samples this set; None: rollout.custom_generate_function_path."""
     skip_special_tokens: bool | None = None
-    """As `rollout.rollout_skip_special_tokens`, for this set alone. None: the rollout's."""
+    """Leave special tokens out of the text of a response; None:
+    rollout.rollout_skip_special_tokens."""
     metadata_overrides: dict[str, Any] = Field(default_factory=dict)
-    """Entries that every row's metadata gets, in place of its own of the same name."""
+    """Entries that replace entries of the same name in every row's metadata."""
     pass_threshold: float = 1.0
-    """A response with this reward or more counts as right in pass@k."""
+    """Least reward of a response that counts as correct in pass@k."""
 
     @field_validator("name")
     @classmethod
-    def _is_part_of_a_metric(cls, value: str) -> str:
+    def _fits_into_a_metric_name(cls, value: str) -> str:
         if "/" in value or not value.isprintable() or value != value.strip():
             raise ValueError(
-                f"part of the metric eval/<name>/accuracy: no '/', no spaces around it; found {value!r}"
+                "the metric eval/<name>/accuracy contains this name; expected no '/' and no spaces "
+                f"around it, found {value!r}"
             )
         return value
 
     def sampling(self) -> dict[str, Any]:
-        """What it changes of the rollout's settings, by their names there; its temperature, which
-        may be 0, is not among them."""
+        """Return the set's changes of the rollout's settings, by their names in RolloutConfig.
+
+        The temperature is not included, because it may be 0 only in an evaluation.
+        """
         changes = {
             "rollout_top_p": self.top_p,
             "rollout_top_k": self.top_k,
@@ -304,26 +314,25 @@ class EvalDataset(Config):
             "custom_generate_function_path": self.custom_generate_function_path,
             "rollout_skip_special_tokens": self.skip_special_tokens,
         }
-        given = {name: value for name, value in changes.items() if value is not None}
-        return {**given, "type": "sample", "n_samples_per_prompt": self.n_samples_per_eval_prompt}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        return {**changes, "type": "sample", "n_samples_per_prompt": self.n_samples_per_eval_prompt}
 
     def limited(self, data: DataConfig) -> DataConfig:
-        """How its prompts become token ids: as the run's, but for their longest length."""
-        return (
-            data
-            if self.max_prompt_len is None
-            else data.model_copy(update={"rollout_max_prompt_len": self.max_prompt_len})
-        )
+        """Return the run's data settings with the set's longest prompt."""
+        if self.max_prompt_len is None:
+            return data
+        return data.model_copy(update={"rollout_max_prompt_len": self.max_prompt_len})
 
 
 class EvaluationConfig(Config):
-    """When and on what the policy is evaluated."""
+    """Held-out sets, and the iterations that evaluate the policy on them."""
 
     datasets: tuple[EvalDataset, ...] = ()
+    """Held-out sets; (): no evaluation."""
     eval_interval: int | None = Tuning(default=None, ge=1)
     """Evaluate after every this many iterations; None: only before the first and after the last."""
     skip_eval_before_train: bool = Tuning(False)
-    """Do not evaluate weight version 0."""
+    """Skip the evaluation of weight version 0."""
 
     @model_validator(mode="after")
     def _names_differ(self):

@@ -1,17 +1,17 @@
-"""Keep what a function of the user does from reaching beyond its own call.
+"""Limit the effect of a user function to its own call.
 
-`guarded(function)` is called like the function, and differs in two cases:
+`guarded(function)` behaves like the function except in two cases:
 
-- The function ends Python instead of returning: it raises SystemExit, KeyboardInterrupt, or a
-  cancellation that nobody asked for. That is a HookError, so the caller treats it like any other
-  exception of the function.
-- The function forks, and the copy returns or raises. Without a guard the copy would go on as a
-  second trainer, sampler or reward process, and answer on its parent's pipes and sockets. The copy
-  says so on stderr and ends.
+- The function ends Python instead of returning: it raises SystemExit, KeyboardInterrupt or a
+  cancellation without a cancel request. The guard raises HookError, which callers handle like any
+  other exception of the function.
+- The function forks, and the copy returns or raises. Without a guard the copy would continue as a
+  second trainer, sampler or reward process, and answer on its parent's pipes and sockets. The guard
+  writes a message to stderr and ends the copy.
 
-A copy that an async function makes is ended at the latest when the function awaits something. Not
-guarded: a copy that only runs in an asyncio task that the function created; a process that ends
-itself (`os._exit`, a signal).
+The guard ends a copy of an async function at its next await. It does not cover a copy that only
+runs in an asyncio task that the function created, nor a process that ends itself (`os._exit`, a
+signal).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from typing import Any
 from rlpipe.errors import HookError
 
 FORKED_STATUS = 70
-"""Exit status of a copy that is ended."""
+"""Exit status of a copy that the guard ends."""
 LONGEST_TEXT = 2000
-"""Characters of an error that are kept: a row has to hold it."""
+"""Characters that are kept of an error's message, which may be stored in a row."""
 
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function behind the guard. It keeps its signature, its name, and whether it is async."""
+    """Return the guarded function, with the same signature and name; async stays async."""
     call = getattr(function, "__call__", None)  # noqa: B004 - an object may have an async __call__
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):
 
@@ -43,7 +43,7 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
         async def guarded_async(*arguments: Any, **keywords: Any) -> Any:
             pid = os.getpid()
             try:
-                return await _stepped(function(*arguments, **keywords), pid)
+                return await _await_guarded(function(*arguments, **keywords), pid)
             except asyncio.CancelledError as error:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
@@ -54,7 +54,7 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
             except BaseException as error:
                 raise _ended_python(function, error) from error
             finally:
-                leave_if_copied(pid, function)
+                exit_if_forked(pid, function)
 
         return guarded_async
 
@@ -70,19 +70,18 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             raise _ended_python(function, error) from error
         finally:
-            leave_if_copied(pid, function)
+            exit_if_forked(pid, function)
 
     return guarded_plain
 
 
-def leave_if_copied(pid: int, function: object) -> None:
-    """End this process at once unless it is process `pid`: the user's code forked, and the copy
-    came back from it."""
+def exit_if_forked(pid: int, function: object) -> None:
+    """End this process at once if it is not process `pid`, because the user's code forked."""
     if os.getpid() == pid:
         return
     error = sys.exc_info()[1]
-    said = f", which raised {error_text(error)}" if error is not None else ""
-    line = f"{_name(function)}: a copy that it forked came back from it{said}; the copy is ended\n"
+    raised = f" and raised {error_text(error)}" if error is not None else ""
+    line = f"{_name(function)}: a forked copy returned from the function{raised}; copy ended\n"
     try:
         os.write(2, line.encode(errors="replace"))
     finally:
@@ -90,11 +89,10 @@ def leave_if_copied(pid: int, function: object) -> None:
 
 
 def error_text(error: BaseException) -> str:
-    """`Type: message`, whatever the message is: not longer than a row should hold, also where
-    `str(error)` itself raises."""
+    """Return `Type: message`, cut at LONGEST_TEXT characters."""
     try:
         text = str(error)
-    except Exception as second:  # noqa: BLE001 - the exception is the user's, and so is its __str__
+    except Exception as second:  # noqa: BLE001 - the user's exception may have its own __str__
         text = f"(its message cannot be read: {type(second).__name__})"
     if len(text) > LONGEST_TEXT:
         text = f"{text[:LONGEST_TEXT]}... ({len(text)} characters)"
@@ -102,8 +100,8 @@ def error_text(error: BaseException) -> str:
 
 
 @types.coroutine
-def _stepped(coroutine: Coroutine[Any, Any, Any], pid: int) -> Generator[Any, Any, Any]:
-    """Await the coroutine. A copy of this process gets no further than its next suspension."""
+def _await_guarded(coroutine: Coroutine[Any, Any, Any], pid: int) -> Generator[Any, Any, Any]:
+    """Await the coroutine, and end a forked copy of this process at its next suspension."""
     resume: Callable[[Any], Any] = coroutine.send
     value: Any = None
     while True:
@@ -111,23 +109,25 @@ def _stepped(coroutine: Coroutine[Any, Any, Any], pid: int) -> Generator[Any, An
             awaited = resume(value)
         except StopIteration as done:
             return done.value
-        except GeneratorExit as error:  # raised by the coroutine itself: nobody has closed it
+        except GeneratorExit as error:  # raised by the coroutine: it has not been closed here
             raise _ended_python(coroutine, error) from error
-        leave_if_copied(pid, coroutine)
+        exit_if_forked(pid, coroutine)
         try:
             value = yield awaited
             resume = coroutine.send
         except GeneratorExit:
             coroutine.close()
             raise
-        except BaseException as error:  # noqa: BLE001 - it is the coroutine's to handle
+        except BaseException as error:  # noqa: BLE001 - the coroutine may handle any exception
             resume = coroutine.throw
             value = error
 
 
 def _may_be_ctrl_c() -> bool:
-    """True where Python itself raises KeyboardInterrupt for SIGINT; a running event loop takes
-    SIGINT for itself."""
+    """True if Python itself may have raised KeyboardInterrupt for SIGINT.
+
+    Python does so only in the main thread. A running event loop handles SIGINT itself.
+    """
     if threading.current_thread() is not threading.main_thread():
         return False
     try:
@@ -139,7 +139,7 @@ def _may_be_ctrl_c() -> bool:
 
 def _ended_python(function: object, error: BaseException) -> HookError:
     return HookError(
-        "a function of the user ended Python instead of returning",
+        "a user function ended Python instead of returning",
         where=_name(function),
         found=error_text(error),
     )

@@ -1,15 +1,13 @@
-"""Functions of the user, named by a path in the configuration: how one is loaded, and the digest of
-its source.
+"""Load user functions that the configuration names, and compute the digest of their source.
 
-A path is `path/to/file.py:name`, `path/to/file.py` (the file's only public function) or
-`package.module.name`. The digest covers the one file that defines the function, not what that file
-imports.
+    load_hook("path/to/file.py:name")       the function
+    load_hook("path/to/file.py")            the file's only public function
+    load_hook("package.module.name")        the function
+    hook_digest("path/to/file.py:name")     sha256 of the file; imported files are not covered
 
-Whatever a file does while it is imported is a ConfigError, as far as this process survives it;
-`config.trial` imports files in a process of their own first. A function that is loaded cannot end
-Python or answer from a forked copy (`config.guard`).
-
-Not here: what a hook is called with, which is said by whoever calls it. Imports nothing heavy.
+Every exception of an import becomes a ConfigError, unless it ends the process. `config.trial`
+therefore imports files in a separate process first. A loaded function cannot end Python or return
+from a forked copy (`config.guard`). The module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -28,81 +26,93 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlpipe.config.guard import error_text, guarded, leave_if_copied
+from rlpipe.config.guard import error_text, exit_if_forked, guarded
 from rlpipe.errors import ConfigError
 from rlpipe.slime.modules import provide
 from rlpipe.system.plain_files import read_plain
 
 MOST_SOURCE_BYTES = 16 * 1024**2
-GENERATE_NAMES, ROLLOUT_NAMES = ("generate", "custom_generate"), ("generate_rollout",)
-"""What a function that samples may be called in a file whose path gives no name."""
+GENERATE_NAMES = ("generate", "custom_generate")
+"""Default names of a generate function in a file whose path gives no name."""
+ROLLOUT_NAMES = ("generate_rollout",)
+"""Default name of a rollout function in a file whose path gives no name."""
+OWN_PACKAGE = "rlpipe"
 _FORMS = "'path/to/file.py:name', 'path/to/file.py' or 'package.module.name'"
 
 
 def load_hook(path: str, names: Sequence[str] = ()) -> Callable[..., Any]:
-    """The callable that `path` names. A file is imported once per content, without touching
-    `sys.path`.
+    """Return the callable that `path` names; functions are guarded, classes are not.
 
-    `names`: the first of them that a path without a name has is meant, before its only public
-    function.
+    A file is imported once per content, without a change of `sys.path`.
 
-    A plain or async function is guarded; a class is what it is.
+    `names`: default names for a path without a name, tried before the only public function.
 
-    Raises: ConfigError if the file, module or name is not there (with the nearest names) or is not
-    callable, or if its code raises something or ends Python while it is imported.
+    Raises: ConfigError if the file, module or name does not exist (with the nearest names), if it
+    is not callable, or if its import raises an exception or ends Python.
     """
     file, name = _split_file(path)
     if file is not None:
         module = _import_file(file, path)
         name = (
             name
-            or next((known for known in names if hasattr(module, known)), "")
+            or next((default for default in names if hasattr(module, default)), "")
             or _only_function(module, path)
         )
     else:
         module_name, name = _split_dotted(path)
         module = _import_module(module_name, path)
-    found = _callable_in(module, name, path)
-    return _guarded_once(found) if inspect.isfunction(found) else found
+    hook = _callable_in(module, name, path)
+    return _guarded_once(hook) if inspect.isfunction(hook) else hook
 
 
 def check_call(
     hook: Callable[..., Any], *arguments: Any, path: str, key: str, expected: str, **keywords: Any
 ) -> None:
-    """Can the hook be called so? Known at start-up rather than in the middle of a run.
+    """Check at start-up that the hook accepts the arguments of its later calls.
 
-    Raises: ConfigError with the signature it has and the one it should have.
+    Raises: ConfigError with the signature found and the signature expected.
     """
     try:
         signature = inspect.signature(hook)
-    except (TypeError, ValueError):  # some built-in callables have none
+    except (TypeError, ValueError):  # some built-in callables have no signature
         return
     try:
         signature.bind(*arguments, **keywords)
     except TypeError as error:
-        found = f"{path}: {getattr(hook, '__name__', type(hook).__name__)}{signature} ({error})"
+        name = getattr(hook, "__name__", type(hook).__name__)
         raise ConfigError(
-            "the function cannot be called as it will be", where=key, found=found, expected=expected
+            "the function cannot be called with the expected arguments",
+            where=key,
+            found=f"{path}: {name}{signature} ({error})",
+            expected=expected,
         ) from error
 
 
 def takes(hook: Callable[..., Any], name: str) -> bool:
-    """Has the hook a parameter of this name, or any keyword?"""
+    """True if the hook has a parameter of this name, or accepts any keyword."""
     try:
         parameters = inspect.signature(hook).parameters
-    except (TypeError, ValueError):  # some built-in callables have none
+    except (TypeError, ValueError):  # some built-in callables have no signature
         return False
     return name in parameters or any(
-        one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
     )
 
 
 def hook_digest(path: str) -> str:
-    """sha256 (hex) of the bytes of the source file that `path` names. Raises: ConfigError if there
-    is none."""
+    """Return the sha256 (hex) of the source file that `path` names.
+
+    For a dotted path in rlpipe it is the sha256 of "rlpipe:" + path. Raises: ConfigError if the
+    source does not exist.
+    """
     file, _ = _split_file(path)
     if file is None:
-        file = _source_of(_split_dotted(path)[0], path)
+        module, _ = _split_dotted(path)
+        file = _source_of(module, path)
+        if module.partition(".")[0] == OWN_PACKAGE:
+            # Contract versions of the stages cover rlpipe's code. A digest of the file would give
+            # stored runs another identity after each change of a comment.
+            return hashlib.sha256(f"rlpipe:{path}".encode()).hexdigest()
     return hashlib.sha256(_read(file, path)).hexdigest()
 
 
@@ -126,16 +136,14 @@ def _read(file: Path, path: str) -> bytes:
     try:
         return read_plain(file, at_most_bytes=MOST_SOURCE_BYTES)
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        near = get_close_matches(
-            file.name, [name for name in _python_files(file.parent) if name != file.name], n=3
-        )
+        others = [name for name in _python_files(file.parent) if name != file.name]
+        near = get_close_matches(file.name, others, n=3)
         raise ConfigError(
-            "the hook's file cannot be read",
+            "cannot read the hook's file",
             where=path,
             found=ascii(f"{file.absolute()}: {getattr(error, 'strerror', error)}")[1:-1],
-            expected="a Python file"
-            + (f"; in that folder there is {', '.join(near)}" if near else ""),
-            do="give a path from the folder the run is started in, or an absolute one",
+            expected="a Python file" + (f"; the folder has {', '.join(near)}" if near else ""),
+            do="give a path relative to the folder that the run starts in, or an absolute path",
         ) from error
 
 
@@ -154,12 +162,13 @@ def _import_file(file: Path, path: str) -> ModuleType:
     loader = spec.loader
     assert loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Registered before the execution, because dataclasses and pickle look the module up by name.
     sys.modules[name] = module
     if b"slime" in source:
         provide()
     complete = False
     try:
-        _run_import(lambda: loader.exec_module(module), "the hook's file cannot be imported", path)
+        _run_import(lambda: loader.exec_module(module), "cannot import the hook's file", path)
         complete = True
     finally:
         if not complete:
@@ -170,7 +179,7 @@ def _import_file(file: Path, path: str) -> ModuleType:
 def _import_module(name: str, path: str) -> ModuleType:
     return _run_import(
         lambda: importlib.import_module(name),
-        "the hook's module cannot be imported",
+        "cannot import the hook's module",
         path,
         expected=_FORMS,
     )
@@ -179,8 +188,11 @@ def _import_module(name: str, path: str) -> ModuleType:
 def _run_import(
     run: Callable[[], Any], problem: str, path: str, *, expected: str | None = None
 ) -> Any:
-    """What `run` returns. Raises: ConfigError for everything that the imported code raises;
-    KeyboardInterrupt of a Ctrl-C."""
+    """Return the result of `run`.
+
+    Raises: ConfigError for every exception of the imported code, except the KeyboardInterrupt of
+    Ctrl-C.
+    """
     pid = os.getpid()
     try:
         return run()
@@ -189,20 +201,22 @@ def _run_import(
             problem, where=path, found=error_text(error), expected=expected
         ) from error
     except SystemExit as error:
-        do = "put what shall run as a program under `if __name__ == '__main__':`"
         raise ConfigError(
-            problem, where=path, found=f"it ends Python: {_at(error)}", do=do
+            problem,
+            where=path,
+            found=f"the file ends Python: {_with_location(error)}",
+            do="put code of a program under `if __name__ == '__main__':`",
         ) from error
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # the file's own code may raise anything
-        raise ConfigError(problem, where=path, found=_at(error)) from error
+    except BaseException as error:  # the user's code may raise any exception
+        raise ConfigError(problem, where=path, found=_with_location(error)) from error
     finally:
-        leave_if_copied(pid, run)
+        exit_if_forked(pid, run)
 
 
-def _at(error: BaseException) -> str:
-    """The error, and the line of the file that raised it."""
+def _with_location(error: BaseException) -> str:
+    """Return the error's text with the line of the file that raised it."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -213,7 +227,7 @@ def _at(error: BaseException) -> str:
 
 
 _guarded_once = functools.cache(guarded)
-"""A function has one guarded form, as a file has one module."""
+"""Cached, so that a function has the same guarded form in every call."""
 
 
 def _source_of(module: str, path: str) -> Path:
@@ -221,10 +235,7 @@ def _source_of(module: str, path: str) -> Path:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError, RecursionError) as error:
         raise ConfigError(
-            "the hook's module cannot be found",
-            where=path,
-            found=error_text(error),
-            expected=_FORMS,
+            "cannot find the hook's module", where=path, found=error_text(error), expected=_FORMS
         ) from error
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         found = (
@@ -244,10 +255,10 @@ def _only_function(module: ModuleType, path: str) -> str:
     ]
     if len(names) != 1:
         raise ConfigError(
-            "which function of this file?",
+            "the path names no function of this file",
             where=path,
             found=f"{len(names)} public functions: {', '.join(sorted(names)) or 'none'}",
-            expected="exactly one, or its name in the path",
+            expected="exactly one public function, or its name in the path",
             do=f"write {path}:{sorted(names)[0] if names else 'name'}",
         )
     return names[0]
@@ -257,12 +268,10 @@ def _callable_in(module: ModuleType, name: str, path: str) -> Callable[..., Any]
     if not hasattr(module, name):
         near = get_close_matches(name, dir(module), n=3)
         raise ConfigError(
-            f"there is no {name!r} in it",
+            f"the module has no {name!r}",
             where=path,
             found=f"module {getattr(module, '__file__', module.__name__)}",
-            expected=f"one of its names; nearest: {', '.join(near)}"
-            if near
-            else "one of its names",
+            expected="one of its names" + (f"; nearest: {', '.join(near)}" if near else ""),
         )
     value = getattr(module, name)
     if not callable(value):

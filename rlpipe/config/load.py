@@ -1,11 +1,18 @@
-"""From a recipe to a `RunConfig`: YAML, then `dotted.key=value` overrides, then validation with
-errors people can act on.
+"""Load a recipe into a `RunConfig`: YAML, overrides, preset, validation.
 
-A recipe is a YAML file, given by path or by its name under `deployments/recipes`; with `preset`,
-over a model's preset (`presets`). Later overrides win. Every problem names its dotted key, the line
-or the override that it comes from, and the nearest keys there are.
+    load_run("my_run.yaml", ["train.optimizer.lr=1e-5"])    the configuration of a run
+    validate(values), validate_stored(values)               from plain data
+    dump(config)                                            back to YAML
+    home(), use_home(folder)                                directory of all runs
 
-Not here: flags in slime's style, and anything that needs torch, ray or prefect.
+A recipe is given by its path, or by its name under `deployments/recipes`. The key `preset` names a
+YAML file of `deployments/models` with the defaults of a model family and size:
+
+    preset: qwen3-4b          # in a recipe, or `preset=qwen3-4b` on a command line
+
+Keys of the recipe win over the preset, and overrides win over both. The resolved configuration
+contains the preset's values and not its name. Every error names the dotted key, its line or
+override, and the nearest existing keys.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +30,6 @@ from pydantic import ValidationError
 
 from rlpipe.config.arguments.check import check_megatron, check_router, check_sglang
 from rlpipe.config.introduced import upgraded
-from rlpipe.config.presets import exists, is_file, with_preset
 from rlpipe.config.problems import Origin, explain, nearest
 from rlpipe.config.run import RunConfig
 from rlpipe.config.text import dump as dump_yaml
@@ -30,58 +37,54 @@ from rlpipe.config.text import parse, read
 from rlpipe.config.unused import unused
 from rlpipe.errors import ConfigError
 
-RECIPES = Path(__file__).resolve().parents[2] / "deployments" / "recipes"
+DEPLOYMENTS = Path(__file__).resolve().parents[2] / "deployments"
+RECIPES = DEPLOYMENTS / "recipes"
+PRESETS = DEPLOYMENTS / "models"
 SLIME_DEFAULTS = Path(__file__).resolve().parents[1] / "slime"
 HOME_VARIABLE = "RLPIPE_HOME"
-
-
 RESERVED = ("store", "models")
-"""Folders of the home, which no run may be called."""
+"""Folders of the home, which cannot be names of runs."""
+_PASSWORD = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s@:]*:[^/?#\s@]+@")
 
 
 def home() -> Path:
-    """Where runs, models and the default store are kept: $RLPIPE_HOME, else ./runs. Absolute; not
-    created here.
+    """Return the absolute directory of all runs: $RLPIPE_HOME, else ./runs. It may not exist.
 
-    Raises: ConfigError if it is there and is no folder.
+    Raises: ConfigError if the path is not a folder.
     """
-    given = os.environ.get(HOME_VARIABLE) or "runs"
+    setting = os.environ.get(HOME_VARIABLE) or "runs"
     where = f"{HOME_VARIABLE} or --home"
     try:
-        folder = Path(given).expanduser().absolute()
+        folder = Path(setting).expanduser().absolute()
         is_other = folder.exists() and not folder.is_dir()
-    except (
-        RuntimeError,
-        OSError,
-        ValueError,
-    ) as error:  # `~somebody` who has no account; a name that is too long
+    # RuntimeError: `~name` without such an account. OSError, ValueError: a name too long, or NUL.
+    except (RuntimeError, OSError, ValueError) as error:
         raise ConfigError(
-            "no folder can have this name",
+            "not a possible name of a folder",
             where=where,
-            found=f"{given!r}: {error}",
+            found=f"{setting!r}: {error}",
             expected="a folder",
         ) from error
     if is_other:
         raise ConfigError(
-            "this is no folder",
+            "the home is not a folder",
             where=where,
             found=str(folder),
-            expected="a folder, or a name that is free",
+            expected="a folder, or a path that does not exist yet",
         )
     return folder
 
 
 def use_home(folder: str | None) -> None:
-    """Keep everything in this folder from now on, in this process and those that it starts; None
-    changes nothing.
+    """Use `folder` as the home of this process and its children; None changes nothing.
 
-    Raises: ConfigError.
+    Raises: ConfigError if it cannot be a folder.
     """
     if folder is None:
         return
     if not folder.strip():
         raise ConfigError(
-            "no folder has an empty name", where="--home", found=repr(folder), expected="a folder"
+            "a folder needs a name", where="--home", found=repr(folder), expected="a folder"
         )
     os.environ[HOME_VARIABLE] = folder
     os.environ[HOME_VARIABLE] = str(home())
@@ -90,31 +93,32 @@ def use_home(folder: str | None) -> None:
 def load_run(
     recipe: str | Path, overrides: Sequence[str] = (), run: str | None = None
 ) -> RunConfig:
-    """The configuration of one run.
+    """Return the configuration of one run.
 
-    `recipe` is a path or a name under deployments/recipes; `overrides` are `dotted.key=value` with
-    a YAML value (list items by number: `evaluation.datasets.0.temperature=0`); `run` names the run,
-    and without it the recipe's `run`, else its file name. Raises: ConfigError.
+    `recipe`: path of a YAML file, or name of a recipe under deployments/recipes.
+    `overrides`: `dotted.key=value` with a YAML value. List items are numbered:
+    `evaluation.datasets.0.temperature=0`.
+    `run`: name of the run; None: the recipe's `run`, else its file name.
+
+    Raises: ConfigError.
     """
-    return _loaded(recipe, overrides, run)[0]
+    return _load(recipe, overrides, run)[0]
 
 
 def unused_keys(
     recipe: str | Path, overrides: Sequence[str] = (), run: str | None = None
 ) -> list[str]:
-    """What to say of keys that were given and have no effect, because their switch is off; see
-    `unused`.
+    """Return a warning for each given key without effect; see `rlpipe.config.unused`.
 
-    Only a person's keys count: those of a recipe or preset that comes with the project are not
-    mentioned. Raises: ConfigError, as `load_run`.
+    Keys of recipes and presets of the project are not reported. Raises: ConfigError, as `load_run`.
     """
-    config, origin = _loaded(recipe, overrides, run)
+    config, origin = _load(recipe, overrides, run)
     if Path(origin.file).resolve().parent in (RECIPES, SLIME_DEFAULTS):
         origin.lines = {}
     return unused(config, origin)
 
 
-def _loaded(
+def _load(
     recipe: str | Path, overrides: Sequence[str], run: str | None
 ) -> tuple[RunConfig, Origin]:
     path = find_recipe(recipe)
@@ -134,53 +138,58 @@ def _loaded(
     if run is not None:
         values["run"] = run
         origin.overrides["run"] = f"run={run}"
-    config = validate(with_preset(values, origin), origin)
-    _refuse_reserved(config, origin)
+    config = validate(_with_preset(values, origin), origin)
+    _refuse_reserved_names(config, origin)
     return config, origin
 
 
-def _refuse_reserved(config: RunConfig, origin: Origin) -> None:
-    """Raises: ConfigError for names that would make the folder of a run one of the home's own.
+def _refuse_reserved_names(config: RunConfig, origin: Origin) -> None:
+    """Raise ConfigError for a name that is a folder of the home.
 
-    Not a rule of `RunConfig`: what older versions have stored under such a name stays readable.
+    `RunConfig` itself accepts these names, because older versions stored runs with them.
     """
     for key, name in (("run", config.run), ("resources.cluster", config.resources.cluster)):
         if name is not None and name.casefold() in RESERVED:
             raise ConfigError(
-                f"this name is kept for the folder of the {'models' if name.casefold() == 'models' else 'store'}",
+                f"this name is reserved for the folder of the {name.casefold()}",
                 where=f"{key} ({origin.of(key)})",
                 found=name,
-                expected=f"any name but {' and '.join(RESERVED)}, in capitals or not",
+                expected=f"any name but {' and '.join(RESERVED)}, in upper or lower case",
                 do="choose another name: --run NAME",
             )
 
 
 def warm_start_overrides(config: RunConfig) -> list[str]:
-    """What a warm start has in common with its run: seed, dtype, store, processes and engines; not
-    the ranks of a critic."""
-    of_policy = {"critic_num_nodes": 1, "critic_num_gpus_per_node": 0}
-    resources = config.resources.model_copy(update={"cluster": config.cluster, **of_policy})
-    shared = {
+    """Return the overrides that a warm start shares with its run.
+
+    They are seed, dtype, store, processes and engines, without the critic's ranks.
+    """
+    without_critic = {"critic_num_nodes": 1, "critic_num_gpus_per_node": 0}
+    resources = config.resources.model_copy(update={"cluster": config.cluster, **without_critic})
+    sections = {
         "resources": resources.model_dump(),
         "engine": config.engine.model_dump(),
         "store": config.store.model_dump(),
     }
-    same = [
+    return [
         f"seed={config.seed}",
         f"deterministic={json.dumps(config.deterministic)}",
         f"model.dtype={config.model.dtype}",
+        *(f"{section}={json.dumps(values)}" for section, values in sections.items()),
     ]
-    return [*same, *(f"{section}={json.dumps(values)}" for section, values in shared.items())]
 
 
 def validate(values: dict[str, Any], origin: Origin | None = None) -> RunConfig:
-    """A `RunConfig` of plain data, with the arguments of other packages checked. Raises:
-    ConfigError."""
-    _refuse_unstorable(values, origin or Origin("configuration", {}))
+    """Return the `RunConfig` of plain data, with Megatron's and SGLang's arguments checked.
+
+    Raises: ConfigError.
+    """
+    origin = origin or Origin("configuration", {})
+    _refuse_unstorable_values(values, origin)
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        raise explain(error, origin or Origin("configuration", {})) from None
+        raise explain(error, origin) from None
     check_megatron(config.train.megatron)
     check_sglang(config.engine.sglang)
     check_router(config.engine.router)
@@ -188,16 +197,16 @@ def validate(values: dict[str, Any], origin: Origin | None = None) -> RunConfig:
 
 
 def validate_stored(values: dict[str, Any]) -> RunConfig:
-    """The `RunConfig` of a stored run: keys that are younger than the run are as they were
-    introduced, not as they are today.
+    """Return the `RunConfig` of a stored run.
 
-    Raises: ConfigError, also for a key that was removed since and made a difference.
+    Keys that are younger than the run get the default of their introduction, not today's default.
+    Raises: ConfigError, also for a removed key with a value other than that default.
     """
     return validate(upgraded(RunConfig, values))
 
 
-def _refuse_unstorable(values: Any, origin: Origin) -> None:
-    """Raises: ConfigError for a value that no record of the run may hold, wherever it stands."""
+def _refuse_unstorable_values(values: Any, origin: Origin) -> None:
+    """Raise ConfigError for a value that the run's records cannot or must not contain."""
     for key, value in _leaves(values, ""):
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError("not a finite number", where=f"{key} ({origin.of(key)})", found=value)
@@ -208,17 +217,16 @@ def _refuse_unstorable(values: Any, origin: Origin) -> None:
                 found=f"{value.bit_length()} bits",
             )
         if isinstance(value, str) and _PASSWORD.search(value):
+            # The message has neither value nor override, because both contain the password.
             raise ConfigError(
                 "a URL with a password, which would be stored with the run",
                 where=key,
-                expected="credentials in the environment of the run's processes, and a URL without",
+                expected="a URL without a password, and credentials in environment variables",
             )
 
 
-_PASSWORD = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s@:]*:[^/?#\s@]+@")
-
-
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of everything that is neither a mapping nor a list."""
     if isinstance(value, dict | list | tuple):
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _leaves(inner, f"{key}.{name}" if key else str(name))
@@ -227,26 +235,34 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def dump(config: RunConfig) -> str:
-    """The whole configuration as YAML; `load_run` of it gives an equal one."""
+    """Return the whole configuration as YAML; `load_run` of the YAML gives an equal one."""
     return dump_yaml(config.model_dump(mode="json"))
 
 
 def recipes() -> list[str]:
-    """Names of the recipes that come with the project."""
+    """Return the names of the project's recipes."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
+def presets() -> list[str]:
+    """Return the names of the project's presets."""
+    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
 def find_recipe(recipe: str | Path) -> Path:
-    """The YAML file of a recipe given by name or path. Raises: ConfigError with the nearest
-    names."""
+    """Return the YAML file of a recipe.
+
+    `recipe`: path of the file, or name of a recipe of the project. Raises: ConfigError with the
+    nearest names.
+    """
     path = Path(recipe)
     if path.suffix in (".yaml", ".yml"):
-        if exists(path):
+        if _exists(path):
             return path
         raise ConfigError(
-            "there is no such recipe file",
+            "the recipe file does not exist",
             where=str(recipe),
-            do="give its path, or the name of a recipe",
+            do="give the path of a file, or the name of a recipe",
         )
     if len(path.parts) != 1:
         raise ConfigError(
@@ -255,17 +271,76 @@ def find_recipe(recipe: str | Path) -> Path:
             expected="a YAML file (.yaml, .yml), or the name of a recipe",
         )
     path = RECIPES / f"{recipe}.yaml"
-    if is_file(path):
+    if _is_file(path):
         return path
-    known = recipes()
-    close = nearest(str(recipe), known) or known
+    names = recipes()
+    close = nearest(str(recipe), names) or names
     expected = f"one of {', '.join(close)}" if close else f"a YAML file in {RECIPES}"
     raise ConfigError(
-        "there is no such recipe",
+        "the project has no such recipe",
         where=str(recipe),
         expected=expected,
         do="or give the path of a YAML file",
     )
+
+
+def _with_preset(values: dict[str, Any], origin: Origin) -> dict[str, Any]:
+    """Return a recipe's values merged over its preset, and add the preset's lines to `origin`.
+
+    Raises: ConfigError for a preset that does not exist (with the nearest names) or is no mapping.
+    """
+    rest = dict(values)
+    name = rest.pop("preset", None)
+    if name is None:
+        return rest
+    path = _find_preset(name, origin)
+    preset, lines = parse(read(path, "the preset"), str(path))
+    if not isinstance(preset, dict):
+        raise ConfigError(
+            "a preset is a mapping of keys", where=str(path), found=type(preset).__name__
+        )
+    origin.elsewhere = {key: f"{path}:{line}" for key, line in lines.items()}
+    return _merged(rest, preset)
+
+
+def _find_preset(name: Any, origin: Origin) -> Path:
+    path = Path(str(name))
+    if path.suffix not in (".yaml", ".yml"):
+        path = PRESETS / f"{name}.yaml"
+    if _is_file(path):
+        return path
+    names = presets()
+    same_family = [known for known in names if known.startswith(str(name))]
+    close = same_family or nearest(str(name), names) or names
+    raise ConfigError(
+        "the project has no such preset",
+        where=f"preset ({origin.of('preset')})",
+        found=name,
+        expected=f"a YAML file, or one of {', '.join(close)}",
+    )
+
+
+def _merged(above: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
+    """Merge two nested mappings; values of `above` win."""
+    merged = {**below, **above}
+    for name in above.keys() & below.keys():
+        if isinstance(above[name], dict) and isinstance(below[name], dict):
+            merged[name] = _merged(above[name], below[name])
+    return merged
+
+
+def _exists(path: Path) -> bool:
+    """True if the path exists; False also for a name that no file can have."""
+    with suppress(OSError, ValueError):
+        return path.exists()
+    return False
+
+
+def _is_file(path: Path) -> bool:
+    """True if the path is a file; False also for a name that no file can have."""
+    with suppress(OSError, ValueError):
+        return path.is_file()
+    return False
 
 
 def _apply(values: dict[str, Any], override: str) -> str:
@@ -285,32 +360,26 @@ def _apply(values: dict[str, Any], override: str) -> str:
     for depth, name in enumerate(parents):
         if isinstance(target, dict) and target.get(name) is None:
             target[name] = {}
-        target = _child(target, name, ".".join(parents[:depth]), override)
-    if isinstance(target, dict):
-        target[last] = value
-    else:
-        target[_index(target, last, ".".join(parents), override)] = value
+        parent = ".".join(parents[:depth])
+        target = target[_entry(target, name, parent, override)]
+    target[_entry(target, last, ".".join(parents), override)] = value
     return key
 
 
-def _child(target: Any, name: str, parent: str, override: str) -> Any:
-    return (
-        target[name] if isinstance(target, dict) else target[_index(target, name, parent, override)]
-    )
-
-
-def _index(target: Any, name: str, parent: str, override: str) -> int:
+def _entry(target: Any, name: str, parent: str, override: str) -> str | int:
+    """Return `name` as the key of a mapping or the index of a list."""
+    if isinstance(target, dict):
+        return name
     if not isinstance(target, list):
         raise ConfigError(
             f"{parent} is a value and has no keys", where=f"override {override}", found=repr(target)
         )
     if not (name.isdecimal() and int(name) < len(target)):
+        numbers = f"a number from 0 to {len(target) - 1}"
         raise ConfigError(
             f"{parent} is a list",
             where=f"override {override}",
             found=name,
-            expected=f"a number from 0 to {len(target) - 1}"
-            if target
-            else "an entry; the list is empty",
+            expected=numbers if target else "an entry; the list is empty",
         )
     return int(name)

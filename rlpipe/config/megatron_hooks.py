@@ -1,31 +1,33 @@
-"""Functions of the user inside every trainer rank, with slime's signatures: how they are called,
-and when.
+"""Call user functions inside every trainer rank, with slime's signatures.
 
-    custom_megatron_init_path                     (args)                                    once, before the models are built
-    custom_megatron_before_log_prob_hook_path     (args, model, store_prefix)               before a model scores a batch
-    custom_megatron_before_train_step_hook_path   (args, rollout_id, step_id, model,        after gradients are zeroed, before
-                                                   optimizer, opt_param_scheduler)          they are computed
+    custom_megatron_init_path
+        (args)
+        once, before the models are built
+    custom_megatron_before_log_prob_hook_path
+        (args, model, store_prefix)
+        before a model scores a batch
+    custom_megatron_before_train_step_hook_path
+        (args, rollout_id, step_id, model, optimizer, opt_param_scheduler)
+        after gradients are zeroed, before they are computed
 
-`args` has slime's names; `model` is a list of one model chunk, Megatron's DistributedDataParallel
-(a teacher's is none); `store_prefix` is "" for the policy, "ref_" for the reference and "teacher_";
-optimizer and schedule are Megatron's own, of the policy. A hook may call collectives, as all ranks
-call it alike. What the third leaves in the parameters' `main_grad` is added to the gradient of the
-loss. State of its own outlives no restart of a rank: what it does must follow from its arguments.
+`args` has slime's names. `model` is a list of one model chunk, Megatron's DistributedDataParallel;
+a teacher has no such wrapper. `store_prefix` is "" for the policy, "ref_" for the reference and
+"teacher_" for the teacher. Optimizer and scheduler are Megatron's objects of the policy.
 
-Not here: finding and importing a function (`hooks`). Imports nothing heavy.
+All ranks call a hook in the same order, so a hook may call collectives. Values that the third hook
+leaves in `main_grad` of the parameters are added to the gradient of the loss. A hook must depend on
+its arguments only: a restart of a rank loses the hook's own state.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
-from rlpipe.config.hooks import load_hook
+from rlpipe.config.hooks import check_call, load_hook
 from rlpipe.config.train import TrainConfig
-from rlpipe.errors import ConfigError
 
-CALLS: dict[str, tuple[str, ...]] = {
+PARAMETERS: dict[str, tuple[str, ...]] = {
     "custom_megatron_init_path": ("args",),
     "custom_megatron_before_log_prob_hook_path": ("args", "model", "store_prefix"),
     "custom_megatron_before_train_step_hook_path": (
@@ -37,37 +39,37 @@ CALLS: dict[str, tuple[str, ...]] = {
         "opt_param_scheduler",
     ),
 }
-"""Key of `train` → what the function gets, by position."""
+"""Key of `train` → positional parameters of the hook."""
 
 
 def megatron_hook_paths(train: TrainConfig) -> dict[str, str]:
-    """Key → path, of those that are given."""
-    return {key: path for key in CALLS if (path := getattr(train, key))}
+    """Return key → path of the hooks that are set."""
+    return {key: path for key in PARAMETERS if (path := getattr(train, key))}
 
 
 class MegatronHooks:
-    """The functions that a configuration names, ready to be called; those that it does not name do
-    nothing."""
+    """The loaded hooks of a configuration; a hook that is not set does nothing."""
 
     def __init__(self, train: TrainConfig, args: Any = None) -> None:
-        """`args`: what each function gets first. Raises: ConfigError if one is not there or cannot
-        be called as it will be."""
+        """Load the hooks; `args` is the first argument of each call.
+
+        Raises: ConfigError if a hook does not exist or does not accept its arguments.
+        """
         self._args = args
         self._hooks = {key: _load(key, path) for key, path in megatron_hook_paths(train).items()}
 
     def init(self) -> None:
-        """Process groups are open."""
+        """Call the init hook. Process groups must be open."""
         self._call("custom_megatron_init_path")
 
     def before_log_prob(self, model: Any, store_prefix: str) -> None:
-        """A model is about to score a batch."""
+        """Call the hook that precedes the scoring of a batch."""
         self._call("custom_megatron_before_log_prob_hook_path", [model], store_prefix)
 
     def before_train_step(
         self, rollout_id: int, step_id: int, model: Any, optimizer: Any, scheduler: Any
     ) -> None:
-        """An optimizer step of the policy begins. `step_id`: its number within the iteration
-        `rollout_id`."""
+        """Call the hook that precedes optimizer step `step_id` of iteration `rollout_id`."""
         key = "custom_megatron_before_train_step_hook_path"
         self._call(key, rollout_id, step_id, [model], optimizer, scheduler)
 
@@ -77,14 +79,9 @@ class MegatronHooks:
 
 
 def _load(key: str, path: str) -> Callable[..., Any]:
-    function = load_hook(path)
-    try:
-        inspect.signature(function).bind(*CALLS[key])
-    except TypeError as error:
-        raise ConfigError(
-            "this function cannot be called as it would be",
-            where=f"train.{key}",
-            found=f"{path}: {error}",
-            expected=f"({', '.join(CALLS[key])})",
-        ) from error
-    return function
+    hook = load_hook(path)
+    parameters = PARAMETERS[key]
+    check_call(
+        hook, *parameters, path=path, key=f"train.{key}", expected=f"({', '.join(parameters)})"
+    )
+    return hook

@@ -1,4 +1,4 @@
-"""Which model, where its weights start, and how many processes hold it."""
+"""The model of a run, its processes and GPUs, and its inference engines."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ class HuggingFaceModel(Config):
 
     type: Literal["huggingface"]
     hf_checkpoint: str = Tuning(...)
-    """The directory. Gives the engines and the trainer their architecture, tokenizer and first
-    weights. Where it lies does not matter to a run's records, what is in it does."""
+    """Model directory. Engines and trainer read their architecture, tokenizer and first weights
+    from it. The run's records depend on the content of the directory, not on its path."""
     trust_remote_code: bool = False
-    """Run Python code that the directory brings along. Off unless you trust it."""
+    """Run the Python code that comes with the directory. Set true only for code that you trust."""
 
 
 class MadeModel(Config):
-    """A model directory made by a function the first time it is needed, then kept under
-    `{home}/models`."""
+    """A model directory that a function writes on first use. It is kept under `{home}/models`."""
 
     type: Literal["made"]
     maker: str
-    """`path/to/file.py:function` or `module.function`, called as `function(directory,
-    **arguments)`, with the run's `seed` if it takes one."""
+    """`path/to/file.py:function` or `module.function`. Called as `function(directory,
+    **arguments)`, with the run's `seed` if the function has that parameter."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """JSON-able keyword arguments of the function."""
 
 
 class BranchModel(Config):
-    """The weights at the end of another branch of the same store (a warm start); optimizer state
+    """The weights at the end of another branch of the same store (a warm start). Optimizer state
     starts fresh."""
 
     branch: Name
-    """Name of the branch, that is of the run."""
+    """Name of the branch, which is the name of its run."""
     iteration: int | None = Field(default=None, ge=0)
-    """Which of its commits; None is the newest."""
+    """Iteration of the commit to start from; None: the newest commit."""
 
 
 ModelSource = Annotated[HuggingFaceModel | MadeModel, Field(discriminator="type")]
@@ -50,17 +49,17 @@ class ModelConfig(Config):
     """Architecture, tokenizer and first weights."""
 
     source: ModelSource
-    """Where the model directory comes from."""
+    """Source of the model directory."""
     start_from: BranchModel | None = None
-    """Take the first weights from another branch instead of from `source` (which still gives the
-    architecture)."""
+    """Take the first weights from another branch. The architecture still comes from `source`.
+    None: weights come from `source` too."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the parameters and activations in trainer and engines, a warm start's too. Without CUDA,
-    float32 is the tested choice; engines on GPUs refuse it."""
+    """Dtype of parameters and activations in trainer and engines, also after a warm start. Without
+    CUDA, float32 is the tested choice. Engines on GPUs refuse float32."""
 
 
 def _address(value: str) -> str:
-    """`host:port` as a URL. Raises: ValueError."""
+    """Return `host:port` as a URL. Raises: ValueError."""
     url = urlsplit(value if "://" in value else f"http://{value}")
     if (
         url.scheme not in ("http", "https")
@@ -73,93 +72,95 @@ def _address(value: str) -> str:
 
 
 Address = Annotated[str, AfterValidator(_address)]
-"""`http://host:port`; `host:port` is taken too."""
+"""`http://host:port`, or `host:port` for the same."""
 
 
 class ResourcesConfig(Config):
-    """Processes and GPUs. Names are slime's; on a machine without CUDA a "GPU" is a CPU process."""
+    """Processes and GPUs. Names are slime's. Without CUDA a "GPU" is a CPU process."""
 
     actor_num_nodes: int = Tuning(default=1, ge=1, le=MOST_GPUS)
-    """Nodes the trainer spans."""
+    """Nodes of the trainer."""
     actor_num_gpus_per_node: int = Tuning(default=1, ge=1, le=MOST_GPUS)
-    """Trainer ranks on each of those nodes."""
+    """Trainer ranks on each of these nodes."""
     critic_num_nodes: int = Tuning(default=1, ge=1, le=MOST_GPUS)
-    """Nodes that the critic's own ranks span, if it has any."""
+    """Nodes of the critic's own ranks, if the critic has any."""
     critic_num_gpus_per_node: int = Tuning(default=0, ge=0, le=MOST_GPUS)
-    """With `advantage.advantage_estimator: ppo`: ranks of the critic's own on each of those nodes,
-    on GPUs of their own, where it scores and trains while the policy does so in its ranks. 0: it
-    lives in the policy's ranks."""
+    """With `advantage.advantage_estimator: ppo`: ranks on each of these nodes that hold only the
+    critic, on separate GPUs. The critic then scores and trains while the policy does. 0: the
+    policy's ranks hold the critic too."""
     rollout_num_gpus: int = Tuning(default=1, ge=1, le=MOST_GPUS)
-    """GPUs of all inference engines together. With `colocate`, if it is not given, as many as the
-    trainer has."""
+    """GPUs of all inference engines together. If the key is not set, `colocate` makes it the number
+    of trainer ranks."""
     rollout_num_gpus_per_engine: int = Tuning(default=1, ge=1, le=MOST_GPUS)
-    """GPUs of one engine (its tensor parallel size). One of more than num_gpus_per_node spans
-    nodes: a server process on each of them, of which the first answers requests. They live and die
-    together."""
+    """GPUs of one engine (its tensor parallel size). An engine of more than num_gpus_per_node GPUs
+    spans nodes: each node runs one server process, and the first process answers requests. If one
+    of these processes ends, all of them are replaced."""
     num_gpus_per_node: int = Tuning(default=8, ge=1, le=MOST_GPUS)
-    """Most GPUs that an engine has on one node; one of more has so many on each of several. Set it
-    where nodes have not 8."""
+    """Most GPUs of one engine on one node. A larger engine uses this number on each of several
+    nodes. Set it if your nodes do not have 8 GPUs."""
     external_engines: tuple[Address, ...] = Tuning(())
-    """SGLang servers (0.5.15 or later) that others start and end, by address; the run starts none
-    then, and does not use rollout_num_gpus. (): the run's own engines.
+    """Addresses of SGLang servers (0.5.15 or later) that others start and end. The run then starts
+    no engines and does not use rollout_num_gpus. (): the run starts its own engines.
 
-    Each is asked what it serves before it gets weights, and again when it has been away:
-    architecture, dtype and quantization of the run, tp_size = rollout_num_gpus_per_engine, dp_size
-    and pp_size 1, no disaggregation; the model's sizes too, where its directory can be seen from
-    here; and what the run needs of the tokenizer, of routed experts, of deterministic inference.
-    All its weights are replaced, so it must serve this run alone, which is not checked. One that
-    does not answer is left out, and taken in once it does; one that hangs, or got no weights, is
-    left out, never ended. A run begins if one of them is there.
+    The run checks each server before it pushes weights, and again after an interruption. Required
+    are the run's architecture, dtype and quantization, tp_size = rollout_num_gpus_per_engine,
+    dp_size 1, pp_size 1 and no disaggregation. Model sizes are compared if the server's model
+    directory is readable here. The run's needs for tokenizer, routed experts and deterministic
+    inference are checked too. All weights of a server are replaced, so it must serve this run
+    alone; this is not checked. A server that does not answer is left out until it answers. A
+    server that hangs or missed a push is left out, and never ended. A run begins if at least one
+    server is available.
 
-    Supported are plain addresses, no API keys and no path behind the port. engine.sglang is refused
-    (they have their arguments already), and so is colocate. Elsewhere than on this machine, weights
-    get there with sync.transport distributed; with disk or delta if a directory is shared with
-    their machines; not with tensor. An evaluation by a flow run of its own uses engines of its own
+    Only plain addresses are supported: no API keys, no path after the port. engine.sglang and
+    colocate are refused, because the servers have their arguments and GPUs already. Servers on
+    other machines get weights with sync.transport distributed, or with disk or delta if they share
+    a directory; not with tensor. An evaluation in a separate flow run starts its own engines
     instead."""
     colocate: bool = Tuning(False)
-    """Trainer and engines lie on the same GPUs and use them in turns: engine j on those of the
-    ranks from j × rollout_num_gpus_per_engine on; GPUs beyond the trainer's are the engines' alone.
-    What one of them holds is out of the way while the other works. Not with async_buffer_size, nor
-    with sync.in_flight: in_place. Some of a GPU is left to what stays in any case (CUDA, NCCL):
-    engine.sglang.mem_fraction_static is 0.8 unless it is given, and 0.4 if one of the two stays."""
+    """Trainer and engines alternate on the same GPUs. Engine j uses the GPUs of the ranks from
+    j × rollout_num_gpus_per_engine. GPUs beyond the trainer's belong to engines alone. The idle
+    side moves its memory off the GPU. Not with async_buffer_size, nor with sync.in_flight:
+    in_place. CUDA and NCCL keep some memory, so engine.sglang.mem_fraction_static is 0.8 unless
+    given. It is 0.4 if one side does not move its memory."""
     offload_train: bool | None = Tuning(None)
-    """With `colocate`: while engines sample, the trainer's weights and optimizer state lie in
-    pinned CPU memory. None: yes."""
+    """With `colocate`: move the trainer's weights and optimizer state to pinned CPU memory while
+    engines sample. None: yes."""
     offload_rollout: bool | None = Tuning(None)
-    """With `colocate`: while the trainer works, engines keep neither weights nor cache nor CUDA
-    graphs. None: yes. With neither of the two, all of it has to fit on the GPU at once."""
+    """With `colocate`: engines release weights, cache and CUDA graphs while the trainer works.
+    None: yes. If both offload keys are false, everything must fit on the GPU at once."""
     cluster: Name | None = Tuning(None)
-    """Name under which the actors live; runs of the same name share them one after another. None is
-    the run's own name."""
+    """Name of the set of actors. Runs with the same cluster name use its actors one run after
+    another. None: the run's own name."""
     ray_address: str | None = Tuning(None)
-    """Ray cluster to join; None: that of RAY_ADDRESS, else a local one is started, which ends with
-    the flow and serves only who has its token, on this machine."""
+    """Ray cluster to join. None: the cluster of RAY_ADDRESS; without it, a local Ray is started.
+    The local Ray ends with the flow and accepts only processes of this machine that have its
+    token."""
     exclusive_gpus: bool = Tuning(True)
-    """On a Ray of its own: no other run of this user on this machine uses the GPUs that it sees.
-    Who comes second waits for `start_timeout_s`, then fails with the name of the first. With
-    `false` both use them at once: see that the memory suffices."""
+    """With a local Ray: no other run of this user on this machine uses the same GPUs. A second run
+    waits for `start_timeout_s`, then fails with the name of the first. False: both runs use the
+    GPUs at once, and you must make sure that memory suffices."""
     keep_idle_s: float | None = Tuning(default=3600.0, gt=0)
-    """On a Ray cluster that was joined: how long the actors of a run that nobody drives any more
-    (it failed; or it has ended, and `cluster` names them) keep their places for a Retry or the next
-    run. Later both start others, from the store. None: until there is one, or a Cancel."""
+    """On a joined Ray cluster: seconds that actors without a driver keep their GPUs for a Retry or
+    for the next run. This concerns failed runs, and finished runs that set `cluster`. A later Retry
+    starts new actors from the store. None: until the next run or a Cancel."""
     threads_per_process: int = Tuning(default=1, ge=1, le=MOST_PROCESSES)
     """CPU threads of each trainer rank and engine on a machine without CUDA."""
     stop_grace_s: float = Tuning(default=20.0, ge=0)
-    """After SIGTERM, how long a running iteration may take to finish before it is abandoned; a
-    checkpoint follows."""
+    """Seconds after SIGTERM that a running iteration may take to finish. Then it is abandoned. A
+    checkpoint follows in both cases."""
     start_timeout_s: float = Tuning(default=600.0, gt=0)
-    """How long actors and servers may take to come up."""
+    """Deadline for the start of actors and servers."""
     import_timeout_s: float = Tuning(default=120.0, gt=0)
-    """How long one file of yours (a reward function, a hook) may take to be imported when the run
-    starts."""
+    """Deadline for the import of one user file (a reward function, a hook) when the run starts."""
 
     @property
     def trainer_ranks(self) -> int:
+        """Ranks that hold the policy."""
         return self.actor_num_nodes * self.actor_num_gpus_per_node
 
     @property
     def critic_ranks(self) -> int:
-        """Those that the critic has to itself; 0: it lives in the policy's."""
+        """Ranks that hold only the critic; 0 if the policy's ranks hold it."""
         return self.critic_num_nodes * self.critic_num_gpus_per_node
 
     @property
@@ -170,12 +171,10 @@ class ResourcesConfig(Config):
 
     @property
     def engine_nodes(self) -> int:
-        """Nodes that one engine spans, as far as the run starts it."""
-        return (
-            1
-            if self.external_engines
-            else -(-self.rollout_num_gpus_per_engine // self.num_gpus_per_node)
-        )
+        """Nodes of one engine that the run starts; 1 for external engines."""
+        if self.external_engines:
+            return 1
+        return -(-self.rollout_num_gpus_per_engine // self.num_gpus_per_node)
 
     @property
     def engine_gpus_per_node(self) -> int:
@@ -184,45 +183,46 @@ class ResourcesConfig(Config):
 
     @property
     def trainer_sleeps(self) -> bool:
-        """Does the trainer give up GPU memory to engines?"""
+        """True if the trainer releases GPU memory while engines sample."""
         return self.colocate and self.offload_train is not False
 
     @property
     def engines_sleep(self) -> bool:
-        """Do engines give up GPU memory to the trainer?"""
+        """True if engines release GPU memory while the trainer works."""
         return self.colocate and self.offload_rollout is not False
 
     @model_validator(mode="before")
     @classmethod
-    def _as_many_engines_as_ranks(cls, values: Any) -> Any:
+    def _colocated_engines_use_all_trainer_gpus(cls, values: Any) -> Any:
         if (
             not isinstance(values, dict)
             or values.get("colocate") is not True
             or "rollout_num_gpus" in values
         ):
             return values
-        nodes, each = (
-            values.get(name, 1) for name in ("actor_num_nodes", "actor_num_gpus_per_node")
-        )
-        known = isinstance(nodes, int) and isinstance(each, int)
-        return {**values, "rollout_num_gpus": nodes * each} if known else values
+        nodes = values.get("actor_num_nodes", 1)
+        gpus_per_node = values.get("actor_num_gpus_per_node", 1)
+        if not (isinstance(nodes, int) and isinstance(gpus_per_node, int)):
+            return values  # the field validation reports the wrong type
+        return {**values, "rollout_num_gpus": nodes * gpus_per_node}
 
     @model_validator(mode="after")
-    def _critic_s_nodes_have_ranks(self):
+    def _critic_nodes_have_ranks(self):
         if self.critic_num_nodes > 1 and not self.critic_num_gpus_per_node:
             raise ValueError(
-                f"critic_num_nodes: {self.critic_num_nodes} nodes of no rank; give critic_num_gpus_per_node, or leave it out"
+                f"critic_num_nodes: {self.critic_num_nodes} nodes without ranks; set "
+                "critic_num_gpus_per_node, or remove critic_num_nodes"
             )
         return self
 
     @model_validator(mode="after")
-    def _engines_fill_their_gpus(self):
+    def _engines_fit_gpus(self):
         if self.external_engines and self.colocate:
             raise ValueError(
-                "colocate: external engines are on no GPUs of the run; leave one of the two out"
+                "colocate: external engines do not use GPUs of the run; remove one of the two"
             )
         if len(set(self.external_engines)) < len(self.external_engines):
-            raise ValueError("external_engines: an address stands there twice")
+            raise ValueError("external_engines: the list has the same address twice")
         if not self.external_engines and self.rollout_num_gpus % self.rollout_num_gpus_per_engine:
             raise ValueError(
                 f"rollout_num_gpus ({self.rollout_num_gpus}) must be a multiple of "
@@ -230,66 +230,74 @@ class ResourcesConfig(Config):
             )
         if self.engine_nodes > 1 and self.rollout_num_gpus_per_engine % self.num_gpus_per_node:
             raise ValueError(
-                f"rollout_num_gpus_per_engine ({self.rollout_num_gpus_per_engine}), which is more than a node has, must be a "
-                f"multiple of num_gpus_per_node ({self.num_gpus_per_node}); set that to what your nodes have"
+                f"rollout_num_gpus_per_engine ({self.rollout_num_gpus_per_engine}) is larger than "
+                f"one node, so it must be a multiple of num_gpus_per_node "
+                f"({self.num_gpus_per_node}); set num_gpus_per_node to the GPUs of your nodes"
             )
-        if self.colocate and self.actor_num_gpus_per_node % self.engine_gpus_per_node:
+        if self.colocate:
+            self._check_colocated_engines()
+        offloaded = [name for name in ("offload_train", "offload_rollout") if getattr(self, name)]
+        if offloaded and not self.colocate:
             raise ValueError(
-                f"colocate: the {self.engine_gpus_per_node} GPUs that an engine has on one node (rollout_num_gpus_per_engine, "
-                f"num_gpus_per_node) would lie on two nodes of actor_num_gpus_per_node = {self.actor_num_gpus_per_node}; take a "
-                f"divisor of it"
-            )
-        if self.colocate and self.trainer_ranks % self.rollout_num_gpus_per_engine:
-            raise ValueError(
-                f"colocate: an engine of rollout_num_gpus_per_engine = {self.rollout_num_gpus_per_engine} GPUs would lie on some "
-                f"of the trainer's {self.trainer_ranks} GPUs and on others beside; take a divisor of them"
-            )
-        moved = [name for name in ("offload_train", "offload_rollout") if getattr(self, name)]
-        if moved and not self.colocate:
-            raise ValueError(
-                f"{' and '.join(moved)}: trainer and engines have GPUs of their own; leave it out, or set colocate"
+                f"{' and '.join(offloaded)}: trainer and engines use separate GPUs; remove it, or "
+                "set colocate"
             )
         return self
+
+    def _check_colocated_engines(self) -> None:
+        if self.actor_num_gpus_per_node % self.engine_gpus_per_node:
+            raise ValueError(
+                f"colocate: one engine has {self.engine_gpus_per_node} GPUs on a node "
+                "(rollout_num_gpus_per_engine, num_gpus_per_node), which would be GPUs of two "
+                f"nodes of actor_num_gpus_per_node = {self.actor_num_gpus_per_node}; use a divisor "
+                "of actor_num_gpus_per_node"
+            )
+        if self.trainer_ranks % self.rollout_num_gpus_per_engine:
+            raise ValueError(
+                f"colocate: an engine of rollout_num_gpus_per_engine = "
+                f"{self.rollout_num_gpus_per_engine} GPUs would share only some GPUs with the "
+                f"trainer's {self.trainer_ranks} ranks; use a divisor of the number of ranks"
+            )
 
 
 class EngineConfig(Config):
     """The SGLang servers and their router."""
 
     sglang: dict[str, Any] = Tuning(default_factory=dict)
-    """SGLang server arguments by their own names (`mem_fraction_static: 0.8`), passed through
-    untouched.
+    """SGLang server arguments by their own names (`mem_fraction_static: 0.8`), passed on unchanged.
 
-    `context_length` also bounds prompt + response of a sample. Above the model's
-    max_position_embeddings it is an error: SGLang 0.5.21 refuses it too, unless
+    `context_length` also bounds prompt + response of a sample. A value above the model's
+    max_position_embeddings is an error. SGLang 0.5.21 refuses it too, unless
     SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN is set, and the trainer reads config.json."""
     router: dict[str, Any] = Tuning(default_factory=dict)
     """sglang-router arguments by their own names (`policy: cache_aware`)."""
     router_url: Address | None = Tuning(None)
-    """An sglang-router that others start and end, by address, for external engines or the run's
-    own. None: the run starts one.
+    """Address of an sglang-router that others start and end. It serves external engines or the
+    run's own. None: the run starts a router.
 
-    The run registers its engines there (`/workers`) and takes them off while they have no known
-    weights. It must serve this run alone: a run does not begin while it routes to a living engine
-    of others, and takes off any other that it finds there later. Supported are plain addresses, no
-    API keys. engine.router is refused: it has its arguments already, of which one matters. Its
-    health check must be answered by a paused engine (`--health-check-endpoint /model_info`, not the
-    default `/health`), or it takes engines off during pushes. On another machine than the engines
-    it has to reach them: set engine.host. With train.use_rollout_routing_replay generation requests
-    go past it, to the engines that it lists."""
+    The run registers its engines at the router (`/workers`) and removes an engine while its weights
+    are unknown. The router must serve this run alone: a run does not begin while the router routes
+    to a living engine of others. A foreign engine that appears later is removed. Only plain
+    addresses are supported, no API keys. engine.router is refused, because the router has its
+    arguments already. One argument matters: a paused engine must answer the health check. Use
+    `--health-check-endpoint /model_info`; with the default `/health` the router removes engines
+    during pushes. If the router runs on another machine, set engine.host so that it can reach the
+    engines. With train.use_rollout_routing_replay, generation requests bypass the router and go
+    directly to the engines that it lists."""
     server_concurrency: int = Tuning(default=512, ge=1)
-    """Requests in flight per engine. On GPUs of 60 GiB and more it has CUDA graphs of decoding for
-    as many (`cuda_graph_max_bs_decode`, if `engine.sglang` does not give it)."""
+    """Requests in flight per engine. An engine on GPUs of 60 GiB or more builds CUDA graphs of
+    decoding for this number (`cuda_graph_max_bs_decode`, unless `engine.sglang` sets it)."""
     request_timeout_s: float = Tuning(default=600.0, gt=0)
     """Deadline of one generation request."""
     rollout_health_check_interval: float = Tuning(default=30.0, gt=0)
-    """Seconds between two tests, during a rollout, whether each engine still generates. A dead
-    process is seen at once."""
+    """Seconds between two generation tests of each engine during a rollout. The end of an engine's
+    process is detected at once."""
     rollout_health_check_timeout: float = Tuning(default=60.0, gt=0)
-    """An engine that has not generated one token in so many seconds is replaced."""
+    """Replace an engine that has not generated one token in this number of seconds."""
     host: str | None = Tuning(None)
-    """Address that every server and the router bind to, and are reached at. None: 127.0.0.1 while
-    the Ray cluster is one machine; else the address of the machine each of them runs on."""
+    """Address that every server and the router bind to and are reached at. None: 127.0.0.1 if the
+    Ray cluster is one machine, else the address of each process's machine."""
     quantization: Literal["fp8"] | None = Field(default=None)
-    """`fp8`: engines sample with weights in FP8 (blocks of 128 × 128), made of the trained ones in
-    every push; None: with the trained ones. CUDA only. The trainer and its log-probs stay in
-    model.dtype: corrections by importance (`train.loss.use_tis`) are for the difference."""
+    """`fp8`: engines sample with FP8 weights (blocks of 128 × 128) that every push quantizes. None:
+    engines sample with the trained weights. CUDA only. The trainer and its log-probs stay in
+    model.dtype; importance corrections (`train.loss.use_tis`) compensate for the difference."""

@@ -1,7 +1,8 @@
-"""What pydantic found wrong with a configuration, said so that it can be mended: key, line, found,
-expected, nearest keys.
+"""Turn pydantic's validation errors into one ConfigError: key, line, found, expected, nearest keys.
 
-Not here: reading the text (`text`) or deciding what is valid (the models themselves).
+    explain(error, origin)     ConfigError for all problems that pydantic found
+    nearest(name, names)       the most similar names
+    all_keys()                 every dotted key of a configuration
 """
 
 from __future__ import annotations
@@ -13,24 +14,41 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from rlpipe.config.introduced import models_in
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError
+
+LONGEST_SHOWN = 200
+"""Characters of a value that an error message shows."""
+
+_EXPECTED = {
+    "model_type": "a mapping of keys",
+    "model_attributes_type": "a mapping of keys, one of which is `type`",
+    "int_type": "a whole number, without quotes, point or exponent",
+    "float_type": "a finite number, without quotes",
+    "bool_type": "true or false (yes, no, on, off and 1 are other values in YAML 1.2)",
+    "finite_number": "a finite number",
+    "tuple_type": "a list: [a, b]",
+    "string_type": "a text, in quotes if it looks like a number",
+}
+"""Type of a pydantic error → expected value, where pydantic's text does not say it for YAML."""
 
 
 @dataclass(slots=True)
 class Origin:
-    """Where values came from: a file with the line of every dotted key, and the overrides by
-    key."""
+    """Source of values: a file with the line of every dotted key, and overrides by key."""
 
     file: str
     lines: dict[str, int]
     overrides: dict[str, str] = field(default_factory=dict)
     elsewhere: dict[str, str] = field(default_factory=dict)
-    """`file:line` of keys that come from another file."""
+    """`file:line` of keys that come from another file, such as a preset."""
 
     def of(self, key: str) -> str:
-        """`override a.b=c`, or `file:line` of the key or of the nearest one around it; the file for
-        the whole ("")."""
+        """Return `override a.b=c` or `file:line` of the key or of its nearest parent.
+
+        The file itself is the origin of the whole configuration ("").
+        """
         while key:
             if key in self.overrides:
                 return f"override {self.overrides[key]}"
@@ -38,11 +56,9 @@ class Origin:
                 return f"{self.file}:{self.lines[key]}"
             if key in self.elsewhere:
                 return self.elsewhere[key]
-            made = next(
-                (text for name, text in self.overrides.items() if name.startswith(f"{key}.")), None
-            )
-            if made:
-                return f"override {made}"
+            below = (text for name, text in self.overrides.items() if name.startswith(f"{key}."))
+            if override := next(below, None):
+                return f"override {override}"
             key = key.rpartition(".")[0]
         return self.file
 
@@ -56,102 +72,78 @@ class _Problem:
 
 
 def nearest(name: str, names: Iterable[str], at_most: int = 3) -> list[str]:
-    """The names most like this one, best first; none if nothing is."""
+    """Return the names that are most similar to `name`, best first; may be empty."""
     return difflib.get_close_matches(name, list(names), n=at_most, cutoff=0.6)
 
 
 def explain(error: ValidationError, origin: Origin) -> ConfigError:
-    """One ConfigError for all that pydantic found. A single problem fills found / expected; several
-    become lines."""
+    """Return one ConfigError for all problems of a validation.
+
+    A single problem fills `found` and `expected`; several problems become lines of the message.
+    """
     problems: dict[tuple[str, str], _Problem] = {}
     for entry in error.errors():
         problem = _problem(entry)
+        # pydantic reports each member of a union separately: join what they expect.
         known = problems.setdefault((problem.key, repr(problem.found)), problem)
         known.expected.extend(text for text in problem.expected if text not in known.expected)
     if len(problems) == 1:
-        (one,) = problems.values()
-        where = f"{one.key} ({origin.of(one.key)})" if one.key else origin.of("")
+        (only,) = problems.values()
+        where = f"{only.key} ({origin.of(only.key)})" if only.key else origin.of("")
         return ConfigError(
-            one.text, where=where, found=one.found, expected="; or ".join(one.expected) or None
+            only.text, where=where, found=only.found, expected="; or ".join(only.expected) or None
         )
     lines = [_line(problem, origin) for problem in problems.values()]
     return ConfigError(f"{len(lines)} problems\n" + "\n".join(lines), where=origin.file)
 
 
 def _line(problem: _Problem, origin: Origin) -> str:
-    text = f"  {problem.key or 'the whole'} ({origin.of(problem.key)}): {problem.text}"
+    key = problem.key or "the configuration"
+    text = f"  {key} ({origin.of(problem.key)}): {problem.text}"
     if problem.found is not None:
         text += f"; found {problem.found}"
     return text + (f"; expected {'; or '.join(problem.expected)}" if problem.expected else "")
 
 
 def _problem(entry: Any) -> _Problem:
-    keys, model, rest = _walk(entry["loc"])
+    keys, model, rest = _resolve_location(entry["loc"])
     key = ".".join(keys)
     kind = entry["type"]
     message = entry["msg"].removeprefix("Value error, ")
     if kind == "extra_forbidden":
         name = str(rest[0]) if rest else keys[-1]
-        return _Problem(
-            ".".join([*keys, name]) if rest else key,
-            "unknown key",
-            expected=_expected_key(name, model),
-        )
+        dotted = ".".join([*keys, name]) if rest else key
+        return _Problem(dotted, "unknown key", expected=_similar_keys(name, model))
     if kind == "missing":
         return _Problem(key, "this key is needed")
     if kind.startswith("union_tag"):
         tags = entry.get("ctx", {}).get("expected_tags", "")
         found = entry.get("ctx", {}).get("tag")
         expected = [f"one of {tags}".replace("'", "")] if tags else []
-        return _Problem(
-            f"{key}.type", "unknown type" if found else "this key is needed", found, expected
-        )
+        text = "unknown type" if found else "this key is needed"
+        return _Problem(f"{key}.type", text, found, expected)
     if kind == "value_error":
         return _Problem(key, message)
+    found = _shown(entry["input"])
     if kind == "too_short":
-        return _Problem(
-            key,
-            "too few entries",
-            _shown(entry["input"]),
-            [f"at least {entry['ctx']['min_length']}"],
-        )
-    wanted = _WANTED.get(kind) or message.removeprefix("Input should be ").partition(", unable")[0]
-    return _Problem(key, "not a valid value", _shown(entry["input"]), [_lower(wanted)])
-
-
-_WANTED = {
-    "model_type": "keys of its own",
-    "model_attributes_type": "keys of its own, one of which is `type`",
-    "int_type": "a whole number, without quotes, point or exponent",
-    "float_type": "a finite number, without quotes",
-    "bool_type": "true or false (yes, no, on, off and 1 are other values in YAML 1.2)",
-    "finite_number": "a finite number",
-    "tuple_type": "a list: [a, b]",
-    "string_type": "a text, in quotes where it looks like a number",
-}
-"""What pydantic's words for some of its errors leave open."""
+        return _Problem(key, "too few entries", found, [f"at least {entry['ctx']['min_length']}"])
+    expected = _EXPECTED.get(kind)
+    if expected is None:
+        text = message.removeprefix("Input should be ").partition(", unable")[0]
+        expected = text[:1].lower() + text[1:]
+    return _Problem(key, "not a valid value", found, [expected])
 
 
 def _shown(value: Any) -> str:
-    """A value as it was given, cut where it would fill the screen."""
+    """Return a value's repr, cut at LONGEST_SHOWN characters."""
     text = repr(value)
-    return (
-        text
-        if len(text) <= _LONGEST_SHOWN
-        else f"{text[:_LONGEST_SHOWN]}... ({len(text)} characters)"
-    )
+    if len(text) <= LONGEST_SHOWN:
+        return text
+    return f"{text[:LONGEST_SHOWN]}... ({len(text)} characters)"
 
 
-_LONGEST_SHOWN = 200
-
-
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
-
-
-def _expected_key(name: str, model: type[BaseModel] | None) -> list[str]:
-    """Keys like this one: first among its siblings, then the same name anywhere in the
-    configuration."""
+def _similar_keys(name: str, model: type[BaseModel] | None) -> list[str]:
+    """Return similar keys: siblings first, then keys of the same name in other sections."""
     if model is None:
         return []
     siblings = nearest(name, model.model_fields)
@@ -162,47 +154,38 @@ def _expected_key(name: str, model: type[BaseModel] | None) -> list[str]:
 
 
 def all_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a configuration model, parents before children."""
+    """Yield every dotted key of a configuration model, parents before children."""
     for name, info in model.model_fields.items():
         yield prefix + name
-        for inner in _models(info.annotation):
+        for inner in models_in(info.annotation):
             if inner is not model:
                 yield from all_keys(inner, f"{prefix}{name}.")
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The models an annotation can hold, directly, in a union, or as items of a tuple."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if get_origin(annotation) is dict:
-        return []
-    return [model for part in get_args(annotation) for model in _models(part)]
-
-
-def _walk(loc: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel] | None, list[int | str]]:
-    """Pydantic's location as (dotted key's parts, the model they end in, what is left).
-
-    Pydantic puts the tag of a discriminated union into the location; a configuration's keys do not
-    have it.
-    """
+def _resolve_location(
+    location: tuple[int | str, ...],
+) -> tuple[list[str], type[BaseModel] | None, list[int | str]]:
+    """Split pydantic's location into (parts of the dotted key, their last model, the rest)."""
     keys: list[str] = []
     models: list[type[BaseModel]] = [RunConfig]
-    free = False
-    for position, item in enumerate(loc):
+    in_free_mapping = False
+    for position, item in enumerate(location):
+        # The location contains the tag of a discriminated union; a dotted key does not.
         tagged = [model for model in models if item in _tags(model)]
         if tagged and len(models) > 1:
             models = tagged
-        elif isinstance(item, int) or free:
+        elif isinstance(item, int) or in_free_mapping:
             keys.append(str(item))
         else:
-            info = next(
-                (model.model_fields[item] for model in models if item in model.model_fields), None
+            fields = (
+                model.model_fields[item] for model in models if item in model.model_fields
             )
+            info = next(fields, None)
             if info is None:
-                return keys, (models[0] if models else None), list(loc[position:])
+                return keys, (models[0] if models else None), list(location[position:])
             keys.append(item)
-            models = _models(info.annotation)
-            free = get_origin(info.annotation) is dict
+            models = list(models_in(info.annotation))
+            in_free_mapping = get_origin(info.annotation) is dict
     return keys, (models[0] if len(models) == 1 else None), []
 
 

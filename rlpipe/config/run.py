@@ -1,98 +1,151 @@
-"""`RunConfig`: everything one run is, one model per stage."""
+"""`RunConfig`: the complete configuration of a run, with one model per stage.
+
+The models below check combinations of keys of several sections. Errors of one section are in the
+section's own model.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from rlpipe.config.algorithms import (
     AdvantageConfig,
-    contradiction,
+    algorithm_conflict,
+    comparison_problem,
     set_surrogate,
-    without_comparison,
 )
 from rlpipe.config.base import Config, Name, Tuning
 from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig
-from rlpipe.config.debug import DebugConfig
-from rlpipe.config.external import external_problem
-from rlpipe.config.gates import GatesConfig
 from rlpipe.config.model import BranchModel, EngineConfig, ModelConfig, ResourcesConfig
-from rlpipe.config.models import CriticConfig, ReferenceConfig, TeacherConfig
-from rlpipe.config.observe import ObserveConfig
+from rlpipe.config.observe import GatesConfig, ObserveConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.store_root import canonical_root
-from rlpipe.config.train import CheckpointConfig, SyncConfig, TrainConfig
+from rlpipe.config.train import (
+    CheckpointConfig,
+    CriticConfig,
+    ReferenceConfig,
+    SyncConfig,
+    TeacherConfig,
+    TrainConfig,
+)
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class StoreConfig(Config):
-    """Where everything that happened is kept."""
+    """The object store of all records and rollouts."""
 
     root: str | None = Tuning(None)
-    """A directory (`/data/rl`, `file:///data/rl`) or `s3://bucket/prefix`; None is `{home}/store`.
-    Credentials come from the environment. Other protocols are refused: that the first writer of a
-    name wins is tested for these two only."""
+    """A directory (`/data/rl`, `file:///data/rl`) or `s3://bucket/prefix`; None: `{home}/store`.
+    Credentials come from the environment. Other protocols are refused: the store needs atomic
+    create-if-absent, which is tested for these two only."""
 
     @field_validator("root")
     @classmethod
-    def _is_a_root(cls, value: str | None) -> str | None:
+    def _is_a_store_root(cls, value: str | None) -> str | None:
         if value is not None:
             canonical_root(value)
         return value
 
 
 class StopCondition(Config):
-    """End the run early once an evaluation metric is reached."""
+    """End the run early at a value of an evaluation metric."""
 
     metric: str
     """Metric name, such as `eval/heldout/accuracy`."""
     at_least: float
-    """Stop when it is this high."""
+    """End the run if the metric has at least this value."""
 
 
 class OrchestrationConfig(Config):
-    """How iterations become Prefect flow runs."""
+    """Execution of iterations as Prefect flow runs."""
 
     iterations: Literal["in_process", "deployment"] = Tuning("in_process")
-    """`in_process`: subflows of the train flow (0.2 s each). `deployment`: a flow run of its own
-    for each iteration, with a Retry button; the next one starts up while this one runs."""
+    """`in_process`: subflows of the train flow (0.2 s each). `deployment`: a separate flow run for
+    each iteration, with a Retry button; the next flow run starts up during the current
+    iteration."""
     deployment: str = Tuning("iteration/iteration")
     """`flow/deployment` that runs an iteration."""
     retries: int = Tuning(default=3, ge=0)
-    """A failed or crashed iteration is put back so many times before the run fails."""
+    """Retries of a failed or crashed iteration before the run fails; 0: none."""
     retry_delay_s: float = Tuning(default=15.0, ge=0)
-    """Before the first of them; doubled each time. A worker reports a crash twice, up to 11 s
-    apart."""
+    """Delay before the first retry; doubled for each further retry. Keep it above 11 s: a Prefect
+    worker reports a crash twice, up to 11 s apart."""
     timeout_s: float = Tuning(default=4 * 3600.0, gt=0)
-    """Deadline of one iteration, waiting for the ones before it included."""
+    """Deadline of one iteration, including the wait for earlier iterations."""
+
+
+class DebugConfig(Config):
+    """Sampling without training, or training on another run's rollouts.
+
+    The names are slime's. slime's dump files are branches of the store here.
+    """
+
+    debug_rollout_only: bool = False
+    """Sample and score num_rollout batches with the first weights, without training. The trainer
+    only pushes the first weights. Nothing is committed; the store keeps the rollouts as long as the
+    run's branch."""
+    debug_train_only: bool = False
+    """Train on the rollouts of another run, load_debug_rollout_data. No engines start and nothing
+    is evaluated."""
+    load_debug_rollout_data: Name | None = None
+    """Name of the run of those rollouts, in the same store; a trained run or a debug_rollout_only
+    run. Iteration k trains on its rollout k, scored by this run's reward. Setting the key also sets
+    debug_train_only. All tokens of a debug_rollout_only run have weight version 0, so
+    async_buffer_size must be at least num_rollout - 1; otherwise the tokens are stale, which ends
+    the run with an error. None: no such run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _loaded_rollouts_imply_train_only(cls, values):
+        if isinstance(values, dict) and values.get("load_debug_rollout_data"):
+            return {"debug_train_only": True, **values}
+        return values
+
+    @model_validator(mode="after")
+    def _only_one_part_is_skipped(self):
+        if self.debug_rollout_only and self.debug_train_only:
+            raise ValueError(
+                "debug_rollout_only and debug_train_only exclude each other; choose one"
+            )
+        if self.debug_train_only != (self.load_debug_rollout_data is not None):
+            raise ValueError(
+                "debug_train_only needs load_debug_rollout_data: the name of the run with the "
+                "rollouts"
+            )
+        return self
 
 
 class RunConfig(Config):
-    """One run: a branch of the store, from its first weights to `num_rollout` iterations."""
+    """A run: one branch of the store, from its first weights to `num_rollout` iterations."""
 
     run: Name
-    """Name of the run and of its branch. `store` and `models` are folders of the home, and no names
-    of new runs."""
+    """Name of the run and of its branch. `store` and `models` are refused for new runs, because
+    they are folders of the home."""
     num_rollout: int = Tuning(..., ge=0, le=99_999_999)
-    """Iterations in total. Commits are numbered with eight digits."""
+    """Number of iterations. Commits are numbered with eight digits."""
     stop_when: StopCondition | None = Tuning(None)
-    """End earlier; None: never."""
+    """Condition to end earlier; None: no condition."""
     seed: int = 0
-    """Seeds everything that has no seed of its own: a made model's weights, data.rollout_seed,
-    train.seed."""
+    """Default of all seeds that are not set: data.rollout_seed, train.seed and the weights of a
+    made model."""
     async_buffer_size: int = Field(default=0, ge=0, le=10_000)
-    """S: rollouts may run so many iterations ahead of training, and no token older than S weight
-    versions is trained. 0 is synchronous. At most 10000: each iteration ahead is open from the
-    start of the run, as a flow run with `orchestration.iterations: deployment`."""
+    """S: rollouts may run this many iterations ahead of training, and no token older than S weight
+    versions is trained. 0: synchronous. At most 10000: each iteration ahead is open from the start
+    of the run, as a flow run with `orchestration.iterations: deployment`."""
     deterministic: bool = False
-    """Bit-exact training and replay, and batches that do not depend on which group finished first,
-    at some cost in speed. On GPUs the engines sample by each request's seed too."""
+    """Bit-exact training and replay, and batches that do not depend on the order in which groups
+    finish. Training is slower. On GPUs the engines sample with each request's seed too."""
     fork_from: BranchModel | None = None
-    """Go on from a commit of another run, with its weights, optimizer state and place in the data,
-    as a branch of its own under this configuration. Excludes warm_start and model.start_from."""
+    """Commit of another run to continue from, with its weights, optimizer state and data cursor, as
+    a new branch with this configuration. Excludes warm_start and model.start_from. None: no
+    fork."""
     warm_start: str | None = None
-    """Recipe of a run to finish first, as `{run}.warm_start` in the same store with the same seed;
-    its last weights are this run's first."""
+    """Recipe of a run that finishes first, as `{run}.warm_start` in the same store with the same
+    seed. Its last weights are this run's first weights. None: no warm start."""
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
@@ -113,223 +166,239 @@ class RunConfig(Config):
     debug: DebugConfig = DebugConfig()
     orchestration: OrchestrationConfig = OrchestrationConfig()
     flags: dict[str, Any] = Tuning(default_factory=dict)
-    """Flags of a command line in slime's style that set no key of their own name, by name. They
-    change nothing here, but functions of yours read them as `args.<flag>`."""
+    """Flags of a slime-style command line that set no key, by name. rlpipe does not use them; user
+    functions read them as `args.<flag>`."""
 
     @model_validator(mode="before")
     @classmethod
-    def _one_seed_for_all(cls, values: Any) -> Any:
+    def _derive_defaults_across_sections(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        values, seed = dict(values), values.get("seed", 0)
+        values = dict(values)
+        seed = values.get("seed", 0)
         for section, key in (("data", "rollout_seed"), ("train", "seed")):
-            if type(seed) is int and isinstance(given := values.get(section, {}), dict):
-                values[section] = {key: seed, **given}
+            if type(seed) is int and isinstance(section_values := values.get(section, {}), dict):
+                values[section] = {key: seed, **section_values}
         return set_surrogate(values)
 
     @model_validator(mode="after")
-    def _batches_come_out_even(self):
+    def _batch_sizes_and_ranks_fit(self):
         samples = self.samples_per_iteration
         step = self.train.global_batch_size
         steps = self.train.num_steps_per_rollout
         if samples % (step or steps or 1) or (step and steps and samples != step * steps):
-            of = {"train.global_batch_size": step, "train.num_steps_per_rollout": steps}
+            factors = {"train.global_batch_size": step, "train.num_steps_per_rollout": steps}
             raise ValueError(
                 f"rollout.rollout_batch_size × rollout.n_samples_per_prompt = {samples} must be "
-                f"{'' if step and steps else 'a multiple of '}{' × '.join(f'{key} = {n}' for key, n in of.items() if n)}"
-            )
-        measured = [f"eval/{dataset.name}/accuracy" for dataset in self.evaluation.datasets]
-        if self.stop_when is not None and self.stop_when.metric not in measured:
-            raise ValueError(
-                f"stop_when.metric: nothing measures {self.stop_when.metric!r}, only {measured or 'nothing'}"
+                f"{'' if step and steps else 'a multiple of '}"
+                f"{' × '.join(f'{key} = {number}' for key, number in factors.items() if number)}"
             )
         if self.async_buffer_size < self.sync.update_weights_interval - 1:
             raise ValueError(
-                f"async_buffer_size = {self.async_buffer_size} must be at least sync.update_weights_interval - 1 = "
-                f"{self.sync.update_weights_interval - 1}: weights that old are sampled from between two pushes"
+                f"async_buffer_size = {self.async_buffer_size} must be at least "
+                f"sync.update_weights_interval - 1 = {self.sync.update_weights_interval - 1}: "
+                "engines sample with weights of this age between two pushes"
             )
         over = self.rollout.over_sampling_batch_size
         if over is not None and over < self.rollout.rollout_batch_size:
             raise ValueError(
-                f"rollout.over_sampling_batch_size = {over} must be at least rollout.rollout_batch_size = "
-                f"{self.rollout.rollout_batch_size}"
+                f"rollout.over_sampling_batch_size = {over} must be at least "
+                f"rollout.rollout_batch_size = {self.rollout.rollout_batch_size}"
+            )
+        ranks = self.resources.trainer_ranks
+        model_ranks = self.train.parallel.model_ranks
+        if ranks % model_ranks:
+            raise ValueError(
+                f"resources.actor_num_nodes × resources.actor_num_gpus_per_node = {ranks} ranks "
+                f"must be a multiple of train.parallel's TP × PP × CP = {model_ranks}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _needed_sections_are_given(self):
+        metrics = [f"eval/{dataset.name}/accuracy" for dataset in self.evaluation.datasets]
+        if self.stop_when is not None and self.stop_when.metric not in metrics:
+            raise ValueError(
+                f"stop_when.metric: no evaluation measures {self.stop_when.metric!r}; measured: "
+                f"{metrics or 'nothing'}"
             )
         if self.data.prompts is None and self.rollout.data_source_path is None:
             raise ValueError(
                 "data.prompts is needed, unless rollout.data_source_path gives prompts"
             )
-        ranks = self.resources.trainer_ranks
-        model = self.train.parallel.model_ranks
-        if ranks % model:
-            raise ValueError(
-                f"resources.actor_num_nodes × resources.actor_num_gpus_per_node = {ranks} ranks must be a multiple of "
-                f"train.parallel's TP × PP × CP = {model}"
-            )
         if self.fork_from is not None and self.start_from is not None:
             other = "warm_start" if self.warm_start else "model.start_from"
             raise ValueError(
-                f"fork_from and {other}: a fork's first weights are its parent's; leave one of them out"
+                f"fork_from and {other}: the first weights of a fork are its parent's; remove one "
+                "of them"
             )
-        if problem := contradiction(self.advantage, self.train.loss, self.num_steps_per_rollout):
-            raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _advantage_loss_and_teacher_fit(self):
+        conflict = algorithm_conflict(self.advantage, self.train.loss, self.num_steps_per_rollout)
+        if conflict:
+            raise ValueError(conflict)
         if self.advantage.use_opd and self.teacher.opd_type is None:
             raise ValueError("advantage.use_opd needs a teacher: set teacher.opd_type")
-        if (
-            self.advantage.use_opd
-            and self.teacher.opd_type == "sglang"
-            and self.rollout.rollout_temperature != 1
-        ):
+        temperature = self.rollout.rollout_temperature
+        if self.advantage.use_opd and self.teacher.opd_type == "sglang" and temperature != 1:
             raise ValueError(
-                f"teacher.opd_type: sglang scores at temperature 1, but rollout.rollout_temperature is "
-                f"{self.rollout.rollout_temperature}; use opd_type: megatron"
+                f"teacher.opd_type: sglang scores at temperature 1, but "
+                f"rollout.rollout_temperature is {temperature}; use opd_type: megatron"
             )
-        if self.teacher_of_samples and self.rollout.type == "dataset":
+        supervised = self.rollout.type == "dataset"
+        if self.teacher_of_samples and supervised:
             raise ValueError(
                 "teacher.opd_type: samples needs functions that sample; found rollout.type: dataset"
             )
         if self.reference.ref_update_interval and not self.advantage.reference:
             raise ValueError("reference.ref_update_interval needs advantage.reference: true")
-        supervised = self.rollout.type == "dataset"
         wrong_loss = self.train.loss.type == ("policy" if supervised else "sft")
         if wrong_loss or supervised != (self.advantage.advantage_estimator == "none"):
             raise ValueError(
-                "supervised runs set all of rollout.type: dataset, train.loss.type: sft (or custom) and "
-                "advantage.advantage_estimator: none; found "
+                "supervised runs set all of rollout.type: dataset, train.loss.type: sft (or custom)"
+                " and advantage.advantage_estimator: none; found "
                 f"{self.rollout.type}, {self.train.loss.type}, {self.advantage.advantage_estimator}"
             )
         return self
 
     @model_validator(mode="after")
-    def _samples_of_a_prompt_can_be_compared(self):
+    def _rewards_of_a_prompt_can_be_compared(self):
         if self.rollout.n_samples_per_prompt > 1 or self.debug.debug_rollout_only:
             return self
         fans_out = bool(
             self.rollout.custom_generate_function_path or self.rollout.rollout_function_path
         )
-        if problem := without_comparison(self.advantage, self.train.loss, fans_out=fans_out):
+        if problem := comparison_problem(self.advantage, self.train.loss, fans_out=fans_out):
             raise ValueError(problem)
         return self
 
     @model_validator(mode="after")
-    def _held_out_sets_are_sampled_in_one_way(self):
-        whole = self.rollout.eval_function_path or self.rollout.rollout_function_path
+    def _held_out_sets_have_one_sampling_function(self):
+        function = self.rollout.eval_function_path or self.rollout.rollout_function_path
         for number, dataset in enumerate(self.evaluation.datasets):
-            if dataset.custom_generate_function_path and whole:
+            if dataset.custom_generate_function_path and function:
                 raise ValueError(
-                    f"evaluation.datasets.{number}.custom_generate_function_path: held-out sets are sampled by the function "
-                    f"{whole} (rollout.eval_function_path, rollout_function_path), which would not call it; leave one out"
+                    f"evaluation.datasets.{number}.custom_generate_function_path: {function} "
+                    "samples all held-out sets (rollout.eval_function_path, rollout_function_path) "
+                    "and would not call it; remove one of them"
                 )
         return self
 
     @model_validator(mode="after")
-    def _gates_can_open(self):
+    def _gates_can_be_evaluated(self):
         names = [dataset.name for dataset in self.evaluation.datasets]
         for gate in self.gates.bounds:
             if gate.metric.startswith("eval/") and gate.metric.split("/")[1] not in names:
                 raise ValueError(
-                    f"gates.bounds: nothing measures {gate.metric!r}; held-out sets are {names or 'none'}"
+                    f"gates.bounds: no evaluation measures {gate.metric!r}; held-out sets: "
+                    f"{names or 'none'}"
                 )
         if self.gates.bounds and self.gates.timeout_s >= self.orchestration.timeout_s:
             raise ValueError(
-                f"gates.timeout_s = {self.gates.timeout_s:g} must be less than orchestration.timeout_s = "
-                f"{self.orchestration.timeout_s:g}, in which later iterations wait for the one that is paused"
+                f"gates.timeout_s = {self.gates.timeout_s:g} must be less than "
+                f"orchestration.timeout_s = {self.orchestration.timeout_s:g}, because later "
+                "iterations wait for the paused one"
             )
         return self
 
     @model_validator(mode="after")
-    def _shared_gpus_are_used_in_turns(self):
+    def _colocated_processes_alternate(self):
         if self.resources.colocate and self.async_buffer_size:
             raise ValueError(
-                f"resources.colocate: engines sleep while the trainer works, so no rollout runs ahead of it; found "
-                f"async_buffer_size = {self.async_buffer_size}, expected 0 (or GPUs of their own for the engines)"
+                "resources.colocate: engines sleep while the trainer works, so no rollout runs "
+                f"ahead of training; found async_buffer_size = {self.async_buffer_size}, expected "
+                "0 (or separate GPUs for the engines)"
             )
         if self.resources.engines_sleep and self.sync.in_flight == "in_place":
             raise ValueError(
-                "resources.colocate: requests cannot stay inside an engine that gives up its cache; expected sync.in_flight: "
-                "abort or drain, found in_place"
+                "resources.colocate: an engine that releases its cache cannot keep requests; "
+                "expected sync.in_flight: abort or drain, found in_place"
             )
         if self.resources.colocate and self.sync.transport == "distributed":
             raise ValueError(
-                "resources.colocate: NCCL joins no two processes on one GPU; expected sync.transport: tensor, disk or delta, "
-                "found distributed"
+                "resources.colocate: NCCL cannot connect two processes on one GPU; expected "
+                "sync.transport: tensor, disk or delta, found distributed"
             )
         return self
 
     @model_validator(mode="after")
-    def _critic_has_its_ranks(self):
+    def _critic_ranks_fit(self):
         ranks = self.resources.critic_ranks
         parallel = self.critic.parallel or self.train.parallel
         if ranks and not self.uses_critic:
             raise ValueError(
-                f"resources.critic_num_gpus_per_node: only advantage.advantage_estimator: ppo has a critic; found "
-                f"{self.advantage.advantage_estimator} and {ranks} ranks"
+                "resources.critic_num_gpus_per_node: only advantage.advantage_estimator: ppo has a "
+                f"critic; found {self.advantage.advantage_estimator} and {ranks} ranks"
             )
         if self.critic.parallel is not None and not ranks:
             raise ValueError(
-                "critic.parallel: in the policy's ranks it has their layout; give resources.critic_num_gpus_per_node"
+                "critic.parallel: a critic in the policy's ranks has the policy's layout; set "
+                "resources.critic_num_gpus_per_node"
             )
         if ranks % parallel.model_ranks:
             raise ValueError(
-                f"resources.critic_num_nodes × resources.critic_num_gpus_per_node = {ranks} ranks must be a multiple of the "
-                f"critic's TP × PP × CP = {parallel.model_ranks} (critic.parallel, else train.parallel)"
+                "resources.critic_num_nodes × resources.critic_num_gpus_per_node = "
+                f"{ranks} ranks must be a multiple of the critic's TP × PP × CP = "
+                f"{parallel.model_ranks} (critic.parallel, else train.parallel)"
             )
         return self
 
     @model_validator(mode="after")
-    def _what_others_started_can_be_used(self):
-        if problem := external_problem(self.resources, self.engine, self.sync, self.store.root):
-            raise ValueError(problem)
+    def _external_servers_can_be_used(self):
+        if conflict := external_conflict(self.resources, self.engine, self.sync, self.store.root):
+            raise ValueError(conflict)
         return self
 
     @model_validator(mode="after")
-    def _routing_comes_from_somewhere(self):
-        of_engines = self.train.use_rollout_routing_replay
+    def _replayed_routing_has_a_source(self):
+        from_engines = self.train.use_rollout_routing_replay
         scored = self.advantage.score_proximal and self.train.loss.type != "sft"
-        if self.train.use_routing_replay and not (of_engines or scored):
+        if self.train.use_routing_replay and not (from_engines or scored):
             raise ValueError(
-                "train.use_routing_replay replays the routing of the scoring pass; it needs advantage.score_proximal"
+                "train.use_routing_replay replays the routing of the scoring pass; it needs "
+                "advantage.score_proximal"
             )
-        if of_engines and self.rollout.type == "dataset":
+        if from_engines and self.rollout.type == "dataset":
             raise ValueError(
-                "train.use_rollout_routing_replay replays the routing of the engines; with rollout.type: dataset none samples"
+                "train.use_rollout_routing_replay replays the routing of the engines; with "
+                "rollout.type: dataset no engine samples"
             )
         return self
 
     @property
     def teacher_of_samples(self) -> bool:
-        """True if samples bring the teacher's log-probs themselves."""
+        """True if samples carry the teacher's log-probs."""
         return self.advantage.use_opd and self.teacher.opd_type == "samples"
 
     @property
     def start_from(self) -> BranchModel | None:
-        """The branch whose last weights are this run's first, if any."""
-        return (
-            BranchModel(branch=f"{self.run}.warm_start")
-            if self.warm_start
-            else self.model.start_from
-        )
+        """Branch with the weights that the run starts from, if any."""
+        if self.warm_start:
+            return BranchModel(branch=f"{self.run}.warm_start")
+        return self.model.start_from
 
     @property
     def cluster(self) -> str:
-        """Name of the actors' cluster: runs of one cluster use the same actors, one run after
-        another."""
+        """Name of the set of actors; runs of one cluster use them one run after another."""
         return self.resources.cluster or self.run
 
     @property
     def ref_update_interval(self) -> int | None:
-        """Iterations between two refreshes of the reference; None: there is none, or it stays."""
+        """Iterations between two refreshes of the reference; None: no refresh."""
         return self.reference.ref_update_interval if self.advantage.reference else None
 
     @property
     def uses_critic(self) -> bool:
-        """PPO's estimator is the only one that asks for values."""
+        """True for PPO, the only estimator that needs values."""
         return self.advantage.advantage_estimator == "ppo"
 
     @property
     def total_optimizer_steps(self) -> int:
-        """Of the policy: iterations that train only the critic take none."""
-        alone = self.critic.num_critic_only_steps if self.uses_critic else 0
-        return max(self.num_rollout - alone, 0) * self.num_steps_per_rollout
+        """Optimizer steps of the policy; iterations that train only the critic take none."""
+        critic_only = self.critic.num_critic_only_steps if self.uses_critic else 0
+        return max(self.num_rollout - critic_only, 0) * self.num_steps_per_rollout
 
     @property
     def critic_optimizer_steps(self) -> int:
@@ -337,10 +406,9 @@ class RunConfig(Config):
 
     @property
     def reads_text(self) -> bool:
-        """True if the engines need the tokenizer, for the rollouts or for a held-out set's own
-        function."""
-        own = (dataset.custom_generate_function_path for dataset in self.evaluation.datasets)
-        return self.rollout.needs_text or any(own)
+        """True if the engines need the tokenizer, for rollouts or for a held-out set's function."""
+        functions = (dataset.custom_generate_function_path for dataset in self.evaluation.datasets)
+        return self.rollout.needs_text or any(functions)
 
     @property
     def needs_engines(self) -> bool:
@@ -357,3 +425,43 @@ class RunConfig(Config):
         """Optimizer steps of one iteration."""
         step = self.train.global_batch_size or self.samples_per_iteration
         return self.train.num_steps_per_rollout or self.samples_per_iteration // step
+
+
+def external_conflict(
+    resources: ResourcesConfig, engine: EngineConfig, sync: SyncConfig, store_root: str | None
+) -> str | None:
+    """Describe why external engines or an external router cannot be used; None if they can.
+
+    `rlpipe.engines.sglang.external` checks at run time that they serve the right model.
+    """
+    if engine.router_url is not None and engine.router:
+        return (
+            f"engine.router = {engine.router} is for a router that the run starts, but "
+            "engine.router_url names an external router; remove one of them"
+        )
+    if not resources.external_engines:
+        return None
+    if engine.sglang:
+        return (
+            f"engine.sglang = {engine.sglang} is for engines that the run starts, not for "
+            "resources.external_engines; remove one of them"
+        )
+    remote = [url for url in resources.external_engines if urlsplit(url).hostname not in LOOPBACK]
+    if not remote:
+        return None
+    if sync.transport == "tensor":
+        return (
+            f"sync.transport: tensor uses memory of this machine, but engines are at "
+            f"{', '.join(remote)}; use distributed, or disk with a directory that their machines "
+            "share"
+        )
+    directory = sync.update_weight_disk_dir or store_root or ""
+    object_store = "://" in directory.removeprefix("file://")
+    copied = sync.transport == "delta" or (sync.transport == "disk" and object_store)
+    if copied and sync.update_weight_local_checkpoint_dir is None:
+        return (
+            f"sync.transport: {sync.transport} copies files to the engines' machines, but the run "
+            f"has no process there for {', '.join(remote)}; name a directory that these machines "
+            "share in sync.update_weight_local_checkpoint_dir"
+        )
+    return None

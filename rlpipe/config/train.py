@@ -1,19 +1,21 @@
-"""Optimizer steps and how samples are packed for them, parallelism, weight sync and checkpoints."""
+"""Optimizer steps, parallelism, the models that train beside the policy, weight sync, checkpoints.
+
+The other models are the reference, the critic of PPO and the teacher of on-policy distillation.
+"""
 
 from __future__ import annotations
 
 from hashlib import sha256
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlpipe.config.algorithms import LossConfig
 from rlpipe.config.base import Config, Tuning
 
 
 class ParallelConfig(Config):
-    """Megatron's parallel sizes, under its own names. Data parallelism is what is left of the
-    ranks."""
+    """Megatron's parallel sizes, under its own names. Data parallelism uses the remaining ranks."""
 
     tensor_model_parallel_size: int = Field(default=1, ge=1)
     """TP: ranks that share each layer's matrices."""
@@ -39,8 +41,7 @@ class ParallelConfig(Config):
 
 
 LARGEST_LR = 10.0
-"""Adam moves a parameter by about the learning rate in each step, and few parameters of a model are
-larger than this."""
+"""Adam moves a parameter by about the learning rate per step; most parameters are below 10."""
 
 
 class OptimizerConfig(Config):
@@ -65,139 +66,212 @@ class OptimizerConfig(Config):
     adam_eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the mean of squared gradients."""
     clip_grad: float = Field(default=1.0, ge=0)
-    """Largest global gradient norm; 0 is no clipping."""
+    """Largest global gradient norm; 0: no clipping."""
 
 
 class TrainConfig(Config):
-    """One iteration's optimizer steps."""
+    """Optimizer steps of one iteration."""
 
     global_batch_size: int | None = Field(default=None, ge=1)
-    """Rollouts (samples, unless one gives several) per optimizer step; None: what
-    num_steps_per_rollout leaves."""
+    """Rollouts per optimizer step (samples, unless one rollout gives several). None: all rollouts
+    of an iteration divided by num_steps_per_rollout."""
     num_steps_per_rollout: int | None = Field(default=None, ge=1)
-    """Optimizer steps of an iteration; None: what global_batch_size asks for, or 1. A batch that
-    lost groups to errors keeps this number; nothing trails behind."""
+    """Optimizer steps of an iteration. None: derived from global_batch_size, else 1. A batch that
+    lost groups to errors keeps the number of steps; no partial step is added."""
     max_tokens_per_gpu: int = Field(default=8192, ge=1)
-    """Packed tokens of a micro-batch per rank (× context parallel size). A longer sample gets a
-    micro-batch of its own."""
+    """Packed tokens of a micro-batch per rank (× context parallel size). A longer sample is a
+    micro-batch by itself."""
     micro_batch_size: int | None = Field(default=None, ge=1)
-    """Samples of a micro-batch, whatever their length; None: as many as fit into
+    """Samples of a micro-batch, regardless of length. None: as many as fit into
     max_tokens_per_gpu."""
     balance_by_flops: bool = True
-    """Share samples among ranks and micro-batches by their FLOPs, which grow with the square of
-    long ones; False: by tokens."""
+    """Distribute samples over ranks and micro-batches by FLOPs, which grow with the square of the
+    length. False: by tokens."""
     seed: int = 0
-    """Seed of the trainer's random numbers; the run's `seed` unless given."""
+    """Seed of the trainer's random numbers. If the key is not set: the run's `seed`."""
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     parallel: ParallelConfig = ParallelConfig()
     custom_megatron_init_path: str | None = None
-    """Function of yours that every rank calls before it builds the models: `(args)`. See
-    `rlpipe.config.megatron_hooks` for these three; `path/to/file.py:function` or
-    `module.function`."""
+    """User function `(args)` that every rank calls before it builds the models;
+    `path/to/file.py:function` or `module.function`. None: no function. See
+    `rlpipe.config.megatron_hooks` for this key and the two below."""
     custom_megatron_before_log_prob_hook_path: str | None = None
-    """Called before a model scores a batch: `(args, model, store_prefix)`."""
+    """User function `(args, model, store_prefix)`, called before a model scores a batch. None: no
+    function."""
     custom_megatron_before_train_step_hook_path: str | None = None
-    """Called in every optimizer step of the policy: `(args, rollout_id, step_id, model, optimizer,
-    opt_param_scheduler)`."""
+    """User function `(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)`, called in
+    every optimizer step of the policy. None: no function."""
     use_routing_replay: bool = False
-    """Optimizer steps route every token to the experts that it went to when the batch was scored,
-    so that other routing does not change the probability ratio. Of a mixture of experts; needs
-    advantage.score_proximal. They are stored with the batch."""
+    """For a mixture of experts: optimizer steps route every token to the experts that the scoring
+    pass used. A change of routing then does not change the probability ratio. Needs
+    advantage.score_proximal. The routing is stored with the batch."""
     use_rollout_routing_replay: bool = False
-    """Score the batch and take optimizer steps with the experts that the engines routed every token
-    to when it was sampled, so that trainer and engines differ by rounding only; instead of the
-    scoring pass's own, if use_routing_replay is set too. Engines are started to say them. Samples
-    and batch keep 2 bytes × layers × experts a token for each token (768 for 48 × 8) in memory,
-    about half of that in the store; see `rlpipe.store.routed_experts`. Reference, critic and
-    teacher route for themselves."""
+    """For a mixture of experts: score the batch and take optimizer steps with the experts that the
+    engines used in sampling. Trainer and engines then differ only by rounding. If
+    use_routing_replay is set too, the engines' routing is used. Engines are started so that they
+    return the routing. Samples and batch need 2 bytes × layers × experts per token for each token
+    (768 for 48 × 8) in memory, and about half of that in the store; see
+    `rlpipe.store.routed_experts`. Reference, critic and teacher use their own routing."""
     use_distributed_optimizer: bool = False
     """Shard optimizer state over data parallel ranks."""
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Megatron-core arguments by their own names (TransformerConfig, OptimizerConfig,
-    DistributedDataParallelConfig), and `make_vocab_size_divisible_by`: the vocabulary is padded to
-    a multiple of it times the tensor parallel size (default 1). With `recompute_granularity: full`
-    alone each layer is recomputed by itself, which keeps the least."""
+    DistributedDataParallelConfig), and `make_vocab_size_divisible_by`, default 1: the vocabulary is
+    padded to a multiple of its product with the tensor parallel size. `recompute_granularity: full`
+    alone recomputes each layer separately, which uses the least memory."""
     timeout_s: float = Tuning(default=3600.0, gt=0)
     """Deadline of the whole stage."""
 
     @field_validator("megatron")
     @classmethod
-    def _says_what_is_recomputed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        full = given.get("recompute_granularity") == "full"
-        return (
-            {"recompute_method": "uniform", "recompute_num_layers": 1, **given} if full else given
-        )
+    def _full_recomputation_by_layer(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        if arguments.get("recompute_granularity") != "full":
+            return arguments
+        return {"recompute_method": "uniform", "recompute_num_layers": 1, **arguments}
 
     @property
     def replays_routing(self) -> bool:
-        """Of the scoring pass, or of the engines."""
+        """True if optimizer steps replay the routing of the scoring pass or of the engines."""
         return self.use_routing_replay or self.use_rollout_routing_replay
 
 
+class ReferenceConfig(Config):
+    """The reference policy of `advantage.reference`: the run's first weights until a refresh."""
+
+    ref_update_interval: int | None = Field(default=None, ge=1)
+    """Refresh the reference with the policy after every this many iterations, and write a
+    checkpoint. Iterations are counted by weight version, so a fork continues with the reference of
+    its parent. None: never."""
+
+
+class CriticConfig(Config):
+    """The value model of `advantage.advantage_estimator: ppo`: a decoder with a value head and a
+    separate optimizer.
+
+    The policy's ranks hold the critic, or separate ranks with
+    `resources.critic_num_gpus_per_node`. Its state is part of the run's state in both cases: it is
+    saved and replayed together with the policy's."""
+
+    hf_checkpoint: str | None = None
+    """Hugging Face directory of the critic's first weights. Any architecture with the policy's
+    tokens. If the directory has `score.weight` [1, hidden], as reward models do, that is the value
+    head; else values begin at 0. None: a copy of the policy's first weights."""
+    optimizer: OptimizerConfig | None = None
+    """Adam and its schedule; None: the policy's `train.optimizer`."""
+    lr: float | None = Field(default=None, ge=0, le=LARGEST_LR)
+    """Learning rate; None: the optimizer's lr."""
+    lr_warmup_steps: int | None = Field(default=None, ge=0)
+    """Optimizer steps of linear warm-up from 0; None: the optimizer's lr_warmup_steps."""
+    parallel: ParallelConfig | None = None
+    """Parallel sizes in the critic's separate ranks; None: the policy's `train.parallel`."""
+    value_clip: float | None = Field(default=0.2, gt=0)
+    """Largest change of a value in one iteration that the value loss counts; None: no clipping."""
+    value_loss_coef: float = Field(default=0.5, gt=0)
+    """Factor of the value loss; slime's is 1. With Adam it matters only to clip_grad and
+    adam_eps."""
+    num_critic_only_steps: int = Field(default=0, ge=0)
+    """Iterations at the start of the run that train only the critic, counted by weight version. The
+    policy's learning rate schedule starts after them."""
+
+    def resolved_optimizer(self, policy: OptimizerConfig) -> OptimizerConfig:
+        """Return the critic's Adam and schedule; `policy` is the policy's optimizer."""
+        own = {"lr": self.lr, "lr_warmup_steps": self.lr_warmup_steps}
+        changes = {name: value for name, value in own.items() if value is not None}
+        return (self.optimizer or policy).model_copy(update=changes)
+
+
+class TeacherConfig(Config):
+    """The teacher of `advantage.use_opd`. It must use the policy's token ids."""
+
+    opd_type: Literal["sglang", "megatron", "samples"] | None = None
+    """`megatron`: a model in the trainer's ranks. `sglang`: a server of yours, which scores at
+    temperature 1 only. `samples`: your generate function or sample hook sets
+    `sample.teacher_log_probs`, at the rollout's temperature. None: no teacher."""
+    opd_teacher_load: str | None = None
+    """`megatron`: Hugging Face directory of the teacher, of any architecture and size. Records
+    contain this path, so do not change the directory during a run. (In slime it is a Megatron
+    checkpoint of the policy's architecture.)"""
+    url: str | None = None
+    """`sglang`: address of the server or router, such as `http://10.0.0.5:30000` (slime:
+    `--rm-url`)."""
+    timeout_s: float = Tuning(default=600.0, gt=0)
+    """`sglang`: deadline of scoring one batch."""
+
+    @model_validator(mode="after")
+    def _teacher_has_a_source(self):
+        if self.opd_type == "megatron" and not self.opd_teacher_load:
+            raise ValueError(
+                "opd_type: megatron needs opd_teacher_load, the teacher's Hugging Face directory"
+            )
+        if self.opd_type == "sglang" and not self.url:
+            raise ValueError("opd_type: sglang needs url, the address of the teacher's server")
+        return self
+
+
 class SyncConfig(Config):
-    """Moving weights into the engines."""
+    """Pushes of weights into the engines."""
 
     transport: Literal["tensor", "distributed", "disk", "delta"] = Tuning("tensor")
-    """`tensor`: over HTTP from the trainer to each engine; through the GPU's memory (CUDA IPC)
-    where they share one. `distributed`: by broadcast from the first rank of each pipeline stage to
-    all engines (NCCL; gloo without CUDA), none of them on the trainer's GPUs. `disk`: all weights
-    as files, which engines load. `delta`: what changed of them, put on top of what an engine's
-    machine has; the trainer keeps a copy on the CPU. Through files a restarted engine gets its
-    weights without the trainer."""
+    """`tensor`: over HTTP from the trainer to each engine; through GPU memory (CUDA IPC) on a
+    shared GPU. `distributed`: a broadcast from the first rank of each pipeline stage to all engines
+    (NCCL; gloo without CUDA); engines must not use the trainer's GPUs. `disk`: files with all
+    weights, which engines load. `delta`: files with the changes, applied to the weights on each
+    engine's machine; the trainer keeps a copy on the CPU. With `disk` and `delta` a restarted
+    engine gets its weights without the trainer."""
     update_weights_interval: int = Field(default=1, ge=1)
-    """Push after every this many iterations; between two pushes engines sample with older weights
+    """Push after every this many iterations. Between two pushes engines sample with older weights
     (see async_buffer_size)."""
     in_flight: Literal["drain", "abort", "in_place"] = Tuning("abort")
-    """Requests that run when a push is due. `drain`: they finish first. `abort`: they return, and
-    go on from their tokens with the new weights. `in_place`: the same inside the engine, which
-    keeps them meanwhile (SGLang 0.5.21)."""
+    """Handling of running requests at a push. `drain`: they finish first. `abort`: they return, and
+    continue from their tokens with the new weights. `in_place`: the engine keeps them and continues
+    them with the new weights (SGLang 0.5.21)."""
     update_weight_buffer_size: int = Tuning(default=1024**3, ge=1)
-    """Bytes gathered and sent at once, as a bucket. A push has two of them on a trainer's GPU, and
-    what it gathers for a third; an engine has one. SGLang spends 5 ms or more on each whatever its
-    size: 4B parameters took 0.14 s in buckets of 512 MiB,
-    0.09 s in such of 1 GiB (one H200)."""
+    """Bytes of a bucket, which is gathered and sent at once. A push holds two buckets and the
+    parameters of a third on a trainer's GPU; an engine holds one. SGLang spends 5 ms or more on
+    each bucket of any size: 4B parameters took 0.14 s in buckets of 512 MiB and 0.09 s in buckets
+    of 1 GiB (one H200)."""
     update_weight_disk_dir: str | None = Tuning(None)
-    """Where the files go with `disk` and `delta`: a directory that trainer and engines share, or
-    `s3://bucket/prefix`; None is `weights` in the store. A folder for each store in it, in that one
-    for each branch, then one for each version."""
+    """Directory of the files of `disk` and `delta`: shared by trainer and engines, or
+    `s3://bucket/prefix`. None: `weights` in the store. It contains one folder per store, branch and
+    version, nested in this order."""
     update_weight_disk_keep_files: bool = Tuning(False)
-    """Keep all versions, as whole Hugging Face directories where they are full; without, those that
-    lead to the newest one."""
+    """Keep all versions; a full version is a complete Hugging Face directory. False: keep the
+    versions that the newest one needs."""
     update_weight_local_checkpoint_dir: str | None = Tuning(None)
-    """Folder on each engine's machine that files are copied to, before its engines are paused; one
-    copy serves all of them. None: `disk` loads from a shared directory in place; `delta`, and
+    """Folder on each engine's machine. Files are copied there before engines pause, and all engines
+    of the machine use the copy. None: `disk` loads directly from a shared directory; `delta`, and
     `disk` from an object store, use `{home}/{cluster}/weights`."""
     update_weight_delta_encoding: Literal["xor", "overwrite"] = Tuning("xor")
-    """How a change is written. `xor`: as difference to the old bytes, which is smaller.
-    `overwrite`: as the new bytes."""
+    """Encoding of a change. `xor`: difference to the old bytes, which is smaller. `overwrite`: the
+    new bytes."""
     update_weight_delta_checksum: Literal["xxh3-128", "adler32"] = Tuning("xxh3-128")
-    """What engines' machines check each changed tensor with, before an engine loads it."""
+    """Checksum of each changed tensor. Engines' machines verify it before an engine loads the
+    tensor."""
     update_weight_full_interval: int = Tuning(default=50, ge=1)
-    """`delta`: every so many pushes all weights are written, so that no chain of changes is longer;
-    1 is always."""
+    """`delta`: write all weights after every this many pushes, which bounds the chain of changes.
+    1: in every push."""
     check_weight_update_equal: bool = Tuning(False)
-    """In every push, overwrite what the engines hold with random numbers, send all weights again
-    and compare: the stage fails by the names of tensors that did not come back as they were.
-    Doubles the time of a push; the trainer keeps a copy on the CPU."""
+    """In every push, overwrite the engines' weights with random numbers, send all weights again and
+    compare. The stage fails with the names of tensors that differ. Doubles the time of a push; the
+    trainer keeps a copy on the CPU."""
     probe_samples: int = Tuning(default=8, ge=0)
-    """Samples of the batch that engines and trainer both score after a push; 0 is no check. See
-    `rlpipe.sync.probe` for the faults that this finds."""
+    """Samples of the batch that engines and trainer both score after a push; 0: no check.
+    `rlpipe.sync.probe` lists the faults that the check detects."""
     max_logprob_difference: float | None = Tuning(default=None, gt=0)
-    """The stage fails if the mean absolute difference of their log-probs (nats, each token weighted
-    by its probability) is larger. None: 1e-4 in float32, 0.1 in bfloat16, 0.3 with FP8 engines, and
-    more where the trainer's own scores depend on how samples are packed."""
+    """The stage fails if the mean absolute difference of the probe's log-probs is larger (nats,
+    each token weighted by its probability). None: 1e-4 in float32, 0.1 in bfloat16, 0.3 with FP8
+    engines, and more if the trainer's scores depend on the packing of samples."""
     timeout_s: float = Tuning(default=600.0, gt=0)
     """Deadline of the whole stage."""
 
     @property
     def through_files(self) -> bool:
-        """Do weights go through files, which the trainer writes and engines read?"""
+        """True if the trainer writes weights to files, which engines read."""
         return self.transport in ("disk", "delta")
 
     def disk_dir(self, store_root: str, quantization: str | None) -> str:
-        """Where the files go: a directory or a URL, of this store alone; another one for engines of
-        this quantization."""
+        """Return the directory or URL of a store's weight files, one for each quantization."""
         shared = self.update_weight_disk_dir
         root = (
             f"{shared}/{sha256(store_root.encode()).hexdigest()[:12]}"
@@ -208,11 +282,11 @@ class SyncConfig(Config):
 
 
 class CheckpointConfig(Config):
-    """When a torch_dist checkpoint is written, and how long one is kept."""
+    """Interval of torch_dist checkpoints, and the number that is kept."""
 
     save_interval: int = Tuning(default=100, ge=1)
-    """Every this many iterations, and after the last."""
+    """Write a checkpoint after every this many iterations, and after the last."""
     keep_local: int = Tuning(default=2, ge=1)
-    """Newest checkpoints kept on local disk once they are in the store."""
+    """Newest checkpoints that stay on local disk after they are in the store."""
     timeout_s: float = Tuning(default=3600.0, gt=0)
-    """Deadline of writing one."""
+    """Deadline of writing one checkpoint."""

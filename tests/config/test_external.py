@@ -1,5 +1,4 @@
-"""What goes together with engines and a router that others have started
-(rlpipe.config.external)."""
+"""External engines and an external router in a configuration (rlpipe.config.run)."""
 
 from __future__ import annotations
 
@@ -8,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rlpipe.config.external import external_problem
 from rlpipe.config.model import EngineConfig, ResourcesConfig
+from rlpipe.config.run import external_conflict
 from rlpipe.config.train import SyncConfig
 
 HERE = "127.0.0.1:30000"
@@ -18,7 +17,7 @@ THERE = "http://10.0.0.7:30000"
 
 def problem(*engines: str, engine: Any = None, store: str | None = None, **sync: Any) -> str | None:
     resources = ResourcesConfig.model_validate({"external_engines": engines})
-    return external_problem(
+    return external_conflict(
         resources, EngineConfig.model_validate(engine or {}), SyncConfig(**sync), store
     )
 

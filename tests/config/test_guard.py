@@ -132,7 +132,7 @@ def test_a_copy_that_a_function_forks_ends_instead_of_going_on(kind: str, body: 
         check=True,
     )
     assert done.stdout.splitlines() == [f"came back with {FORKED_STATUS << 8}"]
-    assert "a copy that it forked came back from it" in done.stderr
+    assert "a forked copy returned from the function" in done.stderr
 
 
 def test_a_copy_that_awaits_ends_before_it_runs_anything_else_of_the_loop(tmp_path: Path):

@@ -89,7 +89,7 @@ def test_a_path_that_names_nothing_says_what_was_looked_for(tmp_path, path, said
         ("1 / 0", r"ZeroDivisionError: division by zero \(.*mine\.py:2\)"),
         (
             "import sys; sys.exit(0)",
-            r"it ends Python: SystemExit: 0 \(.*mine\.py:2\)[\s\S]*__main__",
+            r"the file ends Python: SystemExit: 0 \(.*mine\.py:2\)[\s\S]*__main__",
         ),
         ("raise BaseException('odd')", "BaseException: odd"),
         ("raise ValueError('x' * 10**6)", "1000000 characters"),

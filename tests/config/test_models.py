@@ -115,7 +115,7 @@ def test_a_critic_learns_as_the_policy_does_but_for_what_is_said():
             "critic": {"lr": 1e-5, "lr_warmup_steps": 0},
         }
     )
-    assert config.critic.optimizer_beside(config.train.optimizer).model_dump() == {
+    assert config.critic.resolved_optimizer(config.train.optimizer).model_dump() == {
         **config.train.optimizer.model_dump(),
         "lr": 1e-5,
         "lr_warmup_steps": 0,
@@ -124,6 +124,6 @@ def test_a_critic_learns_as_the_policy_does_but_for_what_is_said():
         update={"optimizer": config.train.optimizer, "lr": None, "lr_warmup_steps": None}
     )
     assert (
-        own.optimizer_beside(config.train.optimizer.model_copy(update={"lr": 1.0}))
+        own.resolved_optimizer(config.train.optimizer.model_copy(update={"lr": 1.0}))
         == config.train.optimizer
     )

@@ -1,4 +1,4 @@
-"""Presets under a recipe (rlpipe.config.presets)."""
+"""Presets under a recipe (rlpipe.config.load)."""
 
 from __future__ import annotations
 

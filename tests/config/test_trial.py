@@ -45,7 +45,7 @@ def run_trial(config: RunConfig, timeout_s: float = 60.0) -> None:
 @pytest.mark.parametrize(
     ("code", "found"),
     [
-        ("import sys; sys.exit(0)", "it ends Python: SystemExit: 0"),
+        ("import sys; sys.exit(0)", "the file ends Python: SystemExit: 0"),
         ("import os; os._exit(0)", "ended the process that imported it: exit status 0"),
         ("raise ValueError('odd')", r"ValueError: odd \(.*mine\.py:3\)"),
         ("raise KeyboardInterrupt", "KeyboardInterrupt"),

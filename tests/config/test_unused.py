@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlpipe.config.load import dump, find_recipe, load_run, recipes, unused_keys
-from rlpipe.config.presets import presets
+from rlpipe.config.load import dump, find_recipe, load_run, presets, recipes, unused_keys
 from rlpipe.config.problems import all_keys
 from rlpipe.config.text import dump as dump_yaml
 from rlpipe.config.unused import DEPENDENCIES
