@@ -43,7 +43,7 @@ from typing import Any
 
 import numpy as np
 
-from rlpipe.batch.packing import BatchColumns
+from rlpipe.batch.columns import BatchColumns
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import DeadlineExceeded
 

@@ -1,13 +1,10 @@
-"""What one push says to its engines, whatever moves the bytes.
+"""One push from the engines' side, for any transport.
 
-    pause → flush → begin → load → end → echo the stamp → continue
+    pause → flush → begin → load → end → check the stamp → resume
 
-Every step is taken by all engines at once. One that fails a step is out: it stays paused, on
-weights that nobody knows, and the report says why. One that took them all samples with the new
-weights.
-
-Not here: how weights get into the engines (`load`: the transports), or what becomes of an engine
-that is out (the fleet).
+`run_session` opens a `Session` and runs the push in it. Every step runs on all engines at once. An
+engine that fails a step leaves the session: it stays paused, its weights are unknown, and
+`PushReport.unknown` gives the reason. An engine that passes all steps samples with the new weights.
 """
 
 from __future__ import annotations
@@ -16,121 +13,152 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 
 from rlpipe.engines.sglang.admin import Engine, PauseMode
 from rlpipe.errors import DeadlineExceeded, EngineError, SyncError
-from rlpipe.sync.transports.base import PushReport
 
-Step = Callable[[Engine], Awaitable[None]]
+Call = Callable[[Engine], Awaitable[None]]
 CALLS_PER_PUSH = 4
-"""One call to an engine may take so large a part of the push's time."""
+"""One call to an engine may take this fraction (1 / 4) of the push's deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """Result of a push. On trainer ranks other than 0 only `stamp` and `size_bytes` are set."""
+
+    stamp: str
+    engines: tuple[str, ...] = ()
+    """URLs of the engines that hold all new weights."""
+    unknown: dict[str, str] = field(default_factory=dict)
+    """URL → reason, of the engines that stay paused with unknown weights. Keep them off the router
+    until they are replaced or a push succeeds."""
+    tensors: int = 0
+    size_bytes: int = 0
+    buckets: int = 0
+    seconds: float = 0.0
+    paused_s: float = 0.0
+    """Part of `seconds` in which engines sampled nothing."""
+    steps: dict[str, float] = field(default_factory=dict)
+    """Seconds by kind of step. `tensors` is the wait for the next gathered and packed bucket,
+    `bucket` the load in the engines."""
 
 
 class Session:
-    """One push: the engines still in it, and why the others are not."""
+    """The engines of one push, and its counters."""
 
     def __init__(self, engines: list[Engine], stamp: str) -> None:
         self.active = engines
         self.stamp = stamp
         self.unknown: dict[str, str] = {}
         self.current: list[str] = []
-        self.tensors = self.size_bytes = self.buckets = 0
-        self.doing = self._kind = "start"
+        """URLs of the engines that passed every step."""
+        self.tensors = 0
+        self.size_bytes = 0
+        self.buckets = 0
+        self.step = "start"
         self.steps: dict[str, float] = {}
-        """Seconds by what was done; all buckets are one."""
+        """Seconds by kind of step. All buckets are one kind."""
         self.paused_s = 0.0
+        self._kind = self.step
         self._updating: set[str] = set()
-        self._held_at_s = self._since_s = time.monotonic()
+        self._step_start_s = time.monotonic()
+        self._pause_start_s = self._step_start_s
 
-    def turn_to(self, doing: str, *, kind: str | None = None) -> None:
-        """What the push does from here on. `kind`: under what it is counted in `steps`, if there
-        are several of it."""
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """URLs of the active engines, in order."""
+        return tuple(engine.url for engine in self.active)
+
+    def start_step(self, step: str, *, kind: str | None = None) -> None:
+        """End the running step and start another. `steps` counts its time as `kind`, or `step`."""
         now_s = time.monotonic()
-        self.steps[self._kind] = self.steps.get(self._kind, 0.0) + now_s - self._since_s
-        self.doing = doing
-        self._kind = kind or doing
-        self._since_s = now_s
+        self.steps[self._kind] = self.steps.get(self._kind, 0.0) + now_s - self._step_start_s
+        self.step = step
+        self._kind = kind or step
+        self._step_start_s = now_s
 
-    async def each(self, doing: str, step: Step, *, kind: str | None = None) -> None:
-        """Take one step on every engine at once; one that fails is out. Raises: SyncError when none
-        is left."""
-        self.turn_to(doing, kind=kind)
-        errors = await asyncio.gather(*(_error_of(step(engine)) for engine in self.active))
+    async def each(self, step: str, call: Call, *, kind: str | None = None) -> None:
+        """Call every engine at once and drop the engines that fail.
+
+        Raises: SyncError if no engine remains.
+        """
+        self.start_step(step, kind=kind)
+        errors = await asyncio.gather(*(_error_of(call(engine)) for engine in self.active))
         for engine, error in zip(self.active, errors, strict=True):
             if error is not None:
-                self.unknown[engine.url] = f"{doing}: {error}"
+                self.unknown[engine.url] = f"{step}: {error}"
         self.active = [engine for engine in self.active if engine.url not in self.unknown]
         if not self.active:
             raise SyncError("no engine is left", where=f"push of {self.stamp}", found=self.unknown)
 
-    async def all(self, doing: str, step: Step) -> None:
-        """Take one step of a check on every engine at once. Raises: SyncError if any of them does
-        not pass it."""
-        self.turn_to(doing)
-        errors = await asyncio.gather(*(_error_of(step(engine)) for engine in self.active))
-        if found := {
+    async def check_all(self, step: str, call: Call) -> None:
+        """Call every engine at once for a check. Raises: SyncError if any engine fails it."""
+        self.start_step(step)
+        errors = await asyncio.gather(*(_error_of(call(engine)) for engine in self.active))
+        failed = {
             engine.url: str(error)
             for engine, error in zip(self.active, errors, strict=True)
             if error is not None
-        }:
+        }
+        if failed:
             raise SyncError(
                 "an engine does not hold the weights that were sent (sync.check_weight_update_equal)",
-                where=f"push of {self.stamp}: {doing}",
-                found=found,
-                do="an engine without /weights_checker (HTTP 404) cannot say: leave the check out",
+                where=f"push of {self.stamp}: {step}",
+                found=failed,
+                do="turn the check off for an engine without /weights_checker (HTTP 404)",
             )
 
-    async def hold(self, pause: PauseMode) -> None:
-        """Pause and flush: from here on nothing is sampled, and no cache is left of the old
-        weights.
+    async def pause(self, mode: PauseMode) -> None:
+        """Pause the engines and flush their caches.
 
-        `pause`: what becomes of requests in flight. `retract` keeps them in the engine and computes
-        their cache anew under the new weights; never `in_place`, with which old caches would be
-        used on (see `Engine.pause`).
+        `mode` decides about requests in flight. `retract` keeps them in the engine, which computes
+        their cache again under the new weights. `in_place` is not allowed: later requests would
+        read caches of the old weights (see `Engine.pause`).
         """
-        assert pause != "in_place"
-        self._held_at_s = time.monotonic()
-        await self.each("pause", lambda engine: engine.pause(pause))
+        assert mode != "in_place"
+        self._pause_start_s = time.monotonic()
+        await self.each("pause", lambda engine: engine.pause(mode))
         await self.each("flush the cache", Engine.flush)
 
     async def begin(self) -> None:
-        """Open an update in each engine that has such a thing."""
+        """Open a weight update in every engine that has that call."""
         await self.each("begin", self._begin)
 
     async def end(self) -> None:
-        """Close the update, where there is one: the engine makes what it derives from its
-        weights."""
+        """Close the weight update. The engine then builds what it derives from its weights."""
         await self.each("end", self._end)
 
     async def overwrite(self) -> None:
-        """After a load: each engine remembers what it holds, and fills it with random numbers."""
-        await self.all("remember the weights", lambda engine: engine.check_weights("snapshot"))
+        """Have each engine remember its weights and overwrite them with random numbers."""
+        await self.check_all(
+            "remember the weights", lambda engine: engine.check_weights("snapshot")
+        )
         await self.each(
             "overwrite the weights", lambda engine: engine.check_weights("reset_tensors")
         )
 
     async def compare(self) -> None:
-        """After a load over random numbers. Raises: SyncError if an engine then holds anything else
-        than it remembers."""
-        await self.all("compare the weights", lambda engine: engine.check_weights("compare"))
+        """Compare the weights with those before `overwrite`. Raises: SyncError if they differ."""
+        await self.check_all("compare the weights", lambda engine: engine.check_weights("compare"))
 
-    async def resume(self, *, goes_on: bool = True) -> None:
-        """Echo and continue: engines that name the new weights sample with them.
+    async def resume(self, *, sampling: bool = True) -> None:
+        """Check the stamp in each engine, then let the engines sample.
 
-        `goes_on` False leaves them paused: who gave up their cache has them continue when it is
-        back.
+        With `sampling=False` the engines stay paused. Engines that released their cache continue
+        when they have taken it back.
         """
-        await self.each("echo", self._echo)
-        if goes_on:
+        await self.each("echo", self._check_stamp)
+        if sampling:
             await self.each("continue", Engine.continue_)
         self.current = [engine.url for engine in self.active]
-        self.paused_s = time.monotonic() - self._held_at_s
+        self.paused_s = time.monotonic() - self._pause_start_s
 
-    def count(self, tensors: int, size_bytes: int) -> None:
-        """Another bucket was sent."""
-        self.tensors = self.tensors + tensors
-        self.size_bytes = self.size_bytes + size_bytes
-        self.buckets = self.buckets + 1
+    def count_bucket(self, tensors: int, size_bytes: int) -> None:
+        """Add one loaded bucket to the counters."""
+        self.tensors += tensors
+        self.size_bytes += size_bytes
+        self.buckets += 1
 
     async def _begin(self, engine: Engine) -> None:
         if await engine.begin_weight_update():
@@ -140,20 +168,24 @@ class Session:
         if engine.url in self._updating:
             await engine.end_weight_update()
 
-    async def _echo(self, engine: Engine) -> None:
-        found = await engine.weight_version()
-        if found != self.stamp:
+    async def _check_stamp(self, engine: Engine) -> None:
+        stamp = await engine.weight_version()
+        if stamp != self.stamp:
             raise SyncError(
-                "it names other weights", where=engine.url, found=found, expected=self.stamp
+                "the engine reports other weights",
+                where=engine.url,
+                found=stamp,
+                expected=self.stamp,
             )
 
 
-async def push_session(
+async def run_session(
     urls: Sequence[str], stamp: str, work: Callable[[Session], Awaitable[None]], *, timeout_s: float
 ) -> PushReport:
-    """Do the work of a push (`hold` … `resume`) with these engines, within a deadline.
+    """Run a push (`Session.pause` to `Session.resume`) on these engines within a deadline.
 
-    Raises: SyncError if the weights arrived nowhere; what else `work` raises.
+    Raises: SyncError if no engine got the weights (`found` maps URL → reason); any other error of
+    `work`.
     """
     start_s = time.monotonic()
     async with AsyncExitStack() as stack:
@@ -165,35 +197,37 @@ async def push_session(
         try:
             async with asyncio.timeout(timeout_s):
                 await work(session)
-        except (TimeoutError, SyncError) as error:
-            why = (
-                str(error)
-                if isinstance(error, SyncError)
-                else f"not finished within {timeout_s:g} s ({session.doing})"
-            )
-            out = [url for url in urls if url not in session.current and url not in session.unknown]
-            session.unknown.update(dict.fromkeys(out, why))
-    session.turn_to("over")
+        except TimeoutError:
+            _drop_rest(session, urls, f"not finished within {timeout_s:g} s ({session.step})")
+        except SyncError as error:
+            _drop_rest(session, urls, str(error))
+    session.start_step("over")
     if not session.current:
         raise SyncError(
             "the weights arrived nowhere", where=f"push of {stamp}", found=session.unknown
         )
-    sent = session.tensors, session.size_bytes, session.buckets
-    seconds = time.monotonic() - start_s
     return PushReport(
-        stamp,
-        tuple(session.current),
-        session.unknown,
-        *sent,
-        seconds,
-        session.paused_s,
-        session.steps,
+        stamp=stamp,
+        engines=tuple(session.current),
+        unknown=session.unknown,
+        tensors=session.tensors,
+        size_bytes=session.size_bytes,
+        buckets=session.buckets,
+        seconds=time.monotonic() - start_s,
+        paused_s=session.paused_s,
+        steps=session.steps,
     )
 
 
-async def _error_of(step: Awaitable[None]) -> Exception | None:
+def _drop_rest(session: Session, urls: Sequence[str], reason: str) -> None:
+    for url in urls:
+        if url not in session.current:
+            session.unknown.setdefault(url, reason)
+
+
+async def _error_of(call: Awaitable[None]) -> Exception | None:
     try:
-        await step
+        await call
     except (EngineError, DeadlineExceeded, SyncError) as error:
         return error
     return None

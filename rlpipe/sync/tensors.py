@@ -1,7 +1,6 @@
-"""Named tensors on their way to engines: what the model directory says of them, checked one by one,
-cut into buckets.
+"""Check named tensors against the model directory and cut them into buckets.
 
-Not here: how they get there (the transports).
+Entry points: `expected_shapes`, `check_tensors`, `into_buckets`, `mark_last`.
 """
 
 from __future__ import annotations
@@ -16,16 +15,17 @@ from torch import Tensor
 
 from rlpipe.errors import ConfigError, SyncError
 
+NamedTensors = Iterable[tuple[str, Tensor]]
+"""Hugging Face name and tensor of each weight."""
 Bucket = list[tuple[str, Tensor]]
+"""Tensors that a push gathers and sends together."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def expected_shapes(model_dir: str | Path) -> dict[str, tuple[int, ...]]:
-    """Name → shape of every tensor in the directory's safetensors files, read from their headers;
-    without layers beyond the model's own, which predict further tokens (MTP): they are not trained,
-    and engines that draft with them have them.
+    """Return name → shape of every tensor that engines hold, from the safetensors headers.
 
-    Raises: ConfigError if there are none.
+    Raises: ConfigError if the directory has no safetensors file, or a damaged one.
     """
     files = sorted(Path(model_dir).glob("*.safetensors"))
     if not files:
@@ -49,30 +49,33 @@ def expected_shapes(model_dir: str | Path) -> dict[str, tuple[int, ...]]:
     config = json.loads((Path(model_dir) / "config.json").read_text())
     if config.get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)
-    layers = config.get("num_hidden_layers")
+    # Layers beyond the model's own predict further tokens (MTP). They are not trained, and engines
+    # that draft with them load them from the directory.
+    num_layers = config.get("num_hidden_layers")
     return {
         name: shape
         for name, shape in shapes.items()
-        if not (found := _LAYER.match(name)) or int(found[1]) < layers
+        if not (match := _LAYER.match(name)) or int(match[1]) < num_layers
     }
 
 
-def checked(
-    tensors: Iterable[tuple[str, Tensor]],
+def check_tensors(
+    tensors: NamedTensors,
     expected: Mapping[str, tuple[int, ...]],
     missing: set[str],
     *,
-    own: bool = True,
+    compact: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Pass on each tensor that the engines expect, and take its name out of `missing`.
+    """Yield every tensor that engines hold and remove its name from `missing`.
 
-    `own`: on the CPU, with a memory that holds nothing else; without, where it lies, maybe a view
-    of a parameter. A tied `lm_head.weight` is left out. Raises: SyncError for another name, shape,
-    or a dtype that is not floating point.
+    A tied `lm_head.weight` is left out. With `compact` each tensor is on the CPU and its storage
+    holds nothing else; without, it can be a view of a parameter.
+    Raises: SyncError for an unknown name, another shape, or a dtype that is not floating point.
     """
     for name, tensor in tensors:
         if name == "lm_head.weight" and name not in expected:
             continue
+        # SGLang ignores a wrong name and crashes on a wrong shape.
         if name not in expected:
             raise SyncError(
                 "the engines have no such tensor",
@@ -81,44 +84,62 @@ def checked(
                 expected="a name of the model",
             )
         if tuple(tensor.shape) != expected[name] or not tensor.is_floating_point():
-            found = f"{tensor.dtype} {tuple(tensor.shape)}"
             raise SyncError(
-                "a tensor is not what the engines hold",
+                "a tensor differs from what the engines hold",
                 where=name,
-                found=found,
+                found=f"{tensor.dtype} {tuple(tensor.shape)}",
                 expected=f"floating point {expected[name]}",
             )
         missing.discard(name)
-        yield name, _owned(tensor.detach()) if own else tensor.detach()
+        yield name, _compact(tensor.detach()) if compact else tensor.detach()
 
 
-def _owned(tensor: Tensor) -> Tensor:
-    here = tensor.to("cpu").contiguous()
-    return here.clone() if here.untyped_storage().nbytes() != here.nbytes else here
+def _compact(tensor: Tensor) -> Tensor:
+    # pickle writes the whole storage, also of a view.
+    on_cpu = tensor.to("cpu").contiguous()
+    return on_cpu.clone() if on_cpu.untyped_storage().nbytes() != on_cpu.nbytes else on_cpu
 
 
-def buckets(tensors: Iterable[tuple[str, Tensor]], size_bytes: int) -> Iterator[Bucket]:
-    """Cut a stream of tensors into lists of at most `size_bytes`; a larger tensor is a bucket of
-    its own."""
+def require_none_missing(missing: set[str], stamp: str) -> None:
+    """Raises: SyncError if names are left in `missing` after all tensors of a push."""
+    if missing:
+        raise SyncError(
+            "tensors are missing",
+            where=f"push of {stamp}",
+            found=f"no {', '.join(sorted(missing)[:5])}",
+        )
+
+
+def into_buckets(tensors: NamedTensors, size_bytes: int) -> Iterator[Bucket]:
+    """Cut a stream of tensors into buckets of at most `size_bytes`.
+
+    A larger tensor is a bucket by itself.
+    """
     bucket: Bucket = []
-    held = 0
+    bucket_bytes = 0
     for name, tensor in tensors:
-        if bucket and held + tensor.nbytes > size_bytes:
+        if bucket and bucket_bytes + tensor.nbytes > size_bytes:
             yield bucket
             bucket = []
-            held = 0
+            bucket_bytes = 0
         bucket.append((name, tensor))
-        held += tensor.nbytes
+        bucket_bytes += tensor.nbytes
     if bucket:
         yield bucket
 
 
-def with_last(items: Iterator[Bucket]) -> Iterator[tuple[Bucket, bool]]:
-    """Each bucket, and whether it is the last. Raises: SyncError if there is none."""
-    held = next(items, None)
-    if held is None:
-        raise SyncError("there is nothing to push")
-    for item in items:
-        yield held, False
-        held = item
-    yield held, True
+def mark_last(buckets: Iterator[Bucket]) -> Iterator[tuple[Bucket, bool]]:
+    """Yield each bucket and whether it is the last. Raises: SyncError without a bucket."""
+    bucket = next(buckets, None)
+    if bucket is None:
+        raise SyncError("the push has no tensors")
+    for following in buckets:
+        yield bucket, False
+        bucket = following
+    yield bucket, True
+
+
+def exhaust(items: Iterable[object]) -> None:
+    """Read an iterator to its end. Other ranks take part in gathering each tensor."""
+    for _ in items:
+        pass

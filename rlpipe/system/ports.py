@@ -1,29 +1,35 @@
-"""A TCP port to listen on. Not here: who listens."""
+"""TCP ports and addresses of this machine: `free_port`, `is_loopback`."""
 
 from __future__ import annotations
 
 import random
 import socket
+from urllib.parse import urlsplit
 
 from rlpipe.errors import ResourceError
 
 RANGE = range(15000, 30000)
-"""Below what Linux gives to outgoing connections (32768 up). A server loads for half a minute
-before it binds, a trainer imports torch before it does; a port of the system's own choice is often
-gone by then."""
+"""Below the range that Linux uses for outgoing connections (32768 and above). A server loads for
+half a minute before it binds, and a trainer imports torch first. A port that the system chose is
+often taken by then."""
 
 
 def free_port(host: str = "127.0.0.1", *, following: int = 0) -> int:
-    """A port of `RANGE` that nobody listens on now, nor on so many that follow it.
+    """Return a port of `RANGE` that is free together with the `following` ports after it.
 
-    Raises: ResourceError if none of a hundred is free.
+    Raises: ResourceError if a hundred random ports are taken.
     """
     for port in random.SystemRandom().sample(RANGE, 100):
-        if all(_is_free(host, one) for one in range(port, port + following + 1)):
+        if all(_is_free(host, candidate) for candidate in range(port, port + following + 1)):
             return port
     raise ResourceError(
-        "no port is free", where=host, expected=f"one of {RANGE.start} to {RANGE.stop - 1}"
+        "no port is free", where=host, expected=f"a port from {RANGE.start} to {RANGE.stop - 1}"
     )
+
+
+def is_loopback(url: str) -> bool:
+    """True if a URL names the loopback interface of this machine."""
+    return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -1,9 +1,7 @@
-"""Where processes of torch.distributed meet: stores and groups that listen where they are asked to,
-not on every address.
+"""Stores and groups of torch.distributed that listen on one address only.
 
-torch's own store takes whoever reaches the machine, and gloo listens at what the machine's name
-stands for. Not here: who listens (`engines.megatron.groups`, `sync.transports.group`, ...); NCCL's
-sockets, which NCCL_SOCKET_IFNAME places for the whole process.
+torch's own store listens on every address, and gloo on the address of the machine's host name.
+NCCL's sockets are configured by NCCL_SOCKET_IFNAME for the whole process.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ GLOO = "GLOO_SOCKET_IFNAME"
 LOOPBACK_INTERFACE = "lo"
 
 
-def store(
+def tcp_store(
     host: str,
     port: int,
     *,
@@ -32,40 +30,42 @@ def store(
     world_size: int | None = None,
     wait: bool = False,
 ) -> TCPStore:
-    """The store at this address: of who `listens`, there alone (port 0: a free one), else a
-    connection to it. `wait`: until all of `world_size` are there.
+    """Open a store at an address (`listens`; port 0 is any free port), or connect to one.
 
-    Raises: DistNetworkError, DistStoreError (of RuntimeError) if nobody can listen there, or it is
-    not reached in time.
+    `wait`: return when all `world_size` processes are connected.
+    Raises: DistNetworkError, DistStoreError (both RuntimeError) if the address is taken, or not
+    reached in time.
     """
-    keep = {"world_size": world_size, "timeout": timeout, "wait_for_workers": wait}
+    options = {"world_size": world_size, "timeout": timeout, "wait_for_workers": wait}
     if not listens:
-        return TCPStore(host, port, is_master=False, **keep)
+        return TCPStore(host, port, is_master=False, **options)
     try:
-        family, address = _resolved(host, port)
+        family, address = _resolve(host, port)
         listener = socket.create_server(address, family=family)
     except OSError as error:
-        raise DistNetworkError(f"nobody can listen at {host}:{port}: {error}") from error
+        raise DistNetworkError(f"cannot listen at {host}:{port}: {error}") from error
     with listener:
         return TCPStore(
             host,
             listener.getsockname()[1],
             is_master=True,
             master_listen_fd=listener.detach(),
-            **keep,
+            **options,
         )
 
 
 def gloo_settings(host: str) -> dict[str, str]:
-    """Environment variables that have gloo listen on the loopback interface, if `host` is there,
-    unless the environment says."""
-    there = ipaddress.ip_address(_resolved(host, 0)[1][0]).is_loopback
-    return {GLOO: LOOPBACK_INTERFACE} if there and GLOO not in os.environ else {}
+    """Return environment variables that bind gloo to the loopback interface, if `host` is there.
+
+    An existing variable is kept.
+    """
+    is_loopback = ipaddress.ip_address(_resolve(host, 0)[1][0]).is_loopback
+    return {GLOO: LOOPBACK_INTERFACE} if is_loopback and GLOO not in os.environ else {}
 
 
 @contextmanager
 def gloo_at(host: str) -> Iterator[None]:
-    """Groups of gloo that are made meanwhile go by `gloo_settings`."""
+    """Set `gloo_settings` for the gloo groups that are made in this block."""
     values = gloo_settings(host)
     os.environ.update(values)
     try:
@@ -75,6 +75,6 @@ def gloo_at(host: str) -> Iterator[None]:
             del os.environ[name]
 
 
-def _resolved(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
+def _resolve(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return family, address[:2]

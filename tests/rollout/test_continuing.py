@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 
 from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.train import SyncConfig
 from rlpipe.engines.sglang.admin import Engine, PauseMode
 from rlpipe.errors import DeadlineExceeded, EngineError
 from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.client.request_pool import Gate
 from rlpipe.rollout.generate import SingleTurn, sampling_params
 from rlpipe.rollout.generation import Generation, joined, settled
+from rlpipe.sync.transports.base import Push, TransportSetup
 from rlpipe.sync.transports.tensor import TensorTransport
 from rlpipe.types import PlannedGroup, Status
 from tests.live_engine import CONTEXT_LEN, END, VOCAB_SIZE, log_probs, make_model
@@ -36,10 +38,10 @@ def _client(url: str, **keywords) -> GenerateClient:
 
 
 async def _push(live, model, stamp: str, pause: PauseMode = "abort") -> None:
-    transport = TensorTransport(live.model_dir, buffer_size_bytes=2**20, timeout_s=40.0)
-    await asyncio.to_thread(
-        transport.push, list(model.state_dict().items()), [live.server.url], stamp, pause=pause
-    )
+    sync = SyncConfig(update_weight_buffer_size=2**20, timeout_s=40.0)
+    transport = TensorTransport(TransportSetup(model_dir=live.model_dir, sync=sync))
+    push = Push(stamp, [live.server.url], pause=pause)
+    await asyncio.to_thread(transport.send, list(model.state_dict().items()), push)
     live.model = model
 
 

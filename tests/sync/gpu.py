@@ -27,13 +27,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.engines.sglang.server import Server
-from rlpipe.sync.fp8 import fp8_directory, from_blocks, quantised
+from rlpipe.sync.fp8 import dequantize_matrix, fp8_directory, quantize
+from rlpipe.sync.transports.base import Push
 from rlpipe.sync.transports.bucketed import BucketTransport
-from rlpipe.sync.transports.distributed import DistributedTransport
-from rlpipe.sync.transports.group import use_nccl_as_engines_do
+from rlpipe.sync.transports.distributed import DistributedTransport, use_sglang_nccl_settings
 from rlpipe.sync.transports.ipc import IpcTransport
 from rlpipe.sync.transports.tensor import TensorTransport
 from tests.gpus import prepare, visible_gpus
+from tests.sync.setups import transport_setup
 
 WAYS = ("ipc", "tensor", "fp8", "distributed")
 BUFFER_BYTES = 512 * 1024**2
@@ -80,7 +81,7 @@ class Bench:
     model_dir: Path = field(init=False)
 
     def __post_init__(self) -> None:
-        use_nccl_as_engines_do()
+        use_sglang_nccl_settings()
         self.model_dir = self.folder / "model"
         make_model(self.layers, seed=0).save_pretrained(self.model_dir)
         torch.cuda.empty_cache()
@@ -95,18 +96,17 @@ class Bench:
         gpu = visible_gpus()[1 if way == "distributed" else 0]
         return engine_on(gpu, self.served_dir(way), self.folder / f"{way}.log")
 
-    def transport(self, way: str, url: str, timeout_s: float = 120.0) -> BucketTransport:
+    def transport(self, way: str, timeout_s: float = 120.0) -> BucketTransport:
         """The way's transport to one engine."""
-        common = {"buffer_size_bytes": BUFFER_BYTES, "timeout_s": timeout_s}
+        setup = transport_setup(
+            self.served_dir(way),
+            buffer_size_bytes=BUFFER_BYTES,
+            timeout_s=timeout_s,
+            device=torch.device("cuda:0"),
+        )
         if way == "tensor":
-            return TensorTransport(self.served_dir(way), **common)
-        if way == "distributed":
-            return DistributedTransport(
-                self.served_dir(way), device=torch.device("cuda:0"), **common
-            )
-        transport = IpcTransport(self.served_dir(way), device=torch.device("cuda:0"), **common)
-        transport.places = {url: [0]}
-        return transport
+            return TensorTransport(setup)
+        return DistributedTransport(setup) if way == "distributed" else IpcTransport(setup)
 
 
 @contextmanager
@@ -135,16 +135,16 @@ def engine_on(gpu: str, model_dir: str | Path, log_path: Path) -> Iterator[Serve
 def served(way: str, model: Qwen3ForCausalLM) -> Iterable[tuple[str, Tensor]]:
     """The model's tensors as the way's engine holds them."""
     tensors = model.state_dict().items()
-    return quantised(tensors) if way == "fp8" else tensors
+    return quantize(tensors) if way == "fp8" else tensors
 
 
 @torch.no_grad()
 def round_trip(model: Qwen3ForCausalLM) -> None:
     """Make the weights what an FP8 engine holds."""
-    found = dict(quantised(model.state_dict().items()))
+    found = dict(quantize(model.state_dict().items()))
     for name, parameter in model.named_parameters():
         if f"{name}_scale_inv" in found:
-            parameter.copy_(from_blocks(found[name], found[f"{name}_scale_inv"]))
+            parameter.copy_(dequantize_matrix(found[name], found[f"{name}_scale_inv"]))
 
 
 @torch.no_grad()
@@ -181,19 +181,21 @@ def copy_seconds(size_bytes: int) -> float:
 def measured(bench: Bench, way: str, repeats: int) -> str:
     """One line of the table."""
     with bench.engine(way) as server:
-        transport = bench.transport(way, server.url)
+        transport = bench.transport(way)
         seconds = []
         report = None
         model = make_model(bench.layers, seed=1)
         for number in range(1 + repeats):
-            report = transport.push(served(way, model), [server.url], f"b@{number}@x")
+            report = transport.send(
+                served(way, model),
+                Push(f"b@{number}@x", [server.url], engine_ranks={server.url: [0]}),
+            )
             seconds.append(report.seconds)
         assert report is not None
         if way == "fp8":
             round_trip(model)
         apart = difference(server.url, model)
-        if isinstance(transport, DistributedTransport):
-            transport.close()
+        transport.close()
     gigabytes = report.size_bytes / 1e9
     best = min(seconds[1:])
     copied = copy_seconds(report.size_bytes)

@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from deployments.recipes.tiny_models import make_spell_backward_model
-from rlpipe.batch.packing import BatchColumns
+from rlpipe.batch.columns import BatchColumns
 from rlpipe.sync.probe import Probe, mean_difference
 
 Weights = dict[str, torch.Tensor]

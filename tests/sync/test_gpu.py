@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlpipe.errors import SyncError
-from rlpipe.sync.transports.distributed import DistributedTransport
+from rlpipe.sync.transports.base import Push
 from tests.sync.gpu import Bench, difference, make_model, round_trip, served
 
 LAYERS = 4
@@ -26,11 +26,12 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 def _pushed_and_compared(bench: Bench, way: str) -> None:
     with bench.engine(way) as server:
-        transport = bench.transport(way, server.url)
+        transport = bench.transport(way)
         for seed, check in ((1, False), (2, way != "fp8"), (3, False)):
             model = make_model(LAYERS, seed)
-            assert transport.push(
-                served(way, model), [server.url], f"b@{seed}@x", check=check
+            assert transport.send(
+                served(way, model),
+                Push(f"b@{seed}@x", [server.url], engine_ranks={server.url: [0]}, check=check),
             ).engines == (server.url,)
             if way == "fp8":
                 round_trip(model)
@@ -38,8 +39,7 @@ def _pushed_and_compared(bench: Bench, way: str) -> None:
             assert difference(server.url, make_model(LAYERS, seed + 10)) > 2 * LARGEST[way], (
                 "another model is another"
             )
-        if isinstance(transport, DistributedTransport):
-            transport.close()
+        transport.close()
 
 
 @pytest.mark.gpu
@@ -52,10 +52,13 @@ def test_an_engine_on_the_trainer_s_gpu_is_the_model_that_was_pushed(bench, way)
 def test_pushes_of_handles_leave_no_memory_behind(bench):
     model = make_model(LAYERS, seed=1)
     with bench.engine("ipc") as server:
-        transport = bench.transport("ipc", server.url)
+        transport = bench.transport("ipc")
         used = []
         for number in range(20):
-            transport.push(served("ipc", model), [server.url], f"b@{number}@x")
+            transport.send(
+                served("ipc", model),
+                Push(f"b@{number}@x", [server.url], engine_ranks={server.url: [0]}),
+            )
             free, total = torch.cuda.mem_get_info(0)
             used.append(total - free)
     assert used[-1] - used[2] < 64 * 1024**2
@@ -72,10 +75,9 @@ def test_an_engine_that_dies_in_a_broadcast_is_noticed_and_the_one_that_replaces
 ):
     model = make_model(LAYERS, seed=4)
     way = "distributed"
-    transport = bench.transport(way, "", timeout_s=60.0)
-    assert isinstance(transport, DistributedTransport)
+    transport = bench.transport(way, timeout_s=60.0)
     with bench.engine(way) as first:
-        transport.push(served(way, model), [first.url], "b@0@first")
+        transport.send(served(way, model), Push("b@0@first", [first.url]))
 
         def tensors():
             for number, item in enumerate(served(way, model)):
@@ -85,9 +87,9 @@ def test_an_engine_that_dies_in_a_broadcast_is_noticed_and_the_one_that_replaces
 
         start_s = time.monotonic()
         with pytest.raises(SyncError):
-            transport.push(tensors(), [first.url], "b@0@broken")
+            transport.send(tensors(), Push("b@0@broken", [first.url]))
         assert time.monotonic() - start_s < 30
     with bench.engine(way) as second:
-        transport.push(served(way, model), [second.url], "b@0@second")
+        transport.send(served(way, model), Push("b@0@second", [second.url]))
         assert difference(second.url, model) < LARGEST[way]
     transport.close()

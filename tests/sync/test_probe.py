@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlpipe.batch.packing import BatchColumns
+from rlpipe.batch.columns import BatchColumns
 from rlpipe.errors import DeadlineExceeded
 from rlpipe.sync import probe
 from rlpipe.sync.probe import (

@@ -12,12 +12,14 @@ import torch
 
 from rlpipe.config.train import TrainConfig
 from rlpipe.sync.probe import BOUNDS, Agreement, Probe, compare
+from rlpipe.sync.transports.base import Push
 from rlpipe.sync.transports.tensor import TensorTransport
 from rlpipe.system.ports import free_port
 from tests.engines.megatron.ranks import engine as megatron_engine
 from tests.gpus import visible_gpus
 from tests.sync.gpu import engine_on
 from tests.sync.planted import FAULTS, Policy, Update, Weights, probe_of, train_policy
+from tests.sync.setups import transport_setup
 
 pytestmark = pytest.mark.gpu
 STEPS = 1000
@@ -41,7 +43,7 @@ class Pushed:
         tensors = {
             name: tensor.bfloat16() for name, tensor in weights.items() if name != "lm_head.weight"
         }
-        self.transport.push(tensors.items(), [self.url], f"b@{self.number}@x")
+        self.transport.send(tensors.items(), Push(f"b@{self.number}@x", [self.url]))
         return Agreement(**compare(probe, [self.url], 120.0, at_once=True)[0])
 
 
@@ -69,7 +71,9 @@ def pushed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pushed]:
     probes = [probe(update) for update in policy.updates]
     trainer.close()
     with engine_on(visible_gpus()[0], policy.model_dir, folder / "engine.log") as server:
-        transport = TensorTransport(model_dir, buffer_size_bytes=2**20, timeout_s=120.0)
+        transport = TensorTransport(
+            transport_setup(model_dir, buffer_size_bytes=2**20, timeout_s=120.0)
+        )
         yield Pushed(policy, probes, server.url, transport)
 
 

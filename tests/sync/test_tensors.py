@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from rlpipe.errors import ConfigError, SyncError
-from rlpipe.sync.tensors import buckets, checked, expected_shapes
+from rlpipe.sync.tensors import check_tensors, expected_shapes, into_buckets
 from tests.live_engine import VOCAB_SIZE, make_model
 
 
@@ -21,12 +21,12 @@ def test_nothing_is_sent_that_the_engines_do_not_hold(tmp_path):
     good = torch.zeros(64)
     for name, tensor, message in [
         ("model.norm.wait", good, "no such tensor"),
-        ("model.norm.weight", torch.zeros(63), "not what the engines hold"),
-        ("model.norm.weight", good.int(), "not what the engines hold"),
+        ("model.norm.weight", torch.zeros(63), "differs from what the engines hold"),
+        ("model.norm.weight", good.int(), "differs from what the engines hold"),
     ]:
         with pytest.raises(SyncError, match=message):
-            list(checked([(name, tensor)], expected, set()))
-    assert list(checked([("lm_head.weight", good)], expected, set())) == []
+            list(check_tensors([(name, tensor)], expected, set()))
+    assert list(check_tensors([("lm_head.weight", good)], expected, set())) == []
 
 
 def test_layers_that_predict_further_tokens_are_not_waited_for(tmp_path):
@@ -40,13 +40,13 @@ def test_layers_that_predict_further_tokens_are_not_waited_for(tmp_path):
 
 
 def test_a_view_is_sent_without_the_storage_behind_it(tmp_path):
-    ((_, tensor),) = checked([("a", torch.zeros(1000)[:3])], {"a": (3,)}, set())
+    ((_, tensor),) = check_tensors([("a", torch.zeros(1000)[:3])], {"a": (3,)}, set(), compact=True)
     assert tensor.untyped_storage().nbytes() == 12
 
 
 def test_buckets_hold_at_most_their_size_but_lose_nothing():
     tensors = [(str(size), torch.zeros(size)) for size in (1, 2, 30, 1, 1, 1)]
-    cut = list(buckets(tensors, 16))
+    cut = list(into_buckets(tensors, 16))
     assert [[name for name, _ in bucket] for bucket in cut] == [["1", "2"], ["30"], ["1", "1", "1"]]
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from torch.distributed import DistNetworkError, ProcessGroupGloo
 
-from rlpipe.system.rendezvous import GLOO, gloo_at, store
+from rlpipe.system.rendezvous import GLOO, gloo_at, tcp_store
 
 SOON = timedelta(seconds=5)
 
@@ -25,21 +25,21 @@ def listening() -> set[tuple[str, int]]:
 
 def test_a_store_listens_at_its_address_alone_and_is_reached_there():
     before = listening()
-    server = store("127.0.0.2", 0, listens=True, timeout=SOON)
+    server = tcp_store("127.0.0.2", 0, listens=True, timeout=SOON)
     assert listening() - before == {("127.0.0.2", server.port)}
-    store("127.0.0.2", server.port, listens=False, timeout=SOON, world_size=1, wait=True).set(
+    tcp_store("127.0.0.2", server.port, listens=False, timeout=SOON, world_size=1, wait=True).set(
         "key", "value"
     )
     assert server.get("key") == b"value"
     with pytest.raises(DistNetworkError, match="in use"):
-        store("127.0.0.2", server.port, listens=True, timeout=SOON)
+        tcp_store("127.0.0.2", server.port, listens=True, timeout=SOON)
 
 
 def test_gloo_listens_on_loopback_for_who_meets_there_unless_the_environment_says(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.delenv(GLOO, raising=False)
-    meeting = store("localhost", 0, listens=True, timeout=SOON)
+    meeting = tcp_store("localhost", 0, listens=True, timeout=SOON)
     before = listening()
     with gloo_at("localhost"):
         assert os.environ[GLOO] == "lo"

@@ -1,14 +1,11 @@
-"""`FilesSync`: weights to engines through files: written by the trainer, brought to the engines'
-machines, loaded by the servers.
+"""`FilesSync`: send weights to engines through files (`sync.transport` is `disk` or `delta`).
 
-    find the version, or let the trainer write it → each machine brings it, while its engines go on
-    sampling → pause → flush → load → echo → continue
+    find the version, or have the trainer write it → each machine fetches it while its engines
+    sample → pause → flush → load → check the stamp → resume
 
-Only writing needs the trainer: an engine that comes back is given what is there already. A version
-that no machine can bring, or no engine can load, is removed, so that the next push writes all of
-it.
-
-Not here: the files (`rlpipe.sync`), or what becomes of an engine that did not get them (the fleet).
+Only the write needs the trainer. A restarted engine gets the published version without it. A
+version that no machine can fetch or no engine can load is removed, so that the next push writes
+all weights.
 """
 
 from __future__ import annotations
@@ -26,40 +23,37 @@ from rlpipe.actors.specs import ClusterSpec
 from rlpipe.actors.trainer.group import TrainerGroup
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import RlpipeError, SyncError
-from rlpipe.sync.session import Session, push_session
-from rlpipe.sync.transports.base import PushReport
+from rlpipe.sync.session import PushReport, Session, run_session
 from rlpipe.sync.transports.versions import Version, WeightStore
 
 CALL_TIMEOUT_S = 60.0
-LEAST_S = 1.0
-"""What is left of a push's time is never less."""
+MIN_REMAINING_S = 1.0
+"""A step gets at least this time, also after the push's deadline."""
 
 
 class FilesSync:
-    """Of one run."""
+    """Pushes of one run through files."""
 
     def __init__(self, spec: ClusterSpec, cluster: str) -> None:
         self.sync = spec.config.sync
-        self.goes_on = not spec.config.resources.engines_sleep
+        self.resume = not spec.config.resources.engines_sleep
         quantization = spec.config.engine.quantization
         self.store = WeightStore(self.sync.disk_dir(spec.store_root, quantization))
-        local = self.sync.update_weight_local_checkpoint_dir
-        in_place = (
-            self.sync.transport == "disk" and self.store.directory is not None and local is None
-        )
-        copies = Path(local, cluster) if local else Path(spec.home, cluster, "weights")
-        self.mirror = (
-            None
-            if in_place
-            else copies.with_name(f"{copies.name}-{quantization}")
-            if quantization
-            else copies
-        )
-        """Where an engine's machine keeps its copy; None: engines load from the shared
+        self.mirror = self._mirror_folder(spec, cluster, quantization)
+        """Folder of an engine's machine for its copy; None: engines load from the shared
         directory."""
 
-    async def there(self, weights: Weights) -> bool:
-        """Have these weights been written?"""
+    def _mirror_folder(
+        self, spec: ClusterSpec, cluster: str, quantization: str | None
+    ) -> Path | None:
+        local = self.sync.update_weight_local_checkpoint_dir
+        if self.sync.transport == "disk" and self.store.directory is not None and local is None:
+            return None
+        folder = Path(local, cluster) if local else Path(spec.home, cluster, "weights")
+        return folder.with_name(f"{folder.name}-{quantization}") if quantization else folder
+
+    async def is_written(self, weights: Weights) -> bool:
+        """True if the store has these weights."""
         return await asyncio.to_thread(self.store.find, weights.stamp) is not None
 
     async def send(
@@ -71,12 +65,12 @@ class FilesSync:
         trainer: Callable[[], AbstractAsyncContextManager[TrainerGroup | None]],
         held: Callable[[], AbstractAsyncContextManager[None]],
     ) -> dict[str, Any] | None:
-        """As `fleet.Send`, to those of the engines that are `kept`.
+        """Send weights as `fleet.Send` does; `kept` are the engines that can be called.
 
-        `bytes` are those of the files, and `share` is their part of all weights. `trainer`: the
-        trainer with these weights, or None if it may not be had. `held`: meanwhile no requests are
-        sent. Raises: SyncError if no engine can load them; StoreError, StoreFull; what the trainer
-        raises.
+        `trainer` gives the trainer with these weights, or None if it is not available; then the
+        result is None. No requests are sent while `held` is open. In the result, `bytes` are those
+        of the files, and `share` is their part of all weights.
+        Raises: SyncError if no engine can load them; StoreError, StoreFull; errors of the trainer.
         """
         start_s = time.monotonic()
         version = await asyncio.to_thread(self.store.find, weights.stamp)
@@ -84,27 +78,27 @@ class FilesSync:
             async with trainer() as group:
                 if group is None:
                     return None
+                # Restoring the trainer has its own deadline.
                 start_s = time.monotonic()
                 version = await self._write(group, weights)
         end_s = start_s + self.sync.timeout_s
-        folders, unknown = await self._bring(weights.stamp, to.urls(), kept, end_s)
+        folders, unknown = await self._fetch(weights.stamp, to.urls(), kept, end_s)
         async with held():
             urls = await to.begin(list(folders))
-            report = await self._loaded(weights.stamp, {url: folders[url] for url in urls}, end_s)
+            report = await self._load_all(weights.stamp, {url: folders[url] for url in urls}, end_s)
             unknown |= report.unknown
             await to.end(unknown)
-        share = version.size_bytes / max(version.full_bytes, 1)
-        seconds = time.monotonic() - start_s
-        outcome = {
-            "share": share,
+        return {
+            "bytes": version.size_bytes,
+            "seconds": time.monotonic() - start_s,
+            "share": version.size_bytes / max(version.full_bytes, 1),
             "paused_s": report.paused_s,
             "steps": report.steps,
             "unknown": unknown,
         }
-        return {"bytes": version.size_bytes, "seconds": seconds, **outcome}
 
     async def _write(self, trainer: TrainerGroup, weights: Weights) -> Version:
-        """Let the trainer write a version. Older ones go once a full one is there."""
+        """Have the trainer write a version. Remove older ones after a full version."""
         base = await self._base(trainer, weights.stamp)
         await asyncio.to_thread(self.store.remove, weights.stamp)
         shares = await trainer.call(
@@ -122,38 +116,39 @@ class FilesSync:
         return version
 
     async def _base(self, trainer: TrainerGroup, stamp: str) -> Version | None:
-        """What changes can be written of: what all ranks remember, if it is there, and not the end
-        of too long a chain."""
+        """Return the version to write changes of; None to write all weights.
+
+        All ranks must remember it, the store must have it, and its chain must not be too long.
+        """
         if self.sync.transport != "delta":
             return None
-        remembered = set(await trainer.call("remembers", deadline_s=CALL_TIMEOUT_S))
-        base = remembered.pop() if len(remembered) == 1 else None
-        if base is None or base == stamp:
+        stamps = set(await trainer.call("remembers", deadline_s=CALL_TIMEOUT_S))
+        base_stamp = stamps.pop() if len(stamps) == 1 else None
+        if base_stamp is None or base_stamp == stamp:
             return None
-        found = await asyncio.to_thread(self.store.find, base)
-        return found if found and found.links < self.sync.update_weight_full_interval else None
+        base = await asyncio.to_thread(self.store.find, base_stamp)
+        return base if base and base.links < self.sync.update_weight_full_interval else None
 
-    async def _bring(
+    async def _fetch(
         self, stamp: str, urls: Sequence[str], kept: Sequence[KeptEngine], end_s: float
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """The folder that each engine can load, and why others have none. Raises: SyncError if none
-        has one."""
+        """Return the folder of each engine, and the reason for each engine without one.
+
+        Raises: SyncError if no engine has a folder.
+        """
         if self.mirror is None:
             return dict.fromkeys(urls, str(self.store.path(stamp))), {}
         engines = {engine.url: engine for engine in kept}
-        found = dict(
-            zip(
-                urls,
-                await asyncio.gather(
-                    *(self._brought(stamp, engines.get(url), end_s) for url in urls)
-                ),
-                strict=True,
-            )
+        results = await asyncio.gather(
+            *(self._fetch_one(stamp, engines.get(url), end_s) for url in urls)
         )
-        folders = {url: folder for url, folder in found.items() if isinstance(folder, str)}
-        unknown = {
-            url: f"bring: {error}" for url, error in found.items() if isinstance(error, RlpipeError)
-        }
+        folders: dict[str, str] = {}
+        unknown: dict[str, str] = {}
+        for url, result in zip(urls, results, strict=True):
+            if isinstance(result, RlpipeError):
+                unknown[url] = f"fetch: {result}"
+            else:
+                folders[url] = result
         if not folders:
             await asyncio.to_thread(self.store.remove, stamp)
             raise SyncError(
@@ -161,24 +156,24 @@ class FilesSync:
             )
         return folders, unknown
 
-    async def _brought(
+    async def _fetch_one(
         self, stamp: str, engine: KeptEngine | None, end_s: float
     ) -> str | RlpipeError:
         if engine is None:
-            return SyncError("its server is gone")
+            return SyncError("the engine's server is gone")
         try:
-            return await engine.bring(self.store.root, stamp, str(self.mirror), _left(end_s))
+            return await engine.bring(self.store.root, stamp, str(self.mirror), _remaining(end_s))
         except RlpipeError as error:
             return error
 
-    async def _loaded(self, stamp: str, folders: Mapping[str, str], end_s: float) -> PushReport:
-        """Raises: SyncError if no engine could load its folder."""
+    async def _load_all(self, stamp: str, folders: Mapping[str, str], end_s: float) -> PushReport:
+        """Have each engine load its folder. Raises: SyncError if no engine can."""
         try:
-            return await push_session(
+            return await run_session(
                 list(folders),
                 stamp,
                 lambda session: self._load(session, folders),
-                timeout_s=_left(end_s),
+                timeout_s=_remaining(end_s),
             )
         except SyncError:
             await asyncio.to_thread(self.store.remove, stamp)
@@ -188,14 +183,14 @@ class FilesSync:
         async def load(engine: Engine) -> None:
             await engine.update_from_disk(folders[engine.url], weight_version=session.stamp)
 
-        await session.hold("retract" if self.sync.in_flight == "in_place" else "abort")
+        await session.pause("retract" if self.sync.in_flight == "in_place" else "abort")
         await session.each("load", load)
         if self.sync.check_weight_update_equal:
             await session.overwrite()
             await session.each("load again", load)
             await session.compare()
-        await session.resume(goes_on=self.goes_on)
+        await session.resume(sampling=self.resume)
 
 
-def _left(end_s: float) -> float:
-    return max(end_s - time.monotonic(), LEAST_S)
+def _remaining(end_s: float) -> float:
+    return max(end_s - time.monotonic(), MIN_REMAINING_S)

@@ -1,17 +1,15 @@
-"""`Pusher`: a trainer rank's part in sending weights to engines. It keeps transports, and what they
-have open, between pushes.
+"""`Pusher`: a trainer rank's part in sending weights. It keeps transports between pushes.
 
-    transport     engines on the trainer's GPUs    other engines
-    tensor        ipc                              tensor; distributed, if others are on our GPUs
-    distributed   -                                distributed; by each pipeline stage, if there are several
-
-Not here: which weights are held (`trainer`), weights as files, which engines get them (`fleet`).
+sync.transport   engines on the trainer's GPUs   other engines
+tensor           ipc                             tensor; distributed if `ipc` serves the others
+distributed      (refused)                       distributed; staged with several stages
+disk, delta      files (`Pusher.write`)          files (`Pusher.write`)
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +17,28 @@ from torch import Tensor
 
 from rlpipe.actors.ray.placement import own_address
 from rlpipe.actors.trainer.spec import TrainerSpec
-from rlpipe.actors.trainer.staged_push import StagedPush
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron import platform
+from rlpipe.engines.megatron.bridges.stages import pipeline_position, stage_weights
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.errors import ConfigError, SyncError
-from rlpipe.sync.fp8 import fp8_directory, quantised
-from rlpipe.sync.transports.distributed import DistributedTransport
-from rlpipe.sync.transports.ipc import IpcTransport
-from rlpipe.sync.transports.tensor import TensorTransport
+from rlpipe.sync.fp8 import fp8_directory, quantize
+from rlpipe.sync.session import PushReport
+from rlpipe.sync.transports import TRANSPORTS
+from rlpipe.sync.transports.base import Push, Transport, TransportSetup
+from rlpipe.sync.transports.delta import DeltaTransport
+from rlpipe.sync.transports.versions import Share
 
-Transport = TensorTransport | DistributedTransport | IpcTransport
-Places = Mapping[str, Sequence[int]]
-"""Engine by URL → the trainer ranks on its GPUs, in the order of its own ranks."""
+EngineRanks = Mapping[str, Sequence[int]]
+"""Engine URL → trainer ranks on that engine's GPUs, in the order of the engine's ranks."""
 
 
 class Pusher:
-    """One rank's. Every rank makes one for an engine's life, and calls it with the same
-    arguments."""
+    """Sends the held weights of one rank.
+
+    Every rank constructs one for the life of its Megatron engine, and calls it with the same
+    arguments. All calls are collective.
+    """
 
     def __init__(
         self, engine: MegatronEngine, spec: TrainerSpec, *, rank: int, world_size: int
@@ -46,176 +48,143 @@ class Pusher:
         self.rank = rank
         self.world_size = world_size
         self._sync: SyncConfig | None = None
-        self._transports: dict[type[Transport], Transport] = {}
-        self._staged: StagedPush | None = None
+        self._transports: dict[str, Transport[Any]] = {}
 
     def push(
-        self, engines: Sequence[str], stamp: str, sync: SyncConfig, places: Places
+        self, engines: Sequence[str], stamp: str, sync: SyncConfig, engine_ranks: EngineRanks
     ) -> dict[str, Any]:
-        """Send the weights: `{"bytes", "paused_s", "steps", "unknown": {url: why}}`, `steps` in
-        seconds. Collective; only rank 0 speaks to engines.
+        """Send the weights to engines: `{"bytes", "paused_s", "steps", "unknown": {url: reason}}`.
 
-        Raises: SyncError (on rank 0) if they arrived nowhere.
+        `steps` is in seconds. Only rank 0 calls engines.
+        Raises: SyncError (on rank 0) if no engine got the weights.
         """
-        if self._sync != sync:
-            self.close()
-            self._sync = sync
         sent_bytes = 0
         paused_s = 0.0
-        unknown = {}
+        unknown: dict[str, str] = {}
         arrived = False
         steps = Counter[str]()
-        for kind, urls in _kinds(engines, sync, places):
-            found = self._push_to(kind, urls, stamp, sync, places)
-            sent_bytes += found["bytes"]
-            if self.rank == 0:
-                unknown |= found["unknown"]
-                arrived |= len(found["unknown"]) < len(urls)
-                paused_s = max(paused_s, found["paused_s"])
-                steps.update(found["steps"])
+        by_stage = self.spec.train.parallel.pipeline_model_parallel_size > 1
+        for name, urls in choose_transports(engines, sync, engine_ranks, by_stage=by_stage):
+            push = Push(
+                stamp,
+                urls,
+                engine_ranks=engine_ranks,
+                pause="retract" if sync.in_flight == "in_place" else "abort",
+                resume=not self.spec.engines_sleep,
+                check=sync.check_weight_update_equal,
+            )
+            report = self._send(name, push, sync)
+            sent_bytes += report.size_bytes
+            unknown |= report.unknown
+            arrived |= len(report.unknown) < len(urls)
+            paused_s = max(paused_s, report.paused_s)
+            steps.update(report.steps)
         if self.rank == 0 and not arrived:
             raise SyncError("the weights arrived nowhere", where=f"push of {stamp}", found=unknown)
         return {"bytes": sent_bytes, "paused_s": paused_s, "steps": dict(steps), "unknown": unknown}
 
+    def write(self, stamp: str, base: str | None, sync: SyncConfig) -> Share:
+        """Write this rank's share of the weights as files: all of it, or changes since `base`."""
+        return self._transport(sync.transport, sync).send(self._tensors(), Push(stamp, base=base))
+
+    @property
+    def remembered(self) -> str | None:
+        """Stamp of the weights that `write` can write changes of; None for no weights."""
+        delta = self._transports.get("delta")
+        return delta.remembered if isinstance(delta, DeltaTransport) else None
+
     def close(self) -> None:
-        """Leave what is open to engines."""
+        """Close all transports."""
         for transport in self._transports.values():
-            if isinstance(transport, DistributedTransport):
-                transport.close()
+            transport.close()
         self._transports.clear()
-        if self._staged is not None:
-            self._staged.close()
-            self._staged = None
 
-    def _by_stages(self, sync: SyncConfig) -> bool:
-        """Does each pipeline stage send its own? A push that is checked is sent twice, by one rank
-        that has kept it all."""
-        return (
-            self.spec.train.parallel.pipeline_model_parallel_size > 1
-            and not sync.check_weight_update_equal
-        )
-
-    def _push_by_stages(self, urls: Sequence[str], stamp: str, sync: SyncConfig) -> dict[str, Any]:
-        if self._staged is None:
-            self._staged = StagedPush(
-                self.engine,
-                served_dir(self.spec),
-                rank=self.rank,
-                address=own_address(),
-                tensor_parallel_size=self.spec.engine_tensor_parallel_size,
-                buffer_size_bytes=sync.update_weight_buffer_size,
-                timeout_s=sync.timeout_s,
-            )
-        return self._staged.push(
-            lambda transport, tensors: self._send(transport, tensors, urls, stamp, sync),
-            lambda tensors: as_served(tensors, self.spec),
-        )
-
-    def _push_to(
-        self,
-        kind: type[Transport],
-        urls: Sequence[str],
-        stamp: str,
-        sync: SyncConfig,
-        places: Places,
-    ) -> dict[str, Any]:
-        if kind is DistributedTransport and self._by_stages(sync):
-            return self._push_by_stages(urls, stamp, sync)
-        transport = self._transport(kind, sync)
-        if isinstance(transport, IpcTransport):
-            transport.places = places
-        tensors = served_tensors(self.engine, self.spec)
-        if self.rank == 0:
-            return self._send(transport, tensors, urls, stamp, sync)
-        if isinstance(transport, IpcTransport):
-            return {"bytes": transport.assist(tensors, stamp, check=sync.check_weight_update_equal)}
-        return {"bytes": sum(tensor.nbytes for _, tensor in tensors)}
-
-    def _send(
-        self,
-        transport: Transport,
-        tensors: Iterable[tuple[str, Tensor]],
-        urls: Sequence[str],
-        stamp: str,
-        sync: SyncConfig,
-    ) -> dict[str, Any]:
-        pause = "retract" if sync.in_flight == "in_place" else "abort"
+    def _send(self, name: str, push: Push, sync: SyncConfig) -> PushReport:
+        """Send through one transport. A push that reached no engine is reported, not raised."""
+        transport = self._transport(name, sync)
+        tensors = self._stage_tensors() if transport.per_stage else self._tensors()
         try:
-            report = transport.push(
-                tensors,
-                urls,
-                stamp,
-                pause=pause,
-                check=sync.check_weight_update_equal,
-                goes_on=not self.spec.engines_sleep,
-            )
+            return transport.send(tensors, push)
         except SyncError as error:
-            if not isinstance(error.found, dict):
+            # Another transport of this push may have reached its engines.
+            if self.rank > 0 or not isinstance(error.found, dict):
                 raise
-            return {"bytes": 0, "paused_s": 0.0, "steps": {}, "unknown": error.found}
-        return {
-            "bytes": report.size_bytes,
-            "paused_s": report.paused_s,
-            "steps": report.steps,
-            "unknown": report.unknown,
-        }
+            return PushReport(push.stamp, unknown=error.found)
 
-    def _transport(self, kind: type[Transport], sync: SyncConfig) -> Transport:
-        if kind not in self._transports:
-            common = {
-                "buffer_size_bytes": sync.update_weight_buffer_size,
-                "timeout_s": sync.timeout_s,
-            }
-            self._transports[kind] = self._made(kind, common)
-        return self._transports[kind]
+    def _transport(self, name: str, sync: SyncConfig) -> Transport[Any]:
+        if self._sync != sync:
+            self.close()
+            self._sync = sync
+        if name not in self._transports:
+            self._transports[name] = TRANSPORTS[name](self._setup(sync))
+        return self._transports[name]
 
-    def _made(self, kind: type[Transport], common: dict[str, Any]) -> Transport:
-        folder = served_dir(self.spec)
-        parallel = self.spec.engine_tensor_parallel_size
-        device = platform.device()
-        if kind is IpcTransport:
-            return IpcTransport(
-                folder, device=device, rank=self.rank, world_size=self.world_size, **common
-            )
-        if kind is TensorTransport:
-            return TensorTransport(folder, tensor_parallel_size=parallel, **common)
-        return DistributedTransport(folder, tensor_parallel_size=parallel, device=device, **common)
+    def _setup(self, sync: SyncConfig) -> TransportSetup:
+        position = pipeline_position()
+        scratch = Path(self.spec.work_dir)
+        scratch.mkdir(parents=True, exist_ok=True)
+        return TransportSetup(
+            model_dir=served_dir(self.spec),
+            sync=sync,
+            rank=self.rank,
+            world_size=self.world_size,
+            device=platform.device(),
+            engine_tensor_parallel_size=self.spec.engine_tensor_parallel_size,
+            stage=position.stage,
+            num_stages=position.stages,
+            sends_stage=position.is_sender,
+            address=own_address(),
+            files_root=sync.disk_dir(self.spec.store_root, self.spec.engine_quantization),
+            scratch=scratch,
+        )
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return as_served(self.engine.named_hf_tensors(), self.spec)
+
+    def _stage_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        trained = self.engine.trained
+        return as_served(stage_weights(trained.bridge, trained.ddp), self.spec)
 
 
 def served_dir(spec: TrainerSpec) -> str:
-    """The directory that engines are started with, which says what they hold."""
+    """Return the directory that engines are started with."""
     if spec.engine_quantization == "fp8":
         return fp8_directory(spec.model_dir, Path(spec.work_dir).parent / "models")
     return spec.model_dir
 
 
-def served_tensors(engine: MegatronEngine, spec: TrainerSpec) -> Iterator[tuple[str, Tensor]]:
-    """The held weights as engines hold them. As `MegatronEngine.named_hf_tensors`."""
-    return as_served(engine.named_hf_tensors(), spec)
-
-
 def as_served(
     tensors: Iterator[tuple[str, Tensor]], spec: TrainerSpec
 ) -> Iterator[tuple[str, Tensor]]:
-    """Trained tensors as engines hold them."""
-    return quantised(tensors) if spec.engine_quantization == "fp8" else tensors
+    """Convert trained tensors to those that engines hold."""
+    return quantize(tensors) if spec.engine_quantization == "fp8" else tensors
 
 
-def _kinds(
-    engines: Sequence[str], sync: SyncConfig, places: Places
-) -> Iterator[tuple[type[Transport], list[str]]]:
-    """Which transport serves which of these engines. Raises: ConfigError if none can."""
-    shared = [url for url in engines if url in places]
-    others = [url for url in engines if url not in places]
+def choose_transports(
+    engines: Sequence[str], sync: SyncConfig, engine_ranks: EngineRanks, *, by_stage: bool = False
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield name of transport and the engines that it serves.
+
+    `by_stage`: the trainer has several pipeline stages. Raises: ConfigError if no transport can
+    serve an engine.
+    """
+    shared = [url for url in engines if url in engine_ranks]
+    others = [url for url in engines if url not in engine_ranks]
     if shared and sync.transport == "distributed":
         raise ConfigError(
-            "NCCL joins no two processes on one GPU, and engines lie on the trainer's",
+            "NCCL cannot join two processes on one GPU, and engines share the trainer's GPUs",
             where="sync.transport",
             found="distributed",
             expected="tensor, disk or delta with resources.colocate",
         )
     if shared:
-        yield IpcTransport, shared
-    if others:
-        by_broadcast = sync.transport == "distributed" or (places and platform.CUDA_FOUND)
-        yield (DistributedTransport if by_broadcast else TensorTransport), others
+        yield "ipc", shared
+    if not others:
+        return
+    if sync.transport != "distributed" and not (engine_ranks and platform.CUDA_FOUND):
+        yield "tensor", others
+    # A checked push is sent twice, by one rank that keeps all tensors.
+    elif by_stage and not sync.check_weight_update_equal:
+        yield "staged", others
+    else:
+        yield "distributed", others

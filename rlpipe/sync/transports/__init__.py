@@ -1,1 +1,27 @@
-"""Weight transports, one module each: tensor, ipc, distributed, staged, disk and delta."""
+"""Weight transports: one class, one file each.
+
+`TRANSPORTS` maps a name to its class. `sync.transport` chooses `tensor`, `distributed`, `disk` or
+`delta`. `Pusher` (`rlpipe.actors.trainer.pushing`) chooses `ipc` for engines on the trainer's GPUs
+and `staged` for a broadcast from several pipeline stages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlpipe.sync.transports.base import Transport
+from rlpipe.sync.transports.delta import DeltaTransport
+from rlpipe.sync.transports.disk import DiskTransport
+from rlpipe.sync.transports.distributed import DistributedTransport
+from rlpipe.sync.transports.ipc import IpcTransport
+from rlpipe.sync.transports.staged import StagedTransport
+from rlpipe.sync.transports.tensor import TensorTransport
+
+TRANSPORTS: dict[str, type[Transport[Any]]] = {
+    "tensor": TensorTransport,
+    "ipc": IpcTransport,
+    "distributed": DistributedTransport,
+    "staged": StagedTransport,
+    "disk": DiskTransport,
+    "delta": DeltaTransport,
+}

@@ -1,29 +1,37 @@
-"""What changed of a tensor's bytes: found, written small, put on top of the old ones, checked.
+"""Write only the values that changed since the last push.
 
-A change is zstd (level 1) over
+`DeltaTransport` remembers the bytes of its share and writes what changed. `encode` and `apply_change`
+convert between bytes and a change. A change is zstd (level 1) over
 
-    count of changed elements, 8 bytes little-endian
-    distance of each from the one before, 4 bytes little-endian
-    its bytes: `xor` with the old ones, or the new ones (`overwrite`)
+    number of changed elements, 8 bytes little-endian
+    distance of each from the previous one, 4 bytes little-endian
+    its bytes: `xor` with the old bytes, or the new bytes (`overwrite`)
 
-with the first bytes of all distances together, then the second ones, and so on; likewise the
-elements'. After a step of reinforcement learning few elements change, and those by their last bits,
-so `xor` is the smaller by half. `overwrite` may be put on twice.
-
-Not here: files (`disk`, `mirror`), tensors (all of this is bytes), or which versions there are
-(`versions`).
+with the first bytes of all distances together, then the second bytes, and so on; the same for the
+elements. After a step of reinforcement learning few elements change, and only in their last bits.
+So `xor` halves the size. `overwrite` can be applied twice.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
+import safetensors.numpy
+import torch
 import xxhash
 import zstandard
+from torch import Tensor
 
 from rlpipe.errors import SyncError
+from rlpipe.sync.tensors import Bucket
+from rlpipe.sync.transports.base import Push, TransportSetup
+from rlpipe.sync.transports.disk import WORKERS, DiskTransport
+from rlpipe.sync.transports.versions import Share
 
 Bytes = np.ndarray
 """uint8 [n]."""
@@ -36,75 +44,180 @@ COMPRESSION_LEVEL = 1
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 ELEMENT_SIZES = tuple(_WORDS)
 _COUNT_BYTES = 8
-_STEP_BYTES = 4
+_DISTANCE_BYTES = 4
+
+
+class _TensorChange(NamedTuple):
+    name: str
+    new: Bytes
+    change: Bytes | None
+    checksum: str
+
+
+class DeltaTransport(DiskTransport):
+    """See `base.Transport`. `Push.base` names the remembered weights, or is None for all weights."""
+
+    def __init__(self, setup: TransportSetup) -> None:
+        super().__init__(setup)
+        self.remembered: str | None = None
+        """Stamp of the weights that this rank remembers; None for no weights."""
+        self._bytes: dict[str, Bytes] = {}
+
+    def write(self, tensors: Iterator[tuple[str, Tensor]], push: Push) -> Share:
+        """Write this rank's share: all tensors, or the changes since `push.base`.
+
+        Raises: SyncError if this rank does not remember `push.base`; as `DiskTransport.send`.
+        """
+        remembered = self.remembered
+        self.remembered = None
+        try:
+            if push.base is None:
+                self._bytes.clear()
+                share = super().write(tensors, push)
+            elif push.base != remembered:
+                raise SyncError(
+                    "changes of weights that are not remembered",
+                    where=f"trainer/{self.setup.rank}",
+                    found=remembered,
+                    expected=push.base,
+                )
+            else:
+                share = self._write_changes(tensors, push.stamp)
+        except BaseException:
+            self._bytes.clear()
+            raise
+        self.remembered = push.stamp
+        return share
+
+    def write_part(self, share: Share, stamp: str, name: str, part: Bucket) -> None:
+        super().write_part(share, stamp, name, part)
+        for tensor_name, tensor in part:
+            data = _bytes_of(tensor)
+            self._bytes[tensor_name] = data
+            share.checksums[tensor_name] = self._checksum(data)
+
+    def _write_changes(self, tensors: Iterator[tuple[str, Tensor]], stamp: str) -> Share:
+        share = Share()
+        changes = dict[str, Bytes]()
+        pending = deque[Future[_TensorChange]]()
+
+        def collect() -> None:
+            done = pending.popleft().result()
+            self._bytes[done.name] = done.new
+            share.full_bytes += len(done.new)
+            if done.change is not None:
+                changes[done.name] = done.change
+                share.checksums[done.name] = done.checksum
+
+        with ThreadPoolExecutor(WORKERS) as pool:
+            for part in self.own_parts(tensors, stamp):
+                for name, tensor in part:
+                    while len(pending) >= 2 * WORKERS:
+                        collect()
+                    pending.append(pool.submit(self._change_of, name, tensor))
+            while pending:
+                collect()
+        if changes:
+            file_name = f"changes-{self.setup.rank:05d}.safetensors"
+            share.files.append(
+                self.store.write(
+                    stamp,
+                    file_name,
+                    lambda path: safetensors.numpy.save_file(changes, path),
+                    changes,
+                )
+            )
+        return share
+
+    def _change_of(self, name: str, tensor: Tensor) -> _TensorChange:
+        new = _bytes_of(tensor)
+        old = self._bytes.get(name)
+        if old is None:
+            raise SyncError(
+                "a tensor that is not remembered",
+                where=name,
+                expected="the tensors of the previous push",
+            )
+        encoding = self.setup.sync.update_weight_delta_encoding
+        change = encode(new, old, tensor.element_size(), encoding)
+        return _TensorChange(name, new, change, self._checksum(new) if change is not None else "")
+
+    def _checksum(self, data: Bytes) -> str:
+        return CHECKSUMS[self.setup.sync.update_weight_delta_checksum](data)
 
 
 def encode(new: Bytes, old: Bytes, element_size: int, encoding: str) -> Bytes | None:
-    """The change from `old` to `new`, tensors of elements of 1, 2, 4 or 8 bytes; None if there is
-    none.
+    """Return the change from `old` to `new`; None if they are equal.
 
-    Tensors of more than 2^32 elements are not for this. Raises: SyncError if the two differ in
-    size.
+    `element_size` is 1, 2, 4 or 8 bytes. Tensors have at most 2^32 - 1 elements.
+    Raises: SyncError if the two differ in size.
     """
     if len(new) != len(old):
         raise SyncError(
             "a tensor has changed its size", found=f"{len(new)} bytes", expected=f"{len(old)} bytes"
         )
     word = _WORDS[element_size]
-    news = new.view(word)
-    olds = old.view(word)
-    assert len(news) <= np.iinfo(np.uint32).max
-    where = np.flatnonzero(news != olds)
-    if not len(where):
+    new_words = new.view(word)
+    old_words = old.view(word)
+    assert len(new_words) <= np.iinfo(np.uint32).max
+    indices = np.flatnonzero(new_words != old_words)
+    if not len(indices):
         return None
-    values = news[where] ^ olds[where] if encoding == "xor" else news[where]
-    steps = np.diff(where, prepend=0).astype("<u4")
-    count = np.frombuffer(len(where).to_bytes(_COUNT_BYTES, "little"), np.uint8)
+    values = new_words[indices]
+    if encoding == "xor":
+        values = values ^ old_words[indices]
+    distances = np.diff(indices, prepend=0).astype("<u4")
+    count = np.frombuffer(len(indices).to_bytes(_COUNT_BYTES, "little"), np.uint8)
     plain = np.concatenate(
         [
             count,
-            _planes(steps.view(np.uint8), _STEP_BYTES),
-            _planes(values.view(np.uint8), element_size),
+            _to_planes(distances.view(np.uint8), _DISTANCE_BYTES),
+            _to_planes(values.view(np.uint8), element_size),
         ]
     )
-    return np.frombuffer(
-        zstandard.ZstdCompressor(level=COMPRESSION_LEVEL).compress(plain.data), np.uint8
-    )
+    compressor = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL)
+    return np.frombuffer(compressor.compress(plain.data), np.uint8)
 
 
-def apply(change: Bytes, memory: Bytes, element_size: int, encoding: str) -> int:
-    """Put a change on top of `memory`, in place; the number of elements that it changes. Raises:
-    SyncError if it does not fit."""
+def apply_change(change: Bytes, memory: Bytes, element_size: int, encoding: str) -> int:
+    """Apply a change to `memory` in place, and return the number of changed elements.
+
+    Raises: SyncError if the change is damaged or does not fit.
+    """
     try:
         plain = np.frombuffer(zstandard.ZstdDecompressor().decompress(change.data), np.uint8)
-    except (zstandard.ZstdError, MemoryError) as error:  # it may say that it is of any size
+    except (zstandard.ZstdError, MemoryError) as error:  # a damaged header can claim any size
         raise SyncError("a change of a tensor cannot be read", found=error) from error
     count = int.from_bytes(plain[:_COUNT_BYTES].tobytes(), "little")
-    steps, values = np.split(plain[_COUNT_BYTES:], [min(count * _STEP_BYTES, len(plain))])
+    distances, values = np.split(plain[_COUNT_BYTES:], [min(count * _DISTANCE_BYTES, len(plain))])
     if len(values) != count * element_size:
         raise SyncError(
-            "a change of a tensor is torn",
+            "a change of a tensor is incomplete",
             found=f"{len(plain)} bytes",
             expected=f"{count} elements",
         )
-    where = np.cumsum(_whole(steps, _STEP_BYTES).view("<u4"), dtype=np.int64)
+    indices = np.cumsum(_from_planes(distances, _DISTANCE_BYTES).view("<u4"), dtype=np.int64)
     words = memory.view(_WORDS[element_size])
-    if count and where[-1] >= len(words):
+    if count and indices[-1] >= len(words):
         raise SyncError(
-            "a change is of a larger tensor",
-            found=f"element {where[-1]}",
+            "a change belongs to a larger tensor",
+            found=f"element {indices[-1]}",
             expected=f"{len(words)} elements",
         )
-    new = _whole(values, element_size).view(words.dtype)
-    words[where] = words[where] ^ new if encoding == "xor" else new
+    new = _from_planes(values, element_size).view(words.dtype)
+    words[indices] = words[indices] ^ new if encoding == "xor" else new
     return count
 
 
-def _planes(data: Bytes, size: int) -> Bytes:
-    """The first bytes of all elements of `size` bytes, then the second ones …"""
+def _to_planes(data: Bytes, size: int) -> Bytes:
+    """Reorder elements of `size` bytes: all first bytes, then all second bytes, and so on."""
     return data.reshape(-1, size).T.reshape(-1)
 
 
-def _whole(planes: Bytes, size: int) -> Bytes:
-    """What `_planes` was given."""
+def _from_planes(planes: Bytes, size: int) -> Bytes:
+    """Invert `_to_planes`."""
     return np.ascontiguousarray(planes.reshape(size, -1).T).reshape(-1)
+
+
+def _bytes_of(tensor: Tensor) -> Bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy()

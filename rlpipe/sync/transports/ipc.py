@@ -1,192 +1,180 @@
-"""Weights through the memory of GPUs that trainer and engines share: no byte leaves a GPU.
+"""Send weights through the memory of GPUs that trainer and engines share. No byte leaves a GPU.
 
-Every trainer rank has all tensors once they are gathered, and the engine rank on its GPU needs them
-there. So every rank packs each bucket into memory of its own and makes a handle to it (CUDA IPC);
-rank 0 collects the handles, and sends each engine those of the ranks on its GPUs, in its tensor
-parallel order. The engine maps the memory and copies its slice.
+After gathering, every trainer rank has all tensors, and the engine rank on its GPU needs them
+there. So each rank packs a bucket into its own memory and makes a handle to it (CUDA IPC). Rank 0
+collects the handles and sends each engine the handles of the ranks on its GPUs, in the order of the
+engine's tensor parallel ranks. The engine maps the memory and copies its slice.
 
-A rank has two such memories, and fills one again once all engines have read what was in it; rank 0
-says so to the others before each bucket, or that the push is over. Afterwards the memory is given
-back. An engine of one rank has read a bucket when it answers: to let go of the memory it waits for
-its copies. Of one with several ranks the first answers, when all have begun to copy; that the
-others have let go too is sure when it answers to the next bucket, which they begin together. So
-there are three memories then.
-
-Without CUDA it is the same with memory shared by name. Not here: which ranks share an engine's GPUs
-(the placement).
+Without CUDA the same runs through memory that is shared by name.
 """
 
 from __future__ import annotations
 
+import io
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from rlpipe.engines.sglang.admin import Engine
-from rlpipe.engines.sglang.handles import flattened_bucket
 from rlpipe.errors import ResourceError, SyncError
-from rlpipe.sync.session import Session
-from rlpipe.sync.tensors import Bucket
+from rlpipe.sync.session import PushReport, Session
+from rlpipe.sync.tensors import Bucket, exhaust
+from rlpipe.sync.transports.base import Push, TransportSetup
+from rlpipe.sync.transports.bucket_memory import (
+    FlatBucket,
+    flatten,
+    shared_block,
+    shared_by_name,
+)
 from rlpipe.sync.transports.bucketed import BUCKET, BucketTransport
-from rlpipe.sync.transports.flat import flatten
-from rlpipe.sync.transports.shared import by_name, shared_block
 
-AHEAD = 2
-"""So many buckets are packed at most that engines have not answered to."""
+MAX_UNREAD = 2
+"""Packed buckets that engines have not answered yet."""
+_DEVICE_ARGUMENT = 6
+"""Index of the device in the arguments of torch's `rebuild_cuda_tensor`. SGLang patches it too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handles:
-    """One bucket, as all ranks have it."""
+    """Handles to one bucket, collected from all ranks."""
 
     tensors: int
     size_bytes: int
     by_rank: tuple[bytes, ...]
-    """Empty where the push is over, or on another rank than 0. A handle is empty if its rank shares
-    no engine's GPU."""
+    """Handle of each rank; empty bytes for a rank that shares no engine's GPU. An empty tuple on
+    ranks other than 0, and after the push has ended."""
 
 
 class IpcTransport(BucketTransport[Handles]):
-    """See `base.Transport`. Every rank makes one: rank 0 calls `push`, the others at the same time
-    `assist`."""
+    """See `base.Transport`. `Push.engine_ranks` names the trainer ranks on each engine's GPUs."""
 
-    def __init__(
-        self,
-        model_dir: str | Path,
-        *,
-        buffer_size_bytes: int,
-        timeout_s: float,
-        device: torch.device,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        """Collective where there are several ranks. `places` is to be set before each push, on
-        every rank."""
-        super().__init__(model_dir, buffer_size_bytes=buffer_size_bytes, timeout_s=timeout_s)
-        self.device = device
-        self.rank = rank
-        self.world_size = world_size
-        self.places: Mapping[str, Sequence[int]] = {}
-        """Engine of the push by URL → the trainer ranks on its GPUs, in the order of its own
-        ranks."""
-        self._ranks: Any = dist.new_group(backend="gloo") if world_size > 1 else None
+    def __init__(self, setup: TransportSetup) -> None:
+        super().__init__(setup)
+        self.engine_ranks: Mapping[str, Sequence[int]] = {}
+        self._gloo: Any = dist.new_group(backend="gloo") if setup.world_size > 1 else None
         self._slots: list[Tensor] = []
-        self._packed = self._loaded = 0
-        self._over = False
+        self._num_packed = 0
+        self._num_loaded = 0
+        self._finished = False
         self._changed = threading.Condition()
 
-    def assist(
-        self, named_tensors: Iterable[tuple[str, Tensor]], stamp: str, *, check: bool = False
-    ) -> int:
-        """The other ranks' part of a push; the bytes that went through this rank."""
-        tensors = iter(named_tensors)
+    def assist(self, tensors: Iterator[tuple[str, Tensor]], push: Push) -> PushReport:
+        """Pack this rank's memory for each bucket."""
+        packed = self.packed(tensors, push)
         try:
-            return sum(handles.size_bytes for handles, _ in self.packed(tensors, (), stamp, check))
+            size_bytes = sum(handles.size_bytes for handles, _ in packed)
         finally:
-            for _ in tensors:
-                pass
+            exhaust(tensors)
+        return PushReport(push.stamp, size_bytes=size_bytes)
 
     def packed(
-        self, tensors: Iterator[tuple[str, Tensor]], engines: Sequence[str], stamp: str, check: bool
+        self, tensors: Iterator[tuple[str, Tensor]], push: Push
     ) -> Iterator[tuple[Handles, bool]]:
-        """See `BucketTransport.packed`. At its end nothing is under way any more, and the memory is
-        given back."""
-        self._packed = self._loaded = 0
-        self._over = False
-        return self._to_the_end(super().packed(tensors, engines, stamp, check))
+        """See `BucketTransport.packed`. Releases the memory once engines have read all of it."""
+        self.engine_ranks = push.engine_ranks
+        self._num_packed = 0
+        self._num_loaded = 0
+        self._finished = False
+        return self._packed_then_released(super().packed(tensors, push))
 
-    def _to_the_end(self, packed: Iterator[tuple[Handles, bool]]) -> Iterator[tuple[Handles, bool]]:
+    def _packed_then_released(
+        self, packed: Iterator[tuple[Handles, bool]]
+    ) -> Iterator[tuple[Handles, bool]]:
         yield from packed
-        if self._may_go_on(until=self._packed):  # else an engine may still look at it
+        # After a failed push an engine may still read the memory, so it stays until the next push.
+        if self._wait_loaded(self._num_packed):
             self._slots.clear()
-            if self.device.type == "cuda":
+            if self.setup.device.type == "cuda":
                 torch.cuda.ipc_collect()
                 torch.cuda.empty_cache()
 
-    def pack(self, bucket: Bucket, engines: Sequence[str]) -> Handles:
+    def pack(self, bucket: Bucket) -> Handles:
         size_bytes = sum(tensor.nbytes for _, tensor in bucket)
-        if not self._may_go_on(until=self._packed + 1 - AHEAD):
+        if not self._wait_loaded(self._num_packed + 1 - MAX_UNREAD):
             return Handles(len(bucket), size_bytes, ())
-        self._packed += 1
-        return Handles(len(bucket), size_bytes, self._gathered(self._handle(bucket, size_bytes)))
+        self._num_packed += 1
+        return Handles(len(bucket), size_bytes, self._gather(self._handle(bucket, size_bytes)))
 
     async def load(self, session: Session, packed: Handles, *, last: bool) -> None:
-        stamp = session.stamp if last else None
-
-        def told(engine: Engine):
-            handles = [packed.by_rank[rank] for rank in self._place(engine.url)]
-            return engine.update_from_tensors(
-                handles, weight_version=stamp, flush_cache=last, flattened=True
+        async def load_one(engine: Engine) -> None:
+            await engine.update_from_tensors(
+                [packed.by_rank[rank] for rank in self._ranks_of(engine.url)],
+                weight_version=session.stamp if last else None,
+                flush_cache=last,
+                flattened=True,
             )
 
-        await session.each(f"bucket {session.buckets}", told, kind=BUCKET)
-        session.count(packed.tensors, packed.size_bytes)
+        await session.each(f"bucket {session.buckets}", load_one, kind=BUCKET)
+        session.count_bucket(packed.tensors, packed.size_bytes)
         with self._changed:
-            self._loaded += 1
+            self._num_loaded += 1
             self._changed.notify_all()
 
     async def connect(self, session: Session) -> None:
         for engine in session.active:
-            self._place(engine.url)
+            self._ranks_of(engine.url)
 
     def finish(self) -> None:
         with self._changed:
-            self._over = True
+            self._finished = True
             self._changed.notify_all()
 
     @property
     def _num_slots(self) -> int:
-        return AHEAD + any(len(ranks) > 1 for ranks in self.places.values())
+        """Blocks of memory that each rank fills in rotation."""
+        # An engine of one rank answers when it has released the memory of a bucket. An engine of
+        # several ranks answers through its first rank, when all ranks have begun to copy. The other
+        # ranks have released the memory when the engine answers to the next bucket, which all ranks
+        # begin together. So it needs a third block.
+        return MAX_UNREAD + any(len(ranks) > 1 for ranks in self.engine_ranks.values())
 
     def _handle(self, bucket: Bucket, size_bytes: int) -> bytes:
-        """Empty where no engine would open it: torch keeps memory for whoever was promised it, for
-        good."""
-        if not any(self.rank in ranks for ranks in self.places.values()):
+        # A handle that no engine opens would keep its memory for ever: torch counts readers.
+        if not any(self.setup.rank in ranks for ranks in self.engine_ranks.values()):
             return b""
-        flat = flatten(bucket, self.device, self._slot(self._packed % self._num_slots, size_bytes))
-        parts = [(part.name, part.dtype, part.shape, part.start, part.end) for part in flat.parts]
-        with by_name():
-            return flattened_bucket(flat.memory, parts)
+        memory = self._slot(self._num_packed % self._num_slots, size_bytes)
+        return bucket_handle(flatten(bucket, self.setup.device, memory))
 
-    def _place(self, url: str) -> Sequence[int]:
-        if url not in self.places:
+    def _ranks_of(self, url: str) -> Sequence[int]:
+        if url not in self.engine_ranks:
             raise SyncError(
                 "this engine shares no GPU with the trainer",
                 where=url,
-                expected=f"one of {', '.join(self.places) or 'none'}",
+                expected=f"one of {', '.join(self.engine_ranks) or 'none'}",
                 do="use sync.transport: distributed",
             )
-        return self.places[url]
+        return self.engine_ranks[url]
 
-    def _may_go_on(self, *, until: int) -> bool:
-        """Wait until so many buckets have been loaded. False if the push is over before that.
-        Collective."""
-        go = torch.zeros(1, dtype=torch.uint8)
-        if self.rank == 0:
+    def _wait_loaded(self, count: int) -> bool:
+        """Wait until `count` buckets are loaded; False if the push ends before. Collective."""
+        loaded = torch.zeros(1, dtype=torch.uint8)
+        if self.setup.rank == 0:
             with self._changed:
-                self._changed.wait_for(lambda: self._over or self._loaded >= until)
-                go[0] = self._loaded >= until and not self._over
-        if self._ranks is not None:
-            dist.broadcast(go, src=0, group=self._ranks)
-        return bool(go[0])
+                self._changed.wait_for(lambda: self._finished or self._num_loaded >= count)
+                loaded[0] = self._num_loaded >= count and not self._finished
+        if self._gloo is not None:
+            dist.broadcast(loaded, src=0, group=self._gloo)
+        return bool(loaded[0])
 
     def _slot(self, number: int, size_bytes: int) -> Tensor:
-        """Memory for a bucket. One that is too small is given up for a larger one."""
+        """Return a block for a bucket, replaced by a larger one if it is too small."""
         self._slots += [torch.empty(0, dtype=torch.uint8)] * (number + 1 - len(self._slots))
         if len(self._slots[number]) < size_bytes:
             self._slots[number] = torch.empty(0, dtype=torch.uint8)
-            self._slots[number] = self._memory(size_bytes)
+            self._slots[number] = self._allocate(size_bytes)
         return self._slots[number]
 
-    def _memory(self, size_bytes: int) -> Tensor:
-        if self.device.type == "cuda":
-            return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+    def _allocate(self, size_bytes: int) -> Tensor:
+        if self.setup.device.type == "cuda":
+            return torch.empty(size_bytes, dtype=torch.uint8, device=self.setup.device)
         block = shared_block(size_bytes)
         if block is None:
             raise ResourceError(
@@ -196,9 +184,54 @@ class IpcTransport(BucketTransport[Handles]):
             )
         return block
 
-    def _gathered(self, handle: bytes) -> tuple[bytes, ...]:
-        if self._ranks is None:
+    def _gather(self, handle: bytes) -> tuple[bytes, ...]:
+        if self._gloo is None:
             return (handle,)
-        found: list[bytes] | None = [b""] * self.world_size if self.rank == 0 else None
-        dist.gather_object(handle, found, dst=0, group=self._ranks)
-        return tuple(found or ())
+        is_first = self.setup.rank == 0
+        handles: list[bytes] | None = [b""] * self.setup.world_size if is_first else None
+        dist.gather_object(handle, handles, dst=0, group=self._gloo)
+        return tuple(handles or ())
+
+
+def bucket_handle(flat: FlatBucket) -> bytes:
+    """Pickle a handle to a flat bucket, for one reader and one use: torch counts readers.
+
+    `flat.memory` is on a GPU, or shared under a name. The result is what
+    `/update_weights_from_tensor` takes as `flattened_bucket`. SGLang's own sender pickles the same
+    with `FlattenedTensorBucket`, `MultiprocessingSerializer` and `monkey_patch_torch_reductions`.
+    """
+    # Not with SGLang's classes: importing SGLang patches transformers, which the trainer uses. An
+    # engine reads attributes only, and its unpickler allows plain namespaces (0.5.15 to 0.5.21).
+    metadata = [
+        SimpleNamespace(
+            name=part.name,
+            dtype=part.dtype,
+            shape=part.shape,
+            start_idx=part.start,
+            end_idx=part.end,
+            numel=part.end - part.start,
+        )
+        for part in flat.parts
+    ]
+    stream = io.BytesIO()
+    with shared_by_name():
+        _HandlePickler(stream).dump({"flattened_tensor": flat.memory, "metadata": metadata})
+    return stream.getvalue()
+
+
+class _HandlePickler(ForkingPickler):
+    """Pickle CUDA tensors as IPC handles with the GPU's UUID.
+
+    `cuda:0` of this process can be `cuda:3` of the engine. CUDA IPC needs memory of cudaMalloc, so
+    PyTorch's expandable segments must be off.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor) or not obj.is_cuda:
+            return NotImplemented
+        rebuild, arguments = cast("tuple[Any, tuple[Any, ...]]", reductions.reduce_tensor(obj))
+        device = arguments[_DEVICE_ARGUMENT]
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        before = arguments[:_DEVICE_ARGUMENT]
+        after = arguments[_DEVICE_ARGUMENT + 1 :]
+        return rebuild, (*before, uuid, *after)

@@ -1,72 +1,46 @@
-"""Weights over HTTP, from trainer rank 0 to each engine's `/update_weights_from_tensor`, in
-buckets.
+"""Send weights over HTTP from trainer rank 0 to each engine's `/update_weights_from_tensor`.
 
-To engines on this machine goes where in shared memory a bucket lies (`shared`), to others the
-bytes.
-
-Not here: CUDA IPC handles (`ipc`), NCCL groups (`distributed`), or files. Where trainer and engine
-share no GPU this is right but not fast.
+Engines on this machine get references to a bucket in shared memory; other engines get its bytes.
+This works everywhere. It is slow if the tensors are on a GPU.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from urllib.parse import urlsplit
 
-from torch import Tensor
-
+from rlpipe.engines.sglang.admin import Engine
 from rlpipe.sync.session import Session
-from rlpipe.sync.tensors import Bucket, checked
+from rlpipe.sync.tensors import Bucket
+from rlpipe.sync.transports.base import TransportSetup
+from rlpipe.sync.transports.bucket_memory import SharedBuffer, references
 from rlpipe.sync.transports.bucketed import BUCKET, BucketTransport
-from rlpipe.sync.transports.shared import SharedBuffer, references
+from rlpipe.system.ports import is_loopback
 
 
 class TensorTransport(BucketTransport[Bucket]):
     """See `base.Transport`."""
 
-    def __init__(
-        self,
-        model_dir: str | Path,
-        *,
-        buffer_size_bytes: int,
-        timeout_s: float,
-        tensor_parallel_size: int = 1,
-    ) -> None:
-        super().__init__(
-            model_dir,
-            buffer_size_bytes=buffer_size_bytes,
-            timeout_s=timeout_s,
-            tensor_parallel_size=tensor_parallel_size,
-        )
+    compact = True
+
+    def __init__(self, setup: TransportSetup) -> None:
+        super().__init__(setup)
         self._shared = SharedBuffer()
 
-    def _checked(
-        self, tensors: Iterator[tuple[str, Tensor]], missing: set[str]
-    ) -> Iterator[tuple[str, Tensor]]:
-        return checked(tensors, self.expected, missing)
-
-    def pack(self, bucket: Bucket, engines: Sequence[str]) -> Bucket:
+    def pack(self, bucket: Bucket) -> Bucket:
         return bucket
 
     async def load(self, session: Session, packed: Bucket, *, last: bool) -> None:
-        here = all(is_here(engine.url) for engine in session.active)
-        placed = self._shared.place(packed) if here else None
-        body = pickle.dumps(packed, protocol=pickle.HIGHEST_PROTOCOL) if placed is None else b""
-        stamp = session.stamp if last else None
-        await session.each(
-            f"bucket {session.buckets}",
-            lambda engine: engine.update_from_tensors(
-                [body or references(placed or ()) for _ in range(self.tensor_parallel_size)],
-                weight_version=stamp,
-                flush_cache=last,
-            ),
-            kind=BUCKET,
-        )
-        session.count(len(packed), sum(tensor.nbytes for _, tensor in packed))
+        all_local = all(is_loopback(engine.url) for engine in session.active)
+        shared = self._shared.place(packed) if all_local else None
+        body = pickle.dumps(packed, protocol=pickle.HIGHEST_PROTOCOL) if shared is None else b""
+        num_ranks = self.setup.engine_tensor_parallel_size
 
+        async def load_one(engine: Engine) -> None:
+            # A reference is for one reader, so each engine rank gets its own.
+            parts = [body or references(shared or ()) for _ in range(num_ranks)]
+            await engine.update_from_tensors(
+                parts, weight_version=session.stamp if last else None, flush_cache=last
+            )
 
-def is_here(url: str) -> bool:
-    """Is this address on the loopback interface of our machine?"""
-    return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+        await session.each(f"bucket {session.buckets}", load_one, kind=BUCKET)
+        session.count_bucket(len(packed), sum(tensor.nbytes for _, tensor in packed))

@@ -1,14 +1,11 @@
-"""`WeightStore`: weights as files that trainer ranks write and engines read, in a directory they
-share or an object store.
+"""Weights as files in a directory or an object store: `WeightStore`, `Version`, `Share`.
 
-    ROOT/BRANCH/weight_v000003-DIGEST/part-00000.safetensors …       all tensors, or what changed of them
-                                      version.json                   `Version`: written last, so it makes the others count
+    ROOT/BRANCH/weight_v000003-DIGEST/part-00000.safetensors …   all tensors, or changes of them
+                                      version.json               `Version`, written last
 
-A version has all tensors (full), or changes against the version that it names (`base`). The
-versions from a full one to the one that is wanted are its chain; each is right only on top of the
-one before. What a killed writer left has no `version.json`.
-
-Not here: what is in the files (`disk`, `delta`), where an engine keeps them (`mirror`).
+A version is published once it has a `version.json`; files of a killed writer have none. A full
+version has all tensors. A delta version has changes against the version that it names as `base`,
+and is right only on top of that one. The versions from a full one to a given one are its chain.
 """
 
 from __future__ import annotations
@@ -41,74 +38,64 @@ class WeightFile(BaseModel):
     name: str
     size_bytes: int
     sha256: str | None
-    """None where the engines read it in place: it crosses no network of ours."""
+    """None in a shared directory: engines read the file in place."""
     tensors: tuple[str, ...]
-    """Hugging Face names; none of a file that only lies there for people."""
+    """Hugging Face names; empty for configuration and tokenizer files."""
 
 
 @dataclass
 class Share:
-    """What one rank has written of a version."""
+    """Files of a version that one rank has written."""
 
     files: list[WeightFile] = field(default_factory=list)
     checksums: dict[str, str] = field(default_factory=dict)
     full_bytes: int = 0
-    """Of all tensors of this share, changed or not."""
+    """Bytes of all tensors of this share, changed or not."""
 
 
 class Version(BaseModel):
-    """The record of a version."""
+    """Record of a version."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     stamp: str
     base: str | None
-    """Stamp of the weights that these are changes of; None: this is all of them."""
+    """Stamp of the weights that the changes apply to; None for a full version."""
     links: int
-    """Versions in its chain, from the full one to this."""
+    """Number of versions in the chain, from the full one to this."""
     encoding: str | None
-    """How a change is written; None of a full version. See `delta.ENCODINGS`."""
+    """Encoding of the changes (`delta.ENCODINGS`); None for a full version."""
     checksum: str
-    """What `checksums` are made with; "" if there are none. See `delta.CHECKSUMS`."""
+    """Algorithm of `checksums` (`delta.CHECKSUMS`); "" without checksums."""
     files: tuple[WeightFile, ...]
     checksums: dict[str, str]
-    """Tensor → checksum of its new bytes, of every tensor in the files."""
+    """Tensor → checksum of its new bytes, for every tensor in the files."""
     full_bytes: int
-    """Of all tensors of the model as the engines hold them, changed or not."""
+    """Bytes of all tensors of the model as engines hold them, changed or not."""
 
     @property
     def size_bytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(file.size_bytes for file in self.files)
 
 
-def _saved(save: Callable[[Path], None], path: Path) -> None:
-    """Let it write. safetensors has an error of its own for what the operating system says."""
-    try:
-        save(path)
-    except SafetensorError as error:
-        full = "No space left" in str(error)
-        problem = "no space left" if full else "a file of weights could not be written"
-        raise (StoreFull if full else StoreError)(problem, where=str(path), found=error) from error
-
-
 class WeightStore:
-    """Versions under a root: a directory, or `s3://bucket/prefix`. Any process may make one.
+    """Versions under a root: a directory or `s3://bucket/prefix`. Any process may construct one.
 
-    Methods raise StoreError, StoreFull, and what else the store says.
+    Methods raise StoreError, StoreFull, and other errors of the store.
     """
 
     def __init__(self, root: str, *, scratch: Path | None = None) -> None:
-        """`scratch`: folder for files on their way to an object store; None is the system's."""
+        """`scratch`: folder for files that are being uploaded; None is the system's."""
         self.root = root
         self._scratch = scratch
         self._files = Files(root)
-        shared = self._files.root.removeprefix("file://")
-        self.directory = Path(shared) if shared != self._files.root else None
-        """Where others can open the files in place; None of an object store."""
+        local = self._files.root.removeprefix("file://")
+        self.directory = Path(local) if local != self._files.root else None
+        """Directory in which engines open the files in place; None for an object store."""
 
     def folder(self, stamp: str) -> str:
-        """A version's folder, relative to the root. Raises: SyncError if it is no stamp."""
+        """Return a version's folder, relative to the root. Raises: SyncError for a bad stamp."""
         try:
             branch, version, digest = stamp.rsplit("@", 2)
             return f"{quote(branch, safe='')}/weight_v{int(version):06d}-{quote(digest, safe='')}"
@@ -123,12 +110,14 @@ class WeightStore:
     def write(
         self, stamp: str, name: str, save: Callable[[Path], None], tensors: Iterable[str] = ()
     ) -> WeightFile:
-        """Let `save` write a file of a version that is not published yet, over what another attempt
-        may have left."""
+        """Write a file of an unpublished version, over the file of an earlier attempt.
+
+        `save` writes the content to the path that it is given.
+        """
         path = f"{self.folder(stamp)}/{name}"
         if self.directory is None:
             with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
-                _saved(save, Path(folder, name))
+                _save(save, Path(folder, name))
                 self._files.delete(path)
                 record = self._files.put_file(Path(folder, name), path)
             return WeightFile(
@@ -140,12 +129,12 @@ class WeightStore:
         target = self.directory / path
         with named_failures(str(target)):
             target.parent.mkdir(parents=True, exist_ok=True)
-            written = Path(temporary_name(str(target)))
+            temporary = Path(temporary_name(str(target)))
             try:
-                _saved(save, written)
-                written.replace(target)
+                _save(save, temporary)
+                temporary.replace(target)
             finally:
-                written.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
             return WeightFile(
                 name=name, size_bytes=target.stat().st_size, sha256=None, tensors=tuple(tensors)
             )
@@ -153,33 +142,33 @@ class WeightStore:
     def join(
         self, stamp: str, base: Version | None, sync: SyncConfig, shares: Sequence[Share]
     ) -> Version:
-        """The version that the shares of all ranks make, on top of another or by itself."""
-        delta = sync.transport == "delta"
+        """Return the version of the shares of all ranks. `base` None makes a full version."""
+        is_delta = sync.transport == "delta"
+        files = [file for share in shares for file in share.files]
+        checksums = {
+            name: checksum for share in shares for name, checksum in share.checksums.items()
+        }
         return Version(
             stamp=stamp,
             base=base.stamp if base else None,
             links=base.links + 1 if base else 1,
             encoding=sync.update_weight_delta_encoding if base is not None else None,
-            checksum=sync.update_weight_delta_checksum if delta else "",
-            files=tuple(
-                sorted(
-                    (file for share in shares for file in share.files), key=lambda file: file.name
-                )
-            ),
-            checksums={
-                name: checksum for share in shares for name, checksum in share.checksums.items()
-            },
+            checksum=sync.update_weight_delta_checksum if is_delta else "",
+            files=tuple(sorted(files, key=lambda file: file.name)),
+            checksums=checksums,
             full_bytes=sum(share.full_bytes for share in shares),
         )
 
     def publish(self, version: Version) -> None:
-        """All its files are there: let it count. Raises: ObjectConflict if it counts already, with
-        other files."""
+        """Publish a version whose files are written.
+
+        Raises: ObjectConflict if it is published already, with other files.
+        """
         folder = self.folder(version.stamp)
         if version.base is None:
-            where = {tensor: file.name for file in version.files for tensor in file.tensors}
+            weight_map = {tensor: file.name for file in version.files for tensor in file.tensors}
             index = json.dumps(
-                {"metadata": {"total_size": version.full_bytes}, "weight_map": where},
+                {"metadata": {"total_size": version.full_bytes}, "weight_map": weight_map},
                 indent=1,
                 sort_keys=True,
             )
@@ -188,61 +177,62 @@ class WeightStore:
         self._files.create(f"{folder}/{RECORD}", version.model_dump_json().encode())
 
     def find(self, stamp: str) -> Version | None:
-        """The published version of this stamp; None if there is none, or not all of its files (a
-        disk that was full, a crash)."""
+        """Return the published version of a stamp; None without one.
+
+        A version with missing or incomplete files (full disk, crash) counts as none.
+        """
+        folder = self.folder(stamp)
         try:
-            version = Version.model_validate_json(
-                self._files.read(f"{self.folder(stamp)}/{RECORD}")
-            )
-            sizes = [
-                self._files.size(f"{self.folder(stamp)}/{file.name}") for file in version.files
-            ]
+            version = Version.model_validate_json(self._files.read(f"{folder}/{RECORD}"))
+            sizes = [self._files.size(f"{folder}/{file.name}") for file in version.files]
         except ObjectMissing:
             return None
         except ValidationError as error:
             raise SyncError(
-                "not the record of a version",
-                where=self._files.url(self.folder(stamp)),
-                found=error,
+                "not the record of a version", where=self._files.url(folder), found=error
             ) from error
         if version.stamp != stamp:
-            where = self._files.url(self.folder(stamp))
             raise SyncError(
-                "the record of another version", where=where, found=version.stamp, expected=stamp
+                "the record of another version",
+                where=self._files.url(folder),
+                found=version.stamp,
+                expected=stamp,
             )
         return version if sizes == [file.size_bytes for file in version.files] else None
 
     def chain(self, stamp: str, *, after: str | None = None) -> list[Version]:
-        """What leads to these weights, in order: from a full version on, or the changes that follow
-        the version `after`.
+        """Return the versions that lead to a stamp, in order.
 
-        Raises: SyncError if a link is missing.
+        The first is a full version, or the one that follows `after`.
+        Raises: SyncError if a version is missing.
         """
         links: list[Version] = []
-        wanted: str | None = stamp
-        while wanted not in (None, after):
-            assert wanted is not None
-            found = self.find(wanted)
-            if found is None or found.stamp in {link.stamp for link in links}:
+        needed: str | None = stamp
+        while needed not in (None, after):
+            assert needed is not None
+            version = self.find(needed)
+            if version is None or version.stamp in {link.stamp for link in links}:
                 raise SyncError(
                     "the chain of weights is broken",
                     where=f"{self.root}/{self.folder(stamp)}",
-                    found=f"nothing complete for {wanted}",
-                    expected="every version from a full one on",
-                    do="the next push writes all weights anew",
+                    found=f"nothing complete for {needed}",
+                    expected="every version from a full one to this",
+                    do="push again: the next push writes all weights",
                 )
-            links.insert(0, found)
-            wanted = found.base
+            links.insert(0, version)
+            needed = version.base
         return links
 
     def path(self, stamp: str) -> Path:
-        """Where a full version can be opened in place, by whoever shares the directory."""
+        """Return the folder of a full version in a shared directory."""
         assert self.directory is not None, "an object store is no directory"
         return self.directory / self.folder(stamp)
 
     def fetch(self, version: Version, file: WeightFile, local: Path) -> None:
-        """Copy a file of a version to this machine. Raises: ObjectMissing; ObjectCorrupt if it is
-        not what was written."""
+        """Copy a file of a version to this machine.
+
+        Raises: ObjectMissing; ObjectCorrupt if its bytes differ from the written ones.
+        """
         path = f"{self.folder(version.stamp)}/{file.name}"
         if self.directory is None:
             self._files.get_file(path, local, sha256=file.sha256)
@@ -251,13 +241,15 @@ class WeightStore:
             shutil.copyfile(self.directory / path, local)
 
     def remove_others(self, version: Version) -> None:
-        """Remove all versions of the branch but this full one, and what killed writers left."""
-        assert version.base is None, "changes are nothing without the versions before"
+        """Remove all other versions of the branch, and files of killed writers.
+
+        `version` must be full.
+        """
+        assert version.base is None, "a delta version needs the versions before it"
         kept = self.folder(version.stamp)
         branch = kept.split("/")[0]
-        for folder in sorted(
-            {name.rpartition("/")[0] for name in self._files.list(branch)} - {kept}
-        ):
+        folders = {name.rpartition("/")[0] for name in self._files.list(branch)}
+        for folder in sorted(folders - {kept}):
             self._remove(folder)
 
     def remove(self, stamp: str) -> None:
@@ -265,10 +257,20 @@ class WeightStore:
         self._remove(self.folder(stamp))
 
     def _remove(self, folder: str) -> None:
-        """The record goes first: from then on the rest does not count."""
-        for name in sorted(
-            self._files.list(folder), key=lambda name: not name.endswith(f"/{RECORD}")
-        ):
+        # The record first: without it the other files belong to no version.
+        names = sorted(self._files.list(folder), key=lambda name: not name.endswith(f"/{RECORD}"))
+        for name in names:
             self._files.delete(name)
         if self.directory is not None:
             shutil.rmtree(self.directory / folder, ignore_errors=True)
+
+
+def _save(save: Callable[[Path], None], path: Path) -> None:
+    try:
+        save(path)
+    # safetensors wraps errors of the operating system in its own class.
+    except SafetensorError as error:
+        is_full = "No space left" in str(error)
+        problem = "no space left" if is_full else "a file of weights could not be written"
+        error_type = StoreFull if is_full else StoreError
+        raise error_type(problem, where=str(path), found=error) from error

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import ray
-import torch
 
 from rlpipe.actors.engines import fleet as module
 from rlpipe.actors.engines.engine import EngineActor, EngineSpec, RouterActor
@@ -18,8 +17,10 @@ from rlpipe.actors.engines.external import attempts
 from rlpipe.actors.engines.fleet import Fleet, Receivers, Weights
 from rlpipe.actors.engines.kept_engine import KeptEngine
 from rlpipe.config.model import EngineConfig, ResourcesConfig
+from rlpipe.config.train import SyncConfig
 from rlpipe.errors import ConfigError, EngineUnavailable
 from rlpipe.lineage.states import Lineage
+from rlpipe.sync.transports.base import Push, TransportSetup
 from rlpipe.sync.transports.distributed import DistributedTransport
 from rlpipe.system.ports import free_port
 from rlpipe.types import Stage
@@ -38,15 +39,15 @@ class Pushes:
     """Sends a model by broadcast, as a trainer does."""
 
     def __init__(self, live: Live) -> None:
-        self.transport = DistributedTransport(
-            live.model_dir, buffer_size_bytes=1 << 20, timeout_s=120.0, device=torch.device("cpu")
-        )
+        sync = SyncConfig(update_weight_buffer_size=1 << 20, timeout_s=120.0)
+        setup = TransportSetup(model_dir=live.model_dir, sync=sync)
+        self.transport = DistributedTransport(setup)
         self.model = live.model
 
     async def __call__(self, weights: Weights, to: Receivers, *, must: bool) -> dict[str, Any]:
         urls = await to.begin(to.urls())
         report = await asyncio.to_thread(
-            self.transport.push, self.model.state_dict().items(), urls, weights.stamp
+            self.transport.send, self.model.state_dict().items(), Push(weights.stamp, urls)
         )
         await to.end(report.unknown)
         return {"bytes": report.size_bytes, "seconds": report.seconds, "unknown": report.unknown}

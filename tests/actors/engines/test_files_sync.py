@@ -68,7 +68,7 @@ async def test_an_engine_that_comes_back_needs_no_trainer(live: Live, tmp_path: 
     push.step()
     await push(2)
     push.files.mirror = tmp_path / "new machine"
-    assert await push.files.there(weights(2))
+    assert await push.files.is_written(weights(2))
     assert await push(2, free=False) is not None
     assert await push.scores()
     assert push.group.had == 2
@@ -113,7 +113,7 @@ async def test_what_nobody_can_bring_is_removed_and_written_anew(live: Live, tmp
     ):
         await push(2)
     assert push.log == [], "no engine was touched"
-    assert not await push.files.there(weights(2))
+    assert not await push.files.is_written(weights(2))
     push.kept[0].fails = False
     sent = await push(2)
     assert sent is not None and sent["share"] >= 1
@@ -128,7 +128,7 @@ async def test_what_nobody_can_load_is_removed_and_written_anew(live: Live, tmp_
     with pytest.raises(SyncError, match="the weights arrived nowhere"):
         await push(1)
     assert push.log == ["held", "begin", "released"]
-    assert not await push.files.there(weights(1))
+    assert not await push.files.is_written(weights(1))
     push.kept = there
     await push(1)
     assert await push.scores()

@@ -16,7 +16,6 @@ import numpy as np
 import psutil
 import pytest
 import ray
-import torch
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from rlpipe.actors.engines import fleet as module
@@ -27,8 +26,11 @@ from rlpipe.actors.ray.calls import end
 from rlpipe.actors.ray.local_ray import address
 from rlpipe.actors.ray.named import NamedActors
 from rlpipe.config.model import EngineConfig, ResourcesConfig
+from rlpipe.config.train import SyncConfig
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import EngineUnavailable
+from rlpipe.sync.transports.base import Push as PushOfRank
+from rlpipe.sync.transports.base import TransportSetup
 from rlpipe.sync.transports.distributed import DistributedTransport
 from rlpipe.sync.transports.tensor import TensorTransport
 from tests.actors.engines.started import FakeEngine
@@ -199,18 +201,22 @@ def another_node() -> Iterator[None]:
             node.wait(60)
 
 
+def _setup(model_dir: Path) -> TransportSetup:
+    sync = SyncConfig(update_weight_buffer_size=1 << 20, timeout_s=120.0)
+    return TransportSetup(model_dir=model_dir, sync=sync, engine_tensor_parallel_size=2)
+
+
 class Pushes:
     """Sends a model by broadcast, as a trainer does."""
 
     def __init__(self, model_dir: Path, model: Any) -> None:
-        common = {"buffer_size_bytes": 1 << 20, "timeout_s": 120.0, "device": torch.device("cpu")}
-        self.transport = DistributedTransport(model_dir, tensor_parallel_size=2, **common)
+        self.transport = DistributedTransport(_setup(model_dir))
         self.model = model
 
     async def __call__(self, weights: Weights, to: Receivers, *, must: bool) -> dict[str, Any]:
         urls = await to.begin(to.urls())
         report = await asyncio.to_thread(
-            self.transport.push, self.model.state_dict().items(), urls, weights.stamp
+            self.transport.send, self.model.state_dict().items(), PushOfRank(weights.stamp, urls)
         )
         await to.end(report.unknown)
         return {"bytes": report.size_bytes, "seconds": report.seconds, "unknown": report.unknown}
@@ -303,11 +309,9 @@ async def test_one_on_two_nodes_gets_weights_each_way_and_comes_back_whole_if_a_
         push.step()
         assert (await push(version) or {})["unknown"] == {}
         assert await push.scores()
-    over_http = TensorTransport(
-        tmp_path / "model", buffer_size_bytes=1 << 20, timeout_s=120.0, tensor_parallel_size=2
-    )
+    over_http = TensorTransport(_setup(tmp_path / "model"))
     push.step()
     await asyncio.to_thread(
-        over_http.push, sender.model.state_dict().items(), [url], weights(4).stamp
+        over_http.send, sender.model.state_dict().items(), PushOfRank(weights(4).stamp, [url])
     )
     assert await push.scores()

@@ -22,7 +22,9 @@ from rlpipe.config.train import SyncConfig
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import RlpipeError
 from rlpipe.lineage.states import Lineage
-from rlpipe.sync.transports.disk import WeightWriter
+from rlpipe.sync.transports import TRANSPORTS
+from rlpipe.sync.transports.base import Push as PushOfRank
+from rlpipe.sync.transports.base import TransportSetup
 from rlpipe.sync.transports.mirror import Mirror
 from rlpipe.sync.transports.versions import WeightStore
 from rlpipe.types import Stage, WeightVersion
@@ -42,11 +44,18 @@ class Group:
     """As a trainer group: ranks that hold one model."""
 
     def __init__(self, store_root: str, model_dir: Path, model: Any, sync: SyncConfig) -> None:
-        store = WeightStore(sync.disk_dir(store_root, None))
         self.model = model
         self.had = 0
-        self.ranks = [
-            WeightWriter(store, model_dir, sync, rank=rank, world_size=RANKS)
+        self.ranks: list[Any] = [
+            TRANSPORTS[sync.transport](
+                TransportSetup(
+                    model_dir=model_dir,
+                    sync=sync,
+                    rank=rank,
+                    world_size=RANKS,
+                    files_root=sync.disk_dir(store_root, None),
+                )
+            )
             for rank in range(RANKS)
         ]
 
@@ -56,7 +65,8 @@ class Group:
         stamp = arguments["stamp"]
         base = arguments["base"]
         self.had += 1
-        return [rank.write(self.model.state_dict().items(), stamp, base) for rank in self.ranks]
+        push = PushOfRank(stamp, base=base)
+        return [rank.send(self.model.state_dict().items(), push) for rank in self.ranks]
 
 
 class Kept:
@@ -69,7 +79,7 @@ class Kept:
     async def bring(self, root: str, stamp: str, folder: str, deadline_s: float) -> str:
         if self.fails:
             raise RlpipeError("its disk is full")
-        return str(Mirror(folder).bring(WeightStore(root), stamp, timeout_s=deadline_s))
+        return str(Mirror(folder).fetch(WeightStore(root), stamp, timeout_s=deadline_s))
 
 
 class Push:

@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 
-from rlpipe.actors.trainer.pushing import _kinds
+from rlpipe.actors.trainer.pushing import choose_transports
 from rlpipe.actors.trainer.sending import places
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron import platform
 from rlpipe.errors import ConfigError
-from rlpipe.sync.transports.distributed import DistributedTransport
-from rlpipe.sync.transports.ipc import IpcTransport
-from rlpipe.sync.transports.tensor import TensorTransport
 
 ENGINES: Any = [SimpleNamespace(number=number, url=f"u{number}") for number in range(3)]
 
@@ -46,9 +43,12 @@ def test_only_engines_that_are_pushed_to_have_places():
 def test_shared_memory_serves_the_engines_on_our_gpus_and_another_transport_the_rest():
     tensor = SyncConfig()
     distributed = SyncConfig(transport="distributed")
-    assert list(_kinds(["a", "b"], tensor, {})) == [(TensorTransport, ["a", "b"])]
-    assert list(_kinds(["a", "b"], distributed, {})) == [(DistributedTransport, ["a", "b"])]
-    other = DistributedTransport if platform.CUDA_FOUND else TensorTransport
-    assert list(_kinds(["a", "b"], tensor, {"b": [0]})) == [(IpcTransport, ["b"]), (other, ["a"])]
+    assert list(choose_transports(["a", "b"], tensor, {})) == [("tensor", ["a", "b"])]
+    assert list(choose_transports(["a", "b"], distributed, {})) == [("distributed", ["a", "b"])]
+    other = "distributed" if platform.CUDA_FOUND else "tensor"
+    assert list(choose_transports(["a", "b"], tensor, {"b": [0]})) == [
+        ("ipc", ["b"]),
+        (other, ["a"]),
+    ]
     with pytest.raises(ConfigError, match="on the trainer's"):
-        list(_kinds(["a", "b"], distributed, {"b": [0]}))
+        list(choose_transports(["a", "b"], distributed, {"b": [0]}))

@@ -6,11 +6,13 @@ from typing import Any
 
 import httpx
 
-from rlpipe.config.train import TrainConfig
+from rlpipe.config.train import SyncConfig, TrainConfig
 from rlpipe.errors import SyncError
+from rlpipe.sync.transports.base import Push, TransportSetup
+from rlpipe.sync.transports.staged import StagedTransport
 from tests.engines.megatron.ranks import engine
 
-KEYS = {"buffer_size_bytes": 40_000, "timeout_s": 60.0}
+SYNC = SyncConfig(update_weight_buffer_size=40_000, timeout_s=60.0)
 
 
 def export_both_ways(
@@ -19,7 +21,7 @@ def export_both_ways(
     """Tensors by name: of this rank's stage, of the whole model, and as mbridge exports it; and
     where this rank is."""
     from rlpipe.engines.megatron.bridges.bridge import shown
-    from rlpipe.engines.megatron.bridges.stages import place, stage_weights
+    from rlpipe.engines.megatron.bridges.stages import pipeline_position, stage_weights
 
     ours = engine(
         model_dir, TrainConfig.model_validate({"parallel": parallel}), rank, world_size, port
@@ -36,7 +38,7 @@ def export_both_ways(
                 name: tensor.detach().numpy()
                 for name, tensor in bridge.export_weights([shown(bridge, model)])
             },
-            "speaks": place().speaks,
+            "is_sender": pipeline_position().is_sender,
         }
     finally:
         ours.close()
@@ -50,12 +52,22 @@ def push_by_stages(
 
     `spoil`: a group that the engine leaves before the second push.
     """
-    from rlpipe.actors.trainer.staged_push import StagedPush
+    from rlpipe.engines.megatron.bridges.stages import pipeline_position, stage_weights
 
     train = TrainConfig.model_validate({"parallel": {"pipeline_model_parallel_size": 2}})
     ours = engine(model_dirs[0], train, rank, world_size, port)
-    push = StagedPush(
-        ours, model_dirs[0], rank=rank, address="127.0.0.2", tensor_parallel_size=1, **KEYS
+    position = pipeline_position()
+    transport = StagedTransport(
+        TransportSetup(
+            model_dir=model_dirs[0],
+            sync=SYNC,
+            rank=rank,
+            world_size=world_size,
+            stage=position.stage,
+            num_stages=position.stages,
+            sends_stage=position.is_sender,
+            address="127.0.0.2",
+        )
     )
     found: list[Any] = []
     try:
@@ -66,21 +78,21 @@ def push_by_stages(
                 ).raise_for_status()
             ours._model_dir = folder
             ours.load_hf()
-            stamp = f"b@{number}@staged"
 
-            def send(transport, tensors, stamp=stamp):
-                report = transport.push(tensors, [url], stamp)
-                return {
-                    "buckets": report.buckets,
-                    "tensors": report.tensors,
-                    "group": id(transport._group),
-                }
-
+            tensors = stage_weights(ours.trained.bridge, ours.trained.ddp)
             try:
-                found.append(push.push(send, lambda tensors: tensors))
+                report = transport.send(tensors, Push(f"b@{number}@staged", [url]))
+                found.append(
+                    {
+                        "bytes": report.size_bytes,
+                        "buckets": report.buckets,
+                        "tensors": report.tensors,
+                        "group": id(transport.leader._group) if transport.leader else None,
+                    }
+                )
             except SyncError as error:
                 found.append(str(error))
         return found
     finally:
-        push.close()
+        transport.close()
         ours.close()

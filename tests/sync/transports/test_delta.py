@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.errors import SyncError
-from rlpipe.sync.transports.delta import CHECKSUMS, ENCODINGS, apply, encode
+from rlpipe.sync.transports.delta import CHECKSUMS, ENCODINGS, apply_change, encode
 
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray:
@@ -30,7 +30,7 @@ def test_old_bytes_and_a_change_make_the_new_bytes(encoding, dtype, changed):
     change = encode(bytes_of(new), bytes_of(old), old.element_size(), encoding)
     memory = bytes_of(old)
     assert change is not None
-    assert apply(change, memory, old.element_size(), encoding) == changed
+    assert apply_change(change, memory, old.element_size(), encoding) == changed
     np.testing.assert_array_equal(memory, bytes_of(new))
 
 
@@ -43,7 +43,7 @@ def test_any_two_states_of_the_same_size_lead_to_each_other(data, more):
             change = encode(new, old, size, encoding)
             memory = old.copy()
             if change is not None:
-                apply(change, memory, size, encoding)
+                apply_change(change, memory, size, encoding)
             np.testing.assert_array_equal(memory, new)
             assert (change is None) == np.array_equal(old, new)
 
@@ -55,8 +55,8 @@ def test_a_change_that_overwrites_may_be_put_on_twice_and_a_difference_may_not()
         change = encode(new, old, 2, encoding)
         memory = old.copy()
         assert change is not None
-        apply(change, memory, 2, encoding)
-        apply(change, memory, 2, encoding)
+        apply_change(change, memory, 2, encoding)
+        apply_change(change, memory, 2, encoding)
         assert np.array_equal(memory, new) is same
 
 
@@ -76,12 +76,12 @@ def test_a_change_that_does_not_fit_is_refused(encoding):
     assert change is not None
     for wrong, size, message in [
         (change[:-9], 2, "cannot be read"),
-        (change, 4, "torn"),
+        (change, 4, "incomplete"),
     ]:
         with pytest.raises(SyncError, match=message):
-            apply(wrong, np.zeros(64, np.uint8), size, encoding)
-    with pytest.raises(SyncError, match="larger tensor"):
-        apply(change, np.zeros(62, np.uint8), 2, encoding)
+            apply_change(wrong, np.zeros(64, np.uint8), size, encoding)
+    with pytest.raises(SyncError, match="a larger tensor"):
+        apply_change(change, np.zeros(62, np.uint8), 2, encoding)
 
 
 def test_a_tensor_that_changed_its_size_is_refused():

@@ -11,17 +11,21 @@ from typing import Any, cast
 import httpx
 import numpy as np
 import pytest
-import torch
 
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import EngineRejected, EngineUnavailable, SyncError
 from rlpipe.sync.session import Session
 from rlpipe.sync.transports import distributed
-from rlpipe.sync.transports.distributed import DistributedTransport
-from rlpipe.sync.transports.group import NAME, BroadcastGroup, own_address_towards
+from rlpipe.sync.transports.base import Push
+from rlpipe.sync.transports.distributed import (
+    GROUP_NAME,
+    BroadcastGroup,
+    DistributedTransport,
+    own_address_towards,
+)
 from tests.live_engine import log_probs, make_model
+from tests.sync.setups import transport_setup
 
-CPU = torch.device("cpu")
 TOKENS = [5, 9, 20, 31]
 
 
@@ -33,9 +37,7 @@ def transport(live) -> Iterator[DistributedTransport]:
 
 
 def _transport(model_dir: Path, **keywords) -> DistributedTransport:
-    return DistributedTransport(
-        model_dir, **{"buffer_size_bytes": 40_000, "timeout_s": 60.0, "device": CPU, **keywords}
-    )
+    return DistributedTransport(transport_setup(model_dir, **keywords))
 
 
 class Member:
@@ -86,7 +88,9 @@ def test_after_a_broadcast_the_engine_is_the_new_model_and_the_group_is_kept(
     groups = set()
     for seed in (21, 22):
         live.model = make_model(tmp_path / str(seed), seed=seed)
-        report = transport.push(live.model.state_dict().items(), [live.server.url], f"b@{seed}@x")
+        report = transport.send(
+            live.model.state_dict().items(), Push(f"b@{seed}@x", [live.server.url])
+        )
         assert report.engines == (live.server.url,) and report.buckets > 1
         assert report.tensors == len(transport.expected) and ("group" in report.steps) == (
             not groups
@@ -99,8 +103,8 @@ def test_after_a_broadcast_the_engine_is_the_new_model_and_the_group_is_kept(
 @pytest.mark.integration
 def test_a_broadcast_can_be_checked_against_random_numbers(live, transport, tmp_path):
     live.model = make_model(tmp_path / "other", seed=23)
-    report = transport.push(
-        live.model.state_dict().items(), [live.server.url], "b@0@checked", check=True
+    report = transport.send(
+        live.model.state_dict().items(), Push("b@0@checked", [live.server.url], check=True)
     )
     assert report.tensors == 2 * len(transport.expected), "each is sent twice"
     _require_equal(live.server.url, live.model)
@@ -110,9 +114,9 @@ def test_a_broadcast_can_be_checked_against_random_numbers(live, transport, tmp_
 def test_a_trainer_that_comes_after_one_that_died_ends_the_group_it_left(live, tmp_path):
     first = _transport(live.model_dir)
     second = _transport(live.model_dir)
-    first.push(live.model.state_dict().items(), [live.server.url], "b@0@first")
+    first.send(live.model.state_dict().items(), Push("b@0@first", [live.server.url]))
     live.model = make_model(tmp_path / "other", seed=24)
-    second.push(live.model.state_dict().items(), [live.server.url], "b@0@second")
+    second.send(live.model.state_dict().items(), Push("b@0@second", [live.server.url]))
     _require_equal(live.server.url, live.model)
     first.close()
     second.close()
@@ -123,9 +127,11 @@ def test_an_engine_that_refuses_a_bucket_ends_the_push_at_once_and_the_next_one_
     live, transport
 ):
     weights = live.model.state_dict()
-    transport.push(weights.items(), [live.server.url], "b@0@first")
+    transport.send(weights.items(), Push("b@0@first", [live.server.url]))
     httpx.post(
-        f"{live.server.url}/destroy_weights_update_group", json={"group_name": NAME}, timeout=30
+        f"{live.server.url}/destroy_weights_update_group",
+        json={"group_name": GROUP_NAME},
+        timeout=30,
     ).raise_for_status()
     read = []
     start_s = time.monotonic()
@@ -136,12 +142,12 @@ def test_an_engine_that_refuses_a_bucket_ends_the_push_at_once_and_the_next_one_
             yield name, tensor
 
     with pytest.raises(SyncError, match="the broadcast broke"):
-        transport.push(tensors(), [live.server.url], "b@0@refused")
-    assert time.monotonic() - start_s < transport.timeout_s / 4, (
+        transport.send(tensors(), Push("b@0@refused", [live.server.url]))
+    assert time.monotonic() - start_s < transport.setup.sync.timeout_s / 4, (
         "nobody waits for the broadcast that hangs"
     )
     assert read == list(weights) and transport.members == ()
-    transport.push(weights.items(), [live.server.url], "b@0@again")
+    transport.send(weights.items(), Push("b@0@again", [live.server.url]))
     _require_equal(live.server.url, live.model)
 
 

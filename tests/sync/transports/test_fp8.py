@@ -15,12 +15,12 @@ from rlpipe.errors import ConfigError
 from rlpipe.sync.fp8 import (
     BLOCK,
     QUANTIZATION_CONFIG,
+    dequantize_matrix,
     fp8_directory,
-    from_blocks,
-    in_blocks,
-    quantised,
+    quantize,
+    quantize_matrix,
 )
-from rlpipe.sync.tensors import checked, expected_shapes
+from rlpipe.sync.tensors import check_tensors, expected_shapes
 
 
 def make_wide_model(directory) -> Qwen3ForCausalLM:
@@ -44,14 +44,14 @@ def make_wide_model(directory) -> Qwen3ForCausalLM:
 def test_what_comes_back_is_within_half_a_step_of_e4m3_of_its_block(shape):
     torch.manual_seed(0)
     weight = torch.randn(shape) * torch.logspace(-4, 2, shape[1])
-    small, scale_inv = in_blocks(weight)
+    small, scale_inv = quantize_matrix(weight)
     assert small.shape == shape and small.dtype == torch.float8_e4m3fn and small.is_contiguous()
     assert (
         scale_inv.shape == (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
         and scale_inv.dtype == torch.float32
     )
-    back = from_blocks(small, scale_inv)
-    factor = from_blocks(torch.ones_like(small), scale_inv)
+    back = dequantize_matrix(small, scale_inv)
+    factor = dequantize_matrix(torch.ones_like(small), scale_inv)
     bound = torch.maximum(
         weight.abs() / 16, factor * 2.0**-10
     )  # 3 bits of mantissa; the smallest step is 2^-9
@@ -61,9 +61,9 @@ def test_what_comes_back_is_within_half_a_step_of_e4m3_of_its_block(shape):
 def test_each_block_uses_all_of_the_range_and_a_block_of_zeros_stays_one():
     weight = torch.zeros(256, 128)
     weight[7, 9] = -3.0
-    small, scale_inv = in_blocks(weight)
+    small, scale_inv = quantize_matrix(weight)
     assert small.float().min() == -448 and scale_inv[1, 0] == 1
-    assert torch.equal(from_blocks(small, scale_inv), weight)
+    assert torch.equal(dequantize_matrix(small, scale_inv), weight)
 
 
 def test_a_matrix_is_quantised_and_nothing_else():
@@ -77,7 +77,7 @@ def test_a_matrix_is_quantised_and_nothing_else():
         ("lm_head.weight", (512, 128), False),
     ]
     for name, shape, expected in names:
-        found = dict(quantised([(name, torch.ones(shape))]))
+        found = dict(quantize([(name, torch.ones(shape))]))
         assert list(found) == ([name, f"{name}_scale_inv"] if expected else [name])
 
 
@@ -93,7 +93,7 @@ def test_the_directory_is_a_checkpoint_of_what_is_pushed_and_made_once(tmp_path)
     assert config["quantization_config"] == QUANTIZATION_CONFIG and config["hidden_size"] == 128
     assert (tmp_path / "made" / directory / "tokenizer.json").exists()
     missing = set(expected := expected_shapes(directory))
-    pushed = dict(checked(quantised(model.state_dict().items()), expected, missing))
+    pushed = dict(check_tensors(quantize(model.state_dict().items()), expected, missing))
     assert not missing
     with safe_open(f"{directory}/model.safetensors", framework="pt") as stored:
         for name, tensor in pushed.items():
@@ -112,7 +112,7 @@ def test_a_model_that_has_no_whole_blocks_where_they_are_merged_is_refused(tmp_p
         head_dim=32,
     )
     Qwen3ForCausalLM(narrow).save_pretrained(tmp_path / "narrow")
-    with pytest.raises(ConfigError, match="cannot be quantised in blocks"):
+    with pytest.raises(ConfigError, match="cannot be quantize in blocks"):
         fp8_directory(str(tmp_path / "narrow"), tmp_path / "made")
     assert not [
         path
@@ -137,5 +137,5 @@ def test_a_model_that_is_quantised_already_is_served_as_it_is_and_otherwise_refu
     assert fp8_directory(first, tmp_path / "again") == first
     config = Path(first) / "config.json"
     config.write_text(config.read_text().replace('"fp8"', '"awq"'))
-    with pytest.raises(ConfigError, match="quantised otherwise"):
+    with pytest.raises(ConfigError, match="quantize otherwise"):
         fp8_directory(first, tmp_path / "again")

@@ -14,19 +14,19 @@ import torch.distributed as dist
 from transformers import Qwen3ForCausalLM
 
 from rlpipe.engines.sglang.admin import Engine
-from rlpipe.engines.sglang.handles import flattened_bucket
 from rlpipe.errors import SyncError
 from rlpipe.sync.session import Session
 from rlpipe.sync.tensors import expected_shapes
-from rlpipe.sync.transports.flat import flatten
-from rlpipe.sync.transports.ipc import IpcTransport
-from rlpipe.sync.transports.shared import MEMORY, by_name, shared_block
+from rlpipe.sync.transports.base import Push
+from rlpipe.sync.transports.bucket_memory import SHARED_MEMORY, flatten, shared_block
+from rlpipe.sync.transports.ipc import IpcTransport, bucket_handle
 from tests.engines.megatron.ranks import Ranks
 from tests.live_engine import log_probs, make_model
+from tests.sync.setups import transport_setup
 
-CPU = torch.device("cpu")
 TOKENS = [5, 9, 20, 31]
 NOWHERE = "http://127.0.0.1:9"
+RANKS = {"a": [0], "b": [1]}
 
 
 def both_ranks(rank: int, world_size: int, port: int, model_dir: str) -> list:
@@ -36,13 +36,14 @@ def both_ranks(rank: int, world_size: int, port: int, model_dir: str) -> list:
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
     )
     transport = _transport(model_dir, rank=rank, world_size=world_size)
-    transport.places = {"a": [0], "b": [1]}
     model = Qwen3ForCausalLM.from_pretrained(model_dir)
     tensors = {name: tensor + rank for name, tensor in model.state_dict().items()}
     if rank:
         found = [
-            transport.assist(tensors.items(), "b@0@x", check=True),
-            transport.assist(tensors.items(), "b@0@y"),
+            transport.send(
+                tensors.items(), Push("b@0@x", engine_ranks=RANKS, check=True)
+            ).size_bytes,
+            transport.send(tensors.items(), Push("b@0@y", engine_ranks=RANKS)).size_bytes,
         ]
     else:
         found = [_read(transport, tensors, 2), _given_up(transport, tensors)]
@@ -53,7 +54,9 @@ def both_ranks(rank: int, world_size: int, port: int, model_dir: str) -> list:
 def _read(transport: IpcTransport, tensors: dict, passes: int) -> list[bool]:
     right = []
     seen = 0
-    for handles, _ in transport.packed(iter(tensors.items()), (), "b@0@x", True):
+    for handles, _ in transport.packed(
+        iter(tensors.items()), Push("b@0@x", engine_ranks=RANKS, check=True)
+    ):
         for number, handle in enumerate(handles.by_rank):
             sent = pickle.loads(handle)
             for meta in sent["metadata"]:
@@ -64,7 +67,7 @@ def _read(transport: IpcTransport, tensors: dict, passes: int) -> list[bool]:
                 )
                 right.append(torch.equal(got, tensors[meta.name] + number))
         seen += handles.tensors
-        transport._loaded += 1
+        transport._num_loaded += 1
     assert seen == passes * len(transport.expected)
     return right
 
@@ -78,37 +81,33 @@ def with_an_engine_on_one_rank(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
     )
     transport = _transport(model_dir, rank=rank, world_size=world_size)
-    transport.places = {"b": [1]}
+    push = Push("b@0@x", engine_ranks={"b": [1]})
     tensors = Qwen3ForCausalLM.from_pretrained(model_dir).state_dict()
     found = []
     for _ in range(3):
         if rank:
-            transport.assist(tensors.items(), "b@0@x")
+            transport.send(tensors.items(), push)
         unread = 0
-        for handles, _ in (
-            () if rank else transport.packed(iter(tensors.items()), (), "b@0@x", False)
-        ):
+        for handles, _ in () if rank else transport.packed(iter(tensors.items()), push):
             unread += len(handles.by_rank[0])
             pickle.loads(handles.by_rank[1])
-            transport._loaded += 1
+            transport._num_loaded += 1
         dist.barrier()
-        found.append((unread, len(list(MEMORY.glob(f"torch_{os.getpid()}_*")))))
+        found.append((unread, len(list(SHARED_MEMORY.glob(f"torch_{os.getpid()}_*")))))
     dist.destroy_process_group()
     return found
 
 
 def _given_up(transport: IpcTransport, tensors: dict) -> list[int]:
     lengths = []
-    for handles, _ in transport.packed(iter(tensors.items()), (), "b@0@y", False):
+    for handles, _ in transport.packed(iter(tensors.items()), Push("b@0@y", engine_ranks=RANKS)):
         lengths.append(len(handles.by_rank))
         transport.finish()
     return lengths
 
 
 def _transport(model_dir, **keywords) -> IpcTransport:
-    return IpcTransport(
-        model_dir, **{"buffer_size_bytes": 40_000, "timeout_s": 60.0, "device": CPU, **keywords}
-    )
+    return IpcTransport(transport_setup(model_dir, **keywords))
 
 
 def _scores(url: str) -> list[float]:
@@ -124,9 +123,14 @@ def _scores(url: str) -> list[float]:
 def test_after_a_push_of_handles_the_engine_is_the_new_model(live, tmp_path, check):
     model = make_model(tmp_path / "other", seed=31 + check)
     transport = _transport(live.model_dir)
-    transport.places = {live.server.url: [0]}
-    report = transport.push(
-        model.state_dict().items(), [live.server.url], f"b@{check}@handles", check=check
+    report = transport.send(
+        model.state_dict().items(),
+        Push(
+            f"b@{check}@handles",
+            [live.server.url],
+            engine_ranks={live.server.url: [0]},
+            check=check,
+        ),
     )
     live.model = model
     assert report.tensors == len(transport.expected) * (1 + check) and report.buckets > 2
@@ -140,7 +144,7 @@ def test_after_a_push_of_handles_the_engine_is_the_new_model(live, tmp_path, che
 def test_a_push_of_handles_that_fails_reads_all_tensors_and_the_next_one_succeeds(live):
     transport = _transport(live.model_dir)
     read = []
-    transport.places = {live.server.url: [0], NOWHERE: [0]}
+    engine_ranks = {live.server.url: [0], NOWHERE: [0]}
 
     def tensors():
         for name, tensor in live.model.state_dict().items():
@@ -148,9 +152,11 @@ def test_a_push_of_handles_that_fails_reads_all_tensors_and_the_next_one_succeed
             yield name, tensor
 
     with pytest.raises(SyncError, match="arrived nowhere"):
-        transport.push(tensors(), [NOWHERE], "b@0@nowhere")
+        transport.send(tensors(), Push("b@0@nowhere", [NOWHERE], engine_ranks=engine_ranks))
     assert read == list(live.model.state_dict())
-    report = transport.push(tensors(), [live.server.url], "b@0@again")
+    report = transport.send(
+        tensors(), Push("b@0@again", [live.server.url], engine_ranks=engine_ranks)
+    )
     assert report.engines == (live.server.url,)
 
 
@@ -174,10 +180,8 @@ def test_a_flat_bucket_of_mixed_dtypes_is_cut_up_again_as_sglang_does():
     ]
     block = shared_block(1000)
     assert block is not None
-    flat = flatten(bucket, CPU, block)
-    parts = [(part.name, part.dtype, part.shape, part.start, part.end) for part in flat.parts]
-    with by_name():
-        found = pickle.loads(flattened_bucket(flat.memory, parts))
+    flat = flatten(bucket, torch.device("cpu"), block)
+    found = pickle.loads(bucket_handle(flat))
     for meta in found["metadata"]:
         tensor = (
             found["flattened_tensor"][meta.start_idx : meta.end_idx]
@@ -197,14 +201,15 @@ def test_an_engine_of_several_ranks_may_read_a_bucket_until_it_has_answered_to_t
 ):
     model = make_model(tmp_path, seed=0)
     transport = _transport(tmp_path)
-    transport.places = {"a": ranks}
     opened: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for handles, last in transport.packed(iter(model.state_dict().items()), (), "b@0@x", False):
+    for handles, last in transport.packed(
+        iter(model.state_dict().items()), Push("b@0@x", engine_ranks={"a": ranks})
+    ):
         read = pickle.loads(handles.by_rank[0])["flattened_tensor"]
         opened.append((read, read.clone()))
         for then, now in opened[-slots:]:
             assert torch.equal(then, now)
-        transport._loaded = len(opened) - 1
+        transport._num_loaded = len(opened) - 1
         if last:
             transport.finish()
     assert len(opened) > 3 and len(transport._slots) == slots

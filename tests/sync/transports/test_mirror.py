@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from rlpipe.config.train import SyncConfig
 from rlpipe.errors import RlpipeError, SyncError
-from rlpipe.sync.transports.delta import CHECKSUMS, apply, encode
-from rlpipe.sync.transports.mirror import Mirror, places
+from rlpipe.sync.transports.delta import CHECKSUMS, apply_change, encode
+from rlpipe.sync.transports.mirror import Mirror, tensor_positions
 from rlpipe.sync.transports.versions import RECORD, Share, Version, WeightStore
 from rlpipe.types import WeightVersion
 
@@ -86,7 +86,7 @@ def held(mirror: Mirror) -> dict[str, np.ndarray]:
 
 def test_a_mirror_follows_what_is_published(store: WeightStore, tmp_path: Path):
     mirror = Mirror(tmp_path / "m")
-    mirror.bring(store, stamp(2), timeout_s=5)
+    mirror.fetch(store, stamp(2), timeout_s=5)
     assert all(np.array_equal(held(mirror)[name], NEW[name]) for name in NEW)
 
 
@@ -97,10 +97,10 @@ def test_a_mirror_whose_record_is_damaged_holds_nothing_and_is_brought_anew(
     store: WeightStore, tmp_path: Path, record: bytes
 ):
     mirror = Mirror(tmp_path / "m")
-    mirror.bring(store, stamp(1), timeout_s=5)
+    mirror.fetch(store, stamp(1), timeout_s=5)
     (mirror.folder / "held.json").write_bytes(record)
     assert mirror.held() is None
-    mirror.bring(store, stamp(2), timeout_s=5)
+    mirror.fetch(store, stamp(2), timeout_s=5)
     assert mirror.held() == stamp(2) and np.array_equal(held(mirror)["a"], NEW["a"])
 
 
@@ -136,7 +136,7 @@ ENTRY = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 def test_a_header_that_names_no_bytes_of_the_file_is_named(tmp_path: Path, header: Any):
     path = file_of(tmp_path, header)
     with pytest.raises(SyncError, match="a file of weights cannot be read") as caught:
-        list(places(path))
+        list(tensor_positions(path))
     assert (
         caught.value.where == str(path)
         and caught.value.expected is not None
@@ -152,7 +152,7 @@ def test_a_file_of_any_bytes_is_read_or_named(
     good = safetensors.numpy.save(OLD)
     path.write_bytes(good[:place] + data + good[place + len(data) :])
     try:
-        found = list(places(path))
+        found = list(tensor_positions(path))
     except SyncError:
         return
     assert all(
@@ -161,8 +161,8 @@ def test_a_file_of_any_bytes_is_read_or_named(
 
 
 def test_a_lost_file_is_named(tmp_path: Path):
-    with pytest.raises(RlpipeError, match="no such object"):
-        list(places(tmp_path / "gone.safetensors"))
+    with pytest.raises(RlpipeError, match="does not exist"):
+        list(tensor_positions(tmp_path / "gone.safetensors"))
 
 
 @pytest.mark.parametrize(
@@ -170,10 +170,10 @@ def test_a_lost_file_is_named(tmp_path: Path):
     [
         (2, {"checksums": {}}, "cannot be checked"),
         (2, {"checksum": "crc"}, "cannot be checked"),
-        (2, {"encoding": "plus"}, "unknown form"),
+        (2, {"encoding": "plus"}, "unknown encoding"),
         (2, {"base": "nonsense"}, "not the stamp of weights"),
         (2, {"stamp": stamp(7)}, "the record of another version"),
-        (1, {"checksums": {"other": "0"}}, "a tensor that is not here"),
+        (1, {"checksums": {"other": "0"}}, "the mirror does not have this tensor"),
     ],
 )
 def test_a_record_that_does_not_fit_its_files_is_named(
@@ -181,7 +181,7 @@ def test_a_record_that_does_not_fit_its_files_is_named(
 ):
     rewrite(store, version, **changes)
     with pytest.raises(SyncError, match=problem):
-        Mirror(tmp_path / "m").bring(store, stamp(2), timeout_s=5)
+        Mirror(tmp_path / "m").fetch(store, stamp(2), timeout_s=5)
 
 
 def test_changes_that_are_no_bytes_are_named(store: WeightStore, tmp_path: Path):
@@ -195,7 +195,7 @@ def test_changes_that_are_no_bytes_are_named(store: WeightStore, tmp_path: Path)
         ],
     )
     with pytest.raises(SyncError, match=r"(?s)a file of changes cannot be read.*float32"):
-        Mirror(tmp_path / "m").bring(store, stamp(2), timeout_s=5)
+        Mirror(tmp_path / "m").fetch(store, stamp(2), timeout_s=5)
 
 
 def test_a_change_that_does_not_fit_says_of_which_tensor(store: WeightStore, tmp_path: Path):
@@ -208,8 +208,8 @@ def test_a_change_that_does_not_fit_says_of_which_tensor(store: WeightStore, tmp
             {"name": path.name, "size_bytes": path.stat().st_size, "sha256": None, "tensors": ["a"]}
         ],
     )
-    with pytest.raises(SyncError, match=rf"a of {stamp(2)}: a change of a tensor is torn"):
-        Mirror(tmp_path / "m").bring(store, stamp(2), timeout_s=5)
+    with pytest.raises(SyncError, match=rf"a of {stamp(2)}: a change of a tensor is incomplete"):
+        Mirror(tmp_path / "m").fetch(store, stamp(2), timeout_s=5)
 
 
 def test_a_change_that_says_it_is_of_any_size_is_named():
@@ -222,4 +222,4 @@ def test_a_change_that_says_it_is_of_any_size_is_named():
         + bytes(frame[7:])
     )
     with pytest.raises(SyncError, match="a change of a tensor cannot be read"):
-        apply(np.frombuffer(huge, np.uint8), np.zeros(16, np.uint8), 4, "xor")
+        apply_change(np.frombuffer(huge, np.uint8), np.zeros(16, np.uint8), 4, "xor")

@@ -8,10 +8,13 @@ import sys
 import pytest
 import torch
 
-from rlpipe.sync.transports import shared
-from rlpipe.sync.transports.shared import SharedBuffer, references
-from rlpipe.sync.transports.tensor import TensorTransport, is_here
+from rlpipe.sync.transports import bucket_memory
+from rlpipe.sync.transports.base import Push
+from rlpipe.sync.transports.bucket_memory import SharedBuffer, references
+from rlpipe.sync.transports.tensor import TensorTransport
+from rlpipe.system.ports import is_loopback
 from tests.live_engine import make_model
+from tests.sync.setups import transport_setup
 
 READ = """
 import pickle, sys, torch
@@ -54,7 +57,7 @@ def test_each_reader_gets_a_reference_of_its_own_and_the_block_outlives_them_all
 
 
 def test_without_room_there_is_no_place(monkeypatch, tmp_path):
-    monkeypatch.setattr(shared, "MEMORY", tmp_path / "none")
+    monkeypatch.setattr(bucket_memory, "SHARED_MEMORY", tmp_path / "none")
     assert SharedBuffer().place([("a", torch.ones(4))]) is None
 
 
@@ -71,13 +74,13 @@ def test_the_sharing_strategy_of_the_process_is_left_as_it_was():
     [("http://127.0.0.1:80", True), ("http://[::1]:80", True), ("http://10.0.0.7:80", False)],
 )
 def test_only_loopback_addresses_are_on_this_machine(url, here):
-    assert is_here(url) is here
+    assert is_loopback(url) is here
 
 
 @pytest.mark.integration
 def test_the_bytes_go_over_http_where_memory_cannot_be_shared(live, monkeypatch, tmp_path):
-    monkeypatch.setattr(shared, "MEMORY", tmp_path / "none")
+    monkeypatch.setattr(bucket_memory, "SHARED_MEMORY", tmp_path / "none")
     live.model = make_model(tmp_path / "other", seed=99)
-    transport = TensorTransport(live.model_dir, buffer_size_bytes=40_000, timeout_s=60.0)
-    report = transport.push(live.model.state_dict().items(), [live.server.url], "b@0@bytes")
+    transport = TensorTransport(transport_setup(live.model_dir))
+    report = transport.send(live.model.state_dict().items(), Push("b@0@bytes", [live.server.url]))
     assert report.buckets > 1

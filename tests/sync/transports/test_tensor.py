@@ -10,19 +10,19 @@ import pytest
 
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import DeadlineExceeded, SyncError
-from rlpipe.rollout.client.client import GenerateClient
+from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.sync.session import Session
 from rlpipe.sync.tensors import expected_shapes
+from rlpipe.sync.transports.base import Push
 from rlpipe.sync.transports.tensor import TensorTransport
 from tests.live_engine import VOCAB_SIZE, log_probs, make_model
+from tests.sync.setups import transport_setup
 
 NOWHERE = "http://127.0.0.1:9"
 
 
 def _transport(model_dir, **keywords) -> TensorTransport:
-    return TensorTransport(
-        model_dir, **{"buffer_size_bytes": 40_000, "timeout_s": 60.0, **keywords}
-    )
+    return TensorTransport(transport_setup(model_dir, **keywords))
 
 
 def _scores(url: str, sequences: list[list[int]]) -> list[list[float]]:
@@ -46,8 +46,8 @@ def _sampled(url: str) -> list:
 def test_after_a_push_the_engine_is_the_new_model(live, tmp_path, buffer_size_bytes):
     model = make_model(tmp_path / "other", seed=buffer_size_bytes % 1000 + 7)
     transport = _transport(live.model_dir, buffer_size_bytes=buffer_size_bytes)
-    report = transport.push(
-        model.state_dict().items(), [live.server.url], f"b@0@{buffer_size_bytes}"
+    report = transport.send(
+        model.state_dict().items(), Push(f"b@0@{buffer_size_bytes}", [live.server.url])
     )
     live.model = model
     assert report.tensors == len(transport.expected) and report.engines == (live.server.url,)
@@ -80,15 +80,15 @@ def test_engines_sample_again_before_the_memory_of_a_push_is_given_back(live, mo
             assert sampling.wait(20.0), "engines wait for it"
 
     monkeypatch.setattr(Session, "resume", resumed)
-    transport = Lasting(live.model_dir, buffer_size_bytes=40_000, timeout_s=60.0)
-    report = transport.push(live.model.state_dict().items(), [live.server.url], "b@0@lasting")
+    transport = Lasting(transport_setup(live.model_dir))
+    report = transport.send(live.model.state_dict().items(), Push("b@0@lasting", [live.server.url]))
     assert report.engines == (live.server.url,) and "give memory back" in report.steps
 
 
 @pytest.mark.integration
 def test_an_engine_without_a_cache_is_left_paused(live):
-    _transport(live.model_dir).push(
-        live.model.state_dict().items(), [live.server.url], "b@0@paused", goes_on=False
+    _transport(live.model_dir).send(
+        live.model.state_dict().items(), Push("b@0@paused", [live.server.url], resume=False)
     )
 
     async def after() -> None:
@@ -106,8 +106,8 @@ def test_an_engine_without_a_cache_is_left_paused(live):
 
 @pytest.mark.integration
 def test_an_engine_that_does_not_answer_is_unknown_and_the_others_are_current(live):
-    report = _transport(live.model_dir).push(
-        live.model.state_dict().items(), [live.server.url, NOWHERE], "b@0@two"
+    report = _transport(live.model_dir).send(
+        live.model.state_dict().items(), Push("b@0@two", [live.server.url, NOWHERE])
     )
     assert report.engines == (live.server.url,)
     assert list(report.unknown) == [NOWHERE]
@@ -126,7 +126,7 @@ def test_a_push_that_fails_leaves_the_engine_paused_until_one_succeeds(live):
                 yield "model.layers.1.no.such.weight", tensor
 
     with pytest.raises(SyncError) as caught:
-        _transport(live.model_dir).push(broken(), [live.server.url], "b@0@broken")
+        _transport(live.model_dir).send(broken(), Push("b@0@broken", [live.server.url]))
     assert "the weights arrived nowhere" in str(caught.value)
     assert "no such tensor" in str(caught.value)
     assert isinstance(caught.value.found, dict)
@@ -139,7 +139,9 @@ def test_a_push_that_fails_leaves_the_engine_paused_until_one_succeeds(live):
 
     with pytest.raises(TimeoutError):
         asyncio.run(waits())
-    _transport(live.model_dir).push(live.model.state_dict().items(), [live.server.url], "b@0@again")
+    _transport(live.model_dir).send(
+        live.model.state_dict().items(), Push("b@0@again", [live.server.url])
+    )
     assert len(_sampled(live.router.url)) == 2
 
 
@@ -147,15 +149,17 @@ def test_a_push_that_fails_leaves_the_engine_paused_until_one_succeeds(live):
 def test_a_push_without_all_tensors_is_refused(live):
     some = dict(list(live.model.state_dict().items())[:-2])
     with pytest.raises(SyncError, match=r"(?s)tensors are missing.*model.norm.weight"):
-        _transport(live.model_dir).push(some.items(), [live.server.url], "b@0@some")
-    _transport(live.model_dir).push(live.model.state_dict().items(), [live.server.url], "b@0@again")
+        _transport(live.model_dir).send(some.items(), Push("b@0@some", [live.server.url]))
+    _transport(live.model_dir).send(
+        live.model.state_dict().items(), Push("b@0@again", [live.server.url])
+    )
 
 
 @pytest.mark.integration
 def test_a_push_can_be_checked_against_random_numbers(live, tmp_path):
     model = make_model(tmp_path / "other", seed=11)
-    report = _transport(live.model_dir).push(
-        model.state_dict().items(), [live.server.url], "b@0@checked", check=True
+    report = _transport(live.model_dir).send(
+        model.state_dict().items(), Push("b@0@checked", [live.server.url], check=True)
     )
     live.model = model
     assert report.tensors == 2 * len(expected_shapes(live.model_dir)), "each is sent twice"
@@ -172,7 +176,9 @@ def test_a_tensor_that_is_not_sent_is_named_by_a_checked_push(live):
     with pytest.raises(
         SyncError, match=r"(?s)does not hold the weights that were sent.*layers\.1\.mlp\.down_proj"
     ):
-        transport.push(tensors.items(), [live.server.url], "b@0@less", check=True)
-    _transport(live.model_dir).push(live.model.state_dict().items(), [live.server.url], "b@0@again")
+        transport.send(tensors.items(), Push("b@0@less", [live.server.url], check=True))
+    _transport(live.model_dir).send(
+        live.model.state_dict().items(), Push("b@0@again", [live.server.url])
+    )
     (scores,) = _scores(live.server.url, [[5, 9, 20]])
     np.testing.assert_allclose(scores, log_probs(live.model, [5], [9, 20]), atol=1e-4)

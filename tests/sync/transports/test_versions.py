@@ -15,12 +15,14 @@ from torch import Tensor
 
 from rlpipe.config.train import SyncConfig
 from rlpipe.errors import StoreError, StoreFull, SyncError
-from rlpipe.sync.transports.disk import WeightWriter
+from rlpipe.sync.transports import TRANSPORTS
+from rlpipe.sync.transports.base import Push
 from rlpipe.sync.transports.mirror import Mirror
 from rlpipe.sync.transports.versions import HF_INDEX, RECORD, Version, WeightStore
 from rlpipe.types import WeightVersion
 from tests.live_engine import make_model
 from tests.servers import seaweed
+from tests.sync.setups import transport_setup
 
 RANKS = 2
 
@@ -33,14 +35,22 @@ class Trainer:
     """Two ranks that write the weights of one model."""
 
     def __init__(self, folder: Path, root: str | None = None, **sync: Any) -> None:
-        self.model, self.sync = (
-            make_model(folder / "model", seed=0),
-            SyncConfig.model_validate({"update_weight_buffer_size": 20_000, **sync}),
-        )
-        self.store = WeightStore(root or str(folder / "shared"), scratch=folder)
-        self.writers = [
-            WeightWriter(self.store, folder / "model", self.sync, rank=r, world_size=RANKS)
-            for r in range(RANKS)
+        self.model = make_model(folder / "model", seed=0)
+        self.sync = SyncConfig.model_validate({"update_weight_buffer_size": 20_000, **sync})
+        files_root = root or str(folder / "shared")
+        self.store = WeightStore(files_root, scratch=folder)
+        self.writers: list[Any] = [
+            TRANSPORTS[self.sync.transport](
+                transport_setup(
+                    folder / "model",
+                    sync=self.sync,
+                    rank=rank,
+                    world_size=RANKS,
+                    files_root=files_root,
+                    scratch=folder,
+                )
+            )
+            for rank in range(RANKS)
         ]
 
     def step(self, names: str = "") -> None:
@@ -51,7 +61,8 @@ class Trainer:
 
     def write(self, version: int, base: int | None = None) -> Version:
         based = None if base is None else stamp(base)
-        shares = [writer.write(self.tensors(), stamp(version), based) for writer in self.writers]
+        push = Push(stamp(version), base=based)
+        shares = [writer.send(self.tensors(), push) for writer in self.writers]
         made = self.store.join(
             stamp(version), self.store.find(based) if based else None, self.sync, shares
         )
@@ -105,17 +116,17 @@ def test_a_mirror_follows_the_chain_whatever_it_holds(tmp_path, encoding):
     near = Mirror(tmp_path / "near")
     far = Mirror(tmp_path / "far")
     trainer.write(1)
-    assert trainer.are(near.bring(trainer.store, stamp(1), timeout_s=5))
+    assert trainer.are(near.fetch(trainer.store, stamp(1), timeout_s=5))
     trainer.step("layers.1")
     changes = trainer.write(2, base=1)
     assert set(changes.checksums) == {name for name, _ in trainer.tensors() if "layers.1" in name}
     assert changes.size_bytes < changes.full_bytes
-    assert trainer.are(near.bring(trainer.store, stamp(2), timeout_s=5))
+    assert trainer.are(near.fetch(trainer.store, stamp(2), timeout_s=5))
     for version in (3, 4):
         trainer.step()
         trainer.write(version, base=version - 1)
     for mirror in (near, far, far):
-        assert trainer.are(mirror.bring(trainer.store, stamp(4), timeout_s=5))
+        assert trainer.are(mirror.fetch(trainer.store, stamp(4), timeout_s=5))
         assert mirror.held() == stamp(4)
 
 
@@ -127,17 +138,17 @@ def test_an_object_store_will_do(tmp_path, monkeypatch):
         trainer = Trainer(tmp_path, f"s3://{server.bucket}/weights", transport="delta")
         mirror = Mirror(tmp_path / "m")
         assert trainer.store.directory is None
-        trainer.writers[0].write(trainer.tensors(), stamp(1), None)
+        trainer.writers[0].send(trainer.tensors(), Push(stamp(1)))
         trainer.step()
         made = trainer.write(1)
         assert {len(file.sha256 or "") for file in made.files} == {64}
-        assert trainer.are(mirror.bring(trainer.store, stamp(1), timeout_s=5))
+        assert trainer.are(mirror.fetch(trainer.store, stamp(1), timeout_s=5))
         trainer.step()
         trainer.write(2, base=1)
-        assert trainer.are(mirror.bring(trainer.store, stamp(2), timeout_s=5))
+        assert trainer.are(mirror.fetch(trainer.store, stamp(2), timeout_s=5))
         trainer.store.remove_others(trainer.write(3))
         assert trainer.store.find(stamp(2)) is None
-        assert trainer.are(mirror.bring(trainer.store, stamp(3), timeout_s=5))
+        assert trainer.are(mirror.fetch(trainer.store, stamp(3), timeout_s=5))
         assert list(tmp_path.glob("tmp*")) == [], "nothing is left on the way"
 
 
@@ -145,14 +156,14 @@ def test_nothing_changed_is_a_version_without_files(tmp_path):
     trainer = Trainer(tmp_path, transport="delta")
     trainer.write(1)
     assert trainer.write(2, base=1).files == ()
-    assert trainer.are(Mirror(tmp_path / "m").bring(trainer.store, stamp(2), timeout_s=5))
+    assert trainer.are(Mirror(tmp_path / "m").fetch(trainer.store, stamp(2), timeout_s=5))
 
 
 def test_changes_of_other_weights_are_refused(tmp_path):
     trainer = Trainer(tmp_path, transport="delta")
     mirror = Mirror(tmp_path / "m")
     trainer.write(1)
-    mirror.bring(trainer.store, stamp(1), timeout_s=5)
+    mirror.fetch(trainer.store, stamp(1), timeout_s=5)
     for version in (2, 3):
         trainer.step()
         trainer.write(version, base=version - 1)
@@ -168,21 +179,21 @@ def test_a_mirror_with_wrong_bytes_is_noticed_and_made_anew(tmp_path):
     trainer = Trainer(tmp_path, transport="delta")
     mirror = Mirror(tmp_path / "m")
     trainer.write(1)
-    mirror.bring(trainer.store, stamp(1), timeout_s=5)
+    mirror.fetch(trainer.store, stamp(1), timeout_s=5)
     trainer.step()
     trainer.write(2, base=1)
     for file in mirror.weights.iterdir():
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)
-    assert trainer.are(mirror.bring(trainer.store, stamp(2), timeout_s=5))
+    assert trainer.are(mirror.fetch(trainer.store, stamp(2), timeout_s=5))
 
 
 def test_a_mirror_that_was_killed_while_it_took_changes_starts_over(tmp_path, monkeypatch):
     trainer = Trainer(tmp_path, transport="delta")
     mirror = Mirror(tmp_path / "m")
     trainer.write(1)
-    mirror.bring(trainer.store, stamp(1), timeout_s=5)
+    mirror.fetch(trainer.store, stamp(1), timeout_s=5)
     trainer.step()
     trainer.write(2, base=1)
 
@@ -192,9 +203,9 @@ def test_a_mirror_that_was_killed_while_it_took_changes_starts_over(tmp_path, mo
     with monkeypatch.context() as patched:
         patched.setattr(mirror, "_hold", killed)
         with pytest.raises(KeyboardInterrupt):
-            mirror.bring(trainer.store, stamp(2), timeout_s=5)
+            mirror.fetch(trainer.store, stamp(2), timeout_s=5)
     assert mirror.held() is None
-    assert trainer.are(mirror.bring(trainer.store, stamp(2), timeout_s=5))
+    assert trainer.are(mirror.fetch(trainer.store, stamp(2), timeout_s=5))
 
 
 def test_files_that_are_not_what_was_written_are_never_held(tmp_path):
@@ -205,8 +216,8 @@ def test_files_that_are_not_what_was_written_are_never_held(tmp_path):
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(SyncError, match="a tensor is not what the trainer has"):
-        mirror.bring(trainer.store, stamp(1), timeout_s=5)
+    with pytest.raises(SyncError, match="a tensor differs from the trainer's"):
+        mirror.fetch(trainer.store, stamp(1), timeout_s=5)
     assert mirror.held() is None
 
 
@@ -214,18 +225,18 @@ def test_a_mirror_whose_files_are_torn_is_made_anew(tmp_path):
     trainer = Trainer(tmp_path, transport="delta")
     mirror = Mirror(tmp_path / "m")
     trainer.write(1)
-    mirror.bring(trainer.store, stamp(1), timeout_s=5)
+    mirror.fetch(trainer.store, stamp(1), timeout_s=5)
     trainer.step()
     trainer.write(2, base=1)
     for file in mirror.weights.iterdir():
         file.write_bytes(b"\xff" * 100)
-    assert trainer.are(mirror.bring(trainer.store, stamp(2), timeout_s=5))
+    assert trainer.are(mirror.fetch(trainer.store, stamp(2), timeout_s=5))
     trainer.step()
     made = trainer.write(3, base=2)
     changes = trainer.store.path(stamp(3)) / made.files[0].name
     changes.write_bytes(b"\xff" * changes.stat().st_size)
     with pytest.raises(SyncError, match="a file of changes cannot be read"):
-        mirror.bring(trainer.store, stamp(3), timeout_s=5)
+        mirror.fetch(trainer.store, stamp(3), timeout_s=5)
     assert mirror.held() is None
 
 
@@ -275,7 +286,7 @@ def test_a_full_version_makes_room(tmp_path):
     trainer.write(1)
     trainer.step()
     assert trainer.write(2, base=1).links == 2
-    trainer.writers[0].write(trainer.tensors(), stamp(9), None)
+    trainer.writers[0].send(trainer.tensors(), Push(stamp(9)))
     newest = trainer.write(3)
     trainer.store.remove_others(newest)
     assert [folder.name for folder in trainer.store.path(stamp(1)).parent.iterdir()] == [
@@ -297,8 +308,8 @@ def test_ranks_that_remember_something_else_write_no_changes(tmp_path):
             read.append(name)
             yield name, tensor[:-1] if name == "model.norm.weight" else tensor
 
-    with pytest.raises(SyncError, match="not what the engines hold"):
-        trainer.writers[0].write(broken(), stamp(2), stamp(1))
+    with pytest.raises(SyncError, match="differs from what the engines hold"):
+        trainer.writers[0].send(broken(), Push(stamp(2), base=stamp(1)))
     assert read == list(trainer.model.state_dict()), "the stream is read to its end"
     assert trainer.writers[0].remembered is None
 
@@ -307,12 +318,12 @@ def test_a_share_without_all_tensors_is_refused(tmp_path):
     trainer = Trainer(tmp_path, transport="disk")
     some = list(trainer.model.state_dict().items())[:-2]
     with pytest.raises(SyncError, match=r"(?s)tensors are missing.*model.norm.weight"):
-        trainer.writers[0].write(some, stamp(1), None)
+        trainer.writers[0].send(some, Push(stamp(1)))
 
 
 def test_another_attempt_writes_over_what_one_has_left(tmp_path):
     trainer = Trainer(tmp_path, transport="disk")
-    trainer.writers[0].write(trainer.tensors(), stamp(1), None)
+    trainer.writers[0].send(trainer.tensors(), Push(stamp(1)))
     trainer.step()
     trainer.write(1)
     assert trainer.are(trainer.store.path(stamp(1)))

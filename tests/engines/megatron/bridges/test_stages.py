@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rlpipe.actors.trainer import staged_push
+from rlpipe.config.train import SyncConfig
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import DeadlineExceeded
-from rlpipe.sync import board
-from rlpipe.sync.board import Board
-from rlpipe.sync.transports.group import NAME
-from rlpipe.sync.transports.staged import group_of
+from rlpipe.sync.transports import staged
+from rlpipe.sync.transports.base import TransportSetup
+from rlpipe.sync.transports.distributed import GROUP_NAME
+from rlpipe.sync.transports.staged import Board, StagedTransport, stage_group_name
 from tests.engines.megatron.staged import export_both_ways, push_by_stages
 from tests.live_engine import Live, live_engine, log_probs, make_model
 
@@ -39,7 +38,7 @@ async def holds(live: Live, model: Any) -> str:
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("family", "parallel", "speakers"),
+    ("family", "parallel", "senders"),
     [
         ("qwen3", {"pipeline_model_parallel_size": 2}, [True, True]),
         ("llama", {"tensor_model_parallel_size": 2}, [True, False]),
@@ -47,13 +46,13 @@ async def holds(live: Live, model: Any) -> str:
     ],
 )
 def test_the_stages_together_hold_the_model_bit_for_bit(
-    models, two_ranks, family: str, parallel: dict, speakers: list[bool]
+    models, two_ranks, family: str, parallel: dict, senders: list[bool]
 ):
     found = two_ranks.run(export_both_ways, models[family], parallel)
-    assert [one["speaks"] for one in found] == speakers
+    assert [one["is_sender"] for one in found] == senders
     joined: dict[str, np.ndarray] = {}
     for one in found:
-        if one["speaks"]:
+        if one["is_sender"]:
             assert not joined.keys() & one["stage"].keys(), "each is sent once"
             joined |= one["stage"]
     for whole in (found[0]["mbridge's"], found[0]["whole"], found[1]["whole"]):
@@ -81,7 +80,7 @@ def test_a_stage_whose_group_an_engine_has_left_ends_the_push_and_the_next_one_m
 ):
     live.model = [make_model(tmp_path / str(seed), seed=seed) for seed in (33, 34, 35)][-1]
     folders = [str(tmp_path / name) for name in ("33", "34", "35")]
-    leader, _ = two_ranks.run(push_by_stages, folders, live.server.url, group_of(1))
+    leader, _ = two_ranks.run(push_by_stages, folders, live.server.url, stage_group_name(1))
     assert "of stage 1" in leader[1] and "rlpipe-1" in leader[1]
     assert leader[0]["group"] != leader[2]["group"]
     assert asyncio.run(holds(live, live.model)) == "b@2@staged"
@@ -92,18 +91,13 @@ async def test_ranks_on_other_machines_reach_the_first_at_its_address(
 ):
     make_model(tmp_path, seed=0)
     told: list[Any] = []
-    monkeypatch.setattr(board, "CALL_S", 5.0)
-    monkeypatch.setattr(
-        staged_push, "place", lambda: SimpleNamespace(stages=2, stage=0, speaks=True)
-    )
-    monkeypatch.setattr(
-        staged_push.dist, "broadcast_object_list", lambda where, src: told.extend(where)
-    )
-    trainer: Any = None
-    keys = {"tensor_parallel_size": 1, "buffer_size_bytes": 40_000, "timeout_s": 60.0}
-    first = staged_push.StagedPush(trainer, str(tmp_path), rank=0, address="127.0.0.2", **keys)
+    monkeypatch.setattr(staged, "CALL_S", 5.0)
+    monkeypatch.setattr(staged.dist, "broadcast_object_list", lambda where, src: told.extend(where))
+    sync = SyncConfig(update_weight_buffer_size=40_000, timeout_s=60.0)
+    setup = TransportSetup(model_dir=tmp_path, sync=sync, num_stages=2, address="127.0.0.2")
+    first = StagedTransport(setup)
     Board(*told[0]).put("a", 1)
-    assert first._leader is not None and await first._leader.board.take("a", timeout_s=5) == 1
+    assert first.leader is not None and await first.leader.board.take("a", timeout_s=5) == 1
 
 
 async def test_a_message_is_taken_once_and_waited_for_no_longer_than_is_said():
@@ -113,4 +107,4 @@ async def test_a_message_is_taken_once_and_waited_for_no_longer_than_is_said():
     assert await first.take("a", timeout_s=5) == {"do": [1, "x"]}
     with pytest.raises(DeadlineExceeded, match="push: a"):
         await second.take("a", timeout_s=0.01)
-    assert (group_of(0), group_of(3)) == (NAME, "rlpipe-3")
+    assert (stage_group_name(0), stage_group_name(3)) == (GROUP_NAME, "rlpipe-3")
