@@ -18,6 +18,7 @@ from pathlib import Path
 from rlpipe.algorithms.custom import check as check_functions
 from rlpipe.config.data import FilePrompts, NoReward, PromptSource, RewardConfig
 from rlpipe.config.hooks import load_hook
+from rlpipe.config.import_check import check_imports
 from rlpipe.config.load import find_recipe, load_run, warm_start_overrides
 from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.model import HuggingFaceModel, MadeModel
@@ -26,7 +27,6 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.config.store_root import canonical_root
 from rlpipe.config.train import ParallelConfig
-from rlpipe.config.trial import trial
 from rlpipe.data.prompts import load_prompts
 from rlpipe.engines.megatron.bridges.supported import check_supported
 from rlpipe.engines.megatron.preflight import check_trainer
@@ -40,7 +40,7 @@ from rlpipe.model_dir import (
     model_directory,
 )
 from rlpipe.observe.functions import LogFunctions
-from rlpipe.rewards.python import Scorer
+from rlpipe.rewards.scorer import Scorer
 from rlpipe.rollout.hooks.generate_function import SampleHooks, load_generate
 from rlpipe.rollout.hooks.rollout_function import load_rollout_function
 from rlpipe.rollout.tools import load_tools
@@ -58,7 +58,7 @@ def check(config: RunConfig, home: Path) -> None:
     answers, room on the disk.
 
     A warm start is checked as the run of its own that it is. The user's files are imported here
-    only after a process of their own has imported them (`config.trial`). Raises: DataError naming
+    only after a process of their own has imported them (`config.import_check`). Raises: DataError naming
     file and line; ConfigError naming the key; StoreError; ResourceError.
     """
     for one in (config, *_warm_starts(config)):
@@ -67,7 +67,7 @@ def check(config: RunConfig, home: Path) -> None:
 
 def _check_run(config: RunConfig, home: Path) -> None:
     _check_places(config, home)
-    with trial(config, config.resources.import_timeout_s) as importing:
+    with check_imports(config, config.resources.import_timeout_s) as importing:
         for source in (
             config.data.prompts,
             *(dataset.prompts for dataset in config.evaluation.datasets),

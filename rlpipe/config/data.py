@@ -186,7 +186,7 @@ class JudgeReward(Config):
 
 
 class PythonReward(Config):
-    """A user function or class; `rlpipe.rewards.custom` describes the forms.
+    """A user function or class; `rlpipe.rewards.user_rewards` describes the forms.
 
     `reward(sample) -> float | dict`, plain or async, or `reward(samples) -> list`; slime's
     `custom_rm(args, sample)`; a class with `compute_reward(prompts, responses) -> list`.

@@ -1,17 +1,15 @@
-"""The default that each key of the configuration had when it was introduced.
+"""Defaults that the configuration's keys had at their introduction.
 
-`introduced.json` holds them, by model and key. A stage's identity leaves a key out while the key
-has that default, so a new key changes no digest of a run that does not set it. The table only
-grows:
+`introduced.json` contains them by model and key. A stage's identity leaves out a key that has this
+default, so a new key changes no digest of a run that does not set it. The table only grows:
 
-- A new key gets its present default: `python -m rlpipe.config.introduced` adds every key that is
-  missing.
-- A default that is changed later leaves its entry as it is. The key is then part of the identity at
-  its new default.
-- A key that is removed leaves its entry. A stored run that had the key at that default goes on
-  without it. A stored run that had another value is refused by name (`upgraded`).
+- A new key gets its present default: `python -m rlpipe.config.introduced` adds all missing keys.
+- A later change of a default does not change the entry. The key at its new default is then part of
+  the identity.
+- The removal of a key does not remove the entry. A stored run with the key at that default remains
+  valid without the key. A stored run with another value is refused by name (`upgraded`).
 
-`required` keys had no default and are always part of the identity. `tuning` keys never are.
+`required` keys have no default and are always part of the identity. `tuning` keys never are.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ EXTEND = "python -m rlpipe.config.introduced"
 
 
 class Introduced(NamedTuple):
-    """The entry of one model."""
+    """Entry of one model."""
 
     required: frozenset[str]
     defaults: dict[str, Any]
@@ -42,12 +40,12 @@ class Introduced(NamedTuple):
 
     def leaves_out(self, key: str, value: Any) -> bool:
         """True if the identity leaves out `key` at this plain value."""
-        return key in self.defaults and spelled(value) == spelled(self.defaults[key])
+        return key in self.defaults and canonical_json(value) == canonical_json(self.defaults[key])
 
 
 @cache
 def read_table() -> dict[str, Introduced]:
-    """The table: model name to entry."""
+    """Return the table: model name → entry."""
     return {
         model: Introduced(
             frozenset(entry["required"]), entry["defaults"], frozenset(entry["tuning"])
@@ -57,44 +55,47 @@ def read_table() -> dict[str, Introduced]:
 
 
 def introduced(model: type[BaseModel]) -> Introduced:
-    """The entry of a model. Raises: LookupError with the command that adds it."""
+    """Return the entry of a model. Raises: LookupError with the command that adds the entry."""
     try:
         return read_table()[model.__name__]
     except KeyError:
         raise LookupError(f"{model.__name__} is not in {TABLE.name}: run `{EXTEND}`") from None
 
 
-def spelled(value: Any) -> str:
-    """A plain value as JSON: 1, 1.0 and true are three values, a tuple is a list, the order of keys
-    does not matter."""
+def canonical_json(value: Any) -> str:
+    """Return a plain value as JSON with sorted keys.
+
+    1, 1.0 and true are three different values; a tuple equals a list.
+    """
     return json.dumps(value, sort_keys=True)
 
 
 def is_tuning(field: FieldInfo) -> bool:
-    """True if a field was declared with `Tuning`."""
+    """True if the field was declared with `Tuning`."""
     return isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get("tuning"))
 
 
 def models_of(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """A model and all models that its fields can hold, by name. Raises: ValueError if two have one
+    """Return a model and all models of its fields by name. Raises: ValueError if two share a
     name."""
-    found: dict[str, type[BaseModel]] = {}
+    models: dict[str, type[BaseModel]] = {}
     waiting = [model]
     while waiting:
-        one = waiting.pop()
-        if found.setdefault(one.__name__, one) is not one:
+        current = waiting.pop()
+        if models.setdefault(current.__name__, current) is not current:
             raise ValueError(
-                f"two models of the configuration are called {one.__name__}; the table needs one name for each"
+                f"two models of the configuration have the name {current.__name__}; the table needs"
+                " different names"
             )
-        for field in one.model_fields.values():
+        for field in current.model_fields.values():
             waiting += [
-                inner for inner in models_in(field.annotation) if inner.__name__ not in found
+                inner for inner in models_in(field.annotation) if inner.__name__ not in models
             ]
-    return found
+    return models
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The models that an annotation names, such as the members of a union."""
+    """Yield the models of an annotation, such as the members of a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
@@ -102,8 +103,7 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def differences(root: type[BaseModel]) -> list[str]:
-    """What the table lacks of the models below `root`, and keys that moved between identity and
-    tuning, in words."""
+    """Describe keys that the table lacks, and keys that moved between identity and tuning."""
     problems = []
     for name, model in sorted(models_of(root).items()):
         entry = read_table().get(name)
@@ -117,13 +117,14 @@ def differences(root: type[BaseModel]) -> list[str]:
             elif is_tuning(field) != (key in entry.tuning):
                 now = "Tuning(...)" if is_tuning(field) else "part of the identity"
                 problems.append(
-                    f"{name}.{key} is {now} and was not when it was introduced: raise the contract of its stages"
+                    f"{name}.{key} is {now} and was not when it was introduced: raise the contract "
+                    "of its stages"
                 )
     return problems
 
 
 def removed(root: type[BaseModel]) -> list[str]:
-    """Keys of the table that no model below `root` has any more, as `Model.key`."""
+    """Return `Model.key` for all keys of the table that no model below `root` has any more."""
     models = models_of(root)
     keys = []
     for name, entry in sorted(read_table().items()):
@@ -136,32 +137,30 @@ def removed(root: type[BaseModel]) -> list[str]:
 
 
 def upgraded(root: type[BaseModel], stored: dict[str, Any], where: str = "") -> dict[str, Any]:
-    """Stored values of the model `root`, as the model is today, so that they mean what they meant
-    when they were stored.
+    """Return stored values of the model `root` as values of today's model, with equal meaning.
 
-    A key that was introduced since gets the default that it was introduced with, if that is another
-    one than today's. A key that was removed since is left out. Raises: ConfigError naming a removed
-    key that was not at the default of its introduction.
+    A key that is younger than the values gets the default of its introduction, if today's default
+    differs. A key that was removed is left out. Raises: ConfigError for a removed key with a value
+    other than that default.
     """
     entry = introduced(root)
     table = stored_table()
-    whole: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in stored.items():
         path = f"{where}.{key}" if where else key
         if (field := root.model_fields.get(key)) is not None:
-            whole[key] = _upgraded_below(list(models_in(field.annotation)), value, path)
+            values[key] = _upgraded_below(list(models_in(field.annotation)), value, path)
         elif key in entry.required or (key in entry.defaults and not entry.leaves_out(key, value)):
+            equivalent = f"{entry.defaults.get(key)!r}, which has the same effect as no key"
             raise ConfigError(
                 "a stored run has a setting that was removed",
                 where=path,
                 found=value,
-                expected=f"{entry.defaults[key]!r}, with which a run is the same"
-                if key in entry.defaults
-                else "no such key",
+                expected=equivalent if key in entry.defaults else "no such key",
                 do="use a version of rlpipe that has this key",
             )
         elif key not in entry.defaults and key not in entry.tuning:
-            whole[key] = value  # never a key: validation refuses it
+            values[key] = value  # never was a key: validation refuses it
     for key in entry.defaults.keys() & root.model_fields.keys() - stored.keys():
         field = root.model_fields[key]
         default = entry.defaults[key]
@@ -169,22 +168,24 @@ def upgraded(root: type[BaseModel], stored: dict[str, Any], where: str = "") -> 
             list(models_in(field.annotation)), default, f"{where}.{key}" if where else key
         )
         if value != default or not entry.leaves_out(key, default_of(field, table)):
-            whole[key] = value
-    return whole
+            values[key] = value
+    return values
 
 
 def _upgraded_below(models: list[type[BaseModel]], value: Any, where: str) -> Any:
     if isinstance(value, list | tuple):
         return [
-            _upgraded_below(models, one, f"{where}.{number}") for number, one in enumerate(value)
+            _upgraded_below(models, item, f"{where}.{number}") for number, item in enumerate(value)
         ]
     model = model_of(models, value)
     return value if model is None else upgraded(model, value, where)
 
 
 def model_of(models: list[type[BaseModel]], value: Any) -> type[BaseModel] | None:
-    """The model that a plain value is of; of a union, the member that allows its `type`. None: the
-    value is of no model."""
+    """Return the model of a plain value; in a union, the member with the value's `type`.
+
+    None: the value belongs to no model.
+    """
     if not isinstance(value, dict) or len(models) < 2:
         return models[0] if models and isinstance(value, dict) else None
     fits = (
@@ -196,19 +197,18 @@ def model_of(models: list[type[BaseModel]], value: Any) -> type[BaseModel] | Non
 
 
 def extended(root: type[BaseModel], stored: dict[str, Any]) -> dict[str, Any]:
-    """The table with an entry for every key of the models below `root`. What `stored` has stays as
-    it is."""
+    """Return the table with an entry for every key below `root`; stored entries stay."""
     table: dict[str, Any] = copy.deepcopy(stored)
     _extend(table, root, set())
     return dict(sorted(table.items()))
 
 
 def _extend(table: dict[str, Any], model: type[BaseModel], seen: set[type[BaseModel]]) -> None:
-    """Add what is missing of a model. The models of its fields come first: the default of a section
-    is given by theirs."""
+    """Add missing entries of a model in place."""
     if model in seen:
         return
     seen.add(model)
+    # Models of fields come first, because the default of a section depends on their entries.
     for field in model.model_fields.values():
         for inner in models_in(field.annotation):
             _extend(table, inner, seen)
@@ -225,26 +225,28 @@ def _extend(table: dict[str, Any], model: type[BaseModel], seen: set[type[BaseMo
 
 
 def default_of(field: FieldInfo, table: dict[str, Any]) -> Any:
-    """The identity of a field's present default. A required field has none, which no entry is equal
-    to."""
+    """Return the identity of a field's present default.
+
+    A required field gives a value that equals no entry.
+    """
     if field.is_required():
         return {"required": True}
     return _identity(field.get_default(call_default_factory=True, validated_data={}), table)
 
 
 def _identity(value: Any, table: dict[str, Any]) -> Any:
-    """As `Config.identity`, by a table that is not complete yet."""
+    """Return the identity of a value, like `Config.identity`, from an incomplete table."""
     if isinstance(value, BaseModel):
         defaults = table[type(value).__name__]["defaults"]
-        of_keys = {
+        values = {
             key: _identity(getattr(value, key), table)
             for key, field in type(value).model_fields.items()
             if not is_tuning(field)
         }
         return {
-            key: one
-            for key, one in of_keys.items()
-            if key not in defaults or spelled(one) != spelled(defaults[key])
+            key: item
+            for key, item in values.items()
+            if key not in defaults or canonical_json(item) != canonical_json(defaults[key])
         }
     if isinstance(value, list | tuple):
         return [_identity(item, table) for item in value]
@@ -255,6 +257,7 @@ def _identity(value: Any, table: dict[str, Any]) -> Any:
 
 @cache
 def stored_table() -> dict[str, Any]:
+    """Return the content of introduced.json."""
     return json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
 
 

@@ -1,7 +1,6 @@
-"""The root of a store: which directories and URLs can be one, and the one spelling of each.
+"""Normalize the root of a store to one spelling.
 
-Not here: opening it (`rlpipe.store.objects.files`), or whether it can be written to
-(`rlpipe.preflight`).
+`rlpipe.store.objects.files` opens the store; `rlpipe.preflight` checks that it is writable.
 """
 
 from __future__ import annotations
@@ -12,22 +11,18 @@ EXPECTED = "a directory, file:///directory or s3://bucket/prefix"
 
 
 def canonical_root(root: str) -> str:
-    """`file:///directory` or `s3://bucket/prefix`. Raises: ValueError for a root that cannot be
-    one."""
+    """Return `file:///directory` or `s3://bucket/prefix`. Raises: ValueError for another URL."""
     protocol, separator, rest = root.partition("://")
     if not separator and root.strip():
-        return f"file://{_directory(root).resolve()}"
+        try:
+            directory = Path(root).expanduser()
+        except RuntimeError as error:  # `~name` without such an account
+            raise ValueError(
+                f"not a possible root of a store; found {root!r}: {error}, expected {EXPECTED}"
+            ) from error
+        return f"file://{directory.resolve()}"
     if protocol == "file" and rest.startswith("/"):
         return f"file://{Path(rest).resolve()}"
     if protocol == "s3" and rest.strip("/"):
         return f"s3://{rest.strip('/')}"
-    raise ValueError(f"not a root the store can live under; found {root!r}, expected {EXPECTED}")
-
-
-def _directory(root: str) -> Path:
-    try:
-        return Path(root).expanduser()
-    except RuntimeError as error:  # `~somebody` who has no account here
-        raise ValueError(
-            f"not a root the store can live under; found {root!r}: {error}, expected {EXPECTED}"
-        ) from error
+    raise ValueError(f"not a possible root of a store; found {root!r}, expected {EXPECTED}")

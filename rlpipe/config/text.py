@@ -1,13 +1,16 @@
-"""Configuration as text: YAML 1.2 in, YAML out, each key with the line it stands on.
+"""Read and write YAML 1.2 with the line of every key.
 
-PyYAML speaks YAML 1.1, where `1e-5` is a string, `010` is 8, `1:30` is 90 and `no` is false. Here
-the scalars are those of the YAML 1.2 core schema, and a key written twice is an error. What `dump`
-writes, `parse` reads back unchanged.
+    values, lines = parse(text, "recipe.yaml")
+    parse(dump(values), "copy")[0] == values
 
-What no configuration needs is an error too, because nobody else would say so: other types
-(`!!binary`), aliases that make the document endless or too large, text that no file can hold.
+PyYAML implements YAML 1.1: `1e-5` is a string, `010` is 8, `1:30` is 90 and `no` is false. The
+loader below resolves the scalars of the YAML 1.2 core schema instead. It refuses duplicate keys,
+other types (`!!binary`), merge keys, recursive or exploding aliases, and text that no file can
+contain.
 
-Not here: what the keys mean (`run`), or where recipes are kept (`load`).
+ruamel.yaml 0.19 does not replace this loader. In YAML 1.2 mode it still reads `1_000` as 1000,
+`0b11` as 3 and `2024-01-01` as a date, merges `<<`, and constructs `!!binary`. A resolver and a
+walk over the nodes would be needed as here.
 """
 
 from __future__ import annotations
@@ -33,11 +36,11 @@ _SCALARS = (
 )
 _PATTERNS = {"tag:yaml.org,2002:str": ".*", **{tag: pattern for tag, pattern, _ in _SCALARS}}
 _COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
-_DEEPEST = 50
+_MOST_LEVELS = 50
 _MOST_VALUES = 100_000
 _MOST_DIGITS = 100
 MOST_BYTES = 1024**2
-"""Of a document. PyYAML reads a megabyte in a second; the longest recipe of the project has 4000
+"""Largest document. PyYAML reads about 1 MB per second; the project's longest recipe has 4000
 bytes."""
 
 
@@ -72,14 +75,14 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _float)
 
 
 def parse(text: str, where: str) -> tuple[Any, dict[str, int]]:
-    """The value of a YAML document, and dotted key → line (from 1) of everything in it.
+    """Return the value of a YAML document, and dotted key → line (from 1) of all its values.
 
-    Raises: ConfigError naming `where` and the line, for bad YAML, for a key that is written twice,
-    for what is no plain data.
+    `where`: name of the document in errors. Raises: ConfigError with the line for invalid YAML,
+    duplicate keys and values that are not plain data.
     """
     if len(text) > MOST_BYTES:
         raise ConfigError(
-            "too long to be a configuration",
+            "the document is too long for a configuration",
             where=where,
             found=f"{len(text)} characters",
             expected=f"at most {MOST_BYTES}",
@@ -91,13 +94,13 @@ def parse(text: str, where: str) -> tuple[Any, dict[str, int]]:
         lines: dict[str, int] = {}
         return (None if node is None else _construct(loader, node, "", lines, where)), lines
     except RecursionError as error:
-        raise ConfigError("not valid YAML", where=where, found="it is nested too deeply") from error
+        raise ConfigError("not valid YAML", where=where, found="too many levels") from error
     except (yaml.YAMLError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error)
-        if problem.startswith("but "):
+        if problem.startswith("but "):  # PyYAML's sentence begins in its context
             problem = f"{getattr(error, 'context', '')}, {problem}"
         do = "indent with spaces" if "'\\t'" in problem else None
         raise ConfigError(
@@ -111,11 +114,11 @@ def parse(text: str, where: str) -> tuple[Any, dict[str, int]]:
             loader.dispose()
 
 
-def read(path: Path, what: str, flag: str | None = None) -> str:
-    """The text of a YAML file. Raises: ConfigError naming `what` it is, for anything but a regular
-    file of UTF-8 text.
+def read(path: Path, title: str, flag: str | None = None) -> str:
+    """Return the text of a YAML file.
 
-    `flag`: what names the file on a command line.
+    `title`: name of the file's role in errors, such as "the recipe". `flag`: command line flag that
+    gives the path. Raises: ConfigError unless the path is a regular file with UTF-8 text.
     """
     expected = f"a YAML file in UTF-8 of at most {MOST_BYTES} bytes"
     try:
@@ -126,7 +129,7 @@ def read(path: Path, what: str, flag: str | None = None) -> str:
     except (OSError, ValueError) as error:
         found = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{what} cannot be read",
+            f"{title} cannot be read",
             where=flag or str(path),
             found=f"{path}: {found}" if flag else found,
             expected=expected,
@@ -137,17 +140,18 @@ def _construct(
     loader: _Loader, node: yaml.Node, key: str, lines: dict[str, int], where: str, depth: int = 0
 ) -> Any:
     line = lines[key] = node.start_mark.line + 1
-    if depth > _DEEPEST or len(lines) > _MOST_VALUES:
-        found = (
-            f"more than {_MOST_VALUES} values"
-            if depth <= _DEEPEST
-            else f"more than {_DEEPEST} levels"
-        )
+    if depth > _MOST_LEVELS or len(lines) > _MOST_VALUES:
+        # An alias inside its own anchor is endless, and nested aliases grow exponentially.
+        levels = f"more than {_MOST_LEVELS} levels"
+        values = f"more than {_MOST_VALUES} values"
         raise ConfigError(
-            "not valid YAML", where=f"{where}:{line}", found=found, do="look at its aliases (*name)"
+            "not valid YAML",
+            where=f"{where}:{line}",
+            found=levels if depth > _MOST_LEVELS else values,
+            do="check the document's aliases (*name)",
         )
     if isinstance(node, yaml.CollectionNode) and node.tag not in _COLLECTIONS:
-        raise _foreign(node.tag, f"{where}:{line}")
+        raise _unsupported(node.tag, f"{where}:{line}")
     if isinstance(node, yaml.MappingNode):
         return _mapping(loader, node, key, lines, where, depth + 1)
     if isinstance(node, yaml.SequenceNode):
@@ -160,13 +164,13 @@ def _construct(
 
 def _scalar(loader: _Loader, node: yaml.Node, where: str) -> Any:
     if node.tag not in _PATTERNS or not re.fullmatch(_PATTERNS[node.tag], node.value, re.DOTALL):
-        raise _foreign(f"{node.tag} {node.value[:80]}", where)
+        raise _unsupported(f"{node.tag} {node.value[:80]}", where)
     if re.search("[\0\ud800-\udfff]", node.value):
         raise ConfigError(
             "not valid YAML",
             where=where,
             found=ascii(node.value[:80]),
-            expected="text that a file can hold",
+            expected="text without NUL and surrogate characters",
         )
     try:
         return loader.construct_object(node)
@@ -174,12 +178,12 @@ def _scalar(loader: _Loader, node: yaml.Node, where: str) -> Any:
         raise ConfigError("not valid YAML", where=where, found=error) from error
 
 
-def _foreign(found: str, where: str) -> ConfigError:
+def _unsupported(found: str, where: str) -> ConfigError:
     return ConfigError(
         "not valid YAML",
         where=where,
         found=found,
-        expected="a value of its core schema, without a tag",
+        expected="a value of the YAML 1.2 core schema, without a tag",
     )
 
 
@@ -199,18 +203,21 @@ def _mapping(
         name = str(_scalar(loader, name_node, f"{where}:{line}"))
         dotted = _join(key, name)
         if name == "<<":
-            found = "a merge key (<<), which YAML 1.2 does not have"
-            do = "write the keys out"
-            raise ConfigError("not valid YAML", where=f"{where}:{line}", found=found, do=do)
+            raise ConfigError(
+                "not valid YAML",
+                where=f"{where}:{line}",
+                found="a merge key (<<), which YAML 1.2 does not have",
+                do="write the keys out",
+            )
         if name in values:
             raise ConfigError(
-                "this key is written twice",
+                "the mapping has this key twice",
                 where=f"{where}:{line}",
                 found=f"{dotted}, first on line {lines[dotted]}",
-                do="keep one of them",
+                do="remove one of them",
             )
         values[name] = _construct(loader, child, dotted, lines, where, depth)
-        lines[dotted] = line
+        lines[dotted] = line  # the line of the key; `_construct` stored the line of its value
     return values
 
 
@@ -219,5 +226,5 @@ def _join(key: str, name: object) -> str:
 
 
 def dump(value: Any) -> str:
-    """YAML of plain data, keys in their own order."""
+    """Return plain data as YAML, with keys in their given order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)

@@ -1,5 +1,5 @@
-"""Estimators and losses as a person writes them: what follows from what, and what does not fit
-together."""
+"""Estimators and losses: derived defaults, and combinations that are refused
+(rlpipe.config.algorithms)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(**sections: Any) -> RunConfig:
     ("estimator", "clips"),
     [("grpo", (0.2, None)), ("rloo", (0.2, None)), ("gspo", (3e-4, 4e-4)), ("cispo", (1.0, 4.0))],
 )
-def test_an_estimator_brings_its_surrogate_and_the_papers_clips(estimator: str, clips: tuple):
+def test_an_estimator_sets_its_surrogate_and_the_clips_of_its_paper(estimator: str, clips: tuple):
     loss = run(advantage={"advantage_estimator": estimator}).train.loss
     assert loss.surrogate == (estimator if estimator in ("gspo", "cispo") else "clip")
     assert (loss.eps_clip, loss.eps_clip_high) == clips
@@ -60,7 +60,7 @@ def test_a_given_surrogate_or_clip_stays():
         ({"global_batch_size": 8, "num_steps_per_rollout": 2}, 2),
     ],
 )
-def test_either_side_of_the_batch_equation_gives_the_other(train: dict, steps: int):
+def test_batch_size_and_number_of_steps_are_derived_from_each_other(train: dict, steps: int):
     assert run(train=train).num_steps_per_rollout == steps
 
 
@@ -72,7 +72,7 @@ def test_either_side_of_the_batch_equation_gives_the_other(train: dict, steps: i
         {"global_batch_size": 8, "num_steps_per_rollout": 4},
     ],
 )
-def test_a_batch_that_does_not_come_out_even_is_refused_with_the_numbers(train: dict):
+def test_a_batch_that_cannot_be_divided_evenly_is_refused_with_the_numbers(train: dict):
     with pytest.raises(
         ConfigError, match=r"rollout_batch_size × rollout.n_samples_per_prompt = 16 must be"
     ):
@@ -80,42 +80,50 @@ def test_a_batch_that_does_not_come_out_even_is_refused_with_the_numbers(train: 
 
 
 REFUSED = [
-    ({"advantage_estimator": "grpo", "kl_coef": 0.1, "reference": True}, {}, "no part in grpo"),
+    (
+        {"advantage_estimator": "grpo", "kl_coef": 0.1, "reference": True},
+        {},
+        "grpo does not use kl_coef",
+    ),
     ({"advantage_estimator": "rloo", "kl_coef": 0.1}, {}, "needs reference"),
-    ({"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": False}, {}, "whitened"),
-    ({"score_proximal": False, "use_opd": True}, {}, "nothing to compare"),
+    (
+        {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": False},
+        {},
+        "always whitens",
+    ),
+    ({"score_proximal": False, "use_opd": True}, {}, "no log-probs to compare"),
     ({}, {"kl_loss_coef": 0.1}, "needs advantage.reference"),
     (
         {"advantage_estimator": "rloo", "kl_coef": 0.1, "reference": True},
         {"kl_loss_coef": 0.1},
-        "leave one of them out",
+        "remove one of them",
     ),
     ({"score_proximal": False}, {"use_tis": True}, "score_proximal"),
-    ({}, {"use_tis": True, "use_rollout_logprobs": True}, "leave out use_tis"),
+    ({}, {"use_tis": True, "use_rollout_logprobs": True}, "remove use_tis"),
     ({}, {"use_rs": True, "rs_lower_bound": 3.0}, "rs_lower_bound"),
     ({}, {"calculate_per_token_loss": True, "constant_length": 10}, "two aggregations"),
-    ({}, {"type": "custom"}, "belong together"),
+    ({}, {"type": "custom"}, "need each other"),
     ({}, {"custom_tis_function_path": "a.b"}, "needs use_tis"),
 ]
 
 
 @pytest.mark.parametrize(("advantage", "loss", "words"), REFUSED)
-def test_what_does_not_fit_together_is_refused_in_words(advantage: dict, loss: dict, words: str):
+def test_conflicting_keys_are_refused_with_the_reason(advantage: dict, loss: dict, words: str):
     with pytest.raises(ConfigError, match=words):
         run(advantage=advantage, train={"loss": loss})
 
 
-ALONE = {"rollout_batch_size": 4, "n_samples_per_prompt": 1}
-COMPARED = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
+ONE_SAMPLE = {"rollout_batch_size": 4, "n_samples_per_prompt": 1}
+COMPARING = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
 
 
-@pytest.mark.parametrize("estimator", COMPARED)
-def test_one_sample_for_a_prompt_is_refused_by_name_where_samples_are_compared(estimator: str):
+@pytest.mark.parametrize("estimator", COMPARING)
+def test_one_sample_per_prompt_is_refused_by_estimators_that_compare_samples(estimator: str):
     with pytest.raises(
         ConfigError,
         match=rf"n_samples_per_prompt = 1: {estimator} compares .* every advantage .* is 0",
     ):
-        run(rollout=ALONE, advantage={"advantage_estimator": estimator})
+        run(rollout=ONE_SAMPLE, advantage={"advantage_estimator": estimator})
     batch = ScoredBatch(
         rewards=np.array([1.0, 0.0, 3.0]),
         group=np.arange(3),
@@ -124,8 +132,8 @@ def test_one_sample_for_a_prompt_is_refused_by_name_where_samples_are_compared(e
         mask=np.ones(5),
     )
     whitened = AdvantageConfig.model_validate({"advantage_estimator": estimator})
-    found = estimate(batch, whitened.model_copy(update={"normalize_advantages": False}))
-    assert found is not None and not found.advantages.any(), "what the refusal says is true"
+    result = estimate(batch, whitened.model_copy(update={"normalize_advantages": False}))
+    assert result is not None and not result.advantages.any(), "the error's claim is true"
 
 
 @pytest.mark.parametrize(
@@ -141,29 +149,29 @@ def test_one_sample_for_a_prompt_is_refused_by_name_where_samples_are_compared(e
         },
         {"train": {"loss": {"type": "custom", "custom_loss_function_path": "a.b"}}},
         {"debug": {"debug_rollout_only": True}},
-        {"rollout": {**ALONE, "custom_generate_function_path": "a.b"}},
-        {"rollout": {**ALONE, "rollout_function_path": "a.b"}},
+        {"rollout": {**ONE_SAMPLE, "custom_generate_function_path": "a.b"}},
+        {"rollout": {**ONE_SAMPLE, "rollout_function_path": "a.b"}},
         {
-            "rollout": {**ALONE, "custom_generate_function_path": "a.b"},
+            "rollout": {**ONE_SAMPLE, "custom_generate_function_path": "a.b"},
             "advantage": {"advantage_estimator": "rloo", "fan_out_baseline": "sample"},
         },
         {
-            "rollout": {**ALONE, "type": "dataset"},
+            "rollout": {**ONE_SAMPLE, "type": "dataset"},
             "train": {"loss": {"type": "sft"}},
             "advantage": {"advantage_estimator": "none"},
         },
     ],
 )
-def test_one_sample_for_a_prompt_is_enough_where_nothing_is_compared_or_a_rollout_may_fan_out(
+def test_one_sample_per_prompt_is_enough_if_none_is_compared_or_a_rollout_may_fan_out(
     sections: dict,
 ):
-    assert run(**{"rollout": ALONE, **sections}).rollout.n_samples_per_prompt == 1
+    assert run(**{"rollout": ONE_SAMPLE, **sections}).rollout.n_samples_per_prompt == 1
 
 
-def test_rloo_has_no_other_rollout_to_compare_with_even_if_one_fans_out():
-    alone = {**ALONE, "custom_generate_function_path": "a.b"}
+def test_rloo_refuses_one_rollout_per_prompt_even_if_it_fans_out():
+    rollout = {**ONE_SAMPLE, "custom_generate_function_path": "a.b"}
     with pytest.raises(ConfigError, match="fan_out_baseline: sample"):
-        run(rollout=alone, advantage={"advantage_estimator": "rloo"})
+        run(rollout=rollout, advantage={"advantage_estimator": "rloo"})
 
 
 def test_without_the_proximal_pass_several_steps_need_the_engines_log_probs():
@@ -180,7 +188,7 @@ def test_without_the_proximal_pass_several_steps_need_the_engines_log_probs():
     )
 
 
-def test_the_bounds_of_rejection_are_those_of_the_weights_unless_given():
+def test_rejection_bounds_default_to_the_weight_bounds():
     assert LossConfig(use_rs=True).rs_bounds == (0.5, 2.0)
     assert LossConfig(use_rs=True, tis_clip=4.0, tis_clip_low=0.1).rs_bounds == (0.1, 4.0)
     assert LossConfig(use_rs=True, rs_lower_bound=0.9, rs_upper_bound=1.1).rs_bounds == (0.9, 1.1)

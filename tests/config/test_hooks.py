@@ -1,4 +1,4 @@
-"""Loading a user's function by path, and the digest of its source."""
+"""Load a user function by its path, and compute the digest of its source."""
 
 import hashlib
 import subprocess
@@ -28,7 +28,7 @@ def test_a_file_with_one_public_function_needs_no_name(tmp_path):
     assert load_hook(path)(None) == 3
 
 
-def test_a_file_with_two_functions_asks_which(tmp_path):
+def test_a_file_with_two_public_functions_needs_a_name_in_the_path(tmp_path):
     path = write(tmp_path / "mine.py", "def one(): return 1\ndef two(): return 2\n")
     with pytest.raises(ConfigError, match=r"2 public functions: one, two[\s\S]*mine.py:one"):
         load_hook(path)
@@ -44,7 +44,7 @@ def test_a_relative_path_counts_from_the_working_directory(tmp_path, monkeypatch
     assert load_hook("mine.py:reward")(None) == 4
 
 
-def test_an_edited_file_is_loaded_anew_and_an_equal_one_once(tmp_path):
+def test_a_changed_file_is_loaded_again_and_an_unchanged_file_once(tmp_path):
     path = write(tmp_path / "mine.py", "def reward(): return 1\n")
     first = load_hook(path)
     assert load_hook(path) is first
@@ -59,32 +59,38 @@ def test_a_dataclass_in_a_hook_file_works(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "words"),
     [
-        ("{dir}/mone.py:reward", "cannot be read[\\s\\S]*mine.py"),
+        ("{dir}/mone.py:reward", "cannot read the hook's file[\\s\\S]*mine.py"),
         ("{dir}/mine.py:rewrad", "no 'rewrad'[\\s\\S]*nearest: reward"),
         ("{dir}/mine.py:NUMBER", "not callable"),
-        ("{dir}/broken.py:reward", "cannot be imported[\\s\\S]*SyntaxError"),
-        ("{dir}/lonely.py:reward", "cannot be imported[\\s\\S]*no_such_package"),
+        ("{dir}/broken.py:reward", "cannot import the hook's file[\\s\\S]*SyntaxError"),
+        (
+            "{dir}/lonely.py:reward",
+            "cannot import the hook's (file|module)[\\s\\S]*no_such_package",
+        ),
         ("{dir}/empty.py", "0 public functions: none"),
         ("json.dumsp", "no 'dumsp'[\\s\\S]*nearest: dump, dumps"),
-        ("no_such_package.reward", "cannot be imported[\\s\\S]*no_such_package"),
+        (
+            "no_such_package.reward",
+            "cannot import the hook's (file|module)[\\s\\S]*no_such_package",
+        ),
         ("reward", "not the path of a function"),
         ("", "not the path of a function"),
         ("two words.reward", "not the path of a function"),
     ],
 )
-def test_a_path_that_names_nothing_says_what_was_looked_for(tmp_path, path, said):
+def test_a_wrong_path_is_refused_with_the_reason(tmp_path, path, words):
     write(tmp_path / "mine.py", "NUMBER = 1\ndef reward(): return 1\n")
     write(tmp_path / "broken.py", "def reward(:\n")
     write(tmp_path / "lonely.py", "import no_such_package\n")
     write(tmp_path / "empty.py", "")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=words):
         load_hook(path.format(dir=tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "words"),
     [
         ("1 / 0", r"ZeroDivisionError: division by zero \(.*mine\.py:2\)"),
         (
@@ -95,12 +101,10 @@ def test_a_path_that_names_nothing_says_what_was_looked_for(tmp_path, path, said
         ("raise ValueError('x' * 10**6)", "1000000 characters"),
     ],
 )
-def test_whatever_the_files_own_code_raises_is_an_error_that_names_the_line_each_time(
-    tmp_path, code, said
-):
+def test_every_exception_of_an_import_is_an_error_with_its_line(tmp_path, code, words):
     path = write(tmp_path / "mine.py", f"def reward(): return 1\n{code}\n")
     for _ in range(2):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=words):
             load_hook(path)
 
 
@@ -109,6 +113,18 @@ def test_the_digest_is_the_sha256_of_the_source_file(tmp_path):
     expected = hashlib.sha256(b"def reward(): return 1\n").hexdigest()
     assert hook_digest(path) == hook_digest(f"{path}:reward") == expected
     assert len(hook_digest("json.dumps")) == 64
+
+
+@pytest.mark.parametrize(
+    "path", ["rlpipe.rollout.filters.reward_nonzero_std", "rlpipe.rollout.tools.calculator"]
+)
+def test_the_digest_of_a_function_of_rlpipe_depends_on_its_path_only(path):
+    assert hook_digest(path) == hashlib.sha256(f"rlpipe:{path}".encode()).hexdigest()
+
+
+def test_a_module_of_rlpipe_that_does_not_exist_has_no_digest():
+    with pytest.raises(ConfigError, match="no module 'rlpipe.nothing'"):
+        hook_digest("rlpipe.nothing.filter")
 
 
 @pytest.mark.parametrize(
@@ -127,5 +143,8 @@ def test_a_hook_without_source_has_no_digest(tmp_path, path):
 
 
 def test_hooks_import_without_torch():
-    code = "import sys, rlpipe.config.hooks; assert not {'torch', 'ray', 'prefect', 'transformers'} & set(sys.modules)"
+    code = (
+        "import sys, rlpipe.config.hooks\n"
+        "assert not {'torch', 'ray', 'prefect', 'transformers'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

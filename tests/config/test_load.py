@@ -1,4 +1,4 @@
-"""Recipes, overrides and what a wrong one is told (rlpipe.config.load, rlpipe.config.problems)."""
+"""Recipes, presets, overrides and their errors (rlpipe.config.load, rlpipe.config.problems)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rlpipe.config import load
 from rlpipe.config.load import dump, find_recipe, home, load_run
 from rlpipe.config.problems import all_keys
 from rlpipe.errors import ConfigError
+from rlpipe.slime.build import BASE
 
 RECIPE = """\
 num_rollout: 3
@@ -52,7 +53,7 @@ def test_a_recipe_becomes_a_run_config_named_after_its_file(recipe):
     assert config.evaluation.datasets[0].name == "held"
 
 
-def test_the_run_given_wins_over_the_recipe_and_its_overrides(recipe):
+def test_the_run_argument_wins_over_the_recipe_and_its_overrides(recipe):
     assert load_run(recipe, ["run=a"], run="b").run == "b"
     assert load_run(recipe, ["run=a"]).run == "a"
 
@@ -74,7 +75,7 @@ def test_overrides_reach_nested_keys_lists_and_keys_that_the_recipe_leaves_out(r
     assert config.rollout.rollout_stop_token_ids == (1, 2)
 
 
-def test_what_is_dumped_loads_as_an_equal_configuration(recipe, tmp_path):
+def test_dump_and_load_give_an_equal_configuration(recipe, tmp_path):
     config = load_run(recipe, ["train.megatron.recompute_granularity=full"])
     copy = tmp_path / "copy.yaml"
     copy.write_text(dump(config))
@@ -94,7 +95,7 @@ def test_an_unknown_key_of_an_override_names_the_override(recipe):
     assert error.expected == "optimizer"
 
 
-def test_a_key_in_the_wrong_place_is_told_where_it_belongs(recipe):
+def test_the_error_of_a_misplaced_key_names_the_section_that_has_it(recipe):
     assert (
         refused(recipe, "clip_grad=1").expected
         == "train.optimizer.clip_grad; or critic.optimizer.clip_grad"
@@ -108,32 +109,32 @@ def test_keys_inside_a_variant_are_named_without_the_variants_tag(recipe):
     assert error.expected == "paths"
 
 
-def test_an_unknown_variant_is_told_the_known_ones(recipe):
+def test_the_error_of_an_unknown_variant_lists_the_known_ones(recipe):
     error = refused(recipe, "data.prompts.type=fil")
     assert error.where == "data.prompts.type (override data.prompts.type=fil)"
     assert error.expected == "one of file, reasoning_gym"
 
 
-def test_a_wrong_value_names_what_was_found_and_expected(recipe):
+def test_the_error_of_a_wrong_value_has_found_and_expected(recipe):
     error = refused(recipe, "rollout.rollout_batch_size=0")
     assert error.where == "rollout.rollout_batch_size (override rollout.rollout_batch_size=0)"
     assert (error.found, error.expected) == ("0", "greater than or equal to 1")
 
 
-def test_a_value_of_two_possible_kinds_is_one_problem(recipe):
+def test_a_wrong_value_of_a_union_is_one_problem(recipe):
     error = refused(recipe, "reward.on_error=bad")
     assert error.where == "reward.on_error (override reward.on_error=bad)"
     assert error.expected == "'exclude_group'; or a finite number, without quotes"
 
 
-def test_a_missing_key_is_named(recipe):
+def test_the_error_of_a_missing_key_names_it(recipe):
     recipe.write_text(RECIPE.replace("  rollout_batch_size: 4\n", ""))
     error = refused(recipe)
     assert error.problem == "this key is needed"
     assert str(error.where).startswith("rollout.rollout_batch_size")
 
 
-def test_rules_between_keys_are_said_in_their_own_words(recipe):
+def test_the_error_of_a_rule_between_keys_names_the_rule(recipe):
     error = refused(recipe, "train.global_batch_size=3")
     assert error.where == str(recipe)
     assert "must be a multiple of train.global_batch_size = 3" in error.problem
@@ -174,7 +175,7 @@ def test_recipes_are_found_by_name_or_path(recipe, tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as caught:
         find_recipe("smalll")
     assert caught.value.expected == "one of small"
-    with pytest.raises(ConfigError, match="no such recipe file"):
+    with pytest.raises(ConfigError, match="recipe file does not exist"):
         find_recipe(tmp_path / "none.yaml")
 
 
@@ -205,3 +206,78 @@ def test_all_keys_go_down_into_every_variant():
         "data.prompts.task",
         "evaluation.datasets.prompts.paths",
     } <= keys
+
+
+PRESET_RECIPE = """\
+num_rollout: 3
+preset: {preset}
+model:
+  source: {{type: huggingface, hf_checkpoint: /models/m}}
+data:
+  prompts: {{type: file, paths: [a.jsonl]}}
+rollout:
+  rollout_batch_size: 4
+  n_samples_per_prompt: 2
+reward:
+  function: {{type: math}}
+train:
+  max_tokens_per_gpu: 100
+"""
+
+
+@pytest.fixture
+def preset_recipe(tmp_path: Path) -> Path:
+    (tmp_path / "mine.yaml").write_text(
+        "train:\n  parallel:\n    tensor_model_parallel_size: 3\n    context_parallel_siz: 2\n"
+    )
+    path = tmp_path / "small.yaml"
+    path.write_text(PRESET_RECIPE.format(preset="qwen3-4b"))
+    return path
+
+
+def test_a_recipe_wins_over_its_preset_and_an_override_over_both(preset_recipe):
+    config = load_run(
+        preset_recipe,
+        ["train.megatron.recompute_num_layers=4", "resources.actor_num_gpus_per_node=4"],
+    )
+    assert config.train.max_tokens_per_gpu == 100
+    assert config.train.parallel.tensor_model_parallel_size == 2
+    assert config.train.megatron == {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 4,
+    }
+    assert (config.resources.actor_num_gpus_per_node, config.resources.rollout_num_gpus) == (4, 4)
+
+
+def test_a_preset_can_be_an_override_and_the_dump_contains_its_values(preset_recipe, tmp_path):
+    config = load_run(preset_recipe, ["preset=moonlight-16b-a3b"])
+    assert config.train.parallel.expert_model_parallel_size == 8
+    assert "preset" not in dump(config)
+    (tmp_path / "again.yaml").write_text(dump(config))
+    assert load_run(tmp_path / "again.yaml") == config
+    needed = [
+        "model.source.hf_checkpoint=/m",
+        "data.prompts.paths=[a]",
+        "num_rollout=1",
+        "rollout.rollout_batch_size=8",
+        "rollout.n_samples_per_prompt=2",
+    ]
+    flags = load_run(BASE, ["preset=llama3.1-8b", *needed, "reward.function.type=math"])
+    assert flags.train.parallel.tensor_model_parallel_size == 2
+
+
+def test_the_error_of_an_unknown_preset_names_the_nearest(preset_recipe):
+    with pytest.raises(
+        ConfigError, match=r"(?s)preset \(override preset=qwen3-30b\).*qwen3-30b-a3b"
+    ):
+        load_run(preset_recipe, ["preset=qwen3-30b"])
+
+
+def test_an_error_in_a_preset_names_the_preset_file_and_line(preset_recipe):
+    mine = preset_recipe.with_name("mine.yaml")
+    with pytest.raises(ConfigError, match=rf"context_parallel_siz \({mine}:4\)"):
+        load_run(preset_recipe, [f"preset={mine}"])
+    mine.write_text("- 1\n")
+    with pytest.raises(ConfigError, match="a preset is a mapping"):
+        load_run(preset_recipe, [f"preset={mine}"])

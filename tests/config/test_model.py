@@ -1,4 +1,4 @@
-"""Whose GPUs the processes of a run are on (rlpipe.config.model)."""
+"""Assignment of a run's processes to GPUs (rlpipe.config.model)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(**sections: Any):
     return validate({**values, **sections})
 
 
-def test_colocated_engines_have_all_gpus_of_the_trainer_unless_they_are_given_others():
+def test_colocated_engines_use_all_gpus_of_the_trainer_by_default():
     assert (
         resources(colocate=True, actor_num_nodes=2, actor_num_gpus_per_node=4).rollout_num_gpus == 8
     )
@@ -39,35 +39,35 @@ def test_colocated_engines_have_all_gpus_of_the_trainer_unless_they_are_given_ot
     assert resources(actor_num_gpus_per_node=4).rollout_num_gpus == 1
 
 
-def test_an_engine_of_more_gpus_than_a_node_has_is_spread_evenly_over_several():
+def test_an_engine_larger_than_a_node_is_spread_evenly_over_nodes():
     def nodes(**values: Any) -> tuple[int, int]:
-        found = resources(rollout_num_gpus=16, **values)
-        return found.engine_nodes, found.engine_gpus_per_node
+        config = resources(rollout_num_gpus=16, **values)
+        return config.engine_nodes, config.engine_gpus_per_node
 
     assert nodes(rollout_num_gpus_per_engine=8) == (1, 8)
     assert nodes(rollout_num_gpus_per_engine=16) == (2, 8)
     assert nodes(rollout_num_gpus_per_engine=16, num_gpus_per_node=4) == (4, 4)
     assert nodes(rollout_num_gpus_per_engine=2, num_gpus_per_node=4) == (1, 2)
     assert nodes(rollout_num_gpus_per_engine=16, external_engines=["a:1"]) == (1, 16), (
-        "others have started it"
+        "the run does not start it"
     )
 
 
-def test_both_make_room_for_the_other_unless_they_are_told_not_to():
+def test_colocated_trainer_and_engines_sleep_unless_offload_is_off():
     shared = resources(colocate=True)
     assert (shared.trainer_sleeps, shared.engines_sleep) == (True, True)
     shared = resources(colocate=True, offload_train=False)
     assert (shared.trainer_sleeps, shared.engines_sleep) == (False, True)
-    apart = resources(offload_train=False)
-    assert (apart.trainer_sleeps, apart.engines_sleep) == (False, False)
+    separate = resources(offload_train=False)
+    assert (separate.trainer_sleeps, separate.engines_sleep) == (False, False)
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    ("sections", "words"),
     [
         (
             {"resources": {"offload_rollout": True}},
-            "offload_rollout: trainer and engines have GPUs of their own",
+            "offload_rollout: trainer and engines use separate GPUs",
         ),
         (
             {
@@ -78,7 +78,7 @@ def test_both_make_room_for_the_other_unless_they_are_told_not_to():
                     "rollout_num_gpus": 4,
                 }
             },
-            "would lie on two nodes of actor_num_gpus_per_node = 6",
+            "GPUs of two nodes of actor_num_gpus_per_node = 6",
         ),
         (
             {"resources": {"rollout_num_gpus": 12, "rollout_num_gpus_per_engine": 12}},
@@ -94,11 +94,11 @@ def test_both_make_room_for_the_other_unless_they_are_told_not_to():
                     "rollout_num_gpus_per_engine": 16,
                 }
             },
-            "would lie on some of the trainer's 24 GPUs and on others beside",
+            "would share only some GPUs with the trainer's 24 ranks",
         ),
         (
             {"resources": {"colocate": True}, "async_buffer_size": 1},
-            "so no rollout runs ahead of it; found async_buffer_size = 1",
+            "so no rollout runs ahead of training; found async_buffer_size = 1",
         ),
         (
             {"resources": {"colocate": True}, "sync": {"in_flight": "in_place"}},
@@ -110,20 +110,20 @@ def test_both_make_room_for_the_other_unless_they_are_told_not_to():
         ),
     ],
 )
-def test_what_cannot_be_colocated_is_refused_in_words(sections: dict[str, Any], said: str):
+def test_impossible_colocation_is_refused_with_the_reason(sections: dict[str, Any], words: str):
     with pytest.raises(ConfigError) as caught:
         run(**sections)
-    assert said in str(caught.value)
+    assert words in str(caught.value)
 
 
-def test_requests_may_stay_inside_engines_that_keep_their_cache():
+def test_in_place_sync_is_accepted_if_engines_keep_their_cache():
     config = run(
         resources={"colocate": True, "offload_rollout": False}, sync={"in_flight": "in_place"}
     )
     assert not config.resources.engines_sleep
 
 
-def test_slimes_args_say_who_makes_room():
+def test_args_of_slime_have_the_offload_settings():
     args = slime_args(run(resources={"colocate": True, "offload_train": False}))
     assert (args.colocate, args.offload, args.offload_train, args.offload_rollout) == (
         True,

@@ -19,7 +19,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled
 from prefect.testing.utilities import prefect_test_harness
 
-from rlpipe.config.gates import Gate
+from rlpipe.config.observe import Gate
 from rlpipe.errors import ConfigError, GateClosed
 from rlpipe.lineage.stage_inputs import eval_inputs
 from rlpipe.observe.progress import Progress
@@ -30,10 +30,10 @@ from rlpipe.store.segments import Segments
 from rlpipe.types import Commit, DataState, NodeRef, Stage
 from tasks import context as contexts
 from tasks.context import RunContext
-from tasks.gates import WHY, broken, gates
+from tasks.gates import REASON_LABEL, broken_bounds, gates
 from tests.tasks.test_begin import config
 from tests.tasks.test_observe import record
-from tests.tasks.test_turn import commit
+from tests.tasks.test_ordering import commit
 
 Opened = Callable[..., tuple[RunContext, io.StringIO]]
 
@@ -55,18 +55,18 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
         no_actors = None
         progress = Progress("run", 3, stream=stream)
         epoch = Epochs(files).acquire("run")
-        it = RunContext(run, tmp_path / "home", "/m", files, no_actors, progress, epoch)  # pyright: ignore[reportArgumentType]
-        it.branches.create("run", run.model_dump(mode="json"), "init", parent)
-        monkeypatch.setitem(contexts._OPEN, "run", it)
-        return it, stream
+        ctx = RunContext(run, tmp_path / "home", "/m", files, no_actors, progress, epoch)  # pyright: ignore[reportArgumentType]
+        ctx.branches.create("run", run.model_dump(mode="json"), "init", parent)
+        monkeypatch.setitem(contexts._OPEN, "run", ctx)
+        return ctx, stream
 
     return opening
 
 
-def trained(it: RunContext, **metrics: float) -> dict[str, NodeRef]:
+def trained(ctx: RunContext, **metrics: float) -> dict[str, NodeRef]:
     return {
         "train": record(
-            it,
+            ctx,
             Stage.TRAIN,
             seconds=1.0,
             metrics={f"train/{name}": value for name, value in metrics.items()},
@@ -91,28 +91,28 @@ def committed(files: Files, branch: str, iterations: int) -> str:
     return commit_name(branch, iterations - 1)
 
 
-def measure(it: RunContext, version: int, accuracy: float) -> None:
-    inputs = eval_inputs(it.config, it.config.evaluation.datasets[0], it.weights_before(version))
-    it.nodes.commit(inputs.node(outputs={"metrics": {"eval/held/accuracy": accuracy}}))
+def measure(ctx: RunContext, version: int, accuracy: float) -> None:
+    inputs = eval_inputs(ctx.config, ctx.config.evaluation.datasets[0], ctx.weights_before(version))
+    ctx.nodes.commit(inputs.node(outputs={"metrics": {"eval/held/accuracy": accuracy}}))
 
 
 def test_a_value_is_held_against_every_bound_and_nan_against_none_of_them():
     gate = Gate(metric="eval/held/accuracy", at_most=1, at_least=0.2, falls_by=0.1)
-    assert gate.broken_by(0.5, 0.55) is None and gate.broken_by(0.5) is None
+    assert gate.violation(0.5, 0.55) is None and gate.violation(0.5) is None
     assert (
-        Gate(metric="eval/held/accuracy", falls_by=0.25, at_most=0.5, at_least=0.5).broken_by(
+        Gate(metric="eval/held/accuracy", falls_by=0.25, at_most=0.5, at_least=0.5).violation(
             0.5, 0.75
         )
         is None
     ), "bounds hold"
     assert (
-        gate.broken_by(0.4, 0.55)
+        gate.violation(0.4, 0.55)
         == "eval/held/accuracy is 0.4, expected at least 0.45, 0.1 below the best"
     )
-    assert gate.broken_by(0.1) == "eval/held/accuracy is 0.1, expected at least 0.2"
-    assert "at most 1 and at least 0.2" in str(gate.broken_by(math.nan))
+    assert gate.violation(0.1) == "eval/held/accuracy is 0.1, expected at least 0.2"
+    assert "at most 1 and at least 0.2" in str(gate.violation(math.nan))
     assert (
-        Gate(metric="eval/held/accuracy", falls_by=1).broken_by(math.nan)
+        Gate(metric="eval/held/accuracy", falls_by=1).violation(math.nan)
         == "eval/held/accuracy is nan, expected a number"
     )
 
@@ -124,7 +124,7 @@ def test_a_value_is_held_against_every_bound_and_nan_against_none_of_them():
         ({"metric": "train/loss", "falls_by": 1}, "falls_by is for eval/"),
         (
             {"metric": "eval/other/accuracy", "at_least": 1},
-            "nothing measures 'eval/other/accuracy'; held-out sets are",
+            "no evaluation measures 'eval/other/accuracy'; held-out sets: ",
         ),
     ],
 )
@@ -141,31 +141,31 @@ def test_a_pause_must_be_shorter_than_others_wait_for_it(opened: Opened):
 
 
 def test_figures_are_those_of_the_stages_and_a_misspelt_one_is_named(opened: Opened):
-    it, _ = opened(
+    ctx, _ = opened(
         {"metric": "train/loss", "at_most": 1}, {"metric": "train/grad_norm", "at_most": 10}
     )
-    assert broken(it, 0, trained(it, loss=0.5, grad_norm=10.0)) == []
-    assert broken(it, 0, trained(it, loss=2.0, grad_norm=11.0)) == [
+    assert broken_bounds(ctx, 0, trained(ctx, loss=0.5, grad_norm=10.0)) == []
+    assert broken_bounds(ctx, 0, trained(ctx, loss=2.0, grad_norm=11.0)) == [
         "train/loss is 2, expected at most 1",
         "train/grad_norm is 11, expected at most 10",
     ]
     with pytest.raises(ConfigError, match="nothing measures this") as caught:
-        broken(it, 0, trained(it, loss=0.5, gradnorm=1.0))
+        broken_bounds(ctx, 0, trained(ctx, loss=0.5, gradnorm=1.0))
     assert caught.value.found == "train/grad_norm" and "train/gradnorm; or one of" in str(
         caught.value.expected
     )
 
 
 def test_an_evaluation_is_held_against_the_best_before_it(opened: Opened):
-    it, _ = opened({"metric": "eval/held/accuracy", "falls_by": 0.1})
-    found = trained(it, loss=0.0)
+    ctx, _ = opened({"metric": "eval/held/accuracy", "falls_by": 0.1})
+    found = trained(ctx, loss=0.0)
     for version, accuracy in enumerate((0.5, 0.7, 0.65)):
-        measure(it, version, accuracy)
-        assert broken(it, version, found) == []
-        commit(it, version)
-    assert broken(it, 3, found) == [], "not measured"
-    measure(it, 3, 0.55)
-    assert broken(it, 3, found) == [
+        measure(ctx, version, accuracy)
+        assert broken_bounds(ctx, version, found) == []
+        commit(ctx, version)
+    assert broken_bounds(ctx, 3, found) == [], "not measured"
+    measure(ctx, 3, 0.55)
+    assert broken_bounds(ctx, 3, found) == [
         "eval/held/accuracy is 0.55, expected at least 0.6, 0.1 below the best"
     ]
 
@@ -173,17 +173,17 @@ def test_an_evaluation_is_held_against_the_best_before_it(opened: Opened):
 def test_an_evaluation_of_a_fork_is_held_against_the_best_since_it_began(
     opened: Opened, tmp_path: Path
 ):
-    it, _ = opened(
+    ctx, _ = opened(
         {"metric": "eval/held/accuracy", "falls_by": 0.1},
         parent=committed(Files(tmp_path / "store"), "old", 2),
     )
-    found = trained(it, loss=0.0)
-    assert broken(it, 2, found) == [], "not measured"
-    measure(it, 2, 0.7)
-    assert broken(it, 2, found) == [], "nothing to hold it against"
-    commit(it, 2)
-    measure(it, 3, 0.55)
-    assert broken(it, 3, found) == [
+    found = trained(ctx, loss=0.0)
+    assert broken_bounds(ctx, 2, found) == [], "not measured"
+    measure(ctx, 2, 0.7)
+    assert broken_bounds(ctx, 2, found) == [], "nothing to hold it against"
+    commit(ctx, 2)
+    measure(ctx, 3, 0.55)
+    assert broken_bounds(ctx, 3, found) == [
         "eval/held/accuracy is 0.55, expected at least 0.6, 0.1 below the best"
     ]
 
@@ -192,11 +192,11 @@ def test_an_evaluation_of_a_fork_is_held_against_the_best_since_it_began(
 def test_evaluations_before_are_read_only_where_one_is_held_against_them(
     opened: Opened, bounds: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ):
-    it, _ = opened({"metric": "eval/held/accuracy", **bounds})
+    ctx, _ = opened({"metric": "eval/held/accuracy", **bounds})
     for version in range(4):
-        measure(it, version, 0.5)
-        commit(it, version)
-    found = trained(it, loss=0.0)
+        measure(ctx, version, 0.5)
+        commit(ctx, version)
+    found = trained(ctx, loss=0.0)
     looked = []
     real = RunContext.weights_before
     monkeypatch.setattr(
@@ -204,26 +204,26 @@ def test_evaluations_before_are_read_only_where_one_is_held_against_them(
         "weights_before",
         lambda self, version: (looked.append(version), real(self, version))[1],
     )
-    assert broken(it, 4, found) == [] and looked == [4], "not measured: nothing to compare"
+    assert broken_bounds(ctx, 4, found) == [] and looked == [4], "not measured: nothing to compare"
     looked.clear()
-    assert broken(it, 3, found) == []
+    assert broken_bounds(ctx, 3, found) == []
     assert looked == ([3, 0, 1, 2] if "falls_by" in bounds else [3])
 
 
 def test_weights_that_took_the_place_of_those_that_were_evaluated_count_as_them(opened: Opened):
-    it, _ = opened({"metric": "eval/held/accuracy", "falls_by": 0.1})
-    commit(it, 0)
-    measure(it, 1, 0.7)
-    Segments(it.files).record("run", 1, 1, weights="t0", segment="made")
-    commit(it, 1)
-    measure(it, 2, 0.5)
-    assert len(broken(it, 2, trained(it, loss=0.0))) == 1
+    ctx, _ = opened({"metric": "eval/held/accuracy", "falls_by": 0.1})
+    commit(ctx, 0)
+    measure(ctx, 1, 0.7)
+    Segments(ctx.files).record("run", 1, 1, weights="t0", segment="made")
+    commit(ctx, 1)
+    measure(ctx, 2, 0.5)
+    assert len(broken_bounds(ctx, 2, trained(ctx, loss=0.0))) == 1
 
 
 def test_an_iteration_that_only_warms_a_critic_up_need_not_have_every_figure(opened: Opened):
-    it, _ = opened({"metric": "train/grad_norm", "at_most": 10})
-    batch = record(it, Stage.ADVANTAGE, seconds=1.0, critic_only=True)
-    assert broken(it, 0, {**trained(it, value_loss=0.5), "advantage": batch}) == []
+    ctx, _ = opened({"metric": "train/grad_norm", "at_most": 10})
+    batch = record(ctx, Stage.ADVANTAGE, seconds=1.0, critic_only=True)
+    assert broken_bounds(ctx, 0, {**trained(ctx, value_loss=0.5), "advantage": batch}) == []
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +255,7 @@ async def gated(
 async def resume() -> None:
     async with get_client() as client:
         assert (await client.read_flow_run(UUID(flow_run.id))).labels[
-            WHY
+            REASON_LABEL
         ] == "train/loss is 2, expected at most 1"
     await aresume_flow_run(UUID(flow_run.id))
 
@@ -269,21 +269,21 @@ async def cancel() -> None:
 async def test_a_paused_iteration_goes_on_when_it_is_resumed_and_does_not_ask_twice(
     opened: Opened, server: None
 ):
-    it, stream = opened({"metric": "train/loss", "at_most": 1})
-    await gated(0, trained(it, loss=0.5), None)
-    bad = trained(it, loss=2.0)
+    ctx, stream = opened({"metric": "train/loss", "at_most": 1})
+    await gated(0, trained(ctx, loss=0.5), None)
+    bad = trained(ctx, loss=2.0)
     await gated(1, bad, resume)
     assert "iteration 1 is paused: train/loss is 2, expected at most 1" in stream.getvalue()
     await gated(1, bad, None)
-    assert it.files.list("gates/run") == [f"gates/run/00000001-{bad['train'].digest[:16]}.json"]
+    assert ctx.files.list("gates/run") == [f"gates/run/00000001-{bad['train'].digest[:16]}.json"]
 
 
 @pytest.mark.integration
 async def test_one_that_is_cancelled_or_that_nobody_answers_fails_and_asks_again(
     opened: Opened, server: None
 ):
-    it, _ = opened({"metric": "train/loss", "at_most": 1}, timeout_s=2)
-    bad = trained(it, loss=2.0)
+    ctx, _ = opened({"metric": "train/loss", "at_most": 1}, timeout_s=2)
+    bad = trained(ctx, loss=2.0)
     for answer in (cancel, None):
         with pytest.raises((GateClosed, ExceptionGroup)) as caught:
             await gated(0, bad, answer)
@@ -293,4 +293,4 @@ async def test_one_that_is_cancelled_or_that_nobody_answers_fails_and_asks_again
         assert (
             isinstance(error, GateClosed) and error.found == "train/loss is 2, expected at most 1"
         )
-    assert it.files.list("gates/run") == []
+    assert ctx.files.list("gates/run") == []

@@ -1,4 +1,4 @@
-"""Files of the user are imported in a process of their own first (rlpipe.config.trial)."""
+"""Import user files in a separate process first (rlpipe.config.import_check)."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlpipe.config import trial as module
+from rlpipe.config import import_check
+from rlpipe.config.import_check import check_imports, user_files
 from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
-from rlpipe.config.trial import trial, user_files
 from rlpipe.errors import ConfigError
 
 REWARD = "def reward(sample):\n    return 1.0\n"
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(module, "_well", set())
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(import_check, "_passed", set())
     (tmp_path / "mine.py").write_text(REWARD)
     return tmp_path
 
 
-def config(place: Path, **sections: object) -> RunConfig:
+def config(folder: Path, **sections: object) -> RunConfig:
     values = {
         "run": "run",
         "num_rollout": 1,
-        "model": {"source": {"type": "made", "maker": f"{place}/mine.py:reward"}},
+        "model": {"source": {"type": "made", "maker": f"{folder}/mine.py:reward"}},
         "data": {"prompts": {"type": "reasoning_gym", "task": "spell_backward", "size": 1}},
         "rollout": {"rollout_batch_size": 1, "n_samples_per_prompt": 2},
-        "reward": {"function": {"type": "python", "path": f"{place}/mine.py:reward"}},
+        "reward": {"function": {"type": "python", "path": f"{folder}/mine.py:reward"}},
     }
     return validate({**values, **sections})
 
 
-def run_trial(config: RunConfig, timeout_s: float = 60.0) -> None:
-    with trial(config, timeout_s) as importing:
+def import_files(config: RunConfig, timeout_s: float = 60.0) -> None:
+    with check_imports(config, timeout_s) as importing:
         importing.wait()
 
 
@@ -73,65 +73,66 @@ def run_trial(config: RunConfig, timeout_s: float = 60.0) -> None:
         ("def reward(", "SyntaxError"),
     ],
 )
-def test_whatever_a_file_does_while_it_is_imported_is_an_error_that_names_it(
-    place: Path, code: str, found: str
+def test_every_failure_of_an_import_is_an_error_that_names_the_file(
+    folder: Path, code: str, found: str
 ):
-    (place / "mine.py").write_text(f"{REWARD}{code}\n")
+    (folder / "mine.py").write_text(f"{REWARD}{code}\n")
     with pytest.raises(ConfigError, match=found) as caught:
-        run_trial(config(place))
+        import_files(config(folder))
     assert caught.value.where is not None
-    assert caught.value.where.endswith(f"{place}/mine.py:reward")
+    assert caught.value.where.endswith(f"{folder}/mine.py:reward")
 
 
 @pytest.mark.parametrize(
     "code",
     ["import time; time.sleep(600)", "while True: pass", "9 ** 9 ** 9 ** 9 if __name__ else 0"],
 )
-def test_a_file_that_is_never_done_is_an_error_after_the_deadline(place: Path, code: str):
-    (place / "mine.py").write_text(f"{REWARD}n = 9\n{code.replace('9 **', 'n **')}\n")
+def test_an_import_that_never_ends_is_an_error_after_the_deadline(folder: Path, code: str):
+    (folder / "mine.py").write_text(f"{REWARD}n = 9\n{code.replace('9 **', 'n **')}\n")
     started = time.monotonic()
     with pytest.raises(
         ConfigError, match=r"still being imported[\s\S]*within 3 s \(resources\.import_timeout_s\)"
     ):
-        run_trial(config(place), 3.0)
+        import_files(config(folder), 3.0)
     assert time.monotonic() - started < 30
 
 
-def test_a_class_is_made_with_its_arguments_and_what_it_does_is_an_error(place: Path):
-    (place / "mine.py").write_text(
+def test_a_class_is_created_with_its_arguments_and_its_failure_is_an_error(folder: Path):
+    (folder / "mine.py").write_text(
         "import os\nclass reward:\n    def __init__(self, status): os._exit(status)\n"
     )
-    function = {"type": "python", "path": f"{place}/mine.py:reward", "arguments": {"status": 7}}
+    function = {"type": "python", "path": f"{folder}/mine.py:reward", "arguments": {"status": 7}}
     with pytest.raises(ConfigError, match="exit status 7"):
-        run_trial(
+        import_files(
             config(
-                place,
+                folder,
                 model={"source": {"type": "huggingface", "hf_checkpoint": "/"}},
                 reward={"function": function},
             )
         )
 
 
-def test_well_files_pass_together_are_not_tried_again_and_leave_nothing_behind(place: Path):
-    (place / "mine.py").write_text(
-        "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+def test_files_that_pass_are_not_imported_again_and_leave_no_process(folder: Path):
+    (folder / "mine.py").write_text(
+        "import subprocess, sys\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         f"print('noise')\n{REWARD}"
     )
-    (place / "log.py").write_text("def log(*all): ...\n")
-    both = config(place, observe={"custom_rollout_log_function_path": f"{place}/log.py"})
+    (folder / "log.py").write_text("def log(*all): ...\n")
+    both = config(folder, observe={"custom_rollout_log_function_path": f"{folder}/log.py"})
     before = set(psutil.Process().children(recursive=True))
-    run_trial(both)
-    assert len(module._well) == 3
+    import_files(both)
+    assert len(import_check._passed) == 3
     assert set(psutil.Process().children(recursive=True)) <= before
-    with trial(both, 60.0) as importing:
+    with check_imports(both, 60.0) as importing:
         assert importing._process is None
-    (place / "log.py").write_text("1 / 0\n")
+    (folder / "log.py").write_text("1 / 0\n")
     with pytest.raises(ConfigError, match="ZeroDivisionError"):
-        run_trial(both)
+        import_files(both)
 
 
-def test_every_function_that_a_configuration_names_is_tried(place: Path):
-    mine = f"{place}/mine.py"
+def test_every_function_of_a_configuration_is_imported(folder: Path):
+    mine = f"{folder}/mine.py"
     python = {"type": "python", "path": mine}
     rollout = {
         "rollout_batch_size": 1,
@@ -146,8 +147,8 @@ def test_every_function_that_a_configuration_names_is_tried(place: Path):
         "prompts": {"type": "reasoning_gym", "task": "spell_backward", "size": 1},
         "reward": {"function": python},
     }
-    found = config(
-        place,
+    configuration = config(
+        folder,
         rollout=rollout,
         evaluation={"datasets": [held]},
         train={
@@ -156,7 +157,7 @@ def test_every_function_that_a_configuration_names_is_tried(place: Path):
         },
         observe={"custom_eval_rollout_log_function_path": mine},
     )
-    assert {file.key for file in user_files(found)} == {
+    assert {file.key for file in user_files(configuration)} == {
         "model.source.maker",
         "reward.function.path",
         "evaluation.datasets.0.reward.function.path",
@@ -170,20 +171,24 @@ def test_every_function_that_a_configuration_names_is_tried(place: Path):
     }
 
 
-def test_code_of_this_project_and_a_run_without_user_code_start_no_process(place: Path):
+def test_project_code_and_a_run_without_user_code_start_no_process(folder: Path):
     own = {
         "source": {
             "type": "made",
             "maker": "deployments/recipes/tiny_models.py:make_spell_backward_model",
         }
     }
-    with trial(config(place, model=own, reward={"function": {"type": "math"}}), 60.0) as importing:
+    with check_imports(
+        config(folder, model=own, reward={"function": {"type": "math"}}), 60.0
+    ) as importing:
         assert importing._process is None
 
 
-def test_the_process_imports_no_torch(place: Path):
-    (place / "mine.py").write_text(
-        f"import sys\nheavy = {{'torch', 'ray', 'prefect', 'transformers'}} & set(sys.modules)\nassert not heavy, heavy\n{REWARD}"
+def test_the_process_imports_no_torch(folder: Path):
+    (folder / "mine.py").write_text(
+        "import sys\n"
+        "heavy = {'torch', 'ray', 'prefect', 'transformers'} & set(sys.modules)\n"
+        f"assert not heavy, heavy\n{REWARD}"
     )
-    run_trial(config(place))
-    assert "rlpipe.config.trial" in sys.modules
+    import_files(config(folder))
+    assert "rlpipe.config.import_check" in sys.modules

@@ -1,12 +1,17 @@
-"""What does not fit together among the models beside the policy is said before anything runs."""
+"""Rules between the sections of a run: its models, ranks and external engines
+(rlpipe.config.run)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from rlpipe.config.load import validate
+from rlpipe.config.model import EngineConfig, ResourcesConfig
+from rlpipe.config.run import external_conflict
+from rlpipe.config.train import SyncConfig
 from rlpipe.errors import ConfigError
 
 BASE: dict[str, Any] = {
@@ -49,7 +54,7 @@ SERVER = {"opd_type": "sglang", "url": "http://t:1"}
                 "rollout": {"type": "dataset", "rollout_batch_size": 4},
                 "advantage": {"advantage_estimator": "none"},
             },
-            "none samples",
+            "no engine samples",
         ),
         ({"reference": {"ref_update_interval": 2}}, "needs advantage.reference"),
         ({"critic": {"value_clip": 0}}, "value_clip"),
@@ -57,10 +62,10 @@ SERVER = {"opd_type": "sglang", "url": "http://t:1"}
             {"resources": {"critic_num_gpus_per_node": 1}},
             "only advantage.advantage_estimator: ppo has a critic",
         ),
-        ({"resources": {"critic_num_nodes": 2}}, "2 nodes of no rank"),
+        ({"resources": {"critic_num_nodes": 2}}, "2 nodes without ranks"),
         (
             {**PPO, "critic": {"parallel": {"tensor_model_parallel_size": 2}}},
-            "in the policy's ranks it has their layout",
+            "a critic in the policy's ranks has the policy's layout",
         ),
         (
             {
@@ -72,26 +77,26 @@ SERVER = {"opd_type": "sglang", "url": "http://t:1"}
         ),
     ],
 )
-def test_it_is_refused_with_the_key_that_is_wrong(keys: dict[str, Any], words: str):
+def test_a_conflict_is_refused_with_the_key_that_causes_it(keys: dict[str, Any], words: str):
     with pytest.raises(ConfigError, match=words):
         validate({**BASE, **keys})
 
 
-def test_the_engines_routing_needs_no_scoring_pass():
+def test_replay_of_the_engines_routing_needs_no_scoring_pass():
     train = {"use_rollout_routing_replay": True, "use_routing_replay": True}
     assert validate(
         {**BASE, "train": train, "advantage": {"score_proximal": False}}
     ).train.replays_routing
 
 
-def test_a_teacher_is_taken():
+def test_a_teacher_server_is_accepted():
     config = validate({**BASE, "advantage": {"use_opd": True}, "teacher": SERVER})
     assert config.teacher.url == "http://t:1"
     assert config.ref_update_interval is None
     assert not config.uses_critic
 
 
-def test_a_critic_may_have_ranks_and_a_layout_of_its_own_beside_colocated_engines():
+def test_a_critic_may_have_separate_ranks_and_layout_with_colocated_engines():
     ranks = {"colocate": True, "critic_num_nodes": 2, "critic_num_gpus_per_node": 2}
     config = validate(
         {
@@ -105,7 +110,7 @@ def test_a_critic_may_have_ranks_and_a_layout_of_its_own_beside_colocated_engine
     assert validate({**BASE, **PPO}).resources.critic_ranks == 0
 
 
-def test_a_critic_learns_as_the_policy_does_but_for_what_is_said():
+def test_a_critic_uses_the_policys_optimizer_except_for_its_own_keys():
     policy = {"lr": 1e-6, "lr_warmup_steps": 5, "weight_decay": 0.1}
     config = validate(
         {
@@ -127,3 +132,76 @@ def test_a_critic_learns_as_the_policy_does_but_for_what_is_said():
         own.resolved_optimizer(config.train.optimizer.model_copy(update={"lr": 1.0}))
         == config.train.optimizer
     )
+
+
+LOCAL = "127.0.0.1:30000"
+REMOTE = "http://10.0.0.7:30000"
+
+
+def conflict(
+    *engines: str, engine: Any = None, store: str | None = None, **sync: Any
+) -> str | None:
+    resources = ResourcesConfig.model_validate({"external_engines": engines})
+    return external_conflict(
+        resources, EngineConfig.model_validate(engine or {}), SyncConfig(**sync), store
+    )
+
+
+def test_an_address_has_a_host_and_a_port_and_an_optional_scheme():
+    resources = ResourcesConfig.model_validate(
+        {"external_engines": [LOCAL, "https://a.b:1/"], "rollout_num_gpus_per_engine": 4}
+    )
+    assert resources.external_engines == ("http://127.0.0.1:30000", "https://a.b:1")
+    assert resources.num_engines == 2
+    for wrong in ("10.0.0.7", "ftp://a:1", "a:1/v1", ""):
+        with pytest.raises(ValidationError, match="expected http://host:port"):
+            EngineConfig.model_validate({"router_url": wrong})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"external_engines": [LOCAL, LOCAL]}, {"external_engines": [LOCAL], "colocate": True}],
+)
+def test_external_engines_are_distinct_and_exclude_colocation(values: dict[str, Any]):
+    with pytest.raises(ValidationError, match="external"):
+        ResourcesConfig.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        conflict(),
+        conflict(LOCAL),
+        conflict(LOCAL, transport="delta"),
+        conflict(REMOTE, transport="distributed"),
+        conflict(REMOTE, transport="disk", update_weight_disk_dir="/shared"),
+        conflict(REMOTE, transport="disk", store="file:///shared"),
+        conflict(REMOTE, transport="delta", update_weight_local_checkpoint_dir="/shared"),
+        conflict(LOCAL, engine={"router_url": "a:1"}),
+    ],
+)
+def test_reachable_external_engines_are_accepted(result: str | None):
+    assert result is None
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (conflict(REMOTE), "uses memory of this machine"),
+        (conflict(LOCAL, REMOTE, transport="delta"), "update_weight_local_checkpoint_dir"),
+        (
+            conflict(REMOTE, transport="disk", store="s3://b/p"),
+            "update_weight_local_checkpoint_dir",
+        ),
+        (
+            conflict(LOCAL, engine={"sglang": {"mem_fraction_static": 0.5}}),
+            "remove one of them",
+        ),
+        (
+            conflict(engine={"router_url": "a:1", "router": {"policy": "random"}}),
+            "remove one of them",
+        ),
+    ],
+)
+def test_unreachable_engines_and_ignored_arguments_are_refused(result: str | None, words: str):
+    assert result is not None and words in result
