@@ -1,10 +1,8 @@
-"""The history of a run, read from its branch: what the summary and the report page show.
+"""Read the history of a run from its branch, for the summary and the report.
 
-Nothing is remembered by whoever drove the run, except how long things took altogether
-(`timing.jsonl`, beside the report): the records say the rest, also of a run that was stopped and
-resumed ten times.
-
-Not here: drawing it (`observe.report`).
+`HistoryReader.read` returns the `RunHistory` that `rlpipe.observe.report` draws. Everything comes
+from the records, also for a run that was stopped and resumed, except the wall times in
+`timing.jsonl` beside the report.
 """
 
 from __future__ import annotations
@@ -25,28 +23,27 @@ from rlpipe.store.objects.files import Files
 from rlpipe.store.segments import Segments, current_state
 from rlpipe.types import Commit, Node, Sample, Stage
 
-TIMED = (Stage.ROLLOUT, Stage.REWARD, Stage.ADVANTAGE, Stage.TRAIN, Stage.SYNC)
+TIMED_STAGES = (Stage.ROLLOUT, Stage.REWARD, Stage.ADVANTAGE, Stage.TRAIN, Stage.SYNC)
 
-APART = "max_logprob_difference"
-LARGEST_DIFFERENCES = ("rollout/logprob_abs_diff/max", "sync/logprob_difference_max")
+MAX_DIFFERENCE = "max_logprob_difference"
+DIFFERENCE_METRICS = ("rollout/logprob_abs_diff/max", "sync/logprob_difference_max")
 
 
 class HistoryReader:
-    """Reads what was committed since it last looked, so that a report during a long run costs what
-    is new."""
+    """Read what was committed since the last call, so a report of a long run costs what is new."""
 
     def __init__(self, files: Files, config: RunConfig, directory: Path) -> None:
         self._files = files
         self._config = config
         self._directory = directory
-        self._nodes, self._branches = Nodes(files), Branches(files)
+        self._nodes = Nodes(files)
+        self._branches = Branches(files)
         self._commits: list[Commit] = []
         self._records: list[IterationRecord] = []
         self._evaluations: dict[tuple[int, str], tuple[Evaluation, Node]] = {}
 
     def read(self) -> RunHistory:
-        """Everything the records of the branch say about it so far. Raises: ObjectMissing,
-        ObjectCorrupt."""
+        """Return the history of the branch so far. Raises: ObjectMissing, ObjectCorrupt."""
         config = self._config
         self._find_evaluations(len(self._commits))
         for commit in self._new_commits():
@@ -89,12 +86,16 @@ class HistoryReader:
         outputs = {
             stage: self._nodes.get(stage, digest).outputs for stage, digest in commit.nodes.items()
         }
-        seconds = {str(stage): outputs[stage]["seconds"] for stage in TIMED if stage in outputs}
+        seconds = {
+            str(stage): outputs[stage]["seconds"] for stage in TIMED_STAGES if stage in outputs
+        }
         return IterationRecord(commit.iteration, iteration_metrics(outputs), seconds)
 
     def _find_evaluations(self, num_commits: int) -> None:
-        """Look for the evaluations of the newest weights known; before the first commit, of those
-        that the run began with."""
+        """Find the evaluations of the newest known weights.
+
+        Before the first commit these are the weights with which the run began.
+        """
         run = self._config.run
         first = self._first_iteration()
         newest = self._commits[-1] if num_commits else self._branches.before(run, first)
@@ -103,39 +104,35 @@ class HistoryReader:
         weights = current_state(Segments(self._files), run, version, recorded)
         contracts = self._branches.contracts(run)
         for dataset in self._config.evaluation.datasets:
-            node = self._nodes.find(
-                Stage.EVAL, eval_inputs(self._config, dataset, weights, contracts).digest
-            )
+            inputs = eval_inputs(self._config, dataset, weights, contracts)
+            node = self._nodes.find(Stage.EVAL, inputs.digest)
             if node is not None:
-                found = Evaluation(
-                    version, dataset.name, node.outputs["accuracy"], node.outputs["scored"]
-                )
-                self._evaluations[version, dataset.name] = (found, node)
+                accuracy = node.outputs["accuracy"]
+                evaluation = Evaluation(version, dataset.name, accuracy, node.outputs["scored"])
+                self._evaluations[version, dataset.name] = (evaluation, node)
 
     def _changes(self) -> list[SampleChange]:
-        """The first prompts of the first held-out set, as they were answered before and after."""
+        """Return answers to the first prompts of the first held-out set, before and after."""
         evaluations = list(self._evaluations.values())
-        first = [
+        nodes = [
             node
             for evaluation, node in evaluations
             if evaluation.dataset == evaluations[0][0].dataset
         ]
-        if len(first) < 2:
+        if len(nodes) < 2:
             return []
-        before, after = (
-            _by_group(read_samples(self._files, node)) for node in (first[0], first[-1])
-        )
-        chosen = [group_id for group_id in before if group_id in after][
-            : self._config.observe.samples_in_report
-        ]
-        return [_change(before[group_id], after[group_id]) for group_id in chosen]
+        before = _first_samples(read_samples(self._files, nodes[0]))
+        after = _first_samples(read_samples(self._files, nodes[-1]))
+        groups = [group_id for group_id in before if group_id in after]
+        shown = groups[: self._config.observe.samples_in_report]
+        return [_change(before[group_id], after[group_id]) for group_id in shown]
 
 
 def iteration_metrics(outputs: Mapping[Stage, dict[str, Any]]) -> dict[str, float]:
-    """The metrics of one iteration from its nodes' outputs."""
+    """Return the metrics of one iteration from the outputs of its nodes."""
     metrics: dict[str, float] = {}
-    for said in outputs.values():
-        metrics |= said.get("metrics", {})
+    for output in outputs.values():
+        metrics |= output.get("metrics", {})
     rollout = outputs.get(Stage.ROLLOUT, {})
     if "truncated_ratio" in rollout:
         metrics["rollout/truncated_ratio"] = rollout["truncated_ratio"]
@@ -143,28 +140,27 @@ def iteration_metrics(outputs: Mapping[Stage, dict[str, Any]]) -> dict[str, floa
         if tokens := outputs.get(stage, {}).get("tokens"):
             metrics[f"perf/{stage}_tokens"] = float(tokens)
             metrics[f"perf/{stage}_tokens_per_s"] = tokens / outputs[stage]["seconds"]
-    if switches := [switch for said in outputs.values() for switch in said.get("switches", ())]:
+    if switches := [switch for output in outputs.values() for switch in output.get("switches", ())]:
         metrics["perf/switch_time"] = sum(switch["seconds"] for switch in switches)
         metrics["perf/trainer_peak_bytes"] = max(
             switch["trainer_peak_bytes"] for switch in switches
         )
         metrics["perf/gpu_used_bytes"] = max(switch["used_bytes"] for switch in switches)
-    apart = [metrics[name] for name in LARGEST_DIFFERENCES if name in metrics]
-    if apart:
-        metrics[APART] = max(apart)
+    differences = [metrics[name] for name in DIFFERENCE_METRICS if name in metrics]
+    if differences:
+        metrics[MAX_DIFFERENCE] = max(differences)
     return metrics
 
 
-def _by_group(samples: list[Sample]) -> dict[str, Sample]:
+def _first_samples(samples: list[Sample]) -> dict[str, Sample]:
+    """Return the first sample of each group."""
     return {sample.group_id: sample for sample in samples if sample.index == 0}
 
 
 def _change(before: Sample, after: Sample) -> SampleChange:
-    prompt = (
-        before.prompt
-        if isinstance(before.prompt, str)
-        else "\n".join(str(m.get("content", "")) for m in before.prompt)
-    )
+    prompt = before.prompt
+    if not isinstance(prompt, str):
+        prompt = "\n".join(str(message.get("content", "")) for message in prompt)
     return SampleChange(
         prompt, before.response, after.response, before.label, before.reward, after.reward
     )
@@ -190,7 +186,12 @@ def _totals(
         "seconds_by_stage": by_stage,
         "orchestration_s_per_iteration": sum(overhead) / len(overhead) if overhead else None,
         "max_logprob_difference": max(
-            (r.metrics[APART] for r in records if APART in r.metrics), default=None
+            (
+                record.metrics[MAX_DIFFERENCE]
+                for record in records
+                if MAX_DIFFERENCE in record.metrics
+            ),
+            default=None,
         ),
         "rollout_tokens_per_s": _rate(records, "rollout"),
         "train_tokens_per_s": _rate(records, "train"),
@@ -198,7 +199,7 @@ def _totals(
 
 
 def _other_seconds(timing: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds outside the recorded stages: start, evaluations, checkpoints."""
+    """Return the seconds outside the recorded stages: start, evaluations, checkpoints."""
     total: dict[str, float] = {}
     for entry in timing:
         for name, seconds in entry["other"].items():
@@ -207,26 +208,21 @@ def _other_seconds(timing: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _rate(records: list[IterationRecord], stage: str) -> float | None:
-    """Tokens per second of a stage over the whole run."""
+    """Return the tokens per second of a stage over the whole run."""
     seconds = sum(record.seconds.get(stage, 0.0) for record in records)
-    return (
-        sum(record.metrics.get(f"perf/{stage}_tokens", 0.0) for record in records) / seconds
-        if seconds
-        else None
-    )
+    tokens = sum(record.metrics.get(f"perf/{stage}_tokens", 0.0) for record in records)
+    return tokens / seconds if seconds else None
 
 
 def _timing(directory: Path) -> list[dict[str, Any]]:
     path = directory / "timing.jsonl"
-    return (
-        [entry for line in path.read_text().splitlines() if (entry := _entry(line))]
-        if path.is_file()
-        else []
-    )
+    if not path.is_file():
+        return []
+    return [entry for line in path.read_text().splitlines() if (entry := _entry(line))]
 
 
 def _entry(line: str) -> dict[str, Any] | None:
-    """One line of the timing log; None for one that a full disk or a kill cut off."""
+    """Parse a line of the timing log; None if a full disk or a kill cut it off."""
     try:
         return json.loads(line)
     except ValueError:

@@ -1,11 +1,10 @@
-"""Where weights come from, and where a prompt went.
+"""Trace weights back to their batches, and prompts forward to the weights that trained on them.
 
-Backward, from the weights after an iteration: the legs of their history (a branch, what it was
-forked from, the run whose weights it started with), and for each what was trained, by whose
-rewards, with which code, packages, engines and weight versions. Forward, from a prompt: each of its
-samples in any branch, the optimizer steps that trained on it, and what descends from them.
-
-Not here: whether the records are true (`store.audit.verification`), or the numbers right (replay).
+`backward` starts from the weights after an iteration. It returns the legs of their history (a
+branch, the branch that it was forked from, the run whose weights it started with) and for each leg
+the batches, verifiers, code, packages, engines and weight versions. `forward` starts from a prompt.
+It returns each sample of it in any branch, with the optimizer step that trained on it.
+`descendants` returns the newest weights that descend from an iteration.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from rlpipe.store.tables import scalars
 from rlpipe.store.tables.scalar_rows import prompt_name
 from rlpipe.types import Commit, Node, Stage
 
-MOST_PROMPTS = 50
-"""That a piece of text may name."""
-SHOWN = (
+MAX_PROMPTS = 50
+"""Prompts that one search may return."""
+FORWARD_COLUMNS = (
     "branch",
     "iteration",
     "group_id",
@@ -47,13 +46,12 @@ SHOWN = (
     "trained",
     "drop_reason",
 )
-"""Of a sample on its way forward."""
+"""Columns of the samples table in the answer of `forward`."""
 
 
 @dataclass
 class Leg:
-    """A branch's own part of a history: its commits, oldest first, and the node of the first
-    weights it began with."""
+    """The commits of one branch in a history, oldest first, and the node of its first weights."""
 
     branch: str
     init: Node
@@ -61,27 +59,28 @@ class Leg:
 
     @property
     def last(self) -> int:
-        """Its last iteration that counts; -1 if there is none."""
+        """Last iteration of the leg; -1 for a leg without commits."""
         return self.commits[-1].iteration if self.commits else -1
 
 
-class Makers:
-    """Which iteration of which branch made the weights of a checkpoint; each branch is read once at
-    most, the likely ones first.
+class Origins:
+    """Find the branch and iteration that made the weights of a checkpoint.
 
-    `damaged`: name of each branch that could not be read, and why.
+    Each branch is read at most once; branches that the checkpoint's files name are read first.
+    `damaged`: branch → reason, for branches that cannot be read.
     """
 
     def __init__(self, files: Files) -> None:
-        self._nodes, self._branches = Nodes(files), Branches(files)
+        self._nodes = Nodes(files)
+        self._branches = Branches(files)
         self._unread: list[str] | None = None
-        self._places: dict[str, tuple[str, int]] = {}
+        self._made_by: dict[str, tuple[str, int]] = {}
         self.damaged: dict[str, str] = {}
 
     def of(self, checkpoint: str) -> tuple[str, int]:
-        """Branch and iteration; -1: the first weights of the branch.
+        """Return branch and iteration; iteration -1 for the first weights of the branch.
 
-        Raises: ObjectMissing if no branch that can be read has made them; ObjectCorrupt.
+        Raises: ObjectMissing if no readable branch made these weights; ObjectCorrupt.
         """
         node = self._nodes.get(Stage.CHECKPOINT, checkpoint)
         weights = node.parents["weights"]
@@ -91,174 +90,175 @@ class Makers:
             self._unread = self._branches.names()
         folders = {folder for record in node.files for folder in record.path.split("/")}
         self._unread.sort(key=lambda name: (name not in folders, name))
-        while recorded not in self._places and self._unread:
+        while recorded not in self._made_by and self._unread:
             self._read(self._unread.pop(0))
-        if recorded not in self._places:
-            found = ", ".join(
-                [recorded, *(f"{name} cannot be read: {why}" for name, why in self.damaged.items())]
+        if recorded not in self._made_by:
+            unreadable = [f"{name} cannot be read: {why}" for name, why in self.damaged.items()]
+            raise ObjectMissing(
+                "no branch has made these weights",
+                where=f"nodes/checkpoint/{checkpoint}.json",
+                found=", ".join([recorded, *unreadable]),
             )
-            where = f"nodes/checkpoint/{checkpoint}.json"
-            raise ObjectMissing("no branch has made these weights", where=where, found=found)
-        return self._places[recorded]
+        return self._made_by[recorded]
 
     def _read(self, branch: str) -> None:
         try:
             record = self._branches.get(branch)
             if record.parent is None:
-                self._places.setdefault(record.init, (branch, -1))
+                self._made_by.setdefault(record.init, (branch, -1))
             for k in self._branches.committed(branch):
                 if train := self._branches.read(branch, k).nodes.get(Stage.TRAIN):
-                    self._places.setdefault(train, (branch, k))
+                    self._made_by.setdefault(train, (branch, k))
         except (ObjectMissing, ObjectCorrupt) as error:
             self.damaged[branch] = str(error)
 
 
 def legs(files: Files, branch: str, iteration: int | None = None) -> list[Leg]:
-    """The history of the weights after an iteration (None: the newest), newest leg first, through
-    forks and warm starts.
+    """Return the history of the weights after an iteration (None: the newest), newest leg first.
 
-    Raises: ObjectMissing if there is no such branch or commit; ObjectCorrupt.
+    The history passes through forks and warm starts. Raises: ObjectMissing if the branch or the
+    commit does not exist; ObjectCorrupt.
     """
     branches = Branches(files)
     nodes = Nodes(files)
-    makers = Makers(files)
+    origins = Origins(files)
+
+    def new_leg(name: str) -> Leg:
+        return Leg(name, nodes.get(Stage.INIT, branches.get(name).init))
+
     found: list[Leg] = []
-    place: tuple[str, int | None] | None = (branch, iteration)
-    while place is not None:
-        began = len(found)
-        for commit in _back_from(branches, *place):
-            if len(found) == began or found[-1].branch != commit.branch:
-                found.append(
-                    Leg(commit.branch, nodes.get(Stage.INIT, branches.get(commit.branch).init))
-                )
+    origin: tuple[str, int | None] | None = (branch, iteration)
+    while origin is not None:
+        first = len(found)
+        for commit in _back_from(branches, *origin):
+            if len(found) == first or found[-1].branch != commit.branch:
+                found.append(new_leg(commit.branch))
             found[-1].commits.insert(0, commit)
-        if len(found) == began:
-            found.append(Leg(place[0], nodes.get(Stage.INIT, branches.get(place[0]).init)))
-        started = found[-1].init.parents.get("start_from")
-        place = makers.of(started) if started else None
+        if len(found) == first:  # weights before the first iteration
+            found.append(new_leg(origin[0]))
+        warm_start = found[-1].init.parents.get("start_from")
+        origin = origins.of(warm_start) if warm_start else None
     return found
 
 
 def backward(files: Files, branch: str, iteration: int | None = None) -> dict[str, Any]:
-    """What made the weights after an iteration (None: the newest), as plain values.
+    """Return what made the weights after an iteration (None: the newest), as plain values.
 
-    `weights` (digests of state and checkpoint, version), and `legs`, newest first. Raises: as
+    Keys: `weights` (version, digests of state and checkpoint) and `legs`, newest first. Raises: as
     `legs`.
     """
     chain = legs(files, branch, iteration)
-    return {"weights": _weights(files, chain[0]), "legs": [_said_of(files, leg) for leg in chain]}
+    return {
+        "weights": _weights(files, chain[0]),
+        "legs": [_leg_values(files, leg) for leg in chain],
+    }
 
 
 def trained_on(files: Files, branch: str, iteration: int | None = None) -> pa.Table:
-    """Every sample that the weights after an iteration were trained on, as rows of
-    `scalar_rows.SAMPLES`, oldest first."""
+    """Return every sample that trained the weights after an iteration, oldest first.
+
+    The columns are those of the SQL table `samples`.
+    """
     return pa.concat_tables(
         [_trained(files, leg) for leg in reversed(legs(files, branch, iteration))]
     )
 
 
 def find_prompts(files: Files, branch: str, text: str) -> dict[str, str]:
-    """Prompts of a branch's history that contain a text: name → prompt. Raises: ConfigError if none
-    does, or too many do."""
+    """Return the prompts of a branch's history that contain a text: name → prompt.
+
+    Raises: ConfigError if no prompt or too many prompts contain it.
+    """
     plans = Plans(files)
     found = {}
     for commit in Branches(files).walk(branch):
         for group in (group for digest in commit.plans for group in plans.read(digest).groups):
-            shown = (
-                group.prompt
-                if isinstance(group.prompt, str)
-                else json.dumps(group.prompt, ensure_ascii=False)
-            )
+            prompt = group.prompt
+            shown = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
             if text in shown:
-                found[prompt_name(json.dumps(group.prompt, separators=(",", ":")))] = shown
-    if not found or len(found) > MOST_PROMPTS:
+                found[prompt_name(json.dumps(prompt, separators=(",", ":")))] = shown
+    if not found or len(found) > MAX_PROMPTS:
         raise ConfigError(
-            "no prompt of this run has that text"
-            if not found
-            else "too many prompts have that text",
+            "too many prompts have that text" if found else "no prompt of this run has that text",
             where="prompt",
             found=f"{text!r}: {len(found)} prompts",
-            expected=f"at most {MOST_PROMPTS}",
-            do="give a piece of the prompt as the samples have it (after the chat template), or a longer one",
+            expected=f"at most {MAX_PROMPTS}",
+            do="give a piece of the prompt as the samples have it (after the chat template), or a "
+            "longer piece",
         )
     return found
 
 
 def forward(files: Files, prompts: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Every sample of these prompts (by name) in any branch, with the optimizer step that trained
-    on it; and the branches that cannot be read, each with why.
+    """Return every sample of these prompts (by name) in any branch, and the unreadable branches.
 
-    Keys: SHOWN of the samples table; `optimizer_step` of the iteration, from 0, and
-    `weight_version`, the first that has it, both None if it was not trained. Ordered by branch and
-    iteration.
+    Keys of a sample: FORWARD_COLUMNS, `optimizer_step` (of the iteration, from 0) and
+    `weight_version` (the first that trained on the sample); both are None for a sample that was not
+    trained. Samples are sorted by branch and iteration. Unreadable branches: name → reason.
     """
-    answer = list[dict[str, Any]]()
+    samples: list[dict[str, Any]] = []
     damaged = {}
     for branch in Branches(files).names():
         try:
-            rows = scalars.read(files, branch, ancestors=False)
-            found = rows.filter(pc.field("prompt").isin(prompts)).to_pylist()
-            steps = {
-                k: optimizer_steps(files, branch, k)
-                for k in {row["iteration"] for row in found if row["trained"]}
-            }
-            answer += [_forward_row(row, steps) for row in found]
+            table = scalars.read(files, branch, ancestors=False)
+            rows = table.filter(pc.field("prompt").isin(prompts)).to_pylist()
+            trained = {row["iteration"] for row in rows if row["trained"]}
+            steps = {k: optimizer_steps(files, branch, k) for k in trained}
+            samples += [_forward_row(row, steps) for row in rows]
         except (ObjectMissing, ObjectCorrupt) as error:
             damaged[branch] = str(error)
-    return sorted(
-        answer, key=lambda row: (row["branch"], row["iteration"], row["group_id"], row["index"])
-    ), damaged
+    samples.sort(key=lambda row: (row["branch"], row["iteration"], row["group_id"], row["index"]))
+    return samples, damaged
 
 
 def descendants(files: Files, first: Mapping[str, int]) -> tuple[list[str], dict[str, str]]:
-    """`RUN@K` of each branch's newest weights that descend from those after an iteration of a
-    branch (`first`), these branches first; and the branches that cannot be read, each with why.
-    Each branch is looked at once."""
+    """Return `RUN@K` of the newest weights of each descending branch, and the unreadable branches.
+
+    `first`: branch → iteration from which weights descend; these branches come first. Each branch
+    is read once. Unreadable branches: name → reason.
+    """
     branches = Branches(files)
-    makers = Makers(files)
+    origins = Origins(files)
     children: dict[str, list[tuple[str, int]]] = {}
     for name in branches.names():
         try:
-            if origin := _began_from(files, branches.get(name), makers):
+            if origin := _began_from(files, branches.get(name), origins):
                 children.setdefault(origin[0], []).append((name, origin[1]))
         except (ObjectMissing, ObjectCorrupt) as error:
-            makers.damaged[name] = str(error)
-    having = dict(first)
+            origins.damaged[name] = str(error)
+    descends_from = dict(first)  # branch → first iteration that descends; -1: all of it
     waiting = list(first)
     while waiting:
         origin = waiting.pop()
         for name, k in children.get(origin, ()):
-            if k >= having[origin] and having.get(name) != -1:
-                having[name] = -1
+            if k >= descends_from[origin] and descends_from.get(name) != -1:
+                descends_from[name] = -1
                 waiting.append(name)
-    ordered = [*first, *sorted(having.keys() - first.keys())]
+    ordered = [*first, *sorted(descends_from.keys() - first.keys())]
     newest = {name: max(branches.committed(name), default="start") for name in ordered}
-    return [f"{name}@{newest[name]}" for name in ordered], makers.damaged
+    return [f"{name}@{newest[name]}" for name in ordered], origins.damaged
 
 
-def _began_from(files: Files, branch: Branch, makers: Makers) -> tuple[str, int] | None:
-    """Branch and iteration whose weights a branch began with; None if they were nobody's."""
+def _began_from(files: Files, branch: Branch, origins: Origins) -> tuple[str, int] | None:
+    """Return the branch and iteration whose weights a branch began with; None for a model."""
     if branch.parent:
         return parse_commit_name(branch.parent)
-    started = Nodes(files).get(Stage.INIT, branch.init).parents.get("start_from")
-    return makers.of(started) if started else None
+    warm_start = Nodes(files).get(Stage.INIT, branch.init).parents.get("start_from")
+    return origins.of(warm_start) if warm_start else None
 
 
 def _forward_row(
     row: dict[str, Any], steps: dict[int, dict[tuple[str, int], int]]
 ) -> dict[str, Any]:
-    step = steps[row["iteration"]].get((row["group_id"], row["index"])) if row["trained"] else None
-    version = row["iteration"] + 1 if row["trained"] else None
-    return {
-        **{name: row[name] for name in SHOWN},
-        "optimizer_step": step,
-        "weight_version": version,
-    }
+    values = {name: row[name] for name in FORWARD_COLUMNS}
+    if not row["trained"]:
+        return {**values, "optimizer_step": None, "weight_version": None}
+    step = steps[row["iteration"]].get((row["group_id"], row["index"]))
+    return {**values, "optimizer_step": step, "weight_version": row["iteration"] + 1}
 
 
 def optimizer_steps(files: Files, branch: str, iteration: int) -> dict[tuple[str, int], int]:
-    """(group_id, index) → number of the optimizer step of the iteration that trained on it, from
-    0."""
+    """Return (group_id, index) → optimizer step of the iteration that trained on it, from 0."""
     commit = Branches(files).read(branch, iteration)
     nodes = Nodes(files)
     if Stage.TRAIN not in commit.nodes or Stage.ADVANTAGE not in commit.nodes:
@@ -280,13 +280,10 @@ def optimizer_steps(files: Files, branch: str, iteration: int) -> dict[tuple[str
 
 
 def _back_from(branches: Branches, branch: str, iteration: int | None) -> Iterator[Commit]:
-    commit = (
-        branches.newest(branch)
-        if iteration is None
-        else branches.read(branch, iteration)
-        if iteration >= 0
-        else None
-    )
+    if iteration is None:
+        commit = branches.newest(branch)
+    else:
+        commit = branches.read(branch, iteration) if iteration >= 0 else None
     while commit is not None:
         yield commit
         commit = branches.read(*parse_commit_name(commit.parent)) if commit.parent else None
@@ -308,8 +305,7 @@ def _weights(files: Files, leg: Leg) -> dict[str, Any]:
     }
 
 
-def _said_of(files: Files, leg: Leg) -> dict[str, Any]:
-    """What there is to say of a leg."""
+def _leg_values(files: Files, leg: Leg) -> dict[str, Any]:
     rows = _trained(files, leg)
     rewards = rows["reward"].drop_null().to_pylist()
     nodes = Nodes(files)
@@ -350,7 +346,7 @@ def _said_of(files: Files, leg: Leg) -> dict[str, Any]:
 
 
 def _hooks(nodes: Nodes, leg: Leg) -> dict[str, list[str]]:
-    """Path of a function of the user → sha256 of each source that was used."""
+    """Return path of a user function → sha256 of each source that was used."""
     found: dict[str, list[str]] = {}
     for commit in leg.commits:
         for stage, digest in commit.nodes.items():
@@ -371,7 +367,7 @@ def _range(column: pa.ChunkedArray) -> list[int] | None:
 
 
 def _spans(values: Iterable[tuple[int, Any]]) -> list[dict[str, Any]]:
-    """Equal values that follow each other, with the first and the last iteration of each."""
+    """Return runs of equal values, each with its first and last iteration."""
     spans: list[dict[str, Any]] = []
     for k, value in values:
         if spans and spans[-1]["value"] == value:

@@ -1,11 +1,8 @@
-"""The stored rollouts of a run as rows: samples with what the verifier said of them and what they
-were trained with.
+"""Read the stored rollouts of a run as rows: samples with their rewards and advantages.
 
-A rollout that was trained on is named by the commit of its iteration. One that was only sampled has
-no commit, so `rollouts/<run>/<k>.json` names it (`store.notes`).
-
-Not here: where rows lie (`stage_files`, `store.parquet.shards`), or showing them
-(`tools.rollouts`).
+`iterations` lists the rollouts of a run, `find` returns the nodes of one, `sample_rows` its rows.
+The commit of an iteration names the rollout that it trained on. A rollout that was only sampled has
+no commit, so `rollouts/<run>/<k>.json` names it (`rlpipe.store.notes`).
 """
 
 from __future__ import annotations
@@ -29,9 +26,12 @@ from rlpipe.types import Node, Stage
 
 ADVANTAGES = pa.list_(pa.float32())
 
+Key = tuple[str, int]
+"""(group_id, index) of a sample."""
+
 
 class StoredRollout(NamedTuple):
-    """The nodes of one rollout; those of stages that it has not seen are None."""
+    """The nodes of one rollout; None for a stage that has not run."""
 
     iteration: int
     rollout: Node
@@ -40,15 +40,17 @@ class StoredRollout(NamedTuple):
 
 
 def find(files: Files, run: str, k: int) -> StoredRollout | None:
-    """The rollout of iteration k of a run, trained or only sampled. Raises: ObjectMissing for a
-    node, ObjectCorrupt."""
-    named = _named(files, run, k)
-    if named is None:
+    """Return the rollout of iteration k of a run, trained or only sampled.
+
+    Raises: ObjectMissing if one of its nodes is missing; ObjectCorrupt.
+    """
+    digests = _node_digests(files, run, k)
+    if digests is None:
         return None
     nodes = {
-        stage: Nodes(files).get(stage, named[stage])
+        stage: Nodes(files).get(stage, digests[stage])
         for stage in (Stage.ROLLOUT, Stage.REWARD, Stage.ADVANTAGE)
-        if stage in named
+        if stage in digests
     }
     return StoredRollout(
         k, nodes[Stage.ROLLOUT], nodes.get(Stage.REWARD), nodes.get(Stage.ADVANTAGE)
@@ -56,53 +58,50 @@ def find(files: Files, run: str, k: int) -> StoredRollout | None:
 
 
 def iterations(files: Files, run: str) -> list[int]:
-    """The iterations of a run that have a rollout, in order; of a fork those of its own."""
+    """Return the iterations of a run that have a rollout, in order; without those of its parent."""
     return sorted({*Branches(files).committed(run), *noted_iterations(files, run)})
 
 
 def sample_rows(files: Files, stored: StoredRollout) -> pa.Table:
-    """All rows of a rollout: the columns of `store.parquet.schema.SAMPLES` (but routed experts)
-    with their rewards, and
+    """Return all rows of a rollout: the stored columns but the routed experts, with their rewards.
 
-    `iteration`: that of the run; `accepted`: its group made the batch; `drop_reason`: why it did
-    not, or was not trained; `advantages`: of each response token, null where it was not trained.
-    Raises: ObjectMissing, ObjectCorrupt.
+    `iteration` is the run's. Two columns are added: `accepted` (the rollout accepted the group) and
+    `advantages` (of each response token; null if the sample was not trained). `drop_reason` is the
+    rollout's or the advantage stage's. Raises: ObjectMissing, ObjectCorrupt.
     """
-    table = read_rows(
-        files, stored.rollout.files, [name for name in SAMPLES.names if name != EXPERTS]
-    )
+    names = [name for name in SAMPLES.names if name != EXPERTS]
+    table = read_rows(files, stored.rollout.files, names)
     keys = list(zip(table["group_id"].to_pylist(), table["index"].to_pylist(), strict=True))
     accepted = set(stored.rollout.outputs.get("accepted", ()))
-    dropped = {
-        **stored.rollout.outputs.get("dropped", {}),
-        **(stored.advantage.outputs.get("dropped", {}) if stored.advantage else {}),
-    }
-    trained = _advantages(files, stored.advantage)
-    columns = {
+    dropped = dict(stored.rollout.outputs.get("dropped", {}))
+    if stored.advantage:
+        dropped |= stored.advantage.outputs.get("dropped", {})
+    advantages = _advantages(files, stored.advantage)
+    replaced = {
         "iteration": [stored.iteration] * len(keys),
         "drop_reason": [dropped.get(group_id) for group_id, _ in keys],
-        **_scored(files, stored.reward, keys, table),
+        **_reward_columns(files, stored.reward, keys, table),
     }
-    for name, values in columns.items():
-        place = table.schema.get_field_index(name)
-        table = table.set_column(place, name, pa.array(values, table.schema.field(name).type))
-    table = table.append_column(
-        "accepted", pa.array([group_id in accepted for group_id, _ in keys], pa.bool_())
-    )
-    table = table.append_column(
-        "advantages", pa.array([trained.get(key) for key in keys], ADVANTAGES)
-    )
+    for name, values in replaced.items():
+        number = table.schema.get_field_index(name)
+        table = table.set_column(number, name, pa.array(values, table.schema.field(name).type))
+    added = {
+        "accepted": pa.array([group_id in accepted for group_id, _ in keys], pa.bool_()),
+        "advantages": pa.array([advantages.get(key) for key in keys], ADVANTAGES),
+    }
+    for name, column in added.items():
+        table = table.append_column(name, column)
     return table.replace_schema_metadata(None)
 
 
-def _scored(
-    files: Files, reward: Node | None, keys: list[tuple[str, int]], table: pa.Table
+def _reward_columns(
+    files: Files, reward: Node | None, keys: list[Key], table: pa.Table
 ) -> dict[str, list[Any]]:
     if reward is None:
         return {}
-    said = {(row.group_id, row.index): row for row in read_rewards(files, reward)}
+    reward_of = {(row.group_id, row.index): row for row in read_rewards(files, reward)}
+    rows = [reward_of.get(key) for key in keys]
     errors = table["error"].to_pylist()
-    rows = [said.get(key) for key in keys]
     return {
         "reward": [row.reward if row else None for row in rows],
         "reward_parts": [list(row.parts.items()) if row else [] for row in rows],
@@ -112,14 +111,14 @@ def _scored(
     }
 
 
-def _advantages(files: Files, advantage: Node | None) -> dict[tuple[str, int], list[float]]:
+def _advantages(files: Files, advantage: Node | None) -> dict[Key, list[float]]:
     if advantage is None or not advantage.files:
         return {}
     rows = read_rows(files, advantage.files, ["group_id", "index", "advantages"]).to_pylist()
     return {(row["group_id"], row["index"]): row["advantages"] for row in rows}
 
 
-def _named(files: Files, run: str, k: int) -> Mapping[Stage, str] | None:
+def _node_digests(files: Files, run: str, k: int) -> Mapping[Stage, str] | None:
     with suppress(ObjectMissing):
         return Branches(files).read(run, k).nodes
     with suppress(ObjectMissing):

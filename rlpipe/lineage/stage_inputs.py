@@ -1,23 +1,23 @@
-"""What decides the result of each stage: its parents, the part of its configuration that matters,
-its hooks.
+"""The identity of each stage: the inputs that decide its result, and their digest.
 
-The digest over these and the version of the stage's contract is the node's name in the store. Same
-inputs, same node, nothing to do. Settings are made as the contract of the run's branch says
-(`SETTINGS`).
+Inputs are the parent nodes, the settings that can change the result, the source of the user's
+hooks, and the version of the stage's contract. Their digest names the node in the store: equal
+inputs find the same node, and the stage has nothing to do. One function per stage
+(`rollout_inputs`, `train_inputs`, ...) makes the `Inputs`; `SETTINGS` has the settings of every
+contract version.
 
     plan ─ rollout ─ reward ─ advantage ─ train ─ checkpoint
                                  │          │ └── sync, eval
-               before ───────────┴──────────┘          (before: the node of the weights before: train, init or segment)
+               before ───────────┴──────────┘    (before: node of the weights before the iteration)
 
-Not here: weight versions and engine answers, which are outputs; timeouts, ports, places, which
-change nothing.
+Weight versions and engine answers are outputs, never inputs. Timeouts and ports change no result.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ from rlpipe.store.nodes import input_digest
 from rlpipe.types import CONTRACTS, Node, Stage
 
 Contracts = Mapping[Stage, int]
-"""Version of each stage's contract, as a branch has them (`Branches.contracts`)."""
+"""Stage → version of its contract. A branch keeps the versions with which it was created."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +46,26 @@ class Inputs:
 
     @property
     def digest(self) -> str:
-        """The name of the node these inputs make."""
+        """sha256 of the inputs: the name of the node."""
         return input_digest(self.stage, self.parents, self.config, self.hooks, self.contract)
 
     def node(self, **results: Any) -> Node:
-        """The node of these inputs with its results (`files`, `outputs`)."""
-        made_of = {
-            "parents": self.parents,
-            "config": self.config,
-            "hooks": self.hooks,
-            "contract": self.contract,
-        }
-        return Node(stage=self.stage, digest=self.digest, **made_of, **results)
+        """Return the node of these inputs with its results (`files`, `outputs`)."""
+        return Node(
+            stage=self.stage,
+            digest=self.digest,
+            parents=self.parents,
+            config=self.config,
+            hooks=self.hooks,
+            contract=self.contract,
+            **results,
+        )
 
 
 def init_inputs(
     config: RunConfig, fingerprint: str, start_from: str | None, contracts: Contracts = CONTRACTS
 ) -> Inputs:
-    """First weights: the model, or another branch's checkpoint node."""
+    """Inputs of the first weights: a model, or the checkpoint node of another branch."""
     version = contracts[Stage.INIT]
     parents = {"start_from": start_from} if start_from else {}
     return Inputs(
@@ -74,18 +76,21 @@ def init_inputs(
 def rollout_inputs(
     config: RunConfig, fingerprint: str, plan: str, contracts: Contracts = CONTRACTS
 ) -> Inputs:
-    """Samples of a plan (the digest of its part 0). Where a filter chooses among scored groups, the
-    reward decides too."""
+    """Inputs of a rollout.
+
+    `plan`: digest of part 0 of the plan. If a filter chooses among scored groups, the reward is an
+    input too.
+    """
     version = contracts[Stage.ROLLOUT]
     settings = SETTINGS[Stage.ROLLOUT][version](config, fingerprint)
-    hooks = {path: hook_digest(path) for path in config.rollout.hook_paths}
-    if config.rollout.judged_by_reward:
+    hooks = _hook_digests(config.rollout.hook_paths)
+    if config.rollout.scores_while_sampling:
         hooks |= _reward_hooks(config.reward)
     return Inputs(Stage.ROLLOUT, {"plan": plan}, settings, hooks, version)
 
 
 def reward_inputs(config: RunConfig, rollout: str, contracts: Contracts = CONTRACTS) -> Inputs:
-    """Rewards of a rollout's rows."""
+    """Inputs of the rewards of a rollout's samples."""
     version = contracts[Stage.REWARD]
     settings = SETTINGS[Stage.REWARD][version](config)
     return Inputs(
@@ -96,13 +101,14 @@ def reward_inputs(config: RunConfig, rollout: str, contracts: Contracts = CONTRA
 def advantage_inputs(
     config: RunConfig, rollout: str, reward: str, before: str, contracts: Contracts = CONTRACTS
 ) -> Inputs:
-    """The batch, scored with the weights before."""
+    """Inputs of the batch, which the weights `before` the iteration score."""
     version = contracts[Stage.ADVANTAGE]
-    own = [
+    paths = [
+        *config.advantage.hooks,
         config.train.custom_megatron_init_path,
         config.train.custom_megatron_before_log_prob_hook_path,
     ]
-    hooks = {path: hook_digest(path) for path in (*config.advantage.hooks, *own) if path}
+    hooks = _hook_digests(paths)
     parents = {"rollout": rollout, "reward": reward, "before": before}
     return Inputs(
         Stage.ADVANTAGE, parents, SETTINGS[Stage.ADVANTAGE][version](config), hooks, version
@@ -112,81 +118,88 @@ def advantage_inputs(
 def train_inputs(
     config: RunConfig, advantage: str, before: str, contracts: Contracts = CONTRACTS
 ) -> Inputs:
-    """The weights after."""
+    """Inputs of the weights after the iteration."""
     version = contracts[Stage.TRAIN]
     paths = [
+        *config.train.loss.hooks,
         config.train.custom_megatron_init_path,
         config.train.custom_megatron_before_train_step_hook_path,
     ]
-    hooks = {path: hook_digest(path) for path in (*config.train.loss.hooks, *paths) if path}
+    hooks = _hook_digests(paths)
     parents = {"advantage": advantage, "before": before}
     return Inputs(Stage.TRAIN, parents, SETTINGS[Stage.TRAIN][version](config), hooks, version)
 
 
 def segment_inputs(weights: str, base: str, attempt: str) -> Inputs:
-    """The state that training from `base` (a checkpoint or init node) to the train node `weights`
-    again came out as.
+    """Inputs of a state that a replay made.
 
-    It could not be told beforehand: `attempt` is a random name, and another attempt is another
-    segment.
+    `base`: the checkpoint or init node from which the batches up to the train node `weights` were
+    trained again. The result is not predictable, so `attempt` is a random name and every attempt is
+    its own segment.
     """
     return Inputs(Stage.SEGMENT, {"weights": weights, "base": base}, {"attempt": attempt})
 
 
 def sync_inputs(train: str) -> Inputs:
-    """Engines that hold these weights."""
+    """Inputs of a push of these weights to the engines."""
     return Inputs(Stage.SYNC, {"weights": train})
 
 
 def checkpoint_inputs(train: str) -> Inputs:
-    """These weights with optimizer state, as files."""
+    """Inputs of the checkpoint of these weights and their optimizer state."""
     return Inputs(Stage.CHECKPOINT, {"weights": train})
 
 
 def eval_inputs(
     config: RunConfig, dataset: EvalDataset, weights: str, contracts: Contracts = CONTRACTS
 ) -> Inputs:
-    """A held-out set under these weights."""
+    """Inputs of the evaluation of these weights on a held-out set."""
     version = contracts[Stage.EVAL]
     reward = dataset.reward or config.reward
     settings = SETTINGS[Stage.EVAL][version](config, dataset)
-    own = [dataset.custom_generate_function_path] if dataset.custom_generate_function_path else []
-    hooks = {path: hook_digest(path) for path in (*config.rollout.evaluation_hook_paths, *own)}
-    return Inputs(
-        Stage.EVAL, {"weights": weights}, settings, {**hooks, **_reward_hooks(reward)}, version
+    hooks = _hook_digests(
+        [*config.rollout.evaluation_hook_paths, dataset.custom_generate_function_path]
     )
+    hooks |= _reward_hooks(reward)
+    return Inputs(Stage.EVAL, {"weights": weights}, settings, hooks, version)
 
 
 def _init_settings(config: RunConfig, fingerprint: str) -> dict[str, Any]:
-    of_train = _chosen(
-        config.train, "optimizer", "parallel", "megatron", "use_distributed_optimizer", "seed"
-    )
     settings = {
         "model": fingerprint,
         **_chosen(config.model, "dtype"),
-        **of_train,
+        **_chosen(
+            config.train, "optimizer", "parallel", "megatron", "use_distributed_optimizer", "seed"
+        ),
         "layout": layout(config),
     }
     if config.uses_critic:
-        own = _chosen(config.critic, "hf_checkpoint", "parallel")
-        settings["critic"] = {**own, "optimizer": _critic_optimizer(config).identity()}
+        settings["critic"] = {
+            **_chosen(config.critic, "hf_checkpoint", "parallel"),
+            "optimizer": _critic_optimizer(config).identity(),
+        }
     return settings
 
 
 def _rollout_settings(config: RunConfig, fingerprint: str) -> dict[str, Any]:
-    settings = {**config.rollout.identity(), "model": fingerprint, **_engines(config)}
+    settings = {
+        **config.rollout.identity(),
+        "model": fingerprint,
+        **_chosen(config.engine, "quantization"),
+    }
     settings |= _chosen(config.train, "use_rollout_routing_replay")
     if not config.rollout.static:
         settings |= _chosen(config, "deterministic", "async_buffer_size")
-    if config.rollout.judged_by_reward:
+    if config.rollout.scores_while_sampling:
         settings["reward"] = config.reward.identity()
     return settings
 
 
 def _reward_settings(config: RunConfig) -> dict[str, Any]:
-    """Functions of the user see the settings that are made for them."""
-    given = _chosen(config.rollout, "custom_config") if _reward_hooks(config.reward) else {}
-    return {**config.reward.identity(), **given}
+    settings = config.reward.identity()
+    if _reward_hooks(config.reward):  # a user function reads its settings in custom_config
+        settings |= _chosen(config.rollout, "custom_config")
+    return settings
 
 
 def _advantage_settings(config: RunConfig) -> dict[str, Any]:
@@ -226,7 +239,7 @@ def _eval_settings(config: RunConfig, dataset: EvalDataset) -> dict[str, Any]:
         "rollout": config.rollout.identity(),
         "reward": (dataset.reward or config.reward).identity(),
         "data": config.data.model_copy(update={"prompts": dataset.prompts}).identity(),
-        **_engines(config),
+        **_chosen(config.engine, "quantization"),
     }
 
 
@@ -238,24 +251,26 @@ SETTINGS: dict[Stage, dict[int, Callable[..., dict[str, Any]]]] = {
     Stage.TRAIN: {1: _train_settings},
     Stage.EVAL: {1: _eval_settings},
 }
-"""Stage → version of its contract → how the settings of a configuration are made.
+"""Stage → contract version → function that makes the settings from a configuration.
 
-Every version in `rlpipe.types.CONTRACTS` and before stays here, for the runs that were begun with
-it. A version that changes what a stage computes and not its settings has the function of the
-version before. The other stages (segment, sync, checkpoint) have no settings: their nodes must be
-found by the weights alone, so their contracts have one version.
+Versions before the newest one (`rlpipe.types.CONTRACTS`) stay here for the runs that were created
+with them. A version that changes a stage's result but not its settings maps to the function of the
+version before. Segment, sync and checkpoint nodes have no settings: their weights alone name them,
+so their contracts have one version.
 """
 
 
 def _chosen(model: Config, *keys: str) -> dict[str, Any]:
-    """These keys of a model's identity: those of them that are not at the default they were
-    introduced with."""
+    """Return these keys of a model's identity.
+
+    A key at the default with which it was introduced is not part of the identity.
+    """
     identity = model.identity()
     return {key: identity[key] for key in keys if key in identity}
 
 
 def layout(config: RunConfig) -> dict[str, int]:
-    """Ranks and how they are used: the sums of a step are taken in this order."""
+    """Return the numbers of ranks, which fix the order of the sums in an optimizer step."""
     critic_ranks = config.resources.critic_ranks
     return {
         "ranks": config.resources.trainer_ranks,
@@ -264,8 +279,10 @@ def layout(config: RunConfig) -> dict[str, int]:
 
 
 def schedule_length(config: RunConfig) -> int | None:
-    """Optimizer steps the learning rate schedule spans; None for a constant one, which does not
-    depend on the run's length."""
+    """Return the optimizer steps of the policy's learning rate schedule.
+
+    None for a constant rate, which does not depend on the length of the run.
+    """
     optimizer = config.train.optimizer
     if optimizer.lr_decay_style == "constant":
         return None
@@ -273,7 +290,7 @@ def schedule_length(config: RunConfig) -> int | None:
 
 
 def critic_schedule_length(config: RunConfig) -> int | None:
-    """The same of the critic's; None without one."""
+    """Return the optimizer steps of the critic's schedule; None without a critic or if constant."""
     optimizer = _critic_optimizer(config)
     if not config.uses_critic or optimizer.lr_decay_style == "constant":
         return None
@@ -281,24 +298,20 @@ def critic_schedule_length(config: RunConfig) -> int | None:
 
 
 def _critic_optimizer(config: RunConfig) -> OptimizerConfig:
-    return config.critic.optimizer_beside(config.train.optimizer)
+    return config.critic.resolved_optimizer(config.train.optimizer)
 
 
 def config_digest(config: RunConfig) -> str:
-    """sha256 of the whole configuration."""
-    return hashlib.sha256(
-        json.dumps(config.model_dump(mode="json"), sort_keys=True).encode()
-    ).hexdigest()
+    """Return the sha256 of the whole configuration."""
+    text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _engines(config: RunConfig) -> dict[str, Any]:
-    """What engines sample with, if it is not the weights as they are."""
-    return _chosen(config.engine, "quantization")
+def _hook_digests(paths: Iterable[str | None]) -> dict[str, str]:
+    return {path: hook_digest(path) for path in paths if path}
 
 
 def _reward_hooks(reward: RewardConfig) -> dict[str, str]:
     function = reward.function
-    paths = [function.path] if isinstance(function, PythonReward) else []
-    return {
-        path: hook_digest(path) for path in (*paths, reward.custom_reward_post_process_path) if path
-    }
+    path = function.path if isinstance(function, PythonReward) else None
+    return _hook_digests([path, reward.custom_reward_post_process_path])

@@ -1,16 +1,14 @@
-"""How to get to a state: the newest checkpoint before it, and the train nodes from there on.
+"""Find the shortest way to rebuild a state: a checkpoint, and the batches trained after it.
 
-A state is named by the node that made it: an init node, a train node, or a segment node (a state
-that a replay made anew, which has a checkpoint of its own from the start).
+The node that made a state names it: an init node, a train node, or a segment node. A segment is a
+state that a replay made; it has a checkpoint from the start. `lineage_to` walks back from a state
+to the newest checkpoint, with two reads for each train node. `Lineages` remembers the last walk,
+for a run that publishes every state.
 
-A reference that is refreshed every N iterations is part of the state: that of weight version v is
-weight version N ⌊v / N⌋. So a base counts only if its reference can be had too: it is its own
-reference, the first weights, or that version's checkpoint is there. Training the batches after the
-base again refreshes the reference where they did it.
-
-To walk there is two reads for every state since. A run that publishes each of its states goes on
-from the way to the one before (`Lineages`). Not here: doing it (`actors.trainer.trainer`,
-`actors.trainer.states`).
+A reference that is refreshed every N iterations is part of the state: weight version v has the
+reference of weight version N ⌊v / N⌋. A checkpoint is a base only if its reference can be loaded as
+well: it is its own reference, the reference is the first weights, or the checkpoint of that version
+exists. Training the later batches again refreshes the reference at the same iterations.
 """
 
 from __future__ import annotations
@@ -27,84 +25,87 @@ from rlpipe.store.nodes import Nodes
 from rlpipe.types import Node, Stage
 
 STATES = (Stage.TRAIN, Stage.SEGMENT, Stage.INIT)
-"""The stages whose nodes make a state, the most frequent first."""
+"""Stages whose nodes make a state, the most frequent first."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A reference policy that is weights of the branch."""
+    """A refreshed reference policy: weights of an earlier iteration."""
 
     checkpoint: str
-    """Digest of the checkpoint node that holds them."""
+    """Digest of the checkpoint node that holds the weights."""
     version: int
-    """Their weight version."""
+    """Weight version of the reference."""
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """A checkpoint, and the train nodes since then, oldest first."""
+    """A checkpoint, and the train nodes after it."""
 
     base_stage: Stage
     base: str
-    """Digest of the checkpoint node to load, or of the init node: first weights are loaded from
-    where they came from."""
+    """Digest of the checkpoint node to load, or of the init node for the first weights."""
     base_state: str
-    """Digest of the node whose state that is: the init node, a train node or a segment node."""
+    """Digest of the init, train or segment node that made the state of `base`."""
     init: str
-    """Digest of the branch's init node (the first reference)."""
+    """Digest of the branch's init node, which made the first reference."""
     replay: tuple[str, ...] = ()
+    """Digests of the train nodes to train again, oldest first."""
     segment: str | None = None
-    """Name under which a state is held that comes out different from the recorded one; None: it is
-    not held at all."""
+    """Name under which the trainer holds a rebuilt state that differs; None: not held."""
     reference: Reference | None = None
-    """The reference of `base_state`, if it has been refreshed; None: the first one."""
+    """Reference of `base_state` if it was refreshed; None: the first reference."""
 
     @property
     def target(self) -> str:
-        """The state at the end."""
+        """Digest of the node that made the last state."""
         return self.replay[-1] if self.replay else self.base_state
 
 
 def lineage_to(
     nodes: Nodes, state: str, init: str, *, ref_update_interval: int | None = None
 ) -> Lineage:
-    """The shortest way to the state that a train node (or segment or init node) made.
-    `ref_update_interval`: see the module.
+    """Return the shortest way to the state of a train, segment or init node.
 
-    Raises: ObjectMissing if the chain of train nodes does not lead back to a checkpoint or to
-    `init`, or leads through another configuration, under which it could not be trained again.
+    `ref_update_interval`: N of the module's docstring; None: the reference is never refreshed.
+
+    Raises: ObjectMissing if the chain of train nodes does not lead to a checkpoint or to `init`, or
+    passes through another configuration, under which the batches cannot be trained again.
     """
     replay: list[Node] = []
     current = state
     while current != init:
         checkpoint = nodes.find(Stage.CHECKPOINT, checkpoint_inputs(current).digest)
         if checkpoint is not None:
-            there, reference = _reference_of(nodes, current, init, ref_update_interval)
-            if there:
+            loadable, reference = _reference_of(nodes, current, init, ref_update_interval)
+            if loadable:
                 return Lineage(
                     Stage.CHECKPOINT,
                     checkpoint.digest,
                     current,
                     init,
-                    _names(replay),
+                    _oldest_first(replay),
                     reference=reference,
                 )
-        node = _trained(nodes, current, state)
-        if replay and _setting(replay[-1]) != _setting(node):
+        node = _train_node(nodes, current, state)
+        if replay and _train_settings(replay[-1]) != _train_settings(node):
             raise ObjectMissing(
                 "a state cannot be rebuilt: the checkpoint where its branch was forked is missing",
                 where=f"nodes/checkpoint/{checkpoint_inputs(current).digest}.json",
-                found=f"{current} trained under another configuration than what came after, on the way to {state}",
+                found=f"{current}, on the way to {state}, was trained under another configuration",
                 do="audit the store; fork again from the same commit",
             )
         replay.append(node)
         current = node.parents["before"]
-    return Lineage(Stage.INIT, init, init, init, _names(replay))
+    # The first weights are not a checkpoint: they are loaded from their model directory again.
+    return Lineage(Stage.INIT, init, init, init, _oldest_first(replay))
 
 
 class Lineages:
-    """The ways to the states of one branch: each found from the last one, if that leads there or
-    one step before. Thread-safe."""
+    """Find the lineages of one branch, each from the last one where possible.
+
+    This saves the walk when a state follows the last one by at most one iteration. Thread-safe.
+    """
 
     def __init__(self, nodes: Nodes, init: str, *, ref_update_interval: int | None = None) -> None:
         self._nodes = nodes
@@ -114,8 +115,11 @@ class Lineages:
         self._lock = threading.Lock()
 
     def to(self, state: str) -> Lineage:
-        """What `lineage_to` answers. Where another process recorded a checkpoint since, it may be
-        the longer way from the one before. Raises: as `lineage_to`."""
+        """Return the lineage of a state, as `lineage_to`.
+
+        If another process recorded a checkpoint since the last walk, the answer may be a longer way
+        from an older checkpoint. Raises: as `lineage_to`.
+        """
         with self._lock:
             found = self._from_last(state)
             if found is None:
@@ -125,18 +129,17 @@ class Lineages:
             return found
 
     def forget(self) -> None:
-        """A checkpoint was recorded: the way from there is shorter, or there is a reference where
-        there was none."""
+        """Forget the last walk: a checkpoint was recorded, so shorter ways may exist."""
         with self._lock:
             self._last = None
 
     def _from_last(self, state: str) -> Lineage | None:
         last = self._last
-        if last is None or (
-            last.base_stage is Stage.CHECKPOINT
-            and self._nodes.find(Stage.CHECKPOINT, last.base) is None
-        ):
+        if last is None:
             return None
+        from_checkpoint = last.base_stage is Stage.CHECKPOINT
+        if from_checkpoint and self._nodes.find(Stage.CHECKPOINT, last.base) is None:
+            return None  # garbage collection removed it since
         if state in (states := (last.base_state, *last.replay)):
             return replace(last, replay=last.replay[: states.index(state)])
         node = self._nodes.find(Stage.TRAIN, state)
@@ -144,14 +147,16 @@ class Lineages:
             return None
         if self._nodes.find(Stage.CHECKPOINT, checkpoint_inputs(state).digest) is not None:
             return None
-        if last.replay and _setting(self._nodes.get(Stage.TRAIN, last.target)) != _setting(node):
-            return None
+        if last.replay:
+            previous = self._nodes.get(Stage.TRAIN, last.target)
+            if _train_settings(previous) != _train_settings(node):
+                return None
         self._last = replace(last, replay=(*last.replay, state))
         return self._last
 
 
 def state_node(nodes: Nodes, state: str) -> Node:
-    """The node that made a state. Raises: ObjectMissing, ObjectCorrupt."""
+    """Return the node that made a state. Raises: ObjectMissing, ObjectCorrupt."""
     found = next((node for stage in STATES if (node := nodes.find(stage, state))), None)
     return found or nodes.get(STATES[0], state)
 
@@ -164,8 +169,10 @@ def segment_node(
     version: int,
     packages: Mapping[str, str],
 ) -> Node:
-    """The node of a state that a replay made: what `restore` answered, beside what had been
-    recorded. Not committed yet."""
+    """Return the node of a state that a replay made, not committed yet.
+
+    `restored`: the answer of the trainer's `restore`.
+    """
     recorded = nodes.get(Stage.TRAIN, inputs.parents["weights"])
     outputs = {
         "state_digest": restored["state_digest"],
@@ -180,26 +187,24 @@ def segment_node(
 
 
 def weight_version(nodes: Nodes, state: str) -> int:
-    """Of a state: the number of iterations trained. Raises: ObjectMissing, ObjectCorrupt."""
+    """Return the weight version of a state. Raises: ObjectMissing, ObjectCorrupt."""
     return int(state_node(nodes, state).outputs.get("version", 0))
 
 
 def _reference_of(
     nodes: Nodes, state: str, init: str, interval: int | None
 ) -> tuple[bool, Reference | None]:
-    """Whether the reference of a state can be loaded, and where it is (None: it is the first
-    one)."""
+    """Return whether the reference of a state can be loaded, and the reference if refreshed."""
     if interval is None:
         return True, None
     current = state
     version = weight_version(nodes, state)
     due = version // interval * interval
     while due and version > due and current != init:
-        made = state_node(nodes, current)
-        recorded = (
-            made if made.stage is Stage.TRAIN else _trained(nodes, made.parents["weights"], state)
-        )
-        current = recorded.parents["before"]
+        node = state_node(nodes, current)
+        if node.stage is not Stage.TRAIN:  # a segment stands for the train node that it replayed
+            node = _train_node(nodes, node.parents["weights"], state)
+        current = node.parents["before"]
         version = weight_version(nodes, current)
     if not due or current == init:
         return True, None
@@ -207,22 +212,22 @@ def _reference_of(
     return checkpoint is not None, Reference(checkpoint.digest, due) if checkpoint else None
 
 
-def _setting(node: Node) -> tuple[int, dict[str, Any]]:
-    """What a train node was trained under."""
+def _train_settings(node: Node) -> tuple[int, dict[str, Any]]:
+    """Return the contract and settings of a train node."""
     return node.contract, node.config
 
 
-def _names(replay: list[Node]) -> tuple[str, ...]:
+def _oldest_first(replay: list[Node]) -> tuple[str, ...]:
     return tuple(node.digest for node in reversed(replay))
 
 
-def _trained(nodes: Nodes, state: str, target: str) -> Node:
+def _train_node(nodes: Nodes, state: str, target: str) -> Node:
     node = nodes.find(Stage.TRAIN, state)
     if node is None and nodes.find(Stage.SEGMENT, state):
         raise ObjectMissing(
             "a state cannot be rebuilt: the checkpoint of a segment is missing",
             where=f"nodes/checkpoint/{checkpoint_inputs(state).digest}.json",
-            found=f"needed on the way to {target}; training the batches again would give other bits",
+            found=f"needed on the way to {target}; a replay would give other bits",
             do="audit the store; fork from a commit before it",
         )
     if node is None:

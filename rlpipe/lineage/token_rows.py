@@ -1,8 +1,7 @@
-"""Samples with all that is known of each of their tokens, for people to look at: text, advantage,
-both sides' log-probs.
+"""Prepare samples for the sample viewer: the text, advantage and log-probs of every token.
 
-Not here: the page (`observe.viewer`), or tables for analysis (`run_rollouts`,
-`store.tables.query`).
+`shown_samples` reads the samples of an iteration, `tokenizer_of` finds the run's tokenizer. The
+page itself is `rlpipe.observe.viewer`.
 """
 
 from __future__ import annotations
@@ -25,9 +24,18 @@ from rlpipe.store.parquet.rows import from_json
 from rlpipe.store.parquet.shards import read_rows
 from rlpipe.types import Node, Stage
 
-BATCH = ("group_id", "index", "loss_mask", "advantages", "rollout_log_probs", "proximal_log_probs")
-LONGEST_PIECE = 8
-"""Tokens that may make one character together."""
+BATCH_COLUMNS = (
+    "group_id",
+    "index",
+    "loss_mask",
+    "advantages",
+    "rollout_log_probs",
+    "proximal_log_probs",
+)
+MAX_TOKENS_PER_CHARACTER = 8
+"""A character may need several tokens, for example the bytes of an emoji."""
+REPLACEMENT = "\ufffd"
+"""End of a text whose last character is not complete."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -35,16 +43,17 @@ Decode = Callable[[Sequence[int]], str]
 def shown_samples(
     files: Files, run: str, k: int, decode: Decode | None, *, most: int, groups: Sequence[str] = ()
 ) -> list[ShownSample]:
-    """Samples of iteration k of a run, whole groups as long as they are `most` samples or fewer; of
-    these `groups`, if given.
+    """Return samples of iteration k of a run, at most `most`, in whole groups where possible.
 
-    `decode`: token ids to text; None shows the ids. Raises: ObjectMissing if there is no such
-    rollout; ObjectCorrupt.
+    `decode` turns token ids into text; None shows the ids. `groups` restricts the samples to these
+    groups.
+
+    Raises: ObjectMissing if the iteration has no stored rollout; ObjectCorrupt.
     """
     stored = find(files, run, k)
     if stored is None:
         raise ObjectMissing("no rollout of this iteration is stored", where=f"{run}@{k}")
-    trained = _trained(files, stored.advantage)
+    trained = _trained_rows(files, stored.advantage)
     rows = [
         row
         for row in sample_rows(files, stored).to_pylist()
@@ -52,17 +61,17 @@ def shown_samples(
     ]
     rows.sort(key=lambda row: (row["group_id"], row["index"]))
     if len(rows) > most:
-        edge = rows[most]["group_id"]
-        whole = [row for row in rows[:most] if row["group_id"] != edge]
+        cut_group = rows[most]["group_id"]
+        whole = [row for row in rows[:most] if row["group_id"] != cut_group]
         rows = whole or rows[:most]
     return [_shown(row, trained.get((row["group_id"], row["index"])), decode) for row in rows]
 
 
 def tokenizer_of(files: Files, run: str, home: Path) -> Decode | None:
-    """What decodes a run's tokens: the tokenizer of its model directory, if that is on this
-    machine; None if it is not.
+    """Return the decoder of a run's model directory; None if this machine does not have it.
 
-    A model that a function makes is looked for by its contents; the function is not called.
+    The directory of a model that a function makes is found by its contents, without calling the
+    function.
     """
     record = Branches(files).get(run)
     try:
@@ -70,88 +79,92 @@ def tokenizer_of(files: Files, run: str, home: Path) -> Decode | None:
         if isinstance(source, HuggingFaceModel):
             return decoder(source.hf_checkpoint)
         wanted = Nodes(files).get(Stage.INIT, record.init).config.get("model")
-        remembered = home / "models" / "fingerprints.json"
-        made = (path for path in (home / "models").glob("*") if (path / "config.json").is_file())
-        return next(
-            (
-                decoder(str(path))
-                for path in made
-                if model_fingerprint(str(path), remembered) == wanted
-            ),
-            None,
-        )
+        cache = home / "models" / "fingerprints.json"
+        for path in (home / "models").glob("*"):
+            is_model = (path / "config.json").is_file()
+            if is_model and model_fingerprint(str(path), cache) == wanted:
+                return decoder(str(path))
     except ConfigError:
-        return None
+        pass  # the viewer then shows token ids
+    return None
 
 
 def decoder(directory: str) -> Decode:
-    """The decoder of a model directory. Raises: ConfigError."""
+    """Return the decoder of a model directory. Raises: ConfigError."""
     tokenizer = load_tokenizer(directory)
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def pieces(ids: Sequence[int], decode: Decode | None) -> list[str]:
-    """The text of each token; what only several make together stands at the last of them."""
+    """Return the text of each token.
+
+    The text of tokens that form a character together is at the last of them.
+    """
     if decode is None:
         return [f" {token}" for token in ids]
     texts: list[str] = []
-    open_ids: list[int] = []
+    pending: list[int] = []
     for token in ids:
-        open_ids.append(token)
-        text = decode(open_ids)
-        if text.endswith("\ufffd") and len(open_ids) < LONGEST_PIECE:
+        pending.append(token)
+        text = decode(pending)
+        if text.endswith(REPLACEMENT) and len(pending) < MAX_TOKENS_PER_CHARACTER:
             texts.append("")
         else:
             texts.append(text)
-            open_ids = []
-    return [*texts[:-1], decode(open_ids)] if open_ids else texts
+            pending = []
+    return [*texts[:-1], decode(pending)] if pending else texts
 
 
-def _trained(files: Files, advantage: Node | None) -> dict[tuple[str, int], dict[str, Any]]:
+def _trained_rows(files: Files, advantage: Node | None) -> dict[tuple[str, int], dict[str, Any]]:
     if advantage is None or not advantage.files:
         return {}
-    return {
-        (row["group_id"], row["index"]): row
-        for row in read_rows(files, advantage.files, BATCH).to_pylist()
-    }
-
-
-def _said(message: Any) -> str:
-    return (
-        f"{message.get('role')}: {message.get('content')}"
-        if isinstance(message, dict)
-        else str(message)
-    )
+    rows = read_rows(files, advantage.files, BATCH_COLUMNS).to_pylist()
+    return {(row["group_id"], row["index"]): row for row in rows}
 
 
 def _shown(
     row: dict[str, Any], trained: dict[str, Any] | None, decode: Decode | None
 ) -> ShownSample:
-    prompt = from_json(row["prompt"], "prompt")
     batch = trained or {}
-    apart = None
-    if batch.get("rollout_log_probs") is not None and batch.get("proximal_log_probs") is not None:
-        apart = [
-            a - b
-            for a, b in zip(batch["rollout_log_probs"], batch["proximal_log_probs"], strict=True)
-        ]
+    if trained:
+        fate = "trained"
+    else:
+        fate = row["drop_reason"] or ("accepted" if row["accepted"] else "not accepted")
     return ShownSample(
         group=row["group_id"],
         index=row["index"],
-        prompt="\n".join(map(_said, prompt)) if isinstance(prompt, list) else str(prompt),
+        prompt=_prompt_text(from_json(row["prompt"], "prompt")),
         label=row["label"],
         texts=pieces(row["response_ids"], decode),
         ids=row["response_ids"],
         mask=batch.get("loss_mask") or row["loss_mask"],
         log_probs=row["rollout_log_probs"],
         advantages=batch.get("advantages"),
-        differences=apart,
+        differences=_log_prob_differences(batch),
         versions=[run["version"] for run in row["weight_versions"] for _ in range(run["tokens"])],
         reward=row["reward"],
         parts=dict(row["reward_parts"] or ()),
         error=row["error"],
         status=row["status"],
-        fate="trained"
-        if trained
-        else row["drop_reason"] or ("accepted" if row["accepted"] else "not accepted"),
+        fate=fate,
     )
+
+
+def _prompt_text(prompt: Any) -> str:
+    if isinstance(prompt, list):
+        return "\n".join(map(_message_text, prompt))
+    return str(prompt)
+
+
+def _message_text(message: Any) -> str:
+    if isinstance(message, dict):
+        return f"{message.get('role')}: {message.get('content')}"
+    return str(message)
+
+
+def _log_prob_differences(batch: dict[str, Any]) -> list[float] | None:
+    behaviour = batch.get("rollout_log_probs")
+    proximal = batch.get("proximal_log_probs")
+    if behaviour is None or proximal is None:
+        return None
+    return [engine - trainer for engine, trainer in zip(behaviour, proximal, strict=True)]

@@ -1,20 +1,17 @@
-"""Stored rollouts made anew without sampling: other rewards, filters, advantages, as new nodes
-beside the old ones.
+"""Re-score stored rollouts and re-estimate their advantages, as new nodes beside the old ones.
 
-    rollout ────────────────────── reward      its accepted groups, by the new function
-    rollout ── judged ── rollout ── reward      with a filter: every finished group is scored, the filter chooses, by these scores
-    batch, reward ──────────────── advantage   stored log-probs and values, the new estimator (`reprocess_batch`)
+    rollout ─────────────────────── reward     accepted groups, by the new function
+    rollout ── judged ── rollout ── reward     with a filter: all finished groups are scored, and
+                                               the filter chooses among them
+    batch, reward ───────────────── advantage  stored log-probs and values, the new estimator
 
-The configuration is that of a whole run, with what shall be different. A node that the same inputs
-made already is taken as it is, so nothing is scored twice, and what is not different stays the old
-node. Which nodes make iteration k of the new branch stands in `rollouts/<branch>/<k>.json`; it has
-no commits, for nothing is trained on it. A run that is to be trained from it names it
-(`debug.load_debug_rollout_data`), and finds its rewards in the store.
+`Reprocessor.iteration` does one iteration; `reestimated` computes its advantages. The configuration
+is that of a whole run with some settings changed. A node with equal inputs is reused, so nothing is
+scored twice. `rollouts/<branch>/<k>.json` names the nodes of iteration k of the new branch, which
+has no commits: nothing is trained on it. A run that trains from the new branch names it in
+`debug.load_debug_rollout_data` and finds its rewards in the store.
 
-A reward that a generate function gave its sample stands, as it does in every run.
-
-Not here: the branch's configuration (`flows.derived_runs`), what old and new look like side by side
-(`reprocess_report`).
+The reward that a generate function gave its sample stays, as in every run.
 """
 
 from __future__ import annotations
@@ -27,36 +24,48 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from rlpipe.batch.files import read_rewards, read_samples, write_batch, write_rewards
+import numpy as np
+
+from rlpipe.batch.build import Batch, fix_batch, with_advantages
+from rlpipe.batch.columns import BatchColumns
+from rlpipe.batch.files import (
+    batch_columns,
+    read_rewards,
+    read_samples,
+    write_batch,
+    write_rewards,
+)
 from rlpipe.batch.metrics import batch_metrics
 from rlpipe.config.data import NoReward
 from rlpipe.config.hooks import hook_digest, load_hook
+from rlpipe.config.import_check import check_imports
 from rlpipe.config.run import RunConfig
-from rlpipe.config.trial import trial
-from rlpipe.errors import ConfigError, RewardError
+from rlpipe.errors import ConfigError, DataError, RewardError
 from rlpipe.lineage.rollouts import StoredRollout
 from rlpipe.lineage.stage_inputs import Inputs, advantage_inputs, reward_inputs
-from rlpipe.reprocess.batch import reestimated
-from rlpipe.rewards.base import SCORED, RewardRow, open_workers, reward_outputs, score
 from rlpipe.rewards.post_process import post_process
-from rlpipe.rewards.python import Scorer
+from rlpipe.rewards.reward_rows import SCORED, RewardRow, open_workers, reward_outputs, score
+from rlpipe.rewards.scorer import Scorer
 from rlpipe.rewards.workers import Worker
 from rlpipe.rollout.filters import Rejection, load_filter
-from rlpipe.rollout.hooks.afterwards import Afterwards
-from rlpipe.rollout.selection import Selection
+from rlpipe.rollout.group_selection import Selection
+from rlpipe.rollout.hooks.finished_rollout import FinishedRolloutHooks
 from rlpipe.slime.args import slime_args
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.notes import write_note
 from rlpipe.store.objects.files import Files
+from rlpipe.store.parquet.shards import read_rows
 from rlpipe.store.records import canonical
 from rlpipe.types import Node, Sample, Stage
 
 FILTERS = ("dynamic_sampling_filter_path", "rollout_sample_filter_path")
-"""Keys of `rollout` that choose among scored groups, and among their samples."""
+"""Keys of `rollout` whose functions choose among scored groups, and among their samples."""
 SURPLUS = "surplus"
-"""Why a group is left out that a filter accepts when `rollout.rollout_batch_size` groups are there
-already."""
+"""Drop reason of a group that the filter accepts after the batch is full."""
+UNSCORED = "unscored"
+"""Drop reason of a group without log-probs, because the stored batch does not have it."""
+MODEL_COLUMNS = ("proximal_log_probs", "reference_log_probs", "teacher_log_probs", "values")
 
 Progress = Callable[[int, int], None]
 
@@ -69,35 +78,42 @@ class Reprocessed(NamedTuple):
     reward: Node
     advantage: Node | None
     reused: bool
-    """Was everything in the store already?"""
+    """True if every node existed before."""
     without: str
-    """Why there are no advantages; empty if there are."""
+    """Reason why there are no advantages; empty if there are."""
 
 
 class Reprocessor:
-    """The functions that a configuration names, loaded once, and its reward's workers. Entered and
-    left by one event loop."""
+    """Load the functions of a configuration once, and reprocess iterations with them.
+
+    An async context manager that owns the reward workers; one event loop enters and leaves it.
+    """
 
     def __init__(
         self, files: Files, config: RunConfig, fence: Callable[[], object] | None = None
     ) -> None:
-        """`fence` is called before an iteration is noted, and raises if this process may not do so
+        """Load and check the functions.
+
+        `fence` is called before an iteration is recorded and raises if this process may not write
         any more (`Epoch.check`).
 
-        Raises: ConfigError if a function is not there or cannot be called as it will be, or if
-        nothing is scored.
+        Raises: ConfigError if a function does not exist or has the wrong signature, or if the run
+        has nothing to score.
         """
         if isinstance(config.reward.function, NoReward) or config.rollout.type == "dataset":
-            found = f"reward.function.type={config.reward.function.type}, rollout.type={config.rollout.type}"
             raise ConfigError(
                 "there is nothing to score",
                 where="reprocess",
-                found=found,
+                found=f"reward.function.type={config.reward.function.type}, "
+                f"rollout.type={config.rollout.type}",
                 expected="a run that samples",
             )
-        self._files, self._config, self._nodes, self._fence = files, config, Nodes(files), fence
+        self._files = files
+        self._config = config
+        self._nodes = Nodes(files)
+        self._fence = fence
         self._args = slime_args(config)
-        with trial(config, config.resources.import_timeout_s) as importing:
+        with check_imports(config, config.resources.import_timeout_s) as importing:
             importing.wait()
         Scorer(config.reward.function, self._args)
         if config.reward.custom_reward_post_process_path is not None:
@@ -105,35 +121,37 @@ class Reprocessor:
         path = config.rollout.dynamic_sampling_filter_path
         self._keep = load_filter(path, self._args) if path else None
         alone = config.rollout.model_copy(update={"rollout_all_samples_process_path": None})
-        self._afterwards = Afterwards(alone, self._args)
-        self._open, self._turn = AsyncExitStack(), asyncio.Lock()
+        self._afterwards = FinishedRolloutHooks(alone, self._args)
+        self._resources = AsyncExitStack()
+        self._scoring = asyncio.Lock()
         self._workers: list[Worker] | None = None
-        self._choice()
+        self._choice()  # reads the sources of the hooks
 
     async def __aenter__(self) -> Reprocessor:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._open.aclose()
+        await self._resources.aclose()
 
     @cached_property
     def _contracts(self) -> dict[Stage, int]:
-        """Version of each stage's contract on the new branch."""
+        """Contract versions of the new branch."""
         return Branches(self._files).contracts(self._config.run)
 
     async def iteration(
         self, stored: StoredRollout, progress: Progress | None = None
     ) -> Reprocessed:
-        """The iteration under the configuration, noted under its run's name. `progress(done,
-        total)` counts scored rows.
+        """Reprocess one iteration and record its nodes under the run's name.
 
-        Several may be under way at once; they are scored one after another. Raises: RewardError,
-        DeadlineExceeded; what the fence says; ConfigError if this iteration of the branch is known
-        with another result; ObjectMissing, ObjectCorrupt.
+        `progress(done, total)` counts scored rows. Several iterations may run at once; their
+        samples are scored one iteration after another.
+
+        Raises: RewardError, DeadlineExceeded; the errors of the fence; ConfigError if the branch
+        has another result for this iteration; ObjectMissing, ObjectCorrupt.
         """
         work = _Work(self._files, self._nodes)
         rollout = stored.rollout
-        if not self._chooses_alike(rollout):
+        if not self._same_choice(rollout):
             rollout = await self._chosen(work, rollout, progress)
         reward = await self._rewarded(work, rollout, progress)
         advantage, without = await asyncio.to_thread(self._estimated, work, stored, rollout, reward)
@@ -146,21 +164,18 @@ class Reprocessor:
             write_note, self._files, self._config.run, stored.iteration, nodes
         )
         if noted != nodes:
+            differing = [f"another {stage}" for stage in nodes if noted.get(stage) != nodes[stage]]
             raise ConfigError(
                 "this iteration was reprocessed under this name with another result",
                 where=f"run={self._config.run}, iteration {stored.iteration}",
-                found=", ".join(
-                    f"another {stage}" for stage in nodes if noted.get(stage) != nodes[stage]
-                )
-                or "advantages too",
+                found=", ".join(differing) or "advantages too",
                 expected="the same functions, and the same rollout",
                 do="take another name: --run NEW",
             )
         return Reprocessed(stored.iteration, rollout, reward, advantage, not work.done, without)
 
-    def _chooses_alike(self, rollout: Node) -> bool:
-        """Would the filters of the configuration choose from this rollout what was chosen from
-        it?"""
+    def _same_choice(self, rollout: Node) -> bool:
+        """True if the configuration's filters already made this rollout's choice."""
         ours = self._choice()
         paths = [rollout.config.get(key) for key in FILTERS]
         theirs = {"paths": paths, "reward": rollout.config.get("reward") if any(paths) else None}
@@ -168,7 +183,7 @@ class Reprocessor:
         return canonical(ours, "filters") == canonical(theirs, "filters")
 
     def _choice(self) -> dict[str, Any]:
-        """What decides which groups and samples count."""
+        """Return the inputs that decide which groups and samples count."""
         paths = [getattr(self._config.rollout, key) for key in FILTERS]
         if not any(paths):
             return {"paths": paths, "reward": None, "hooks": {}}
@@ -181,8 +196,7 @@ class Reprocessor:
         }
 
     async def _chosen(self, work: _Work, rollout: Node, progress: Progress | None) -> Node:
-        """The rollout with the groups and samples that the filters choose by the rewards; its rows
-        are the old one's."""
+        """Return the rollout with the filters' choice of groups and samples, over the same rows."""
         judging = self._judging(rollout.digest)
         choice = self._choice()
         settings = {
@@ -206,8 +220,10 @@ class Reprocessor:
         return await work.once(inputs, choose)
 
     def _judging(self, rollout: str) -> Inputs:
-        """Inputs of the rewards that a filter sees: of every finished group, before
-        `custom_reward_post_process_path`."""
+        """Return the inputs of the rewards that a filter sees.
+
+        These are the rewards of every finished group, before `custom_reward_post_process_path`.
+        """
         plain = self._config.reward.model_copy(update={"custom_reward_post_process_path": None})
         inputs = reward_inputs(
             self._config.model_copy(update={"reward": plain}), rollout, self._contracts
@@ -246,26 +262,15 @@ class Reprocessor:
             else:
                 selection.decide(group_id, rejection.reason, fallback=rejection.fallback)
         accepted = list(selection.accepted)
-        chosen_against = selection.rejected
-        surplus = [
-            group_id
-            for group_id in groups
-            if group_id not in chosen_against and group_id not in accepted
-        ]
-        dropped |= chosen_against | dict.fromkeys(surplus, SURPLUS)
+        decided = {*selection.rejected, *accepted}
+        surplus = [group_id for group_id in groups if group_id not in decided]
+        dropped |= selection.rejected | dict.fromkeys(surplus, SURPLUS)
         removed = self._afterwards.removed(groups, accepted)
-        said = {
-            name: value
-            for name, value in rollout.outputs.items()
-            if name not in ("removed", "fallbacks")
-        }
-        outputs = {
-            **said,
-            "accepted": accepted,
-            "dropped": dropped,
-            **({"removed": removed} if removed else {}),
-        }
-        outputs |= {"fallbacks": selection.fallbacks} if selection.fallbacks else {}
+        outputs = {**rollout.outputs, "accepted": accepted, "dropped": dropped}
+        for name, value in {"removed": removed, "fallbacks": selection.fallbacks}.items():
+            outputs.pop(name, None)
+            if value:
+                outputs[name] = value
         return {"outputs": outputs, "files": rollout.files}
 
     def _rejection(self, samples: Sequence[Sample]) -> Rejection | None:
@@ -279,8 +284,7 @@ class Reprocessor:
             return Rejection("filter_error")
 
     async def _rewarded(self, work: _Work, rollout: Node, progress: Progress | None) -> Node:
-        """What the reward stage says of a rollout; by the scores that its groups were chosen by, if
-        they are there."""
+        """Return the reward node of a rollout; rows that a filter needed are not scored again."""
         inputs = reward_inputs(self._config, rollout.digest, self._contracts)
 
         async def judge() -> dict[str, Any]:
@@ -306,23 +310,18 @@ class Reprocessor:
         return await work.once(inputs, judge)
 
     def _known(self, rollout: Node) -> dict[tuple[str, int], RewardRow]:
-        """The scores that a rollout's groups were chosen by here; empty if none were, or they are
-        not there any more."""
+        """Return the scores by which this branch chose the rollout's groups; empty if none."""
         judging = rollout.config.get("judged_by")
         if judging is None or self._judging(rollout.config["of"]).digest != judging:
             return {}
         judged = self._nodes.find(Stage.REWARD, judging)
-        return (
-            {(row.group_id, row.index): row for row in read_rewards(self._files, judged)}
-            if judged
-            else {}
-        )
+        rows = read_rewards(self._files, judged) if judged else []
+        return {(row.group_id, row.index): row for row in rows}
 
     async def _score(self, samples: Sequence[Sample], progress: Progress | None) -> list[RewardRow]:
-        """One iteration at a time: workers are shared."""
-        async with self._turn:
+        async with self._scoring:  # iterations share the workers
             if self._workers is None:
-                self._workers = await self._open.enter_async_context(
+                self._workers = await self._resources.enter_async_context(
                     open_workers(self._config.reward, self._args)
                 )
             return await score(
@@ -336,7 +335,7 @@ class Reprocessor:
     def _estimated(
         self, work: _Work, stored: StoredRollout, rollout: Node, reward: Node
     ) -> tuple[Node | None, str]:
-        """The advantage node, or why there is none."""
+        """Return the advantage node, or None with the reason."""
         scored = stored.advantage
         own = self._config.advantage
         if scored is None or not scored.files:
@@ -366,16 +365,16 @@ class Reprocessor:
 
 
 class _Work:
-    """Looks nodes up, and records what has to be made."""
+    """Find nodes by their inputs, and record those that have to be computed."""
 
     def __init__(self, files: Files, nodes: Nodes) -> None:
         self._files = files
         self._nodes = nodes
         self.done = False
-        """Was anything made?"""
+        """True once a node was computed."""
 
     async def once(self, inputs: Inputs, make: Callable[[], Any]) -> Node:
-        """The node of these inputs; made by awaiting `make` if it is not there."""
+        """Return the node of these inputs; await `make` for its results if it does not exist."""
         found = await asyncio.to_thread(self._nodes.find, inputs.stage, inputs.digest)
         if found is not None:
             return found
@@ -384,43 +383,39 @@ class _Work:
         return await asyncio.to_thread(self.commit, inputs, made, time.perf_counter() - started_s)
 
     def commit(self, inputs: Inputs, made: dict[str, Any], seconds: float) -> Node:
-        """Record what was made in so many seconds; a rollout keeps those of its sampling."""
+        """Record a computed node. A rollout keeps the seconds of its sampling."""
         self.done = True
         outputs = {"seconds": seconds, **made["outputs"]}
         return self._nodes.commit(inputs.node(files=tuple(made["files"]), outputs=outputs))
 
 
 def finished_groups(files: Files, rollout: Node) -> dict[str, list[Sample]]:
-    """The groups that a rollout accepted or rejected, in the order they were drawn, if every sample
-    of theirs was generated.
+    """Return the groups of a rollout whose samples were all generated, in the order of the draws.
 
-    Not those that wait in the buffer: they belong to a later iteration. No sample is removed.
-    Raises: ObjectMissing, ObjectCorrupt.
+    Groups in the buffer are not among them: they belong to a later iteration. Removed samples are
+    included. Raises: ObjectMissing, ObjectCorrupt.
     """
-    said = {name: value for name, value in rollout.outputs.items() if name != "removed"}
-    ours = {*said["accepted"], *said["dropped"]}
+    outputs = {name: value for name, value in rollout.outputs.items() if name != "removed"}
+    decided = {*outputs["accepted"], *outputs["dropped"]}
     groups: dict[str, list[Sample]] = {}
-    for sample in read_samples(files, rollout.model_copy(update={"outputs": said})):
-        if sample.group_id in ours:
+    for sample in read_samples(files, rollout.model_copy(update={"outputs": outputs})):
+        if sample.group_id in decided:
             groups.setdefault(sample.group_id, []).append(sample)
-    whole = (
-        group_id
-        for group_id in sorted(groups)
-        if all(sample.status in SCORED for sample in groups[group_id])
-    )
     return {
-        group_id: sorted(groups[group_id], key=lambda sample: sample.index) for group_id in whole
+        group_id: sorted(samples, key=lambda sample: sample.index)
+        for group_id, samples in sorted(groups.items())
+        if all(sample.status in SCORED for sample in samples)
     }
 
 
 def with_rewards(
     groups: Mapping[str, Sequence[Sample]], rows: Sequence[RewardRow]
 ) -> dict[str, list[Sample]]:
-    """The groups, each sample with its reward; None where it could not be scored."""
-    said = {(row.group_id, row.index): row for row in rows}
+    """Return the groups with the reward of each sample; None if it could not be scored."""
+    reward_of = {(row.group_id, row.index): row for row in rows}
     rewarded: dict[str, list[Sample]] = {}
     for group_id, samples in groups.items():
-        own = [said.get((sample.group_id, sample.index)) for sample in samples]
+        own = [reward_of.get((sample.group_id, sample.index)) for sample in samples]
         rewarded[group_id] = [
             replace(
                 sample,
@@ -430,3 +425,76 @@ def with_rewards(
             for sample, row in zip(samples, own, strict=True)
         ]
     return rewarded
+
+
+def reestimated(
+    files: Files, config: RunConfig, *, scored: Node, rollout: Node, reward: Node, version: int
+) -> tuple[Batch, BatchColumns] | str:
+    """Return the batch of a rollout's accepted groups with new advantages, or why there is none.
+
+    The models' log-probs and values are those of the node `scored`, computed with the weights of
+    that time. A group that `scored` does not have is dropped as `unscored`. `version`: the weight
+    version that was trained.
+
+    Raises: DataError if a user function returns a wrong value; ObjectMissing, ObjectCorrupt.
+    """
+    table = read_rows(files, scored.files)
+    stored = batch_columns(table)
+    if names := lacking(config, stored):
+        return f"the stored batch has no {', '.join(names)}: training from the result scores it"
+    keys = list(zip(table["group_id"].to_pylist(), table["index"].to_pylist(), strict=True))
+    known = {group_id for group_id, _ in keys}
+    try:
+        batch = fix_batch(
+            read_samples(files, rollout),
+            read_rewards(files, reward),
+            accepted=[group_id for group_id in rollout.outputs["accepted"] if group_id in known],
+            scored=True,
+            version=version,
+            max_staleness=config.async_buffer_size,
+            mask_stale=config.rollout.mask_offpolicy_in_partial_rollout,
+        )
+    except DataError as error:
+        return f"{error.problem}: {error.found}"
+    unscored = dict.fromkeys(
+        (group_id for group_id in rollout.outputs["accepted"] if group_id not in known), UNSCORED
+    )
+    batch = replace(batch, dropped={**batch.dropped, **unscored})
+    return batch, with_advantages(
+        batch, _with_stored(batch, stored, keys), config.advantage, slime_args(config)
+    )
+
+
+def lacking(config: RunConfig, stored: BatchColumns) -> list[str]:
+    """Return the model columns that the estimator reads and the stored batch does not have."""
+    needed: set[str] = set()
+    if config.uses_critic:
+        needed.add("values")
+    if config.advantage.kl_coef:
+        needed |= {"proximal_log_probs", "reference_log_probs"}
+    if config.advantage.use_opd:
+        needed |= {"proximal_log_probs", "teacher_log_probs"}
+    return [name for name in MODEL_COLUMNS if name in needed and getattr(stored, name) is None]
+
+
+def _with_stored(batch: Batch, stored: BatchColumns, keys: list[tuple[str, int]]) -> BatchColumns:
+    """Return the batch's columns with the stored model columns of the same samples.
+
+    Raises: DataError if the stored samples differ.
+    """
+    row_of = {key: row for row, key in enumerate(keys)}
+    rows = list(zip(batch.group_ids, batch.indices, strict=True))
+    if missing := [key for key in rows if key not in row_of]:
+        raise DataError(
+            "a sample of a scored group is not in its batch",
+            where="/".join(map(str, missing[0])),
+            found="no row",
+        )
+    same = stored.select([row_of[key] for key in rows])
+    equal_tokens = np.array_equal(same.tokens, batch.columns.tokens)
+    if not equal_tokens or not np.array_equal(same.offsets, batch.columns.offsets):
+        raise DataError(
+            "a stored batch has other tokens than its samples", where=f"advantage of {rows[0][0]}"
+        )
+    stored_columns = {name: getattr(same, name) for name in (*MODEL_COLUMNS, "routed_experts")}
+    return batch.columns.with_columns(**stored_columns)

@@ -1,7 +1,7 @@
-"""What a reprocessed branch says beside the run it was made of: their columns, sample by sample,
-from the store.
+"""Compare a reprocessed branch with the run that it was made from, sample by sample.
 
-Not here: figures and pages of them (`observe.comparison`).
+`compare` reads the rewards and advantages of both from the store.
+`rlpipe.observe.comparison` has the figures and the page.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from rlpipe.store.parquet.rows import from_json
 from rlpipe.store.parquet.shards import read_rows
 from rlpipe.types import Node
 
-EXAMPLES = 8
+MAX_EXAMPLES = 8
 READERS = 4
-PLACES = {"run", "fork_from", "debug", "store", "num_rollout", "warm_start"}
-"""Keys of a configuration that differ in every reprocessed branch."""
+OWN_KEYS = {"run", "fork_from", "debug", "store", "num_rollout", "warm_start"}
+"""Keys that differ between any two branches."""
 
 Key = tuple[str, int]
 
 
-class _Sides(NamedTuple):
-    """One iteration: samples in the order of their keys."""
+class _BothBranches(NamedTuple):
+    """One iteration of both branches: (before, after), samples in the order of `keys`."""
 
     row: IterationRow
     keys: list[Key]
@@ -49,10 +49,11 @@ def compare(
     notes: Mapping[int, str] | None = None,
     stored: Mapping[str, Any] | None = None,
 ) -> Comparison:
-    """The iterations of a reprocessed branch beside those of the run `of`.
+    """Compare iterations of a reprocessed branch with those of the run `of`.
 
-    `notes`: why an iteration has no advantages; `stored`: that run's configuration, to say what was
-    changed. Raises: ObjectMissing if an iteration is not there; ObjectCorrupt.
+    `notes`: iteration → reason why it has no advantages. `stored`: configuration of the run `of`,
+    for the list of changed settings. Raises: ObjectMissing if an iteration does not exist;
+    ObjectCorrupt.
     """
     with ThreadPoolExecutor(READERS) as pool:
         sides = list(
@@ -80,14 +81,16 @@ def compare(
 
 
 def differing(before: Mapping[str, Any], after: Mapping[str, Any], key: str = "") -> dict[str, str]:
-    """Dotted key → `old → new`, of the settings that are not the same; those that every branch has
-    of its own are left out."""
+    """Return dotted key → `old → new` of the settings that differ.
+
+    Keys that differ between any two branches are left out.
+    """
     found: dict[str, str] = {}
     for name in sorted({*before, *after}):
         dotted = f"{key}.{name}" if key else name
         one = before.get(name)
         other = after.get(name)
-        if dotted in PLACES or one == other:
+        if dotted in OWN_KEYS or one == other:
             continue
         if isinstance(one, dict) and isinstance(other, dict):
             found |= differing(one, other, dotted)
@@ -96,8 +99,8 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any], key: str = ""
     return found
 
 
-def _iteration(files: Files, of: str, run: str, k: int, without: str) -> _Sides:
-    stored = [_there(files, name, k) for name in (of, run)]
+def _iteration(files: Files, of: str, run: str, k: int, without: str) -> _BothBranches:
+    stored = [_stored_rollout(files, name, k) for name in (of, run)]
     rewards = [_rewards(files, one.reward) for one in stored]
     advantages = [_advantages(files, one.advantage) for one in stored]
     keys = sorted({key for values in (*rewards, *advantages) for key in values})
@@ -113,10 +116,10 @@ def _iteration(files: Files, of: str, run: str, k: int, without: str) -> _Sides:
         np.array([values.get(key, np.nan) for key in keys], np.float64)
         for values in (*rewards, *advantages)
     ]
-    return _Sides(row, keys, (columns[0], columns[1]), (columns[2], columns[3]))
+    return _BothBranches(row, keys, (columns[0], columns[1]), (columns[2], columns[3]))
 
 
-def _there(files: Files, run: str, k: int) -> StoredRollout:
+def _stored_rollout(files: Files, run: str, k: int) -> StoredRollout:
     found = find(files, run, k)
     if found is None:
         raise ObjectMissing(
@@ -131,8 +134,7 @@ def _rewards(files: Files, reward: Node | None) -> dict[Key, float]:
 
 
 def _advantages(files: Files, advantage: Node | None) -> dict[Key, float]:
-    """Mean advantage of each sample over its response; of one without tokens, or without the
-    column, there is none."""
+    """Return the mean advantage of each sample; none for a sample without tokens."""
     if advantage is None or not advantage.files:
         return {}
     table = read_rows(files, advantage.files, ["group_id", "index", "advantages"])
@@ -147,8 +149,10 @@ def _advantages(files: Files, advantage: Node | None) -> dict[Key, float]:
 
 
 def _groups(stored: StoredRollout) -> int:
-    said = stored.advantage.outputs.get("groups") if stored.advantage else None
-    return len(stored.rollout.outputs.get("accepted", ()) if said is None else said)
+    groups = stored.advantage.outputs.get("groups") if stored.advantage else None
+    if groups is None:
+        groups = stored.rollout.outputs.get("accepted", ())
+    return len(groups)
 
 
 def _errors(stored: StoredRollout) -> int:
@@ -156,15 +160,13 @@ def _errors(stored: StoredRollout) -> int:
 
 
 def _joined(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    found = list(pairs)
     empty = np.zeros(0)
-    return np.concatenate([empty, *(pair[0] for pair in found)]), np.concatenate(
-        [empty, *(pair[1] for pair in found)]
-    )
+    before, after = zip((empty, empty), *pairs, strict=True)
+    return np.concatenate(before), np.concatenate(after)
 
 
-def _examples(files: Files, of: str, sides: Sequence[_Sides]) -> list[Example]:
-    """The samples whose rewards are furthest apart, with what was asked and answered."""
+def _examples(files: Files, of: str, sides: Sequence[_BothBranches]) -> list[Example]:
+    """Return the samples whose rewards differ most, with prompt and response."""
     changes = [
         (abs(after - before), side.row.iteration, key, before, after)
         for side in sides
@@ -173,8 +175,11 @@ def _examples(files: Files, of: str, sides: Sequence[_Sides]) -> list[Example]:
         )
         if np.isfinite(before) and np.isfinite(after) and before != after
     ]
-    most = sorted(changes, key=lambda change: (-change[0], change[1:3]))[:EXAMPLES]
-    texts = {k: _texts(files, _there(files, of, k).rollout) for k in {change[1] for change in most}}
+    most = sorted(changes, key=lambda change: (-change[0], change[1:3]))[:MAX_EXAMPLES]
+    texts = {
+        k: _texts(files, _stored_rollout(files, of, k).rollout)
+        for k in {change[1] for change in most}
+    }
     return [
         Example(key[0], *texts[k][key], before, after)
         for _, k, key, before, after in most

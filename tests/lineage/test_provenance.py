@@ -230,6 +230,6 @@ def test_weights_that_a_replay_made_are_traced_to_the_iteration_that_they_stand_
 def test_a_text_that_names_no_prompt_or_all_is_refused(
     files: Files, monkeypatch: pytest.MonkeyPatch, text: str, said: str
 ):
-    monkeypatch.setattr("rlpipe.lineage.provenance.MOST_PROMPTS", 3)
+    monkeypatch.setattr("rlpipe.lineage.provenance.MAX_PROMPTS", 3)
     with pytest.raises(ConfigError, match=said):
         find_prompts(files, "run", text)

@@ -1,5 +1,4 @@
-"""Stored rollouts under other rewards, filters and estimators (rlpipe.reprocess.branch,
-rlpipe.reprocess.batch)."""
+"""Reprocess stored rollouts with other rewards, filters and estimators."""
 
 from __future__ import annotations
 
@@ -15,14 +14,16 @@ from rlpipe.batch.files import read_batch, read_rewards
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.lineage.rollouts import StoredRollout, find
-from rlpipe.reprocess.batch import lacking, reestimated
-from rlpipe.reprocess.branch import Reprocessed, Reprocessor, finished_groups
+from rlpipe.reprocess.branch import Reprocessed, Reprocessor, finished_groups, lacking, reestimated
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
 from rlpipe.types import Node, PlannedGroup, Sample, Stage
 from tests.reprocessed import FILTER, History, configuration
 
-LONGER = "def score(sample):\n    return {'reward': len(sample.response) + int(sample.response) / 100, 'right': 1.0}\n"
+LONGER = """
+def score(sample):
+    return {"reward": len(sample.response) + int(sample.response) / 100, "right": 1.0}
+"""
 
 
 @pytest.fixture
@@ -197,7 +198,8 @@ def test_a_filter_with_fallback_fills_the_batch_in_the_order_of_the_groups(
         "from slime.rollout.filter_hub.base_types import DynamicFilterOutput\n"
         "def keep(samples):\n"
         "    number = int(samples[0].group_id[-1])\n"
-        "    return DynamicFilterOutput(number == 4, 'other', keep_when_insufficient=number in (1, 2, 3))\n"
+        "    fallback = number in (1, 2, 3)\n"
+        "    return DynamicFilterOutput(number == 4, 'other', keep_when_insufficient=fallback)\n"
     )
     rollout = {"dynamic_sampling_filter_path": f"{tmp_path}/keep.py:keep", "rollout_batch_size": 2}
     (made,) = reprocessed(
@@ -215,7 +217,9 @@ def test_post_processing_sees_what_the_filter_left(files: Files, tmp_path: Path)
     config = configuration(tmp_path)
     History(files, config).iterate()
     (tmp_path / "post.py").write_text(
-        "def halve(args, samples):\n    raw = [s.reward for s in samples]\n    return raw, [r / 2 for r in raw]\n"
+        "def halve(args, samples):\n"
+        "    raw = [s.reward for s in samples]\n"
+        "    return raw, [r / 2 for r in raw]\n"
     )
     new = changed(
         config,
