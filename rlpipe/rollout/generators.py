@@ -1,8 +1,9 @@
-"""Which way a run samples, made ready for one rollout: given rows, a turn, turns with tools, a
-function of the user.
+"""Build the generate function of a run.
 
-Not here: the ways themselves (`dataset`, `generate`, `multi_turn`, `custom`), or a whole rollout by
-the user (`function`).
+A run samples in one turn, in turns with tools, with a user function, or takes given responses.
+
+Entry points: `RolloutResources.load` once per run; then per rollout `open_generate_function`, or
+`open_rollout_function` where a user function replaces the whole rollout.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,15 +34,15 @@ from rlpipe.rollout.generate import (
     SupervisedRows,
     sampling_params,
 )
-from rlpipe.rollout.hooks.checked import Limits
 from rlpipe.rollout.hooks.generate_function import (
-    CustomGenerate,
     GenerateHook,
     SampleHooks,
+    UserGenerate,
     load_generate,
 )
-from rlpipe.rollout.hooks.own_rewards import score_by_own_functions
-from rlpipe.rollout.hooks.rollout_function import FunctionRollout, load_rollout_function
+from rlpipe.rollout.hooks.rollout_function import RolloutFunction, load_rollout_function
+from rlpipe.rollout.hooks.sample_checks import Limits
+from rlpipe.rollout.hooks.sample_rewards import score_with_sample_functions
 from rlpipe.rollout.multi_turn import MultiTurn, TurnLimits
 from rlpipe.rollout.tool_calls import Hermes, Tags
 from rlpipe.rollout.tools import Tool, load_tools
@@ -52,174 +53,193 @@ from rlpipe.types import PlannedGroup, Sample, Status
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Limit for a model whose config.json names no context length.
+_UNLIMITED_TOKENS = 2**31
+
 
 @dataclass(frozen=True)
-class Ground:
-    """What all rollouts of a run stand on. Made once by the generator."""
+class RolloutResources:
+    """Objects that all rollouts of a run share. The generator loads them once."""
 
     config: RunConfig
     tokenizer: PreTrainedTokenizerBase
     model_dir: str
     vocab_size: int
-    longest: int
-    """Tokens the model can read at most."""
+    model_context_len: int
+    """Context length of the model in tokens."""
     routed_width: int
-    """Numbers per token of the experts that engines route to, where the trainer replays that; 0: it
-    does not."""
+    """Numbers per token of the routed experts that the trainer replays. 0: it replays none."""
     tools: dict[str, Tool]
-    hook: GenerateHook | None
-    eval_hooks: dict[str, GenerateHook]
+    generate_hook: GenerateHook | None
+    eval_generate_hooks: dict[str, GenerateHook]
     """Generate functions of held-out sets, by path."""
     rollout_function: Callable[..., Any] | None
     eval_function: Callable[..., Any] | None
     sample_hooks: SampleHooks
 
     @classmethod
-    def of(
+    def load(
         cls,
         config: RunConfig,
         tokenizer: PreTrainedTokenizerBase,
         model: dict[str, Any],
         model_dir: str,
-    ) -> Ground:
-        """`model` is the content of config.json. Raises: ConfigError if a function cannot be loaded
-        or called as it will be."""
-        path = config.rollout.custom_generate_function_path
-        whole = config.rollout.rollout_function_path
-        held = config.rollout.eval_function_path or whole
+    ) -> RolloutResources:
+        """Load the tools and user functions of a run. `model` is the content of config.json.
+
+        Raises: ConfigError if a function cannot be loaded or has another signature.
+        """
+        rollout = config.rollout
+        generate_path = rollout.custom_generate_function_path
+        rollout_path = rollout.rollout_function_path
+        eval_path = rollout.eval_function_path or rollout_path
+        eval_generate_paths = dict.fromkeys(
+            dataset.custom_generate_function_path for dataset in config.evaluation.datasets
+        )
+        eval_generate_key = "evaluation.datasets.custom_generate_function_path"
         return cls(
             config=config,
             tokenizer=tokenizer,
             model_dir=model_dir,
             vocab_size=model["vocab_size"],
-            longest=model_context_len(model) or 2**31,
+            model_context_len=model_context_len(model) or _UNLIMITED_TOKENS,
             routed_width=routed_width(model) if config.train.use_rollout_routing_replay else 0,
-            tools=load_tools(config.rollout.tools, timeout_s=config.rollout.tool_timeout_s),
-            hook=load_generate(path) if path else None,
-            eval_hooks={
-                own: load_generate(own, "evaluation.datasets.custom_generate_function_path")
-                for dataset in config.evaluation.datasets
-                if (own := dataset.custom_generate_function_path)
+            tools=load_tools(rollout.tools, timeout_s=rollout.tool_timeout_s),
+            generate_hook=load_generate(generate_path) if generate_path else None,
+            eval_generate_hooks={
+                path: load_generate(path, eval_generate_key) for path in eval_generate_paths if path
             },
-            rollout_function=load_rollout_function(whole) if whole else None,
-            eval_function=load_rollout_function(held, "rollout.eval_function_path")
-            if held
+            rollout_function=load_rollout_function(rollout_path) if rollout_path else None,
+            eval_function=load_rollout_function(eval_path, "rollout.eval_function_path")
+            if eval_path
             else None,
-            sample_hooks=SampleHooks(config.rollout.rollout_sample_hook_path),
+            sample_hooks=SampleHooks(rollout.rollout_sample_hook_path),
         )
 
-    def hook_of(self, occasion: Occasion) -> GenerateHook | None:
-        """The generate function of a rollout: of the held-out set if it has its own, else of the
-        run."""
-        own = (
-            self.eval_hooks.get(occasion.rollout.custom_generate_function_path or "")
-            if occasion.evaluation
-            else None
-        )
-        return own or self.hook
+    def generate_hook_for(self, context: RolloutContext) -> GenerateHook | None:
+        """Return the generate function of a rollout: the held-out set's, else the run's."""
+        path = context.rollout.custom_generate_function_path or ""
+        eval_hook = self.eval_generate_hooks.get(path) if context.evaluation else None
+        return eval_hook or self.generate_hook
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Ids as text, special tokens left out: how calls of tools and their answers are read."""
+        """Return ids as text without special tokens. Calls of tools are read from this text."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def response_text(self, rollout: RolloutConfig) -> Decode:
-        """The function from response ids to `sample.response`, by
+        """Return the function from response ids to `sample.response`; special tokens as in
         `rollout.rollout_skip_special_tokens`."""
         skip = rollout.responses_skip_special_tokens
         return lambda ids: str(self.tokenizer.decode(list(ids), skip_special_tokens=skip))
 
     def encode(self, text: str) -> list[int]:
-        """Text as ids, as it stands."""
+        """Return text as ids, without a chat template."""
         return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
 
     def limits(self, rollout: RolloutConfig) -> Limits:
-        """What a row may hold."""
-        key = getattr(self.config.reward.function, "reward_key", None)
-        of_engines = self.config.engine.sglang.get("context_length")
-        bounds = (self.longest, rollout.rollout_max_context_len, of_engines and size_of(of_engines))
-        longest = min(bound for bound in bounds if bound)
+        """Return the limits that a row must respect."""
+        engine_context = self.config.engine.sglang.get("context_length")
+        bounds = (
+            self.model_context_len,
+            rollout.rollout_max_context_len,
+            engine_context and size_of(engine_context),
+        )
         return Limits(
-            self.vocab_size, longest, key, self.routed_width, self.config.teacher_of_samples
+            vocab_size=self.vocab_size,
+            context_len=min(bound for bound in bounds if bound),
+            reward_key=getattr(self.config.reward.function, "reward_key", None),
+            routed_width=self.routed_width,
+            teacher=self.config.teacher_of_samples,
         )
 
-    def routed(self, occasion: Occasion) -> bool:
-        """Are engines asked for the experts that they route to? Nothing of an evaluation is
-        trained."""
-        return bool(self.routed_width) and not occasion.evaluation
+    def wants_routed_experts(self, context: RolloutContext) -> bool:
+        """True if requests ask for routed experts. Evaluations are not trained and need none."""
+        return bool(self.routed_width) and not context.evaluation
 
     def seeded(self, *, on_gpus: bool) -> bool:
-        """Do the engines sample by each request's seed?"""
-        given = bool(self.config.engine.sglang.get("enable_deterministic_inference"))
-        return given or (self.config.deterministic and on_gpus)
+        """True if the engines sample with each request's seed."""
+        deterministic = bool(self.config.engine.sglang.get("enable_deterministic_inference"))
+        return deterministic or (self.config.deterministic and on_gpus)
 
     @property
     def affinity(self) -> bool:
-        """Does the router keep requests of one routing key together?"""
+        """True if the router sends requests of one routing key to one engine."""
         return self.config.engine.router.get("policy") == "consistent_hashing"
 
 
 @dataclass(frozen=True)
-class Occasion:
-    """One rollout: how it is sampled, and what for."""
+class RolloutContext:
+    """Settings of one rollout or evaluation."""
 
     rollout: RolloutConfig
     iteration: int = 0
     evaluation: bool = False
     temperature: float | None = None
-    """None: the rollout's."""
+    """None: the temperature of `rollout`."""
     stop: asyncio.Event | None = None
-    """Once it is set, what is aborted stays so."""
+    """Once set, aborted responses are not continued."""
     on_gpus: bool = False
+
+    def sampling_params(self) -> dict[str, Any]:
+        """Return SGLang's sampling parameters."""
+        return sampling_params(self.rollout, temperature=self.temperature)
 
 
 @asynccontextmanager
-async def sampling(
-    ground: Ground, occasion: Occasion, client: GenerateClient | None
+async def open_generate_function(
+    resources: RolloutResources, context: RolloutContext, client: GenerateClient | None
 ) -> AsyncIterator[Generate]:
-    """The generate function of one rollout, and what it needs for as long as it runs. Raises:
-    RlpipeError without engines."""
-    if occasion.rollout.type == "dataset":
-        yield SupervisedRows(decode=ground.response_text(occasion.rollout))
+    """Yield the generate function of one rollout; its servers run until the block ends.
+
+    Raises: RlpipeError without a client, except for supervised rows.
+    """
+    if context.rollout.type == "dataset":
+        yield SupervisedRows(decode=resources.response_text(context.rollout))
         return
     if client is None:
         raise _no_engines()
-    async with AsyncExitStack() as stack:
-        args: Namespace | None = None
-        hook = ground.hook_of(occasion)
-        if hook is not None or ground.sample_hooks:
-            doors = await stack.enter_async_context(Doors.opened(ground, occasion, client))
-            args = arguments(ground, doors.gateway)
-        generate: Generate = (
-            _turns(ground, occasion, client) if ground.tools else _single(ground, occasion, client)
-        )
+    hook = resources.generate_hook_for(context)
+    generate: Generate
+    if resources.tools:
+        generate = _multi_turn(resources, context, client)
+    else:
+        generate = _single_turn(resources, context, client)
+    if hook is None and not resources.sample_hooks:
+        yield generate
+        return
+    async with UserEndpoints.open(resources, context, client) as endpoints:
+        args = hook_args(resources, endpoints.gateway)
         if hook is not None:
-            assert args is not None
-            generate = _custom(ground, hook, occasion, args, doors)
-        yield _Hooked(generate, ground, occasion, args) if args is not None else generate
+            generate = _user_generate(resources, hook, context, args, endpoints)
+        yield _WithSampleHooks(generate, resources, context, args)
 
 
 @asynccontextmanager
-async def by_function(
-    ground: Ground, occasion: Occasion, client: GenerateClient | None
-) -> AsyncIterator[FunctionRollout]:
-    """A rollout (or an evaluation) by the user's function, and what it may ask meanwhile."""
-    rollout = ground.config.rollout
-    function = ground.eval_function if occasion.evaluation else ground.rollout_function
-    path = (
-        rollout.eval_function_path if occasion.evaluation else None
-    ) or rollout.rollout_function_path
+async def open_rollout_function(
+    resources: RolloutResources, context: RolloutContext, client: GenerateClient | None
+) -> AsyncIterator[RolloutFunction]:
+    """Yield the user function that replaces a rollout or evaluation; its servers run until the
+    block ends. Raises: RlpipeError without a client."""
+    rollout = resources.config.rollout
+    function = resources.rollout_function
+    path = rollout.rollout_function_path
+    if context.evaluation:
+        function = resources.eval_function
+        path = rollout.eval_function_path or path
     assert function is not None and path is not None
     if client is None:
         raise _no_engines()
-    async with Doors.opened(ground, occasion, client) as doors:
-        args = arguments(ground, doors.gateway)
-        limits = ground.limits(occasion.rollout)
-        keep = {
-            "iteration": occasion.iteration,
-            "timeout_s": rollout.timeout_s,
-            "reward": ground.config.reward,
-        }
-        yield FunctionRollout(function, path, args, doors.gateway.journal, limits, **keep)
+    async with UserEndpoints.open(resources, context, client) as endpoints:
+        yield RolloutFunction(
+            function,
+            path,
+            hook_args(resources, endpoints.gateway),
+            endpoints.gateway.journal,
+            resources.limits(context.rollout),
+            iteration=context.iteration,
+            timeout_s=rollout.timeout_s,
+            reward=resources.config.reward,
+        )
 
 
 def _no_engines() -> RlpipeError:
@@ -229,143 +249,155 @@ def _no_engines() -> RlpipeError:
 
 
 @dataclass(frozen=True)
-class Doors:
-    """The addresses that functions of one rollout may ask."""
+class UserEndpoints:
+    """HTTP servers that the user functions of one rollout call."""
 
     gateway: Gateway
     sessions: ChatSessions
 
     @classmethod
     @asynccontextmanager
-    async def opened(
-        cls, ground: Ground, occasion: Occasion, client: GenerateClient
-    ) -> AsyncIterator[Doors]:
-        """Open while the block runs."""
-        made: list[ChatSessions] = []
+    async def open(
+        cls, resources: RolloutResources, context: RolloutContext, client: GenerateClient
+    ) -> AsyncIterator[UserEndpoints]:
+        """Start the servers; stop them when the block ends."""
+        opened: list[ChatSessions] = []
 
-        def routes(gateway: Gateway) -> list[RouteDef]:
-            params = sampling_params(occasion.rollout, temperature=occasion.temperature)
-            options = ground.config.data.apply_chat_template_kwargs
-            evaluation = occasion.evaluation
-            skip = occasion.rollout.responses_skip_special_tokens
-            keep = {
-                "model": ground.config.run,
-                "evaluation": evaluation,
-                "skip_special_tokens": skip,
-            }
-            made.append(ChatSessions(gateway, params, options, **keep))
-            return made[0].routes()
+        # The gateway needs the session routes before it starts, and sessions need the gateway.
+        def session_routes(gateway: Gateway) -> list[RouteDef]:
+            sessions = ChatSessions(
+                gateway,
+                context.sampling_params(),
+                resources.config.data.apply_chat_template_kwargs,
+                model=resources.config.run,
+                evaluation=context.evaluation,
+                skip_special_tokens=context.rollout.responses_skip_special_tokens,
+            )
+            opened.append(sessions)
+            return sessions.routes()
 
-        context_len = ground.limits(occasion.rollout).context_len
-        keep = {
-            "stop": occasion.stop,
-            "affinity": ground.affinity,
-            "routed": ground.routed(occasion),
-        }
         async with Gateway(
-            client, ground.tokenizer, context_len=context_len, routes=routes, **keep
+            client,
+            resources.tokenizer,
+            context_len=resources.limits(context.rollout).context_len,
+            stop=context.stop,
+            affinity=resources.affinity,
+            routed=resources.wants_routed_experts(context),
+            routes=session_routes,
         ) as gateway:
-            yield cls(gateway, made[0])
+            yield cls(gateway, opened[0])
 
 
-def arguments(ground: Ground, gateway: Gateway) -> Namespace:
-    """`args` as functions of the user get it."""
-    args = slime_args(ground.config, router=gateway.url)
+def hook_args(resources: RolloutResources, gateway: Gateway) -> Namespace:
+    """Return `args` of user functions: slime's names, and the addresses of this rollout."""
+    args = slime_args(resources.config, router=gateway.url)
     args.session_url = f"{gateway.url}/sessions"
-    args.hf_checkpoint = ground.model_dir
-    args.max_turns = (
-        ground.config.rollout.max_turns if not hasattr(args, "max_turns") else args.max_turns
-    )
-    args.tokenizer = ground.tokenizer
+    args.hf_checkpoint = resources.model_dir
+    if not hasattr(args, "max_turns"):
+        args.max_turns = resources.config.rollout.max_turns
+    args.tokenizer = resources.tokenizer
     return args
 
 
-def _single(ground: Ground, occasion: Occasion, client: GenerateClient) -> SingleTurn:
-    rollout = occasion.rollout
+def _single_turn(
+    resources: RolloutResources, context: RolloutContext, client: GenerateClient
+) -> SingleTurn:
     return SingleTurn(
         client,
-        sampling_params(rollout, temperature=occasion.temperature),
-        decode=ground.response_text(rollout),
-        context_len=ground.limits(rollout).context_len,
-        seeded=ground.seeded(on_gpus=occasion.on_gpus),
-        routed=ground.routed(occasion),
-        stop=occasion.stop,
+        context.sampling_params(),
+        decode=resources.response_text(context.rollout),
+        context_len=resources.limits(context.rollout).context_len,
+        seeded=resources.seeded(on_gpus=context.on_gpus),
+        routed=resources.wants_routed_experts(context),
+        stop=context.stop,
     )
 
 
-def _turns(ground: Ground, occasion: Occasion, client: GenerateClient) -> MultiTurn:
-    rollout = occasion.rollout
+def _multi_turn(
+    resources: RolloutResources, context: RolloutContext, client: GenerateClient
+) -> MultiTurn:
+    rollout = context.rollout
     return MultiTurn(
         client,
-        sampling_params(rollout, temperature=occasion.temperature),
-        ground.tools,
-        Tags(ground.tools) if rollout.tool_call_format == "tags" else Hermes(),
+        context.sampling_params(),
+        resources.tools,
+        Tags(resources.tools) if rollout.tool_call_format == "tags" else Hermes(),
         TurnLimits(
             max_turns=rollout.max_turns,
             response_len=rollout.rollout_max_response_len,
-            context_len=ground.limits(rollout).context_len,
+            context_len=resources.limits(rollout).context_len,
             turn_len=rollout.max_turn_tokens,
-            answer_len=rollout.max_tool_response_len,
+            tool_response_len=rollout.max_tool_response_len,
         ),
-        encode=ground.encode,
-        decode=ground.decode,
-        response_text=ground.response_text(rollout),
-        seeded=ground.seeded(on_gpus=occasion.on_gpus),
-        affinity=ground.affinity,
-        routed=ground.routed(occasion),
-        stop=occasion.stop,
+        encode=resources.encode,
+        decode=resources.decode,
+        response_text=resources.response_text(rollout),
+        seeded=resources.seeded(on_gpus=context.on_gpus),
+        affinity=resources.affinity,
+        routed=resources.wants_routed_experts(context),
+        stop=context.stop,
     )
 
 
-def _custom(
-    ground: Ground, hook: GenerateHook, occasion: Occasion, args: Namespace, doors: Doors
-) -> CustomGenerate:
-    params = sampling_params(occasion.rollout, temperature=occasion.temperature)
-    shown = {
-        "skip_special_tokens": occasion.rollout.functions_skip_special_tokens,
+def _user_generate(
+    resources: RolloutResources,
+    hook: GenerateHook,
+    context: RolloutContext,
+    args: Namespace,
+    endpoints: UserEndpoints,
+) -> UserGenerate:
+    # The parameters have slime's values for text, because the function may tokenize it again.
+    params = {
+        **context.sampling_params(),
+        "skip_special_tokens": context.rollout.functions_skip_special_tokens,
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,
-        "stop": list(occasion.rollout.rollout_stop) or None,
+        "stop": list(context.rollout.rollout_stop) or None,
     }
-    return CustomGenerate(
+    return UserGenerate(
         hook,
         args,
-        {**params, **shown},
-        journal=doors.gateway.journal,
-        sessions=doors.sessions,
-        limits=ground.limits(occasion.rollout),
-        evaluation=occasion.evaluation,
-        seeded=ground.seeded(on_gpus=occasion.on_gpus),
-        stop=occasion.stop,
+        params,
+        journal=endpoints.gateway.journal,
+        sessions=endpoints.sessions,
+        limits=resources.limits(context.rollout),
+        evaluation=context.evaluation,
+        seeded=resources.seeded(on_gpus=context.on_gpus),
+        stop=context.stop,
     )
 
 
-class _Hooked:
-    """A generate function of a run that has functions of the user.
+class _WithSampleHooks:
+    """Apply the sample hooks to the finished samples of a generate function.
 
-    Finished samples pass the sample hooks, then those that name a reward function of their own are
-    scored by it. What one of these raises makes its sample a failed row.
+    Then score the samples that name a reward function (`custom_rm_path`). An exception of either
+    makes the sample a failed row.
     """
 
     def __init__(
-        self, generate: Generate, ground: Ground, occasion: Occasion, args: Namespace
+        self,
+        generate: Generate,
+        resources: RolloutResources,
+        context: RolloutContext,
+        args: Namespace,
     ) -> None:
         self.generate = generate
-        self.ground = ground
-        self.occasion = occasion
+        self.resources = resources
+        self.context = context
         self.args = args
-        self.limits = ground.limits(occasion.rollout)
+        self.limits = resources.limits(context.rollout)
 
     async def __call__(self, group: PlannedGroup, so_far: Sequence[Sample] = ()) -> list[Sample]:
-        seen = {sample.index for sample in so_far if sample.status in FINISHED}
+        # Samples that an earlier rollout finished have passed the hooks there.
+        hooked = {sample.index for sample in so_far if sample.status in FINISHED}
         rows = [
-            await self._hooked(row) if row.index not in seen else row
+            row if row.index in hooked or row.status not in FINISHED else await self._hooked(row)
             for row in await self.generate(group, so_far)
         ]
-        await score_by_own_functions(
-            rows, self.ground.config.reward, slime_args(self.ground.config)
-        )
-        if failed := next((row for row in rows if row.error is not None), None):
+        config = self.resources.config
+        await score_with_sample_functions(rows, config.reward, slime_args(config))
+        failed = next((row for row in rows if row.error is not None), None)
+        if failed is not None:
             raise GroupFailed(
                 "a function of a sample failed",
                 rows,
@@ -375,18 +407,15 @@ class _Hooked:
         return rows
 
     async def _hooked(self, row: Sample) -> Sample:
-        if row.status not in FINISHED:
-            return row
-        occasion = self.occasion
-        hooks = self.ground.sample_hooks
         try:
-            return await hooks.apply(
+            return await self.resources.sample_hooks.apply(
                 self.args,
                 row,
                 self.limits,
-                rollout_id=occasion.iteration,
-                evaluation=occasion.evaluation,
+                rollout_id=self.context.iteration,
+                evaluation=self.context.evaluation,
             )
         except RlpipeError as error:
-            row.status, row.error = Status.FAILED, str(error)
+            row.status = Status.FAILED
+            row.error = str(error)
             return row

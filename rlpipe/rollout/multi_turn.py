@@ -1,17 +1,15 @@
-"""Turns with tools between them, by `rollout.tools`: the policy calls, the answer is appended, the
-policy goes on.
+"""Sample in turns with tools: the policy calls tools and continues after their responses.
 
-    prompt │ turn: sampled, trained │ answer: given, masked │ turn │ answer │ … │ last turn
-           └────────────────────── response, at most rollout_max_response_len ───────────┘
+    prompt │ turn: sampled, trained │ tool: masked │ turn │ tool │ … │ last turn
+           └──────────────── response, at most rollout_max_response_len ────────┘
 
-What was sampled is never tokenised again: a turn's tokens are the engine's, and only the answer's
-text becomes tokens here. Each request begins with all tokens before it. A rollout ends when a turn
-calls nothing, after `max_turns`, or without room.
+Entry point: `MultiTurn`, the generate function of a run with `rollout.tools`. Sampled tokens are
+never tokenized again: only the text of a tool response becomes tokens here. Each request begins
+with all tokens before it. A rollout ends with a turn without calls, after `max_turns`, or without
+room.
 
-Where a rollout stands can be read off its tokens and loss mask, so one that was cut off in the
-middle of a turn goes on there.
-
-Not here: how a call is written (`tool_calls`), the tools (`tools`).
+Tokens and loss mask determine the state of a rollout, so a rollout that was cut off in a turn
+continues there.
 """
 
 from __future__ import annotations
@@ -23,10 +21,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from rlpipe.errors import DataError
 from rlpipe.rollout.client.generate_client import GenerateClient
-from rlpipe.rollout.generate import FINISHED, planned_sample, version_of
-from rlpipe.rollout.generation import Generation
+from rlpipe.rollout.generate import FINISHED, planned_sample, require_room, version_runs
+from rlpipe.rollout.generation import Generation, merged_runs
 from rlpipe.rollout.tool_calls import Call, CallFormat
 from rlpipe.rollout.tools import Tool
 from rlpipe.store.routed_experts import appended, num_rows, within
@@ -35,25 +32,25 @@ from rlpipe.types import PlannedGroup, Sample, Status
 
 @dataclass(frozen=True)
 class TurnLimits:
-    """Lengths in tokens."""
+    """Limits of a rollout. Lengths are in tokens."""
 
     max_turns: int
     response_len: int
-    """Of the whole response, the tools' answers included."""
+    """Whole response, including the tool responses."""
     context_len: int
-    """Of prompt and response."""
+    """Prompt and response."""
     turn_len: int | None
-    """Of a single turn; None: what is left."""
-    answer_len: int
-    """Of a tool's answer."""
+    """A single turn. None: the rest of the response."""
+    tool_response_len: int
+    """A single tool response."""
 
 
 class MultiTurn:
     """The generate function of a run with tools.
 
-    `encode` and `decode` are the tokenizer's, special tokens skipped: calls and answers are read
-    so. `response_text` makes the text of a response (None: `decode`); the others as in
-    `SingleTurn`.
+    `encode` and `decode` convert text and tokens without special tokens; calls are read from this
+    text. `response_text` makes the text of a response (None: `decode`). `affinity` sends all turns
+    of a rollout to one engine. See `SingleTurn` for the other parameters.
     """
 
     def __init__(
@@ -76,6 +73,7 @@ class MultiTurn:
         self.tools = tools
         self.calls = calls
         self.limits = limits
+        # The stop text of a call stays in the response: the policy learns to write it.
         self.sampling = {
             **sampling,
             "stop": [*sampling.get("stop", ()), *calls.stops],
@@ -90,106 +88,86 @@ class MultiTurn:
         self.response_text = response_text or decode
 
     async def __call__(self, group: PlannedGroup, so_far: Sequence[Sample] = ()) -> list[Sample]:
-        """Raises: DataError if the prompt leaves no room for a response, and what
-        `GenerateClient.generate` raises."""
-        if len(group.prompt_ids) >= self.limits.context_len:
-            raise DataError(
-                "the prompt leaves no room for a response",
-                where=f"group {group.group_id}",
-                found=f"{len(group.prompt_ids)} prompt tokens",
-                expected=f"fewer than {self.limits.context_len}",
-                do="set data.rollout_max_prompt_len, or a longer rollout.rollout_max_context_len",
-            )
-        there = {sample.index: sample for sample in so_far}
-        begun = [there.get(index) or self._fresh(group, index) for index in range(len(group.seeds))]
-        return list(await asyncio.gather(*(self._rollout(sample) for sample in begun)))
-
-    def _fresh(self, group: PlannedGroup, index: int) -> Sample:
-        sample = planned_sample(group, index)
-        sample.rollout_log_probs, sample.loss_mask, sample.t_start_s = [], [], time.time()
-        return sample
+        """Sample a group. Raises: DataError if the prompt leaves no room for a response; errors of
+        `GenerateClient.generate`."""
+        require_room(group, self.limits.context_len)
+        earlier = {sample.index: sample for sample in so_far}
+        samples = [
+            earlier.get(index) or _new_sample(group, index) for index in range(len(group.seeds))
+        ]
+        return list(await asyncio.gather(*(self._rollout(sample) for sample in samples)))
 
     async def _rollout(self, sample: Sample) -> Sample:
         if sample.status in FINISHED:
             return sample
         while True:
-            sample.num_turns = max(1, len(_turns(sample)))
-            room = self._room(sample)
-            begun = _turn_so_far(sample)
-            if room < 1:
+            sample.num_turns = max(1, _num_turns(sample))
+            if self._room(sample) < 1:
                 return _ended(sample, Status.TRUNCATED, "length")
-            generation = await self._turn(sample, room, len(begun))
-            self._append(sample, generation)
-            if generation.finish_reason == "abort":
+            generation = await self._sample_turn(sample)
+            self._append_turn(sample, generation)
+            reason = generation.finish_reason
+            if reason == "abort":
                 return _ended(sample, Status.ABORTED, "abort")
-            turn = self.decode(_turn_so_far(sample))
-            sample.num_turns = len(_turns(sample))
+            sample.num_turns = _num_turns(sample)
             sample.response = self.response_text(sample.response_ids)
-            calls = self.calls.read(turn)
+            calls = self.calls.read(self.decode(_turn_ids(sample)))
             if not calls or sample.num_turns >= self.limits.max_turns:
-                done = generation.finish_reason == "stop"
-                return _ended(
-                    sample, Status.COMPLETED if done else Status.TRUNCATED, generation.finish_reason
-                )
-            if generation.finish_reason == "length" and self._room(sample) < 1:
+                status = Status.COMPLETED if reason == "stop" else Status.TRUNCATED
+                return _ended(sample, status, reason)
+            if reason == "length" and self._room(sample) < 1:
                 return _ended(sample, Status.TRUNCATED, "length")
-            await self._answer(sample, calls)
+            await self._append_tool_responses(sample, calls)
 
-    async def _turn(self, sample: Sample, room: int, begun: int) -> Generation:
-        longest = (
-            room
-            if self.limits.turn_len is None
-            else min(room, max(1, self.limits.turn_len - begun))
-        )
-        params = {**self.sampling, "max_new_tokens": longest}
+    async def _sample_turn(self, sample: Sample) -> Generation:
+        max_new_tokens = self._room(sample)
+        if self.limits.turn_len is not None:
+            # The first tokens of the turn exist already if an earlier rollout was cut off.
+            left_of_turn = max(1, self.limits.turn_len - len(_turn_ids(sample)))
+            max_new_tokens = min(max_new_tokens, left_of_turn)
+        params = {**self.sampling, "max_new_tokens": max_new_tokens}
         if self.seeded:
+            # Another seed for each turn; SGLang accepts 31 bits.
             params["sampling_seed"] = (sample.seed + len(sample.response_ids)) % 2**31
-        where = f"group {sample.group_id}/{sample.index} turn {sample.num_turns}"
-        key = f"{sample.group_id}.{sample.index}" if self.affinity else None
-        ids = [*sample.prompt_ids, *sample.response_ids]
-        known = num_rows(sample.rollout_routed_experts) if self.routed else None
-        keep = {"stop": self.stop, "routing_key": key, "routed_from": known}
-        (generation,) = await self.client.generate(ids, params, **keep, where=where)
+        num_routed = num_rows(sample.rollout_routed_experts)
+        (generation,) = await self.client.generate(
+            [*sample.prompt_ids, *sample.response_ids],
+            params,
+            stop=self.stop,
+            routing_key=f"{sample.group_id}.{sample.index}" if self.affinity else None,
+            routed_from=num_routed if self.routed else None,
+            where=f"group {sample.group_id}/{sample.index} turn {sample.num_turns}",
+        )
         return generation
 
-    def _append(self, sample: Sample, generation: Generation) -> None:
-        """A turn's tokens, as they were sampled."""
-        where = f"group {sample.group_id}"
-        runs = [(tokens, version_of(stamp, where)) for tokens, stamp in generation.weight_versions]
-        self._extend(sample, generation.response_ids, generation.log_probs, 1)
-        sample.weight_versions = _joined([*sample.weight_versions, *runs])
-        tokens = len(sample.prompt_ids) + len(sample.response_ids)
-        sample.rollout_routed_experts = within(
-            appended(sample.rollout_routed_experts, generation.routed_experts), tokens
-        )
+    def _append_turn(self, sample: Sample, generation: Generation) -> None:
+        runs = version_runs(generation, f"group {sample.group_id}")
+        _append(sample, generation.response_ids, generation.log_probs, 1)
+        sample.weight_versions = merged_runs([*sample.weight_versions, *runs])
+        experts = appended(sample.rollout_routed_experts, generation.routed_experts)
+        num_tokens = len(sample.prompt_ids) + len(sample.response_ids)
+        sample.rollout_routed_experts = within(experts, num_tokens)
         sample.engine = generation.engine
         sample.t_end_s = generation.t_end_s
 
-    def _extend(
-        self, sample: Sample, ids: Sequence[int], log_probs: Sequence[float], counts: int
-    ) -> None:
-        assert sample.rollout_log_probs is not None and sample.loss_mask is not None
-        sample.response_ids += ids
-        sample.rollout_log_probs += log_probs
-        sample.loss_mask += [counts] * len(ids)
-
-    async def _answer(self, sample: Sample, calls: Sequence[Call]) -> None:
-        """What the tools answer, as tokens that do not count. They have the weight version of the
-        tokens before them."""
+    async def _append_tool_responses(self, sample: Sample, calls: Sequence[Call]) -> None:
+        """Run the tools and append their responses as tokens with loss mask 0."""
         start_s = time.time()
-        answers = await asyncio.gather(*(self._called(call) for call in calls))
+        responses = await asyncio.gather(*(self._run_tool(call) for call in calls))
         sample.non_generation_time += time.time() - start_s
-        short = [self.decode(self.encode(answer)[: self.limits.answer_len]) for answer in answers]
-        text = self.calls.render(short, ended=sample.response_ids[-1] in self.client.end_ids)
+        limit = self.limits.tool_response_len
+        shortened = [self.decode(self.encode(response)[:limit]) for response in responses]
+        ended = sample.response_ids[-1] in self.client.end_ids
+        text = self.calls.render(shortened, ended=ended)
         ids = self.encode(text)[: max(0, self._room(sample))]
-        self._extend(sample, ids, [0.0] * len(ids), 0)
+        _append(sample, ids, [0.0] * len(ids), 0)
         if ids:
-            sample.weight_versions = _joined(
-                [*sample.weight_versions, (len(ids), sample.weight_versions[-1][1])]
-            )
+            # Run lengths cover all response tokens: tool tokens get the version before them.
+            run = (len(ids), sample.weight_versions[-1][1])
+            sample.weight_versions = merged_runs([*sample.weight_versions, run])
         sample.response = self.response_text(sample.response_ids)
 
-    async def _called(self, call: Call) -> str:
+    async def _run_tool(self, call: Call) -> str:
         if call.error is not None:
             return f"error: {call.error}"
         tool = self.tools.get(call.name)
@@ -198,11 +176,25 @@ class MultiTurn:
         return await tool.answer(call.arguments)
 
     def _room(self, sample: Sample) -> int:
-        """Tokens that may still follow."""
+        """Return the number of tokens that may still follow."""
         used = len(sample.response_ids)
-        return min(
-            self.limits.response_len - used, self.limits.context_len - len(sample.prompt_ids) - used
-        )
+        room_in_context = self.limits.context_len - len(sample.prompt_ids) - used
+        return min(self.limits.response_len - used, room_in_context)
+
+
+def _new_sample(group: PlannedGroup, index: int) -> Sample:
+    sample = planned_sample(group, index)
+    sample.rollout_log_probs = []
+    sample.loss_mask = []
+    sample.t_start_s = time.time()
+    return sample
+
+
+def _append(sample: Sample, ids: Sequence[int], log_probs: Sequence[float], mask: int) -> None:
+    assert sample.rollout_log_probs is not None and sample.loss_mask is not None
+    sample.response_ids += ids
+    sample.rollout_log_probs += log_probs
+    sample.loss_mask += [mask] * len(ids)
 
 
 def _ended(sample: Sample, status: Status, reason: str) -> Sample:
@@ -211,24 +203,13 @@ def _ended(sample: Sample, status: Status, reason: str) -> Sample:
     return sample
 
 
-def _turns(sample: Sample) -> list[int]:
-    """Tokens of each turn, in order."""
-    return [len(list(run)) for counts, run in groupby(sample.loss_mask or ()) if counts]
+def _num_turns(sample: Sample) -> int:
+    """Return the number of stretches of trained tokens."""
+    return sum(counts for counts, _ in groupby(sample.loss_mask or ()))
 
 
-def _turn_so_far(sample: Sample) -> list[int]:
-    """Tokens of the turn that is under way, or of the last one; none after an answer."""
+def _turn_ids(sample: Sample) -> list[int]:
+    """Return the tokens of the current or last turn; empty after a tool response."""
     mask = sample.loss_mask or []
-    begin = next((place + 1 for place in range(len(mask) - 1, -1, -1) if not mask[place]), 0)
+    begin = next((index + 1 for index in range(len(mask) - 1, -1, -1) if not mask[index]), 0)
     return sample.response_ids[begin:]
-
-
-def _joined(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Run lengths without two neighbours of one version."""
-    joined: list[tuple[int, int]] = []
-    for tokens, version in runs:
-        if joined and joined[-1][1] == version:
-            joined[-1] = (joined[-1][0] + tokens, version)
-        elif tokens:
-            joined.append((tokens, version))
-    return joined

@@ -1,11 +1,8 @@
-"""Plans of a run, part by part, written before anything is sampled: by the data source, or by
-functions of the user.
+"""Write the plans of a run, part by part, before their groups are sampled.
 
-A plan of ours is made again from the same state whenever it is needed. What a user's function draws
-or chooses may come out differently the second time, so the first plan from a state is written down
-as such, and is the one that counts.
-
-Not here: which rows come when (`rlpipe.data`), what becomes of the groups (`sampler`).
+Entry point: `Planner`. The data source computes a plan from a state; computing it again gives the
+same plan. A user function may draw or choose other groups the second time, so the first plan from a
+state is recorded as such and is the only valid one.
 """
 
 from __future__ import annotations
@@ -16,14 +13,14 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.custom import BufferFilter, Choice, CustomSource
 from rlpipe.data.source import DataSource
 from rlpipe.rollout.generate import planned_sample
-from rlpipe.rollout.rows import Part, StoredRows
+from rlpipe.rollout.rollout_rows import Groups, PlanPart, StoredRows
 from rlpipe.store.objects.files import Files
 from rlpipe.store.plans import Plans
 from rlpipe.types import DataState, Plan, PlannedGroup, Sample
 
 
 class Planner:
-    """Called on threads, by one generator."""
+    """Plan the parts of all iterations. Called on threads, by one generator."""
 
     def __init__(
         self,
@@ -34,38 +31,46 @@ class Planner:
         custom: CustomSource | None = None,
         choose: BufferFilter | None = None,
     ) -> None:
-        self._source, self._rollout, self._files, self._plans = source, rollout, files, Plans(files)
+        """`custom` draws the prompts in place of `source`; `choose` takes groups out of the
+        buffer."""
         self.custom = custom
+        self._source = source
+        self._rollout = rollout
+        self._files = files
+        self._plans = Plans(files)
         self._choose = choose
 
-    def part(self, iteration: int, state: DataState, number: int, *, write: bool = True) -> Part:
-        """A part of a plan. Without `write`, the digest is empty if there is no such plan yet.
+    def part(
+        self, iteration: int, state: DataState, number: int, *, write: bool = True
+    ) -> PlanPart:
+        """Return a part of a plan. Without `write`, the digest is empty if the plan does not exist.
 
         Raises: DataError; HookError of a user's source or filter.
         """
         if self.custom is None and self._choose is None:
-            plan = self._made(iteration, state, number, None)
-            return Part(self._plans.write(plan) if write else self._plans.find(plan) or "", plan)
-        found = self._plans.drawn(self._source.branch, iteration, number, state)
-        if found is None and not write:
-            nothing = Plan(
-                branch=self._source.branch,
+            plan = self._plan(iteration, state, number, None)
+            digest = self._plans.write(plan) if write else self._plans.find(plan) or ""
+            return PlanPart(digest, plan)
+        branch = self._source.branch
+        digest = self._plans.drawn(branch, iteration, number, state)
+        if digest is None and not write:
+            empty = Plan(
+                branch=branch,
                 iteration=iteration,
                 part=number,
                 groups=(),
                 before=state,
                 after=state,
             )
-            return Part("", nothing)
-        if found is None:
-            found = self._plans.draw(
-                self._made(iteration, state, number, self._choice(iteration, state))
-            )
-        return Part(found, self._plans.read(found))
+            return PlanPart("", empty)
+        if digest is None:
+            choice = self._choice(iteration, state)
+            digest = self._plans.draw(self._plan(iteration, state, number, choice))
+        return PlanPart(digest, self._plans.read(digest))
 
-    def parts(self, first: str) -> list[Part]:
-        """Part 0 and those that an earlier attempt went on to."""
-        parts = [Part(first, self._plans.read(first))]
+    def parts(self, first: str) -> list[PlanPart]:
+        """Return part 0 and the later parts that an earlier attempt wrote."""
+        parts = [PlanPart(first, self._plans.read(first))]
         while not self._rollout.static:
             following = self.following(parts[-1], write=False)
             if not following.digest:
@@ -73,34 +78,37 @@ class Planner:
             parts.append(following)
         return parts
 
-    def following(self, part: Part, *, write: bool = True) -> Part:
-        """The part after this one."""
+    def following(self, part: PlanPart, *, write: bool = True) -> PlanPart:
+        """Return the part after this one."""
         return self.part(part.plan.iteration, part.plan.after, part.plan.part + 1, write=write)
 
-    def _made(self, iteration: int, state: DataState, number: int, choice: Choice | None) -> Plan:
-        taken = (
-            choice[0] if choice is not None else [one.group_id for one in self._source.takes(state)]
-        )
-        draw = self._drawing(iteration) if self.custom is not None else None
+    def _plan(self, iteration: int, state: DataState, number: int, choice: Choice | None) -> Plan:
+        if choice is not None:
+            taken = choice[0]
+        else:
+            taken = [waiting.group_id for waiting in self._source.takes(state)]
         return self._source.plan(
             iteration,
             state,
             part=number,
             buffered=self._planned(state, taken),
             choice=choice,
-            draw=draw,
+            draw=self._draw(iteration),
         )
 
-    def _drawing(self, iteration: int) -> Callable:
+    def _draw(self, iteration: int) -> Callable | None:
         custom = self.custom
-        assert custom is not None
+        if custom is None:
+            return None
         return lambda count, drawn: custom.draw(count, drawn=drawn, iteration=iteration)
 
-    def _planned(self, state: DataState, wanted: list[str]) -> list[PlannedGroup]:
-        """Groups of the buffer as earlier plans wrote them."""
-        digests = dict.fromkeys(one.plan for one in state.buffer if one.group_id in wanted)
+    def _planned(self, state: DataState, group_ids: list[str]) -> list[PlannedGroup]:
+        """Return groups of the buffer as earlier plans wrote them."""
+        digests = dict.fromkeys(
+            waiting.plan for waiting in state.buffer if waiting.group_id in group_ids
+        )
         plans = [self._plans.read(digest) for digest in digests]
-        return [group for plan in plans for group in plan.groups if group.group_id in wanted]
+        return [group for plan in plans for group in plan.groups if group.group_id in group_ids]
 
     def _choice(self, iteration: int, state: DataState) -> Choice | None:
         if self._choose is None:
@@ -108,28 +116,27 @@ class Planner:
         return self._choose.choose(iteration, self._buffer(state), self._rollout.groups_per_round)
 
     def _buffer(self, state: DataState) -> list[list[Sample]]:
-        """The buffer's groups, with what was sampled of them."""
-        planned = {
-            group.group_id: group
-            for group in self._planned(state, [one.group_id for one in state.buffer])
-        }
+        """Return the groups of the buffer with their sampled tokens."""
+        buffer_ids = [waiting.group_id for waiting in state.buffer]
+        planned = {group.group_id: group for group in self._planned(state, buffer_ids)}
         rows = StoredRows(self._files)
-        sampled = {}
-        for digest in dict.fromkeys(one.rows for one in state.buffer if one.rows):
-            sampled |= rows.earlier(
-                digest, [one.group_id for one in state.buffer if one.rows == digest]
-            )
+        sampled: Groups = {}
+        for digest in dict.fromkeys(waiting.rows for waiting in state.buffer if waiting.rows):
+            group_ids = [waiting.group_id for waiting in state.buffer if waiting.rows == digest]
+            sampled |= rows.earlier(digest, group_ids)
         return [
-            sampled.get(one.group_id) or _unsampled(planned[one.group_id]) for one in state.buffer
+            sampled.get(group_id) or unsampled_group(planned[group_id]) for group_id in buffer_ids
         ]
 
 
-def _unsampled(group: PlannedGroup) -> list[Sample]:
+def unsampled_group(group: PlannedGroup) -> list[Sample]:
+    """Return the samples of a group without responses."""
     return [planned_sample(group, index) for index in range(len(group.seeds))]
 
 
 def discarded(plan: Plan) -> list[str]:
-    """Groups that waited before a plan and neither are in it nor wait after it: the buffer filter
-    took them out."""
-    kept = {group.group_id for group in plan.groups} | {one.group_id for one in plan.after.buffer}
-    return [one.group_id for one in plan.before.buffer if one.group_id not in kept]
+    """Return the groups that the buffer filter removed: in the buffer before a plan, and neither in
+    the plan nor in the buffer after it."""
+    kept = {group.group_id for group in plan.groups}
+    kept |= {waiting.group_id for waiting in plan.after.buffer}
+    return [waiting.group_id for waiting in plan.before.buffer if waiting.group_id not in kept]

@@ -27,7 +27,7 @@ from rlpipe.config.guard import error_text, guarded
 from rlpipe.config.hooks import load_hook
 from rlpipe.config.rollout import ToolConfig
 from rlpipe.errors import ConfigError
-from rlpipe.rollout.hooks.generate_function import called
+from rlpipe.rollout.hooks.generate_function import call_hook
 from rlpipe.system.child_processes import end_group, exit_status
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
@@ -95,7 +95,7 @@ class Tool:
         )
         try:
             async with asyncio.timeout(self.timeout_s):
-                return str(await (call() if self._is_async else called(call)))
+                return str(await (call() if self._is_async else call_hook(call)))
         except TimeoutError:
             return f"error: no answer within {self.timeout_s:g} s"
         except Exception as error:  # noqa: BLE001 - a tool may raise anything; the policy is told

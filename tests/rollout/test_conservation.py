@@ -29,9 +29,10 @@ from rlpipe.errors import DataError, EngineError, EngineUnavailable
 from rlpipe.lineage.stage_inputs import Inputs
 from rlpipe.rollout.filters import Rejection
 from rlpipe.rollout.generate import FINISHED, planned_sample
-from rlpipe.rollout.judge import Judge
-from rlpipe.rollout.rows import Part, StoredRows
-from rlpipe.rollout.sampler import RolloutResult, RolloutSettings, run_rollout
+from rlpipe.rollout.group_selection import GroupJudge
+from rlpipe.rollout.rollout_result import RolloutResult
+from rlpipe.rollout.rollout_rows import PlanPart, StoredRows
+from rlpipe.rollout.sampler import RolloutSettings, run_rollout
 from rlpipe.store.audit.verification import check_branch
 from rlpipe.store.branches import Branches, commit_name
 from rlpipe.store.gc import unreachable
@@ -170,7 +171,9 @@ class Driver:
         self.writing = threading.Lock()
         self.verdicts: dict[str, bool] = {}
 
-    def part(self, iteration: int, state: DataState, number: int, *, write: bool = True) -> Part:
+    def part(
+        self, iteration: int, state: DataState, number: int, *, write: bool = True
+    ) -> PlanPart:
         taken = self.source.takes(state)
         earlier = [
             group
@@ -179,9 +182,9 @@ class Driver:
         ]
         plan = self.source.plan(iteration, state, part=number, buffered=earlier)
         with self.writing:
-            return Part(self.plans.write(plan) if write else self.plans.find(plan) or "", plan)
+            return PlanPart(self.plans.write(plan) if write else self.plans.find(plan) or "", plan)
 
-    def more(self, part: Part, *, write: bool = True) -> Part:
+    def more(self, part: PlanPart, *, write: bool = True) -> PlanPart:
         return self.part(part.plan.iteration, part.plan.after, part.plan.part + 1, write=write)
 
     def keep(self, samples: Sequence[Sample]) -> Rejection | None:
@@ -212,9 +215,9 @@ class Driver:
             chosen,
             engine,
             store,
-            judge=Judge(self.keep) if self.world.rejects else Judge(),
+            judge=GroupJudge(self.keep) if self.world.rejects else GroupJudge(),
             slots=asyncio.Semaphore(3),
-            more=None if self.config.static else self.more,
+            next_part=None if self.config.static else self.more,
             cut_off=engine.cut_off,
         )
         return result, store, engine

@@ -14,7 +14,7 @@ from rlpipe.config.data import EvalDataset, FilePrompts
 from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
 from rlpipe.rollout.generation import Generation
-from rlpipe.rollout.generators import Ground, Occasion, sampling
+from rlpipe.rollout.generators import RolloutContext, RolloutResources, open_generate_function
 from rlpipe.slime.args import slime_args
 from rlpipe.store.parquet.rows import samples_to_table, table_to_samples
 from rlpipe.store.parquet.shards import decode, encode
@@ -92,11 +92,11 @@ def _config(tmp_path: Path, rollout: dict[str, Any], **sections: Any) -> RunConf
 async def _row(
     config: RunConfig, engine: _Engine, group: PlannedGroup = GROUP, **changes: Any
 ) -> Sample:
-    ground = Ground.of(
+    ground = RolloutResources.load(
         config, TOKENIZER, {"vocab_size": len(TOKENIZER), "max_position_embeddings": 200}, "/m"
     )
     rollout = config.rollout.model_copy(update=changes)
-    async with sampling(ground, Occasion(rollout), engine) as generate:  # pyright: ignore[reportArgumentType]
+    async with open_generate_function(ground, RolloutContext(rollout), engine) as generate:  # pyright: ignore[reportArgumentType]
         (row,) = await generate(group)
     return row
 

@@ -20,7 +20,9 @@ from rlpipe.types import PlannedGroup, Sample, Status
 
 GROUP = PlannedGroup(group_id="b:00000001", prompt="Q", prompt_ids=(ord("Q"),), seeds=(10,))
 END = 3
-LIMITS = TurnLimits(max_turns=3, response_len=200, context_len=300, turn_len=None, answer_len=20)
+LIMITS = TurnLimits(
+    max_turns=3, response_len=200, context_len=300, turn_len=None, tool_response_len=20
+)
 
 
 def _encode(text: str) -> list[int]:
@@ -149,7 +151,7 @@ async def test_lengths_hold_for_a_turn_for_an_answer_and_for_all():
     (sample,) = await _turns(engine, turn_len=4)(GROUP)
     assert (sample.response, sample.status) == ("abcd", Status.TRUNCATED)
     engine = _Engine("<twice>0123456789abc</twice>", "xyz|")
-    (sample,) = await _turns(engine, answer_len=5)(GROUP)
+    (sample,) = await _turns(engine, tool_response_len=5)(GROUP)
     assert "<result>01234</result>" in sample.response
     engine = _Engine("<twice>0123456789abc</twice>", "xyz|")
     (sample,) = await _turns(engine, response_len=35)(GROUP)
@@ -189,7 +191,7 @@ async def test_what_a_tool_raises_or_misses_is_what_the_policy_is_told():
         "calculator": Tool(ToolConfig(path="rlpipe.rollout.tools.calculator"), timeout_s=5),
     }
     engine = _Engine("<slow>x</slow>", "<calculator>1/0</calculator>", "|")
-    (sample,) = await _turns(engine, tools, answer_len=99)(GROUP)
+    (sample,) = await _turns(engine, tools, tool_response_len=99)(GROUP)
     assert "<result>error: no answer within 0.05 s</result>" in sample.response
     assert "<result>error: ZeroDivisionError: division by zero</result>" in sample.response
 
@@ -198,7 +200,7 @@ async def test_several_calls_in_json_are_answered_together_and_a_bad_one_is_told
     said = '<tool_call>{"name": "twice", "arguments": {"text": "ab"}}</tool_call>\n<tool_call>{nonsense</tool_call>'
     engine = _Engine(said + '<tool_call>{"name": "no"}</tool_call>|', "done|")
     (sample,) = await _turns(
-        engine, calls=Hermes(), answer_len=99, response_len=900, context_len=999
+        engine, calls=Hermes(), tool_response_len=99, response_len=900, context_len=999
     )(GROUP)
     given = _by_mask(sample)[1].strip(".")
     assert given.startswith(

@@ -16,8 +16,8 @@ from rlpipe.rollout.agent.openai_api import ChatSessions
 from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.generate import SingleTurn, planned_sample
 from rlpipe.rollout.generation import Generation
-from rlpipe.rollout.hooks.checked import Limits, as_rows
 from rlpipe.rollout.hooks.journal import Answer, Journal
+from rlpipe.rollout.hooks.sample_checks import Limits, checked_rows
 from rlpipe.store.routed_experts import read_rows, write_rows
 from rlpipe.types import PlannedGroup, Sample, Status
 
@@ -153,7 +153,7 @@ async def test_a_sample_of_an_earlier_iteration_goes_on_with_its_experts():
 
 
 async def test_an_engine_that_names_none_is_an_error_that_says_what_to_do():
-    with pytest.raises(EngineError, match=r"(?s)which experts.*--enable-return-routed-experts"):
+    with pytest.raises(EngineError, match=r"(?s)does not return routed experts.*--enable-return-routed-experts"):
         await single(Engine(([8], "stop"), ([9], "stop"), silent=True))
 
 
@@ -268,7 +268,7 @@ LIMITS = Limits(vocab_size=100, context_len=40, routed_width=WIDTH)
 def as_row(
     sample: Sample, journal: Journal, limits: Limits = LIMITS, before: Sample | None = None
 ) -> Sample:
-    (row,) = as_rows(sample, GROUP, 1, journal, limits, before=before, where="h")
+    (row,) = checked_rows(sample, GROUP, 1, journal, limits, before=before, where="h")
     return row
 
 

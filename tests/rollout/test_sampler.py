@@ -10,9 +10,10 @@ import pytest
 from rlpipe.errors import DeadlineExceeded, EngineError, EngineUnavailable, StoreError
 from rlpipe.rollout.filters import Rejection
 from rlpipe.rollout.generate import planned_sample
-from rlpipe.rollout.judge import Judge
-from rlpipe.rollout.rows import KeptRows, Part
-from rlpipe.rollout.sampler import RolloutResult, RolloutSettings, run_rollout
+from rlpipe.rollout.group_selection import GroupJudge
+from rlpipe.rollout.rollout_result import RolloutResult
+from rlpipe.rollout.rollout_rows import MemoryRows, PlanPart
+from rlpipe.rollout.sampler import RolloutSettings, run_rollout
 from rlpipe.types import BufferedGroup, DataState, Plan, PlannedGroup, Sample, Status
 
 STATIC = RolloutSettings(
@@ -26,20 +27,20 @@ STATIC = RolloutSettings(
 )
 
 
-def _part(groups: int, first: int = 0, number: int = 0) -> Part:
+def _part(groups: int, first: int = 0, number: int = 0) -> PlanPart:
     planned = tuple(
         PlannedGroup(group_id=f"b:{first + i}", prompt="p", prompt_ids=(5,), seeds=(i,))
         for i in range(groups)
     )
     before = DataState(draws=first)
     after = DataState(draws=first + groups)
-    return Part(
+    return PlanPart(
         f"plan-{number}",
         Plan(branch="b", iteration=3, part=number, groups=planned, before=before, after=after),
     )
 
 
-def _more(part: Part) -> Part:
+def _more(part: PlanPart) -> PlanPart:
     return _part(len(part.plan.groups), part.plan.after.draws, part.plan.part + 1)
 
 
@@ -83,7 +84,7 @@ class _Sampling:
         self.cut.set()
 
 
-class _Kept(KeptRows):
+class _Kept(MemoryRows):
     """Collects flushed groups; gives back what it was told an earlier attempt left."""
 
     def __init__(self, finished: Sequence[Sample] = (), cut: Sequence[Sample] = ()) -> None:
@@ -131,7 +132,7 @@ def _done(group_id: str, status: Status = Status.COMPLETED) -> Sample:
 async def _run(
     parts, sampling, kept, settings: RolloutSettings = STATIC, slots: int = 4, **keywords
 ) -> RolloutResult:
-    keywords = {"judge": Judge(), "slots": asyncio.Semaphore(slots), **keywords}
+    keywords = {"judge": GroupJudge(), "slots": asyncio.Semaphore(slots), **keywords}
     return await run_rollout(
         parts if isinstance(parts, list) else [parts], settings, sampling, kept, **keywords
     )
@@ -250,7 +251,7 @@ async def test_the_first_to_finish_make_the_batch_and_the_others_wait_in_the_buf
     kept = _Kept()
     settings = _settings(batch_size=3, static=False, partial=True)
     result = await _run(
-        _part(6), sampling, kept, settings, slots=6, more=_more, cut_off=sampling.cut_off
+        _part(6), sampling, kept, settings, slots=6, next_part=_more, cut_off=sampling.cut_off
     )
     assert result.accepted == ("b:1", "b:2", "b:3") and result.dropped == {}
     waiting = {one.group_id: one for one in result.after.buffer}
@@ -266,7 +267,9 @@ async def test_without_partial_rollout_what_is_cut_off_is_kept_but_starts_again(
     sampling = _Sampling({"b:0": 60})
     kept = _Kept()
     settings = _settings(batch_size=2, static=False)
-    result = await _run(_part(3), sampling, kept, settings, more=_more, cut_off=sampling.cut_off)
+    result = await _run(
+        _part(3), sampling, kept, settings, next_part=_more, cut_off=sampling.cut_off
+    )
     assert kept.cut == ["b:0"] and result.after.buffer == (
         BufferedGroup(group_id="b:0", plan="plan-0"),
     )
@@ -276,7 +279,7 @@ async def test_groups_that_never_got_a_slot_wait_without_rows():
     sampling = _Sampling()
     kept = _Kept()
     result = await _run(
-        _part(8), sampling, kept, _settings(batch_size=2, static=False), slots=2, more=_more
+        _part(8), sampling, kept, _settings(batch_size=2, static=False), slots=2, next_part=_more
     )
     assert (
         len(result.after.buffer) == 6 and sum(one.rows is None for one in result.after.buffer) >= 4
@@ -290,7 +293,7 @@ async def test_in_order_of_the_plan_it_does_not_matter_who_is_first():
         sampling,
         _Kept(),
         _settings(batch_size=2, static=False, in_order=True),
-        more=_more,
+        next_part=_more,
     )
     assert result.accepted == ("b:0", "b:1")
     assert [(one.group_id, one.rows) for one in result.after.buffer] == [
@@ -311,8 +314,10 @@ def _odd_or_insufficient(samples: Sequence[Sample]) -> Rejection | None:
 async def test_fallback_groups_fill_a_batch_instead_of_another_round(in_order: bool):
     kept = _Kept()
     settings = _settings(batch_size=3, static=False, in_order=in_order)
-    judge = Judge(_odd_or_insufficient)
-    result = await _run(_part(4), _Sampling(), kept, settings, slots=1, judge=judge, more=_more)
+    judge = GroupJudge(_odd_or_insufficient)
+    result = await _run(
+        _part(4), _Sampling(), kept, settings, slots=1, judge=judge, next_part=_more
+    )
     assert [part.digest for part in result.parts] == ["plan-0"]
     assert result.accepted == ("b:0", "b:1", "b:3") and result.fallbacks == {"b:0": "even"}
     assert result.dropped == {"b:2": "even"} and result.after == DataState(draws=4)
@@ -326,21 +331,28 @@ async def test_fallback_groups_of_one_round_still_count_in_the_next_where_fit_on
 
     settings = _settings(batch_size=4, static=False)
     result = await _run(
-        _part(4), _Sampling({"b:7": 60}), _Kept(), settings, judge=Judge(keep), more=_part_of_three
+        _part(4),
+        _Sampling({"b:7": 60}),
+        _Kept(),
+        settings,
+        judge=GroupJudge(keep),
+        next_part=_part_of_three,
     )
     assert len(result.parts) == 2
     assert result.accepted == ("b:0", "b:4", "b:5", "b:6") and result.fallbacks == {"b:0": "early"}
     assert set(result.dropped) == {"b:1", "b:2", "b:3"}
 
 
-def _part_of_three(part: Part) -> Part:
+def _part_of_three(part: PlanPart) -> PlanPart:
     return _part(3, part.plan.after.draws, part.plan.part + 1)
 
 
 async def test_rejected_groups_are_dropped_and_more_are_drawn():
     kept = _Kept()
     settings = _settings(batch_size=4, static=False)
-    result = await _run(_part(4), _Sampling(), kept, settings, judge=Judge(_odd), more=_more)
+    result = await _run(
+        _part(4), _Sampling(), kept, settings, judge=GroupJudge(_odd), next_part=_more
+    )
     assert [part.digest for part in result.parts] == ["plan-0", "plan-1"]
     assert set(result.accepted) == {"b:1", "b:3", "b:5", "b:7"} and len(kept.ids) == 8
     assert result.dropped == {f"b:{i}": "even" for i in (0, 2, 4, 6)} and result.after == DataState(
@@ -353,7 +365,12 @@ async def test_a_retry_takes_up_all_parts_that_an_earlier_attempt_went_on_to():
     kept = _Kept([_done("b:1"), _done("b:2"), _done("b:5")])
     sampling = _Sampling()
     result = await _run(
-        parts, sampling, kept, _settings(batch_size=4, static=False), judge=Judge(_odd), more=_more
+        parts,
+        sampling,
+        kept,
+        _settings(batch_size=4, static=False),
+        judge=GroupJudge(_odd),
+        next_part=_more,
     )
     assert not {"b:1", "b:2", "b:5"} & set(sampling.called)
     assert set(result.accepted) == {"b:1", "b:3", "b:5", "b:7"} and len(result.parts) == 2
@@ -369,8 +386,8 @@ async def test_a_filter_that_rejects_everything_is_an_error_with_its_reasons():
             _Sampling(),
             _Kept(),
             settings,
-            judge=Judge(lambda samples: Rejection("no")),
-            more=_more,
+            judge=GroupJudge(lambda samples: Rejection("no")),
+            next_part=_more,
         )
 
 
@@ -384,8 +401,10 @@ async def test_a_finished_group_from_the_buffer_is_taken_over_without_sampling()
     groups = (first.plan.groups[0].model_copy(update={"earlier": "old"}), first.plan.groups[1])
     sampling = _Sampling()
     kept = Earlier()
-    part = Part("plan-0", first.plan.model_copy(update={"groups": groups}))
-    result = await _run(part, sampling, kept, _settings(batch_size=2, static=False), more=_more)
+    part = PlanPart("plan-0", first.plan.model_copy(update={"groups": groups}))
+    result = await _run(
+        part, sampling, kept, _settings(batch_size=2, static=False), next_part=_more
+    )
     assert (
         sampling.called == ["b:1"]
         and kept.ids == ["b:0", "b:1"]
@@ -397,13 +416,13 @@ async def test_two_rollouts_share_the_slots_first_come_first_served():
     slots = asyncio.Semaphore(2)
     sampling = _Sampling()
     first = asyncio.create_task(
-        run_rollout([_part(4)], STATIC, sampling, _Kept(), judge=Judge(), slots=slots)
+        run_rollout([_part(4)], STATIC, sampling, _Kept(), judge=GroupJudge(), slots=slots)
     )
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     await asyncio.sleep(0.005)
     second = run_rollout(
-        [_part(4, first=4, number=1)], STATIC, sampling, _Kept(), judge=Judge(), slots=slots
+        [_part(4, first=4, number=1)], STATIC, sampling, _Kept(), judge=GroupJudge(), slots=slots
     )
     await asyncio.gather(first, second)
     assert sampling.most == 2 and sampling.called == [f"b:{i}" for i in range(8)]

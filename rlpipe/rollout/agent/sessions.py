@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlpipe.errors import DataError
-from rlpipe.rollout.hooks.checked import runs_of
+from rlpipe.rollout.generation import runs_of
 from rlpipe.store.routed_experts import num_rows
 from rlpipe.types import Message, Sample, Status
 

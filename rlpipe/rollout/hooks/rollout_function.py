@@ -1,21 +1,22 @@
-"""A whole rollout by a function of the user: `rollout.rollout_function_path` (slime's
-`--rollout-function-path`).
+"""Run a whole rollout with a user function: `rollout.rollout_function_path`.
 
     generate_rollout(args, rollout_id, data_source, evaluation=False) -> groups, plain or async
 
-`data_source.get_samples(n)` gives the next n groups of the plan, as lists of samples with the
-prompt's tokens; its `add_samples(groups)` hands back what is not for this batch. The answer is a
-list of groups (where a rollout fanned out, a list in its place), an object with `.samples` (and
-`.metrics`), or slime's pair of either and what was aborted. In an evaluation it may also be `{name:
-{"samples": …}}`, or an object with such a `.data`.
+This is slime's `--rollout-function-path`. `data_source.get_samples(n)` returns the next n groups of
+the plan as lists of samples with prompt tokens; `data_source.add_samples(groups)` takes groups that
+are not for this batch. The function returns
 
-Every group the function got is then accounted for: the first `rollout_batch_size` it returned make
-the batch, in their order; others that it returned or added wait in the buffer with what was sampled
-of them; what it kept is dropped as `not_returned`. The plan's groups that it did not ask for wait
-as they are. Rows are written once the function is done, so one that is killed is called again with
-the same groups; those whose rows were written are taken over, and not handed out a second time.
+- a list of groups (a rollout that fanned out is a list in its place),
+- an object with `.samples` (and `.metrics`), or slime's pair of either and the aborted samples,
+- in an evaluation also `{name: {"samples": …}}`, or an object with such a `.data`.
 
-Not here: functions that sample one rollout (`custom`).
+Every group that the function got has one fate. The first `rollout_batch_size` returned groups make
+the batch, in their order. Other returned or added groups wait in the buffer with their tokens. All
+others are dropped as `not_returned`. Groups of the plan that the function did not get stay in the
+buffer. Rows are written after the function returned: a killed function is called again with the
+same groups, except those whose rows were written.
+
+Entry points: `load_rollout_function`, `RolloutFunction`.
 """
 
 from __future__ import annotations
@@ -30,46 +31,54 @@ from typing import Any
 from rlpipe.config.data import RewardConfig
 from rlpipe.config.hooks import ROLLOUT_NAMES, check_call, load_hook
 from rlpipe.errors import DeadlineExceeded, HookError
-from rlpipe.rollout.generate import FINISHED, planned_sample
-from rlpipe.rollout.hooks.checked import Limits, as_rows
-from rlpipe.rollout.hooks.generate_function import called, rollout_of, session_id
+from rlpipe.rollout.generate import FINISHED
+from rlpipe.rollout.hooks.generate_function import call_hook, rollout_of, session_id
 from rlpipe.rollout.hooks.journal import Journal
-from rlpipe.rollout.hooks.own_rewards import score_by_own_functions
-from rlpipe.rollout.planner import discarded
-from rlpipe.rollout.rows import Groups, Part, Rows
-from rlpipe.rollout.sampler import RolloutProgress, RolloutResult
+from rlpipe.rollout.hooks.sample_checks import Limits, checked_rows
+from rlpipe.rollout.hooks.sample_rewards import score_with_sample_functions
+from rlpipe.rollout.planner import unsampled_group
+from rlpipe.rollout.rollout_result import (
+    RolloutProgress,
+    RolloutResult,
+    ages,
+    build_result,
+    dropped_by_buffer_filter,
+)
+from rlpipe.rollout.rollout_rows import Groups, PlanPart, Rows, by_group, num_response_tokens
 from rlpipe.types import BufferedGroup, PlannedGroup, Sample, Status
 
 EXPECTED = "generate_rollout(args, rollout_id, data_source, evaluation=False)"
+_UNFINISHED = (Status.ABORTED, Status.PENDING)
 
 
 def load_rollout_function(
     path: str, key: str = "rollout.rollout_function_path"
 ) -> Callable[..., Any]:
-    """The function. Raises: ConfigError showing the signature it should have."""
+    """Load the function. Raises: ConfigError with the expected signature."""
     function = load_hook(path, ROLLOUT_NAMES)
     check_call(function, None, 0, None, path=path, key=key, expected=EXPECTED, evaluation=False)
     return function
 
 
 class DataSourceView:
-    """What the function gets as `data_source`: the plan, part after part. Used from one thread at a
-    time."""
+    """The `data_source` of a rollout function: the groups of a plan, part after part.
+
+    Used from one thread at a time.
+    """
 
     def __init__(
         self,
-        parts: list[Part],
-        more: Callable[[Part], Part] | None,
+        parts: list[PlanPart],
+        next_part: Callable[[PlanPart], PlanPart] | None,
         finished: Groups,
-        begun: Groups,
+        earlier: Groups,
     ) -> None:
-        """`finished` are not handed out; `begun` go on from what was sampled of them."""
+        """`finished` groups are not handed out; `earlier` groups continue from their tokens."""
         self.parts = parts
-        self._more = more
-        self._finished = finished
-        self._begun = begun
-        self.given: dict[str, tuple[Part, PlannedGroup]] = {}
+        self.handed_out: dict[str, tuple[PlanPart, PlannedGroup]] = {}
         self.added: list[Any] = []
+        self._next_part = next_part
+        self._earlier = earlier
         self._lock = threading.Lock()
         self._waiting = [
             (part, group)
@@ -79,28 +88,26 @@ class DataSourceView:
         ]
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """The next groups. Raises: HookError if there are no more of them."""
+        """Return the next groups. Raises: HookError if the data source has fewer groups."""
         with self._lock:
             while len(self._waiting) < num_samples:
-                if self._more is None:
-                    found = f"{num_samples} groups asked for"
-                    expected = f"at most {len(self._waiting)} more"
+                if self._next_part is None:
                     raise HookError(
                         "the data source has no more groups",
                         where="get_samples",
-                        found=found,
-                        expected=expected,
+                        found=f"{num_samples} groups requested",
+                        expected=f"at most {len(self._waiting)} more",
                     )
-                part = self._more(self.parts[-1])
+                part = self._next_part(self.parts[-1])
                 self.parts.append(part)
                 self._waiting += [(part, group) for group in part.plan.groups]
-            now = self._waiting[:num_samples]
+            taken = self._waiting[:num_samples]
             self._waiting = self._waiting[num_samples:]
-            self.given |= {group.group_id: (part, group) for part, group in now}
-            return [self._samples(group) for _, group in now]
+            self.handed_out |= {group.group_id: (part, group) for part, group in taken}
+            return [self._samples(group) for _, group in taken]
 
     def add_samples(self, samples: Sequence[Any]) -> None:
-        """Groups that wait for a later rollout."""
+        """Keep groups in the buffer for a later rollout."""
         with self._lock:
             self.added += list(samples)
 
@@ -108,19 +115,15 @@ class DataSourceView:
         return len(self._waiting)
 
     def _samples(self, group: PlannedGroup) -> list[Sample]:
-        begun = self._begun.get(group.group_id) or [
-            planned_sample(group, index) for index in range(len(group.seeds))
-        ]
-        for sample in begun:
-            sample.rollout_id, sample.session_id = (
-                rollout_of(sample),
-                session_id(group, rollout_of(sample)),
-            )
-        return begun
+        samples = self._earlier.get(group.group_id) or unsampled_group(group)
+        for sample in samples:
+            sample.rollout_id = rollout_of(sample)
+            sample.session_id = session_id(group, sample.rollout_id)
+        return samples
 
 
-class FunctionRollout:
-    """One attempt at a rollout by a function."""
+class RolloutFunction:
+    """One attempt at a rollout with a user function."""
 
     def __init__(
         self,
@@ -134,8 +137,8 @@ class FunctionRollout:
         timeout_s: float,
         reward: RewardConfig,
     ) -> None:
-        """`iteration`, of an evaluation the weight version, is its `rollout_id`. `reward`:
-        deadlines of samples' own rewards."""
+        """`iteration` is the function's `rollout_id`; in an evaluation it is the weight version.
+        `reward` has the deadlines for the reward functions of samples."""
         self.function = function
         self.path = path
         self.args = args
@@ -147,64 +150,52 @@ class FunctionRollout:
 
     async def train(
         self,
-        parts: list[Part],
+        parts: list[PlanPart],
         rows: Rows,
         *,
         batch_size: int,
         partial: bool,
-        more: Callable[[Part], Part],
+        next_part: Callable[[PlanPart], PlanPart],
     ) -> RolloutResult:
-        """Call it for an iteration, write the rows. Raises: HookError, DeadlineExceeded, and what
-        the store says."""
-        start_s = time.monotonic()
-        iteration = self.iteration
-        adopted: Groups = {}
-        begun: Groups = {}
-        for part in parts:
-            finished, cut = await asyncio.to_thread(rows.adopt, part)
-            adopted |= finished
-            begun |= cut if partial else {}
-            for digest in dict.fromkeys(
-                group.earlier for group in part.plan.groups if group.earlier
-            ):
-                wanted = [group.group_id for group in part.plan.groups if group.earlier == digest]
-                begun |= await asyncio.to_thread(rows.earlier, digest, wanted)
-        view = DataSourceView(parts, more, adopted, begun)
-        before = {
-            group_id: {row.index: row for row in groups} for group_id, groups in begun.items()
-        }
-        returned: Groups = {}
-        aside: Groups = {}
-        if len(adopted) < batch_size:
-            answer = await self._called(iteration, view, evaluation=False)
-            returned = self._read(_groups_of(answer), view, before)
-            aside = self._read(view.added, view, before)
-            await self._score(returned)
-        self._check(returned, adopted, aside, batch_size, iteration)
-        await self._write(
-            view,
-            rows,
-            {**returned, **{key: group for key, group in aside.items() if _finished(group)}},
-        )
-        await self._write(
-            view,
-            rows,
-            {key: g for key, g in aside.items() if not _finished(g) and _tokens(g)},
-            cut=True,
-        )
-        return self._result(view, adopted, returned, aside, batch_size, time.monotonic() - start_s)
+        """Call the function for an iteration and write the rows.
 
-    async def evaluate(self, part: Part, name: str, rows: Rows) -> RolloutResult:
-        """Call it for a held-out set, write the rows. Raises: HookError, DeadlineExceeded."""
-        version = self.iteration
+        Raises: HookError; DeadlineExceeded; StoreError.
+        """
+        start_s = time.monotonic()
+        adopted, earlier = await _rows_so_far(parts, rows, partial=partial)
+        view = DataSourceView(parts, next_part, adopted, earlier)
+        # Keyed by index: the function may change the samples of `earlier` in place.
+        before = {key: {row.index: row for row in group} for key, group in earlier.items()}
+        returned: Groups = {}
+        added: Groups = {}
+        # With a full batch from an earlier attempt, only the result has to be built.
+        if len(adopted) < batch_size:
+            answer = await self._call(view, evaluation=False)
+            returned = self._read(_groups_of(answer), view, before)
+            added = self._read(view.added, view, before)
+            await self._score(returned)
+        self._check(returned, adopted, added, batch_size)
+        finished = {key: group for key, group in added.items() if _is_finished(group)}
+        cut = {
+            key: group
+            for key, group in added.items()
+            if not _is_finished(group) and num_response_tokens(group)
+        }
+        await _write(view, rows, {**returned, **finished})
+        await _write(view, rows, cut, cut=True)
+        return _result(view, adopted, returned, added, batch_size, time.monotonic() - start_s)
+
+    async def evaluate(self, part: PlanPart, name: str, rows: Rows) -> RolloutResult:
+        """Call the function for a held-out set and write the rows. Raises: HookError;
+        DeadlineExceeded."""
         start_s = time.monotonic()
         view = DataSourceView([part], None, {}, {})
-        answer = await self._called(version, view, evaluation=True)
+        answer = await self._call(view, evaluation=True)
         data = getattr(answer, "data", answer)
         if isinstance(data, dict):
             if name not in data:
                 raise HookError(
-                    "nothing of this held-out set",
+                    "the answer lacks a held-out set",
                     where=self.path,
                     found=sorted(data),
                     expected=name,
@@ -212,92 +203,88 @@ class FunctionRollout:
             answer = data[name]["samples"]
         groups = _groups_of(answer)
         if groups and all(isinstance(sample, Sample) for sample in groups):
-            groups = _by_group(groups)
+            # slime's evaluations return a flat list of samples.
+            groups = list(by_group(groups).values())
         returned = self._read(groups, view, {})
         await self._score(returned)
-        await self._write(view, rows, returned)
-        return self._result(view, {}, returned, {}, len(returned), time.monotonic() - start_s)
+        await _write(view, rows, returned)
+        return _result(view, {}, returned, {}, len(returned), time.monotonic() - start_s)
 
-    async def _called(self, iteration: int, view: DataSourceView, *, evaluation: bool) -> Any:
-        where = f"{self.path} in {'the evaluation of version' if evaluation else 'iteration'} {iteration}"
+    async def _call(self, view: DataSourceView, *, evaluation: bool) -> Any:
+        what = "the evaluation of version" if evaluation else "iteration"
+        where = f"{self.path} in {what} {self.iteration}"
         try:
             async with asyncio.timeout(self.timeout_s):
-                return await called(
-                    self.function, self.args, iteration, view, evaluation=evaluation
+                return await call_hook(
+                    self.function, self.args, self.iteration, view, evaluation=evaluation
                 )
         except TimeoutError as error:
             expected = f"an answer within {self.timeout_s:g} s (rollout.timeout_s)"
             raise DeadlineExceeded(
-                "the rollout function does not come back", where=where, expected=expected
+                "the rollout function does not return", where=where, expected=expected
             ) from error
         except HookError:
             raise
-        except Exception as error:  # a hook may raise anything
+        except Exception as error:  # a hook may raise any exception
             raise HookError(
                 "the rollout function failed", where=where, found=f"{type(error).__name__}: {error}"
             ) from error
 
     async def _score(self, groups: Groups) -> None:
-        """Raises: HookError for a sample that its own reward function could not score."""
+        """Score samples that name a reward function. Raises: HookError if a function fails."""
         samples = [sample for group in groups.values() for sample in group]
         failed_before = {id(sample) for sample in samples if sample.error is not None}
-        await score_by_own_functions(samples, self.reward, self.args)
-        failed = next(
-            (
-                sample
-                for sample in samples
-                if sample.error is not None and id(sample) not in failed_before
-            ),
-            None,
-        )
-        if failed is not None:
-            raise HookError(
-                "a sample's own reward function failed", where=self.path, found=failed.error
-            )
+        await score_with_sample_functions(samples, self.reward, self.args)
+        for sample in samples:
+            if sample.error is not None and id(sample) not in failed_before:
+                raise HookError(
+                    "the reward function of a sample failed", where=self.path, found=sample.error
+                )
 
     def _read(
         self, groups: Sequence[Any], view: DataSourceView, before: dict[str, dict[int, Sample]]
     ) -> Groups:
-        """Rows of groups that the function gave back, by id."""
-        found: Groups = {}
+        """Return the rows of groups from the function, by group id."""
+        read: Groups = {}
         for number, group in enumerate(groups):
-            group_id = _id_of(group, f"{self.path}, group {number}")
-            if group_id not in view.given or group_id in found:
-                problem = (
-                    "a group that was not handed out"
-                    if group_id not in view.given
-                    else "a group that is there twice"
-                )
-                expected = "the groups of data_source.get_samples, each once"
+            where = f"{self.path}, group {number}"
+            group_id = _group_id_of(group, where)
+            problem = None
+            if group_id not in view.handed_out:
+                problem = "the group was not handed out"
+            elif group_id in read:
+                problem = "the group was returned twice"
+            if problem:
                 raise HookError(
                     problem,
-                    where=f"{self.path}, group {number}",
+                    where=where,
                     found=repr(group_id),
-                    expected=expected,
+                    expected="the groups of data_source.get_samples, each once",
                 )
-            planned = view.given[group_id][1]
-            found[group_id] = self._rows(group, planned, before.get(group_id, {}))
-        return found
+            _, planned = view.handed_out[group_id]
+            read[group_id] = self._rows(group, planned, before.get(group_id, {}))
+        return read
 
     def _rows(
         self, group: Sequence[Any], planned: PlannedGroup, before: dict[int, Sample]
     ) -> list[Sample]:
         rows: list[Sample] = []
-        for place, one in enumerate(group):
-            first = one[0] if isinstance(one, list | tuple) else one
-            rollout = first.rollout_id if first.rollout_id is not None else place
+        num_rollouts = len(planned.seeds)
+        for position, samples in enumerate(group):
+            first = samples[0] if isinstance(samples, list | tuple) else samples
+            rollout = first.rollout_id if first.rollout_id is not None else position
             where = f"{self.path} on {planned.group_id}/{rollout}"
-            if not 0 <= rollout < len(planned.seeds):
+            if not 0 <= rollout < num_rollouts:
                 raise HookError(
-                    "no such rollout in the group",
+                    "the group has no rollout of this number",
                     where=where,
                     found=rollout,
-                    expected=f"below {len(planned.seeds)}",
+                    expected=f"below {num_rollouts}",
                 )
             if first.status is Status.PENDING and not first.response_ids:
                 first.status = Status.ABORTED
-            rows += as_rows(
-                one,
+            rows += checked_rows(
+                samples,
                 planned,
                 rollout,
                 self.journal,
@@ -305,137 +292,151 @@ class FunctionRollout:
                 before=before.get(rollout),
                 where=where,
             )
-        missing = set(range(len(planned.seeds))) - {row.rollout_id for row in rows}
+        missing = set(range(num_rollouts)) - {row.rollout_id for row in rows}
         if missing or len({row.index for row in rows}) < len(rows):
-            found = f"rollouts {[row.rollout_id for row in rows]}"
-            expected = (
-                f"one for each of {len(planned.seeds)}; what fanned out as a list in its place"
-            )
             raise HookError(
                 "a group is not complete",
                 where=f"{self.path} on {planned.group_id}",
-                found=found,
-                expected=expected,
+                found=f"rollouts {[row.rollout_id for row in rows]}",
+                expected=f"each of {num_rollouts} rollouts once; "
+                "the samples of a rollout that fanned out as a list in its place",
             )
         return sorted(rows, key=lambda row: row.index)
 
-    def _check(
-        self, returned: Groups, adopted: Groups, aside: Groups, batch_size: int, iteration: int
-    ) -> None:
-        where = f"{self.path} in iteration {iteration}"
-        if both := sorted(set(returned) & set(aside)):
+    def _check(self, returned: Groups, adopted: Groups, added: Groups, batch_size: int) -> None:
+        """Raises: HookError if the returned groups cannot be the batch."""
+        where = f"{self.path} in iteration {self.iteration}"
+        if both := sorted(set(returned) & set(added)):
             raise HookError(
                 "groups both returned and added to the data source",
                 where=where,
                 found=both,
-                expected="one of them",
+                expected="each group in one of the two",
             )
         unfinished = [
-            key for key, group in returned.items() if any(row.status in UNFINISHED for row in group)
-        ]
-        if unfinished:
-            do = "give them to data_source.add_samples"
-            raise HookError(
-                "groups of the batch are not finished", where=where, found=unfinished, do=do
-            )
-        good = [
             key
             for key, group in returned.items()
-            if all(row.status is not Status.FAILED for row in group)
+            if any(row.status in _UNFINISHED for row in group)
         ]
-        if len(good) + len(adopted) < batch_size:
-            found = (
-                f"{len(good) + len(adopted)} groups, and {len(returned) - len(good)} that failed"
+        if unfinished:
+            raise HookError(
+                "groups of the batch are not finished",
+                where=where,
+                found=unfinished,
+                do="give them to data_source.add_samples",
             )
+        num_failed = len(_failed(returned))
+        num_fit = len(returned) - num_failed + len(adopted)
+        if num_fit < batch_size:
             raise HookError(
                 "too few groups",
                 where=where,
-                found=found,
+                found=f"{num_fit} groups, and {num_failed} that failed",
                 expected=f"{batch_size} (rollout.rollout_batch_size)",
             )
 
-    async def _write(
-        self, view: DataSourceView, rows: Rows, groups: Groups, *, cut: bool = False
-    ) -> None:
-        for part in view.parts:
-            own = [group for key, group in groups.items() if view.given[key][0] is part]
-            if own:
-                await asyncio.to_thread(rows.write, part, own, cut=cut)
 
-    def _result(
-        self,
-        view: DataSourceView,
-        adopted: Groups,
-        returned: Groups,
-        aside: Groups,
-        batch_size: int,
-        seconds: float,
-    ) -> RolloutResult:
-        failed = {
-            key
-            for key, rows in returned.items()
-            if any(row.status is Status.FAILED for row in rows)
-        }
-        fit = [*adopted, *(key for key in returned if key not in failed)]
-        accepted = fit[:batch_size]
-        dropped = dict.fromkeys(failed, "failed") | {
-            key: "buffer_filter" for part in view.parts for key in discarded(part.plan)
-        }
-        dropped |= {
-            key: "not_returned" for key in view.given if key not in returned and key not in aside
-        }
-        there = {**adopted, **returned, **aside}
-        buffer = [
-            _buffered(part, group, there.get(group.group_id))
-            for part in view.parts
-            for group in part.plan.groups
-            if group.group_id not in dropped and group.group_id not in accepted
-        ]
-        last = view.parts[-1].plan.after
-        after = last.model_copy(update={"buffer": (*last.buffer, *buffer)})
-        progress = RolloutProgress(
-            wanted_groups=batch_size, accepted_groups=len(accepted), finished_groups=len(fit)
-        )
-        progress.groups = sum(len(part.plan.groups) for part in view.parts)
-        progress.failed_groups = len(failed)
-        progress.seconds = seconds
-        for rows in (*returned.values(), *aside.values()):
-            progress.samples += len(rows)
-            progress.prompt_tokens += sum(len(row.prompt_ids) for row in rows)
-            progress.response_tokens += _tokens(rows)
-            progress.statuses.update(row.status.value for row in rows)
-        errors = {key: row.error for key in failed for row in returned[key] if row.error}
-        cut = sum(not _finished(rows) for rows in aside.values())
-        return RolloutResult(
-            progress, tuple(view.parts), tuple(accepted), dropped, after, len(adopted), cut, errors
-        )
+async def _rows_so_far(
+    parts: list[PlanPart], rows: Rows, *, partial: bool
+) -> tuple[Groups, Groups]:
+    """Return the groups that an earlier attempt finished, and the groups to continue."""
+    adopted: Groups = {}
+    earlier: Groups = {}
+    for part in parts:
+        finished, cut = await asyncio.to_thread(rows.adopt, part)
+        adopted |= finished
+        earlier |= cut if partial else {}
+        for digest in dict.fromkeys(group.earlier for group in part.plan.groups if group.earlier):
+            group_ids = [group.group_id for group in part.plan.groups if group.earlier == digest]
+            earlier |= await asyncio.to_thread(rows.earlier, digest, group_ids)
+    return adopted, earlier
 
 
-UNFINISHED = (Status.ABORTED, Status.PENDING)
+async def _write(view: DataSourceView, rows: Rows, groups: Groups, *, cut: bool = False) -> None:
+    for part in view.parts:
+        of_part = [group for key, group in groups.items() if view.handed_out[key][0] is part]
+        if of_part:
+            await asyncio.to_thread(rows.write, part, of_part, cut=cut)
+
+
+def _result(
+    view: DataSourceView,
+    adopted: Groups,
+    returned: Groups,
+    added: Groups,
+    batch_size: int,
+    seconds: float,
+) -> RolloutResult:
+    failed = _failed(returned)
+    fit = [*adopted, *(key for key in returned if key not in failed)]
+    accepted = fit[:batch_size]
+    dropped = dict.fromkeys(failed, "failed") | dropped_by_buffer_filter(view.parts)
+    dropped |= {
+        key: "not_returned" for key in view.handed_out if key not in returned and key not in added
+    }
+    groups = {**adopted, **returned, **added}
+    buffered = [
+        _buffered(part, group, groups.get(group.group_id, ()))
+        for part in view.parts
+        for group in part.plan.groups
+        if group.group_id not in dropped and group.group_id not in accepted
+    ]
+    progress = RolloutProgress(
+        groups=sum(len(part.plan.groups) for part in view.parts),
+        wanted_groups=batch_size,
+        accepted_groups=len(accepted),
+        finished_groups=len(fit),
+        failed_groups=len(failed),
+        seconds=seconds,
+    )
+    for group in (*returned.values(), *added.values()):
+        progress.count(group)
+    return build_result(
+        progress,
+        view.parts,
+        accepted,
+        dropped,
+        newer=buffered,
+        adopted_groups=len(adopted),
+        cut_groups=sum(not _is_finished(group) for group in added.values()),
+        errors={key: row.error for key in failed for row in returned[key] if row.error},
+    )
+
+
+def _buffered(part: PlanPart, group: PlannedGroup, rows: Sequence[Sample]) -> BufferedGroup:
+    """Return the buffer's entry of a group that is neither accepted nor dropped."""
+    earlier = BufferedGroup(group_id=group.group_id, plan=part.digest, rows=group.earlier)
+    if not num_response_tokens(rows):
+        return earlier
+    return earlier.model_copy(update={"rows": part.digest, **ages(rows)})
+
+
+def _failed(groups: Groups) -> set[str]:
+    return {
+        key for key, group in groups.items() if any(row.status is Status.FAILED for row in group)
+    }
+
+
+def _is_finished(group: Sequence[Sample]) -> bool:
+    return all(row.status in FINISHED for row in group)
 
 
 def _groups_of(answer: Any) -> list[Any]:
-    """The groups in any of the forms a rollout function may answer."""
+    """Return the groups of an answer in any of the accepted forms."""
     if isinstance(answer, tuple) and len(answer) == 2 and not isinstance(answer[0], Sample):
-        answer = answer[0]
+        answer, _aborted = answer
     groups = getattr(answer, "samples", answer)
     if not isinstance(groups, list | tuple):
-        found = type(groups).__name__
-        expected = "a list of groups, or an object with .samples"
         raise HookError(
-            "it gave back something else", where="rollout function", found=found, expected=expected
+            "the rollout function returned another type",
+            where="rollout function",
+            found=type(groups).__name__,
+            expected="a list of groups, or an object with .samples",
         )
     return list(groups)
 
 
-def _by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
-    groups: dict[str, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group_id, []).append(sample)
-    return list(groups.values())
-
-
-def _id_of(group: Any, where: str) -> str:
+def _group_id_of(group: Any, where: str) -> str:
     first = group[0] if isinstance(group, list | tuple) and group else group
     first = first[0] if isinstance(first, list | tuple) and first else first
     if not isinstance(first, Sample):
@@ -443,23 +444,3 @@ def _id_of(group: Any, where: str) -> str:
             "not a group", where=where, found=type(first).__name__, expected="a list of samples"
         )
     return first.group_id
-
-
-def _finished(rows: Sequence[Sample]) -> bool:
-    return all(row.status in FINISHED for row in rows)
-
-
-def _tokens(rows: Sequence[Sample]) -> int:
-    return sum(len(row.response_ids) for row in rows)
-
-
-def _buffered(part: Part, group: PlannedGroup, rows: Sequence[Sample] | None) -> BufferedGroup:
-    """What the buffer says of a group that is neither accepted nor dropped."""
-    waiting = BufferedGroup(group_id=group.group_id, plan=part.digest, rows=group.earlier)
-    if not rows or not _tokens(rows):
-        return waiting
-    versions = [version for row in rows for _, version in row.weight_versions]
-    newest = max(versions, default=None) if _finished(rows) else None
-    return waiting.model_copy(
-        update={"rows": part.digest, "oldest": min(versions, default=None), "finished": newest}
-    )

@@ -17,6 +17,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+from rlpipe.rewards.reward_rows import score
 
 from rlpipe.config.data import RemoteReward, RewardConfig
 from rlpipe.engines.sglang import external, routes
@@ -24,7 +25,6 @@ from rlpipe.engines.sglang.admin import Engine
 from rlpipe.engines.sglang.external import ExternalRouter
 from rlpipe.errors import DeadlineExceeded, EngineError, EngineRejected, EngineUnavailable
 from rlpipe.rewards import remote
-from rlpipe.rewards.base import score
 from rlpipe.rollout.client import http
 from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.client.streaming import stream
@@ -283,7 +283,7 @@ async def test_who_never_stops_answering_is_not_listened_to_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(http, "LARGEST_ANSWER_BYTES", 10**6)
-    monkeypatch.setattr(remote, "_LARGEST_ANSWER_BYTES", 10**6)
+    monkeypatch.setattr(remote, "_MAX_ANSWER_BYTES", 10**6)
     monkeypatch.setattr("rlpipe.rollout.client.streaming._LONGEST_EVENT_BYTES", 10**6)
     monkeypatch.setattr(routes, "_CALL_S", 0.2)
     monkeypatch.setattr(external, "LOOK_S", 0.2)

@@ -17,7 +17,7 @@ from rlpipe.config.load import validate
 from rlpipe.errors import ConfigError
 from rlpipe.rollout.generate import GroupFailed, failed_samples
 from rlpipe.rollout.generation import Generation
-from rlpipe.rollout.generators import Ground, Occasion, sampling
+from rlpipe.rollout.generators import RolloutContext, RolloutResources, open_generate_function
 from rlpipe.rollout.hooks.generate_function import load_generate
 from rlpipe.types import PlannedGroup, Sample, Status
 
@@ -90,9 +90,9 @@ async def _way(
         }
     )
     model = {"vocab_size": len(TOKENIZER), "max_position_embeddings": 200}
-    ground = Ground.of(config, TOKENIZER, model, str(tmp_path))
-    occasion = Occasion(config.rollout, 4, evaluation=evaluation, stop=stop)
-    async with sampling(ground, occasion, engine) as generate:  # pyright: ignore[reportArgumentType]
+    ground = RolloutResources.load(config, TOKENIZER, model, str(tmp_path))
+    occasion = RolloutContext(config.rollout, 4, evaluation=evaluation, stop=stop)
+    async with open_generate_function(ground, occasion, engine) as generate:  # pyright: ignore[reportArgumentType]
         yield generate
 
 

@@ -14,7 +14,7 @@ from rlpipe.errors import ConfigError, HookError
 from rlpipe.lineage.stage_inputs import eval_inputs
 from rlpipe.preflight import check
 from rlpipe.rollout.generate import GroupFailed
-from rlpipe.rollout.generators import Ground, Occasion, sampling
+from rlpipe.rollout.generators import RolloutContext, RolloutResources, open_generate_function
 from rlpipe.slime.evaluation import datasets
 from rlpipe.store.parquet.rows import samples_to_table, table_to_samples
 from rlpipe.store.parquet.schema import decode, encode
@@ -54,9 +54,9 @@ async def test_what_the_function_that_a_sample_names_raises_fails_its_group(tmp_
     with pytest.raises(GroupFailed, match="no verdict") as caught:
         await _rows(tmp_path, _names(tmp_path, "fails"))
     assert {row.status for row in caught.value.samples} == {Status.FAILED}
-    with pytest.raises(GroupFailed, match="there is no 'nowhere' in it"):
+    with pytest.raises(GroupFailed, match="the module has no 'nowhere'"):
         await _rows(tmp_path, _names(tmp_path, "nowhere"))
-    with pytest.raises(GroupFailed, match="which entry of the dict is the reward"):
+    with pytest.raises(GroupFailed, match="has no entry of this name"):
         await _rows(tmp_path, _names(tmp_path, "by_label"))
 
 
@@ -172,12 +172,12 @@ async def test_a_held_out_set_is_sampled_by_its_own_function(tmp_path: Path):
         tmp_path, str(tmp_path / "own.py"), custom_generate_function_path=str(tmp_path / "run.py")
     )
     model = {"vocab_size": len(TOKENIZER), "max_position_embeddings": 200}
-    ground = Ground.of(config, TOKENIZER, model, str(tmp_path))
+    ground = RolloutResources.load(config, TOKENIZER, model, str(tmp_path))
     labels = {}
     for dataset in config.evaluation.datasets:
         rollout = config.rollout.model_copy(update=dataset.sampling())
-        occasion = Occasion(rollout, 0, evaluation=True)
-        async with sampling(ground, occasion, _Engine()) as generate:  # pyright: ignore[reportArgumentType]
+        occasion = RolloutContext(rollout, 0, evaluation=True)
+        async with open_generate_function(ground, occasion, _Engine()) as generate:  # pyright: ignore[reportArgumentType]
             labels[dataset.name] = {row.label for row in await generate(GROUP)}
     assert labels == {"a": {"own"}, "b": {"run"}}
     assert config.reads_text
@@ -216,7 +216,7 @@ def test_the_source_of_a_held_out_sets_function_is_part_of_its_evaluation_and_is
 def test_a_held_out_sets_function_is_refused_beside_a_function_that_would_not_call_it(
     tmp_path: Path,
 ):
-    with pytest.raises(ConfigError, match="leave one out"):
+    with pytest.raises(ConfigError, match="remove one of them"):
         _with_set(tmp_path, "a.py:f", eval_function_path="b.py:f")
     assert (
         "custom_generate_function_path"
@@ -257,13 +257,15 @@ async def _opd_rows(tmp_path: Path, values: str, sections: dict[str, Any]) -> li
     (tmp_path / "mine.py").write_text(TEACHER.replace("VALUES", values))
     config = _with_set(tmp_path, None, custom_generate_function_path=str(tmp_path / "mine.py"))
     config = validate({**config.model_dump(mode="json"), **sections})
-    ground = Ground.of(
+    ground = RolloutResources.load(
         config,
         TOKENIZER,
         {"vocab_size": len(TOKENIZER), "max_position_embeddings": 200},
         str(tmp_path),
     )
-    async with sampling(ground, Occasion(config.rollout), _Engine()) as generate:  # pyright: ignore[reportArgumentType]
+    async with open_generate_function(
+        ground, RolloutContext(config.rollout), _Engine()
+    ) as generate:  # pyright: ignore[reportArgumentType]
         return await generate(GROUP)
 
 

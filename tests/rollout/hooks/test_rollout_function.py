@@ -14,11 +14,11 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.custom import BufferFilter, CustomSource
 from rlpipe.data.source import DataSource
 from rlpipe.errors import ConfigError, DataError, HookError
-from rlpipe.rollout.hooks.checked import Limits
 from rlpipe.rollout.hooks.journal import Journal
-from rlpipe.rollout.hooks.rollout_function import FunctionRollout, load_rollout_function
+from rlpipe.rollout.hooks.rollout_function import RolloutFunction, load_rollout_function
+from rlpipe.rollout.hooks.sample_checks import Limits
 from rlpipe.rollout.planner import Planner
-from rlpipe.rollout.rows import KeptRows, StoredRows
+from rlpipe.rollout.rollout_rows import MemoryRows, StoredRows
 from rlpipe.rollout.sampler import RolloutResult
 from rlpipe.store.objects.files import Files
 from rlpipe.types import DataState, Sample, Status
@@ -51,7 +51,7 @@ def _planner(tmp_path: Path, *, source: str = "", choose: str = "", **rollout: A
     )
 
 
-def _function(tmp_path: Path, body: str, iteration: int = 0) -> FunctionRollout:
+def _function(tmp_path: Path, body: str, iteration: int = 0) -> RolloutFunction:
     path = tmp_path / f"rollout{iteration}.py"
     lines = "\n    ".join(body.strip().splitlines())
     path.write_text(
@@ -59,7 +59,7 @@ def _function(tmp_path: Path, body: str, iteration: int = 0) -> FunctionRollout:
         f"    return groups\ndef generate_rollout(args, rollout_id, data_source, evaluation=False):\n    {lines}\n"
     )
     function = load_rollout_function(str(path))
-    return FunctionRollout(
+    return RolloutFunction(
         function,
         "mine",
         ARGS,
@@ -78,7 +78,7 @@ async def _run(
     parts = planner.parts(planner.part(k, state, 0).digest)
     function = _function(tmp_path, body, k)
     return await function.train(
-        parts, stored, batch_size=2, partial=True, more=planner.following
+        parts, stored, batch_size=2, partial=True, next_part=planner.following
     ), stored
 
 
@@ -157,9 +157,9 @@ async def test_a_function_that_is_killed_gets_the_same_groups_and_what_was_writt
         ),
         (
             "groups = finish(data_source.get_samples(2))\nreturn [groups[0][:1], groups[1]]",
-            r"(?s)not complete.*one for each of 2",
+            r"(?s)not complete.*each of 2 rollouts once",
         ),
-        ("return 5", r"(?s)something else.*int"),
+        ("return 5", r"(?s)another type.*int"),
         (
             "groups = finish(data_source.get_samples(2))\ndata_source.add_samples(groups)\nreturn groups",
             "both returned and added",
@@ -196,7 +196,7 @@ groups = finish(data_source.get_samples(2))
 return {"held": {"samples": [sample for group in groups for sample in group], "rewards": []}}
 """
     part = _planner(tmp_path).part(0, DataState(), 0)
-    kept = KeptRows()
+    kept = MemoryRows()
     result = await _function(tmp_path, body, 3).evaluate(part, "held", kept)
     assert len(kept.samples) == 4 and all(row.status is Status.COMPLETED for row in kept.samples)
     assert result.progress.response_tokens == 4

@@ -11,7 +11,7 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.custom import CustomSource
 from rlpipe.errors import ConfigError, HookError
 from rlpipe.rollout.filters import Rejection, load_filter
-from rlpipe.rollout.hooks.afterwards import Afterwards
+from rlpipe.rollout.hooks.finished_rollout import FinishedRolloutHooks
 from rlpipe.types import Sample
 
 SCORED = {
@@ -51,9 +51,11 @@ def keep(args, samples):
     return SimpleNamespace(keep=samples[0].group_id == "b:1", reason=f"not_{args.answer}")
 
 
-def _afterwards(seen: list[list[str]] | None = None, **paths: str) -> Afterwards:
+def _afterwards(seen: list[list[str]] | None = None, **paths: str) -> FinishedRolloutHooks:
     given = {name: f"{__file__}:{function}" for name, function in paths.items()}
-    return Afterwards(RolloutConfig(rollout_batch_size=2, **given), Namespace(answer=42, seen=seen))  # pyright: ignore[reportArgumentType]
+    return FinishedRolloutHooks(
+        RolloutConfig(rollout_batch_size=2, **given), Namespace(answer=42, seen=seen)
+    )  # pyright: ignore[reportArgumentType]
 
 
 def test_the_sample_filter_sees_the_batch_and_the_processing_everything():
@@ -72,7 +74,7 @@ def test_the_processing_gets_the_source_of_the_user():
     config = RolloutConfig(
         rollout_batch_size=2, rollout_all_samples_process_path=f"{__file__}:learn"
     )
-    Afterwards(config, args, source).removed(SCORED, ("b:1",))
+    FinishedRolloutHooks(config, args, source).removed(SCORED, ("b:1",))
     assert source.user.learned == [3]
 
 

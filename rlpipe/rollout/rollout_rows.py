@@ -1,12 +1,12 @@
-"""The rows of one rollout, below the plans of its parts.
+"""Store the rows of one rollout below the plans of its parts.
 
-    plans/<part>/groups/   finished groups, whatever becomes of them: a retry takes them in
-    plans/<part>/cut/      what there was of groups that were cut off
+    plans/<part>/groups/   finished groups; a retry adopts them
+    plans/<part>/cut/      tokens of groups that were cut off
 
-A group in several shards counts from the first one, and of what was cut off the longest: it was
-there when the other went on.
+If several shards have a group, the first shard counts. Of a group that was cut off several times,
+the longest version counts: the later rollout continued the earlier one.
 
-Not here: which groups are sampled (`sampler`), shards themselves (`rlpipe.store.parquet.shards`).
+Entry points: `StoredRows`, and `MemoryRows` for evaluations.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from rlpipe.store.plans import Plans
 from rlpipe.types import FileRecord, Plan, Sample
 
 Groups = dict[str, list[Sample]]
+"""Samples by group id."""
 
 
-class Part(NamedTuple):
+class PlanPart(NamedTuple):
     """One part of an iteration's plan, with its digest."""
 
     digest: str
@@ -32,23 +33,25 @@ class Part(NamedTuple):
 
 
 class Rows(Protocol):
-    """Where a rollout keeps its rows. Called on threads, one call at a time."""
+    """Storage for the rows of a rollout. Called on threads, one call at a time."""
 
-    def adopt(self, part: Part) -> tuple[Groups, Groups]:
-        """What an earlier attempt left of this part: its finished groups, and those it cut off."""
+    def adopt(self, part: PlanPart) -> tuple[Groups, Groups]:
+        """Return the groups that an earlier attempt left of a part: finished, and cut off."""
         ...
 
     def earlier(self, digest: str, group_ids: Collection[str]) -> Groups:
-        """The rows of these groups below an earlier plan. Raises: ObjectMissing."""
+        """Return the rows of these groups below an earlier plan. Raises: ObjectMissing."""
         ...
 
-    def write(self, part: Part, groups: Sequence[Sequence[Sample]], *, cut: bool = False) -> None:
-        """Returns once they are safe."""
+    def write(
+        self, part: PlanPart, groups: Sequence[Sequence[Sample]], *, cut: bool = False
+    ) -> None:
+        """Write groups. Return once they are durable."""
         ...
 
 
 class StoredRows:
-    """Rows in the store; `files` are the data files of the rollout's node."""
+    """Rows in the store. `files` are the data files of the rollout's node."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -58,90 +61,101 @@ class StoredRows:
 
     @property
     def files(self) -> list[FileRecord]:
-        """Finished groups first: of a group that was cut off by one attempt and finished by
-        another, those rows count."""
+        """Files of the rollout, in the order in which a reader searches them for a group."""
+        # Finished groups first: one attempt may cut off a group that another attempt finished.
         return [*self._finished, *self._cut]
 
-    def adopt(self, part: Part) -> tuple[Groups, Groups]:
+    def adopt(self, part: PlanPart) -> tuple[Groups, Groups]:
         """See `Rows`."""
         finished = adopt(self._files, Plans.groups_prefix(part.digest))
         cut = adopt(self._files, Plans.cut_prefix(part.digest), every=True)
         self._finished += [record for record, _ in finished]
         self._cut += [record for record, _ in cut]
-        return self._read(record for record, _ in finished), self._longest(
-            record for record, _ in cut
+        return (
+            self._read(record for record, _ in finished),
+            self._longest(record for record, _ in cut),
         )
 
     def earlier(self, digest: str, group_ids: Collection[str]) -> Groups:
         """See `Rows`."""
-        found: Groups = {}
+        groups: Groups = {}
         for prefix, read in (
             (Plans.groups_prefix(digest), self._read),
             (Plans.cut_prefix(digest), self._longest),
         ):
-            missing = set(group_ids) - set(found)
+            missing = set(group_ids) - set(groups)
             shards = adopt(self._files, prefix, every=True) if missing else []
-            rows = read(record for record, groups in shards if missing & set(groups))
-            found |= {
+            rows = read(record for record, ids in shards if missing & set(ids))
+            groups |= {
                 group_id: samples for group_id, samples in rows.items() if group_id in missing
             }
-        if missing := sorted(set(group_ids) - set(found)):
+        if missing := sorted(set(group_ids) - set(groups)):
             raise ObjectMissing(
                 "groups of the buffer have no rows",
                 where=self._files.url(f"plans/{digest}"),
                 found=f"no {missing}",
             )
-        return found
+        return groups
 
-    def write(self, part: Part, groups: Sequence[Sequence[Sample]], *, cut: bool = False) -> None:
+    def write(
+        self, part: PlanPart, groups: Sequence[Sequence[Sample]], *, cut: bool = False
+    ) -> None:
         """See `Rows`."""
         prefix = Plans.cut_prefix(part.digest) if cut else Plans.groups_prefix(part.digest)
         if prefix not in self._writers:
             self._writers[prefix] = ShardWriter(self._files, prefix, part.plan.iteration)
         record = self._writers[prefix].write(groups)
         if cut:
+            # Rows of this attempt continue the adopted ones, so they are searched first.
             self._cut.insert(0, record)
         else:
             self._finished.append(record)
 
     def _read(self, records: Iterable[FileRecord]) -> Groups:
         records = list(records)
-        return _grouped(table_to_samples(read_rows(self._files, records))) if records else {}
+        return by_group(table_to_samples(read_rows(self._files, records))) if records else {}
 
     def _longest(self, records: Iterable[FileRecord]) -> Groups:
-        found: Groups = {}
+        longest: Groups = {}
         for record in records:
             for group_id, samples in self._read([record]).items():
-                if group_id not in found or _tokens(samples) > _tokens(found[group_id]):
-                    found[group_id] = samples
-        return found
+                held = longest.get(group_id)
+                if held is None or num_response_tokens(samples) > num_response_tokens(held):
+                    longest[group_id] = samples
+        return longest
 
 
-class KeptRows:
-    """Rows in memory: nothing is adopted, nothing lasts."""
+class MemoryRows:
+    """Rows in memory. Nothing is adopted and nothing is stored."""
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
 
-    def adopt(self, part: Part) -> tuple[Groups, Groups]:
+    def adopt(self, part: PlanPart) -> tuple[Groups, Groups]:
         """See `Rows`."""
         return {}, {}
 
     def earlier(self, digest: str, group_ids: Collection[str]) -> Groups:
         """See `Rows`."""
-        raise ObjectMissing("nothing is kept", where=digest, found=f"no {sorted(group_ids)}")
+        raise ObjectMissing(
+            "rows in memory have no earlier plan", where=digest, found=f"no {sorted(group_ids)}"
+        )
 
-    def write(self, part: Part, groups: Sequence[Sequence[Sample]], *, cut: bool = False) -> None:
+    def write(
+        self, part: PlanPart, groups: Sequence[Sequence[Sample]], *, cut: bool = False
+    ) -> None:
         """See `Rows`."""
         self.samples.extend(sample for group in groups for sample in group)
 
 
-def _grouped(samples: Iterable[Sample]) -> Groups:
+def by_group(samples: Iterable[Sample]) -> Groups:
+    """Return samples by group id, in order."""
     groups: Groups = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
     return groups
 
 
-def _tokens(samples: Iterable[Sample]) -> int:
+def num_response_tokens(samples: Iterable[Sample]) -> int:
+    """Return the number of response tokens of all samples."""
     return sum(len(sample.response_ids) for sample in samples)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from rlpipe.config.data import RewardConfig
 from rlpipe.errors import ConfigError, RewardError
 from rlpipe.rollout.filters import Rejection, load_filter, reward_nonzero_std
-from rlpipe.rollout.judge import Judge, Verdict
-from rlpipe.rollout.selection import Selection
+from rlpipe.rollout.group_selection import GroupJudge, Selection, Verdict
 from rlpipe.types import Sample, Status
 
 BUILT_IN = "rlpipe.rollout.filters.reward_nonzero_std"
@@ -139,13 +138,13 @@ def test_a_filter_that_cannot_be_called_is_refused_when_it_is_loaded(tmp_path: P
 
 
 def test_failed_and_aborted_groups_are_seen_without_rewards():
-    judge = Judge(lambda samples: None)
+    judge = GroupJudge(lambda samples: None)
     failed = _group("b:1", None, status=Status.FAILED)
     failed[0].error = "EngineError: gone"
     assert judge.at_once(failed) == Verdict("b:1", "failed", "EngineError: gone")
     assert judge.at_once(_group("b:2", None, status=Status.ABORTED)) == Verdict("b:2", "aborted")
     assert judge.at_once(_group("b:3", None)) is None
-    assert Judge().at_once(_group("b:3", None)) == Verdict("b:3", None)
+    assert GroupJudge().at_once(_group("b:3", None)) == Verdict("b:3", None)
 
 
 async def test_groups_are_scored_by_the_run_s_reward_before_the_filter_sees_them(tmp_path: Path):
@@ -154,7 +153,7 @@ async def test_groups_are_scored_by_the_run_s_reward_before_the_filter_sees_them
     for group in groups:
         for sample in group:
             sample.reward = None
-    verdicts = await Judge(load_filter(BUILT_IN), reward).verdicts(groups)
+    verdicts = await GroupJudge(load_filter(BUILT_IN), reward).verdicts(groups)
     assert [verdict[:2] for verdict in verdicts] == [
         ("b:1", None),
         ("b:2", "zero_std_1"),
@@ -171,12 +170,12 @@ async def test_a_filter_s_error_rejects_its_group_only():
         if samples[0].group_id == "b:1":
             raise RewardError("the filter failed")
 
-    verdicts = await Judge(keep).verdicts([_group("b:1", 0.0), _group("b:2", 0.0)])
+    verdicts = await GroupJudge(keep).verdicts([_group("b:1", 0.0), _group("b:2", 0.0)])
     assert verdicts == [Verdict("b:1", "filter_error", "the filter failed"), Verdict("b:2", None)]
 
 
 async def test_a_verdict_says_whether_the_group_is_a_fallback():
-    judge = Judge(lambda samples: Rejection("dull", fallback=samples[0].group_id == "b:1"))
+    judge = GroupJudge(lambda samples: Rejection("dull", fallback=samples[0].group_id == "b:1"))
     verdicts = await judge.verdicts([_group("b:1", 0.0), _group("b:2", 0.0)])
     assert verdicts == [Verdict("b:1", "dull", fallback=True), Verdict("b:2", "dull")]
 
@@ -193,7 +192,7 @@ def test_the_first_fit_groups_are_accepted_and_in_order_it_does_not_matter_who_c
     selection.add(names)
     came = dice.sample(names, len(names))
     for name in came:
-        if selection.over:
+        if selection.decided:
             break
         reason = reasons[names.index(name)]
         selection.decide(name, reason, fallback=reason == "fallback")
@@ -201,7 +200,7 @@ def test_the_first_fit_groups_are_accepted_and_in_order_it_does_not_matter_who_c
     order = names if in_order else came
     fit = [name for name in order if reasons[names.index(name)] is None][:batch]
     spare = [name for name in order if reasons[names.index(name)] == "fallback"][: batch - len(fit)]
-    assert selection.over and selection.accepted == tuple(sorted([*fit, *spare]))
+    assert selection.decided and selection.accepted == tuple(sorted([*fit, *spare]))
     assert selection.fallbacks == dict.fromkeys(spare, "fallback")
     assert selection.full == (len([*fit, *spare]) >= batch) and not set(selection.rejected) & set(
         selection.accepted
@@ -221,7 +220,7 @@ def test_a_fallback_never_displaces_a_fit_group_and_is_not_counted_before_the_ro
     selection.add(["b:1", "b:2", "b:3"])
     selection.decide("b:1", "dull", fallback=True)
     selection.decide("b:2", None)
-    assert (selection.accepted, selection.over) == (("b:2",), False)
+    assert (selection.accepted, selection.decided) == (("b:2",), False)
     selection.decide("b:3", None)
     assert (selection.accepted, selection.fallbacks, selection.rejected) == (
         ("b:2", "b:3"),

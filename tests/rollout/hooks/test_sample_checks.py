@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from rlpipe.errors import HookError
 from rlpipe.rollout.generate import planned_sample
-from rlpipe.rollout.hooks.checked import Limits, as_rows
 from rlpipe.rollout.hooks.journal import Answer, Journal
+from rlpipe.rollout.hooks.sample_checks import Limits, checked_rows
 from rlpipe.types import PlannedGroup, Sample, Status
 
 GROUP = PlannedGroup(
@@ -28,7 +28,7 @@ def _sample(**values) -> Sample:
 
 
 def _rows(answer, journal=None, before=None, limits=LIMITS) -> list[Sample]:
-    return as_rows(answer, GROUP, 1, journal or Journal(), limits, before=before, where="h")
+    return checked_rows(answer, GROUP, 1, journal or Journal(), limits, before=before, where="h")
 
 
 def test_the_names_of_slime_are_enough():
@@ -124,21 +124,21 @@ def test_a_dict_of_rewards_becomes_reward_and_parts():
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (None, "something else[\\s\\S]*NoneType"),
+        (None, "another type[\\s\\S]*NoneType"),
         ([], "no sample"),
-        ("text", "something else[\\s\\S]*str"),
+        ("text", "another type[\\s\\S]*str"),
         (
             _sample(status=Status.PENDING, response="hello"),
             "no response tokens[\\s\\S]*5 characters",
         ),
-        (_sample(tokens=[5, 6, 7], response_length=5), "longer than its tokens"),
+        (_sample(tokens=[5, 6, 7], response_length=5), "longer than the tokens"),
         (_sample(tokens=[7], response_length=1), "no prompt tokens"),
         (_sample(tokens=[5, 6, 100], response_length=1), "vocabulary[\\s\\S]*100"),
         (_sample(tokens=[5, 6, "a"], response_length=1), "vocabulary[\\s\\S]*'a'"),
         (_sample(tokens=[5, 6, *range(39)], response_length=39), "too long[\\s\\S]*41 tokens"),
         (
             _sample(tokens=[5, 6, 7], response_length=1, loss_mask=[1, 1]),
-            "loss_mask has not one value",
+            "loss_mask does not have one value",
         ),
         (_sample(tokens=[5, 6, 7], response_length=1, loss_mask=[2]), "neither 0 nor 1"),
         (
@@ -150,7 +150,7 @@ def test_a_dict_of_rewards_becomes_reward_and_parts():
             _sample(tokens=[5, 6, 7], response_length=1, reward="good"),
             "reward is not a finite number",
         ),
-        (_sample(tokens=[5, 6, 7], response_length=1, reward={"a": 1}), "which entry"),
+        (_sample(tokens=[5, 6, 7], response_length=1, reward={"a": 1}), "lacks the entry of the reward"),
     ],
 )
 def test_what_cannot_be_a_row_is_an_error_that_says_so(answer, said):

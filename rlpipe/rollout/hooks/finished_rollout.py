@@ -1,18 +1,19 @@
-"""What a user's functions say of a rollout that is over: which samples not to train on, and
-whatever else they do with it.
+"""Call the user functions for a finished rollout.
 
-    rollout_sample_filter_path         filter(args, groups) -> None: of the batch; sets `remove_sample`
-    rollout_all_samples_process_path   process(args, all_groups, data_source) -> None: every finished group
+    rollout_sample_filter_path         filter(args, groups) -> None
+        Gets the groups of the batch and sets `remove_sample` of samples that shall not be trained.
+    rollout_all_samples_process_path   process(args, all_groups, data_source) -> None
+        Gets every finished group.
 
-`data_source` is the object of `rollout.data_source_path`, for what a curriculum learns from a
-rollout. It may be drawn from at the same time on another thread, and with iterations ahead their
-groups were drawn before. Without such a source it is None: groups cannot be given back any more, as
-the plan of the next rollout may be written already.
+`data_source` is the object of `rollout.data_source_path`, for example for a curriculum that learns
+from rollouts. Another thread may draw from it at the same time, and with iterations ahead their
+groups are drawn already. Without such a source the argument is None: groups cannot be given back,
+because the plan of the next rollout may be written.
 
-The rows are written by then, so which samples are removed stands in the rollout's node, and whoever
-reads its rows sees it.
+The rows are written before these functions run. The rollout's node has the removed samples, and
+every reader of its rows applies them.
 
-Not here: filters that decide about a group while the rollout runs (`filters`).
+Entry point: `FinishedRolloutHooks`.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from rlpipe.config.hooks import check_call, load_hook
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.custom import CustomSource
 from rlpipe.errors import HookError
-from rlpipe.rollout.rows import Groups
+from rlpipe.rollout.rollout_rows import Groups
 
 
-class Afterwards:
-    """The two functions, where there are any. Called on a thread."""
+class FinishedRolloutHooks:
+    """The two functions, as far as the configuration names them. Called on a thread."""
 
     def __init__(
         self, config: RolloutConfig, args: Namespace, source: CustomSource | None = None
     ) -> None:
-        """`source`: the user's, if any. Raises: ConfigError showing the signature one should
-        have."""
+        """Load the functions. `source` is the user's data source. Raises: ConfigError with the
+        expected signature."""
         self._args = args
         self._source = source
         self._filter = _load(
@@ -45,31 +46,38 @@ class Afterwards:
             args,
             [],
         )
-        path = config.rollout_all_samples_process_path
-        expected = "process(args, all_groups, data_source)"
-        self._process = _load("rollout_all_samples_process_path", path, expected, args, [], None)
+        self._process = _load(
+            "rollout_all_samples_process_path",
+            config.rollout_all_samples_process_path,
+            "process(args, all_groups, data_source)",
+            args,
+            [],
+            None,
+        )
 
     def removed(self, scored: Groups, accepted: Sequence[str]) -> list[tuple[str, int]]:
-        """(group id, index) of the samples of the batch that shall not be trained on. Raises:
-        HookError."""
+        """Call the functions; return (group id, index) of the removed samples of the batch.
+
+        Raises: HookError.
+        """
         removed: list[tuple[str, int]] = []
         if self._filter is not None:
             groups = [scored[group_id] for group_id in accepted if group_id in scored]
-            known = [
+            # Recorded before the call: the filter may change ids and the lists.
+            samples = [
                 (sample, sample.group_id, sample.index) for group in groups for sample in group
             ]
             _call(self._filter, "the sample filter failed", self._args, groups)
             removed = [
-                (group_id, index) for sample, group_id, index in known if sample.remove_sample
+                (group_id, index) for sample, group_id, index in samples if sample.remove_sample
             ]
         if self._process is not None:
-            source = None if self._source is None else self._source.user
             _call(
                 self._process,
                 "the processing of all samples failed",
                 self._args,
                 list(scored.values()),
-                source,
+                None if self._source is None else self._source.user,
             )
         return removed
 
@@ -85,7 +93,7 @@ def _load(key: str, path: str | None, expected: str, *arguments: Any) -> Callabl
 def _call(function: Callable[..., Any], problem: str, *arguments: Any) -> None:
     try:
         function(*arguments)
-    except Exception as error:  # a hook may raise anything
+    except Exception as error:  # a hook may raise any exception
         raise HookError(
             problem, where=function.__name__, found=f"{type(error).__name__}: {error}"
         ) from error
