@@ -1,12 +1,13 @@
-"""Reading short mathematical answers without a computer algebra system: notation, quantities,
-lists.
+"""Read short mathematical answers without a computer algebra system.
 
-    tidy(text)      one spelling for Unicode digits and signs, LaTeX spaces, `\\dfrac`, `$...$`, trailing punctuation
-    quantity(text)  a number with its unit: `1,000`, `1 000`, `1e3`, `7 3/4`, `50\\%`, `5\\text{ cm}`, `1010_2`
+    tidy(text)      one spelling for Unicode digits and signs, LaTeX spaces, `\\dfrac`, `$...$` and
+                    punctuation at the end
+    quantity(text)  a number with its unit: `1,000`, `1 000`, `1e3`, `7 3/4`, `50\\%`,
+                    `5\\text{ cm}`, `1010_2`
     listed(text)    a tuple, interval, set or bare list, with every reading of its commas
 
-Numbers are exact fractions. What is not well formed is not read at all: `10,00` and `1 0 0 0` are
-no numbers, because a verifier that guesses pays a policy for guessing.
+Numbers are exact fractions. Malformed text is not read: `10,00` and `1 0 0 0` are no numbers. A
+verifier that guesses would reward a policy for guessing.
 """
 
 from __future__ import annotations
@@ -16,31 +17,61 @@ import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
-LARGEST_EXPONENT = 1000
-LONGEST_NUMBER = 1000
-"""Characters. Longer digit strings are compared as text: Python refuses to read integers of more
-than 4300 digits."""
+MAX_EXPONENT = 1000
+MAX_NUMBER_LENGTH = 1000
+"""Characters. Longer digit strings are compared as text: Python refuses integers above 4300
+digits."""
 
 _SIGNS = {
-    "−": "-", "–": "-", "‐": "-", "‑": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/",
-    "⁄": "/", "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "√": r"\sqrt ", "±": r"\pm ", "∪": r"\cup ",
-    "∩": r"\cap ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∅": r"\emptyset ", "∈": r"\in ", "ℝ": r"\mathbb{R}",
-    "’": "'", "′": "'", "“": '"', "”": '"', "⟨": r"\langle ", "⟩": r"\rangle ", "θ": r"\theta ",
-}  # fmt: skip
+    "−": "-",
+    "–": "-",
+    "‐": "-",
+    "‑": "-",
+    "×": r"\times ",
+    "·": r"\cdot ",
+    "⋅": r"\cdot ",
+    "÷": "/",
+    "∕": "/",
+    "⁄": "/",
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    "°": r"^\circ ",
+    "√": r"\sqrt ",
+    "±": r"\pm ",
+    "∪": r"\cup ",
+    "∩": r"\cap ",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "≠": r"\ne ",
+    "∅": r"\emptyset ",
+    "∈": r"\in ",
+    "ℝ": r"\mathbb{R}",
+    "’": "'",
+    "′": "'",
+    "“": '"',
+    "”": '"',
+    "⟨": r"\langle ",
+    "⟩": r"\rangle ",
+    "θ": r"\theta ",
+}
+"""Unicode signs and their ASCII or LaTeX spelling."""
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _WRAPPERS = r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|mathit|operatorname)\s*\{"
 _NAMES = (
-    "pi|theta|alpha|beta|gamma|delta|lambda|mu|phi|sigma|omega|infty|infinity|inf|sqrt|sin|cos|tan|cot|sec|csc|"
-    "arcsin|arccos|arctan|log|ln|exp|mod|gcd|lcm|max|min|det"
+    "pi|theta|alpha|beta|gamma|delta|lambda|mu|phi|sigma|omega|infty|infinity|inf|sqrt|sin|cos|tan|"
+    "cot|sec|csc|arcsin|arccos|arctan|log|ln|exp|mod|gcd|lcm|max|min|det"
 )
+"""Names of constants and functions, which are no words."""
 _COMMANDS = re.compile(
     r"(?<![\\A-Za-z])(pi|theta|alpha|beta|gamma|lambda|phi|omega|infty|infinity|sqrt)(?![A-Za-z])"
 )
 
 
 def tidy(text: str) -> str:
-    """The same answer in one spelling. LaTeX commands stay commands, and `\\text{...}` stays around
-    words."""
+    """Return the answer in one spelling.
+
+    LaTeX commands stay commands, and `\\text{...}` stays around words.
+    """
     text = plain_letters(text.strip())
     text = re.sub(
         r"\\(?:left|right|big|Big|bigl|bigr|displaystyle|textstyle|limits)(?![A-Za-z])", "", text
@@ -49,30 +80,29 @@ def tidy(text: str) -> str:
     text = re.sub(r"\\!", "", text).replace("{,}", ",")
     text = re.sub(r"\\[,;: ]|~|\\q?quad(?![A-Za-z])", " ", text)
     text = re.sub(_WRAPPERS, r"\\text{", text)
-    text = (
-        re.sub(r"\*\*(?=\S)(.*?)(?<=\S)\*\*", r"\1", text)
-        if text.startswith("**")
-        else text.replace("**", "^")
-    )
+    # `**` is Markdown emphasis at the start of an answer, otherwise Python's power.
+    if text.startswith("**"):
+        text = re.sub(r"\*\*(?=\S)(.*?)(?<=\S)\*\*", r"\1", text)
+    else:
+        text = text.replace("**", "^")
     text = _unwrapped(text)
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{", text)
     text = re.sub(r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}", text)
     text = re.sub(r"\\sqrt\s*(\w)", r"\\sqrt{\1}", text)
-    text = _COMMANDS.sub(lambda found: "\\" + {"infinity": "infty"}.get(found[1], found[1]), text)
+    text = _COMMANDS.sub(lambda match: "\\" + {"infinity": "infty"}.get(match[1], match[1]), text)
     text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"\^\s*(-?\d{2,})", r"^{\1}", text)
     return re.sub(r"\s+", " ", text).strip()
 
 
 def plain_letters(text: str) -> str:
-    """The text with digits, signs and blanks that only look different in ASCII or LaTeX."""
+    """Return the text with Unicode digits, signs and blanks replaced by ASCII or LaTeX."""
     return text if text.isascii() else "".join(map(_plain_letter, text))
 
 
 def _plain_letter(letter: str) -> str:
-    """ASCII for a letter that only looks different: digits of any script, full-width forms, spaces,
-    signs."""
+    """Return ASCII or LaTeX for a digit of any script, a full-width form, a blank or a sign."""
     if letter.isascii():
         return letter
     if letter in _SIGNS:
@@ -93,56 +123,51 @@ def _plain_letter(letter: str) -> str:
         and (value := unicodedata.numeric(letter, None)) is not None
         and 0 < value < 1
     ):
-        half = Fraction(value).limit_denominator(10)
-        return f" {half.numerator}/{half.denominator}"
+        fraction = Fraction(value).limit_denominator(10)
+        return f" {fraction.numerator}/{fraction.denominator}"
     return letter
 
 
+_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("{", "}"), ("`", "`"))
+
+
 def _unwrapped(text: str) -> str:
-    """Without what encloses the whole: `$...$`, `\\(...\\)`, `\\[...\\]`, braces; and without
-    punctuation at the end."""
+    """Return the text without delimiters around the whole and without punctuation at its end."""
     before = None
     while text != before:
         before = text
         text = text.strip()
-        text = (
-            re.sub(r"(?<!\\)[.,;:!](?:\s|$)*$", "", text) if not re.search(r"\d!$", text) else text
-        )
-        for left, right in (
-            ("$$", "$$"),
-            ("$", "$"),
-            (r"\(", r"\)"),
-            (r"\[", r"\]"),
-            ("{", "}"),
-            ("`", "`"),
-        ):
+        # `5!` is a factorial.
+        if not re.search(r"\d!$", text):
+            text = re.sub(r"(?<!\\)[.,;:!](?:\s|$)*$", "", text)
+        for left, right in _DELIMITERS:
             inner = text[len(left) : -len(right)]
             enclosed = (
                 len(text) > len(left) + len(right)
                 and text.startswith(left)
                 and text.endswith(right)
-            )
-            if (
-                enclosed
                 and not text.endswith("\\" + right)
-                and left not in inner
-                and right not in inner
-            ):
+            )
+            if enclosed and left not in inner and right not in inner:
                 text = inner
     return "" if set(text) <= set("$ ") else text
 
 
 def words_of(text: str) -> str:
-    """A tidy answer as lower-case words, to be compared as text: no `\\text{}`, no articles, single
-    spaces."""
+    """Return a tidy answer as lower-case words for comparison as text.
+
+    The result has no `\\text{}`, no articles and single spaces.
+    """
     bare = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)
     bare = re.sub(r"\b(?:a|an|the)\s(?=\w{2})", "", bare.casefold())
     return re.sub(r"\s+", " ", bare.replace('"', "")).strip(" .")
 
 
 def is_worded(text: str) -> bool:
-    """True if a tidy answer is text and no formula: it has a word of four letters, and no operator
-    or command."""
+    """True if a tidy answer is text and no formula.
+
+    A text has a word of four letters or more, and no operator or command.
+    """
     bare = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)
     if re.search(r"[\\^=+*/<>|_]", bare):
         return False
@@ -154,45 +179,40 @@ def is_worded(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number, and what stands after it."""
+    """A number with its unit."""
 
     value: Fraction
     text: str
-    """The number alone, in LaTeX that math-verify reads."""
+    """The number without unit, in LaTeX for math-verify."""
     decimals: int | None = None
-    """Digits after the decimal point; None: written as an integer, a fraction or with an
-    exponent."""
+    """Digits after the decimal point. None for an integer, a fraction or an exponent."""
     unit: str = ""
     percent: bool = False
 
     def equals(self, label: Quantity) -> bool:
-        """True if this answer is the label's number.
+        """True if this answer equals the label.
 
-        Units decide only if both have one that is known: `5 cm` is not `5 m`, and it is `5`. A
-        percentage may be meant by its number or by its value, so `50\\%` is `50` and `0.5`.
-        Decimals are exact, but a number with six decimals or more is also what the other one rounds
-        to (`0.333333` for 1/3).
+        Units count only if both are known: `5 cm` equals `5` and not `5 m`. `50\\%` equals `50` and
+        `0.5`. Decimals are exact, except that a number with six decimals or more also equals a
+        number that rounds to it (`0.333333` for 1/3).
         """
         if self.unit and label.unit and self.unit != label.unit:
             return False
         pairs = [(self.value, label.value)]
         if self.percent != label.percent:
-            pairs.append(
-                (
-                    self.value / (100 if self.percent else 1),
-                    label.value / (100 if label.percent else 1),
-                )
-            )
+            own_value = self.value / (100 if self.percent else 1)
+            label_value = label.value / (100 if label.percent else 1)
+            pairs.append((own_value, label_value))
         return any(left == right or self._rounds_to(left, right, label) for left, right in pairs)
 
     def _rounds_to(self, left: Fraction, right: Fraction, label: Quantity) -> bool:
-        places = [number.decimals for number in (self, label) if number.decimals is not None]
-        inexact = any(
+        decimals = [number.decimals for number in (self, label) if number.decimals is not None]
+        has_fraction = any(
             number.decimals is None and number.value.denominator > 1 for number in (self, label)
         )
-        if not places or (len(places) == 1 and not inexact) or min(places) < 6:
+        if not decimals or (len(decimals) == 1 and not has_fraction) or min(decimals) < 6:
             return False
-        return round(left, min(places)) == round(right, min(places))
+        return round(left, min(decimals)) == round(right, min(decimals))
 
 
 _GROUPED = r"[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d{0,2}(?: \d{3})+|[1-9]\d{0,2}(?:'\d{3})+"
@@ -218,8 +238,8 @@ _FORMS = (
 
 
 def quantity(text: str) -> Quantity | None:
-    """The quantity that a tidy answer is, as a whole; None if it is something else."""
-    if len(text) > LONGEST_NUMBER:
+    """Return the quantity of a tidy answer; None if the answer is not one quantity."""
+    if len(text) > MAX_NUMBER_LENGTH:
         return None
     text = re.sub(r"^([+-]?)\s*(?:\\?\$|[€£¥₹]|USD\s)\s*", r"\1", text)
     currency = "" if text[:1] != "$" else "dollar"
@@ -230,40 +250,40 @@ def quantity(text: str) -> Quantity | None:
         unit = _unit(rest)
         number = _value(form, match) if unit is not None else None
         if number is not None and unit is not None:
-            value, written, decimals = number
+            value, latex, decimals = number
             percent = unit == "%"
-            return Quantity(
-                value, written, decimals, currency if percent or not unit else unit, percent
-            )
+            named_unit = currency if percent or not unit else unit
+            return Quantity(value, latex, decimals, named_unit, percent)
     return None
 
 
 def _value(form: str, match: re.Match[str]) -> tuple[Fraction, str, int | None] | None:
-    """(value, LaTeX, decimals) of a match; None if it is no number after all, such as 1/0."""
+    """Return (value, LaTeX, decimals) of a match; None if it is no number, such as 1/0."""
     sign = -1 if match[1] == "-" else 1
     if form == "plain":
         value = sign * _fraction(match[2])
-        whole, point, after = _ungrouped(match[2]).partition(".")
-        written = f"{whole or 0}.{after}" if after else whole
-        return value, f"{'-' if sign < 0 else ''}{written}", len(after) if point and after else None
+        whole, point, decimals = _ungrouped(match[2]).partition(".")
+        latex = f"{whole or 0}.{decimals}" if decimals else whole
+        num_decimals = len(decimals) if point and decimals else None
+        return value, f"{'-' if sign < 0 else ''}{latex}", num_decimals
     if form == "scientific":
         exponent = int(next(group for group in match.groups()[2:] if group is not None))
-        if abs(exponent) > LARGEST_EXPONENT:
+        if abs(exponent) > MAX_EXPONENT:
             return None
         value = sign * (_fraction(match[2]) if match[2] else 1) * Fraction(10) ** exponent
     elif form == "mixed":
         whole = int(match[2])
-        above = int(match[3])
-        below = int(match[4])
-        if not 0 < above < below:
+        numerator = int(match[3])
+        denominator = int(match[4])
+        if not 0 < numerator < denominator:
             return None
-        value = sign * (whole + Fraction(above, below))
+        value = sign * (whole + Fraction(numerator, denominator))
     else:
-        above = _fraction(match[2])
-        below = _fraction(match[3])
-        if not below:
+        dividend = _fraction(match[2])
+        divisor = _fraction(match[3])
+        if not divisor:
             return None
-        value = sign * above / below
+        value = sign * dividend / divisor
     return value, _latex(value), None
 
 
@@ -313,14 +333,16 @@ _UNITS = {
     "w": "watt watts",
     "rad": "rad radian radians",
 }
-_KNOWN: dict[str, str] = {
+_UNIT_OF_SPELLING: dict[str, str] = {
     spelling: unit for unit, spellings in _UNITS.items() for spelling in spellings.split()
 }
 
 
 def _unit(rest: str) -> str | None:
-    """The unit after a number: "" if there is none or it is not one we know, None if this is no
-    unit but a formula."""
+    """Return the unit after a number.
+
+    "" for no unit or an unknown one; None if the text is a formula.
+    """
     text = rest.strip()
     if not text:
         return ""
@@ -334,27 +356,28 @@ def _unit(rest: str) -> str | None:
     if not re.fullmatch(r"[a-z][a-z ./^\d-]*", bare):
         return None
     names = re.findall(r"[a-z]+", bare)
-    spaced = rest.startswith(" ") or text.startswith(r"\text{")
-    if not spaced or not (
-        text.startswith(r"\text{")
-        or all(n in _KNOWN or (len(n) >= 4 and n not in _NAMES.split("|")) for n in names)
-    ):
-        return None
-    return _canonical(bare)
+    if text.startswith(r"\text{"):
+        return _canonical_unit(bare)
+    # Without \text{} only a blank and known units or long words make a unit; `2x` is a formula.
+    formula_names = _NAMES.split("|")
+    are_words = all(
+        name in _UNIT_OF_SPELLING or (len(name) >= 4 and name not in formula_names)
+        for name in names
+    )
+    return _canonical_unit(bare) if rest.startswith(" ") and are_words else None
 
 
-def _canonical(bare: str) -> str:
-    """A unit in one spelling, such as `cm^2` for `square centimeters`; "" if a part of it is not
-    known."""
+def _canonical_unit(bare: str) -> str:
+    """Return a unit in one spelling, such as `cm^2` for `square centimeters`; "" if unknown."""
     bare = re.sub(r"\bper\b", "/", bare)
     bare = re.sub(r"\b(?:square|sq)\.? ([a-z]+)", r"\1 ^2", bare)
     bare = re.sub(r"\b(?:cubic|cu)\.? ([a-z]+)", r"\1 ^3", bare)
     bare = re.sub(r"([a-z]+) squared\b", r"\1 ^2", bare)
     parts: list[str] = re.findall(r"[a-z]+|\^-?\d+|/", bare)
     names = [part for part in parts if part.isalpha()]
-    if not names or any(name not in _KNOWN for name in names):
+    if not names or any(name not in _UNIT_OF_SPELLING for name in names):
         return ""
-    return "".join(_KNOWN.get(part, part) for part in parts)
+    return "".join(_UNIT_OF_SPELLING.get(part, part) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -364,20 +387,21 @@ class Listed:
     opening: str
     closing: str
     readings: tuple[tuple[str, ...], ...]
-    """The items, once for each way to read its commas: `(1,200,3)` has two or three."""
+    """The items, once for each reading of the commas: `(1,200,3)` has two or three."""
 
     @property
     def ordered(self) -> bool:
         return self.opening in ("(", "[")
 
 
-_CONNECTED = re.compile(
-    r"\s*(?:,\s*(?:\\text\{\s*(?:and|or)\s*\}|and\b|or\b)|\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b|;)\s*"
+_CONNECTIVE = re.compile(
+    r"\s*(?:,\s*(?:\\text\{\s*(?:and|or)\s*\}|and\b|or\b)"
+    r"|\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b|;)\s*"
 )
 
 
 def listed(text: str) -> Listed | None:
-    """The list that a tidy answer is, of two items or more; None if it is something else."""
+    """Return the list of a tidy answer; None if the answer has fewer than two items."""
     opening = closing = ""
     inner = re.sub(r"^\\langle(.*)\\rangle$", r"(\1)", text)
     for left, right in ((r"\{", r"\}"), ("(", ")"), ("(", "]"), ("[", ")"), ("[", "]")):
@@ -386,9 +410,11 @@ def listed(text: str) -> Listed | None:
             closing = right.lstrip("\\")
             inner = inner[len(left) : -len(right)].strip()
             break
-    parts = _split(
-        _CONNECTED.sub(",", inner) if not opening or opening == "{" else inner.replace(";", ",")
-    )
+    # Only sets and bare lists are written with `and` or `or`.
+    if not opening or opening == "{":
+        parts = _split(_CONNECTIVE.sub(",", inner))
+    else:
+        parts = _split(inner.replace(";", ","))
     if len(parts) < 2 or not all(part.strip() for part in parts):
         return None
     separate = tuple(part.strip() for part in parts)
@@ -401,7 +427,7 @@ def listed(text: str) -> Listed | None:
 
 
 def _closes_last(text: str, left: str, right: str) -> bool:
-    """True if the bracket that opens the text is closed by its last one."""
+    """True if the last bracket of the text closes its first one."""
     depth = 0
     inner = text[len(left) : -len(right)]
     for letter in inner:
@@ -413,7 +439,7 @@ def _closes_last(text: str, left: str, right: str) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    """The text at its commas outside brackets; blanks are kept."""
+    """Split the text at commas outside brackets; blanks are kept."""
     parts = [""]
     depth = 0
     for letter in text:
@@ -427,7 +453,7 @@ def _split(text: str) -> list[str]:
 
 
 def _grouped(parts: list[str]) -> list[str]:
-    """Items where a comma without a blank before three digits separates thousands."""
+    """Join items that a comma before exactly three digits separates: `1,200` is one number."""
     joined = parts[:1]
     for part in parts[1:]:
         thousands = re.fullmatch(r"\d{3}(?:\.\d+)?\s*", part)

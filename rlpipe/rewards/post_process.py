@@ -1,13 +1,11 @@
-"""`reward.custom_reward_post_process_path`: a function of yours that sees all scored samples of an
-iteration at once.
+"""Apply the user's post-processing of rewards: `reward.custom_reward_post_process_path`.
 
-It is slime's: `post_process(args, samples) -> (raw_rewards, rewards)`, two lists in the order of
-the samples. `rewards` are what the advantages are estimated from, `raw_rewards` become the reward
-part `raw_reward`. In slime it stands in the place of the normalisation by group, so a command line
-in slime's style turns `advantage.rewards_normalization` off with it; in a recipe both are what you
-set them to.
+The signature is slime's: `post_process(args, samples) -> (raw_rewards, rewards)`, two lists in the
+order of the samples. The samples are all scored samples of an iteration. Advantages are estimated
+from `rewards`; `raw_rewards` become the reward part `raw_reward`.
 
-Not here: scoring (`base`).
+In slime the function replaces the normalisation by group. A slime command line with this flag
+therefore sets `advantage.rewards_normalization` to false. A recipe sets both keys explicitly.
 """
 
 from __future__ import annotations
@@ -16,58 +14,60 @@ import math
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from rlpipe.config.hooks import load_hook
 from rlpipe.errors import RewardError
-from rlpipe.rewards.base import RewardRow
+from rlpipe.rewards.reward_rows import RewardRow
 from rlpipe.types import Sample
 
-RAW = "raw_reward"
+RAW_REWARD_PART = "raw_reward"
 
 
 def post_process(
     path: str, args: Namespace, samples: Sequence[Sample], rows: Sequence[RewardRow]
 ) -> list[RewardRow]:
-    """The rows with the rewards that the function makes of them. Rows without a reward are not
-    shown to it, and stay.
+    """Return the rows with the rewards of the user's function.
 
-    Raises: RewardError if it raises, or returns anything but two lists of finite numbers, one for
-    each sample it was given.
+    The function gets only samples that have a reward. Other rows are returned unchanged.
+
+    Raises: RewardError if the function raises, or does not return two lists with one finite number
+    per sample.
     """
-    scored = [position for position, row in enumerate(rows) if row.reward is not None]
-    shown = [
+    positions = [position for position, row in enumerate(rows) if row.reward is not None]
+    scored = [
         replace(samples[at], reward=rows[at].reward, reward_parts=dict(rows[at].parts))
-        for at in scored
+        for at in positions
     ]
-    if not shown:
+    if not scored:
         return list(rows)
     function = load_hook(path)
     try:
-        raw, rewards = (list(map(float, part)) for part in function(args, shown))
-    except Exception as error:  # a hook may raise anything; it is the error of the stage
+        raw_rewards, rewards = (list(map(float, part)) for part in function(args, scored))
+    except Exception as error:  # a hook can raise anything; the stage fails with it
         raise RewardError(
-            "the post-processing of rewards failed",
+            "post-processing of rewards failed",
             where=path,
             found=f"{type(error).__name__}: {error}",
         ) from error
-    _check(path, raw, rewards, len(shown))
-    made = list(rows)
-    for at, before, after in zip(scored, raw, rewards, strict=True):
-        made[at] = replace(rows[at], reward=after, parts={**rows[at].parts, RAW: before})
-    return made
+    _check_numbers(path, raw_rewards, rewards, len(scored))
+    result = list(rows)
+    for at, raw_reward, reward in zip(positions, raw_rewards, rewards, strict=True):
+        parts = {**rows[at].parts, RAW_REWARD_PART: raw_reward}
+        result[at] = replace(rows[at], reward=reward, parts=parts)
+    return result
 
 
-def _check(path: str, raw: list[float], rewards: list[float], count: int) -> None:
-    found: Any = None
-    if len(raw) != count or len(rewards) != count:
-        found = f"{len(raw)} and {len(rewards)} numbers"
-    elif bad := [number for number in (*raw, *rewards) if not math.isfinite(number)]:
-        found = f"{len(bad)} that are not finite"
-    if found:
-        raise RewardError(
-            "not (raw_rewards, rewards)",
-            where=path,
-            found=found,
-            expected=f"two lists of {count} finite numbers",
-        )
+def _check_numbers(path: str, raw_rewards: list[float], rewards: list[float], count: int) -> None:
+    num_infinite = sum(not math.isfinite(number) for number in (*raw_rewards, *rewards))
+    if len(raw_rewards) != count or len(rewards) != count:
+        found = f"{len(raw_rewards)} and {len(rewards)} numbers"
+    elif num_infinite:
+        found = f"{num_infinite} numbers that are not finite"
+    else:
+        return
+    raise RewardError(
+        "the post-processing function did not return (raw_rewards, rewards)",
+        where=path,
+        found=found,
+        expected=f"two lists of {count} finite numbers",
+    )

@@ -1,11 +1,10 @@
-"""Scores answers with the `reasoning_gym` task that asked the question; the row's metadata names
-task and item.
+"""Score answers with the `reasoning_gym` task that made the question.
 
-An item goes into JSON and must come out as it was: some scorers compare tuples, which plain JSON
-turns into lists (and then score the right answer 0.05). `pack` and `unpack` keep tuples and keys
-that are not strings.
+The row's metadata contains task, arguments and entry (`scoring_record`). An entry is stored as JSON
+and must be restored exactly. Some scorers compare tuples; plain JSON turns these into lists, and
+the correct answer then scores 0.05. `pack` and `unpack` keep tuples and keys that are not strings.
 
-Not here: making the questions (`data.reasoning_gym`).
+Entry points: `make_reward`, `score_answer`. `data.reasoning_gym_prompts` makes the questions.
 """
 
 from __future__ import annotations
@@ -29,12 +28,13 @@ METADATA_KEY = "reasoning_gym"
 
 
 def make_reward(config: ReasoningGymReward) -> Callable[[Sample], dict[str, float]]:
-    """The function that scores one sample: `{"reward", "score"}`, and `format` where an answer
-    pattern is set.
+    """Return the function that scores one sample: `{"reward", "score"}`.
 
-    `score` is the task's own number, `reward` that number or whether it reaches the threshold.
-    Without a pattern the whole response, stripped, is the answer. Raises: ConfigError for a pattern
-    that is not a regular expression with a group.
+    `score` is the task's score. `reward` is the score, or with a threshold 1 if the score reaches
+    it, else 0. With an answer pattern, `format` is 1 if the pattern matches. Without one the whole
+    stripped response is the answer.
+
+    Raises: ConfigError if the pattern is not a regular expression with a group.
     """
     pattern = None
     if config.answer_pattern is not None:
@@ -44,11 +44,11 @@ def make_reward(config: ReasoningGymReward) -> Callable[[Sample], dict[str, floa
         answer = sample.response
         parts = {}
         if pattern is not None:
-            found = pattern.search(answer)
-            parts["format"] = float(found is not None)
-            if found is None:
+            match = pattern.search(answer)
+            parts["format"] = float(match is not None)
+            if match is None:
                 return {"reward": 0.0, "score": 0.0, **parts}
-            answer = found.group(1) or ""
+            answer = match.group(1) or ""
         score = score_answer(answer.strip(), sample.metadata)
         return {
             "reward": score if config.threshold is None else float(score >= config.threshold),
@@ -60,8 +60,10 @@ def make_reward(config: ReasoningGymReward) -> Callable[[Sample], dict[str, floa
 
 
 def score_answer(answer: str, metadata: dict[str, Any]) -> float:
-    """The task's own score of `answer`, 0 to 1. Raises: DataError without a scoring record; what
-    the scorer raises."""
+    """Return the task's score of an answer, 0 to 1.
+
+    Raises: DataError if the metadata has no scoring record; any exception of the task's scorer.
+    """
     record = metadata.get(METADATA_KEY)
     if not isinstance(record, dict) or record.keys() != {"task", "arguments", "entry"}:
         raise DataError(
@@ -71,33 +73,30 @@ def score_answer(answer: str, metadata: dict[str, Any]) -> float:
             expected="task, arguments and entry",
             do="use prompts of type reasoning_gym, or another reward function",
         )
-    return float(
-        _task(record["task"], json.dumps(record["arguments"])).score_answer(
-            answer, unpack(record["entry"])
-        )
-    )
+    task = _cached_task(record["task"], json.dumps(record["arguments"]))
+    return float(task.score_answer(answer, unpack(record["entry"])))
 
 
 def scoring_record(task: str, arguments: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
-    """The metadata that `score_answer` reads: JSON-able if the entry's own values are."""
+    """Return the metadata for `score_answer`; JSON-able if the values of the entry are."""
     return {METADATA_KEY: {"task": task, "arguments": arguments, "entry": pack(entry)}}
 
 
 def make_task(task: str, arguments: dict[str, Any], *, seed: int, size: int) -> ProceduralDataset:
-    """`reasoning_gym.create_dataset`, with the package's complaints as ConfigError."""
+    """Create a task of reasoning_gym. Raises: ConfigError for an unknown task or bad arguments."""
     if task not in DATASETS:
-        near = get_close_matches(task, DATASETS, n=3) or sorted(DATASETS)
+        nearest = get_close_matches(task, DATASETS, n=3) or sorted(DATASETS)
         raise ConfigError(
             "reasoning_gym has no such task",
             where="prompts.task",
             found=task,
-            expected=", ".join(near),
+            expected=", ".join(nearest),
         )
     try:
         return reasoning_gym.create_dataset(task, **arguments, seed=seed, size=size)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(
-            f"reasoning_gym does not take these arguments for {task!r}",
+            f"reasoning_gym does not accept these arguments for {task!r}",
             where="prompts.arguments",
             found=f"{arguments}: {error}",
             expected=f"fields of {DATASETS[task][1].__name__}",
@@ -105,8 +104,7 @@ def make_task(task: str, arguments: dict[str, Any], *, seed: int, size: int) -> 
 
 
 def compile_pattern(pattern: str, where: str) -> re.Pattern[str]:
-    """The compiled pattern. Raises: ConfigError naming `where` if it is not a regular expression
-    with a group."""
+    """Compile a pattern with a group. Raises: ConfigError with the key `where`."""
     expected = "a regular expression with one (...)"
     try:
         compiled = re.compile(pattern)
@@ -123,8 +121,11 @@ def compile_pattern(pattern: str, where: str) -> re.Pattern[str]:
 
 
 def pack(value: Any) -> Any:
-    """`value` in JSON's types: a tuple is `{"__tuple__": [...]}`, other keys than strings
-    `{"__items__": [[k, v], ...]}`."""
+    """Convert a value to JSON types, reversibly.
+
+    A tuple becomes `{"__tuple__": [...]}`. A dict with keys that are not strings becomes
+    `{"__items__": [[k, v], ...]}`.
+    """
     if isinstance(value, tuple):
         return {"__tuple__": [pack(item) for item in value]}
     if isinstance(value, list):
@@ -137,7 +138,7 @@ def pack(value: Any) -> Any:
 
 
 def unpack(value: Any) -> Any:
-    """The inverse of `pack`; every container in it is new, so a scorer may write into it."""
+    """Invert `pack`. Every container is new, because some scorers write into the entry."""
     if isinstance(value, list):
         return [unpack(item) for item in value]
     if isinstance(value, dict):
@@ -150,5 +151,5 @@ def unpack(value: Any) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _task(task: str, arguments: str) -> ProceduralDataset:
+def _cached_task(task: str, arguments: str) -> ProceduralDataset:
     return make_task(task, json.loads(arguments), seed=0, size=1)

@@ -1,12 +1,10 @@
-"""Rewards that somebody else computes over HTTP: a server of yours (`remote`), or a model that
-judges (`judge`).
+"""Rewards over HTTP: a reward server of the user (`remote`) or a model as judge (`judge`).
 
-A post that gets no answer, or one that says "later" (408, 429, 5xx), is sent again after 1, 2, 4
-... 30 s and up to a second more by chance; any other error status stands at once. What stands is
-the error of the row. The deadline is the caller's (`reward.sample_timeout_s`), so with few tries
-and a long one the server has all of it.
+A request without an answer or with a temporary error (408, 429, 5xx) is sent again after 1, 2, 4,
+... 30 s, plus a random part of a second. Any other error status fails at once. The last error is
+the error of the row. `reward.sample_timeout_s` limits all tries of a sample together.
 
-Not here: a judge of whole groups; write that as a function of your own.
+Entry points: `make_remote`, `make_judge`, `post`. A judge of whole groups is a user function.
 """
 
 from __future__ import annotations
@@ -25,78 +23,85 @@ from rlpipe.errors import ConfigError, RewardError
 from rlpipe.system.certificates import certificates
 from rlpipe.types import Sample
 
-LONGEST_PAUSE_S = 30.0
-LATER = (408, 429)
+MAX_PAUSE_S = 30.0
+RETRY_STATUSES = (408, 429)
+"""Temporary errors besides 5xx."""
 KEY_VARIABLE = "RLPIPE_JUDGE_KEY"
-_SHOWN_CHARACTERS = 300
-_LARGEST_ANSWER_BYTES = 16 * 1024**2
+"""Environment variable with the judge's API key."""
+_QUOTED_CHARACTERS = 300
+_MAX_ANSWER_BYTES = 16 * 1024**2
 
 
 def make_remote(config: RemoteReward) -> Callable[[Sample], Awaitable[Any]]:
-    """The async function that asks the server of one sample."""
+    """Return the async function that posts one sample to the reward server."""
     _check_url(config.url)
 
     async def reward(sample: Sample) -> Any:
-        asked = {
+        request = {
             "prompt": sample.prompt,
             "response": sample.response,
             "label": sample.label,
             "metadata": sample.metadata,
         }
-        return await post(config.url, asked, tries=config.tries)
+        return await post(config.url, request, tries=config.tries)
 
     return reward
 
 
 def make_judge(config: JudgeReward) -> Callable[[Sample], Awaitable[dict[str, float]]]:
-    """The async function that has one sample judged: `{"reward"}`. Raises: ConfigError for a format
-    or pattern that is none."""
+    """Return the async function that lets a model judge one sample: `{"reward"}`.
+
+    Raises: ConfigError for a bad URL, prompt format or pattern.
+    """
     _check_url(config.url)
-    pattern = _pattern(config.score_pattern)
-    filled(config, Sample("", 0, "", []))
-    headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get(KEY_VARIABLE)) else {}
+    pattern = _compiled_pattern(config.score_pattern)
+    judge_prompt(config, Sample("", 0, "", []))  # fails now if the format is wrong
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def reward(sample: Sample) -> dict[str, float]:
-        asked = {
+        request = {
             "model": config.model,
-            "messages": [{"role": "user", "content": filled(config, sample)}],
+            "messages": [{"role": "user", "content": judge_prompt(config, sample)}],
             "temperature": config.temperature,
             "max_tokens": config.max_tokens,
         }
-        answer = await post(
-            f"{config.url.rstrip('/')}/chat/completions", asked, tries=config.tries, headers=headers
-        )
-        return {"reward": _judged(answer, pattern) / config.scale}
+        url = f"{config.url.rstrip('/')}/chat/completions"
+        answer = await post(url, request, tries=config.tries, headers=headers)
+        return {"reward": _judge_score(answer, pattern) / config.scale}
 
     return reward
 
 
 async def post(url: str, content: Any, *, tries: int, headers: dict[str, str] | None = None) -> Any:
-    """POST JSON and return the JSON of the answer, trying again as the module says. Raises:
-    RewardError."""
-    said = ""
+    """POST JSON and return the JSON of the answer, with at most `tries` requests.
+
+    Raises: RewardError if no request succeeds or the answer is not JSON.
+    """
+    problem = ""
     for number in range(tries):
         if number:
-            await asyncio.sleep(min(2 ** (number - 1), LONGEST_PAUSE_S) + random.random())
+            # The random part spreads the retries of concurrent rows.
+            await asyncio.sleep(min(2 ** (number - 1), MAX_PAUSE_S) + random.random())
         try:
-            answer = await _posted(url, content, headers)
+            answer = await _post_once(url, content, headers)
         except httpx.RequestError as error:
-            said = f"{type(error).__name__}: {error}"
+            problem = f"{type(error).__name__}: {error}"
             continue
         if answer.is_success:
             return _json(answer, url)
-        said = f"HTTP {answer.status_code}: {answer.text[:_SHOWN_CHARACTERS]}"
-        if answer.status_code < 500 and answer.status_code not in LATER:
+        problem = f"HTTP {answer.status_code}: {answer.text[:_QUOTED_CHARACTERS]}"
+        if answer.status_code < 500 and answer.status_code not in RETRY_STATUSES:
             break
     raise RewardError(
-        "the reward's server did not answer as it should",
+        "the request to the reward server failed",
         where=url,
-        found=f"{said} (try {number + 1} of {tries})",
+        found=f"{problem} (try {number + 1} of {tries})",
     )
 
 
-async def _posted(url: str, content: Any, headers: dict[str, str] | None) -> httpx.Response:
-    """Raises: httpx.RequestError, also for an answer that is larger than any reward."""
+async def _post_once(url: str, content: Any, headers: dict[str, str] | None) -> httpx.Response:
+    """Send one request. Raises: httpx.RequestError, also for an answer above 16 MiB."""
     body = bytearray()
     async with (
         httpx.AsyncClient(verify=certificates(), timeout=None) as client,
@@ -104,14 +109,16 @@ async def _posted(url: str, content: Any, headers: dict[str, str] | None) -> htt
     ):
         async for piece in answer.aiter_bytes():
             body += piece
-            if len(body) > _LARGEST_ANSWER_BYTES:
-                raise httpx.DecodingError(f"more than {_LARGEST_ANSWER_BYTES} bytes")
+            if len(body) > _MAX_ANSWER_BYTES:
+                raise httpx.DecodingError(f"more than {_MAX_ANSWER_BYTES} bytes")
     return httpx.Response(answer.status_code, content=bytes(body))
 
 
-def filled(config: JudgeReward, sample: Sample) -> str:
-    """The judge's message for one sample. Raises: ConfigError if `prompt` is no format of the
-    three."""
+def judge_prompt(config: JudgeReward, sample: Sample) -> str:
+    """Return the message to the judge for one sample.
+
+    Raises: ConfigError if `config.prompt` is not a format of prompt, response and label.
+    """
     prompt = sample.prompt
     if not isinstance(prompt, str):
         prompt = "\n\n".join(
@@ -128,21 +135,23 @@ def filled(config: JudgeReward, sample: Sample) -> str:
         ) from error
 
 
-def _judged(answer: Any, pattern: re.Pattern[str]) -> float:
+def _judge_score(answer: Any, pattern: re.Pattern[str]) -> float:
     try:
         text = str(answer["choices"][0]["message"]["content"])
     except (KeyError, IndexError, TypeError) as error:
         raise RewardError(
-            "not a chat completion", where="judge", found=repr(answer)[:_SHOWN_CHARACTERS]
+            "the judge's answer is not a chat completion",
+            where="judge",
+            found=repr(answer)[:_QUOTED_CHARACTERS],
         ) from error
-    found = [match.group(1) for match in pattern.finditer(text)]
+    scores = [match.group(1) for match in pattern.finditer(text)]
     try:
-        return float(found[-1])
+        return float(scores[-1])
     except (IndexError, TypeError, ValueError) as error:
         raise RewardError(
-            "the judge gave no score",
+            "the judge's answer has no score",
             where="judge",
-            found=repr(text[-_SHOWN_CHARACTERS:]),
+            found=repr(text[-_QUOTED_CHARACTERS:]),
             expected=pattern.pattern,
         ) from error
 
@@ -152,9 +161,9 @@ def _json(answer: httpx.Response, url: str) -> Any:
         return answer.json()
     except (ValueError, RecursionError) as error:
         raise RewardError(
-            "the reward's server did not answer in JSON",
+            "the reward server did not answer in JSON",
             where=url,
-            found=answer.text[:_SHOWN_CHARACTERS],
+            found=answer.text[:_QUOTED_CHARACTERS],
         ) from error
 
 
@@ -165,7 +174,7 @@ def _check_url(url: str) -> None:
         )
 
 
-def _pattern(text: str) -> re.Pattern[str]:
+def _compiled_pattern(text: str) -> re.Pattern[str]:
     try:
         pattern = re.compile(text)
     except re.error as error:

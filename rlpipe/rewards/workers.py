@@ -1,14 +1,10 @@
-"""Who runs a verifier: the event loop, a thread, or a process that can be killed. All keep a
-deadline for each call.
+"""Run a verifier on the event loop, in a thread, or in a process, with a deadline for each call.
 
-Only a process ends a verifier that hangs: a thread that misses its deadline is left to itself (it
-is a daemon, and its late answer goes nowhere) and the next call gets a new one. An async function
-is cancelled, and left to itself if it goes on.
-
-Only a process survives a verifier that crashes: with `reward.workers: 0` a segmentation fault in it
-ends the run's own process.
-
-Not here: which samples make a call, retries, what an error means (`base`).
+| worker | after a missed deadline | after a crash of the verifier |
+|---|---|---|
+| `LoopWorker` | cancels the coroutine and does not wait for it | the run's process ends |
+| `ThreadWorker` | abandons the thread; the next call gets a new one | the run's process ends |
+| `ProcessWorker` | kills the process; the next call gets a new one | a RewardError of the call |
 """
 
 from __future__ import annotations
@@ -30,24 +26,25 @@ from typing import Any, Protocol
 
 from rlpipe.config.data import RewardFunction
 from rlpipe.errors import DeadlineExceeded, ResourceError, RewardError
-from rlpipe.rewards.python import Score, Scorer
+from rlpipe.rewards.scorer import Score, Scorer
 from rlpipe.system.child_processes import end_group, ended_how, exit_status
 from rlpipe.types import Sample
 
 FRAME = struct.Struct("<QQ")
-"""What comes before a message to and from a reward's process: the number of the call, and the bytes
-of the message."""
+"""Header of a message to or from a reward process: number of the call, bytes of the message."""
 START_TIMEOUT_S = 120.0
-LAST_WORDS_S = 0.5
-"""How long the last bytes may take after a process has ended, and its end after the last bytes."""
+EXIT_GRACE_S = 0.5
+"""Longest time between the end of a process and its last bytes, in either order."""
 
 
 class Worker(Protocol):
-    """Made by `base.score` for one stage, used by one task at a time, stopped by it whatever
-    happens."""
+    """Runs calls of a verifier. `reward_rows.open_workers` makes and stops it.
+
+    One task at a time uses it.
+    """
 
     async def call(self, samples: Sequence[Sample], timeout_s: float) -> list[Score]:
-        """One call of the verifier.
+        """Call the verifier for one sample or one group.
 
         Raises: RewardError, DeadlineExceeded; ConfigError if it cannot be loaded, ResourceError if
         a process does not start.
@@ -58,7 +55,7 @@ class Worker(Protocol):
 
 
 class LoopWorker:
-    """Awaits an async function on the stage's own event loop."""
+    """Awaits an async function on the stage's event loop."""
 
     def __init__(self, scorer: Scorer):
         self._scorer = scorer
@@ -68,18 +65,18 @@ class LoopWorker:
         try:
             await asyncio.wait({call}, timeout=timeout_s)
             if not call.done():
-                raise _late(samples, timeout_s)
+                raise _late_error(samples, timeout_s)
             return call.result()
         finally:
-            # and not waited for: a function that catches its cancellation could take for ever
+            # Not awaited: a function that catches its cancellation may never end.
             call.cancel()
 
     async def stop(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the worker holds no resource."""
 
 
 class ThreadWorker:
-    """Runs a plain function in one thread of the stage's own process."""
+    """Runs a plain function in one thread of the stage's process."""
 
     def __init__(self, scorer: Scorer):
         self._scorer = scorer
@@ -91,13 +88,13 @@ class ThreadWorker:
             threading.Thread(
                 target=_serve_thread, args=(self._scorer, self._calls), daemon=True, name="reward"
             ).start()
-        answer: Future[list[Score]] = Future()
-        self._calls.put((samples, answer))
+        result: Future[list[Score]] = Future()
+        self._calls.put((samples, result))
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
+            return await asyncio.wait_for(asyncio.wrap_future(result), timeout_s)
         except TimeoutError as error:
             await self.stop()
-            raise _late(samples, timeout_s) from error
+            raise _late_error(samples, timeout_s) from error
 
     async def stop(self) -> None:
         if self._calls is not None:
@@ -107,23 +104,24 @@ class ThreadWorker:
 
 def _serve_thread(scorer: Scorer, calls: queue.SimpleQueue) -> None:
     while (call := calls.get()) is not None:
-        samples, answer = call
+        samples, result = call
         try:
-            result = scorer.score(samples)
+            scores = scorer.score(samples)
         except RewardError as error:
-            if answer.set_running_or_notify_cancel():
-                answer.set_exception(error)
+            # False after a missed deadline, which cancelled the future.
+            if result.set_running_or_notify_cancel():
+                result.set_exception(error)
         else:
-            if answer.set_running_or_notify_cancel():
-                answer.set_result(result)
+            if result.set_running_or_notify_cancel():
+                result.set_result(scores)
 
 
 class ProcessWorker:
-    """Runs the function in a process of its own (`rlpipe.rewards.worker`), killed when it is late
-    and started again.
+    """Runs the function in a separate process (`rlpipe.rewards.worker_process`).
 
-    Each call has a number, and its answer has to have the same one. Anything else ends the process:
-    an answer is never taken for that of another call.
+    A process that misses a deadline is killed; the next call starts another one. Each call has a
+    number, and its answer must have the same number. Any other answer ends the process, so no call
+    gets the answer of another one.
     """
 
     def __init__(self, function: RewardFunction, args: Namespace | None = None):
@@ -135,13 +133,13 @@ class ProcessWorker:
     async def call(self, samples: Sequence[Sample], timeout_s: float) -> list[Score]:
         await self._start()
         try:
-            answer = await asyncio.wait_for(self._ask(list(samples)), timeout_s)
+            answer = await asyncio.wait_for(self._request(list(samples)), timeout_s)
         except TimeoutError as error:
             await self.stop()
-            raise _late(samples, timeout_s) from error
+            raise _late_error(samples, timeout_s) from error
         except _DiedError as error:
             raise RewardError(
-                "the reward's process died", found=await self._how_it_died()
+                "the reward process died", found=await self._cause_of_death()
             ) from error
         except RewardError:
             await self.stop()
@@ -151,88 +149,87 @@ class ProcessWorker:
         return answer
 
     async def stop(self) -> None:
-        """End the process, and what it started."""
+        """Kill the process and its process group."""
         process = self._process
         self._process = None
         if process is not None:
             await end_group(process)
 
-    async def _how_it_died(self) -> str:
-        """How the process ended, in words; its pipes may be closed a moment before it has. What it
-        started is ended."""
+    async def _cause_of_death(self) -> str:
+        """Stop the worker and return how its process ended, as text."""
         process = self._process
         assert process is not None
+        # The pipes can close a moment before the process has ended.
         with suppress(TimeoutError):
-            await asyncio.wait_for(exit_status(process), LAST_WORDS_S)
-        how = "its pipe was closed" if process.returncode is None else ended_how(process.returncode)
+            await asyncio.wait_for(exit_status(process), EXIT_GRACE_S)
+        status = process.returncode
+        cause = "its pipe was closed" if status is None else ended_how(status)
         await self.stop()
-        return how
+        return cause
 
     async def _start(self) -> None:
+        """Start the process and load the function in it, unless it is running."""
         if self._process is not None:
             return
+        # The process must import rlpipe from any working directory.
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._calls = 0
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "rlpipe.rewards.worker",
+            "rlpipe.rewards.worker_process",
             stdin=PIPE,
             stdout=PIPE,
             env={**os.environ, "PYTHONPATH": path},
             start_new_session=True,
         )
+        setup = (sys.path, self._function, self._args)
         try:
-            ready = await asyncio.wait_for(
-                self._ask((sys.path, self._function, self._args)), START_TIMEOUT_S
-            )
+            load_error = await asyncio.wait_for(self._request(setup), START_TIMEOUT_S)
         except TimeoutError as error:
             await self.stop()
-            late = f"no answer within {START_TIMEOUT_S} s"
-            raise ResourceError(
-                "a reward process did not start", where="reward.workers", found=late
-            ) from error
+            raise _start_error(f"no answer within {START_TIMEOUT_S} s") from error
         except _DiedError as error:
-            found = await self._how_it_died()
-            raise ResourceError(
-                "a reward process did not start", where="reward.workers", found=found
-            ) from error
+            raise _start_error(await self._cause_of_death()) from error
         except RewardError:
             await self.stop()
             raise
-        if ready is not None:
+        if load_error is not None:
             await self.stop()
-            raise ready
+            raise load_error
 
-    async def _ask(self, message: object) -> Any:
-        """The answer to the next message. Raises: _DiedError; RewardError for anything that is not
-        its answer."""
+    async def _request(self, message: object) -> Any:
+        """Send the next message and return its answer.
+
+        Raises: _DiedError if the process ends; RewardError for an unexpected answer.
+        """
         process = self._process
         assert process is not None
         assert process.stdin is not None
         number = self._calls
-        self._calls = self._calls + 1
+        self._calls += 1
         content = pickle.dumps(message)
         try:
             process.stdin.write(FRAME.pack(number, len(content)) + content)
             await process.stdin.drain()
         except ConnectionError as error:
             raise _DiedError from error
-        answered, size = FRAME.unpack(await _read(process, FRAME.size))
-        if answered != number:
+        answer_number, size = FRAME.unpack(await _read(process, FRAME.size))
+        if answer_number != number:
             raise RewardError(
-                "the reward's process gave an answer to another call",
-                found=f"an answer to call {answered}",
+                "the reward process answered another call",
+                found=f"an answer to call {answer_number}",
                 expected=f"the answer to call {number}",
-                do="something else than this project writes to its pipe; see what the reward function does with descriptors",
+                do="check the file descriptors that the reward function writes to: "
+                "user code wrote to the pipe of the process",
             )
         answer = await _read(process, size)
         try:
             return pickle.loads(answer)
-        except Exception as error:  # whatever the bytes are
+        except Exception as error:  # unpickling arbitrary bytes can raise anything
             raise RewardError(
-                "the answer of the reward's process cannot be read", found=f"{size} bytes"
+                "the answer of the reward process cannot be unpickled", found=f"{size} bytes"
             ) from error
 
 
@@ -240,15 +237,21 @@ class _DiedError(Exception):
     """The process ended before it answered."""
 
 
+def _start_error(found: str) -> ResourceError:
+    return ResourceError("a reward process did not start", where="reward.workers", found=found)
+
+
 async def _read(process: Process, size: int) -> bytes:
-    """Raises: _DiedError if the process ends first, whoever else holds its pipe."""
+    """Read `size` bytes from the process. Raises: _DiedError if it ends first."""
     assert process.stdout is not None
+    # A program that the function started can keep the pipe open, so the end of the process is
+    # awaited too.
     reading = asyncio.ensure_future(process.stdout.readexactly(size))
     ending = asyncio.ensure_future(exit_status(process))
     try:
         await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
-        if not reading.done():  # what it wrote before it ended may still be in the pipe
-            await asyncio.wait({reading}, timeout=LAST_WORDS_S)
+        if not reading.done():  # the last bytes of the process can still be in the pipe
+            await asyncio.wait({reading}, timeout=EXIT_GRACE_S)
         if not reading.done():
             raise _DiedError
         return reading.result()
@@ -259,7 +262,7 @@ async def _read(process: Process, size: int) -> bytes:
         ending.cancel()
 
 
-def _late(samples: Sequence[Sample], timeout_s: float) -> DeadlineExceeded:
+def _late_error(samples: Sequence[Sample], timeout_s: float) -> DeadlineExceeded:
     where = f"reward/{samples[0].group_id}" + (f"/{samples[0].index}" if len(samples) == 1 else "")
     return DeadlineExceeded(
         "the verifier did not answer",

@@ -9,12 +9,13 @@ Not here: what each reward computes (`rlpipe.rewards`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
+from rlpipe.config.data import RuleReward
 from rlpipe.config.problems import nearest
 from rlpipe.errors import ConfigError
 
-RULES = ("math", "dapo", "deepscaler", "f1", "gpqa", "random", "reasoning_gym")
+RULES = ("math", *get_args(RuleReward.model_fields["type"].annotation), "reasoning_gym")
 """What a row's `rm_type` may say, with `boxed_` before it or not."""
 ELSEWHERE = {
     "ifbench": "its checks are a package of their own; give them as --custom-rm-path",

@@ -1,4 +1,4 @@
-"""Answers compared as mathematics."""
+"""Mathematical comparison of answers."""
 
 import threading
 
@@ -26,22 +26,22 @@ def sample(response, label):
         ("\\boxed{1000}", "100", 0),
     ],
 )
-def test_equal_expressions_are_1_and_others_0(response, label, right):
+def test_equal_expressions_have_reward_1_and_others_0(response, label, right):
     assert reward(sample(response, label)) == {"reward": float(right), "format": 1.0}
 
 
 @pytest.mark.parametrize("response", ["", "no idea", "\\boxed{"])
-def test_a_response_without_an_answer_is_0_and_says_so(response):
+def test_a_response_without_an_answer_has_reward_0_and_format_0(response):
     assert reward(sample(response, "3")) == {"reward": 0.0, "format": 0.0}
 
 
 @pytest.mark.parametrize("label", [None, "", " ", "$$"])
-def test_a_label_with_nothing_in_it_is_an_error(label):
-    with pytest.raises(DataError, match="the label holds nothing to compare with"):
+def test_an_empty_label_is_an_error(label):
+    with pytest.raises(DataError, match="the label has no content to compare with"):
         reward(sample("3", label))
 
 
-def test_it_works_outside_the_main_thread():
+def test_comparison_works_outside_the_main_thread():
     results = []
     thread = threading.Thread(target=lambda: results.append(reward(sample("it is 3", "3"))))
     thread.start()

@@ -1,4 +1,4 @@
-"""Scoring with the task that asked, and what becomes of its items in JSON."""
+"""Scoring with reasoning_gym tasks, and their items in JSON."""
 
 import json
 
@@ -34,7 +34,7 @@ def reward(**keys):
     return make_reward(ReasoningGymReward(type="reasoning_gym", **keys))
 
 
-def test_the_right_answer_is_1_and_any_other_0():
+def test_the_correct_answer_has_reward_1_and_others_0():
     assert reward()(sample("{answer}")) == {"reward": 1.0, "score": 1.0}
     assert reward()(sample(" {answer}\n"))["reward"] == 1.0
     wrong = reward()(sample("{answer}x"))
@@ -47,7 +47,7 @@ def test_without_a_threshold_partial_credit_is_the_reward():
     assert scored["reward"] == scored["score"] > 0
 
 
-def test_a_pattern_finds_the_answer_and_its_absence_is_a_part():
+def test_a_pattern_extracts_the_answer_and_a_missing_match_is_a_part():
     scored = reward(answer_pattern=NUMBER_ON_THE_FIRST_LINE)
     assert scored(sample(" {answer}\n\nThe", "chain_sum", SUMS)) == {
         "reward": 1.0,
@@ -61,7 +61,7 @@ def test_a_pattern_finds_the_answer_and_its_absence_is_a_part():
     }
 
 
-def test_scorers_that_compare_tuples_get_tuples_back():
+def test_scorers_that_compare_tuples_get_tuples():
     entry = make_task("rearc", {}, seed=5, size=1)[0]
     record = json.loads(json.dumps(scoring_record("rearc", {}, entry)))
     right = Sample("g", 0, "", [1], metadata=record, response=entry["answer"])
@@ -77,13 +77,13 @@ def test_a_sample_of_another_source_is_refused(metadata):
 
 
 @pytest.mark.parametrize("pattern", ["(", "word"])
-def test_a_pattern_that_is_none_is_refused(pattern):
+def test_an_invalid_pattern_is_refused(pattern):
     with pytest.raises(ConfigError) as caught:
         reward(answer_pattern=pattern)
     assert caught.value.where == "reward.function.answer_pattern"
 
 
-def test_an_item_of_a_task_that_is_gone_is_refused():
+def test_an_item_of_an_unknown_task_is_refused():
     record = {"reasoning_gym": {"task": "no_such_task", "arguments": {}, "entry": {}}}
     with pytest.raises(ConfigError, match="no such task"):
         reward()(sample("x", metadata=record))
@@ -103,7 +103,7 @@ values = st.recursive(
 
 
 @given(values)
-def test_packing_survives_json(value):
+def test_packed_values_survive_json(value):
     again = unpack(json.loads(json.dumps(pack(value))))
     assert again == value
     assert repr(again) == repr(value)

@@ -1,11 +1,11 @@
-"""The rules that compare a response with its label, against values worked out by hand."""
+"""Rules that compare a response with its label, against values by hand."""
 
 from __future__ import annotations
 
 import re
 import string
 from collections import Counter
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import assume, given
@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from rlpipe.config.data import MathReward, RowReward, RuleReward
 from rlpipe.errors import DataError
 from rlpipe.rewards.answers import boxed, plain, same
-from rlpipe.rewards.rules import by_row, dapo, deepscaler, f1, gpqa, make_rule, of_kind
+from rlpipe.rewards.rules import RULES, by_row, dapo, deepscaler, f1, gpqa, make_rule, named_rule
+from rlpipe.slime import reward as slime_reward
 from rlpipe.types import Sample
 
 
@@ -23,7 +24,7 @@ def sample(response: str, label: str | None = None, *, seed: int = 0, **metadata
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         (r"so \boxed{1} or \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"\fbox{ 7 }", "7"),
@@ -32,12 +33,12 @@ def sample(response: str, label: str | None = None, *, seed: int = 0, **metadata
         (r"\boxed{}", ""),
     ],
 )
-def test_the_last_box_is_the_answer(text: str, found: str | None):
-    assert boxed(text) == found
+def test_the_last_box_is_the_answer(text: str, expected: str | None):
+    assert boxed(text) == expected
 
 
 @pytest.mark.parametrize(
-    ("answer", "bare"),
+    ("answer", "expected"),
     [
         ("x = 5", "5"),
         ("$12$ dollars", "12"),
@@ -49,11 +50,11 @@ def test_the_last_box_is_the_answer(text: str, found: str | None):
         ("the number 4.", "number4"),
     ],
 )
-def test_an_answer_is_made_plain(answer: str, bare: str):
-    assert plain(answer) == bare
+def test_plain_normalises_an_answer(answer: str, expected: str):
+    assert plain(answer) == expected
 
 
-def test_answers_are_the_same_as_text_or_as_numbers_but_never_as_nothing():
+def test_answers_are_compared_as_text_and_numbers_and_empty_ones_differ():
     assert same("2.0", "2")
     assert same("$ x+1 $", "x + 1")
     assert not same("", "")
@@ -85,7 +86,7 @@ def test_dapo_reads_the_last_answer_in_the_last_300_characters(response: str, re
         (r"hm</think> one half", {"reward": 0.0, "format": 0.0}),
     ],
 )
-def test_deepscaler_wants_a_box_after_thinking(response: str, parts: dict[str, float]):
+def test_deepscaler_reads_the_box_after_the_reasoning(response: str, parts: dict[str, float]):
     assert deepscaler(sample(response, r"\frac{1}{2}")) == parts
 
 
@@ -111,14 +112,14 @@ def test_f1_is_the_harmonic_mean_of_precision_and_recall(response: str, label: s
 
 
 def squad_normalised(text: str) -> str:
-    """`normalize_answer` of SQuAD's evaluate-v1.1.py, as it is published."""
+    """`normalize_answer` of SQuAD's published evaluate-v1.1.py."""
     exclude = set(string.punctuation)
     without = "".join(ch for ch in text.lower() if ch not in exclude)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", without).split())
 
 
 def squad_f1(prediction: str, truth: str) -> float:
-    """`f1_score` of the same script, with HotpotQA's three words that only match themselves."""
+    """`f1_score` of the same script, with HotpotQA's three special words."""
     left = squad_normalised(prediction)
     right = squad_normalised(truth)
     if left != right and {left, right} & {"yes", "no", "noanswer"}:
@@ -157,13 +158,13 @@ ANSWERS = st.lists(
 
 
 @given(ANSWERS | st.text(min_size=1, max_size=20), ANSWERS)
-def test_f1_is_what_the_published_script_computes(response: str, label: str):
+def test_f1_equals_the_published_script(response: str, label: str):
     assume(plain(label))
     assert f1(sample(response, label))["reward"] == pytest.approx(squad_f1(response, label))
 
 
 @pytest.mark.parametrize(
-    ("response", "told", "reward"),
+    ("response", "letter", "reward"),
     [
         ("The answer is B", "B", 1.0),
         ("The answer is a matter of taste. Final answer: (B)", "B", 1.0),
@@ -206,29 +207,29 @@ def test_f1_is_what_the_published_script_computes(response: str, label: str):
         (r"\boxed{b}, not (c)", "C", 0.0),
     ],
 )
-def test_gpqa_takes_the_letter_that_a_response_settles_on(response: str, told: str, reward: float):
-    assert gpqa(sample(response, told))["reward"] == reward
+def test_gpqa_takes_the_letter_that_a_response_states(response: str, letter: str, reward: float):
+    assert gpqa(sample(response, letter))["reward"] == reward
 
 
-def test_gpqa_knows_the_right_choice_by_letter_number_or_text():
+def test_gpqa_identifies_the_correct_choice_by_letter_number_or_text():
     choices = {"A": "the sun", "B": "the moon"}
-    told: list[tuple[str, dict[str, Any]]] = [
+    letter: list[tuple[str, dict[str, Any]]] = [
         ("b", {}),
         ("1", {}),
         ("The Moon!", {}),
         ("anything", {"correct_letter": "B"}),
     ]
-    for label, metadata in told:
+    for label, metadata in letter:
         assert gpqa(sample("answer: B", label, choices=choices, **metadata))["reward"] == 1.0
     assert gpqa(sample("it is the moon, surely", "B", choices=choices)) == {
         "reward": 1.0,
         "format": 0.0,
     }
-    with pytest.raises(DataError, match="which choice is right"):
+    with pytest.raises(DataError, match="does not identify the correct choice"):
         gpqa(sample("answer: B", "Mars", choices=choices))
 
 
-def test_chance_is_the_same_every_time_and_fair():
+def test_random_rewards_are_reproducible_and_fair():
     rule = make_rule(RuleReward(type="random"))
     rewards = [rule(sample("", seed=seed))["reward"] for seed in range(400)]
     assert rewards == [rule(sample("", seed=seed))["reward"] for seed in range(400)]
@@ -242,8 +243,8 @@ def test_a_row_without_a_label_is_an_error(rule: Any):
             rule(sample(r"</think>\boxed{1}", label))
 
 
-def test_a_boxed_rule_looks_into_the_box_only():
-    rule = of_kind("boxed_f1")
+def test_a_boxed_rule_reads_only_the_box():
+    rule = named_rule("boxed_f1")
     assert rule(sample(r"a lot of words \boxed{cat}", "cat")) == {
         "reward": 1.0,
         "precision": 1.0,
@@ -256,12 +257,17 @@ def test_a_boxed_rule_looks_into_the_box_only():
     )
 
 
-def test_each_row_may_say_its_own_rule():
+def test_the_configuration_and_slimes_flags_know_every_rule():
+    assert set(get_args(RuleReward.model_fields["type"].annotation)) == set(RULES)
+    assert set(slime_reward.RULES) == {*RULES, "math", "reasoning_gym"}
+
+
+def test_each_row_can_name_its_rule():
     rule = by_row(RowReward(type="by_row", default="f1"))
     assert rule(sample("cat", "cat"))["reward"] == 1.0
     assert rule(sample("cat", "dog", rm_type="dapo"))["reward"] == -1.0
     assert rule(sample(r"\boxed{B}", "B", rm_type=" boxed_gpqa "))["reward"] == 1.0
     with pytest.raises(DataError, match="no such reward"):
         rule(sample("cat", "cat", rm_type="ifbench"))
-    with pytest.raises(DataError, match="does not say how it is scored"):
+    with pytest.raises(DataError, match="names no reward rule"):
         by_row(RowReward(type="by_row"))(sample("cat", "cat"))

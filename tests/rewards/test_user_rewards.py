@@ -1,4 +1,4 @@
-"""The forms of a reward function or class that are known, slime's among them."""
+"""The forms of user reward functions and classes, including slime's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from rlpipe.config.data import PythonReward, RewardConfig
 from rlpipe.errors import ConfigError, RewardError
-from rlpipe.rewards.base import score
-from rlpipe.rewards.python import Score, Scorer
+from rlpipe.rewards.reward_rows import score
+from rlpipe.rewards.scorer import Score, Scorer
 from rlpipe.types import Sample, Status
 
 SAMPLES = [
@@ -32,22 +32,23 @@ def scorer(tmp_path: Path):
     return make
 
 
-def test_slimes_form_gets_args_and_a_sample(scorer):
-    made = scorer(
-        "async def custom_rm(args, sample, **kwargs):\n    return args.scale * len(sample.response)\n",
+def test_slimes_signature_gets_args_and_a_sample(scorer):
+    loaded = scorer(
+        "async def custom_rm(args, sample, **kwargs):\n"
+        "    return args.scale * len(sample.response)\n",
         "custom_rm",
     )
-    assert made.is_async
-    assert made.score(SAMPLES[:1]) == asyncio.run(made.score_async(SAMPLES[:1])) == [Score(4.0)]
+    assert loaded.is_async
+    assert loaded.score(SAMPLES[:1]) == asyncio.run(loaded.score_async(SAMPLES[:1])) == [Score(4.0)]
 
 
-def test_slimes_group_form_gets_args_and_the_samples(scorer):
-    made = scorer(
+def test_slimes_group_signature_gets_args_and_the_samples(scorer):
+    loaded = scorer(
         "def custom_rm(args, samples):\n    return [args.scale * s.index for s in samples]\n",
         "custom_rm",
         group=True,
     )
-    assert made.score(SAMPLES) == [Score(0.0), Score(2.0)]
+    assert loaded.score(SAMPLES) == [Score(0.0), Score(2.0)]
 
 
 CLASS = """
@@ -60,12 +61,12 @@ class CustomRewardModel:
 
 
 @pytest.mark.parametrize("group", [False, True])
-def test_a_class_is_made_once_and_asked_with_prompts_and_responses(scorer, group: bool):
-    made = scorer(CLASS, "CustomRewardModel", group=group, arguments={"model_path": "/m"})
-    assert made.score(SAMPLES if group else SAMPLES[:1]) == [Score(2.0)] * (2 if group else 1)
+def test_a_class_gets_prompts_and_responses(scorer, group: bool):
+    loaded = scorer(CLASS, "CustomRewardModel", group=group, arguments={"model_path": "/m"})
+    assert loaded.score(SAMPLES if group else SAMPLES[:1]) == [Score(2.0)] * (2 if group else 1)
 
 
-def test_a_class_may_be_async_or_called(scorer):
+def test_a_class_can_be_async_or_callable(scorer):
     source = (
         CLASS.replace("    def compute", "    async def compute")
         + "class Called:\n    def __call__(self, sample):\n        return 3\n"
@@ -79,28 +80,28 @@ def test_a_class_may_be_async_or_called(scorer):
 @pytest.mark.parametrize(
     ("source", "name", "keys", "problem"),
     [
-        (CLASS, "CustomRewardModel", {}, "does not take these arguments"),
+        (CLASS, "CustomRewardModel", {}, "does not accept these arguments"),
         ("class R:\n    def compute_reward(self, texts): ...\n", "R", {}, "not a reward class"),
         ("class R: ...\n", "R", {}, "no method to call"),
         ("def reward(a, b, c): ...\n", "reward", {}, "cannot be called as a reward"),
         ("def reward(): ...\n", "reward", {}, "cannot be called as a reward"),
-        ("def reward(args, sample): ...\n", "reward", {"args": None}, "wants args"),
-        ("def reward(sample): ...\n", "reward", {"arguments": {"a": 1}}, "no arguments of its own"),
+        ("def reward(args, sample): ...\n", "reward", {"args": None}, "needs args"),
+        ("def reward(sample): ...\n", "reward", {"arguments": {"a": 1}}, "are for classes"),
     ],
 )
-def test_what_fits_no_form_is_refused_before_the_first_sample(
+def test_a_function_of_another_form_is_refused_before_the_first_sample(
     scorer, source: str, name: str, keys: dict, problem: str
 ):
     with pytest.raises(ConfigError, match=problem):
         scorer(source, name, **keys)
 
 
-def test_a_class_with_too_many_rewards_is_an_error_of_the_row(scorer):
-    made = scorer(
+def test_too_many_rewards_of_a_class_are_an_error_of_the_row(scorer):
+    loaded = scorer(
         "class R:\n    def compute_reward(self, prompts, responses):\n        return [1, 2]\n", "R"
     )
     with pytest.raises(RewardError, match="2 rewards for one response"):
-        made.score(SAMPLES[:1])
+        loaded.score(SAMPLES[:1])
 
 
 @pytest.mark.integration

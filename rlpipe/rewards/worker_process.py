@@ -1,21 +1,20 @@
-"""Score samples in a process of its own: `python -m rlpipe.rewards.worker`, started and asked by
-`workers.ProcessWorker`.
+"""Score samples in a separate process: `python -m rlpipe.rewards.worker_process`.
 
-A message is a frame (`workers.FRAME`: its number and its length) and a pickle. Message 0 is
-`(sys.path, function config, args)`; the others are lists of samples. The answer to a message has
-its number: None or an error to message 0, scores or a RewardError to the others.
+`workers.ProcessWorker` starts the process and sends it messages. A message is a frame
+(`workers.FRAME`: number and length) and a pickle. Message 0 is `(sys.path, function config, args)`;
+the others are lists of samples. The answer has the number of its message. It is None or an error
+for message 0, and scores or a RewardError for the others.
 
-The reward function is the user's and may do anything, so the two pipes are kept from it. Standard
-input is empty and standard output goes to stderr, for the function and every program it starts. A
-process that is forked here loses both pipes: it can neither answer nor keep them open after this
-process has died. If the function closes the pipes, this process ends.
+The reward function is user code, so both pipes are protected from it:
 
-This process leads a process group, which is killed when this process or the stage ends: what the
-function left running does not stay behind. On Linux it is also killed when the thread that started
-it ends, because arithmetic on huge numbers holds the interpreter so that nothing else in the
-process runs.
+- Standard input is empty and standard output goes to stderr, for the function and for every program
+  that it starts.
+- A forked process loses both pipes. It can neither answer nor keep them open after the end of this
+  process.
+- If the function closes a pipe, this process ends.
 
-Not for anyone else to start; it keeps no deadline of its own.
+This process leads a process group, which is killed when the process or the stage ends. Programs
+that the function left running end with it. The parent enforces deadlines.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ import threading
 
 from rlpipe.config.guard import error_text, guarded
 from rlpipe.errors import RewardError, RlpipeError
-from rlpipe.rewards.python import Scorer
+from rlpipe.rewards.scorer import Scorer
 from rlpipe.rewards.workers import FRAME
 from rlpipe.system.orphan import end_with
 from rlpipe.types import Sample
 
 PR_SET_PDEATHSIG = 1
 PIPE_LOST_STATUS = 71
-"""Exit status after the user's code has closed a pipe."""
+"""Exit status after user code closed a pipe."""
 
 
 class Pipe:
-    """One end of a pipe to the stage, closed in every process that is forked here."""
+    """One end of a pipe to the stage. Every forked process closes it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = os.dup(descriptor)
-        self._identity = self._seen()
+        self._identity = self._file_identity()
         os.register_at_fork(after_in_child=lambda: os.close(self._descriptor))
 
     def read(self, size: int) -> bytes:
@@ -60,21 +59,20 @@ class Pipe:
         return content
 
     def write(self, content: bytes) -> None:
-        """Write all of it."""
-        left = memoryview(content)
-        while left:
+        """Write all bytes of `content`."""
+        remaining = memoryview(content)
+        while remaining:
             self._check()
-            left = left[os.write(self._descriptor, left) :]
+            remaining = remaining[os.write(self._descriptor, remaining) :]
 
     def _check(self) -> None:
-        """End the process if the descriptor is closed, or names a file that the user's code has
-        opened since."""
-        if self._seen() == self._identity:
+        """End the process if user code closed the descriptor, or reused it for another file."""
+        if self._file_identity() == self._identity:
             return
         os.write(2, b"the reward function closed a pipe of its process; the process ends\n")
         os._exit(PIPE_LOST_STATUS)
 
-    def _seen(self) -> tuple[int, int] | None:
+    def _file_identity(self) -> tuple[int, int] | None:
         try:
             status = os.fstat(self._descriptor)
         except OSError:
@@ -83,19 +81,22 @@ class Pipe:
 
 
 def main() -> None:
+    """Load the reward function and answer messages until the stage closes its pipe."""
     requests = Pipe(sys.stdin.fileno())
     answers = Pipe(sys.stdout.fileno())
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, sys.stdin.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    # On Linux the process also ends with the thread that started it. Arithmetic on huge numbers can
+    # hold the interpreter lock, and then the reader thread cannot notice the closed pipe.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         end_with(os.getppid())
     messages: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(requests, messages), daemon=True).start()
     number, content = messages.get()
-    path, function, args = pickle.loads(content)
-    sys.path.extend(entry for entry in path if entry not in sys.path)
+    parent_path, function, args = pickle.loads(content)
+    sys.path.extend(entry for entry in parent_path if entry not in sys.path)
     try:
         scorer = guarded(Scorer)(function, args)
     except RlpipeError as error:
@@ -108,26 +109,24 @@ def main() -> None:
             answer: object = scorer.score(_samples(content))
         except RewardError as error:
             answer = error
-        except (
-            KeyboardInterrupt
-        ) as error:  # the function's own: Ctrl-C does not reach another session
+        except KeyboardInterrupt as error:
+            # Raised by the function: Ctrl-C does not reach a process of another session.
             answer = RewardError(error_text(error))
         _answer(answers, number, answer)
 
 
 def _samples(content: bytes) -> list[Sample]:
-    """Raises: RewardError if something in them is of a class that this process cannot import."""
+    """Unpickle the samples. Raises: RewardError if a class of theirs cannot be imported."""
     try:
         return pickle.loads(content)
-    except Exception as error:  # whatever a class of theirs comes up with
+    except Exception as error:  # unpickling a user class can raise anything
         raise RewardError(
-            f"the samples cannot be read in the reward's process: {type(error).__name__}: {error}"
+            f"the reward process cannot unpickle the samples: {type(error).__name__}: {error}"
         ) from error
 
 
 def _read(pipe: Pipe, messages: queue.SimpleQueue[tuple[int, bytes]]) -> None:
-    """Hand messages over until the stage closes its end; then end the process, also in the middle
-    of a call."""
+    """Queue messages until the stage closes its pipe; then end the process, even during a call."""
     while len(frame := pipe.read(FRAME.size)) == FRAME.size:
         number, size = FRAME.unpack(frame)
         messages.put((number, pipe.read(size)))

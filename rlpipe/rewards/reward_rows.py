@@ -1,10 +1,8 @@
-"""Scores the samples of one rollout: calls, deadlines, retries, workers, and what an error means.
+"""Score the samples of one rollout and return one `RewardRow` a sample.
 
-An error never becomes a reward unless `on_error` says which: it is the `error` of its row, whose
-reward stays None.
-
-Not here: reading or writing rows (`store`), leaving groups out of a batch (the advantage stage),
-the verifiers themselves.
+`score` calls the reward function with deadlines and retries. `open_workers` starts the workers that
+run it. A failed call sets `error` in its rows and leaves `reward` None, unless `on_error` gives a
+value. An error never becomes a silent 0.
 """
 
 from __future__ import annotations
@@ -26,21 +24,29 @@ from rlpipe.config.data import (
     RuleReward,
 )
 from rlpipe.errors import DeadlineExceeded, RewardError
-from rlpipe.rewards.python import Score, Scorer
+from rlpipe.rewards.scorer import Score, Scorer
 from rlpipe.rewards.workers import LoopWorker, ProcessWorker, ThreadWorker, Worker
 from rlpipe.types import Sample, Status
 
-ASYNC_CALLS = 64
+MAX_ASYNC_CALLS = 64
+"""Concurrent calls of an async function with `reward.workers: 0`."""
+
 SCORED = (Status.COMPLETED, Status.TRUNCATED)
+"""Statuses of samples that are scored."""
 
 Call = list[tuple[int, Sample]]
+"""One call of the reward function: (row number, sample) for each sample."""
+
 Progress = Callable[[int, int], None]
+"""(finished rows, all rows to score)."""
 
 
 @dataclass(slots=True)
 class RewardRow:
-    """The reward of one sample. `reward` None: not scored (see `error`; both None: there was
-    nothing to score)."""
+    """The reward of one sample.
+
+    `reward` None: not scored. `error` then has the reason, or is None if the sample needs no score.
+    """
 
     group_id: str
     index: int
@@ -57,31 +63,32 @@ async def score(
     progress: Progress | None = None,
     workers: list[Worker] | None = None,
 ) -> list[RewardRow]:
-    """One row for each sample, in the order given. `args` are for functions in slime's form.
-    `workers`: those of `open_workers` that are used, by one call of `score` at a time; None: own
-    ones.
+    """Return one row per sample, in the same order.
 
-    Only samples that are completed or truncated are scored; with `function.group`, a group's call
-    gets those of its samples. `workers: 0` runs an async function on this event loop (up to 64
-    calls at once) and a plain one in a thread of this process; what compares as mathematics always
-    gets a process, because nothing else can end it when it hangs. `progress(done, total)` is called
-    with numbers of rows.
+    Only completed and truncated samples without a reward are scored. With `function.group`, one
+    call gets all of these samples of a group. `args` are for functions with slime's signature.
+    `workers` come from `open_workers` and serve one call of `score` at a time; None: open workers
+    for this call.
+
+    With `workers: 0` an async function runs on this event loop (up to 64 calls at once), and a
+    plain function in a thread of this process. Mathematical comparison always runs in a process,
+    because only the end of the process stops a hanging comparison.
 
     Raises: RewardError if more than `max_error_fraction` of the scored rows have an error;
     DeadlineExceeded after `timeout_s`; ConfigError if the function cannot be loaded.
     """
-    rows = [_given(sample) for sample in samples]
+    rows = [_initial_row(sample) for sample in samples]
     calls = [] if isinstance(config.function, NoReward) else _calls(samples, config)
     if not calls:
         return rows
-    run = _Run(rows, config, total=sum(map(len, calls)), progress=progress)
+    run = _ScoringRun(rows, config, total=sum(map(len, calls)), progress=progress)
     try:
         async with asyncio.timeout(config.timeout_s):
             if workers is not None:
-                await run.all(calls, workers)
+                await run.score_all(calls, workers)
             else:
-                async with open_workers(config, args, len(calls)) as own:
-                    await run.all(calls, own)
+                async with open_workers(config, args, len(calls)) as opened:
+                    await run.score_all(calls, opened)
     except TimeoutError as error:
         raise DeadlineExceeded(
             "the reward stage took too long",
@@ -94,53 +101,56 @@ async def score(
 
 
 def reward_outputs(rows: Sequence[RewardRow]) -> dict[str, Any]:
-    """What a reward node says about its rows: how many were scored, errors, the mean reward (absent
-    if nothing was scored)."""
-    scored = [row.reward for row in rows if row.reward is not None]
+    """Return the outputs of a reward node: numbers of scored rows and errors, and the mean reward.
+
+    The mean is absent if no row was scored.
+    """
+    rewards = [row.reward for row in rows if row.reward is not None]
     errors = sum(row.error is not None for row in rows)
-    outputs: dict[str, Any] = {"scored": len(scored), "errors": errors}
+    outputs: dict[str, Any] = {"scored": len(rewards), "errors": errors}
     outputs["metrics"] = {"rollout/reward_error_ratio": errors / max(1, len(rows))}
-    return {**outputs, "mean": statistics.fmean(scored)} if scored else outputs
+    return {**outputs, "mean": statistics.fmean(rewards)} if rewards else outputs
 
 
-def _given(sample: Sample) -> RewardRow:
-    """A row with the reward that the sample comes with, if its generate function gave it one: that
-    stands."""
+def _initial_row(sample: Sample) -> RewardRow:
+    """Return a row with the reward that the generate function set, if any. It is final."""
     return RewardRow(sample.group_id, sample.index, sample.reward, dict(sample.reward_parts))
 
 
 def _calls(samples: Sequence[Sample], config: RewardConfig) -> list[Call]:
-    wanted = [
-        (position, sample) for position, sample in enumerate(samples) if sample.reward is None
+    unscored = [
+        (position, sample)
+        for position, sample in enumerate(samples)
+        if sample.reward is None and sample.status in SCORED
     ]
-    scored = [(position, sample) for position, sample in wanted if sample.status in SCORED]
     if not getattr(config.function, "group", False):
-        return [[item] for item in scored]
+        return [[item] for item in unscored]
     groups: dict[str, Call] = {}
-    for position, sample in scored:
+    for position, sample in unscored:
         groups.setdefault(sample.group_id, []).append((position, sample))
     return list(groups.values())
 
 
 @asynccontextmanager
 async def open_workers(
-    config: RewardConfig, args: Namespace | None = None, most: int = ASYNC_CALLS
+    config: RewardConfig, args: Namespace | None = None, max_workers: int = MAX_ASYNC_CALLS
 ) -> AsyncIterator[list[Worker]]:
-    """At most so many workers of a reward function, for one stage or for one after another. Raises:
-    ConfigError."""
+    """Yield at most `max_workers` workers of a reward function, and stop them at the end.
+
+    Successive calls of `score` can share them. Raises: ConfigError.
+    """
     function = config.function
     assert not isinstance(function, NoReward)
-    num_processes = max(1, config.workers) if _may_hang(function) else config.workers
+    num_processes = max(1, config.workers) if _can_hang(function) else config.workers
     workers: list[Worker]
     if num_processes:
-        workers = [ProcessWorker(function, args) for _ in range(min(num_processes, most))]
+        workers = [ProcessWorker(function, args) for _ in range(min(num_processes, max_workers))]
     else:
         scorer = Scorer(function, args)
-        workers = (
-            [LoopWorker(scorer) for _ in range(min(ASYNC_CALLS, most))]
-            if scorer.is_async
-            else [ThreadWorker(scorer)]
-        )
+        if scorer.is_async:
+            workers = [LoopWorker(scorer) for _ in range(min(MAX_ASYNC_CALLS, max_workers))]
+        else:
+            workers = [ThreadWorker(scorer)]
     try:
         yield workers
     finally:
@@ -148,16 +158,16 @@ async def open_workers(
             await worker.stop()
 
 
-def _may_hang(function: RewardFunction) -> bool:
-    """Does it compare as mathematics, which on the wrong numbers takes for ever?"""
+def _can_hang(function: RewardFunction) -> bool:
+    """True if the function compares mathematics, which never ends for some pairs of numbers."""
     return isinstance(function, MathReward | RowReward) or (
         isinstance(function, RuleReward) and function.type == "deepscaler"
     )
 
 
 @dataclass(slots=True)
-class _Run:
-    """The rows of one `score` call while they are being filled."""
+class _ScoringRun:
+    """The rows of one call of `score`, filled by concurrent tasks."""
 
     rows: list[RewardRow]
     config: RewardConfig
@@ -165,7 +175,8 @@ class _Run:
     progress: Progress | None
     done: int = 0
 
-    async def all(self, calls: list[Call], workers: list[Worker]) -> None:
+    async def score_all(self, calls: list[Call], workers: list[Worker]) -> None:
+        # All tasks share one iterator: each worker takes the next call when it is free.
         queue = iter(calls)
         tasks = [asyncio.create_task(self._serve(queue, worker)) for worker in workers]
         try:
@@ -183,24 +194,25 @@ class _Run:
                 self.progress(self.done, self.total)
 
     async def _attempt(self, samples: list[Sample], worker: Worker) -> list[Score] | str:
-        error: Exception | None = None
+        """Return the scores of one call, or the last error after all attempts."""
+        last_error: Exception | None = None
         for _ in range(self.config.attempts):
             try:
                 return await worker.call(samples, self.config.sample_timeout_s)
-            except (RewardError, DeadlineExceeded) as failed:
-                error = failed
-        return str(error)
+            except (RewardError, DeadlineExceeded) as error:
+                last_error = error
+        return str(last_error)
 
-    def _fill(self, call: Call, answer: list[Score] | str) -> None:
+    def _fill(self, call: Call, result: list[Score] | str) -> None:
+        on_error = self.config.on_error
         for number, (position, _) in enumerate(call):
             row = self.rows[position]
-            if isinstance(answer, str):
-                row.error = answer
-                row.reward = (
-                    None if self.config.on_error == "exclude_group" else float(self.config.on_error)
-                )
+            if isinstance(result, str):
+                row.error = result
+                row.reward = None if on_error == "exclude_group" else float(on_error)
             else:
-                row.reward, row.parts = answer[number].reward, dict(answer[number].parts)
+                row.reward = result[number].reward
+                row.parts = dict(result[number].parts)
 
 
 def _check_errors(rows: list[RewardRow], config: RewardConfig) -> None:
