@@ -61,6 +61,7 @@ class Member:
 class Group:
     """One that nobody has to be there for."""
 
+    address = "127.0.0.1"
     port = 1
 
     def __init__(self, engine_ranks: int, **_: Any) -> None:

@@ -201,7 +201,7 @@ def test_a_mirror_that_was_killed_while_it_took_changes_starts_over(tmp_path, mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(mirror, "_hold", killed)
+        patched.setattr(mirror, "_write_record", killed)
         with pytest.raises(KeyboardInterrupt):
             mirror.fetch(trainer.store, stamp(2), timeout_s=5)
     assert mirror.held() is None

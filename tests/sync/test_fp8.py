@@ -112,7 +112,7 @@ def test_a_model_that_has_no_whole_blocks_where_they_are_merged_is_refused(tmp_p
         head_dim=32,
     )
     Qwen3ForCausalLM(narrow).save_pretrained(tmp_path / "narrow")
-    with pytest.raises(ConfigError, match="cannot be quantize in blocks"):
+    with pytest.raises(ConfigError, match="cannot be quantized in blocks"):
         fp8_directory(str(tmp_path / "narrow"), tmp_path / "made")
     assert not [
         path
@@ -137,5 +137,5 @@ def test_a_model_that_is_quantised_already_is_served_as_it_is_and_otherwise_refu
     assert fp8_directory(first, tmp_path / "again") == first
     config = Path(first) / "config.json"
     config.write_text(config.read_text().replace('"fp8"', '"awq"'))
-    with pytest.raises(ConfigError, match="quantize otherwise"):
+    with pytest.raises(ConfigError, match="cannot train a model with this quantization"):
         fp8_directory(first, tmp_path / "again")
