@@ -1,11 +1,43 @@
-"""The records that move between stages: samples and plans (bulk), nodes and commits (handles).
+"""The records that move between stages, and the words of the project.
 
-`Sample` is a plain mutable dataclass, because hooks write into it and thousands are made a second.
-What is read back from the store (`Plan`, `Node`, `Commit`) is a frozen pydantic model, because its
-bytes may come from anywhere.
+`Sample` is bulk data: a plain mutable dataclass, because hooks write into it and thousands are made
+a second. `Plan`, `Node` and `Commit` are records: frozen pydantic models, because their bytes come
+from a store. `rlpipe.store.columns` has the columns of stored samples.
 
-Not here: how any of them is laid out in Parquet (`store.parquet.schema`) or found by name
-(`store.nodes`, `store.branches`).
+The words, each with one meaning everywhere (rlpipe/store/README.md has the whole glossary):
+
+    iteration            one run of the DAG, numbered from 0
+    stage                rollout, reward, advantage, train, sync or checkpoint
+    optimizer step       one parameter update; an iteration has one or more
+    prompt, response     input tokens; the tokens after them, tool output included
+    sample               prompt, response, behaviour log-probs and reward: one row
+    group                all samples of one drawn prompt: the unit of exactly-once
+    rollout              sampling of an iteration's groups
+    shard                one Parquet file of samples
+    plan                 prompts, group ids and seeds of a rollout, written before sampling
+    buffer               groups that were drawn and are neither trained nor dropped yet
+    batch                the samples that an iteration trains on
+    loss mask            0 or 1 per response token: the token counts in the loss
+    policy, reference    the trained model; its frozen copy for KL terms
+    critic, teacher      value model of PPO; model that on-policy distillation follows
+    behaviour log-probs  `rollout_log_probs`: from the engine, when it sampled the token
+    proximal log-probs   `proximal_log_probs`: from the trainer, before the first optimizer step
+    advantage            weight of a token in the policy loss
+    hook                 user function that the configuration names by its path
+    weight version       number of iterations trained on the branch; the first weights are version 0
+    staleness            weight version trained minus weight version that sampled the token
+    trainer, rank        the Megatron processes of a run; one of them
+    engine, router       an SGLang server; sglang-router before the engines
+    generator            Ray actor that samples the groups of a plan
+    conductor            Ray actor that orders all calls to ranks, engines and router
+    checkpoint           a stored state: weights, optimizer, schedule and random state
+    push, transport      transfer of a weight version to the engines; its method
+    node                 immutable result of a stage, named by the digest of its inputs
+    input digest         sha256 of a stage's parents, settings, hooks and contract version
+    commit               record of an iteration: its nodes, groups and cursor
+    branch               the commits of a run; a fork begins at a commit of another branch
+    epoch, lease         one driver of a branch; its renewed right to write
+    segment              a state that a replay made, with a checkpoint
 """
 
 from __future__ import annotations
@@ -22,8 +54,7 @@ Prompt = str | list[Message]
 
 
 class Stage(StrEnum):
-    """The stages of the DAG, and what stands beside them: first weights, evaluations, states that a
-    replay made anew."""
+    """Stages of the DAG, and the other kinds of nodes: first weights, evaluations, segments."""
 
     INIT = "init"
     ROLLOUT = "rollout"
@@ -37,7 +68,7 @@ class Stage(StrEnum):
 
 
 class Status(StrEnum):
-    """What became of one sample's generation."""
+    """Outcome of sampling one sample."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -48,19 +79,18 @@ class Status(StrEnum):
 
 @dataclass
 class Sample:
-    """One prompt with one response, under our names and under slime's.
+    """One prompt with one response.
 
     `response_ids`, `rollout_log_probs` and `loss_mask` have the same length. `loss_mask` None means
-    all ones; `rollout_log_probs` None means that nothing was sampled (supervised rows).
-    `weight_versions` are run lengths `(tokens, version)` that add up to the response. `t_start_s`,
-    `t_end_s` are seconds since the epoch.
+    all ones; `rollout_log_probs` None means supervised. `weight_versions` are run lengths
+    `(tokens, version)` that add up to the response. `t_start_s`, `t_end_s` are seconds since 1970.
 
-    slime's names: `tokens` is prompt + response and `response_length` says where the response
-    begins; set them in any order, or change `tokens` in place. `truncated` and `aborted` show and
-    set the status. Attributes of your own may be set; what is stored are the fields, and
-    `metadata`. Source: slime/utils/types.py. Differs: `index` counts within the group, and
-    `weight_versions` are run lengths once a sample is a row (a generate function may append the
-    engine's stamps as in slime).
+    slime's names work as well. `tokens` is prompt + response, and `response_length` is the length
+    of the response; set them in any order, or change `tokens` in place. `truncated` and `aborted`
+    show and set the status. User attributes may be set; the store keeps the fields and `metadata`.
+
+    Source: slime/utils/types.py. Differs: `index` counts within the group, and `weight_versions`
+    are run lengths once a sample is a row (a generate function may append the engine's stamps).
     """
 
     group_id: str = ""
@@ -74,35 +104,31 @@ class Sample:
     response_ids: list[int] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
     rollout_routed_experts: Any = field(default=None, compare=False)
-    """[tokens - 1 or fewer, layers × k] uint16: experts the engine routed each token to
-    (`rlpipe.store.routed_experts`). None: not known."""
+    """[at most tokens - 1, layers × k] uint16: experts of each token. None: not recorded."""
     loss_mask: list[int] | None = None
     weight_versions: list[Any] = field(default_factory=list)
     status: Status = Status.PENDING
     finish_reason: str = ""
     error: str | None = None
     reward: Any = None
-    """A number; a function that answers several may set a dict, which becomes the reward and its
-    parts."""
+    """A number. A dict that a function sets becomes the reward and its parts."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     engine: str = ""
     t_start_s: float = 0.0
     t_end_s: float = 0.0
     rollout_id: int | None = None
-    """Number within its group of the rollout it came from: samples that one rollout fanned out into
-    share it. None: `index`."""
+    """Number, in the group, of the rollout; samples that fanned out share it. None: `index`."""
     remove_sample: bool = False
-    """No token of it counts in the loss; its reward still counts in its group."""
+    """True: no token counts in the loss; the reward still counts in the group."""
     non_generation_time: float = 0.0
-    """Seconds of its rollout that went into tools and the like."""
+    """Seconds of the rollout that tools took."""
     num_turns: int = 1
-    """Responses of the policy in it."""
+    """Responses of the policy in the sample."""
 
     teacher_log_probs: list[float] | None = None
-    """With `teacher.opd_type: samples`: the teacher's, one for each response token."""
+    """One per response token, for `teacher.opd_type: samples`."""
     session_id: str | None = None
-    """Names the rollout in a URL; not stored, as all that follows. Of those only custom_rm_path is
-    read; the rest is refused."""
+    """Name of the rollout in the session URL. This field and the ones below are not stored."""
     custom_rm_path: str | None = None
     train_metadata: dict[str, Any] | None = None
     multimodal_inputs: dict[str, Any] | None = None
@@ -115,7 +141,7 @@ class Sample:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and response; changes in place arrive in the sample."""
+        """Token ids of prompt and response. Changes of the list change the sample."""
         return _Tokens(self)
 
     @tokens.setter
@@ -130,8 +156,7 @@ class Sample:
 
     @property
     def response_length(self) -> int:
-        """Tokens after the first prompt: as it was last set, as in slime also after `tokens` were
-        set to others."""
+        """The last value set, as in slime also after `tokens` were replaced."""
         if self._declared_length is not None:
             return self._declared_length
         return len(self.response_ids) if self._length_before is None else self._length_before
@@ -142,8 +167,10 @@ class Sample:
         self._split([*self.prompt_ids, *self.response_ids], int(length))
 
     def settle_lengths(self) -> None:
-        """`response_length` is that of `response_ids` from now on. Raises: ValueError if it was set
-        to more than there is."""
+        """Let `response_length` follow `response_ids` again.
+
+        Raises: ValueError if it was set to more tokens than the sample has.
+        """
         declared = vars(self).pop("_declared_length", None)
         vars(self).pop("_length_before", None)
         if declared is not None and declared != len(self.response_ids):
@@ -178,7 +205,7 @@ class Sample:
 
     @property
     def group_index(self) -> int | None:
-        """Which draw of the run its group is; None for a held-out one without a number."""
+        """Number of the group's draw in the run; None for a held-out group without a number."""
         number = self.group_id.rpartition(":")[2]
         return int(number) if number.isdigit() else None
 
@@ -188,16 +215,16 @@ class Sample:
 
     @property
     def oldest_weight_version(self) -> int | None:
-        """Of the versions that sampled it."""
+        """Oldest weight version that sampled a token; None if nothing was sampled."""
         return min((version for _, version in self.weight_versions), default=None)
 
     def get_reward_value(self, args: Any) -> Any:
-        """The reward, or its entry `args.reward_key`."""
+        """Return the reward, or its entry `args.reward_key`."""
         key = getattr(args, "reward_key", None)
         return self.reward[key] if key and isinstance(self.reward, dict) else self.reward
 
     def update_from_meta_info(self, args: Any, meta_info: dict[str, Any]) -> None:
-        """Take weight version and status from SGLang's `meta_info`."""
+        """Set weight version and status from SGLang's `meta_info`."""
         if stamp := meta_info.get("weight_version"):
             self.weight_versions.append(stamp)
         reason = self.finish_reason = meta_info["finish_reason"]["type"]
@@ -216,10 +243,9 @@ class Sample:
         text: str = "",
         update_terminal_info: bool = True,
     ) -> None:
-        """Go on with tokens of the policy (`trainable`, which have log-probs) or of a tool (which
-        have none).
+        """Append tokens of the policy (`trainable`, with log-probs) or of a tool (without).
 
-        Raises: ValueError if there is not one log-prob per trainable token, or any for others.
+        Raises: ValueError unless there is one log-prob per trainable token and none for others.
         """
         if trainable and len(log_probs or ()) != len(tokens):
             raise ValueError(
@@ -240,7 +266,7 @@ class Sample:
             self.update_from_meta_info(args, meta_info)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything it holds; attributes of yours included."""
+        """Return all values of the sample, user attributes included."""
         return {
             **vars(self),
             "status": self.status.value,
@@ -250,7 +276,7 @@ class Sample:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """The inverse of `to_dict`; also of slime's."""
+        """Return the sample of a dict from `to_dict`, ours or slime's."""
         sample = cls()
         later = {
             name: value
@@ -269,7 +295,7 @@ class Sample:
 
 
 class _Tokens(list[int]):
-    """`Sample.tokens`: a list whose changes are the sample's too."""
+    """`Sample.tokens`: a list that writes its changes into the sample."""
 
     def __init__(self, sample: Sample) -> None:
         super().__init__([*sample.prompt_ids, *sample.response_ids])
@@ -299,44 +325,41 @@ class _Tokens(list[int]):
 
 
 RECORD_FORMAT = 2
-"""How records are written. It changes when an older rlpipe could read a record and misunderstand
-it.
+"""Format of records. It changes when an older rlpipe could read a record and misunderstand it.
 
-1: before stages had contracts and commits named digests; nodes have other names. `tools/migrate.py`
-makes a store of format 2 of such a store.
+1: before stages had contracts and commits named digests; nodes have other names.
+`tools/migrate.py` makes a store of format 2 from a store of format 1.
 """
 
 CONTRACTS: dict[Stage, int] = dict.fromkeys(Stage, 1)
-"""The newest contract of each stage: how its inputs are made and what its result is, given these
-inputs.
+"""Newest contract version of each stage. A contract fixes the inputs of a stage and the result that
+follows from them.
 
-A version is raised when equal inputs lead to another result than before: a defect of a loss is
-mended, a key gets another meaning. A new key needs no version (`rlpipe.config.introduced`). New
-runs begin with the newest versions. A run that was begun with older ones keeps them: its branch
-says which, and `rlpipe.lineage.stage_inputs.SETTINGS` has the settings of each version.
+A version is raised when equal inputs would lead to another result: a defect of a loss is mended, a
+key gets another meaning. A new key needs no new version (`rlpipe.config.introduced`). New runs begin
+with the newest versions. An older run keeps the versions that its branch records;
+`rlpipe.lineage.stage_inputs.SETTINGS` has the settings of each version.
 """
 
 
 class Record(BaseModel):
-    """Base of everything that is stored as JSON: frozen, and a key that is not known is an
-    error."""
+    """Base of everything that is stored as JSON: frozen; an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class VersionedRecord(Record):
-    """Base of the records that have a file of their own and say in which format they are written.
+    """Base of the records that are a file and name their format.
 
-    Readers refuse a format that they do not know (`rlpipe.store.records.unseal`). A `Plan` has
-    none: the digest of a plan's bytes is its name, and those bytes are older than this key.
+    Readers refuse an unknown format (`rlpipe.store.records.unseal`). A `Plan` has no format: the
+    digest of its bytes is its name, and these bytes are older than this key.
     """
 
     format: int = RECORD_FORMAT
 
 
 class PlannedGroup(Record):
-    """One draw of a prompt, before anything is sampled: the same ids and seeds come out of every
-    retry."""
+    """One draw of a prompt, before sampling. Every retry uses the same ids and seeds."""
 
     group_id: str
     prompt: Prompt
@@ -345,12 +368,11 @@ class PlannedGroup(Record):
     metadata: dict[str, Any] = Field(default_factory=dict)
     seeds: tuple[int, ...]
     response_ids: tuple[int, ...] = ()
-    """Supervised rows only: the response that is given rather than sampled."""
+    """Supervised rows only: the response of the data set."""
     loss_mask: tuple[int, ...] = ()
     """Supervised rows only: 1 where a response token counts in the loss."""
     earlier: str | None = None
-    """Of a group from the buffer: digest of the plan below which its rows so far lie. None: sample
-    it from the start."""
+    """Buffered groups: digest of the plan with the rows so far. None: sample from the start."""
 
 
 class BufferedGroup(Record):
@@ -360,29 +382,29 @@ class BufferedGroup(Record):
     plan: str
     """Digest of the plan that has its prompt and seeds."""
     rows: str | None = None
-    """Digest of the plan below which its rows (finished, or cut off) lie; None if nothing of it was
-    sampled."""
+    """Digest of the plan that has the rows, finished or cut off; None if nothing was sampled."""
     oldest: int | None = None
-    """Oldest weight version among the tokens of those rows."""
+    """Oldest weight version of the tokens in these rows."""
     finished: int | None = None
-    """Newest weight version among them, if every sample is finished; None: some go on."""
+    """Newest weight version of these tokens if every sample is finished; else None."""
 
 
 class DataState(Record):
-    """Where the data source stands: the next draw, and the groups that wait in the buffer, oldest
-    first."""
+    """Cursor of the data source, and the groups in the buffer, oldest first."""
 
     epoch: int = 0
     offset: int = 0
-    """Rows of this epoch already drawn."""
+    """Rows of this epoch that were drawn."""
     draws: int = 0
-    """Groups ever drawn along the branch; the next group id."""
+    """Groups drawn along the branch so far: the number of the next group id."""
     buffer: tuple[BufferedGroup, ...] = ()
 
 
 class Plan(Record):
-    """What iteration k will sample, written before the first request. Where that turns out too few,
-    part 1 follows part 0."""
+    """Groups that iteration k samples, written before the first request.
+
+    If the groups of part 0 turn out too few, part 1 follows.
+    """
 
     branch: str
     iteration: int
@@ -402,14 +424,14 @@ class FileRecord(Record):
 
 
 class Node(VersionedRecord):
-    """The immutable result of one stage, found by the digest of its inputs."""
+    """The immutable result of one stage, named by the digest of its inputs."""
 
     stage: Stage
     digest: str
     contract: int = 1
     """Version of the stage's contract (`CONTRACTS`)."""
     parents: dict[str, str] = Field(default_factory=dict)
-    """Role → input digest of the node (or plan) that was read."""
+    """Role → digest of the node or plan that the stage read."""
     config: dict[str, Any] = Field(default_factory=dict)
     hooks: dict[str, str] = Field(default_factory=dict)
     """Hook path → sha256 of its source."""
@@ -429,8 +451,7 @@ class NodeRef(Record):
 
 
 class Commit(VersionedRecord):
-    """Iteration k of a branch: the nodes it is made of, the groups it consumed, where the data
-    source stands after it.
+    """Iteration k of a branch: its nodes, the groups that it consumed, and the cursor after it.
 
     `Branches.commit` fills in the keys of the chain (`rlpipe.store.chain`).
     """
@@ -438,9 +459,9 @@ class Commit(VersionedRecord):
     branch: str
     iteration: int
     parent: str | None = None
-    """`branch/%08d` of the commit before; None for the first of a root branch."""
+    """`branch/%08d` of the previous commit; None for the first commit of a root branch."""
     plans: tuple[str, ...]
-    """Digests of the parts of its plan, in order."""
+    """Digests of the parts of the plan, in order."""
     nodes: dict[Stage, str]
     trained: tuple[str, ...] = ()
     """Group ids trained in this iteration."""
@@ -449,17 +470,13 @@ class Commit(VersionedRecord):
     data: DataState
     config_digest: str
     parent_sha256: str | None = None
-    """sha256 of the parent commit's bytes; for the first commit of a root branch, of the branch's
-    configuration record."""
+    """sha256 of the parent commit's bytes. First commit of a root branch: of its configuration."""
     records: dict[str, str] = Field(default_factory=dict)
-    """Path → sha256 of the bytes of each record that this iteration is made of and that no commit
-    before it names."""
+    """Path → sha256 of each record of this iteration that no earlier commit names."""
     leaves: dict[str, str] = Field(default_factory=dict)
-    """Path → sha256 of records about weights (checkpoints, evaluations) that were in the store by
-    then."""
+    """Path → sha256 of the checkpoints and evaluations that were recorded by then."""
     awaited: tuple[str, ...] = ()
-    """Paths of such records that were due and not in the store yet. The next commit looks for
-    them."""
+    """Paths of such records that were due but not stored yet; the next commit looks for them."""
     packages: dict[str, str] = Field(default_factory=dict)
     epoch: int = 0
     attempt: str = ""
@@ -467,20 +484,19 @@ class Commit(VersionedRecord):
 
 
 class WeightVersion(Record):
-    """Which weights: number of iterations trained on the branch, and the digest of the state they
-    are part of."""
+    """Identity of weights: branch, number of iterations trained, and digest of the state."""
 
     branch: str
     version: int
     digest: str
 
     def stamp(self) -> str:
-        """What an engine is told, and echoes with every response."""
+        """Return the stamp that an engine gets and returns with every response."""
         return f"{self.branch}@{self.version}@{self.digest[:16]}"
 
     @staticmethod
     def version_of(stamp: str) -> int:
-        """The version inside a stamp. Raises: ValueError if it is not one of ours."""
+        """Return the version of a stamp. Raises: ValueError if it is not a stamp of rlpipe."""
         branch, version, digest = stamp.rsplit("@", 2)
         if not branch or not digest:
             raise ValueError(f"not a weight version stamp: {stamp!r}")
