@@ -1,8 +1,8 @@
 """Turn pydantic's validation errors into one ConfigError: key, line, found, expected, nearest keys.
 
-    explain(error, origin)     ConfigError for all problems that pydantic found
-    nearest(name, names)       the most similar names
-    all_keys()                 every dotted key of a configuration
+explain(error, origin)     ConfigError for all problems that pydantic found
+nearest(name, names)       the most similar names
+all_keys()                 every dotted key of a configuration
 """
 
 from __future__ import annotations
@@ -177,9 +177,7 @@ def _resolve_location(
         elif isinstance(item, int) or in_free_mapping:
             keys.append(str(item))
         else:
-            fields = (
-                model.model_fields[item] for model in models if item in model.model_fields
-            )
+            fields = (model.model_fields[item] for model in models if item in model.model_fields)
             info = next(fields, None)
             if info is None:
                 return keys, (models[0] if models else None), list(location[position:])

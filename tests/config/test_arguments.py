@@ -249,7 +249,7 @@ def test_what_a_rank_or_an_engine_would_refuse_is_refused_with_the_configuration
     ],
 )
 def test_an_argument_without_effect_is_refused_with_the_reason(name, value):
-    with pytest.raises(ConfigError, match=r"(?s)would have no effect.*leave it out: ") as caught:
+    with pytest.raises(ConfigError, match=r"(?s)would have no effect.*remove it: ") as caught:
         check_megatron({name: value})
     assert caught.value.where == f"train.megatron.{name}"
     assert len(str(caught.value.do)) > 30
@@ -314,7 +314,7 @@ def test_flags_are_refused_by_the_same_table(flag):
 @pytest.mark.parametrize("table", TABLES)
 def test_every_row_gives_advice_or_a_reason_in_words(table):
     for name, rule in TABLE[table].items():
-        starts = ("use ", "leave it out: ") if rule.kind == "owned" else ("",)
+        starts = ("use ", "remove it: ") if rule.kind == "owned" else ("",)
         assert rule.text.startswith(starts), name
         assert "nothing: " not in rule.text, name
         assert len(rule.text.split()) >= 2, name

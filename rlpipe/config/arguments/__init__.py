@@ -1,7 +1,7 @@
-"""Arguments of Megatron-core, SGLang and its router that go to them under their own names.
+"""Arguments that Megatron-core, SGLang and its router receive under their own names.
 
-`names` knows the names, types and defaults that each version has (`{table}-{version}.json`, and a
-Megatron-LM checkout's own: `checkout`). `table` says which of them are not free, and why. `check`
-applies both to a configuration; the trainer and the engines apply it again to what they are given.
-Nothing here imports torch, megatron or sglang.
+`names` has the names, types and defaults of each version (`{table}-{version}.json`), or of a
+Megatron-LM checkout (`checkout`). `table` has the arguments that rlpipe restricts, with reasons.
+`check` applies both to a configuration; trainer and engines apply it again. No module here imports
+torch, megatron or sglang.
 """

@@ -1,11 +1,9 @@
-"""Check arguments that go to Megatron-core, SGLang and its router, by name, by the rules of the
-table, and by type.
+"""Check arguments of Megatron-core, SGLang and its router by name, by table and by type.
 
-    check_megatron(config.train.megatron)       raises ConfigError for the first one that cannot be taken
-    effective("megatron", config.train.megatron)  those that the receiving classes are to be given
+    check_megatron(config.train.megatron)           ConfigError for the first invalid argument
+    effective("megatron", config.train.megatron)    arguments to pass to the receiving classes
 
-Whether several values make sense together is found out by the receiving class itself
-(`rlpipe.engines.megatron.preflight`).
+The receiving class itself checks combinations of arguments (`rlpipe.engines.megatron.preflight`).
 """
 
 from __future__ import annotations
@@ -20,12 +18,11 @@ from typing import Any
 from rlpipe.config.arguments import names
 from rlpipe.config.arguments.checkout import PROVIDER
 from rlpipe.config.arguments.names import OBJECT, accepts
-from rlpipe.config.arguments.rows import Rule
-from rlpipe.config.arguments.table import TABLE
+from rlpipe.config.arguments.table import TABLE, Rule
 from rlpipe.errors import ConfigError
 
 KEYS = {"megatron": "train.megatron", "sglang": "engine.sglang", "router": "engine.router"}
-"""Table → the key of the configuration that its arguments are given under."""
+"""Package → key of the configuration with its arguments."""
 _UNITS = {
     "": 1,
     "k": 10**3,
@@ -40,67 +37,68 @@ _UNITS = {
 _SIZE = re.compile(r"-?[0-9]+(Ki|Mi|Gi|Ti|k|M|G|T)?|[0-9]+\.[0-9]+[kMGT]")
 
 
-def check_megatron(given: Mapping[str, Any]) -> None:
-    """Check `train.megatron`. Raises: ConfigError for a name or value that cannot be taken."""
-    check("megatron", given)
+def check_megatron(arguments: Mapping[str, Any]) -> None:
+    """Check `train.megatron`. Raises: ConfigError for a name or value that is not accepted."""
+    check("megatron", arguments)
 
 
-def check_sglang(given: Mapping[str, Any]) -> None:
-    """Check `engine.sglang`. Raises: ConfigError for a name or value that cannot be taken."""
-    check("sglang", given)
+def check_sglang(arguments: Mapping[str, Any]) -> None:
+    """Check `engine.sglang`. Raises: ConfigError for a name or value that is not accepted."""
+    check("sglang", arguments)
 
 
-def check_router(given: Mapping[str, Any]) -> None:
-    """Check `engine.router`. Raises: ConfigError for a name or value that cannot be taken."""
-    check("router", given)
+def check_router(arguments: Mapping[str, Any]) -> None:
+    """Check `engine.router`. Raises: ConfigError for a name or value that is not accepted."""
+    check("router", arguments)
 
 
-def check(table: str, given: Mapping[str, Any]) -> None:
-    """Check arguments of one table. Raises: ConfigError for the first that cannot be taken."""
+def check(table: str, arguments: Mapping[str, Any]) -> None:
+    """Check the arguments of one package. Raises: ConfigError for the first invalid one."""
     content = names.load(table)
-    made_by = f"{content['package']} {content['version']}"
-    for name, value in given.items():
+    package = f"{content['package']} {content['version']}"
+    for name, value in arguments.items():
         where = f"{KEYS[table]}.{name}"
         entries = list(_entries(table, name))
         if not entries:
             raise unknown(table, where, name)
         if error := refusal(table, where, name, value):
             raise error
-        spelled = entries[-1]["type"]
-        if not accepts(spelled, value):
+        type_text = entries[-1]["type"]
+        if not accepts(type_text, value):
             raise ConfigError(
-                "this takes a Python object, which YAML cannot hold"
-                if OBJECT in spelled
+                "the argument is a Python object, which YAML cannot contain"
+                if OBJECT in type_text
                 else "the value is not of the argument's type",
                 where=where,
                 found=repr(value),
-                expected=f"{spelled} ({made_by})",
+                expected=f"{type_text} ({package})",
             )
-        if error := _unreadable(table, where, value, entries[-1], made_by):
+        if error := _command_line_error(table, where, value, entries[-1], package):
             raise error
-        if error := _not_a_choice(where, value, entries[-1].get("choices"), made_by):
+        if error := _choice_error(where, value, entries[-1].get("choices"), package):
             raise error
 
 
 def rule_of(table: str, name: str) -> Rule | None:
-    """The row of an argument in the table, under any of its spellings; None if it is free."""
+    """Return the row of an argument, under any of its spellings; None if it has no row."""
     field = next((entry.get("field", name) for entry in _entries(table, name)), name)
     rule = TABLE[table].get(field)
-    only_of_the_checkout = table == "megatron" and names.receivers(table, name) == [PROVIDER]
-    if rule is not None and rule.kind != "owned" and only_of_the_checkout:
-        return None  # the provider's code reads it, whatever Megatron's own field of this name does
+    only_in_checkout = table == "megatron" and names.receivers(table, name) == [PROVIDER]
+    if rule is not None and rule.kind != "owned" and only_in_checkout:
+        # The checkout's argument provider reads it, even if Megatron's field of this name is unused.
+        return None
     return rule
 
 
 def refusal(table: str, where: str, name: str, value: Any) -> ConfigError | None:
-    """The error for an argument that the table does not allow; None if it does. `where`: how the
-    user spelled it."""
+    """Return the error of an argument that the table refuses, else None.
+
+    `where`: the user's spelling, such as a key or a flag.
+    """
     rule = rule_of(table, name)
-    if (
-        rule is None
-        or rule.kind == "free"
-        or any(_same(value, one) for one in allowed(table, name))
-    ):
+    if rule is None or rule.kind == "free":
+        return None
+    if any(_same(value, accepted) for accepted in accepted_values(table, name)):
         return None
     if rule.kind == "owned":
         return ConfigError(
@@ -112,18 +110,18 @@ def refusal(table: str, where: str, name: str, value: Any) -> ConfigError | None
             where=where,
             found=repr(value),
             expected=repr(rule.values[0]),
-            do=f"leave it out: {rule.text}",
+            do=f"remove it: {rule.text}",
         )
     return ConfigError(
         "this argument would have no effect",
         where=where,
         found=repr(value),
-        do=f"leave it out: {rule.text}",
+        do=f"remove it: {rule.text}",
     )
 
 
-def allowed(table: str, name: str) -> list[Any]:
-    """Values that are taken though the argument is not free: they say what holds anyway."""
+def accepted_values(table: str, name: str) -> list[Any]:
+    """Return the values of a `fixed` or `inert` argument that change nothing; else []."""
     rule = rule_of(table, name)
     if rule is None or rule.kind not in ("fixed", "inert"):
         return []
@@ -131,21 +129,23 @@ def allowed(table: str, name: str) -> list[Any]:
     return [*rule.values, *defaults]
 
 
-def effective(table: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments without those that only say what holds anyway (`fixed` and `inert` ones)."""
-    kinds = {name: rule.kind for name in given if (rule := rule_of(table, name))}
+def effective(table: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments without `fixed` and `inert` ones, which change nothing."""
+    kinds = {name: rule.kind for name in arguments if (rule := rule_of(table, name))}
     return {
-        name: value for name, value in given.items() if kinds.get(name) not in ("fixed", "inert")
+        name: value
+        for name, value in arguments.items()
+        if kinds.get(name) not in ("fixed", "inert")
     }
 
 
 def unknown(table: str, where: str, name: str) -> ConfigError:
-    """The error for a name that no receiving class has, with the nearest names."""
+    """Return the error of an unknown name, with the nearest names."""
     content = names.load(table)
     known = list(names.entries(table))
     plain = name.lstrip("-").replace("-", "_")
     close = [plain] if plain in known else difflib.get_close_matches(plain, known, n=3, cutoff=0.6)
-    others = f"one of its {len(known)} arguments (names with underscores, no prefix)"
+    others = f"one of {len(known)} arguments (names with underscores, no prefix)"
     return ConfigError(
         f"{content['package']} {content['version']} has no argument of this name",
         where=where,
@@ -155,26 +155,25 @@ def unknown(table: str, where: str, name: str) -> ConfigError:
 
 
 def size_of(value: int | str) -> int:
-    """The number that a size stands for: SGLang reads `4k` as 4000 and `4Ki` as 4096."""
-    found = re.fullmatch(r"(-?[0-9.]+)([A-Za-z]*)", str(value))
-    assert found is not None, f"{value!r} has passed `check`"
-    return int(Decimal(found[1]) * _UNITS[found[2]])
+    """Return the number of a size. SGLang reads `4k` as 4000 and `4Ki` as 4096."""
+    match = re.fullmatch(r"(-?[0-9.]+)([A-Za-z]*)", str(value))
+    assert match is not None, f"{value!r} has passed `check`"
+    return int(Decimal(match[1]) * _UNITS[match[2]])
 
 
-def _unreadable(
-    table: str, where: str, value: Any, entry: dict[str, Any], made_by: str
+def _command_line_error(
+    table: str, where: str, value: Any, entry: dict[str, Any], package: str
 ) -> ConfigError | None:
-    """The error for a value that the package's command line cannot be told; None if it can, and for
-    Megatron, which has none."""
-    if table == "megatron":
+    """Return the error of a value that the package's command line cannot express, else None."""
+    if table == "megatron":  # its arguments are passed to classes, not to a command line
         return None
     if value is False and "off" not in entry and entry["default"] is not False:
         return ConfigError(
             "this argument can only be turned on",
             where=where,
             found="false",
-            expected=f"true ({made_by})",
-            do="leave it out",
+            expected=f"true ({package})",
+            do="remove it",
         )
     reads = entry.get("reads")
     if not isinstance(value, str) or reads is None:
@@ -191,20 +190,16 @@ def _unreadable(
     return None
 
 
-def _not_a_choice(
-    where: str, value: Any, choices: list[Any] | None, made_by: str
+def _choice_error(
+    where: str, value: Any, choices: list[Any] | None, package: str
 ) -> ConfigError | None:
-    """The error for a word that a command line option does not take; None if it does, or takes
-    any."""
+    """Return the error of a value that is none of an option's choices, else None."""
     values = value if isinstance(value, list | tuple) else [value]
-    if choices is None or value is None or all(one in choices for one in values):
+    if choices is None or value is None or all(item in choices for item in values):
         return None
-    close = [
-        word
-        for one in values
-        for word in difflib.get_close_matches(str(one), map(str, choices), n=1)
-    ]
-    others = f"{', '.join(map(str, choices))} ({made_by})"
+    words = list(map(str, choices))
+    close = [word for item in values for word in difflib.get_close_matches(str(item), words, n=1)]
+    others = f"{', '.join(words)} ({package})"
     return ConfigError(
         "the value is none of the argument's choices",
         where=where,
@@ -214,11 +209,11 @@ def _not_a_choice(
 
 
 def _entries(table: str, name: str) -> Iterator[dict[str, Any]]:
-    """What each receiving class knows about a name."""
-    every = [*names.load(table)["receivers"].values(), names.OWN.get(table, {})]
-    return (known[name] for known in every if name in known)
+    """Return the entries of a name in all receiving classes."""
+    classes = [*names.load(table)["receivers"].values(), names.OWN.get(table, {})]
+    return (entries[name] for entries in classes if name in entries)
 
 
 def _same(value: Any, other: Any) -> bool:
-    """True if two values are equal, and not a number and a truth value."""
+    """True if two values are equal and both or neither are a bool (in Python, 1 == True)."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)

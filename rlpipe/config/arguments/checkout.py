@@ -1,12 +1,11 @@
-"""A Megatron-LM checkout on PYTHONPATH: it is imported instead of the installed wheel, and its
-arguments are taken instead of the stored table's.
+"""Read the arguments of a Megatron-LM checkout on PYTHONPATH.
 
-Its source is read, not run: a configuration is checked without torch. Read are the fields of its
-three configuration classes, and the options that `extra_args_provider` of its `pretrain_gpt.py`
-adds to a parser in so many words (`add_argument("--name", type=int, default=1)`), also through
-functions of the same file.
-
-Not here: giving those options to its code (`rlpipe.engines.megatron.arguments`).
+Python imports the checkout instead of the installed wheel, so its arguments replace those of the
+stored table. The source is parsed and not executed, because a configuration is checked without
+torch. Parsed are the fields of the three configuration classes, and the literal calls
+`add_argument("--name", type=int, default=1)` of `extra_args_provider` in `pretrain_gpt.py` and of
+functions that it calls in the same file. `rlpipe.engines.megatron.arguments` passes these options
+to the checkout's code.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ CLASSES = {
     "OptimizerConfig": ("optimizer/optimizer_config.py",),
     "DistributedDataParallelConfig": ("distributed/distributed_data_parallel_config.py",),
 }
-"""Receiver → the files under megatron/core that it and its bases are in."""
+"""Class → files under megatron/core with the class and its bases."""
 _OBJECT = "object"
 _PLAIN = {"int": "int", "float": "float", "str": "str", "bool": "bool", "None": "None"}
 _CONTAINERS = {"list": "list", "tuple": "list", "set": "list", "dict": "dict"}
@@ -34,7 +33,7 @@ Entry = dict[str, Any]
 
 
 def checkout() -> Path | None:
-    """The folder that `megatron.core` comes from, if that is no installed distribution."""
+    """Return the folder of `megatron.core`; None if it is an installed distribution."""
     for entry in sys.path:
         folder = Path(entry or ".")
         if (folder / "megatron" / "core" / "__init__.py").is_file():
@@ -43,18 +42,20 @@ def checkout() -> Path | None:
 
 
 def arguments(folder: Path) -> dict[str, dict[str, Entry]]:
-    """Receiver → name → `{"type", "default"}` of a checkout, the provider's options among them.
-    Raises: ConfigError."""
-    found = {
+    """Return class → name → `{"type", "default"}` of a checkout, with the provider's options.
+
+    Raises: ConfigError.
+    """
+    receivers = {
         kind: fields(kind, [folder / "megatron" / "core" / file for file in files])
         for kind, files in CLASSES.items()
     }
     provider = folder / PROVIDER_FILE
-    return found | ({PROVIDER: options(_parsed(provider))} if provider.is_file() else {})
+    return receivers | ({PROVIDER: options(_parsed(provider))} if provider.is_file() else {})
 
 
 def fields(kind: str, files: list[Path]) -> dict[str, Entry]:
-    """The fields of a dataclass, those of its bases in the same files first."""
+    """Return the fields of a dataclass, with those of its bases in the same files first."""
     classes = {
         node.name: node
         for file in files
@@ -86,7 +87,7 @@ def fields(kind: str, files: list[Path]) -> dict[str, Entry]:
 
     if kind not in classes:
         raise ConfigError(
-            "this is no Megatron-LM that is known here",
+            "unsupported version of Megatron-LM",
             where=str(files[-1]),
             found=f"no class {kind}",
         )
@@ -94,24 +95,25 @@ def fields(kind: str, files: list[Path]) -> dict[str, Entry]:
 
 
 def options(tree: ast.Module) -> dict[str, Entry]:
-    """What the argument provider of a file adds to a parser; {} without one."""
+    """Return the options that the argument provider of a file adds; {} without a provider."""
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    found: dict[str, Entry] = {}
-    for call in _calls(PROVIDER, functions, set()):
-        spelled = [
+    entries: dict[str, Entry] = {}
+    for call in _add_argument_calls(PROVIDER, functions, set()):
+        flags = [
             word.value
             for word in call.args
             if isinstance(word, ast.Constant) and str(word.value).startswith("--")
         ]
-        if spelled:
-            found[str(spelled[0])[2:].replace("-", "_")] = _option(
-                {item.arg: item.value for item in call.keywords}
-            )
-    return found
+        if flags:
+            name = str(flags[0])[2:].replace("-", "_")
+            entries[name] = _option({item.arg: item.value for item in call.keywords})
+    return entries
 
 
-def _calls(name: str, functions: dict[str, ast.FunctionDef], seen: set[str]) -> Iterator[ast.Call]:
-    """The calls of `add_argument` in a function, and in those that it calls."""
+def _add_argument_calls(
+    name: str, functions: dict[str, ast.FunctionDef], seen: set[str]
+) -> Iterator[ast.Call]:
+    """Yield the calls of `add_argument` in a function and in the functions that it calls."""
     if name not in functions or name in seen:
         return
     seen.add(name)
@@ -123,20 +125,22 @@ def _calls(name: str, functions: dict[str, ast.FunctionDef], seen: set[str]) -> 
         ):
             yield node
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            yield from _calls(node.func.id, functions, seen)
+            yield from _add_argument_calls(node.func.id, functions, seen)
 
 
-def _option(given: dict[str | None, ast.expr]) -> Entry:
-    action = _literal(given.get("action"))
+def _option(keywords: dict[str | None, ast.expr]) -> Entry:
+    action = _literal(keywords.get("action"))
     if action in ("store_true", "store_false"):
         return {"type": "bool", "default": action == "store_false"}
-    kind = given.get("type")
-    plain = _PLAIN.get(kind.id, "str") if isinstance(kind, ast.Name) else "str"
-    choices = _literal(given.get("choices"))
-    spelled = " | ".join(map(repr, choices)) if isinstance(choices, list | tuple) else plain
-    spelled = "list" if _literal(given.get("nargs")) is not None else spelled
-    default = _literal(given.get("default"))
-    return {"type": f"{spelled} | None" if default is None else spelled, "default": default}
+    kind = keywords.get("type")
+    type_text = _PLAIN.get(kind.id, "str") if isinstance(kind, ast.Name) else "str"
+    choices = _literal(keywords.get("choices"))
+    if isinstance(choices, list | tuple):
+        type_text = " | ".join(map(repr, choices))
+    if _literal(keywords.get("nargs")) is not None:
+        type_text = "list"
+    default = _literal(keywords.get("default"))
+    return {"type": f"{type_text} | None" if default is None else type_text, "default": default}
 
 
 def _entry(item: ast.AnnAssign) -> Entry:
@@ -148,17 +152,17 @@ def _entry(item: ast.AnnAssign) -> Entry:
     ):
         default = {word.arg: word.value for word in default.keywords}.get("default")
     return {
-        "type": " | ".join(dict.fromkeys(_spelled(item.annotation))),
+        "type": " | ".join(dict.fromkeys(_type_names(item.annotation))),
         "default": _literal(default),
     }
 
 
-def _spelled(kind: ast.expr) -> list[str]:
-    """A type in the words of the tables; what YAML cannot hold is an object."""
+def _type_names(kind: ast.expr) -> list[str]:
+    """Return a type in the names of the tables; `object` for types that YAML cannot contain."""
     if isinstance(kind, ast.Constant):
         return ["None"] if kind.value is None else [_OBJECT]
     if isinstance(kind, ast.BinOp):
-        return [*_spelled(kind.left), *_spelled(kind.right)]
+        return [*_type_names(kind.left), *_type_names(kind.right)]
     if isinstance(kind, ast.Name):
         return [_PLAIN.get(kind.id) or _CONTAINERS.get(kind.id.lower(), _OBJECT)]
     if not (isinstance(kind, ast.Subscript) and isinstance(kind.value, ast.Name)):
@@ -166,16 +170,15 @@ def _spelled(kind: ast.expr) -> list[str]:
     outer = kind.value.id
     inner = kind.slice.elts if isinstance(kind.slice, ast.Tuple) else [kind.slice]
     if outer == "Literal":
-        return [repr(_literal(one)) for one in inner]
+        return [repr(_literal(item)) for item in inner]
     if outer in ("Union", "Optional"):
-        return [word for one in inner for word in _spelled(one)] + (
-            ["None"] if outer == "Optional" else []
-        )
+        members = [name for item in inner for name in _type_names(item)]
+        return [*members, "None"] if outer == "Optional" else members
     return [_CONTAINERS.get(outer.lower(), _OBJECT)]
 
 
 def _literal(value: ast.expr | None) -> Any:
-    """None of what is no literal."""
+    """Return the value of a literal, and None for any other expression."""
     try:
         return None if value is None else ast.literal_eval(value)
     except ValueError:

@@ -1,15 +1,16 @@
-"""Names, types and defaults of the arguments that Megatron-core, SGLang and its router take.
+"""Names, types and defaults of the arguments of Megatron-core, SGLang and its router.
 
-`{table}-{version}.json` lists every name with its type and default, per receiving class
-({"package", "version", "receivers": {class: {name: {"type", "default", "field"?, ...}}}});
-`tools/argument_tables.py` writes it. There is one for each end of a range of versions. A
-configuration is checked against the one of the version that is installed; for another version
-against all of them together, and where none is installed, on a machine that only submits runs,
-against the newest.
+`{table}-{version}.json` lists every name with its type and default per receiving class:
+{"package", "version", "receivers": {class: {name: {"type", "default", "field"?, ...}}}}.
+`tools/argument_tables.py` writes the files, one for each end of a range of versions.
 
-Types are checked as far as JSON goes (a string where a number belongs). `choices` are the words
-that a command line option takes, `words` is set where it takes several, `off` is the option that
-turns it off, and `reads` how its word is read: as JSON, or as a size (`4096`, `8Ki`).
+A configuration is checked against the table of the installed version. For another version it is
+checked against all tables together. On a machine without the package, which only submits runs, it
+is checked against the newest table.
+
+Types are checked as far as JSON goes (a string instead of a number). `choices` are the values of a
+command line option, `words` is set for an option with several values, `off` is the option that
+turns it off, and `reads` is the format of its value: JSON, or a size (`4096`, `8Ki`).
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from rlpipe.config.arguments.checkout import arguments, checkout
 FOLDER = Path(__file__).parent
 TABLES = ("megatron", "sglang", "router")
 PAD_TO = "make_vocab_size_divisible_by"
-"""Megatron-LM's argument for padding the vocabulary. No class of Megatron-core has it; the trainer
-reads it itself."""
+"""Megatron-LM's argument for padding the vocabulary. No class of Megatron-core has it; rlpipe's
+trainer reads it."""
 OWN: dict[str, dict[str, dict[str, Any]]] = {"megatron": {PAD_TO: {"type": "int", "default": 1}}}
-"""Arguments that no receiving class has, and that are taken all the same."""
+"""Accepted arguments that no receiving class has."""
 OBJECT = "object"
-"""The type of what YAML cannot hold: functions, dtypes, classes."""
+"""Type of values that YAML cannot contain: functions, dtypes, classes."""
 
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
@@ -49,8 +50,7 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 
 @cache
 def load(table: str) -> dict[str, Any]:
-    """The table of what is installed; Megatron's with the arguments of a checkout that is imported
-    in place of the wheel."""
+    """Return the table of the installed version, or of a Megatron-LM checkout on PYTHONPATH."""
     folder = checkout() if table == "megatron" else None
     if folder is not None:
         return {"package": "Megatron-LM", "version": f"at {folder}", "receivers": arguments(folder)}
@@ -58,27 +58,27 @@ def load(table: str) -> dict[str, Any]:
     version = installed(next(iter(known.values()))["package"])
     if version is None:
         return known[max(known)]
-    return known[version] if version in known else _together(known)
+    return known[version] if version in known else _merged(known)
 
 
 def stored(table: str) -> dict[Version, dict[str, Any]]:
-    """The tables that lie here, by version."""
-    found = [
+    """Return the tables of the JSON files by version."""
+    contents = [
         json.loads(path.read_text(encoding="utf-8")) for path in FOLDER.glob(f"{table}-*.json")
     ]
-    return {Version(content["version"]): content for content in found}
+    return {Version(content["version"]): content for content in contents}
 
 
 def installed(package: str) -> Version | None:
-    """Its version, without what a build adds to it; None if it is not there."""
+    """Return the installed version without a local build suffix; None if not installed."""
     try:
         return Version(Version(metadata.version(package)).base_version)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _together(known: Mapping[Version, dict[str, Any]]) -> dict[str, Any]:
-    """Names of any of the versions; of one that several have, as the newest has it."""
+def _merged(known: Mapping[Version, dict[str, Any]]) -> dict[str, Any]:
+    """Merge tables; the newest version wins for a name of several versions."""
     receivers: dict[str, dict[str, Any]] = {}
     for version in sorted(known):
         for kind, names in known[version]["receivers"].items():
@@ -88,24 +88,26 @@ def _together(known: Mapping[Version, dict[str, Any]]) -> dict[str, Any]:
 
 
 def entries(table: str) -> dict[str, dict[str, Any]]:
-    """Name → what is known of it, of all receiving classes together; of a name that several have,
-    as the last one has it."""
-    every = [*load(table)["receivers"].values(), OWN.get(table, {})]
-    return {name: entry for known in every for name, entry in known.items()}
+    """Return name → entry of all receiving classes; the last class wins for a shared name."""
+    classes = [*load(table)["receivers"].values(), OWN.get(table, {})]
+    return {name: entry for known in classes for name, entry in known.items()}
 
 
 def receivers(table: str, name: str) -> list[str]:
-    """The classes that take an argument of this name (`TransformerConfig`, `OptimizerConfig`, ...);
-    none if unknown."""
+    """Return the classes with an argument of this name, such as `TransformerConfig`."""
     return [kind for kind, known in load(table)["receivers"].items() if name in known]
 
 
-def accepts(spelled: str, value: Any) -> bool:
-    """Whether a JSON value is of the type that a table spells (`int | None`, `'full' |
-    'selective'`). None is an OBJECT."""
-    for part in spelled.split(" | "):
+def accepts(type_text: str, value: Any) -> bool:
+    """True if a JSON value has the type of a table (`int | None`, `'full' | 'selective'`).
+
+    No value has the type OBJECT.
+    """
+    for part in type_text.split(" | "):
         if part in _JSON_TYPES:
-            if isinstance(value, _JSON_TYPES[part]) and isinstance(value, bool) <= (part == "bool"):
+            # bool is a subclass of int in Python, but true is not a number here.
+            is_bool_mismatch = isinstance(value, bool) and part != "bool"
+            if isinstance(value, _JSON_TYPES[part]) and not is_bool_mismatch:
                 return True
         elif part != OBJECT and ast.literal_eval(part) == value:
             return True
