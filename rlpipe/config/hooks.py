@@ -5,9 +5,9 @@
     load_hook("package.module.name")        the function
     hook_digest("path/to/file.py:name")     sha256 of the file; imported files are not covered
 
-Every exception of an import becomes a ConfigError, unless it ends the process. `config.import_check`
-therefore imports files in a separate process first. A loaded function cannot end Python or return
-from a forked copy (`config.guard`). The module imports nothing heavy.
+Every exception of an import becomes a ConfigError, unless it ends the process. Therefore
+`config.import_check` imports files in a separate process first. A loaded function cannot end Python
+or return from a forked copy (`config.guard`). The module imports nothing heavy.
 """
 
 from __future__ import annotations

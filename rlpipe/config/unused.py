@@ -1,13 +1,12 @@
-"""Keys that were given and have no effect, because the switch that they depend on is off.
+"""Find given keys that have no effect because the switch that they depend on is off.
 
-    unused(config, origin)      ["train.loss.tis_clip (recipe.yaml:7) has no effect: it needs train.loss.use_tis: true"]
+    unused(config, origin)
+    ["train.loss.tis_clip (recipe.yaml:7) has no effect: it needs train.loss.use_tis: true"]
 
-One table says which keys depend on what. Such a key is a warning and no error: recipes are changed
-by overrides, and a setting of the variant that is off for the moment may stay in the file. A key of
-a file at its default is not mentioned, so that a printed configuration can be run again without
-warnings.
-
-Not here: keys that contradict each other, which are errors of the models.
+One table lists the dependencies. Such a key is a warning and no error: overrides change recipes,
+and a file may contain settings of a variant that is off for the moment. A key of a file with its
+default value is not reported, so that a dumped configuration loads without warnings. Keys that
+contradict each other are errors of the models.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Condition = Callable[[RunConfig], Any]
 
 @dataclass(frozen=True, slots=True)
 class Dependency:
-    """Keys, the condition under which they have an effect, and what a person has to set for it."""
+    """Keys, the condition of their effect, and the setting that a user needs for it."""
 
     keys: tuple[str, ...]
     has_effect: Condition
@@ -39,15 +38,14 @@ def _needs(keys: str, has_effect: Condition, switch: str) -> Dependency:
 
 
 def _estimator(*names: str) -> Condition:
-    """True for one of these estimators, and for a function of the user, which reads what it
-    likes."""
+    """True for one of these estimators, and for a user function, which may read all keys."""
     return lambda c: (
         c.advantage.advantage_estimator in names or c.advantage.custom_advantage_function_path
     )
 
 
-def _policy_loss(c: RunConfig) -> bool:
-    """True for a policy loss, and for a function of the user in its place."""
+def _has_policy_loss(c: RunConfig) -> bool:
+    """True for a policy loss, and for a user function that replaces it."""
     return c.train.loss.type != "sft"
 
 
@@ -60,18 +58,14 @@ def _samples(c: RunConfig) -> bool:
     return c.rollout.type == "sample" or bool(c.evaluation.datasets)
 
 
-def _can_cut_off(c: RunConfig) -> bool:
-    """True if a rollout can end with groups that are left over for the next one."""
+def _may_leave_groups(c: RunConfig) -> bool:
+    """True if a rollout can end with groups for the next one."""
     return c.rollout.type == "sample" and (
         not c.rollout.static or c.rollout.data_source_path is not None
     )
 
 
-def _critic(c: RunConfig) -> bool:
-    return c.uses_critic
-
-
-def _bounds_of_tis(c: RunConfig) -> bool:
+def _uses_tis_bounds(c: RunConfig) -> bool:
     loss = c.train.loss
     return loss.use_tis or (loss.use_rs and None in (loss.rs_lower_bound, loss.rs_upper_bound))
 
@@ -81,7 +75,7 @@ def _rejects(c: RunConfig) -> bool:
     return loss.use_rs or loss.rs_veto_threshold is not None or loss.use_tis
 
 
-def _speaks_turns(c: RunConfig) -> bool:
+def _has_turns(c: RunConfig) -> bool:
     rollout = c.rollout
     functions = (
         rollout.custom_generate_function_path,
@@ -100,21 +94,27 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     ),
     _needs("data.num_data_workers data.streaming_data", _has_files, "prompts of type file"),
     _needs(
-        "rollout.rollout_top_p rollout.rollout_top_k rollout.rollout_stop rollout.rollout_stop_token_ids "
-        "rollout.rollout_min_new_tokens rollout.tools rollout.custom_generate_function_path rollout.rollout_sample_hook_path",
+        """
+        rollout.rollout_top_p rollout.rollout_top_k rollout.rollout_stop
+        rollout.rollout_stop_token_ids rollout.rollout_min_new_tokens rollout.tools
+        rollout.custom_generate_function_path rollout.rollout_sample_hook_path
+        """,
         _samples,
         "rollout.type: sample, or held-out sets",
     ),
     _needs(
-        "rollout.over_sampling_batch_size rollout.dynamic_sampling_filter_path rollout.rollout_sample_filter_path "
-        "rollout.rollout_all_samples_process_path",
+        """
+        rollout.over_sampling_batch_size rollout.dynamic_sampling_filter_path
+        rollout.rollout_sample_filter_path rollout.rollout_all_samples_process_path
+        """,
         lambda c: c.rollout.type == "sample",
         "rollout.type: sample",
     ),
     _needs(
         "rollout.partial_rollout rollout.buffer_filter_path rollout.max_sampling_rounds",
-        _can_cut_off,
-        "rollout.over_sampling_batch_size above rollout_batch_size, or a filter or rollout function",
+        _may_leave_groups,
+        "rollout.over_sampling_batch_size above rollout_batch_size, or a filter or rollout "
+        "function",
     ),
     _needs(
         "rollout.partial_rollout",
@@ -123,28 +123,34 @@ DEPENDENCIES: tuple[Dependency, ...] = (
             or c.rollout.mask_offpolicy_in_partial_rollout
             or c.rollout.rollout_function_path is not None
         ),
-        "rollout.mask_offpolicy_in_partial_rollout: true or async_buffer_size above 0, or every group begins again",
+        "rollout.mask_offpolicy_in_partial_rollout: true or async_buffer_size above 0; otherwise "
+        "every group starts again",
     ),
     _needs(
         "rollout.mask_offpolicy_in_partial_rollout",
-        lambda c: _can_cut_off(c) or c.async_buffer_size,
+        lambda c: _may_leave_groups(c) or c.async_buffer_size,
         "rollout.partial_rollout or async_buffer_size",
     ),
     _needs(
         "rollout.loss_mask_type", lambda c: c.rollout.type == "dataset", "rollout.type: dataset"
     ),
-    _needs("rollout.max_turns", _speaks_turns, "rollout.tools, or a function that samples"),
+    _needs("rollout.max_turns", _has_turns, "rollout.tools, or a function that samples"),
     _needs(
-        "rollout.tool_call_format rollout.max_turn_tokens rollout.tool_timeout_s rollout.max_tool_response_len",
+        """
+        rollout.tool_call_format rollout.max_turn_tokens rollout.tool_timeout_s
+        rollout.max_tool_response_len
+        """,
         lambda c: c.rollout.tools,
         "rollout.tools",
     ),
     _needs("rollout.eval_function_path", lambda c: c.evaluation.datasets, "evaluation.datasets"),
     _needs(
-        "reward.on_error reward.max_error_fraction reward.custom_reward_post_process_path reward.workers reward.attempts "
-        "reward.sample_timeout_s reward.timeout_s",
+        """
+        reward.on_error reward.max_error_fraction reward.custom_reward_post_process_path
+        reward.workers reward.attempts reward.sample_timeout_s reward.timeout_s
+        """,
         lambda c: not isinstance(c.reward.function, NoReward),
-        "a reward.function of another type than none",
+        "a reward.function with a type other than none",
     ),
     # advantages
     _needs(
@@ -160,7 +166,7 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     _needs(
         "advantage.fan_out_baseline",
         _estimator("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline"),
-        "an advantage.advantage_estimator with a baseline of its group",
+        "an advantage.advantage_estimator with a group baseline",
     ),
     _needs(
         "advantage.gamma advantage.discount_masked_tokens",
@@ -196,27 +202,30 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         lambda c: c.teacher.opd_type == "megatron",
         "teacher.opd_type: megatron",
     ),
-    _needs("critic", _critic, "advantage.advantage_estimator: ppo"),
+    _needs("critic", lambda c: c.uses_critic, "advantage.advantage_estimator: ppo"),
     # the loss
     _needs(
-        "train.loss.surrogate train.loss.eps_clip train.loss.eps_clip_high train.loss.eps_clip_c train.loss.use_opsm "
-        "train.loss.use_rollout_logprobs train.loss.kl_loss_coef train.loss.custom_pg_loss_reducer_function_path",
-        _policy_loss,
+        """
+        train.loss.surrogate train.loss.eps_clip train.loss.eps_clip_high
+        train.loss.eps_clip_c train.loss.use_opsm train.loss.use_rollout_logprobs
+        train.loss.kl_loss_coef train.loss.custom_pg_loss_reducer_function_path
+        """,
+        _has_policy_loss,
         "train.loss.type: policy",
     ),
     _needs(
         "train.loss.eps_clip_c",
         lambda c: c.train.loss.surrogate != "cispo",
-        "another train.loss.surrogate than cispo",
+        "a train.loss.surrogate other than cispo",
     ),
     _needs("train.loss.opsm_delta", lambda c: c.train.loss.use_opsm, "train.loss.use_opsm: true"),
     _needs(
         "train.loss.kl_loss_type train.loss.use_unbiased_kl",
-        lambda c: c.advantage.reference and _policy_loss(c),
+        lambda c: c.advantage.reference and _has_policy_loss(c),
         "advantage.reference: true (and train.loss.kl_loss_coef above 0 to train on it)",
     ),
     _needs(
-        "train.loss.tis_clip train.loss.tis_clip_low", _bounds_of_tis, "train.loss.use_tis: true"
+        "train.loss.tis_clip train.loss.tis_clip_low", _uses_tis_bounds, "train.loss.use_tis: true"
     ),
     _needs(
         "train.loss.tis_level train.loss.tis_mode train.loss.tis_batch_normalize",
@@ -240,12 +249,18 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     ),
     # pushes
     _needs(
-        "sync.update_weight_disk_dir sync.update_weight_disk_keep_files sync.update_weight_local_checkpoint_dir",
+        """
+        sync.update_weight_disk_dir sync.update_weight_disk_keep_files
+        sync.update_weight_local_checkpoint_dir
+        """,
         lambda c: c.sync.through_files,
         "sync.transport: disk or delta",
     ),
     _needs(
-        "sync.update_weight_delta_encoding sync.update_weight_delta_checksum sync.update_weight_full_interval",
+        """
+        sync.update_weight_delta_encoding sync.update_weight_delta_checksum
+        sync.update_weight_full_interval
+        """,
         lambda c: c.sync.transport == "delta",
         "sync.transport: delta",
     ),
@@ -253,30 +268,34 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         "sync.max_logprob_difference", lambda c: c.sync.probe_samples, "sync.probe_samples above 0"
     ),
     _needs(
-        "sync engine resources.rollout_num_gpus resources.rollout_num_gpus_per_engine resources.external_engines "
-        "resources.colocate",
+        """
+        sync engine resources.rollout_num_gpus resources.rollout_num_gpus_per_engine
+        resources.external_engines resources.colocate
+        """,
         lambda c: c.needs_engines,
         "engines, which only rollout.type: sample or held-out sets need",
     ),
     _needs(
         "resources.rollout_num_gpus",
         lambda c: not c.resources.external_engines,
-        "engines of the run's own, not external ones",
+        "engines that the run starts, without resources.external_engines",
     ),
     _needs(
         "resources.exclusive_gpus",
         lambda c: c.resources.ray_address is None,
-        "a Ray of the run's own (no ray_address)",
+        "a local Ray (no resources.ray_address)",
     ),
-    # what a person watches
+    # observation and orchestration
     _needs(
         "evaluation.eval_interval evaluation.skip_eval_before_train",
         lambda c: c.evaluation.datasets,
         "evaluation.datasets",
     ),
     _needs(
-        "observe.wandb_mode observe.wandb_project observe.wandb_team observe.wandb_group observe.wandb_run_id observe.wandb_dir "
-        "observe.wandb_host",
+        """
+        observe.wandb_mode observe.wandb_project observe.wandb_team observe.wandb_group
+        observe.wandb_run_id observe.wandb_dir observe.wandb_host
+        """,
         lambda c: c.observe.use_wandb,
         "observe.use_wandb: true",
     ),
@@ -303,37 +322,38 @@ DEPENDENCIES: tuple[Dependency, ...] = (
 
 
 def unused(config: RunConfig, origin: Origin) -> list[str]:
-    """One sentence for each key that was given and has no effect."""
-    found: dict[str, str] = {}
+    """Return one sentence for each given key without effect."""
+    switches: dict[str, str] = {}
     for dependency in DEPENDENCIES:
         if dependency.has_effect(config):
             continue
         for key in dependency.keys:
-            for given in _given(key, config, origin):
-                found.setdefault(given, dependency.switch)
+            for given in _given_keys(key, config, origin):
+                switches.setdefault(given, dependency.switch)
     return [
         f"{key} ({origin.of(key)}) has no effect: it needs {switch}"
-        for key, switch in found.items()
+        for key, switch in switches.items()
     ]
 
 
-def _given(key: str, config: RunConfig, origin: Origin) -> Iterator[str]:
-    """The keys given at or below this one: by an override, or by a file with a value that is not
-    the default."""
+def _given_keys(key: str, config: RunConfig, origin: Origin) -> Iterator[str]:
+    """Yield the given keys at or below `key`.
+
+    A key is given by an override, or by a file with a value other than its default.
+    """
     below = f"{key}."
     for given in origin.overrides:
         if given == key or given.startswith(below):
             yield given
         elif key.startswith(f"{given}.") and not _is_default(key, config):
-            yield key  # the override gives a whole section
+            yield key  # the override sets a whole section
     for given in origin.lines:
         if (given == key or given.startswith(below)) and not _is_default(given, config):
             yield given
 
 
 def _is_default(key: str, config: RunConfig) -> bool:
-    """True for a section, whose keys speak for themselves, and for a value that is its field's
-    default."""
+    """True for the default value of a field, and for a section (its keys are reported instead)."""
     *parents, name = key.split(".")
     model: Any = config
     for parent in parents:

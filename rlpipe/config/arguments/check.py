@@ -85,7 +85,7 @@ def rule_of(table: str, name: str) -> Rule | None:
     rule = TABLE[table].get(field)
     only_in_checkout = table == "megatron" and names.receivers(table, name) == [PROVIDER]
     if rule is not None and rule.kind != "owned" and only_in_checkout:
-        # The checkout's argument provider reads it, even if Megatron's field of this name is unused.
+        # The checkout's argument provider reads it, even if Megatron ignores its own field.
         return None
     return rule
 
