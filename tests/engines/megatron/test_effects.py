@@ -11,8 +11,7 @@ import pytest
 
 from rlpipe.config.arguments import names
 from rlpipe.config.arguments.check import check_megatron
-from rlpipe.config.arguments.megatron import MEGATRON
-from rlpipe.config.arguments.table import TABLE
+from rlpipe.config.arguments.table import MEGATRON, TABLE
 from rlpipe.engines.megatron.model.build import split_arguments
 from rlpipe.errors import ConfigError
 from tests.engines.megatron.effects import CASES, off_default, train
