@@ -1,30 +1,26 @@
 """rlpipe: reinforcement-learning post-training of language models, as a workflow.
 
-The library behind the flows; it knows nothing of Prefect. Layers, top to bottom, each importing
-only what is below it:
+This is the library behind the flows; it knows nothing of Prefect. Start reading at
+`flows/iteration.py`: it is the picture in the README, and each of its lines leads to one package
+here. Packages from top to bottom; each imports only packages below it:
 
-    actors      trainer, engine, generator: Ray actors that hold state, and how to find them
-    sync        moving weights from the trainer to the engines
-    engines     sglang (inference) and megatron (training): the only places that import those packages
-    rollout     sampling groups of responses
-    lineage     how to get back to a state            run_history  what a branch's records say, for reports
-    stage_files the data files of the stages
-    batch       scored rows to the iteration's batch  inputs    what decides each stage's result: its digest
+    actors      Ray actors that hold state: client, conductor, generator; trainer/, engines/, ray/
+    preflight   checks that need no process: model, configuration and machine fit together
+    reprocess   stored rollouts with other rewards, filters and estimators
+    sync        pushes of weights from the trainer to the engines; transports/
+    engines     megatron (training) and sglang (inference): the only users of those packages
+    rollout     sampling: sampler, planner, generators, tools; client/, hooks/, agent/
+    lineage     identity of each stage (stage_inputs), states, history, provenance
+    batch       the batch of an iteration: columns, build, packing, metrics, files
     data        prompts, chat templates, the data source
-    rewards     rows to reward columns
-    packing     samples to packed micro-batches       store     nodes, shards, commits: what happened
-    algorithms  pure functions on tensors             observe   metrics, sinks, progress, the report page
-    config      one frozen model per stage            orphan    no process outlives the one that started it
-    children    ending a child process with all that it started
-    rendezvous  where processes of torch.distributed meet
-    routed      which experts an engine sent a token to, from its answer to the batch
-    types       samples, groups, plans, nodes, commits
-    errors      one exception tree
-
-Beside them: `preflight` (what can be known to be wrong before anything starts), `model_dir` (where
-the model is, which it is), `reprocess` (stored rollouts under other rewards, filters and
-estimators).
-
-Start reading at `flows/iteration.py`: it is the picture in the README, and each of its lines leads
-to one folder here.
+    rewards     verifiers: samples to rewards
+    store       immutable objects, records, nodes, branches, tables, audit, garbage collection
+    algorithms  estimators and losses: pure functions
+    observe     metrics and their sinks, progress, report, pages
+    model_dir   the model directory of a run
+    slime       slime's flags, `args` of its hooks, its importable modules
+    config      one frozen model per stage; YAML and overrides; arguments/
+    system      processes, ports, certificates, files of the machine
+    types       samples, groups, plans, nodes, commits; the words of the project
+    errors      the exception tree
 """

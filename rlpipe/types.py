@@ -7,13 +7,11 @@ from a store. `rlpipe.store.columns` has the columns of stored samples.
 The words, each with one meaning everywhere (rlpipe/store/README.md has the whole glossary):
 
     iteration            one run of the DAG, numbered from 0
-    stage                rollout, reward, advantage, train, sync or checkpoint
     optimizer step       one parameter update; an iteration has one or more
     prompt, response     input tokens; the tokens after them, tool output included
     sample               prompt, response, behaviour log-probs and reward: one row
     group                all samples of one drawn prompt: the unit of exactly-once
     rollout              sampling of an iteration's groups
-    shard                one Parquet file of samples
     plan                 prompts, group ids and seeds of a rollout, written before sampling
     buffer               groups that were drawn and are neither trained nor dropped yet
     batch                the samples that an iteration trains on
@@ -28,8 +26,7 @@ The words, each with one meaning everywhere (rlpipe/store/README.md has the whol
     staleness            weight version trained minus weight version that sampled the token
     trainer, rank        the Megatron processes of a run; one of them
     engine, router       an SGLang server; sglang-router before the engines
-    generator            Ray actor that samples the groups of a plan
-    conductor            Ray actor that orders all calls to ranks, engines and router
+    generator, conductor Ray actors: one samples groups, the other orders calls to ranks and engines
     checkpoint           a stored state: weights, optimizer, schedule and random state
     push, transport      transfer of a weight version to the engines; its method
     node                 immutable result of a stage, named by the digest of its inputs
@@ -335,9 +332,9 @@ CONTRACTS: dict[Stage, int] = dict.fromkeys(Stage, 1)
 """Newest contract version of each stage. A contract fixes the inputs of a stage and the result that
 follows from them.
 
-A version is raised when equal inputs would lead to another result: a defect of a loss is mended, a
-key gets another meaning. A new key needs no new version (`rlpipe.config.introduced`). New runs begin
-with the newest versions. An older run keeps the versions that its branch records;
+A version is raised when equal inputs would lead to another result: a loss is mended, a key gets
+another meaning. A new key needs no new version (`rlpipe.config.introduced`). New runs begin with
+the newest versions. An older run keeps the versions that its branch records;
 `rlpipe.lineage.stage_inputs.SETTINGS` has the settings of each version.
 """
 

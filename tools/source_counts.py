@@ -28,6 +28,7 @@ DIALECT = re.compile(
 """Words that were read twice by readers of this code."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Documented = ast.Module | ast.ClassDef | Function
 
 
 def main() -> int:
@@ -52,11 +53,14 @@ def counts(files: list[Path]) -> dict[str, str]:
     trees = {path: ast.parse(text) for path, text in texts.items()}
     lines = [line for text in texts.values() for line in text.splitlines()]
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
-    functions = [node.end_lineno - node.lineno + 1 for node in nodes if is_function(node)]
+    functions = [
+        (node.end_lineno or node.lineno) - node.lineno + 1
+        for node in nodes
+        if isinstance(node, Function)
+    ]
     assigned = [node for node in nodes if isinstance(node, ast.Assign)]
     packed = [node for node in assigned if packs_a_tuple(node)]
-    documented = (ast.Module, ast.ClassDef, *Function.__args__)
-    docs = [ast.get_docstring(node) or "" for node in nodes if isinstance(node, documented)]
+    docs = [ast.get_docstring(node) or "" for node in nodes if isinstance(node, Documented)]
     comments = sum(number_of_comments(path) for path in files)
     names = Counter(path.name for path in files if path.name not in ("__init__.py", "__main__.py"))
     shared = [number for number in names.values() if number > 1]
@@ -75,11 +79,6 @@ def counts(files: list[Path]) -> dict[str, str]:
         "docstrings that ask a question": str(sum(asks(doc) for doc in docs)),
         "words of the old dialect": str(sum(len(DIALECT.findall(line)) for line in lines)),
     }
-
-
-def is_function(node: ast.AST) -> bool:
-    """True for a function or method, async or not."""
-    return isinstance(node, Function)
 
 
 def packs_a_tuple(node: ast.Assign) -> bool:
