@@ -1,23 +1,25 @@
-"""The store: immutable objects under names that are written once, and the records that say what
-they mean.
+"""The store: immutable objects, each written once, and the records that describe them.
 
-From the bytes up: `files` (first writer wins, over `local` and `s3`), `records` (sealed JSON),
-`schema` (Arrow and Parquet), `shards` (tables under names that carry their checksum), `plans`,
-`nodes`, `chain` (each commit fixes what is below it), `branches`, `epochs` (who may commit to one,
-and who may remove anything), then `audit` and `gc` over all of it. Beside the store: `run_file`,
-what a home says of its runs.
+Modules from the lowest layer up: `objects` (the first writer of a name wins, on disk or in S3),
+`records` (sealed JSON), `parquet` (Arrow tables and shards), `plans`, `nodes`, `chain` (a commit
+fixes everything below it), `branches`, `epochs` (one driver a branch), `tables`, then `gc` and
+`audit` over all of them. `run_file` is outside the store: it names the store of a run.
 
-    branches/<branch>/config.json, %08d.json      what a run is; its commits
-    branches/<branch>/receipts/%08d.json          that they were there
-    branches/<branch>/epochs/%08d.json, %08d/*    its drivers, one after another, and their leases; of `.gc` the collectors
-    branches/<branch>/signatures/%08d.json        that the holder of a key vouches for them
-    branches/<branch>/segments/*, scalars/*       states that took a recorded one's place; tables over the branch
-    rollouts/, gates/<branch>/*, draws/*          notes of what has no commit; gates that were opened; plans that chance drew
-    plans/<digest>/plan.json, groups/*.parquet    what an iteration will sample; the groups finished so far
-    receipts/<stage>/<digest>*.json               that a checkpoint or an evaluation was recorded, or was removed
-    nodes/<stage>/<digest>.json                   the result of a stage, by the digest of its inputs
-    data/<stage>/<digest>/*                       the files of that result
-    checkpoints/<branch>/iter_%07d/...            the files of a checkpoint node
+    branches/<branch>/config.json, %08d.json      configuration of a run; its commits
+    branches/<branch>/receipts/%08d.json          receipts of the commits
+    branches/<branch>/epochs/%08d.json, %08d/*    drivers and their leases; of `.gc`: collectors
+    branches/<branch>/signatures/%08d.json        signatures of the commits
+    branches/<branch>/segments/*                  states that replaced a recorded state
+    branches/<branch>/scalars/*                   tables over the branch
+    rollouts/<branch>/*                           nodes of iterations without a commit
+    gates/<branch>/*                              gates that a person opened
+    draws/*                                       plans whose draw cannot be repeated
+    plans/<digest>/plan.json                      what an iteration samples
+    plans/<digest>/groups/*, cut/*                finished groups; tokens of cut groups
+    receipts/<stage>/<digest>*.json               receipts of checkpoints and evaluations; removals
+    nodes/<stage>/<digest>.json                   result of a stage, named by its input digest
+    data/<stage>/<digest>/*                       files of that result
+    checkpoints/<branch>/iter_%07d/...            files of a checkpoint node
 
-Not here: what the rows are for.
+The store knows the format of the rows. What the rows are used for is decided in other packages.
 """

@@ -1,12 +1,12 @@
-"""Branches: a run is a chain of commits, one per iteration, each written once.
+"""Branches: a run is a chain of commits, one for each iteration, each written once.
 
 Iterations are numbered without gaps. The first commit of a root branch has iteration 0 and no
-parent; that of a fork goes on from its parent's. A commit is refused unless its parent is there, so
-what `newest` returns always has its whole history. Along a branch the epochs of its commits never
-go down. After each commit its receipt is written, which outlives it. Each commit names the digests
-of its parent and of its records (`chain`).
+parent. The first commit of a fork continues the numbers of its parent. A commit is refused if its
+parent is missing, so the commit that `newest` returns has its whole history. Along a branch the
+epochs of the commits never decrease. A receipt is written after each commit and outlives it. Each
+commit names the digests of its parent and of its records (`chain`).
 
-Not here: who may commit (`epochs`), or what a commit's nodes hold (`nodes`).
+Entry points: `Branches`, `commit_name`, `commit_path`, `config_path`.
 """
 
 from __future__ import annotations
@@ -31,48 +31,65 @@ from rlpipe.types import CONTRACTS, Commit, Record, Stage, VersionedRecord
 CONFIG_NAME = re.compile(r"branches/[^/]+/config\.json")
 COMMIT_NAME = re.compile(r"branches/([^/]+)/([0-9]{8})\.json")
 TIMING_KEYS = {"leaves", "awaited"}
-"""Keys of the chain in which two commits of one result may differ: a checkpoint was recorded
-between them."""
+"""Keys of the chain that depend on the time of the commit. Two commits with equal results differ in
+them if a checkpoint was recorded between the two."""
 
 
 class Branch(VersionedRecord):
-    """What a branch is, from the start: its configuration, its first weights, and what it was
-    forked from."""
+    """The start of a branch: its configuration, its first weights, and its parent if it is a
+    fork."""
 
     branch: str
     config: dict[str, Any]
     init: str
-    """Digest of the node of its first weights."""
+    """Digest of the node of the first weights."""
     parent: str | None = None
-    """`branch/%08d` of the commit it goes on from; None for a root branch."""
+    """`branch/%08d` of the commit that a fork starts from; None for a root branch."""
     contracts: dict[Stage, int] = Field(default_factory=dict)
-    """Version of each stage's contract, for as long as the branch is there; of a stage that is not
-    named it is 1."""
+    """Version of each stage's contract, fixed for the life of the branch. 1 for a stage that is not
+    listed."""
     created: str = ""
 
 
 def commit_name(branch: str, iteration: int) -> str:
-    """`branch/%08d`: how a commit is named as a parent."""
+    """Return `branch/%08d`, the name of a commit as a parent."""
     return f"{branch}/{iteration:08d}"
 
 
 def parse_commit_name(name: str) -> tuple[str, int]:
-    """Branch and iteration of a commit's name. Raises: ValueError."""
+    """Return branch and iteration of a commit's name. Raises: ValueError."""
     branch, separator, iteration = name.rpartition("/")
     if not separator or commit_name(branch, int(iteration)) != name:
         raise ValueError(f"not the name of a commit: {name!r}")
     return branch, int(iteration)
 
 
+def config_path(branch: str) -> str:
+    """Return the path of a branch's configuration."""
+    return f"branches/{branch}/config.json"
+
+
+def commit_path(branch: str, iteration: int) -> str:
+    """Return the path of a commit."""
+    return f"branches/{commit_name(branch, iteration)}.json"
+
+
+def is_commit(path: str) -> bool:
+    """True if the path is that of a commit."""
+    return COMMIT_NAME.fullmatch(path) is not None
+
+
 class Branches:
     """The branches of a store."""
 
     def __init__(self, files: Files) -> None:
-        self._files, self._receipts = files, Receipts(files)
-        self._known: dict[str, Branch] = {}
+        self._files = files
+        self._receipts = Receipts(files)
+        # A branch's configuration never changes, so one read is enough.
+        self._loaded: dict[str, Branch] = {}
 
     def names(self) -> list[str]:
-        """All branches, sorted."""
+        """Return the names of all branches, sorted."""
         return [
             path.split("/")[1]
             for path in self._files.list("branches")
@@ -82,11 +99,10 @@ class Branches:
     def create(
         self, branch: str, config: Mapping[str, Any], init: str, parent: str | None = None
     ) -> Branch:
-        """Start a branch, or find it started in just this way. `parent`: the commit that it is a
-        fork of.
+        """Start a branch, or return it if it exists with the same start.
 
-        Raises: ObjectConflict if the name is taken by another run; ObjectMissing if the parent is
-        not there.
+        `parent`: the commit that a fork starts from. Raises: ObjectConflict if another run has the
+        name; ObjectMissing if the parent is missing.
         """
         if parent is not None:
             self.read(*parse_commit_name(parent))
@@ -102,65 +118,65 @@ class Branches:
         try:
             self._files.create(path, seal(record, path))
         except ObjectConflict as error:
-            found = self.get(branch)
-            if (
-                found.model_copy(update={"created": record.created, "contracts": record.contracts})
-                == record
-            ):
-                return found
+            existing = self.get(branch)
+            # An older rlpipe may have created the branch. Its contracts then stay in force.
+            ignored = {"created": record.created, "contracts": record.contracts}
+            if existing.model_copy(update=ignored) == record:
+                return existing
+            differing = [key for key in _differing_keys(existing, record) if key != "contracts"]
             raise ObjectConflict(
-                "there is a run of this name with another configuration or start",
+                "a run of this name exists with another configuration or start",
                 where=self._files.url(path),
-                found=f"other values of {[key for key in _differing_keys(found, record) if key != 'contracts']}",
+                found=f"other values of {differing}",
                 do="resume it with its own configuration, fork it, or take another name",
             ) from error
         return record
 
     def get(self, branch: str) -> Branch:
-        """What the branch is. Raises: ObjectMissing, ObjectCorrupt."""
-        if branch not in self._known:
+        """Return the start of a branch. Raises: ObjectMissing, ObjectCorrupt."""
+        if branch not in self._loaded:
             path = config_path(branch)
-            record = unseal(Branch, self._files.read(path), self._files.url(path))
+            url = self._files.url(path)
+            record = unseal(Branch, self._files.read(path), url)
             if record.branch != branch or not _is_commit_name(record.parent):
-                found = f"{record.branch}, a fork of {record.parent}"
                 raise ObjectCorrupt(
-                    "this is another branch",
-                    where=self._files.url(path),
-                    found=found,
+                    "the record belongs to another branch",
+                    where=url,
+                    found=f"{record.branch}, a fork of {record.parent}",
                     expected=branch,
                 )
             for stage, version in record.contracts.items():
-                refuse_unknown_contract(stage, version, self._files.url(path))
-            self._known[branch] = record
-        return self._known[branch]
+                refuse_unknown_contract(stage, version, url)
+            self._loaded[branch] = record
+        return self._loaded[branch]
 
     def find(self, branch: str) -> Branch | None:
-        """What the branch is, or None if there is none. Raises: ObjectCorrupt."""
+        """Return the start of a branch, or None if the branch is missing. Raises: ObjectCorrupt."""
         try:
             return self.get(branch)
         except ObjectMissing:
             return None
 
     def config(self, branch: str) -> dict[str, Any]:
-        """The configuration the branch was created with. Raises: ObjectMissing, ObjectCorrupt."""
+        """Return the configuration of a branch. Raises: ObjectMissing, ObjectCorrupt."""
         return self.get(branch).config
 
     def contracts(self, branch: str) -> dict[Stage, int]:
-        """Version of each stage's contract on a branch; of one that is not begun yet, the newest.
-        Raises: ObjectCorrupt."""
+        """Return the version of each stage's contract on a branch.
+
+        A branch that does not exist yet gets the newest versions. Raises: ObjectCorrupt.
+        """
         record = self.find(branch)
-        return (
-            dict(CONTRACTS)
-            if record is None
-            else {stage: record.contracts.get(stage, 1) for stage in Stage}
-        )
+        if record is None:
+            return dict(CONTRACTS)
+        return {stage: record.contracts.get(stage, 1) for stage in Stage}
 
     def newest(self, branch: str, after: int | None = None) -> Commit | None:
-        """The commit to go on from: the newest, or the parent of a fork that has none, or None.
+        """Return the commit to continue from.
 
-        `after` is an iteration known to be committed: only what follows it is looked for, without a
-        listing. Raises: ObjectMissing if there is no such branch, or `after` is not committed;
-        ObjectCorrupt.
+        That is the newest commit; for a fork without commits its parent; else None. `after`: an
+        iteration that is committed. Only later ones are looked for then, without a listing.
+        Raises: ObjectMissing if the branch is missing or `after` is not committed; ObjectCorrupt.
         """
         record = self.get(branch)
         if after is not None:
@@ -170,8 +186,11 @@ class Branches:
         return self.read(*parse_commit_name(record.parent)) if record.parent else None
 
     def committed(self, branch: str, after: int | None = None) -> list[int]:
-        """The iterations that a branch has committed itself, in order. `after`: as `newest`; those
-        that follow it."""
+        """Return the iterations that the branch itself has committed, in order.
+
+        `after`: an iteration that is committed. Only later ones are returned then, without a
+        listing.
+        """
         if after is not None:
             return list(
                 takewhile(lambda k: self._files.exists(commit_path(branch, k)), count(after + 1))
@@ -183,49 +202,50 @@ class Branches:
         ]
 
     def read(self, branch: str, iteration: int) -> Commit:
-        """One commit. Raises: ObjectMissing; ObjectCorrupt also if it is another one, or does not
-        follow the one before it."""
+        """Return one commit.
+
+        Raises: ObjectMissing; ObjectCorrupt if the record is another commit, or its parent is not
+        the iteration before.
+        """
         return self.read_stored(branch, iteration)[0]
 
     def read_stored(self, branch: str, iteration: int) -> tuple[Commit, str]:
-        """One commit, and the sha256 of its bytes: the head of the history up to it. Raises: as
-        `read`."""
+        """Return one commit and the sha256 of its bytes, the head of the history up to it.
+
+        Raises: as `read`.
+        """
         path = commit_path(branch, iteration)
         data = self._files.read(path)
         commit = unseal(Commit, data, self._files.url(path))
         if (commit.branch, commit.iteration) != (branch, iteration) or not _follows(commit):
-            found = f"{commit_name(commit.branch, commit.iteration)} after {commit.parent}"
             raise ObjectCorrupt(
-                "this is another commit",
+                "the record belongs to another commit",
                 where=self._files.url(path),
-                found=found,
-                expected="one that follows",
+                found=f"{commit_name(commit.branch, commit.iteration)} after {commit.parent}",
+                expected=f"{commit_name(branch, iteration)} after the iteration before",
             )
         return commit, hashlib.sha256(data).hexdigest()
 
     def parent_name(self, branch: str, iteration: int) -> str | None:
-        """Name of the commit that an iteration of a branch follows: of the branch itself, or the
-        one it is a fork of.
+        """Return the name of the commit that an iteration follows, also on another branch.
 
-        None for the first of a root branch. Raises: StoreError for an iteration of before the fork;
+        None for iteration 0 of a root branch. Raises: StoreError for an iteration before the fork;
         ObjectMissing, ObjectCorrupt.
         """
-        fork = self.get(branch).parent
-        first = parse_commit_name(fork)[1] + 1 if fork else 0
+        origin = self.get(branch).parent
+        first = parse_commit_name(origin)[1] + 1 if origin else 0
         if iteration < first:
-            where = commit_name(branch, iteration)
             raise StoreError(
-                "not an iteration of this branch",
-                where=where,
-                expected=f"at least {first}: it is a fork of {fork}",
+                "the iteration is before the first one of its branch",
+                where=commit_name(branch, iteration),
+                expected=f"at least {first}, because the branch is a fork of {origin}",
             )
-        return fork if iteration == first else commit_name(branch, iteration - 1)
+        return origin if iteration == first else commit_name(branch, iteration - 1)
 
     def before(self, branch: str, iteration: int) -> Commit | None:
-        """The commit that an iteration of a branch goes on from, a fork's first from another
-        branch's; None for the very first.
+        """Return the commit that an iteration follows; None for iteration 0 of a root branch.
 
-        Raises: as `parent_name`; ObjectMissing if that iteration is not committed.
+        Raises: as `parent_name`; ObjectMissing if that commit is missing.
         """
         parent = self.parent_name(branch, iteration)
         return self.read(*parse_commit_name(parent)) if parent else None
@@ -237,18 +257,18 @@ class Branches:
         *,
         look_for: Sequence[str] = (),
     ) -> Commit:
-        """Record an iteration; returns the record that counts: ours, or an earlier one that says
-        the same.
+        """Record an iteration, and return the record that counts.
 
-        `attempt` and `created` are filled in if they are empty, and the keys of the chain from what
-        is stored. `look_for`: paths of checkpoints and evaluations that may be recorded by now,
-        beside those that the commit awaits. `fence` is called last before the write, and raises if
-        this driver may not commit any more (`Epoch.check`). Raises: Fenced if it does, or if a
-        newer epoch has committed; StoreError if the commit does not follow from the branch's last
-        one; ObjectMissing if that is not there; ObjectConflict if the iteration was committed with
-        another content.
+        The result is this commit or an earlier one with the same result. Empty `attempt` and
+        `created` and the keys of the chain are filled in. `look_for`: paths of checkpoints and
+        evaluations that may exist, in addition to the awaited ones. `fence` is the last call before
+        the write, and raises if this driver may not commit any more (`Epoch.check`).
+
+        Raises: Fenced by `fence`, or if a newer epoch has committed; StoreError if the commit does
+        not follow the branch's last one; ObjectMissing if that one is missing; ObjectConflict if
+        the iteration was committed with another result.
         """
-        before, parent_sha256 = self._refuse_gap(commit)
+        before, parent_sha256 = self._read_parent(commit)
         commit = commit.model_copy(
             update={
                 "attempt": commit.attempt or uuid4().hex[:12],
@@ -259,7 +279,8 @@ class Branches:
         if not self._files.exists(path):
             self._receipts.refuse_other(commit)
         if before is not None and before.branch == commit.branch:
-            self._receipts.write_missing(before)  # its driver may have been killed before it did
+            # The driver may have been killed between the commit before and its receipt.
+            self._receipts.write_missing(before)
         record = self.get(commit.branch)
         commit = link_commit(
             self._files,
@@ -276,90 +297,85 @@ class Branches:
         try:
             self._files.create(path, seal(commit, path))
         except ObjectConflict as error:
-            winner = self.read(commit.branch, commit.iteration)
-            self._refuse_older(commit, winner)
-            if not (differing := _differing_keys(winner, commit)):
-                self._receipts.write(winner)
-                return winner
-            raise ObjectConflict(
-                "this iteration was committed by another driver, with another result",
-                where=self._files.url(path),
-                found=f"other values of {differing} by attempt {winner.attempt}",
-                do="stop this driver; start it again to go on from the newest commit",
-            ) from error
+            commit = self._adopt_winner(commit, error)
         self._receipts.write(commit)
         return commit
 
     def sampled_by(self, branch: str) -> str:
-        """The branch that planned and sampled what a branch's iterations are made of: itself,
-        unless it loads another's rollouts (`debug.load_debug_rollout_data`), which may load others
-        in turn. Raises: ObjectMissing, ObjectCorrupt."""
+        """Return the branch that sampled the rollouts of a branch.
+
+        That is the branch itself unless it loads the rollouts of another one
+        (`debug.load_debug_rollout_data`), which may load those of a third. Raises: ObjectMissing,
+        ObjectCorrupt.
+        """
         return [branch, *self.sources(branch)][-1]
 
     def sources(self, branch: str) -> list[str]:
-        """The branches whose rollouts a branch loads: the one it names, the one which that names,
-        and so on.
+        """Return the branches whose rollouts a branch loads, directly and through others.
 
         Raises: ObjectMissing, ObjectCorrupt.
         """
         seen = [branch]
-        while found := self.find(seen[-1]):
-            debug = found.config.get("debug")
-            loads = debug.get("load_debug_rollout_data") if isinstance(debug, dict) else None
-            if not isinstance(loads, str) or loads in seen:
+        while record := self.find(seen[-1]):
+            debug = record.config.get("debug")
+            source = debug.get("load_debug_rollout_data") if isinstance(debug, dict) else None
+            if not isinstance(source, str) or source in seen:
                 break
-            seen.append(loads)
+            seen.append(source)
         return seen[1:]
 
     def walk(self, branch: str) -> Iterator[Commit]:
-        """The commits of a branch and of what it was forked from, newest first. Raises:
-        ObjectMissing, ObjectCorrupt."""
+        """Yield the commits of a branch and of its origins, newest first.
+
+        Raises: ObjectMissing, ObjectCorrupt.
+        """
         commit = self.newest(branch)
         while commit is not None:
             yield commit
             commit = self.read(*parse_commit_name(commit.parent)) if commit.parent else None
 
-    def _refuse_gap(self, commit: Commit) -> tuple[Commit | None, str | None]:
-        """The commit before this one, and the sha256 of its bytes. Raises: as `commit`."""
+    def _read_parent(self, commit: Commit) -> tuple[Commit | None, str | None]:
+        """Return the parent of a commit and the sha256 of its bytes. Raises: as `commit`."""
         expected = self.parent_name(commit.branch, commit.iteration)
         if commit.parent != expected:
-            name = commit_name(commit.branch, commit.iteration)
             raise StoreError(
                 "not the next commit of its branch",
-                where=name,
-                found=commit.parent,
-                expected=expected,
+                where=commit_name(commit.branch, commit.iteration),
+                found=f"parent {commit.parent}",
+                expected=f"parent {expected}",
             )
         if expected is None:
             return None, None
         before, sha256 = self.read_stored(*parse_commit_name(expected))
-        self._refuse_older(commit, before)
+        self._refuse_newer_epoch(commit, before)
         return before, sha256
 
-    def _refuse_older(self, commit: Commit, other: Commit) -> None:
+    def _adopt_winner(self, commit: Commit, conflict: ObjectConflict) -> Commit:
+        """Return the stored commit of an iteration if it has the same result.
+
+        Raises: Fenced if a newer epoch wrote it; ObjectConflict if it has another result.
+        """
+        winner = self.read(commit.branch, commit.iteration)
+        self._refuse_newer_epoch(commit, winner)
+        if not (differing := _differing_keys(winner, commit)):
+            return winner
+        raise ObjectConflict(
+            "another driver committed this iteration with another result",
+            where=self._files.url(commit_path(commit.branch, commit.iteration)),
+            found=f"other values of {differing} by attempt {winner.attempt}",
+            do="stop this driver; start it again to continue from the newest commit",
+        ) from conflict
+
+    def _refuse_newer_epoch(self, commit: Commit, other: Commit) -> None:
         if other.branch == commit.branch and other.epoch > commit.epoch:
             raise Fenced(
                 "a newer driver has committed to this branch",
                 where=self._files.url(commit_path(other.branch, other.iteration)),
                 found=f"epoch {other.epoch}",
-                expected=f"epoch {commit.epoch}, which is ours, or an older one",
-                do="leave the branch to it, or stop it and start this one again",
+                expected=f"epoch {commit.epoch} (this driver) or an older one",
+                do="leave the branch to the newer driver, or stop that driver and start this one "
+                "again",
             )
-
-
-def config_path(branch: str) -> str:
-    """Where the record of a branch lives."""
-    return f"branches/{branch}/config.json"
-
-
-def is_commit(path: str) -> bool:
-    """Is this the name of a commit's record?"""
-    return COMMIT_NAME.fullmatch(path) is not None
-
-
-def commit_path(branch: str, iteration: int) -> str:
-    """Where the record of a commit lives."""
-    return f"branches/{commit_name(branch, iteration)}.json"
 
 
 def _is_commit_name(name: str | None) -> bool:
@@ -370,17 +386,19 @@ def _is_commit_name(name: str | None) -> bool:
 
 
 def _follows(commit: Commit) -> bool:
-    """Is its parent the iteration before it? So no history goes in circles."""
+    """True if the parent is the iteration before, so that no history is a circle."""
     if commit.parent is None or not _is_commit_name(commit.parent):
         return commit.parent is None
     return parse_commit_name(commit.parent)[1] == commit.iteration - 1
 
 
 def _differing_keys(first: Record, second: Record) -> list[str]:
-    """Keys in which two records of one thing say something else; those of the chain only if no
-    others differ."""
-    free = PROVENANCE_KEYS | TIMING_KEYS
+    """Return the keys in which two records of one result differ.
+
+    Keys of the chain are returned only if no other key differs.
+    """
+    ignored = PROVENANCE_KEYS | TIMING_KEYS
     one = first.model_dump()
     other = second.model_dump()
-    differing = [key for key in one if one[key] != other[key] and key not in free]
+    differing = [key for key in one if one[key] != other[key] and key not in ignored]
     return [key for key in differing if key not in CHAIN_KEYS] or differing

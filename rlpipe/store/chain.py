@@ -1,34 +1,35 @@
 """The chain of a history: each commit names the digests of its parent and of its records.
 
-The sha256 of a commit's own bytes fixes everything below it. Keep that one digest (the head)
-elsewhere, and the audit proves later that nothing was changed, even where a record was rewritten
-together with its seal, its receipt and the records that name it.
+The sha256 of a commit's bytes fixes everything below it. Keep that digest (the head) outside the
+store. The audit proves with it that nothing was changed, even where a record was rewritten together
+with its seal, its receipt and the records that name it.
 
-    parent_sha256    of the parent commit as it is stored, also on another branch; of the first
-                     commit of a root branch, of the branch's configuration
-    records          plan parts; nodes of the stages; what these were made of and the commit
-                     before does not name (segments with their pointers, scores that a filter
-                     chose by); an opened gate; where the chain of a branch begins, also its
-                     configuration and the node of its first weights
+    parent_sha256    digest of the parent commit, also of one on another branch. The first commit
+                     of a root branch names the branch's configuration.
+    records          plan parts and nodes of the stages; their inputs that the commit before does
+                     not name (segments with their pointers, scores that a filter used); an opened
+                     gate. The first commit of a branch also names the configuration and the node
+                     of the first weights.
     leaves           checkpoints and evaluations that were recorded since the commit before
 
-Data files are fixed through these. A node names each file with its sha256, also the shards that
-were adopted or waited in the buffer. The name of a plan is the sha256 of its bytes.
+These records fix the data files. A node names each file with its sha256, also shards that were
+adopted or waited in the buffer. The name of a plan is the sha256 of its bytes. Tables and epochs
+are not fixed: tables are computed from the records, and epochs only name drivers.
 
-A leaf may be recorded after the commit of its weights. A commit names the leaves that were due and
-are not there yet (`awaited`), and the next commit looks for them. So only the newest leaves are not
-fixed, and a commit looks for the same number of leaves however long the history is.
+A leaf may be recorded after the commit of its weights. A commit lists such leaves as `awaited`, and
+the next commit looks for them. So only the newest leaves are not fixed, and the number of lookups
+does not grow with the history.
 
 `leaves` and `awaited` depend on the time of the commit, so two drivers may differ in them. The
 stored commit counts: the loser of a race adopts its bytes. A commit does not name a record that is
-not in the store; the audit reports that.
+missing from the store; the audit reports such a record.
 
-Requests for a commit, in parallel: one read for each stage's node, for each leaf that is looked
-for, and for a gate if the run has gates. Parents and plans cost none: the parent is read anyway,
-and a plan's digest is its name. Where a chain begins: the configuration and the init node as well.
+Requests for a commit, in parallel: one read for each stage's node, for each leaf in question, and
+for a gate if the run has gates. Parents and plans cost none: the parent is read anyway, and a
+plan's digest is its name. The first commit of a branch also reads the configuration and the init
+node.
 
-Not here: checking the chain (`audit_chain`). Not fixed: tables, which are drawn from the records,
-and epochs, which say only which process drove the run.
+Entry points: `link_commit`, `leaf_paths`. `audit.chain_check` checks a chain.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from contextlib import suppress
 from typing import Any
 
 from rlpipe.errors import ObjectMissing
-from rlpipe.store.nodes import LEAVES, input_digest, node_path
+from rlpipe.store.nodes import LEAVES, checkpoint_digest, node_path
 from rlpipe.store.notes import gate_path
 from rlpipe.store.objects.files import Files
 from rlpipe.store.plans import plan_path
@@ -50,12 +51,11 @@ from rlpipe.types import Commit, Node, Stage
 
 READERS = 8
 MOST_AWAITED = 32
-"""The most leaves that a commit waits for, so that uploads that were given up do not add up."""
+"""Limit of awaited leaves. Without it, uploads that were abandoned would add up."""
 EXPANDED = (Stage.INIT, Stage.ROLLOUT, Stage.REWARD, Stage.ADVANTAGE, Stage.SEGMENT)
-"""Stages of other nodes than the iteration's own whose parents are named too. A train node is not
-among them: the parents of an earlier state are in earlier commits.
-"""
-BESIDE = (
+"""Stages of foreign nodes whose inputs are named too. A train node is not among them, because
+earlier commits name the inputs of an earlier state."""
+INPUT_STAGES = (
     Stage.SEGMENT,
     Stage.CHECKPOINT,
     Stage.TRAIN,
@@ -64,8 +64,8 @@ BESIDE = (
     Stage.ADVANTAGE,
     Stage.INIT,
 )
-"""Stages that are tried for a parent that neither this commit nor the one before names. It is
-rare."""
+"""Stages that are tried, in this order, for an input that neither this commit nor its parent names.
+Such an input is rare."""
 
 
 def link_commit(
@@ -79,21 +79,19 @@ def link_commit(
     parent_sha256: str | None,
     look_for: Sequence[str] = (),
 ) -> Commit:
-    """The commit with the keys of the chain.
+    """Return the commit with the keys of the chain.
 
-    `before`: the parent commit, whose bytes have `parent_sha256`. `config`, `init`, `config_path`:
-    of the commit's branch. `look_for`: paths of leaves that may be there, in addition to those
-    that the parent or this commit awaits. Raises: ObjectCorrupt if one of its records is damaged;
-    StoreError.
+    `before`: the parent commit; its bytes have `parent_sha256`. `config`, `init`, `config_path`
+    belong to the commit's branch. `look_for`: paths of leaves that may exist, in addition to the
+    awaited ones. Raises: ObjectCorrupt if a record is damaged; StoreError.
     """
-    begins = before is None or before.branch != commit.branch
     linker = _Linker(files, commit, before)
-    if begins:
+    if before is None or before.branch != commit.branch:
         linker.add(config_path)
         linker.add_nodes([(Stage.INIT, init)])
         parent_sha256 = parent_sha256 or linker.records.get(config_path)
     else:
-        linker.known.add(init)
+        linker.named.add(init)
     linker.add_iteration()
     if _has_gates(config) and Stage.TRAIN in commit.nodes:
         linker.add(gate_path(commit.branch, commit.iteration, commit.nodes[Stage.TRAIN]))
@@ -110,10 +108,9 @@ def link_commit(
 
 
 def leaf_paths(weights: str, evaluations: Iterable[str] = ()) -> list[str]:
-    """Paths of the records about a state: its checkpoint, and the evaluations of these digests."""
-    checkpoint = input_digest(Stage.CHECKPOINT, {"weights": weights}, {}, {})
+    """Return the paths of a state's checkpoint and of the evaluations with these digests."""
     return [
-        node_path(Stage.CHECKPOINT, checkpoint),
+        node_path(Stage.CHECKPOINT, checkpoint_digest(weights)),
         *(node_path(Stage.EVAL, digest) for digest in evaluations),
     ]
 
@@ -132,50 +129,48 @@ class _Linker:
         self._before = before
         self.records: dict[str, str] = {}
         self.leaves: dict[str, str] = {}
-        self.known: set[str] = {*commit.plans}
-        """Digests that are named already, here or below."""
+        self.named: set[str] = {*commit.plans}
+        """Digests that this commit or an earlier one names."""
         if before is not None:
-            self.known |= {*before.plans, *before.nodes.values()}
+            self.named |= {*before.plans, *before.nodes.values()}
 
-    def add(self, path: str) -> bytes | None:
-        """Name a record, if it is there: its bytes."""
+    def add(self, path: str) -> None:
+        """Name a record if it exists."""
         data = self._read(path)
         if data is not None:
             self.records[path] = hashlib.sha256(data).hexdigest()
-        return data
 
     def add_iteration(self) -> None:
-        """Name the plan's parts, the stages' nodes and what these were made of."""
+        """Name the parts of the plan, the nodes of the stages, and the inputs of these nodes."""
         self.records |= {plan_path(digest): digest for digest in self._commit.plans}
-        self.known |= set(self._commit.nodes.values())
+        self.named |= set(self._commit.nodes.values())
         self.add_nodes(list(self._commit.nodes.items()))
 
     def add_nodes(self, wanted: Sequence[tuple[Stage, str]]) -> None:
-        """Name nodes, and what they were made of that is not named below."""
-        self.known |= {digest for _, digest in wanted}
+        """Name nodes and those of their inputs that are not named yet."""
+        self.named |= {digest for _, digest in wanted}
         own = {*self._commit.nodes.values()}
         for node in self._nodes(wanted):
             if node.stage is Stage.SEGMENT:
                 self._add_pointers(node.digest)
-                self._add_beside(input_digest(Stage.CHECKPOINT, {"weights": node.digest}, {}, {}))
+                self._add_input(checkpoint_digest(node.digest))
             if node.digest in own or node.stage in EXPANDED:
-                for digest in _made_of(node):
-                    self._add_beside(digest)
+                for digest in _inputs(node):
+                    self._add_input(digest)
 
     def add_leaves(self, awaited: Iterable[str], look_for: Iterable[str]) -> tuple[str, ...]:
-        """Name the leaves that are there; those of the awaited ones that are not, oldest first.
-
-        A checkpoint is not awaited any more once a later one is there: a run uploads one at a time.
-        """
+        """Name the leaves that exist. Return the awaited ones that are missing, oldest first."""
         due = list(awaited)
-        asked = [path for path in dict.fromkeys([*due, *look_for]) if path not in self.leaves]
+        wanted = [path for path in dict.fromkeys([*due, *look_for]) if path not in self.leaves]
         with ThreadPoolExecutor(READERS) as pool:
-            found = pool.map(self._read, asked)
+            contents = pool.map(self._read, wanted)
             self.leaves |= {
                 path: hashlib.sha256(data).hexdigest()
-                for path, data in zip(asked, found, strict=True)
+                for path, data in zip(wanted, contents, strict=True)
                 if data is not None
             }
+        # A run uploads one checkpoint at a time. So an older one that is still missing when a
+        # later one exists will never arrive.
         checkpoints = node_path(Stage.CHECKPOINT, "").removesuffix(".json")
         arrived = [
             number
@@ -191,38 +186,34 @@ class _Linker:
         return tuple(missing[-MOST_AWAITED:])
 
     def _nodes(self, wanted: Sequence[tuple[Stage, str]]) -> list[Node]:
-        """Name these nodes; those that are there."""
+        """Name these nodes, and return those that exist."""
         paths = [node_path(stage, digest) for stage, digest in wanted]
         with ThreadPoolExecutor(READERS) as pool:
-            read = list(pool.map(self._read, paths))
+            contents = list(pool.map(self._read, paths))
         nodes = []
-        for (stage, _), path, data in zip(wanted, paths, read, strict=True):
+        for (stage, _), path, data in zip(wanted, paths, contents, strict=True):
             if data is not None:
-                named = self.leaves if stage in LEAVES else self.records
-                named[path] = hashlib.sha256(data).hexdigest()
+                digests = self.leaves if stage in LEAVES else self.records
+                digests[path] = hashlib.sha256(data).hexdigest()
                 nodes.append(unseal(Node, data, self._files.url(path)))
         return nodes
 
-    def _add_beside(self, digest: str) -> None:
-        """Name a record that an iteration was made of beside its own and those of the iteration
-        before.
-        """
-        if digest in self.known:
+    def _add_input(self, digest: str) -> None:
+        """Name a plan or node that an iteration was made of, unless it is named already."""
+        if digest in self.named:
             return
-        self.known.add(digest)
+        self.named.add(digest)
         if self._files.exists(plan_path(digest)):
             self.records[plan_path(digest)] = digest
             return
         found = next(
-            (stage for stage in BESIDE if self._files.exists(node_path(stage, digest))), None
+            (stage for stage in INPUT_STAGES if self._files.exists(node_path(stage, digest))), None
         )
         if found is not None:
             self.add_nodes([(found, digest)])
 
     def _add_pointers(self, segment: str) -> None:
-        """Name the pointers that make a segment a state of the branch, or of the one it is a fork
-        of.
-        """
+        """Name the pointers that make a segment a state of this branch or of its origin."""
         segments = Segments(self._files)
         branches = {self._commit.branch} | ({self._before.branch} if self._before else set())
         for pointer in (pointer for branch in sorted(branches) for pointer in segments.of(branch)):
@@ -235,9 +226,9 @@ class _Linker:
         return None
 
 
-def _made_of(node: Node) -> list[str]:
-    """Digests of what a node was made of."""
-    beside = (
+def _inputs(node: Node) -> list[str]:
+    """Return the digests of a node's inputs: its parents, and a rollout's source and scores."""
+    config_inputs = (
         [node.config.get(key) for key in ("of", "judged_by")] if node.stage is Stage.ROLLOUT else []
     )
-    return [*node.parents.values(), *(one for one in beside if isinstance(one, str))]
+    return [*node.parents.values(), *(one for one in config_inputs if isinstance(one, str))]

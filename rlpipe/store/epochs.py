@@ -1,42 +1,41 @@
-"""Epochs: one driver of a branch at a time, and a driver that was replaced is told so before it
-commits.
+"""Epochs: one driver of a branch at a time.
 
-    branches/<branch>/epochs/%08d.json         epoch n: who drives, since when. Written once, without gaps, kept for good
-    branches/<branch>/epochs/%08d/%08d.json    its lease, renewed: the last one counts, which is the last by name
+    branches/<branch>/epochs/%08d.json         epoch n: driver and start; written once, kept forever
+    branches/<branch>/epochs/%08d/%08d.json    renewals of its lease; the last name counts
 
-Whoever creates epoch n + 1 has replaced the driver of epoch n, whose next check finds that record.
-This alone decides, and no clock has a part in it. The lease only keeps a driver from being replaced
-by accident: while it runs, another driver is refused unless it asks for a takeover. A lease is over
-when it was released, when its process is known to be dead (same boot of the same machine, same PID
-namespace), or by the clock: on the holder's machine when its time is up, elsewhere SKEW_S later.
-Clocks that differ by more replace a driver too early, or wait longer; cloned machines may take each
-other's processes for dead. Both cost a driver, never a record.
+A driver takes a branch by creating epoch n + 1. The driver of epoch n finds that record at its next
+check, and stops. Only this record decides, and no clock is involved.
 
-A renewal every lease_s / 3: one look for epoch n + 1, one write, one removal of the renewal before
-the last. At 60 s that is 180 of each an hour and at most three objects; a killed driver's last ones
-are garbage (`superseded_renewals`) once it is replaced. Acquiring is two listings, two reads, one write;
-`check` is one request for an object that is not there.
+The lease prevents accidental replacement. While it is valid, another driver is refused unless it
+requests a takeover. A lease ends when it is released, when its process is known to be dead (same
+boot of the same machine, same PID namespace), or by time: on the holder's machine at its end,
+elsewhere SKEW_S later. If clocks differ by more, a driver is replaced too early or too late. Cloned
+machines may mistake each other's processes for dead ones. Both cost a driver, never a record.
 
-Between a check and the write that follows it a takeover may still come. Then first writer wins: the
-new driver finds that commit and goes on from it, or is told that it differs. No batch is trained
-twice on one branch either way.
+A renewal every lease_s / 3 costs one lookup of epoch n + 1, one write, and one deletion of the
+renewal before the last. At 60 s this is 180 of each an hour, and at most three objects exist. The
+last renewals of a killed driver are garbage once it is replaced (`superseded_renewals`). Acquiring
+costs two listings, two reads and one write. `check` costs one request for a missing object.
 
-A process that does a part of a driver's work (an iteration in a flow run of its own) joins its
-epoch: it carries that number, checks as its driver does, and is refused with it.
+A takeover may happen between a check and the following write. Then the first writer wins: the new
+driver continues from that commit, or gets an error that its own commit differs. No batch is trained
+twice on one branch in either case.
 
-Whoever removes things from the store (`gc`) is alone in it. It has epochs of its own, under a name
-that no run has:
+A process that does a part of a driver's work (an iteration as a flow run) joins the driver's epoch.
+It carries the same number, checks as the driver does, and is refused together with it.
 
-    collector                                    driver
-    1. writes an epoch of its own                1. writes an epoch of its branch
-    2. looks at every branch's newest one        2. looks at the collector's newest one
+Garbage collection (`gc`) runs alone on a store. The collector has epochs under the name `.gc`:
 
-Both write before they look, so whichever looks second sees the other, and gives up. A driver that
-may only be asleep is replaced by the collector, and so is such a collector by a driver: each is
-told before its next commit or removal.
+    collector                               driver
+    1. writes its epoch                     1. writes an epoch of its branch
+    2. reads the newest epoch of each       2. reads the newest epoch of the collector
+       branch
 
-Not here: which process holds one, and whether it lives (`holders`), when to check
-(`Branches.commit`, and whoever opens a run), or ending the other driver's processes.
+Both write before they read. So the second reader sees the other, and stops. A collector replaces
+the epoch of a driver that may only be suspended, and a driver replaces such a collector. The
+replaced process gets an error before its next commit or removal.
+
+Entry points: `Epochs`, `Epoch`.
 """
 
 from __future__ import annotations
@@ -58,20 +57,21 @@ from rlpipe.types import VersionedRecord
 
 LEASE_S = 60.0
 RENEWALS_PER_LEASE = 3
-"""Two may fail before the lease is over."""
+"""Two renewals may fail before the lease ends."""
 SKEW_S = 10.0
-"""How far the clocks of two machines may be apart."""
+"""Largest expected difference between the clocks of two machines."""
 KEPT_RENEWALS = 2
-"""A reader that has listed them has a whole interval to read the last one."""
+"""A reader that listed two renewals has a whole interval to read the last one."""
 COLLECTOR = ".gc"
-"""In place of a branch: whose epochs are the collector's."""
+"""Name of the garbage collector among the branches. No run can have this name."""
 EPOCH_NAME = re.compile(r"branches/([^/]+)/epochs/(\d{8})(?:/(\d{8}))?\.json")
 
 
 def _time(value: str) -> str:
-    """A time that a lease can run from. Raises: ValueError."""
-    found = datetime.fromisoformat(value)
-    if found.tzinfo is None or found.year > 2999:
+    """Validate the time of a lease. Raises: ValueError."""
+    time = datetime.fromisoformat(value)
+    # A year near 9999 would overflow when the length of the lease is added.
+    if time.tzinfo is None or time.year > 2999:
         raise ValueError("not a time with its zone, before the year 3000")
     return value
 
@@ -80,7 +80,7 @@ Time = Annotated[str, AfterValidator(_time)]
 
 
 class Lease(VersionedRecord):
-    """Who drives a branch, and for how long unless it is renewed."""
+    """The driver of an epoch, and the time until which it is valid without renewal."""
 
     branch: str
     epoch: int
@@ -90,16 +90,16 @@ class Lease(VersionedRecord):
     lease_s: float = Field(ge=0, lt=1e9)
     released: bool = False
     stand_in: bool = False
-    """Does it only finish what somebody asked for while there is no driver? A driver need not wait
-    for it."""
+    """True if the process only finishes a task while no driver exists. A driver replaces it without
+    waiting."""
 
     @property
     def until(self) -> datetime:
-        """When it is over by its holder's clock."""
+        """End of the lease by the holder's clock."""
         return datetime.fromisoformat(self.renewed) + timedelta(seconds=self.lease_s)
 
     def expired(self, skew_s: float) -> bool:
-        """May the branch be taken without asking?"""
+        """True if another driver may take the branch."""
         allowed = timedelta(seconds=0 if self.holder.is_local else skew_s)
         return self.released or self.holder.dead or clock() > self.until + allowed
 
@@ -112,12 +112,16 @@ class Epochs:
         self._skew_s = skew_s
 
     def newest(self, branch: str) -> Lease | None:
-        """The lease that counts; None if nobody ever drove the branch. Raises: ObjectCorrupt."""
+        """Return the lease that counts, or None if the branch never had a driver.
+
+        Raises: ObjectCorrupt.
+        """
         while names := [
             name for name in self._files.list(epochs_folder(branch)) if EPOCH_NAME.fullmatch(name)
         ]:
             newest = max(names)
-            with suppress(ObjectMissing):  # renewed twice since the listing: list again
+            # Two renewals since the listing delete this one: list again.
+            with suppress(ObjectMissing):
                 return read_lease(self._files, newest)
         return None
 
@@ -129,11 +133,11 @@ class Epochs:
         stand_in: bool = False,
         lease_s: float = LEASE_S,
     ) -> Epoch:
-        """Become the driver of a branch; call `keep` on what this returns, or `renew` in time.
+        """Become the driver of a branch. The caller calls `keep`, or `renew` in time.
 
-        A `stand_in` is replaced by the next driver without being asked. Raises: Fenced while
-        another driver's lease runs (with `takeover`: if a third one was faster), or the collector
-        is at work; StoreError.
+        The next driver replaces a `stand_in` without waiting. Raises: Fenced while the lease of
+        another driver is valid (with `takeover`: if a third driver was faster), or while garbage
+        collection runs; StoreError.
         """
         return self._admitted(
             self._take(branch, takeover=takeover, stand_in=stand_in, lease_s=lease_s)
@@ -141,23 +145,22 @@ class Epochs:
 
     @contextmanager
     def exclusive(self) -> Iterator[Epoch]:
-        """Keep every driver out of the store for as long as the block takes; `check` the epoch
-        before each thing done in it.
+        """Keep all drivers out of the store during the block. Call `check` before each removal.
 
-        Raises: Fenced if there is a driver now, or another collector; StoreError.
+        Raises: Fenced if a driver or another collector is active; StoreError.
         """
         own = self._take(COLLECTOR)
         own.keep()
         try:
-            for branch in sorted(
-                {
-                    match[1]
-                    for name in self._files.list("branches")
-                    if (match := EPOCH_NAME.fullmatch(name))
-                }
-            ):
-                held = self.newest(branch) if branch != COLLECTOR else None
-                if held is not None and not held.released and not held.holder.dead:
+            branches = {
+                match[1]
+                for name in self._files.list("branches")
+                if (match := EPOCH_NAME.fullmatch(name))
+            }
+            for branch in sorted(branches - {COLLECTOR}):
+                lease = self.newest(branch)
+                # The driver of an expired lease may only be suspended. A new epoch stops it.
+                if lease is not None and not lease.released and not lease.holder.dead:
                     self._take(branch, stand_in=True, released=True)
             yield own
         finally:
@@ -172,8 +175,10 @@ class Epochs:
         lease_s: float = LEASE_S,
         released: bool = False,
     ) -> Epoch:
-        """The next epoch, `released` from the start if it is only to replace the one before.
-        Raises: Fenced; StoreError."""
+        """Create the next epoch. `released`: the epoch only replaces the one before.
+
+        Raises: Fenced; StoreError.
+        """
         held = self.newest(branch)
         if (
             held is not None
@@ -202,13 +207,15 @@ class Epochs:
         return Epoch(self._files, lease)
 
     def _admitted(self, epoch: Epoch) -> Epoch:
-        """The epoch, given back if the collector is at work. One that died or sleeps is replaced,
-        and removes nothing more."""
+        """Return the epoch, or release it and raise if garbage collection runs.
+
+        A collector that is dead or suspended is replaced, so it removes nothing more.
+        """
         try:
             while (held := self.newest(COLLECTOR)) is not None and not held.released:
                 if not held.expired(self._skew_s):
                     raise self._refusal(held)
-                with suppress(Fenced):  # somebody was faster: look again
+                with suppress(Fenced):  # another driver replaced it first: look again
                     self._take(COLLECTOR, released=True)
         except (Fenced, StoreError):
             epoch.release()
@@ -216,10 +223,10 @@ class Epochs:
         return epoch
 
     def join(self, branch: str, *, stand_in: bool) -> Epoch:
-        """Work under the newest epoch while its driver lives (checked, never renewed here); else
-        become a stand-in for one.
+        """Join the newest epoch while its driver is active, else become a stand-in.
 
-        Raises: Fenced instead if this shall be no `stand_in`; StoreError.
+        This process checks a joined epoch, but never renews it. Raises: Fenced if no driver is
+        active and `stand_in` is False; StoreError.
         """
         while True:
             held = self.newest(branch)
@@ -227,48 +234,53 @@ class Epochs:
                 return Epoch(self._files, held, joined=True)
             if not stand_in:
                 raise Fenced(
-                    "the driver that asked for this has ended",
+                    "the driver that started this task has ended",
                     where=self._files.url(epochs_folder(branch)),
-                    found=_who(held) if held else "no driver so far",
-                    expected="a driver whose lease runs",
-                    do="start the run again (or Retry its flow run): it puts this one back; Retry on this one does it alone",
+                    found=_describe(held) if held else "no driver so far",
+                    expected="a driver with a valid lease",
+                    do="start the run again (or Retry its flow run), and it starts this task "
+                    "again; Retry on this task runs it without a driver",
                 )
             epoch = None
-            with suppress(Fenced):  # somebody was faster: join them
+            with suppress(Fenced):  # another process was faster: join that one
                 epoch = self._take(branch, stand_in=True)
             if epoch is not None:
                 return self._admitted(epoch)
 
     def _refusal(self, held: Lease) -> Fenced:
-        allowed = 0 if held.holder.is_local else self._skew_s
-        left_s = (held.until - clock()).total_seconds() + allowed
-        until = f"{held.until + timedelta(seconds=allowed):%H:%M:%S} UTC"
+        """Return the error for a process that `held` keeps out."""
+        allowed_s = 0 if held.holder.is_local else self._skew_s
+        left_s = max((held.until - clock()).total_seconds() + allowed_s, 0)
+        end = held.until + timedelta(seconds=allowed_s)
         where = self._files.url(epoch_path(held.branch, held.epoch))
-        found = f"{_who(held)}; its lease, last renewed {held.renewed}, is over at {until} unless it renews it again"
+        found = (
+            f"{_describe(held)}; its lease, last renewed {held.renewed}, ends at "
+            f"{end:%H:%M:%S} UTC unless renewed"
+        )
         if held.branch == COLLECTOR:
-            do = f"wait until it is done, or stop it (if it is dead already: {max(left_s, 0):.0f} s); then start again"
             return Fenced(
-                "what nobody needs is being removed from this store (tools.gc)",
+                "garbage collection is running on this store (tools.gc)",
                 where=where,
                 found=found,
-                do=do,
+                do=f"wait until it ends, or stop it (a dead one blocks for {left_s:.0f} s more); "
+                "then start again",
             )
         return Fenced(
             "another driver runs this branch",
             where=where,
             found=found,
-            expected="no driver, or one that is dead, done or silent for its whole lease",
-            do=f"stop it, or wait until it ends (if it is dead already: {max(left_s, 0):.0f} s); to replace it while it runs, "
-            "start again with --takeover; or give the new run another name: --run NAME",
+            expected="no driver, or one that is dead, finished, or silent for its whole lease",
+            do=f"stop it, or wait until it ends (a dead one blocks for {left_s:.0f} s more); to "
+            "replace it while it runs, start again with --takeover; or give the new run another "
+            "name: --run NAME",
         )
 
 
 class Epoch:
-    """The right to commit to a branch, until another driver takes it. Thread-safe; stays in its
-    process.
+    """The right to commit to a branch until another driver takes it.
 
-    One that is `joined` is another process's: it ends with the next one too, but this process
-    neither renews nor releases it.
+    Thread-safe. Must stay in its process. A `joined` epoch belongs to another process: it ends with
+    the next epoch too, but this process neither renews nor releases it.
     """
 
     def __init__(self, files: Files, lease: Lease, *, joined: bool = False) -> None:
@@ -276,21 +288,22 @@ class Epoch:
         self._lease = lease
         self._renewals = 0
         self.joined = joined
-        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
         self._keeper = threading.Thread(
             target=self._renew_until_stopped, name=f"lease of {lease.branch}", daemon=True
         )
         self.lost: Fenced | None = None
-        """Why this driver may not commit any more, as far as is known without asking the store."""
+        """Reason why this driver may not commit any more, as far as known without a request."""
 
     @property
     def stand_in(self) -> bool:
-        """Is it held, by us or whom we joined, only while there is no driver?"""
+        """True if the epoch, own or joined, belongs to a stand-in for a driver."""
         return self._lease.stand_in
 
     @property
     def number(self) -> int:
-        """From 1; larger than that of every driver before."""
+        """Number of the epoch, from 1. Larger than that of every earlier driver."""
         return self._lease.epoch
 
     def keep(self) -> None:
@@ -299,48 +312,54 @@ class Epoch:
             self._keeper.start()
 
     def check(self) -> None:
-        """Ask the store whether this is still the newest epoch. Raises: Fenced, now and ever after;
-        StoreError."""
-        if self.lost is None and self._files.exists(
-            path := epoch_path(self._lease.branch, self.number + 1)
-        ):
+        """Check that no newer epoch exists.
+
+        Raises: Fenced, from then on at every call; StoreError.
+        """
+        path = epoch_path(self._lease.branch, self.number + 1)
+        if self.lost is None and self._files.exists(path):
             newer = read_lease(self._files, path)
             self.lost = Fenced(
                 "another driver has taken over this branch",
                 where=self._files.url(path),
-                found=_who(newer),
-                expected=f"none after epoch {self.number}, which is ours",
-                do="leave the branch to it, or stop it and start this one again",
+                found=_describe(newer),
+                expected=f"no epoch after {self.number}, the epoch of this driver",
+                do="leave the branch to the new driver, or stop that driver and start this one "
+                "again",
             )
         if self.lost is not None:
             raise self.lost
 
     def check_driver(self) -> None:
-        """`check`, and whether the driver that was joined is still there to wait for. Raises:
-        Fenced; StoreError."""
+        """Do `check`, and check that the driver of a joined epoch is active.
+
+        Raises: Fenced; StoreError.
+        """
         self.check()
         if not self.joined:
             return
         held = Epochs(self._files).newest(self._lease.branch)
         if held is not None and held.epoch == self.number and held.expired(SKEW_S):
             raise Fenced(
-                "the driver that this works for has ended",
+                "the driver of this task has ended",
                 where=self._files.url(epoch_path(self._lease.branch, self.number)),
-                found=_who(held),
-                expected="its lease renewed",
+                found=_describe(held),
+                expected="a renewed lease",
                 do="start the run again, or press Retry on its flow run",
             )
 
     def renew(self) -> None:
-        """Make the lease run from now. Raises: Fenced; StoreError."""
+        """Restart the time of the lease. Raises: Fenced; StoreError."""
         assert not self.joined, "the lease of a joined epoch is its driver's"
         with self._lock:
             self.check()
             self._write()
 
     def release(self) -> None:
-        """Give the branch back: the next driver need not wait. A store that does not answer lets
-        the lease run out instead."""
+        """Release the branch, so that the next driver need not wait.
+
+        If the store does not answer, the lease runs out instead.
+        """
         self._stopped.set()
         with self._lock:
             if self.lost is None:
@@ -349,11 +368,12 @@ class Epoch:
                         self._write(released=True)
                 path = epoch_path(self._lease.branch, self.number)
                 self.lost = Fenced(
-                    "this driver has given the branch back", where=self._files.url(path)
+                    "this driver has released the branch", where=self._files.url(path)
                 )
 
     def _write(self, *, released: bool = False) -> None:
-        self._renewals += 1  # first: a number whose write failed may be there all the same
+        # Count first: a write that failed may have arrived all the same.
+        self._renewals += 1
         now = clock().isoformat(timespec="milliseconds")
         lease = self._lease.model_copy(update={"renewed": now, "released": released})
         path = epoch_path(lease.branch, self.number, self._renewals)
@@ -364,19 +384,19 @@ class Epoch:
             )
 
     def _renew_until_stopped(self) -> None:
-        while self.lost is None and not self._stopped.wait(
-            self._lease.lease_s / RENEWALS_PER_LEASE
-        ):
-            with suppress(
-                Exception
-                # `check` keeps a Fenced in `lost`; whatever else it is, the next renewal may succeed
-            ):
+        interval_s = self._lease.lease_s / RENEWALS_PER_LEASE
+        while self.lost is None and not self._stopped.wait(interval_s):
+            # `check` keeps a Fenced in `lost`. After any other error the next renewal may succeed.
+            with suppress(Exception):
                 self.renew()
 
 
 def superseded_renewals(names: Iterable[str]) -> set[str]:
-    """Of the names of a store's objects: renewals that count no more, those of replaced epochs and
-    all but each last one."""
+    """Return the names of renewals that do not count any more.
+
+    `names`: names of a store's objects. All renewals of replaced epochs are superseded, and all but
+    the last one of the newest epoch.
+    """
     leases = {name: match for name in names if (match := EPOCH_NAME.fullmatch(name))}
     newest: dict[str, str] = {}
     for name, match in leases.items():
@@ -385,39 +405,39 @@ def superseded_renewals(names: Iterable[str]) -> set[str]:
 
 
 def clock() -> datetime:
-    """The time by this machine's clock."""
+    """Return the time of this machine's clock."""
     return datetime.now(UTC)
 
 
 def epochs_folder(branch: str) -> str:
-    """Where the epochs of a branch lie."""
+    """Return the folder of a branch's epochs."""
     return f"branches/{branch}/epochs"
 
 
 def epoch_path(branch: str, number: int, renewal: int = 0) -> str:
-    """Where the record of an epoch lies, or a renewal of its lease."""
+    """Return the path of an epoch's record, or of a renewal of its lease."""
     return f"{epochs_folder(branch)}/{number:08d}" + (
         f"/{renewal:08d}.json" if renewal else ".json"
     )
 
 
 def read_lease(files: Files, path: str) -> Lease:
-    """The lease of this name. Raises: ObjectMissing; ObjectCorrupt, also if it is another
-    epoch's."""
+    """Return the lease at a path.
+
+    Raises: ObjectMissing; ObjectCorrupt, also if the record belongs to another epoch.
+    """
     lease = unseal(Lease, files.read(path), files.url(path))
-    if path.removesuffix(".json").partition("/epochs/")[2].partition("/")[
-        0
-    ] != f"{lease.epoch:08d}" or not path.startswith(f"{epochs_folder(lease.branch)}/"):
-        found = f"epoch {lease.epoch} of {lease.branch}"
+    number = path.removesuffix(".json").partition("/epochs/")[2].partition("/")[0]
+    if number != f"{lease.epoch:08d}" or not path.startswith(f"{epochs_folder(lease.branch)}/"):
         raise ObjectCorrupt(
-            "this is another lease",
+            "the record belongs to another epoch",
             where=files.url(path),
-            found=found,
+            found=f"epoch {lease.epoch} of {lease.branch}",
             expected="the epoch of its name",
         )
     return lease
 
 
-def _who(lease: Lease) -> str:
+def _describe(lease: Lease) -> str:
     holder = lease.holder
     return f"epoch {lease.epoch}: process {holder.pid} on {holder.host} since {lease.since}"

@@ -1,8 +1,8 @@
-"""Processes that hold something in the store, told apart for good, and whether they are known to be
-dead.
+"""Identity of a process that holds a lease, and whether that process has ended.
 
-No clock has a part in it: one that is set, or stands still, makes nobody another process. Not here:
-what they hold (`epochs`).
+No clock is involved, so a clock that is set or stopped never makes a process another one.
+
+Entry points: `Holder`, `ended`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ class Holder(Record):
     """A process that drives a branch."""
 
     host: str
-    """Name of its machine, for people."""
+    """Host name, for people."""
     pid_space: str
-    """Where its pid is one: this boot of the machine, this PID namespace."""
+    """Scope in which the pid is unique: a boot of the machine and a PID namespace."""
     pid: int = Field(gt=0, lt=2**31)
     started: int
-    """Clock ticks from boot to its start: tells it from a later process with its pid."""
+    """Clock ticks from boot to the start of the process. Distinguishes processes that reuse a
+    pid."""
     attempt: str
 
     @classmethod
     def here(cls) -> Holder:
-        """This process, in a new attempt."""
+        """Return this process with a new attempt."""
         pid = os.getpid()
         _, started = state_and_start(pid)
         return cls(
@@ -44,39 +45,43 @@ class Holder(Record):
 
     @property
     def is_local(self) -> bool:
-        """Has it this process's clock and PIDs?"""
+        """True if the process shares clock and PIDs with this one."""
         return self.pid_space == pid_space()
 
     @property
     def dead(self) -> bool:
-        """Is it known to be? What runs elsewhere never is."""
+        """True if the process is known to have ended. Never true for another machine."""
         return self.is_local and ended(self.pid, self.started)
 
 
 def pid_space() -> str:
-    """What tells the PIDs of this process's machine, since it was booted, and container from all
-    others."""
+    """Return an identifier of this boot of the machine and this PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def ended(pid: int, started: int) -> bool:
-    """Has the process ended, waited for or not? One that this user may not look at has not."""
+    """True if the process has ended, reaped or not. False if this user may not look at it."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except PermissionError:
+        # The process exists and belongs to another user. /proc is readable all the same.
         pass
     try:
         state, start = state_and_start(pid)
     except OSError:
         return False
+    # Z and X are a zombie and a dead process. Another start means that the pid was reused.
     return state in "ZX" or start != started
 
 
 def state_and_start(pid: int) -> tuple[str, int]:
-    """A process's state (a letter, proc(5)) and the clock ticks from boot to its start. Raises:
-    OSError."""
+    """Return a process's state (a letter, proc(5)) and the clock ticks from boot to its start.
+
+    Raises: OSError.
+    """
+    # The second field is the command in brackets, and may contain spaces and brackets.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[19])

@@ -1,11 +1,10 @@
-"""Nodes: the immutable result of a stage, found by the digest of its inputs.
+"""Nodes: immutable results of stages, each named by the digest of its inputs.
 
-Same inputs, same node: a stage that finds its node has nothing to do. Two attempts at one node may
-race; the first record wins and both go on from it, because what it says was computed from the same
-inputs.
+Equal inputs give the same node, so a stage that finds its node has nothing to do. If two attempts
+write one node, the first record wins. Both attempts continue with that record, because both
+results come from the same inputs. `Config.identity` decides what belongs to a stage's config.
 
-Not here: what belongs into a stage's config (`Config.identity`) or how a hook's source is hashed
-(`rlpipe.config.hooks`).
+Entry points: `Nodes`, `input_digest`, `node_path`.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from rlpipe.store.records import digest, now, seal, unseal
 from rlpipe.types import CONTRACTS, Node, Stage
 
 LEAVES = (Stage.CHECKPOINT, Stage.EVAL)
-"""Stages about weights, which no commit names and from which nothing is made along the branch. They
-have receipts."""
+"""Stages about weights. Commits do not name their nodes, so these nodes have receipts."""
 
 
 def input_digest(
@@ -32,19 +30,28 @@ def input_digest(
     hooks: Mapping[str, str],
     contract: int = 1,
 ) -> str:
-    """sha256 over everything that decides a stage's result. The order of keys does not matter.
+    """Return the sha256 of all inputs that decide a stage's result.
 
-    `contract`: version of the stage's contract. Raises: DataError if an input is not JSON.
+    The order of keys does not matter. `contract`: version of the stage's contract. Raises:
+    DataError if an input is not JSON.
     """
     parts = {"parents": dict(parents), "config": dict(config), "hooks": dict(hooks)}
     return digest({"stage": str(stage), "contract": contract, **parts}, f"inputs of {stage}")
 
 
+def checkpoint_digest(weights: str) -> str:
+    """Return the digest of the checkpoint node of a state. `weights`: digest of its node."""
+    return input_digest(Stage.CHECKPOINT, {"weights": weights}, {}, {})
+
+
 def refuse_unknown_contract(stage: Stage, version: int, where: str) -> None:
-    """Raises: ObjectCorrupt for a version of a stage's contract that this rlpipe does not have."""
+    """Refuse a version of a stage's contract that this rlpipe does not have.
+
+    Raises: ObjectCorrupt.
+    """
     if not 1 <= version <= CONTRACTS[stage]:
         raise ObjectCorrupt(
-            f"the contract of the stage {stage} has a version that this rlpipe does not know",
+            f"this version of rlpipe does not know the contract of the stage {stage}",
             where=where,
             found=f"contract {version}",
             expected=f"1 to {CONTRACTS[stage]}",
@@ -53,7 +60,7 @@ def refuse_unknown_contract(stage: Stage, version: int, where: str) -> None:
 
 
 def node_path(stage: Stage, digest: str) -> str:
-    """Where the node of this stage and digest lives."""
+    """Return the path of a node's record."""
     return f"nodes/{stage}/{digest}.json"
 
 
@@ -64,36 +71,40 @@ class Nodes:
         self._files = files
 
     def find(self, stage: Stage, digest: str) -> Node | None:
-        """The node, or None. One request. Raises: ObjectCorrupt if it is not a node of these
-        inputs."""
+        """Return the node, or None if it is missing. Costs one request.
+
+        Raises: ObjectCorrupt if the record belongs to other inputs.
+        """
         try:
             return self.get(stage, digest)
         except ObjectMissing:
             return None
 
     def get(self, stage: Stage, digest: str) -> Node:
-        """The node. Raises: ObjectMissing; ObjectCorrupt if it is not a node of these inputs."""
+        """Return the node.
+
+        Raises: ObjectMissing; ObjectCorrupt if the record belongs to other inputs.
+        """
         path = node_path(stage, digest)
-        node = unseal(Node, self._files.read(path), self._files.url(path))
-        refuse_unknown_contract(node.stage, node.contract, self._files.url(path))
-        found = input_digest(node.stage, node.parents, node.config, node.hooks, node.contract)
-        if node.stage != stage or not node.digest == digest == found:
-            found = f"{node.stage}/{node.digest} with inputs {found}"
+        url = self._files.url(path)
+        node = unseal(Node, self._files.read(path), url)
+        refuse_unknown_contract(node.stage, node.contract, url)
+        inputs = input_digest(node.stage, node.parents, node.config, node.hooks, node.contract)
+        if node.stage != stage or not node.digest == digest == inputs:
             raise ObjectCorrupt(
-                "this is another node",
-                where=self._files.url(path),
-                found=found,
+                "the record belongs to another node",
+                where=url,
+                found=f"{node.stage}/{node.digest} with inputs {inputs}",
                 expected=f"{stage}/{digest}",
             )
         return node
 
     def commit(self, node: Node) -> Node:
-        """Record a node once its files are written; returns the one that counts: ours, or that of
-        whoever was first.
+        """Record a node after its files are written, and return the record that counts.
 
-        `attempt` and `created` are filled in if they are empty; compare `attempt` to see who won.
-        Raises: ValueError if the digest is not that of the inputs; DataError if outputs are not
-        JSON.
+        The result is this node, or the node of an earlier writer: compare `attempt`. Empty
+        `attempt` and `created` are filled in. Raises: ValueError if the digest does not match the
+        inputs; DataError if the outputs are not JSON.
         """
         expected = input_digest(node.stage, node.parents, node.config, node.hooks, node.contract)
         if node.digest != expected:

@@ -1,9 +1,11 @@
-"""What a branch notes of an iteration beside its commit.
+"""Notes of an iteration outside its commit.
 
-    rollouts/<branch>/<k>.json             its nodes, where it has no commit: it was only sampled, or reprocessed
-    gates/<branch>/<k>-<weights>.json      that somebody let it go on though its figures were out of bounds
+    rollouts/<branch>/<k>.json             nodes of an iteration without a commit: it was only
+                                           sampled, or reprocessed
+    gates/<branch>/<k>-<weights>.json      a person opened a gate: the run continued although a
+                                           metric was out of bounds
 
-Not here: what such rollouts are read for (`rlpipe.lineage.rollouts`).
+Entry points: `write_note`, `read_note`, `noted_iterations`, `OpenedGate`, `gate_path`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from rlpipe.types import Stage, VersionedRecord
 
 NOTE_NAME = re.compile(r"rollouts/[^/]+/([0-9]{8})\.json")
 GATE_NAME = re.compile(r"gates/([^/]+)/([0-9]{8})-([0-9a-f]{16})\.json")
-AGAIN = "delete it and start again what wrote it (sampling, reprocessing): its nodes are found and noted anew"
+ADVICE = (
+    "delete it and run the sampling or reprocessing again: the nodes are found, and noted again"
+)
 
 
 class Note(VersionedRecord):
@@ -30,51 +34,52 @@ class Note(VersionedRecord):
 
 
 class OpenedGate(VersionedRecord):
-    """Iteration k was resumed though its figures were out of bounds."""
+    """Iteration k continued although metrics were out of bounds."""
 
     iteration: int
     broken: tuple[str, ...]
-    """What was out of bounds, in words."""
+    """Descriptions of the metrics that were out of bounds."""
     asked: float
-    """Seconds since the epoch."""
+    """Time of the pause, in seconds since the epoch."""
     resumed: float
-    """Seconds since the epoch."""
+    """Time of the approval, in seconds since the epoch."""
 
 
 def write_note(files: Files, branch: str, k: int, nodes: Mapping[Stage, str]) -> dict[Stage, str]:
-    """Write down which nodes are iteration k of a branch. The first that are noted stay; answers
-    those that are.
+    """Note the nodes of iteration k of a branch, and return the nodes that count.
 
-    Raises: ObjectCorrupt if what is there is no such record; StoreError.
+    The first note of an iteration wins. Raises: ObjectCorrupt if the stored note is not readable;
+    StoreError.
     """
-    ours = Note(branch=branch, iteration=k, nodes=dict(nodes))
+    note = Note(branch=branch, iteration=k, nodes=dict(nodes))
     path = note_path(branch, k)
     try:
-        files.create(path, seal(ours, path))
+        files.create(path, seal(note, path))
     except ObjectConflict:
         return read_note(files, branch, k)
     return dict(nodes)
 
 
 def read_note(files: Files, branch: str, k: int) -> dict[Stage, str]:
-    """The nodes of iteration k of a branch. Raises: ObjectMissing; ObjectCorrupt, also if it is
-    another iteration's note."""
+    """Return the nodes of iteration k of a branch.
+
+    Raises: ObjectMissing; ObjectCorrupt, also if the record belongs to another iteration.
+    """
     path = note_path(branch, k)
-    found = unseal(Note, files.read(path), files.url(path), do=AGAIN)
-    if (found.branch, found.iteration) != (branch, k):
-        said = f"iteration {found.iteration} of {found.branch}"
+    note = unseal(Note, files.read(path), files.url(path), do=ADVICE)
+    if (note.branch, note.iteration) != (branch, k):
         raise ObjectCorrupt(
-            "this is another note",
+            "the note belongs to another iteration",
             where=files.url(path),
-            found=said,
-            expected="that of its name",
-            do=AGAIN,
+            found=f"iteration {note.iteration} of {note.branch}",
+            expected="the iteration of its name",
+            do=ADVICE,
         )
-    return found.nodes
+    return note.nodes
 
 
 def noted_iterations(files: Files, branch: str) -> list[int]:
-    """The iterations of a branch that are noted, in order."""
+    """Return the iterations of a branch that have notes, in order."""
     return [
         int(match[1])
         for path in files.list(f"rollouts/{branch}")
@@ -83,10 +88,10 @@ def noted_iterations(files: Files, branch: str) -> list[int]:
 
 
 def note_path(branch: str, k: int) -> str:
-    """Where the note of an iteration lies."""
+    """Return the path of an iteration's note."""
     return f"rollouts/{branch}/{k:08d}.json"
 
 
 def gate_path(branch: str, k: int, train: str) -> str:
-    """Where it is recorded that an iteration with these weights was let go on."""
+    """Return the path of an opened gate. `train`: digest of the train node of iteration k."""
     return f"gates/{branch}/{k:08d}-{train[:16]}.json"

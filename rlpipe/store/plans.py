@@ -1,9 +1,11 @@
-"""Plans: what an iteration will sample, written before the first request, named by its own content.
+"""Plans: what an iteration samples, written before the first request and named by content.
 
     plans/<digest>/plan.json     the plan
-    draws/<state>                which plan was drawn first from a state, where asking again could give another one
+    draws/<state>                digest of the plan that was drawn first from a data state
 
-Not here: making one (`rlpipe.data`), or its groups' rows (`shards`).
+A draw is recorded only if a repeated draw could give another plan, as with a user's function.
+
+Entry points: `Plans`, `plan_path`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ DRAW_NAME = re.compile(r"draws/[0-9a-f]{64}")
 
 
 def plan_path(digest: str) -> str:
-    """Where the plan of this digest lives."""
+    """Return the path of a plan."""
     return f"plans/{digest}/plan.json"
 
 
@@ -31,21 +33,22 @@ class Plans:
         self._files = files
 
     def write(self, plan: Plan) -> str:
-        """Store a plan; returns its digest. An equal plan has the same digest, and is there
-        already. Raises: DataError."""
+        """Store a plan and return its digest. An equal plan has the same digest.
+
+        Raises: DataError.
+        """
         data = _sealed(plan)
         digest = hashlib.sha256(data).hexdigest()
         self._files.create(plan_path(digest), data)
         return digest
 
     def find(self, plan: Plan) -> str | None:
-        """Digest of an equal plan that is there already, or None. Raises: DataError."""
+        """Return the digest of an equal plan in the store, or None. Raises: DataError."""
         digest = hashlib.sha256(_sealed(plan)).hexdigest()
         return digest if self._files.exists(plan_path(digest)) else None
 
     def drawn(self, branch: str, iteration: int, part: int, before: DataState) -> str | None:
-        """Digest of the plan that was drawn first from this state, where a draw cannot be repeated;
-        None: nothing was.
+        """Return the digest of the plan that was drawn first from a data state, or None.
 
         Raises: ObjectCorrupt.
         """
@@ -53,18 +56,24 @@ class Plans:
         return self.drawn_in(path) if self._files.exists(path) else None
 
     def drawn_in(self, path: str) -> str:
-        """Digest of the plan that the record of a draw names. Raises: ObjectMissing,
-        ObjectCorrupt."""
-        said = self._files.read(path)
-        if not re.fullmatch(rb"[0-9a-f]{64}", said):
+        """Return the digest of the plan that the record of a draw names.
+
+        Raises: ObjectMissing, ObjectCorrupt.
+        """
+        digest = self._files.read(path)
+        if not re.fullmatch(rb"[0-9a-f]{64}", digest):
             raise ObjectCorrupt(
-                "not the digest of a plan", where=self._files.url(path), found=said[:80]
+                "the record of a draw is not the digest of a plan",
+                where=self._files.url(path),
+                found=digest[:80],
             )
-        return said.decode()
+        return digest.decode()
 
     def draw(self, plan: Plan) -> str:
-        """Store a plan that a user's function drew, unless one was drawn before from the same
-        state: the digest that counts."""
+        """Store a plan that a user's function drew, and return the digest that counts.
+
+        An earlier plan that was drawn from the same data state wins.
+        """
         digest = self.write(plan)
         path = draw_path(plan.branch, plan.iteration, plan.part, plan.before)
         try:
@@ -74,29 +83,29 @@ class Plans:
         return digest
 
     def read(self, digest: str) -> Plan:
-        """The plan of this digest. Raises: ObjectMissing, ObjectCorrupt."""
+        """Return the plan of a digest. Raises: ObjectMissing, ObjectCorrupt."""
         path = plan_path(digest)
         return unseal(Plan, self._files.read(path, sha256=digest), self._files.url(path))
 
     @staticmethod
     def groups_prefix(digest: str) -> str:
-        """The folder of the plan's finished groups."""
+        """Return the folder of the plan's finished groups."""
         return f"plans/{digest}/groups"
 
     @staticmethod
     def cut_prefix(digest: str) -> str:
-        """The folder of what there was of groups that were cut off."""
+        """Return the folder with the tokens of groups that were cut off."""
         return f"plans/{digest}/cut"
 
 
 def plan_of_rows(path: str) -> str | None:
-    """Digest of the plan below which this data file lies; None for a file of another stage."""
+    """Return the digest of the plan above a data file; None for a file of another stage."""
     folder, digest, *_ = path.split("/")
     return digest if folder == "plans" else None
 
 
 def draw_path(branch: str, iteration: int, part: int, before: DataState) -> str:
-    """Where the draw from a state is recorded."""
+    """Return the path of the record of a draw."""
     state = hashlib.sha256(
         f"{branch}/{iteration}/{part}/{before.model_dump_json()}".encode()
     ).hexdigest()

@@ -1,10 +1,10 @@
-"""JSON records: one spelling, a digest of it, and a seal that shows every change.
+"""JSON records in one canonical form, with a checksum inside.
 
-The canonical spelling has sorted keys, no spaces, UTF-8, and refuses NaN and infinities (JSON has
-none). A sealed record carries the sha256 of the canonical spelling of its other keys under
-`sha256`, so a flipped digit in a commit is found.
+The canonical form has sorted keys, no spaces and UTF-8. NaN and infinity are refused, because JSON
+has neither. A sealed record has the key `sha256`: the digest of the canonical form of its other
+keys. So a flipped digit in a commit is found. The seal is a checksum, not a signature.
 
-Not here: where records live. A seal is a checksum, not a signature.
+Entry points: `seal`, `unseal`, `digest`, `canonical`.
 """
 
 from __future__ import annotations
@@ -23,43 +23,46 @@ RecordType = TypeVar("RecordType", bound=Record)
 
 
 def now() -> str:
-    """The time as records spell it: UTC, ISO 8601, milliseconds."""
+    """Return the current time in the format of records: UTC, ISO 8601, milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def canonical(value: Any, where: str) -> bytes:
-    """The one spelling of a JSON value. Raises: DataError if it is none (NaN, an object, half a
-    surrogate pair)."""
+    """Return the canonical form of a JSON value.
+
+    Raises: DataError if JSON cannot hold the value (NaN, an object, half a surrogate pair).
+    """
     try:
         text = json.dumps(
             value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
         )
+        # A lone surrogate passes `dumps` and fails here.
         return text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(
-            "this cannot be written as JSON",
+            "the value cannot be written as JSON",
             where=where,
             found=error,
-            expected="finite, plain values",
+            expected="finite numbers, strings, lists and dictionaries",
         ) from error
 
 
 def digest(value: Any, where: str) -> str:
-    """sha256 of the canonical spelling, in hex. Raises: DataError."""
+    """Return the sha256 of the canonical form, in hex. Raises: DataError."""
     return hashlib.sha256(canonical(value, where)).hexdigest()
 
 
 def seal(record: Record, where: str) -> bytes:
-    """The bytes of a record, with its own checksum. Raises: DataError."""
+    """Return the bytes of a record with its checksum. Raises: DataError."""
     content = record.model_dump()
     return canonical({**content, "sha256": digest(content, where)}, where) + b"\n"
 
 
 def unseal(kind: type[RecordType], data: bytes, where: str, *, do: str | None = None) -> RecordType:
-    """The record in sealed bytes.
+    """Return the record in sealed bytes.
 
-    Raises: ObjectCorrupt naming what does not fit, and what to `do`; also for a format that this
-    version cannot read.
+    `do`: advice for the error message. Raises: ObjectCorrupt for a wrong checksum, an unknown
+    format, or content that is not a record of this kind.
     """
     try:
         content = json.loads(data)
@@ -80,18 +83,20 @@ def unseal(kind: type[RecordType], data: bytes, where: str, *, do: str | None = 
 
 
 def _refuse_unknown_format(content: dict[str, Any], kind: type[Record], where: str) -> None:
-    """Raises: ObjectCorrupt for a record of an earlier or later format, whose keys may mean
-    something else.
+    """Refuse a record of another format, because its keys may have another meaning.
 
-    A record without a format is older than the key: format 1.
+    Raises: ObjectCorrupt.
     """
-    if "format" in kind.model_fields and content.get("format", 1) != RECORD_FORMAT:
+    # Records of format 1 were written before the key existed.
+    version = content.get("format", 1)
+    if "format" in kind.model_fields and version != RECORD_FORMAT:
         raise ObjectCorrupt(
-            f"this {kind.__name__.lower()} record has a format that this version of rlpipe cannot read",
+            f"this version of rlpipe cannot read the format of this {kind.__name__.lower()} record",
             where=where,
-            found=f"format {content.get('format', 1)!r}",
+            found=f"format {version!r}",
             expected=f"format {RECORD_FORMAT}",
-            do="use the version of rlpipe that wrote the store; a store of format 1 can be migrated: python -m tools.migrate",
+            do="use the version of rlpipe that wrote the store, or migrate a store of format 1: "
+            "python -m tools.migrate",
         )
 
 

@@ -1,20 +1,22 @@
-"""What may be deleted though something still names it, and what has to stay for it.
+"""Retention: objects that may be removed although records name them.
 
-Checkpoints are most of a store, and every state between two of them can be trained again from the
-batches since the one before. So of a branch's checkpoints all may go but
+Checkpoints take most of a store. Every state between two checkpoints can be trained again from the
+batches since the older one. So all checkpoints of a branch may be removed except
 
     the newest `keep_last`, and those of every `keep_every`-th weight version
-    those that a fork, or another run (such as an evaluation of its own) started from
-    those of states that a replay made anew (segments), and what they were trained from
-    those of every refresh of the reference: later states need it
+    those from which a fork or another run (for example an evaluation) started
+    those of segments, and those from which segments were trained
+    those of every refresh of the reference, because later states need them
 
-A whole run may go if nothing else names it: no fork, no run that started from its weights or trains
-on its rollouts, no driver. What is drawn from its commits or says that they were there goes first
-(tables, receipts), then its newest commits, its configuration last: a removal that is killed leaves
-a shorter run whose tables are made anew, and the same command goes on. Rows of a run that stays are
-never removed: they are what it can be audited, replayed and re-scored from.
+A whole run may be removed if nothing else uses it: no fork, no run that started from its weights or
+trains on its rollouts, no driver. Its tables and receipts are removed first, then its commits from
+the newest on, and its configuration last. A removal that is killed leaves a shorter run, whose
+tables can be computed again, and the same command continues. Samples and batches of a run that
+stays are never removed: audit, replay and reprocessing need them.
 
-Not here: what nothing names (`gc`), which is also what a removal leaves behind.
+Nodes and files of a removed run become garbage, and `gc` removes them.
+
+Entry points: `spare_checkpoints`, `branch_removal`, `record_removed_checkpoints`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import NamedTuple
 from rlpipe.errors import ConfigError
 from rlpipe.store.branches import Branches, config_path, is_commit, parse_commit_name
 from rlpipe.store.epochs import EPOCH_NAME, SKEW_S, Epochs
-from rlpipe.store.nodes import Nodes, input_digest, node_path
+from rlpipe.store.nodes import Nodes, checkpoint_digest, node_path
 from rlpipe.store.objects.files import Files
 from rlpipe.store.receipts import Receipts, node_receipt_path
 from rlpipe.store.segments import Segments, current_state
@@ -34,16 +36,16 @@ from rlpipe.types import Node, Stage
 
 
 class Retention(NamedTuple):
-    """Which checkpoints of a run are kept, beside those that others need."""
+    """Checkpoints of a run that are kept, in addition to those that other runs need."""
 
     keep_last: int
-    """The newest so many, at least 1."""
+    """Number of newest checkpoints, at least 1."""
     keep_every: int | None = None
-    """Those of every such weight version; None: no others."""
+    """Also keep every weight version that this number divides; None: no others."""
 
 
 class Removal(NamedTuple):
-    """One object that may go, and why."""
+    """An object that may be removed, and the reason."""
 
     path: str
     reason: str
@@ -52,32 +54,31 @@ class Removal(NamedTuple):
 def spare_checkpoints(
     files: Files, policy: Retention, grace_s: float, branches: Collection[str] = ()
 ) -> list[Removal]:
-    """Receipts, records and files of the checkpoints that may go (of these branches, or of all),
-    each before what it names.
+    """Return receipts, records and files of the checkpoints that may be removed.
 
-    Younger ones than the grace period (seconds) stay. Raises: ConfigError if nothing would be kept;
-    ObjectMissing, ObjectCorrupt if a record cannot be read: who knows what it names, so nothing may
-    go.
+    Each record comes before the files that it names. `branches`: only these, default all.
+    `grace_s`: younger checkpoints are kept. Raises: ConfigError if the policy keeps nothing;
+    ObjectMissing, ObjectCorrupt if a record cannot be read, because it may name any checkpoint.
     """
     if policy.keep_last < 1 or (policy.keep_every is not None and policy.keep_every < 1):
         raise ConfigError(
-            "a run keeps a checkpoint",
+            "a run keeps at least one checkpoint",
             where="keep_last",
             found=tuple(policy),
             expected="at least 1",
         )
-    known = Branches(files)
-    needed = _needed(files, known)
+    all_branches = Branches(files)
+    needed = _needed_checkpoints(files, all_branches)
     young = {
         entry.path
         for entry in files.entries(f"nodes/{Stage.CHECKPOINT}")
         if entry.modified_s >= time.time() - grace_s
     }
     removals: list[Removal] = []
-    for branch in branches or known.names():
-        kept = list(_checkpoints(files, known, branch))
-        newest = {node.digest for _, node in kept[: policy.keep_last]}
-        for version, node in kept:
+    for branch in branches or all_branches.names():
+        checkpoints = list(_checkpoints(files, all_branches, branch))
+        newest = {node.digest for _, node in checkpoints[: policy.keep_last]}
+        for version, node in checkpoints:
             path = node_path(Stage.CHECKPOINT, node.digest)
             regular = policy.keep_every is not None and version % policy.keep_every == 0
             if not (node.digest in newest | needed or regular or path in young):
@@ -88,17 +89,17 @@ def spare_checkpoints(
                     path,
                     *(record.path for record in node.files),
                 ]
-                removals += [Removal(one, reason) for one in paths]
+                removals += [Removal(path, reason) for path in paths]
     return removals
 
 
 def record_removed_checkpoints(
     files: Files, removals: Iterable[Removal], leaving: Collection[str]
 ) -> None:
-    """Write down which checkpoints are about to be removed, before the first of them goes: commits
-    that stay may name them.
+    """Record the checkpoints of runs that stay, before the first one is removed.
 
-    `leaving`: paths of all that is about to be removed.
+    Commits of these runs may name the checkpoints. `leaving`: paths of all objects that are about
+    to be removed.
     """
     for removal in removals:
         if removal.path in leaving and removal.path.startswith(f"nodes/{Stage.CHECKPOINT}/"):
@@ -106,27 +107,31 @@ def record_removed_checkpoints(
             states = {
                 node_path(stage, node.parents["weights"]) for stage in (Stage.TRAIN, Stage.SEGMENT)
             }
-            if states & set(leaving):
+            if states & set(leaving):  # its run is removed too
                 continue
             Receipts(files).write_removed(node, files.sha256(removal.path))
 
 
 def branch_removal(files: Files, branch: str, leaving: Collection[str] = ()) -> list[Removal]:
-    """The records of a branch in the order in which they go; its nodes and files are garbage then.
+    """Return the records of a branch in the order of their removal.
 
-    `leaving`: branches that are removed before it. Raises: ObjectMissing if there is no such
-    branch, nor anything left of one; ConfigError if something else names it, or it is being driven.
+    `leaving`: branches that are removed before it. Raises: ObjectMissing if the branch has no
+    records at all; ConfigError if another run uses it, or a driver runs it.
     """
-    known = Branches(files)
+    branches = Branches(files)
     names = files.list(f"branches/{branch}")
     if not names:
-        known.get(branch)
-    if users := sorted(user for user in _users(files, known, branch) if user[0] not in leaving):
-        do = f"remove first: {', '.join(sorted({user for user, _ in users}))}; or wait for its driver to end"
-        found = "; ".join(f"{user}: {why}" for user, why in users)
-        raise ConfigError("this run is still needed", where=f"run {branch}", found=found, do=do)
-    last = config_path(branch)
-    witnesses = [
+        branches.get(branch)
+    if users := sorted(user for user in _users(files, branches, branch) if user[0] not in leaving):
+        raise ConfigError(
+            "the run is still in use",
+            where=f"run {branch}",
+            found="; ".join(f"{user}: {reason}" for user, reason in users),
+            do=f"remove first: {', '.join(sorted({user for user, _ in users}))}; or wait for its "
+            "driver to end",
+        )
+    config = config_path(branch)
+    derived = [
         name
         for name in names
         if name.startswith((f"branches/{branch}/scalars/", f"branches/{branch}/receipts/"))
@@ -137,51 +142,52 @@ def branch_removal(files: Files, branch: str, leaving: Collection[str] = ()) -> 
         for name in reversed(files.list(f"{folder}/{branch}"))
     ]
     commits = [name for name in reversed(names) if is_commit(name)]
+    # Epochs stay, so that a suspended driver of the removed run is still refused.
     others = [
         name
         for name in names
-        if name not in {*witnesses, *commits, last} and not EPOCH_NAME.fullmatch(name)
+        if name not in {*derived, *commits, config} and not EPOCH_NAME.fullmatch(name)
     ]
-    own = [*witnesses, *notes, *commits, *others, *([last] if last in names else [])]
-    return [Removal(path, f"run {branch}") for path in own]
+    paths = [*derived, *notes, *commits, *others, *([config] if config in names else [])]
+    return [Removal(path, f"run {branch}") for path in paths]
 
 
 def _checkpoints(files: Files, branches: Branches, branch: str) -> Iterator[tuple[int, Node]]:
-    """(weight version, checkpoint node) of a branch's own iterations that have one, newest
-    first."""
+    """Yield (weight version, checkpoint node) of a branch's own iterations, newest first."""
     nodes = Nodes(files)
     segments = Segments(files)
     for commit in branches.walk(branch):
         if commit.branch != branch:
             return
         if recorded := commit.nodes.get(Stage.TRAIN):
-            states = dict.fromkeys(
-                (current_state(segments, branch, commit.iteration + 1, recorded), recorded)
-            )
-            for node in (nodes.find(Stage.CHECKPOINT, _of(state)) for state in states):
+            version = commit.iteration + 1
+            current = current_state(segments, branch, version, recorded)
+            for state in dict.fromkeys((current, recorded)):
+                node = nodes.find(Stage.CHECKPOINT, checkpoint_digest(state))
                 if node is not None:
-                    yield commit.iteration + 1, node
+                    yield version, node
 
 
-def _needed(files: Files, branches: Branches) -> set[str]:
-    """Digests of the checkpoints that something else needs."""
+def _needed_checkpoints(files: Files, branches: Branches) -> set[str]:
+    """Return the digests of the checkpoints that forks, runs, segments or references need."""
     nodes = Nodes(files)
+    segments = Segments(files)
     needed = set()
     for path in files.list(f"nodes/{Stage.INIT}"):
         needed |= set(nodes.get(Stage.INIT, _digest(path)).parents.values())
     for path in files.list(f"nodes/{Stage.SEGMENT}"):
         segment = nodes.get(Stage.SEGMENT, _digest(path))
-        needed |= {_of(segment.digest), segment.parents["base"]}
+        needed |= {checkpoint_digest(segment.digest), segment.parents["base"]}
     for branch in branches.names():
         record = branches.get(branch)
         if record.parent:
             origin, k = parse_commit_name(record.parent)
             recorded = branches.read(origin, k).nodes[Stage.TRAIN]
-            owners = (branch, origin)
-            needed |= {
-                _of(recorded),
-                *(_of(current_state(Segments(files), owner, k + 1, recorded)) for owner in owners),
+            states = {
+                recorded,
+                *(current_state(segments, owner, k + 1, recorded) for owner in (branch, origin)),
             }
+            needed |= {checkpoint_digest(state) for state in states}
         if interval := (record.config.get("reference") or {}).get("ref_update_interval"):
             needed |= {
                 node.digest
@@ -192,16 +198,15 @@ def _needed(files: Files, branches: Branches) -> set[str]:
 
 
 def _users(files: Files, branches: Branches, branch: str) -> Iterator[tuple[str, str]]:
-    """(name, why) of all that keeps a branch from being removed."""
+    """Yield (name, reason) of each run that prevents the removal of a branch."""
     lease = Epochs(files).newest(branch)
     if lease is not None and not lease.expired(SKEW_S):
         yield branch, f"driven by process {lease.holder.pid} on {lease.holder.host}"
     nodes = Nodes(files)
-    mine = set[str]()
+    checkpoints = set[str]()
     if (record := branches.find(branch)) is not None:
-        mine = {node.digest for _, node in _checkpoints(files, branches, branch)} | {
-            _of(record.init)
-        }
+        checkpoints = {node.digest for _, node in _checkpoints(files, branches, branch)}
+        checkpoints.add(checkpoint_digest(record.init))
     for name in branches.names():
         record = branches.get(name)
         if name != branch:
@@ -210,13 +215,8 @@ def _users(files: Files, branches: Branches, branch: str) -> Iterator[tuple[str,
                 yield name, f"a fork of {record.parent}"
             if isinstance(debug, dict) and debug.get("load_debug_rollout_data") == branch:
                 yield name, "trains on its rollouts"
-            if mine & set(nodes.get(Stage.INIT, record.init).parents.values()):
+            if checkpoints & set(nodes.get(Stage.INIT, record.init).parents.values()):
                 yield name, "started from its weights"
-
-
-def _of(state: str) -> str:
-    """Digest of the checkpoint node of a state."""
-    return input_digest(Stage.CHECKPOINT, {"weights": state}, {}, {})
 
 
 def _digest(path: str) -> str:

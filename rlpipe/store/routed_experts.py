@@ -17,7 +17,7 @@ and no row is sent twice.
 Of a model with 48 layers and 8 of 128 experts a token, a token takes 768 bytes in memory (2 ×
 layers × k), about 340 in a shard and 2048 on the wire (base64 of int32, as SGLang sends it).
 
-Not here: asking (`rollout.client.client`; past the router, see `rollout.client.direct`), replaying
+Not here: asking (`rollout.client.generate_client`; past the router, see `rollout.client.request_pool`), replaying
 (`engines.megatron.train.routing`).
 """
 

@@ -1,9 +1,9 @@
-"""`{home}/{run}/run.json`: in which store a run of this home is, and what it was last started with.
+"""`{home}/{run}/run.json`: the store of a run, and the configuration of its last start.
 
-For whoever has the name of a run and nothing else: command lines, and processes that join a run.
-Written by who starts one.
+Command lines, and processes that join a run, know only its name and read this file. The process
+that starts a run writes it. The run itself is a branch of the store (`branches`).
 
-Not here: the run itself, which is its branch (`branches`).
+Entry points: `get_run`, `find_run`, `store_of`, `write_run`.
 """
 
 from __future__ import annotations
@@ -18,66 +18,69 @@ from rlpipe.errors import ConfigError, ObjectCorrupt
 
 
 class RunFile(BaseModel):
-    """What it says."""
+    """Content of the file."""
 
     store: str
     """URL or directory of the store."""
     config: dict[str, Any]
     """The whole configuration."""
     epoch: int | None = None
-    """Under which it is driven; None: nobody can join it."""
+    """Epoch of the driver; None if no process can join the run."""
     ray: str | None = None
-    """Address of the Ray that its actors are on, once they are up."""
+    """Address of the Ray cluster of the actors, once they are up."""
 
 
 def run_path(home: Path, run: str) -> Path:
-    """Where it lies."""
+    """Return the path of the file."""
     return home / run / "run.json"
 
 
 def find_run(home: Path, run: str) -> RunFile | None:
-    """What this home says of a run; None if it knows none of that name. Raises: ObjectCorrupt if it
-    cannot be read."""
+    """Return the file of a run, or None if it is missing. Raises: ObjectCorrupt."""
     path = run_path(home, run)
     try:
         return RunFile.model_validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValidationError) as error:
-        found = (
-            f"{error.errors()[0]['loc']}: {error.errors()[0]['msg']}"
-            if isinstance(error, ValidationError)
-            else error
-        )
-        do = "start the run again, which writes it anew; or remove it, and name the store: --store URL"
+        found = error
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            found = f"{first['loc']}: {first['msg']}"
         raise ObjectCorrupt(
-            "not the record of a run", where=str(path), found=found, do=do
+            "not a readable run file",
+            where=str(path),
+            found=found,
+            do="start the run again, which writes the file; or remove the file, and name the "
+            "store: --store URL",
         ) from error
 
 
 def get_run(home: Path, run: str) -> RunFile:
-    """As `find_run`. Raises: ConfigError if there is none; ObjectCorrupt."""
-    if (said := find_run(home, run)) is None:
-        found = f"no {run_path(home, run)}"
+    """Return the file of a run. Raises: ConfigError if it is missing; ObjectCorrupt."""
+    if (run_file := find_run(home, run)) is None:
         raise ConfigError(
             "there is no such run",
             where=f"run={run}",
-            found=found,
-            do="start it, or name one of this home",
+            found=f"no {run_path(home, run)}",
+            do="start the run, or name one of this home",
         )
-    return said
+    return run_file
 
 
 def store_of(home: Path, run: str) -> str | Path:
-    """The store that a run of this home uses, or the home's own. Raises: ObjectCorrupt."""
-    said = find_run(home, run)
-    return said.store if said else home / "store"
+    """Return the store of a run; the home's own store if the run is unknown.
+
+    Raises: ObjectCorrupt.
+    """
+    run_file = find_run(home, run)
+    return run_file.store if run_file else home / "store"
 
 
-def write_run(home: Path, run: str, said: RunFile) -> None:
-    """Say where a run is. Readers see all of it or what was there before, whoever else writes."""
+def write_run(home: Path, run: str, run_file: RunFile) -> None:
+    """Write the file of a run. Readers see the old file or all of the new one."""
     path = run_path(home, run)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{uuid4().hex[:8]}")
-    unfinished.write_text(said.model_dump_json(indent=1), encoding="utf-8")
+    unfinished.write_text(run_file.model_dump_json(indent=1), encoding="utf-8")
     unfinished.replace(path)

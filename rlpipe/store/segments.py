@@ -1,17 +1,17 @@
-"""Segments: states that a replay made anew, and which of them a branch goes on from.
+"""Segments: states that a replay made, and that replace a recorded state of a branch.
 
-Training the same batches again is bit for bit the same only on the same kind of machine. Elsewhere
-the state of a weight version may come out different from what its train node recorded. It then has
-a node of its own (stage `segment`), a checkpoint of its own, and a pointer that makes it the
-branch's state of that weight version:
+Training the same batches again gives the same bits only on the same kind of machine. On another
+machine the state of a weight version may differ from the one in its train node. The new state then
+has a node (stage `segment`), a checkpoint, and a pointer that makes it the branch's state of that
+weight version:
 
-    branches/<branch>/segments/%08d-%08d-<weights>.json       weight version, epoch, first digits of the train node's digest
+    branches/<branch>/segments/%08d-%08d-<weights>.json
+        weight version, epoch, first 12 digits of the train node's digest
 
-First writer wins; of several epochs the newest counts. The recorded train node stays what it was:
-the segment says what it replaced, and the next train node that it was trained from it.
+The first writer wins. Of several epochs the newest counts. The train node stays as it was: the
+segment names the node that it replaced, and the next train node names the segment as its parent.
 
-Not here: making such a state (`actors.trainer.states`), and what its node holds
-(`rlpipe.lineage.states`).
+Entry points: `Segments`, `current_state`, `segment_problem`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import re
 from collections.abc import Container
 
 from rlpipe.errors import ObjectConflict, ObjectCorrupt
-from rlpipe.store.nodes import Nodes, input_digest
+from rlpipe.store.nodes import Nodes, checkpoint_digest
 from rlpipe.store.objects.files import Files
 from rlpipe.store.records import now, seal, unseal
 from rlpipe.types import Stage, VersionedRecord
@@ -29,16 +29,16 @@ SEGMENT_NAME = re.compile(r"branches/[^/]+/segments/(\d{8})-(\d{8})-[^/]+\.json"
 
 
 class Segment(VersionedRecord):
-    """A pointer: in place of the state that a train node recorded, the branch has this one."""
+    """A pointer: the branch uses this state instead of the one that a train node recorded."""
 
     branch: str
     version: int
     """Weight version."""
     epoch: int
     weights: str
-    """Digest of the train node whose state could not be had again."""
+    """Digest of the train node whose state was not reproduced."""
     segment: str
-    """Digest of the segment node that took its place."""
+    """Digest of the segment node that replaces it."""
     created: str = ""
 
 
@@ -51,12 +51,12 @@ class Segments:
     def record(
         self, branch: str, version: int, epoch: int, *, weights: str, segment: str
     ) -> Segment:
-        """Make the segment the branch's state in place of a train node's; the pointer that counts:
-        ours, or an earlier one.
+        """Replace the state of a train node by a segment, and return the pointer that counts.
 
-        The segment and its checkpoint must be in the store already.
+        The result is this pointer or an earlier one. The segment's node and checkpoint must be in
+        the store already.
         """
-        ours = Segment(
+        pointer = Segment(
             branch=branch,
             version=version,
             epoch=epoch,
@@ -64,37 +64,35 @@ class Segments:
             segment=segment,
             created=now(),
         )
-        path = segment_path(ours)
+        path = segment_path(pointer)
         try:
-            self._files.create(path, seal(ours, path))
+            self._files.create(path, seal(pointer, path))
         except ObjectConflict:
             return self._read(path)
-        return ours
+        return pointer
 
     def find(self, branch: str, version: int, weights: str) -> Segment | None:
-        """What stands in place of a train node's state at this weight version; None if the recorded
-        state still counts.
+        """Return the pointer that replaces a train node's state, or None if that state counts.
 
-        One listing. Raises: ObjectCorrupt.
+        Costs one listing. Raises: ObjectCorrupt.
         """
-        names = [name for name in self._names(branch) if int(_numbers(name)[0]) == version]
-        found = [self._read(name) for name in sorted(names, reverse=True)]
-        return next((segment for segment in found if segment.weights == weights), None)
+        names = [name for name in self._names(branch) if _version(name) == version]
+        pointers = [self._read(name) for name in sorted(names, reverse=True)]
+        return next((pointer for pointer in pointers if pointer.weights == weights), None)
 
     def of(self, branch: str) -> list[Segment]:
-        """All pointers of a branch, by weight version and epoch. Raises: ObjectCorrupt."""
+        """Return all pointers of a branch, by weight version and epoch. Raises: ObjectCorrupt."""
         return [self._read(name) for name in self._names(branch)]
 
     def _names(self, branch: str) -> list[str]:
-        return sorted(
-            name for name in self._files.list(_folder(branch)) if SEGMENT_NAME.fullmatch(name)
-        )
+        names = self._files.list(_folder(branch))
+        return sorted(name for name in names if SEGMENT_NAME.fullmatch(name))
 
     def _read(self, path: str) -> Segment:
         segment = unseal(Segment, self._files.read(path), self._files.url(path))
         if segment_path(segment) != path:
             raise ObjectCorrupt(
-                "this is another segment",
+                "the record belongs to another segment",
                 where=self._files.url(path),
                 found=segment_path(segment),
                 expected=path,
@@ -103,51 +101,50 @@ class Segments:
 
 
 def current_state(segments: Segments, branch: str, version: int, recorded: str) -> str:
-    """Digest of the node whose state a branch has at a weight version: the recorded train (or init)
-    node, or a segment."""
-    found = segments.find(branch, version, recorded)
-    return found.segment if found else recorded
+    """Return the digest of the node with the branch's state of a weight version.
+
+    That is the recorded train or init node, or the segment that replaces it.
+    """
+    pointer = segments.find(branch, version, recorded)
+    return pointer.segment if pointer else recorded
 
 
 def segment_problem(nodes: Nodes, digest: str, known: Container[str]) -> str | None:
-    """What keeps a parent that is not on a branch from being a segment in place of a state of it;
-    None: nothing does.
+    """Return why a node may not be the parent of a state of the branch; None if it may.
 
-    `known`: digests of the branch so far. A segment replaces a train node of the branch, was
-    trained again from a state of it (the init node, or a checkpoint of a train node or of another
-    such segment), and has a checkpoint of its own. Raises: ObjectCorrupt.
+    `known`: digests of the branch so far. A valid segment replaces a train node of the branch, has
+    a checkpoint, and was trained from a state of the branch: the init node, or a checkpoint of a
+    train node or of another valid segment. Raises: ObjectCorrupt.
     """
     node = nodes.find(Stage.SEGMENT, digest)
     if node is None:
-        return f"{digest} is not on this branch, and is no segment"
+        return f"{digest} is not on this branch, and is not a segment"
     replaced = node.parents.get("weights", "nothing")
     base = node.parents.get("base", "nothing")
     if replaced not in known:
-        return f"segment {digest} stands in place of {replaced}, which is not on this branch"
-    if (
-        nodes.find(Stage.CHECKPOINT, input_digest(Stage.CHECKPOINT, {"weights": digest}, {}, {}))
-        is None
-    ):
+        return f"segment {digest} replaces {replaced}, which is not on this branch"
+    if nodes.find(Stage.CHECKPOINT, checkpoint_digest(digest)) is None:
         return f"segment {digest} has no checkpoint"
     if base in known:
         return None
     checkpoint = nodes.find(Stage.CHECKPOINT, base)
     if checkpoint is None:
-        return f"segment {digest} was trained from {base}, which is no checkpoint"
+        return f"segment {digest} was trained from {base}, which is not a checkpoint"
     weights = str(checkpoint.parents.get("weights"))
     return None if weights in known else segment_problem(nodes, weights, known)
+
+
+def segment_path(segment: Segment) -> str:
+    """Return the path of a pointer."""
+    name = f"{segment.version:08d}-{segment.epoch:08d}-{segment.weights[:12]}"
+    return f"{_folder(segment.branch)}/{name}.json"
 
 
 def _folder(branch: str) -> str:
     return f"branches/{branch}/segments"
 
 
-def segment_path(segment: Segment) -> str:
-    """Where a pointer lives."""
-    return f"{_folder(segment.branch)}/{segment.version:08d}-{segment.epoch:08d}-{segment.weights[:12]}.json"
-
-
-def _numbers(name: str) -> tuple[str, str]:
-    match = SEGMENT_NAME.fullmatch(name)
+def _version(path: str) -> int:
+    match = SEGMENT_NAME.fullmatch(path)
     assert match is not None
-    return match[1], match[2]
+    return int(match[1])

@@ -1,19 +1,17 @@
-"""Signed heads: the holder of a private key vouches for the digest of a commit, and so for
-everything below it (`chain`).
+"""Signed heads: a signature over the digest of a commit, and so over everything below it.
 
     branches/<branch>/signatures/%08d.json     of the commit of that iteration
 
-`RLPIPE_SIGNING_KEY` names a file with an ed25519 private key in PEM, as `openssl genpkey -algorithm
-ed25519` writes it. A run with it signs each commit right after it is made, and the audit checks
-that with the public key (`openssl pkey -pubout`). A commit without a signature (its driver was
-killed between the two) is covered by the next one that has one.
+`RLPIPE_SIGNING_KEY` names a file with an ed25519 private key in PEM format, as `openssl genpkey
+-algorithm ed25519` writes it. A run with a key signs each commit right after it is recorded. The
+audit checks the signatures with the public key (`openssl pkey -pubout`). If a driver is killed
+between a commit and its signature, the next signature covers that commit.
 
-The key has to be where the driver is and not in the store. Whoever can only write to the store
-cannot sign what they changed; they can remove the newest signatures, and the audit then says that
-less is signed.
+Keep the key on the driver's machine and outside the store. A person who can only write to the store
+cannot sign changed records. Such a person can remove the newest signatures, and the audit then
+reports fewer signed commits.
 
-Not here: when commits are signed (`tasks.checkpoint`). The library `cryptography` is needed only
-where a key is used.
+Entry points: `SigningKey`, `PublicKey`, `read_signature`.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ KEY_VARIABLE = "RLPIPE_SIGNING_KEY"
 
 
 class Signature(VersionedRecord):
-    """The holder of a key vouches for a commit."""
+    """A signature of a commit."""
 
     branch: str
     iteration: int
@@ -44,10 +42,10 @@ class Signature(VersionedRecord):
     public_key: str
     """The 32 bytes of the ed25519 key, in hex."""
     signature: str
-    """The 64 bytes, in hex, over `message`."""
+    """The 64 bytes of the signature of `message`, in hex."""
 
     def message(self) -> bytes:
-        """What is signed: which commit, and its digest."""
+        """Return the signed bytes: the name of the commit and its digest."""
         return f"rlpipe commit {self.branch}/{self.iteration:08d} sha256 {self.commit}".encode()
 
 
@@ -55,7 +53,9 @@ class SigningKey:
     """A private key from a file."""
 
     def __init__(self, file: str | os.PathLike[str]) -> None:
-        """Raises: ConfigError if there is no ed25519 private key in it, or `cryptography` is not
+        """Load the key.
+
+        Raises: ConfigError if the file is not an ed25519 private key, or `cryptography` is not
         installed.
         """
         self._key = _load(
@@ -64,19 +64,20 @@ class SigningKey:
 
     @classmethod
     def of_environment(cls) -> SigningKey | None:
-        """The key that the environment names, or None. Raises: ConfigError."""
+        """Return the key that the environment names, or None. Raises: ConfigError."""
         file = os.environ.get(KEY_VARIABLE)
         return cls(file) if file else None
 
     def sign(self, files: Files, branch: str, iteration: int, commit: str) -> None:
-        """Sign the digest of a commit; one that is signed already stays so. Raises: StoreError."""
+        """Sign the digest of a commit. An existing signature stays. Raises: StoreError."""
         public_key = self._key.public_key().public_bytes_raw().hex()
-        said = Signature(
+        unsigned = Signature(
             branch=branch, iteration=iteration, commit=commit, public_key=public_key, signature=""
         )
-        signed = said.model_copy(update={"signature": self._key.sign(said.message()).hex()})
+        signature = self._key.sign(unsigned.message()).hex()
+        signed = unsigned.model_copy(update={"signature": signature})
         path = signature_path(branch, iteration)
-        with suppress(ObjectConflict):  # with another key
+        with suppress(ObjectConflict):  # signed with another key
             files.create(path, seal(signed, path))
 
 
@@ -84,7 +85,9 @@ class PublicKey:
     """A public key from a file."""
 
     def __init__(self, file: str | os.PathLike[str]) -> None:
-        """Raises: ConfigError if there is no ed25519 public key in it, or `cryptography` is not
+        """Load the key.
+
+        Raises: ConfigError if the file is not an ed25519 public key, or `cryptography` is not
         installed.
         """
         self._key = _load(file, "load_pem_public_key", "Ed25519PublicKey", "--public-key")
@@ -93,7 +96,7 @@ class PublicKey:
         ).InvalidSignature
 
     def of(self, signature: Signature) -> bool:
-        """True if a signature says that it was made with this key."""
+        """True if a signature names this key. Does not verify the signature."""
         return signature.public_key == self._key.public_bytes_raw().hex()
 
     def signed(self, signature: Signature) -> bool:
@@ -106,28 +109,31 @@ class PublicKey:
 
 
 def read_signature(files: Files, path: str) -> Signature:
-    """One signature. Raises: ObjectMissing; ObjectCorrupt, also if it is another commit's."""
-    found = unseal(Signature, files.read(path), files.url(path))
-    if signature_path(found.branch, found.iteration) != path:
-        said = f"iteration {found.iteration} of {found.branch}"
+    """Return the signature at a path.
+
+    Raises: ObjectMissing; ObjectCorrupt, also if the record belongs to another commit.
+    """
+    signature = unseal(Signature, files.read(path), files.url(path))
+    if signature_path(signature.branch, signature.iteration) != path:
         raise ObjectCorrupt(
-            "this is another signature",
+            "the signature belongs to another commit",
             where=files.url(path),
-            found=said,
-            expected="that of its name",
+            found=f"iteration {signature.iteration} of {signature.branch}",
+            expected="the commit of its name",
         )
-    return found
+    return signature
 
 
 def signature_path(branch: str, iteration: int) -> str:
-    """Where the signature of a commit lives."""
+    """Return the path of a commit's signature."""
     return f"branches/{branch}/signatures/{iteration:08d}.json"
 
 
 def _load(
     file: str | os.PathLike[str], loader: str, kind: str, where: str, **arguments: Any
 ) -> Any:
-    """A key of this kind. Raises: ConfigError."""
+    """Load a key with a function of `cryptography`. Raises: ConfigError."""
+    # Imported by name: most installations do not sign, and need no `cryptography`.
     try:
         load = getattr(
             importlib.import_module("cryptography.hazmat.primitives.serialization"), loader
@@ -137,20 +143,23 @@ def _load(
         )
     except ImportError as error:
         raise ConfigError(
-            "signing needs a library", where=where, found=str(error), do="pip install cryptography"
+            "signing needs the library cryptography",
+            where=where,
+            found=str(error),
+            do="pip install cryptography",
         ) from error
     try:
         key = load(Path(file).read_bytes(), **arguments)
-    except (OSError, ValueError, TypeError) as error:  # TypeError: it is encrypted
+    except (OSError, ValueError, TypeError) as error:  # TypeError: the key has a password
         raise ConfigError(
-            "not a key that can be read",
+            "not a readable key",
             where=where,
             found=f"{file}: {error}",
-            expected="PEM, ed25519",
+            expected="PEM format, ed25519",
         ) from error
     if not isinstance(key, expected):
         raise ConfigError(
-            "not a key of this kind",
+            "another kind of key",
             where=where,
             found=f"{file}: {type(key).__name__}",
             expected=kind,

@@ -87,7 +87,7 @@ def batch_table(groups: Sequence[str]) -> pa.Table:
 def make_node(
     stage: Stage, parents: dict[str, str], files: Sequence[FileRecord] = (), **config: object
 ) -> Node:
-    """A node whose digest is that of its inputs."""
+    """A node needs a run is that of its inputs."""
     digest = input_digest(stage, parents, config, {})
     return Node(stage=stage, digest=digest, parents=parents, config=config, files=tuple(files))
 

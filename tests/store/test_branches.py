@@ -100,7 +100,7 @@ def test_committing_the_same_again_is_success(files: Files):
 )
 def test_committing_something_else_is_refused_and_named(files: Files, change: dict):
     branches = started(files, 1)
-    with pytest.raises(ObjectConflict, match="committed by another driver") as caught:
+    with pytest.raises(ObjectConflict, match="another driver committed") as caught:
         branches.commit(commit(0, **change))
     assert str(list(change)) in str(caught.value)
     assert branches.read("run", 0).nodes == {Stage.TRAIN: "t0"}
@@ -143,7 +143,7 @@ def test_a_fork_goes_on_from_its_parent_and_leaves_it_alone(files: Files):
     branches = started(files, 4)
     branches.create("fork", {"lr": 1e-5}, "init", parent="run/00000001")
     assert branches.newest("fork") == branches.read("run", 1)
-    with pytest.raises(StoreError, match="not an iteration of this branch"):
+    with pytest.raises(StoreError, match="the iteration is before the first one of its branch"):
         branches.commit(commit(0, "fork"))
     branches.commit(commit(2, "fork", parent="run/00000001"))
     branches.commit(commit(3, "fork"))
@@ -168,7 +168,7 @@ def test_what_an_iteration_follows_is_found_across_the_fork(files: Files):
     assert branches.before("fork", 2) == branches.read("run", 1)
     branches.commit(commit(2, "fork", parent="run/00000001"))
     assert branches.before("fork", 3) == branches.read("fork", 2) != branches.read("run", 2)
-    with pytest.raises(StoreError, match="not an iteration of this branch"):
+    with pytest.raises(StoreError, match="the iteration is before the first one of its branch"):
         branches.before("fork", 1)
 
 

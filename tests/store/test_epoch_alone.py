@@ -16,7 +16,7 @@ from rlpipe.store.holders import Holder
 from rlpipe.store.objects.files import Files
 from tests.store.drivers import refused
 
-REMOVING = "what nobody needs is being removed from this store"
+REMOVING = "garbage collection is running on this store"
 
 
 @pytest.fixture

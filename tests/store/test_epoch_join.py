@@ -76,8 +76,8 @@ def test_a_driver_need_not_wait_for_a_stand_in_and_that_one_is_told_so(local_fil
 
 
 def test_what_was_opened_for_a_driver_that_has_ended_is_left_to_the_next(local_files: Files):
-    with pytest.raises(Fenced, match="the driver that asked for this has ended"):
+    with pytest.raises(Fenced, match="the driver that started this task has ended"):
         Epochs(local_files).join("run", stand_in=False)
     Epochs(local_files).acquire("run").release()
-    with pytest.raises(Fenced, match="the driver that asked for this has ended"):
+    with pytest.raises(Fenced, match="the driver that started this task has ended"):
         Epochs(local_files).join("run", stand_in=False)

@@ -69,7 +69,7 @@ def test_a_renewal_that_waits_behind_a_release_does_not_undo_it(
 
     monkeypatch.setattr(Files, "create", slow)
     epoch.release()
-    with refused("given the branch back"):
+    with refused("released the branch"):
         waiting[0].result()
     assert Epochs(local_files).acquire("run").number == 2
 
@@ -100,5 +100,5 @@ def test_a_renewal_that_fails_is_tried_again_and_a_release_that_fails_is_let_be(
         Files, "create", lambda *_: fail_after_writing(*_) and fail_after_writing(*_)
     )
     epoch.release()
-    with refused("given the branch back"):
+    with refused("released the branch"):
         epoch.check()

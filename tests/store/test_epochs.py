@@ -49,7 +49,7 @@ def test_a_live_driver_keeps_the_second_out_and_is_named(files: Files):
             "another driver runs this branch",
             where,
             who,
-            " is over at ",
+            " ends at ",
             " UTC",
             "--takeover",
             "--run NAME",
@@ -86,7 +86,7 @@ def test_a_killed_driver_of_another_machine_is_replaced_once_its_lease_is_over(
     with refused("--takeover"):
         Epochs(files).acquire("run")
     later(30.0)
-    with refused("if it is dead already: "):
+    with refused("a dead one blocks for "):
         Epochs(files, skew_s=10.0).acquire("run")
     later(10.1)
     assert Epochs(files, skew_s=10.0).acquire("run").number == 2
@@ -146,7 +146,7 @@ def test_a_renewal_makes_the_lease_run_from_now(files: Files, later: Callable[[f
     for _ in range(4):
         later(9.0)
         epoch.renew()
-        with refused("(if it is dead already: 10 s)"):
+        with refused("(a dead one blocks for 10 s more)"):
             Epochs(files).acquire("run")
 
 
@@ -212,7 +212,7 @@ def test_a_branch_that_was_given_back_is_free_and_its_driver_is_done(files: File
     epoch = Epochs(files).acquire("run", lease_s=3600.0)
     epoch.release()
     for call in (epoch.check, epoch.renew):
-        with refused("this driver has given the branch back"):
+        with refused("this driver has released the branch"):
             call()
     before = files.list()
     epoch.release()
@@ -334,7 +334,7 @@ def test_a_commit_of_an_older_epoch_than_the_newest_is_refused(files: Files):
         with refused(
             "a newer driver has committed",
             "epoch 3",
-            f"epoch {late.epoch}, which is ours",
+            f"epoch {late.epoch} (this driver)",
             "00000001.json",
         ):
             branches.commit(late)

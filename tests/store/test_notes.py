@@ -39,7 +39,7 @@ def test_a_note_that_is_none_is_named(local_files: Files, text: str):
     local_files.create(note_path("run", 0), text.encode("latin-1"))
     with pytest.raises(ObjectCorrupt, match="not a readable note record") as caught:
         read_note(local_files, "run", 0)
-    assert "delete it and start again" in str(caught.value)
+    assert "delete it and run" in str(caught.value)
 
 
 @pytest.mark.parametrize("nodes", [{"rollout": 1}, {"sleep": "a"}])
@@ -66,7 +66,7 @@ def test_a_note_under_another_name_is_named(local_files: Files):
     write_note(local_files, "run", 0, {Stage.ROLLOUT: "a"})
     for run, k in (("run", 1), ("other", 0)):
         local_files.create(note_path(run, k), local_files.read(note_path("run", 0)))
-        with pytest.raises(ObjectCorrupt, match="another note"):
+        with pytest.raises(ObjectCorrupt, match="the note belongs to another iteration"):
             read_note(local_files, run, k)
 
 

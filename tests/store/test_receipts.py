@@ -38,7 +38,7 @@ def test_the_newest_commits_that_are_gone_are_named(files: Files):
         Finding(
             "records",
             "run/00000002",
-            "it was committed: its receipt, or the tables of the run, say so; its commit is gone",
+            "its commit is gone: a receipt or the tables of the run show that it was committed",
         )
     ]
     files.delete(commit_path(1))
@@ -162,12 +162,12 @@ def test_a_commit_in_place_of_another_is_named(local_files: Files):
     local_files.delete(receipt_path("run", 2))
     local_files.create(receipt_path("run", 2), theirs)
     assert [(one.where, one.problem) for one in check_branch(local_files, "run")] == [
-        ("run/00000002", "another commit was here: its receipt does not fit this one")
+        ("run/00000002", "another commit was here before: its receipt does not match this commit")
     ]
 
 
 def test_a_receipt_of_another_iteration_is_corrupt(local_files: Files):
     a_run(local_files)
     local_files.create(receipt_path("run", 7), local_files.read(receipt_path("run", 2)))
-    with pytest.raises(ObjectCorrupt, match="another receipt"):
+    with pytest.raises(ObjectCorrupt, match="the receipt belongs to another record"):
         Receipts(local_files).find("run", 7)

@@ -85,7 +85,7 @@ def test_a_record_of_an_unknown_format_is_refused_by_name(kind: type[VersionedRe
     data = canonical({**other, "sha256": digest(other, "x")}, "x")
     with pytest.raises(
         ObjectCorrupt,
-        match=rf"(?s)format that this version .* cannot read.*format {found}.*format 2.*migrate",
+        match=rf"(?s)this version of rlpipe cannot read the format.*format {found}.*format 2.*migrate",
     ):
         unseal(kind, data, "x")
 
@@ -209,7 +209,7 @@ def test_a_node_under_another_name_is_corrupt(local_files: Files):
     local_files.create(node_path(Stage.REWARD, "0" * 64), seal(node, "x"))
     local_files.create(node_path(Stage.TRAIN, node.digest), seal(node, "x"))
     for stage, name in ((Stage.REWARD, "0" * 64), (Stage.TRAIN, node.digest)):
-        with pytest.raises(ObjectCorrupt, match="this is another node"):
+        with pytest.raises(ObjectCorrupt, match="the record belongs to another node"):
             Nodes(local_files).find(stage, name)
 
 

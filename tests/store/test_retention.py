@@ -69,7 +69,7 @@ def test_all_but_the_newest_and_the_regular_ones_may_go(local_files: Files):
     assert spare(local_files, made, 1) == [0, 1, 2, 3, 4]
     assert spare(local_files, made, 2, 3) == [0, 1, 3]
     assert spare_checkpoints(local_files, Retention(1), grace_s=3600) == []
-    with pytest.raises(ConfigError, match="keeps a checkpoint"):
+    with pytest.raises(ConfigError, match="keeps at least one checkpoint"):
         spare_checkpoints(local_files, Retention(0), grace_s=0)
 
 
@@ -247,7 +247,7 @@ def test_the_command_says_first_and_deletes_only_when_told(
     [
         (("--grace", "soon"), "not a time"),
         (("--keep-every", "10"), "give --keep-checkpoints too"),
-        (("--remove", "nobody"), "there is no such object"),
+        (("--remove", "nobody"), "the object does not exist"),
     ],
 )
 def test_what_makes_no_sense_is_said(
@@ -296,9 +296,7 @@ def test_a_run_that_begins_while_something_is_removed_is_refused_and_loses_nothi
     refusals = list[str]()
     monkeypatch.setattr(Files, "delete", begin)
     assert tool("--grace", "0s", "--delete") == 0
-    assert adopted == [] and refusals == [
-        "what nobody needs is being removed from this store (tools.gc)"
-    ]
+    assert adopted == [] and refusals == ["garbage collection is running on this store (tools.gc)"]
     assert Nodes(local_files).find(Stage.REWARD, garbage.digest) is None
     assert Epochs(local_files).acquire("new").number == 2
 

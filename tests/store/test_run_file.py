@@ -41,7 +41,7 @@ def test_a_record_that_is_none_is_named(tmp_path: Path, text: str):
     write_run(tmp_path, "run", RunFile(store="x", config={}))
     run_path(tmp_path, "run").write_bytes(text.encode("latin-1"))
     for read in (find_run, get_run, store_of):
-        with pytest.raises(ObjectCorrupt, match="not the record of a run"):
+        with pytest.raises(ObjectCorrupt, match="not a readable run file"):
             read(tmp_path, "run")
 
 

@@ -66,8 +66,8 @@ def test_a_segment_of_the_branch_is_one_that_replaced_a_state_of_it(tmp_path):
     saved = node(nodes, Stage.CHECKPOINT, weights=first)
     assert segment_problem(nodes, first, {"init", train}) is None
     assert "which is not on this branch" in str(segment_problem(nodes, first, {"init"}))
-    assert "which is no checkpoint" in str(segment_problem(nodes, first, {train}))
-    assert "is no segment" in str(segment_problem(nodes, "other", {"init", train}))
+    assert "which is not a checkpoint" in str(segment_problem(nodes, first, {train}))
+    assert "is not a segment" in str(segment_problem(nodes, "other", {"init", train}))
     later = node(nodes, Stage.TRAIN, before=first)
     second = node(nodes, Stage.SEGMENT, weights=later, base=saved)
     node(nodes, Stage.CHECKPOINT, weights=second)

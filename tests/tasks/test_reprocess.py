@@ -1,5 +1,4 @@
-"""Who reprocesses a branch has it to itself, and leaves word of its store (tasks.reprocess).
-Without Prefect."""
+"""A reprocessed branch is open in one process, and its store is recorded (tasks.reprocess)."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from tools import audit
 
 @pytest.fixture
 def files(tmp_path: Path) -> Files:
-    """A store that is not the home's own, with a run of two iterations."""
+    """A store other than the home's, with a run of two iterations."""
     files = Files(tmp_path / "elsewhere")
     History(files, configuration(tmp_path)).iterate(2)
     return files
@@ -44,21 +43,24 @@ def opening(files: Files, config: RunConfig, home: Path) -> Any:
     return opened("run", config, files, home / config.run, Progress(config.run, 2))
 
 
-async def test_nobody_else_reprocesses_the_branch_or_removes_anything_meanwhile(
+async def test_an_open_branch_refuses_other_processes_and_garbage_collection(
     files: Files, config: RunConfig, tmp_path: Path
 ):
     async with opening(files, config, tmp_path):
         with pytest.raises(Fenced, match="another driver runs this branch"):
             await opening(files, config, tmp_path).__aenter__()
-        with pytest.raises(Fenced, match="another driver runs this branch"), Epochs(files).exclusive():
+        with (
+            pytest.raises(Fenced, match="another driver runs this branch"),
+            Epochs(files).exclusive(),
+        ):
             pass
-    with Epochs(files).exclusive(), pytest.raises(Fenced, match="being removed"):
+    with Epochs(files).exclusive(), pytest.raises(Fenced, match="garbage collection is running"):
         await opening(files, config, tmp_path).__aenter__()
     async with opening(files, config, tmp_path):
         pass
 
 
-async def test_who_was_replaced_notes_nothing(files: Files, config: RunConfig, tmp_path: Path):
+async def test_a_replaced_process_writes_no_note(files: Files, config: RunConfig, tmp_path: Path):
     async with opening(files, config, tmp_path):
         stored = find(files, "run", 0)
         assert stored is not None
@@ -68,7 +70,7 @@ async def test_who_was_replaced_notes_nothing(files: Files, config: RunConfig, t
     assert noted_iterations(files, "new") == []
 
 
-async def test_tools_find_what_was_reprocessed_in_another_store(
+async def test_tools_find_a_branch_that_was_reprocessed_in_another_store(
     files: Files,
     config: RunConfig,
     tmp_path: Path,

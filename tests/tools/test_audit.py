@@ -89,7 +89,7 @@ def test_reading_needs_no_permission_to_write(
     tool: Tool, tmp_path: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(_self: object, path: str, *_rest: object) -> bool:
-        raise StoreError("the file system said no", where=path, found="Read-only file system")
+        raise StoreError("file system operation failed", where=path, found="Read-only file system")
 
     for name in ("create", "create_from", "delete"):
         monkeypatch.setattr(LocalBackend, name, refuse)

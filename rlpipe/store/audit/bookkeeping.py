@@ -1,18 +1,19 @@
-"""The records that stand beside a branch's commits, checked for the audit: epochs, leases,
-receipts, tables, notes, gates.
+"""Checks the records of a branch outside its commits: epochs, receipts, tables, notes, gates.
 
-    epochs      numbered from 1 without gaps; every commit was made under one that is there; no lease is dated in the future
-    receipts    every commit but the newest has one; each is of an iteration of this branch
-    tables      each file has the bytes of its name, and rows of the branch's commits; no committed iteration is left out; where
-                the digest of a commit is held, the rows are those that the records give
-    notes       each is sealed and of the iteration of its name; so are gates that were opened
+    epochs      numbered from 1 without gaps; the epoch of every commit exists; no lease has a date
+                in the future
+    receipts    every commit except the newest has one; each belongs to an iteration of this branch
+    tables      each file has the bytes of its name, and rows of the branch's commits; no committed
+                iteration is missing; with a held digest, the rows equal those of the records
+    notes       each is sealed, and belongs to the iteration of its name; so do opened gates
 
-What cannot be told from a driver that was killed at the right moment is a note of the report, not a
-finding: the newest commit without a receipt, tables that end before it, a lease that is not renewed
-any more. A renewal that is removed leaves no trace.
+A killed driver can leave the same state as some changes: the newest commit without a receipt,
+tables that end before it, a lease without renewal. These are notes of the report, not findings. A
+removed renewal leaves no trace.
 
-Not here: whether a receipt fits its commit (`audit_reading`), or the objects that no branch refers
-to (`explained`).
+`reader` checks whether a receipt matches its commit.
+
+Entry points: `check_bookkeeping`, `check_epochs`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import pyarrow.compute as pc
 
 from rlpipe.errors import ObjectCorrupt, ObjectMissing, StoreError
 from rlpipe.store import notes, receipts
-from rlpipe.store.audit.reader import Report, format_ranges, read_or_report
+from rlpipe.store.audit.findings import Report, format_ranges, read_or_report
 from rlpipe.store.audit.snapshot import Snapshot
 from rlpipe.store.branches import commit_name
 from rlpipe.store.epochs import (
@@ -48,8 +49,8 @@ from rlpipe.store.tables.scalar_rows import rows_of
 from rlpipe.types import Commit
 
 FUTURE_S = 300.0
-"""How far a lease may be dated ahead of this machine's clock. Drivers allow SKEW_S; the audit may
-run anywhere."""
+"""How far the date of a lease may be ahead of this machine's clock. Drivers allow SKEW_S, but an
+audit may run on any machine."""
 ATTEMPTS = 3
 
 
@@ -62,10 +63,10 @@ def check_bookkeeping(
     *,
     compared: bool = False,
 ) -> None:
-    """Check what stands beside a branch's own commits.
+    """Check the records of a branch outside its own commits.
 
-    `first`: the iteration with which the branch begins. `compared`: are the rows of tables compared
-    with the records? That reads every rollout once more.
+    `first`: the first iteration of the branch. `compared`: compare the rows of tables with the
+    records, which reads every rollout once more.
     """
     check_epochs(files, report, branch, {commit.epoch for commit in commits})
     _check_receipts(files, report, branch, commits, first)
@@ -78,14 +79,13 @@ def check_bookkeeping(
 def check_epochs(
     files: Snapshot, report: Report, branch: str, used: Collection[int] = ()
 ) -> list[Lease]:
-    """Check the epochs of a branch; the leases that could be read. `used`: epochs under which
-    commits were made."""
+    """Check the epochs of a branch, and return the readable leases. `used`: epochs of commits."""
     paths = [path for path in files.list(epochs_folder(branch)) if EPOCH_NAME.fullmatch(path)]
     numbers = {int(match[2]) for path in paths if (match := EPOCH_NAME.fullmatch(path))}
     named = [number for number in {*numbers, *used} if number > 0]
     for number in range(1, max(named, default=0) + 1):
         if not files.exists(epoch_path(branch, number)):
-            problem = "an epoch is missing: epochs are numbered without gaps, and are kept for good"
+            problem = "an epoch is missing: epochs are numbered without gaps, and kept forever"
             report.add_finding("epochs", files.shown(epoch_path(branch, number)), problem)
     leases = {}
     for path in paths:
@@ -107,22 +107,18 @@ def check_epochs(
 def _check_lease(
     files: Snapshot, report: Report, path: str, lease: Lease, taken: Lease | None
 ) -> None:
-    """Check a lease against the one with which its epoch was `taken`."""
+    """Check a lease. `taken`: the first lease of its epoch."""
     where = files.shown(path)
     latest = clock() + timedelta(seconds=max(FUTURE_S, SKEW_S))
     for name in ("since", "renewed"):
-        if datetime.fromisoformat(getattr(lease, name)) > latest:
-            report.add_finding(
-                "epochs",
-                where,
-                f"dated in the future: {name} {getattr(lease, name)}; it keeps other drivers out until then",
-            )
-    if datetime.fromisoformat(lease.renewed) < datetime.fromisoformat(lease.since) - timedelta(
-        seconds=FUTURE_S
-    ):
-        report.add_finding(
-            "epochs", where, f"renewed {lease.renewed}, before it was taken: {lease.since}"
-        )
+        time = getattr(lease, name)
+        if datetime.fromisoformat(time) > latest:
+            problem = f"dated in the future: {name} {time}; it keeps other drivers out until then"
+            report.add_finding("epochs", where, problem)
+    earliest = datetime.fromisoformat(lease.since) - timedelta(seconds=FUTURE_S)
+    if datetime.fromisoformat(lease.renewed) < earliest:
+        problem = f"renewed {lease.renewed}, before it was taken: {lease.since}"
+        report.add_finding("epochs", where, problem)
     match = EPOCH_NAME.fullmatch(path)
     if match and match[3] and taken is not None:
         other = [
@@ -131,11 +127,8 @@ def _check_lease(
             if getattr(lease, name) != getattr(taken, name)
         ]
         if other:
-            report.add_finding(
-                "epochs",
-                where,
-                f"this renewal is not of its epoch's driver: another {', '.join(other)}",
-            )
+            problem = f"the renewal is not from the driver of its epoch: another {', '.join(other)}"
+            report.add_finding("epochs", where, problem)
 
 
 def _check_receipts(
@@ -146,47 +139,41 @@ def _check_receipts(
     received = {int(match[1]) for path in names if (match := receipts.RECEIPT_NAME.fullmatch(path))}
     for k in sorted(received):
         if k < first:
-            report.add_finding(
-                "records",
-                files.shown(receipt_path(branch, k)),
-                f"a receipt of an iteration before the branch's first, {first}",
-            )
+            problem = f"the receipt belongs to an iteration before the branch's first, {first}"
+            report.add_finding("records", files.shown(receipt_path(branch, k)), problem)
     missing = sorted(k for k in iterations - received if not files.exists(receipt_path(branch, k)))
     if missing and not received and len(iterations) > 1:
-        report.add_note(
-            "records", branch, "no commit has a receipt: they are gone, or are older than receipts"
-        )
+        problem = "no commit has a receipt: they are gone, or the run is older than receipts"
+        report.add_note("records", branch, problem)
         return
     for k in missing:
         where = files.shown(receipt_path(branch, k))
         if k + 1 in iterations:
-            problem = "the receipt of a commit is gone: the commit that follows writes it if it is missing"
+            problem = "the receipt of a commit is gone: the next commit writes a missing receipt"
             report.add_finding("records", where, problem)
         elif k in scalars.newest_covered(files, branch):
-            report.add_finding(
-                "records",
-                where,
-                "the receipt of a commit is gone: tables have its rows, and are written after it",
-            )
+            problem = "the receipt of a commit is gone: tables are written later, and have its rows"
+            report.add_finding("records", where, problem)
         else:
-            problem = "the newest commit has no receipt: its driver was killed before it wrote it, or it is gone"
+            problem = (
+                "the newest commit has no receipt: its driver was killed before the write, or the "
+                "receipt is gone"
+            )
             report.add_note("records", where, problem)
 
 
 def _check_tables(
     files: Snapshot, report: Report, branch: str, iterations: Collection[int], first: int
 ) -> None:
-    """Check the tables. Files that the run puts together meanwhile come and go: then they are
-    looked at again."""
+    """Check the tables, again if the run merges their files during the check."""
     for _ in range(ATTEMPTS):
         own = Report()
         try:
-            live = Files(
-                files.root
-            )  # the listing of a snapshot may have neither the small files nor the large one
+            # The listing of a snapshot may have neither the small files nor the merged one.
+            live = Files(files.root)
             parts = {table: scalars.parts_of(live, branch, table) for table in scalars.TABLES}
-            for table, files_of_it in parts.items():
-                for part in files_of_it:
+            for table, table_parts in parts.items():
+                for part in table_parts:
                     _check_part(files, own, branch, table, part, first)
         except ObjectMissing:
             continue
@@ -198,46 +185,47 @@ def _check_tables(
 def _check_part(
     files: Snapshot, report: Report, branch: str, table: str, part: scalars.Part, first: int
 ) -> None:
-    """Check one file of a table. Raises: ObjectMissing if it was removed since it was listed."""
+    """Check one file of a table. Raises: ObjectMissing if it was deleted since the listing."""
     where = files.shown(part.path)
     read = partial(scalars.read_part, files, table, part)
     rows = read_or_report(files, report.findings, "tables", where, read, required=False)
     if rows is None:
         if not files.exists(part.path):
-            raise ObjectMissing("the file was put together with others", where=where)
+            raise ObjectMissing("the file was merged with others", where=where)
         return
     if part.first < first or not files.exists(f"branches/{commit_name(branch, part.end - 1)}.json"):
-        problem = f"it is named for iterations {part.first} to {part.end - 1}, which the branch has not all committed"
+        problem = (
+            f"its name has iterations {part.first} to {part.end - 1}, and the branch has not "
+            "committed all of them"
+        )
         report.add_finding("tables", where, problem)
     iterations = rows["iteration"].to_numpy()
     within = bool(np.all((iterations >= part.first) & (iterations < part.end)))
     if not within or set(rows["branch"].to_pylist()) - {branch}:
-        report.add_finding(
-            "tables",
-            where,
-            "it has rows of another branch, or of iterations that its name does not have",
-        )
+        problem = "it has rows of another branch, or of iterations outside its name"
+        report.add_finding("tables", where, problem)
     keys = ["iteration", "group_id", "index"] if table == "samples" else ["iteration", "name"]
     if rows.group_by(keys).aggregate([]).num_rows != rows.num_rows:
-        report.add_finding("tables", where, "it has a row twice")
+        report.add_finding("tables", where, "it has the same row twice")
 
 
 def _compare_tables(files: Snapshot, report: Report, commit: Commit) -> None:
-    """Compare the rows of one iteration with those that its records give now; what is not there is
-    named elsewhere."""
+    """Compare the rows of one iteration with those that its records give."""
     for table in scalars.TABLES:
         for part in scalars.parts_of(files, commit.branch, table):
             if not part.first <= commit.iteration < part.end:
                 continue
-            with suppress(StoreError):
+            with suppress(StoreError):  # other checks report unreadable objects
                 stored = scalars.read_part(files, table, part).filter(
                     pc.field("iteration") == commit.iteration
                 )
-                drawn = rows_of(files, commit, [table])[table]
-                if repr(stored.to_pylist()) != repr(
-                    drawn.to_pylist()
-                ):  # NaN is no number that equals itself
-                    problem = f"its rows of iteration {commit.iteration} are not those of the records: delete it to have it made again"
+                computed = rows_of(files, commit, [table])[table]
+                # Compared as text, because NaN does not equal NaN.
+                if repr(stored.to_pylist()) != repr(computed.to_pylist()):
+                    problem = (
+                        f"its rows of iteration {commit.iteration} are not those of the records: "
+                        "delete it, and it is computed again"
+                    )
                     report.add_finding("tables", files.shown(part.path), problem)
 
 
@@ -248,11 +236,9 @@ def _check_coverage(
     parts: dict[str, list[scalars.Part]],
     iterations: Collection[int],
 ) -> None:
-    """Compare the tables with the commits, and with each other.
-
-    A driver writes the same iterations to one table after the other. Killed between the two it
-    leaves the second without the newest file of the first; every other gap is a file that is gone.
-    """
+    """Compare the iterations of the tables with the commits, and with each other."""
+    # A driver writes the same iterations to one table after the other. If it is killed in between,
+    # the second table lacks the newest file of the first. Every other gap is a lost file.
     covered = {
         table: {k for part in own for k in range(part.first, part.end)}
         for table, own in parts.items()
@@ -273,20 +259,18 @@ def _check_coverage(
             if k >= newest.end or (table != next(iter(covered)) and k >= newest.first)
         ]
         if gone := sorted(set(missing) - set(pending)):
-            report.add_finding(
-                "tables", where, f"the rows of these iterations are gone: {format_ranges(gone)}"
-            )
+            problem = f"the rows of these iterations are gone: {format_ranges(gone)}"
+            report.add_finding("tables", where, problem)
         if pending:
-            report.add_note(
-                "tables",
-                where,
-                f"not yet in the table, it is made when the run goes on: iterations {format_ranges(pending)}",
+            problem = (
+                f"iterations {format_ranges(pending)} are not in the table yet; the run adds them "
+                "when it continues"
             )
+            report.add_note("tables", where, problem)
 
 
 def _check_notes(files: Snapshot, report: Report, branch: str) -> None:
     for k in notes.noted_iterations(files, branch):
-        path = notes.note_path(branch, k)
         read_or_report(
             files,
             report.findings,
@@ -301,28 +285,28 @@ def _check_notes(files: Snapshot, report: Report, branch: str) -> None:
 
 
 def _read_gate(files: Snapshot, report: Report, path: str, iteration: int) -> None:
-    """Read the record of a gate that was opened. Raises: ObjectMissing, ObjectCorrupt."""
+    """Read the record of an opened gate. Raises: ObjectMissing, ObjectCorrupt."""
     data = files.read(path)
     try:
-        said = json.loads(data)
-        sealed = "sha256" in said
-        found = (
+        content = json.loads(data)
+        # The first records of gates had no seal.
+        sealed = "sha256" in content
+        gate = (
             unseal(notes.OpenedGate, data, files.url(path))
             if sealed
-            else notes.OpenedGate.model_validate(said)
+            else notes.OpenedGate.model_validate(content)
         )
     except (ValueError, TypeError, RecursionError) as error:
         raise ObjectCorrupt(
-            "not the record of a gate", where=files.url(path), found=repr(error)[:200]
+            "not a readable record of a gate", where=files.url(path), found=repr(error)[:200]
         ) from error
-    if found.iteration != iteration:
-        problem = "this is another iteration's gate"
+    if gate.iteration != iteration:
         raise ObjectCorrupt(
-            problem, where=files.url(path), found=found.iteration, expected=iteration
+            "the gate belongs to another iteration",
+            where=files.url(path),
+            found=gate.iteration,
+            expected=iteration,
         )
     if not sealed:
-        report.add_note(
-            "records",
-            files.shown(path),
-            "not sealed, as gates were at first: its bytes cannot be checked",
-        )
+        problem = "no seal, as in early records of gates: its bytes cannot be checked"
+        report.add_note("records", files.shown(path), problem)

@@ -1,30 +1,32 @@
-"""Which run explains each object of a store, and which objects none explains.
+"""Reports the objects of a store that no run explains.
 
 An object is explained if a record of some run leads to it:
 
-    records of a run        its configuration, commits, notes, pointers to segments, epochs, receipts, tables
-    nodes, plans            those records name them, or a node that is explained was made of them
-    plans of iterations that are still open, and nodes that grew from them: the run may adopt them when it goes on
-    checkpoints, evaluations, pushes of weights that are explained
-    data files, shards      a node that is explained names them; shards of an open plan
-    draws, receipts         the plan or node that they are of is explained
+    records of a run        its configuration, commits, notes, segments, epochs, receipts, tables
+    nodes, plans            those records name them, or an explained node was made from them
+    open plans              plans of iterations without a commit, and nodes made from them: the run
+                            may adopt them when it continues
+    checkpoints, evaluations, pushes       of explained weights
+    data files, shards      an explained node names them; shards of an open plan
+    draws, receipts         of an explained plan or node
 
-What is left is named. It is a leftover, a note of the report, if a killed or replaced attempt of a
-known run leaves such objects, or a run that was removed does until garbage collection takes it:
-unfinished files, plans that were drawn in an iteration and are not in its commit with the nodes
-that grew from them, complete files that no node names. All else is a finding: a node or plan that
-no run refers to, a name that no writer gives, a link, a device, a file under two names.
+All other objects are reported. An object is a leftover, a note of the report, if killed or replaced
+attempts of a known run leave such objects, or if it belongs to a removed run until garbage
+collection deletes it. Leftovers are unfinished files, plans that were drawn in an iteration whose
+commit has other plans, nodes made from these plans, and complete files that no node names. Any
+other object is a finding: a node or plan of no run, an unknown name, a link, a device, a file with
+two names.
 
-Everything else goes on after an object that cannot be read. What only that object named is then
-named as unexplained. Not here: whether the records of a run are right (`audit`, `bookkeeping`), and
-removing anything (`gc`).
+An unreadable object is a finding too, and objects that only it names are reported as unexplained.
+
+Entry points: `explain`, `runs_of`.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -32,11 +34,12 @@ from typing import NamedTuple
 from rlpipe.errors import ObjectCorrupt
 from rlpipe.store.audit import unexpected_files
 from rlpipe.store.audit.bookkeeping import check_epochs
-from rlpipe.store.audit.reader import Finding, Report, read_or_report
+from rlpipe.store.audit.findings import Content, Finding, Report, read_or_report
 from rlpipe.store.audit.snapshot import Snapshot
+from rlpipe.store.audit.unexpected_files import UNKNOWN_NAME
 from rlpipe.store.branches import COMMIT_NAME, Branches, commit_name, config_path, parse_commit_name
 from rlpipe.store.epochs import COLLECTOR, EPOCH_NAME, SKEW_S, Epochs
-from rlpipe.store.nodes import LEAVES, Nodes
+from rlpipe.store.nodes import LEAVES, Nodes, node_path
 from rlpipe.store.notes import noted_iterations, read_note
 from rlpipe.store.objects.files import is_safe
 from rlpipe.store.plans import DRAW_NAME, Plans, draw_path, plan_path
@@ -49,349 +52,339 @@ PLAN_NAME = re.compile(r"plans/([0-9a-f]{64})/plan\.json")
 SHARD_FOLDER = re.compile(r"plans/([0-9a-f]{64})/(?:groups|cut)/")
 DATA_FOLDER = re.compile(r"data/([a-z]+)/([0-9a-f]{64})/")
 CHECKPOINT_FILE = re.compile(r"checkpoints/([^/]+)/iter_[0-9]{7,}/[0-9a-f]{12}/(?:[^/]+/)*[^/]+")
-OF_WEIGHTS = (*LEAVES, Stage.SYNC)
-"""Stages about weights, which may be recorded while no commit names those weights' successor."""
+WEIGHT_STAGES = (*LEAVES, Stage.SYNC)
+"""Stages about weights. Their nodes may exist before any commit names them."""
+RECORD_FOLDERS = ("branches", "rollouts", "gates", "nodes")
+"""Folders without other objects than records."""
 READERS = 8
-NOBODY = "unexplained: no record of any run refers to it (`python -m tools.gc` removes what nothing refers to)"
-GIVEN_UP = "left over from an attempt that was killed or replaced, or from a run that was removed; `python -m tools.gc` removes it"
+UNEXPLAINED = "unexplained: no record of any run refers to it (`python -m tools.gc` removes it)"
+LEFTOVER = "left over from a killed or replaced attempt, or a removed run; `tools.gc` removes it"
 
 Cursor = tuple[int, int, int]
-"""Where the data source stands: epoch, offset, draws."""
+"""Position of the data source: epoch, offset, draws."""
 
 
-class NodeSeen(NamedTuple):
-    """What a node says that explains other objects."""
+class NodeLinks(NamedTuple):
+    """The objects that a node refers to."""
 
     stage: Stage
     parents: tuple[str, ...]
+    """Digests of the parents; of a rollout also its source and the scores of a filter."""
     files: tuple[str, ...]
     plans: tuple[str, ...]
     after: Cursor | None
-    """Of a rollout: where it left the data source."""
+    """Position of the data source after a rollout."""
 
 
 def explain(files: Snapshot, report: Report) -> None:
-    """Name every object that no run explains. Raises: StoreError if the store does not answer."""
+    """Report every object that no run explains.
+
+    Raises: StoreError if the store does not answer.
+    """
     _Explainer(files, report).explain()
 
 
 def runs_of(files: Snapshot) -> list[str]:
-    """The runs of a store: whatever has a folder among the branches and more in it than epochs."""
-    found = set()
-    odd = [one.path for one in files.odd if one.path.startswith("branches/")]
+    """Return the names of the runs: folders among the branches with more content than epochs."""
+    runs = set()
+    odd = [name.path for name in files.odd if name.path.startswith("branches/")]
     for path in filter(is_safe, (*files.list("branches"), *odd)):
         if path.count("/") > 1 and not EPOCH_NAME.fullmatch(path):
-            found.add(path.split("/")[1])
-    return sorted(found - {COLLECTOR})
+            runs.add(path.split("/")[1])
+    return sorted(runs - {COLLECTOR})
 
 
 class _Explainer:
-    """The closure over one listing: what is explained, and what is left over."""
+    """The explained and left over objects of one listing."""
 
     def __init__(self, files: Snapshot, report: Report) -> None:
         self._files = files
         self._report = report
-        self._nodes, self._branches, self._plans = Nodes(files), Branches(files), Plans(files)
-        self._seen: dict[str, NodeSeen] = {}
-        """Nodes that can be read, by digest."""
-        self._children: dict[str, list[str]] = defaultdict(list)
+        self._nodes = Nodes(files)
+        self._branches = Branches(files)
+        self._plans = Plans(files)
         self._runs = runs_of(files)
-        self._removed: set[str] = set()
-        """Branches of which there are only epochs."""
+        self._removed_runs: set[str] = set()
+        """Names of branches that have only epochs."""
+        self._links: dict[str, NodeLinks] = {}
+        """Readable nodes by digest."""
+        self._children: dict[str, list[str]] = defaultdict(list)
         self._next: dict[str, int] = {}
-        """The first iteration that a branch has not committed."""
+        """First iteration that a branch has not committed."""
         self._cursors: set[Cursor] = {_cursor(DataState())}
+        """Positions of the data source at which a plan may start."""
         self._named: set[str] = set()
         """Digests that the records of runs name."""
         self._explained: set[str] = set()
-        """Digests of nodes and plans."""
+        """Digests of explained nodes and plans."""
         self._left: set[str] = set()
         """Digests of nodes and plans that are left over."""
-        self._plan_seen: dict[str, Plan | None] = {}
+        self._read_plans: dict[str, Plan | None] = {}
 
     def explain(self) -> None:
-        self._name_odd()
+        self._report_odd_names()
         self._read_nodes()
         for branch in self._runs:
             self._read_run(branch)
-        self._read_other_epochs()
-        self._reach(self._named, self._explained)
+        self._check_branch_folders()
+        self._add_ancestors(self._named, self._explained)
         self._judge_plans()
         self._judge_nodes()
         self._judge_files()
 
-    def _wrong(self, path: str, problem: str) -> None:
-        """Name an object, unless the checks of a run did."""
+    def _add_finding(self, path: str, problem: str) -> None:
+        """Report an object, unless another check did."""
         where = self._files.shown(path)
         if not any(where == one.where or where in one.problem for one in self._report.findings):
             self._report.add_finding("unexplained", where, problem)
 
-    def _left_over(self, path: str, problem: str = GIVEN_UP) -> None:
+    def _add_leftover(self, path: str, problem: str = LEFTOVER) -> None:
         where = self._files.shown(path)
         if not any(where == one.where for one in self._report.findings):
             self._report.add_note("leftover", where, problem)
 
-    def _name_odd(self) -> None:
+    def _read_optional(self, path: str, read: Callable[[], Content]) -> Content | None:
+        """Return the content of an object; None if it is missing, or unreadable and reported."""
+        problems: list[Finding] = []
+        content = read_or_report(self._files, problems, "records", path, read, required=False)
+        for problem in problems:
+            self._add_finding(path, problem.problem)
+        return content
+
+    def _read_record(self, where: str, read: Callable[[], Content]) -> Content | None:
+        """Return a record of a run. A missing or unreadable one is a finding, as in its audit."""
+        return read_or_report(self._files, self._report.findings, "records", where, read)
+
+    def _report_odd_names(self) -> None:
         for odd in self._files.odd:
-            self._wrong(odd.path, f"this is {odd.kind}, where only files are")
+            self._add_finding(odd.path, f"this is {odd.kind}, and a store has only files")
         for unfinished in self._files.unfinished:
-            self._left_over(
-                unfinished.path, "an unfinished file: it is being written, or its writer was killed"
-            )
+            problem = "an unfinished file: its writer is active, or was killed"
+            self._add_leftover(unfinished.path, problem)
         names = defaultdict(list)
         for seen in self._files.seen.values():
             if seen.identity is not None:
                 names[seen.identity].append(seen.path)
         for paths in names.values():
             for path in sorted(paths)[1:]:
-                self._wrong(
-                    path,
-                    f"the same file has another name in the store: {self._files.shown(min(paths))}",
-                )
+                other = self._files.shown(min(paths))
+                self._add_finding(path, f"the same file has another name in the store: {other}")
 
     def _read_nodes(self) -> None:
-        wanted: list[tuple[str, Stage, str]] = []
+        wanted: list[tuple[Stage, str]] = []
         for path in self._files.list("nodes"):
             match = NODE_NAME.fullmatch(path)
             if match is None or match[1] not in set(Stage):
-                self._wrong(path, unexpected_files.NO_NAME)
+                self._add_finding(path, UNKNOWN_NAME)
             else:
-                wanted.append((path, Stage(match[1]), match[2]))
+                wanted.append((Stage(match[1]), match[2]))
         with ThreadPoolExecutor(READERS) as pool:
-            for (path, _, digest), (node, problems) in zip(
-                wanted, pool.map(lambda one: self._read_node(*one), wanted), strict=True
-            ):
+            reads = pool.map(lambda key: self._read_links(*key), wanted)
+            for (stage, digest), (links, problems) in zip(wanted, reads, strict=True):
                 for problem in problems:
-                    self._wrong(path, problem.problem)
-                if node is not None:
-                    self._seen[digest] = node
-                    for parent in node.parents:
+                    self._add_finding(node_path(stage, digest), problem.problem)
+                if links is not None:
+                    self._links[digest] = links
+                    for parent in links.parents:
                         self._children[parent].append(digest)
 
-    def _read_node(
-        self, path: str, stage: Stage, digest: str
-    ) -> tuple[NodeSeen | None, list[Finding]]:
+    def _read_links(self, stage: Stage, digest: str) -> tuple[NodeLinks | None, list[Finding]]:
+        # Runs in threads, so it returns problems instead of reporting them.
         problems: list[Finding] = []
-        node = read_or_report(
-            self._files,
-            problems,
-            "records",
-            path,
-            partial(self._nodes.get, stage, digest),
-            required=False,
-        )
+        read = partial(self._nodes.get, stage, digest)
+        path = node_path(stage, digest)
+        node = read_or_report(self._files, problems, "records", path, read, required=False)
         if node is None:
             return None, problems
-        config = node.config
-        outputs = node.outputs
-        more = (
-            [config[key] for key in ("of", "judged_by") if isinstance(config.get(key), str)]
-            if stage is Stage.ROLLOUT
-            else []
-        )
-        plans = outputs.get("plans") if stage is Stage.ROLLOUT else None
-        said = (
-            tuple(one for one in plans if isinstance(one, str)) if isinstance(plans, list) else ()
-        )
+        parents = list(node.parents.values())
+        plans: list[str] = []
+        if stage is Stage.ROLLOUT:
+            inputs = [node.config.get(key) for key in ("of", "judged_by")]
+            parents += [digest for digest in inputs if isinstance(digest, str)]
+            named = node.outputs.get("plans")
+            plans = (
+                [plan for plan in named if isinstance(plan, str)] if isinstance(named, list) else []
+            )
         files = tuple(record.path for record in node.files)
-        return NodeSeen(
-            stage, (*node.parents.values(), *more), files, said, _after(outputs.get("after"))
-        ), problems
+        after = _recorded_cursor(node.outputs.get("after"))
+        return NodeLinks(stage, tuple(parents), files, tuple(plans), after), problems
 
     def _read_run(self, branch: str) -> None:
-        """What the records of a run name. A record that cannot be read is a finding, as in the
-        audit of that run."""
-        record = self._read(branch, lambda: self._branches.get(branch))
+        """Collect the digests that the records of a run name."""
+        record = self._read_record(branch, partial(self._branches.get, branch))
         if record is not None:
             self._named.add(record.init)
         committed = self._branches.committed(branch)
         with ThreadPoolExecutor(READERS) as pool:
-            reads = [
-                (commit_name(branch, k), partial(self._branches.read, branch, k)) for k in committed
-            ]
-            commits = [
-                one for one in pool.map(lambda asked: self._read(*asked), reads) if one is not None
-            ]
+            reads = pool.map(
+                lambda k: self._read_record(
+                    commit_name(branch, k), partial(self._branches.read, branch, k)
+                ),
+                committed,
+            )
+            commits = [commit for commit in reads if commit is not None]
         for commit in commits:
             self._named.update(commit.plans, commit.nodes.values())
             self._cursors.add(_cursor(commit.data))
         origin = parse_commit_name(record.parent)[1] if record is not None and record.parent else -1
         self._next[branch] = max(committed, default=origin) + 1
-        for segment in (
-            self._read(f"segments of {branch}", lambda: Segments(self._files).of(branch)) or ()
-        ):
+        segments = self._read_record(
+            f"segments of {branch}", partial(Segments(self._files).of, branch)
+        )
+        for segment in segments or ():
             self._named.add(segment.segment)
         for k in noted_iterations(self._files, branch):
-            nodes = self._read(commit_name(branch, k), partial(read_note, self._files, branch, k))
+            nodes = self._read_record(
+                commit_name(branch, k), partial(read_note, self._files, branch, k)
+            )
             self._named.update((nodes or {}).values())
-        for stray in unexpected_files.of_branch(self._files, branch):
-            self._wrong(stray.path, stray.problem)
+        for unexpected in unexpected_files.of_branch(self._files, branch):
+            self._add_finding(unexpected.path, unexpected.problem)
 
-    def _read(self, where: str, read: Callable):
-        return read_or_report(self._files, self._report.findings, "records", where, read)
-
-    def _read_other_epochs(self) -> None:
-        """Epochs of the collector, and of runs that were removed or never began: they stay for
-        good."""
-        found = {
+    def _check_branch_folders(self) -> None:
+        """Check the epochs that belong to no run, and records that belong to no branch."""
+        with_epochs = {
             path.split("/")[1]
             for path in self._files.list("branches")
             if EPOCH_NAME.fullmatch(path)
         }
-        for branch in sorted(found - set(self._runs)):
+        for branch in sorted(with_epochs - set(self._runs)):
             check_epochs(self._files, self._report, branch)
             if branch != COLLECTOR:
-                self._removed.add(branch)
-                problem = "only epochs are there: the run was removed, or was never begun"
-                self._report.add_note("leftover", self._files.shown(f"branches/{branch}"), problem)
+                self._removed_runs.add(branch)
+                where = self._files.shown(f"branches/{branch}")
+                problem = "only epochs: the run was removed, or never began"
+                self._report.add_note("leftover", where, problem)
         for path in self._files.list(f"branches/{COLLECTOR}"):
             if not EPOCH_NAME.fullmatch(path):
-                self._wrong(path, unexpected_files.NO_NAME)
-        for path in (
-            *self._files.list("branches"),
-            *self._files.list("rollouts"),
-            *self._files.list("gates"),
-        ):
-            folder, _, rest = path.partition("/")
-            branch, _, name = rest.partition("/")
-            if not name:
-                self._wrong(path, unexpected_files.NO_NAME)
-            elif folder != "branches" and branch not in self._runs:
-                self._wrong(path, "unexplained: there is no run of this name")
+                self._add_finding(path, UNKNOWN_NAME)
+        for folder in ("branches", "rollouts", "gates"):
+            for path in self._files.list(folder):
+                branch, _, name = path.removeprefix(f"{folder}/").partition("/")
+                if not name:
+                    self._add_finding(path, UNKNOWN_NAME)
+                elif folder != "branches" and branch not in self._runs:
+                    self._add_finding(path, "unexplained: no run has this name")
         for branch in self._runs:
             if not self._files.exists(config_path(branch)) and any(
                 COMMIT_NAME.fullmatch(path) for path in self._files.list(f"branches/{branch}")
             ):
-                self._wrong(config_path(branch), "a run has commits and no configuration")
+                self._add_finding(config_path(branch), "a run has commits and no configuration")
 
-    def _reach(self, digests: Iterable[str], into: set[str]) -> None:
-        """Add nodes and plans with all that they were made of."""
+    def _add_ancestors(self, digests: Iterable[str], into: set[str]) -> None:
+        """Add nodes and plans with all that they were made from."""
         waiting = list(digests)
         while waiting:
             digest = waiting.pop()
             if digest in into:
                 continue
             into.add(digest)
-            if (node := self._seen.get(digest)) is not None:
-                waiting += [*node.parents, *node.plans]
-                if node.after is not None and into is self._explained:
-                    self._cursors.add(node.after)
+            if (links := self._links.get(digest)) is not None:
+                waiting += [*links.parents, *links.plans]
+                if links.after is not None and into is self._explained:
+                    self._cursors.add(links.after)
 
-    def _grow(self, digests: Iterable[str], into: set[str]) -> None:
-        """Add nodes and plans with all that was made from them, and of what."""
+    def _add_descendants(self, digests: Iterable[str], into: set[str]) -> None:
+        """Add nodes and plans with all that was made from them, and the ancestors of these."""
         waiting = list(digests)
-        grown = set[str]()
+        visited = set[str]()
         while waiting:
             digest = waiting.pop()
-            if digest not in grown:
-                grown.add(digest)
-                self._reach([digest], into)
+            if digest not in visited:
+                visited.add(digest)
+                self._add_ancestors([digest], into)
                 waiting += self._children.get(digest, ())
 
+    def _add_leaves(self, into: set[str]) -> None:
+        """Add checkpoints, evaluations and pushes of weights."""
+        for digest, links in self._links.items():
+            is_leaf = links.stage in WEIGHT_STAGES and bool(links.parents)
+            if is_leaf and all(
+                parent in into or parent in self._explained for parent in links.parents
+            ):
+                into.add(digest)
+
     def _judge_plans(self) -> None:
-        """Tell the plans that no record names apart: of an open iteration, left over, or
-        nobody's."""
+        """Sort the plans that no record names: of an open iteration, left over, or unexplained."""
+        open_plans = set[str]()
+        left = set[str]()
         loose: dict[str, Plan] = {}
         for path in self._files.list("plans"):
             match = PLAN_NAME.fullmatch(path)
             if match is None or match[1] in self._explained:
                 continue
             plan = self._plan(match[1])
-            if plan is not None:
+            if plan is None:
+                continue
+            if plan.branch in self._removed_runs:
+                left.add(match[1])
+            elif plan.branch in self._next:
                 loose[match[1]] = plan
-        open_ones = set[str]()
-        passed = set[str]()
-        for digest in [digest for digest, plan in loose.items() if plan.branch in self._removed]:
-            passed.add(digest)
-            del loose[digest]
-        for digest in [digest for digest, plan in loose.items() if plan.branch not in self._next]:
-            self._wrong(
-                plan_path(digest),
-                f"unexplained: it is a plan of {loose.pop(digest).branch!r}, and there is no such run",
-            )
+            else:
+                problem = f"unexplained: it is a plan of {plan.branch!r}, and no run has this name"
+                self._add_finding(path, problem)
+        # A part starts where the part before it ends, and that part may be loose too. So repeat
+        # until no plan starts at a known position.
         while found := [
             digest for digest, plan in loose.items() if _cursor(plan.before) in self._cursors
         ]:
-            for digest in found:  # a part follows the one before it, which may be loose too
+            for digest in found:
                 plan = loose.pop(digest)
-                (open_ones if plan.iteration >= self._next[plan.branch] else passed).add(digest)
+                (open_plans if plan.iteration >= self._next[plan.branch] else left).add(digest)
                 self._cursors.add(_cursor(plan.after))
         for digest in loose:
-            self._wrong(
-                plan_path(digest),
-                "unexplained: it begins where no iteration of its run left the data source",
-            )
-        self._grow(open_ones, self._explained)
+            problem = "unexplained: no iteration of its run left the data source where it starts"
+            self._add_finding(plan_path(digest), problem)
+        self._add_descendants(open_plans, self._explained)
         self._add_leaves(self._explained)
-        self._grow(passed, self._left)
+        self._add_descendants(left, self._left)
         self._add_leaves(self._left)
         self._left -= self._explained
 
-    def _add_leaves(self, into: set[str]) -> None:
-        """Checkpoints, evaluations and pushes of weights."""
-        for digest, node in self._seen.items():
-            about = node.stage in OF_WEIGHTS and bool(node.parents)
-            if about and all(
-                parent in into or parent in self._explained for parent in node.parents
-            ):
-                into.add(digest)
-
     def _plan(self, digest: str) -> Plan | None:
-        """A plan that can be read; what is wrong with another is named."""
-        if digest not in self._plan_seen:
-            problems: list[Finding] = []
-            path = plan_path(digest)
+        if digest not in self._read_plans:
             read = partial(self._plans.read, digest)
-            self._plan_seen[digest] = read_or_report(
-                self._files, problems, "records", path, read, required=False
-            )
-            for problem in problems:
-                self._wrong(path, problem.problem)
-        return self._plan_seen[digest]
+            self._read_plans[digest] = self._read_optional(plan_path(digest), read)
+        return self._read_plans[digest]
 
     def _judge_nodes(self) -> None:
-        beginning = self._removed or self._driven()
-        for digest, node in self._seen.items():
-            path = f"nodes/{node.stage}/{digest}.json"
+        # A run that begins now writes its first weights before its configuration.
+        may_begin = self._removed_runs or self._is_driven()
+        for digest, links in self._links.items():
+            path = node_path(links.stage, digest)
             if digest in self._explained:
                 continue
             if digest in self._left:
-                self._left_over(path)
-            elif node.stage is Stage.INIT and beginning:
-                self._left_over(
-                    path, "first weights of a run that was removed, was not begun, or begins now"
-                )
+                self._add_leftover(path)
+            elif links.stage is Stage.INIT and may_begin:
+                problem = "first weights of a run that was removed, never began, or begins now"
+                self._add_leftover(path, problem)
             elif (
-                node.stage is Stage.SEGMENT
-                and node.parents
-                and all(one in self._explained for one in node.parents)
+                links.stage is Stage.SEGMENT
+                and links.parents
+                and all(parent in self._explained for parent in links.parents)
             ):
-                self._left_over(path, "a state that was made anew, and that no run went on from")
+                self._add_leftover(path, "a segment that no run continued from")
             else:
-                self._wrong(path, NOBODY)
+                self._add_finding(path, UNEXPLAINED)
                 continue
             self._left.add(digest)
 
-    def _driven(self) -> bool:
-        """True if somebody drives a run now: then a node may be there before the record that names
-        it."""
+    def _is_driven(self) -> bool:
+        """True if a driver is active. A node may then exist before the record that names it."""
         epochs = Epochs(self._files)
         leases = [
             read_or_report(self._files, [], "epochs", run, partial(epochs.newest, run))
-            for run in {*self._runs, *self._removed}
+            for run in {*self._runs, *self._removed_runs}
         ]
         return any(lease is not None and not lease.expired(SKEW_S) for lease in leases)
 
     def _judge_files(self) -> None:
         explained = set[str]()
         left = set[str]()
-        for digest, node in self._seen.items():
-            (explained if digest in self._explained else left).update(node.files)
+        for digest, links in self._links.items():
+            (explained if digest in self._explained else left).update(links.files)
         judges = {
-            "branches": None,
-            "rollouts": None,
-            "gates": None,
-            "nodes": None,
             "plans": self._judge_shard,
             "data": self._judge_data,
             "checkpoints": self._judge_checkpoint,
@@ -400,142 +393,108 @@ class _Explainer:
         }
         for path in self._files.list():
             folder = path.partition("/")[0]
-            if path in explained or (folder in judges and judges[folder] is None and "/" in path):
+            if path in explained or (folder in RECORD_FOLDERS and "/" in path):
                 continue
             if path in left:
-                self._left_over(path)
+                self._add_leftover(path)
             elif "/" not in path or folder not in judges:
-                self._wrong(path, f"unexplained: {unexpected_files.NO_NAME}")
-            elif (judge := judges[folder]) is not None:
-                judge(path)
+                self._add_finding(path, f"unexplained: {UNKNOWN_NAME}")
+            else:
+                judges[folder](path)
 
     def _judge_shard(self, path: str) -> None:
-        """Of a plan, or of its rows that no rollout names."""
+        """Judge a plan, or a shard of a plan that no rollout names."""
         if match := PLAN_NAME.fullmatch(path):
             if match[1] in self._left and match[1] not in self._explained:
-                self._left_over(path)
+                self._add_leftover(path)
             return
         match = SHARD_FOLDER.match(path)
-        digest = match[1] if match else ""
-        if not self._files.exists(plan_path(digest)) if digest else True:
-            self._wrong(
-                path,
-                "its plan is not there, and a plan is written first"
-                if digest
-                else unexpected_files.NO_NAME,
-            )
+        if match is None:
+            self._add_finding(path, UNKNOWN_NAME)
+        elif not self._files.exists(plan_path(match[1])):
+            self._add_finding(path, "its plan is missing, and a plan is written before its shards")
         elif problem := unexpected_files.misnamed(self._files, path, unexpected_files.SHARD):
-            self._wrong(path, problem)
-        elif digest not in self._open():
-            self._left_over(path)
-
-    def _open(self) -> set[str]:
-        """Plans that are explained and that no record names: rows are still being added to them."""
-        return self._explained - self._named
+            self._add_finding(path, problem)
+        # An explained plan that no record names is open: shards are still added to it.
+        elif match[1] not in self._explained - self._named:
+            self._add_leftover(path)
 
     def _judge_data(self, path: str) -> None:
         match = DATA_FOLDER.match(path)
         if problem := unexpected_files.misnamed(self._files, path, unexpected_files.DATA):
-            self._wrong(path, problem)
+            self._add_finding(path, problem)
         elif match is None or match[1] not in set(Stage):
-            self._wrong(path, unexpected_files.NO_NAME)
+            self._add_finding(path, UNKNOWN_NAME)
         else:
-            self._left_over(
-                path,
-                "no node names it: its attempt was killed or replaced, goes on now, or its node is gone",
+            problem = (
+                "no node names it: its attempt is active, killed or replaced, or its node gone"
             )
+            self._add_leftover(path, problem)
 
     def _judge_checkpoint(self, path: str) -> None:
         match = CHECKPOINT_FILE.fullmatch(path)
-        if match is None or match[1] not in {*self._runs, *self._removed}:
-            self._wrong(path, f"unexplained: {unexpected_files.NO_NAME}")
+        if match is None or match[1] not in {*self._runs, *self._removed_runs}:
+            self._add_finding(path, f"unexplained: {UNKNOWN_NAME}")
         else:
-            self._left_over(
-                path,
-                "no checkpoint names it: its upload was killed or goes on now, or its node is gone",
-            )
+            problem = "no checkpoint names it: its upload is active or killed, or its node is gone"
+            self._add_leftover(path, problem)
 
     def _judge_draw(self, path: str) -> None:
         if not DRAW_NAME.fullmatch(path):
-            self._wrong(path, unexpected_files.NO_NAME)
+            self._add_finding(path, UNKNOWN_NAME)
             return
-        problems: list[Finding] = []
-        digest = read_or_report(
-            self._files,
-            problems,
-            "records",
-            path,
-            partial(self._plans.drawn_in, path),
-            required=False,
-        )
-        if digest is not None and not self._files.exists(plan_path(digest)):
-            problems.append(Finding("records", path, f"it names plan {digest}, which is not there"))
-        elif digest is not None and (plan := self._plan(digest)) is not None:
+        digest = self._read_optional(path, partial(self._plans.drawn_in, path))
+        if digest is None:
+            return
+        if not self._files.exists(plan_path(digest)):
+            self._add_finding(path, f"it names plan {digest}, which is missing")
+        elif (plan := self._plan(digest)) is not None:
             if draw_path(plan.branch, plan.iteration, plan.part, plan.before) != path:
-                problems.append(
-                    Finding(
-                        "records",
-                        path,
-                        f"it names plan {digest}, which was drawn from another state",
-                    )
-                )
+                problem = f"it names plan {digest}, which was drawn from another state"
+                self._add_finding(path, problem)
             elif digest in self._left:
-                self._left_over(path)
+                self._add_leftover(path)
             elif digest not in self._explained:
-                problems.append(Finding("records", path, NOBODY))
-        for problem in problems:
-            self._wrong(path, problem.problem)
+                self._add_finding(path, UNEXPLAINED)
 
     def _judge_receipt(self, path: str) -> None:
         match = NODE_RECEIPT_NAME.fullmatch(path)
+        receipts = Receipts(self._files)
         if REMOVAL_NAME.fullmatch(path):
-            self._read(path, partial(Receipts(self._files).get_removed, path))
-            return
-        if match is None or match[1] not in LEAVES:
-            self._wrong(path, unexpected_files.NO_NAME)
-            return
-        problems: list[Finding] = []
-        receipt = read_or_report(
-            self._files,
-            problems,
-            "records",
-            path,
-            partial(Receipts(self._files).get_node, path),
-            required=False,
-        )
-        if receipt is not None:
-            problems += [Finding("records", path, problem) for problem in self._unlike(receipt)]
-        for problem in problems:
-            self._wrong(path, problem.problem)
+            self._read_record(path, partial(receipts.get_removed, path))
+        elif match is None or match[1] not in LEAVES:
+            self._add_finding(path, UNKNOWN_NAME)
+        else:
+            receipt = self._read_optional(path, partial(receipts.get_node, path))
+            if receipt is not None:
+                self._compare_receipt(path, receipt)
 
-    def _unlike(self, receipt: NodeReceipt) -> Iterator[str]:
-        """What does not fit between a receipt and its node."""
-        path = f"nodes/{receipt.stage}/{receipt.digest}.json"
-        if not self._files.exists(path):
-            if self._files.exists(
-                f"receipts/{receipt.stage}/{receipt.digest}.json"
-            ):  # else both are being removed
-                yield f"{receipt.stage} {receipt.digest} was recorded, and its node is gone"
-        elif receipt.digest in self._seen:
+    def _compare_receipt(self, path: str, receipt: NodeReceipt) -> None:
+        """Compare a receipt with its node."""
+        name = f"{receipt.stage} {receipt.digest}"
+        if not self._files.exists(node_path(receipt.stage, receipt.digest)):
+            # Garbage collection removes the receipt first. If it is gone, both are being removed.
+            if self._files.exists(path):
+                self._add_finding(path, f"{name} was recorded, and its node is gone")
+        elif receipt.digest in self._links:
             try:
                 node = self._nodes.get(receipt.stage, receipt.digest)
-            except ObjectCorrupt:  # named already
+            except ObjectCorrupt:  # reported already
                 return
             if NodeReceipt.of(node) != receipt:
-                yield f"another record of {receipt.stage} {receipt.digest} was here: its receipt does not fit this one"
+                problem = f"another record of {name} was here: its receipt does not match this one"
+                self._add_finding(path, problem)
 
 
 def _cursor(state: DataState) -> Cursor:
     return state.epoch, state.offset, state.draws
 
 
-def _after(said: object) -> Cursor | None:
-    """Where a rollout says that it left the data source; None if it says nothing of that form."""
-    values = (
-        [said.get(key, 0) for key in ("epoch", "offset", "draws")] if isinstance(said, dict) else []
-    )
-    return (
-        (values[0], values[1], values[2])
-        if values and all(isinstance(one, int) for one in values)
-        else None
-    )
+def _recorded_cursor(state: object) -> Cursor | None:
+    """Return the position in the outputs of a rollout; None if it is malformed."""
+    if not isinstance(state, dict):
+        return None
+    epoch, offset, draws = (state.get(key, 0) for key in ("epoch", "offset", "draws"))
+    if all(isinstance(value, int) for value in (epoch, offset, draws)):
+        return epoch, offset, draws
+    return None

@@ -1,13 +1,14 @@
-"""What lies in a run's own folders and no writer put there: copies, files under names that say
-nothing of their bytes, rows of another plan. Nothing would read most of it; but who adopts what a
-folder holds might.
+"""Files in the folders of a run that no writer of rlpipe creates.
 
-Not every file that no record names is one. An attempt that was killed before its node was recorded,
-or that wrote on after another had taken its place, leaves whole files, under names that carry their
-checksum. Two attempts never write the same bytes: what is sampled carries its time. (Only what came
-finished from the buffer, or failed, may be written twice alike.)
+Examples: copies, files whose name does not match their bytes, rows of another plan. Most of them
+are never read, but a retry that adopts the files of a folder might read them.
 
-Not here: files that records name (`audit_reading`), and what no branch refers to (`explained`).
+A file that no record names is not always unexpected. An attempt that was killed before its node was
+recorded, or that continued after another attempt replaced it, leaves complete files whose names
+carry their checksum. Two attempts never write equal bytes, because samples have times. Only groups
+from the buffer and failed groups may be written twice with equal bytes.
+
+Entry points: `of_branch`, `of_plan`, `of_node`, `misnamed`.
 """
 
 from __future__ import annotations
@@ -39,80 +40,85 @@ OF_A_BRANCH = (
     signatures.SIGNATURE_NAME,
 )
 FOLDERS_OF_A_BRANCH = ("branches", "rollouts", "gates")
-NO_NAME = "no writer gives a file such a name: it is a copy, or was put there by hand"
+UNKNOWN_NAME = "rlpipe writes no file with such a name: it is a copy, or was added by hand"
 
 
-class Stray(NamedTuple):
-    """An object, and why it cannot be a writer's."""
+class UnexpectedFile(NamedTuple):
+    """A file, and the reason why no writer created it."""
 
     path: str
     problem: str
 
 
-def of_branch(files: Snapshot, branch: str) -> Iterator[Stray]:
-    """Among the records of a branch."""
+def of_branch(files: Snapshot, branch: str) -> Iterator[UnexpectedFile]:
+    """Yield the unexpected files among the records of a branch."""
     for path in (
         name for folder in FOLDERS_OF_A_BRANCH for name in files.list(f"{folder}/{branch}")
     ):
-        if not any(name.fullmatch(path) for name in OF_A_BRANCH):
-            yield Stray(path, NO_NAME)
+        if not any(pattern.fullmatch(path) for pattern in OF_A_BRANCH):
+            yield UnexpectedFile(path, UNKNOWN_NAME)
 
 
-def of_plan(files: Snapshot, digest: str, plan: Plan, named: Collection[str]) -> Iterator[Stray]:
-    """Among the rows of a plan. `named`: files of the rollout's node."""
+def of_plan(
+    files: Snapshot, digest: str, plan: Plan, named: Collection[str]
+) -> Iterator[UnexpectedFile]:
+    """Yield the unexpected files among the rows of a plan. `named`: files of the rollout node."""
     names = files.list(f"plans/{digest}")
-    drawn = {group.group_id: group.earlier is None for group in plan.groups}
+    is_new = {group.group_id: group.earlier is None for group in plan.groups}
     for path in names:
         if path in named or path == plan_path(digest):
             continue
-        if (problem := misnamed(files, path, SHARD)) or (
-            problem := _misplaced(files, path, drawn, names)
-        ):
-            yield Stray(path, problem)
+        problem = misnamed(files, path, SHARD) or _misplaced(files, path, is_new, names)
+        if problem:
+            yield UnexpectedFile(path, problem)
 
 
-def of_node(files: Snapshot, node: Node) -> Iterator[Stray]:
-    """Beside the files of a node; those of a rollout lie below its plans. Of a checkpoint, which is
-    recorded once it is complete, all files are named."""
+def of_node(files: Snapshot, node: Node) -> Iterator[UnexpectedFile]:
+    """Yield the unexpected files in the folders of a node's files.
+
+    Folders of a rollout belong to its plans (`of_plan`).
+    """
     named = {record.path for record in node.files}
-    for folder in sorted(
-        {path.rpartition("/")[0] for path in named if not path.startswith("plans/")}
-    ):
+    folders = {path.rpartition("/")[0] for path in named if not path.startswith("plans/")}
+    for folder in sorted(folders):
         names = files.list(folder)
         for path in names:
             if path in named:
                 continue
             if problem := misnamed(files, path, DATA):
-                yield Stray(path, problem)
+                yield UnexpectedFile(path, problem)
             elif twin := _twin(path, names):
-                yield Stray(path, f"its bytes are those of {twin}: it is a copy")
+                yield UnexpectedFile(path, f"a copy: {twin} has the same bytes")
 
 
-def misnamed(files: Snapshot, path: str, form: re.Pattern[str]) -> str | None:
-    """What is wrong with the name of an object; None if it has the form, and the object's bytes are
-    those of the name."""
-    match = form.fullmatch(path)
+def misnamed(files: Snapshot, path: str, pattern: re.Pattern[str]) -> str | None:
+    """Return the problem with an object's name, or None.
+
+    The name must have the pattern, and the checksum in it must match the bytes.
+    """
+    match = pattern.fullmatch(path)
     if match is None:
-        return NO_NAME
+        return UNKNOWN_NAME
     try:
         files.refuse_large(path)
-        found = files.sha256(path)
+        sha256 = files.sha256(path)
     except ObjectMissing:
-        return None  # it was removed since the listing
+        return None  # deleted since the listing
     except StoreError as error:
         files.check_reachable()
         return str(error)
-    return (
-        None
-        if found.startswith(match[1])
-        else f"its bytes are not those of its name: sha256 {found}"
-    )
+    if sha256.startswith(match[1]):
+        return None
+    return f"its bytes do not match its name: sha256 {sha256}"
 
 
 def _misplaced(
-    files: Snapshot, path: str, drawn: dict[str, bool], names: Sequence[str]
+    files: Snapshot, path: str, is_new: dict[str, bool], names: Sequence[str]
 ) -> str | None:
-    """What is wrong with its rows. `drawn`: group → is it sampled for the first time?"""
+    """Return the problem with a shard's rows, or None.
+
+    `is_new`: for each group of the plan, True if it is sampled for the first time.
+    """
     try:
         rows = decode(files.read(path), files.url(path), ["group_id", "t_end_s"])
     except ObjectMissing:
@@ -120,33 +126,26 @@ def _misplaced(
     except StoreError as error:
         files.check_reachable()
         return str(error)
+    groups = rows["group_id"].to_pylist()
     sampled = {
-        group
-        for group, end_s in zip(
-            rows["group_id"].to_pylist(), rows["t_end_s"].to_pylist(), strict=True
-        )
-        if end_s
+        group for group, end_s in zip(groups, rows["t_end_s"].to_pylist(), strict=True) if end_s
     }
-    if strangers := sorted(set(rows["group_id"].to_pylist()) - set(drawn)):
-        return f"it has rows of {', '.join(strangers[:3])}, which its plan does not draw"
+    if foreign := sorted(set(groups) - set(is_new)):
+        return f"it has rows of {', '.join(foreign[:3])}, which its plan does not draw"
     if (
         "/groups/" in path
-        and any(drawn[group] for group in sampled)
+        and any(is_new[group] for group in sampled)
         and (twin := _twin(path, names))
     ):
-        return f"its bytes are those of {twin}: the same samples lie there twice"
+        return f"a copy of the same samples: {twin} has the same bytes"
     return None
 
 
 def _twin(path: str, names: Sequence[str]) -> str | None:
-    """Another file of its folder whose name says that it has the same bytes."""
+    """Return another file of the folder with the same checksum in its name, or None."""
     own = PurePosixPath(path)
-    alike = (PurePosixPath(name) for name in names if name != path)
-    return next(
-        (
-            str(one)
-            for one in alike
-            if one.parent == own.parent and one.stem[-16:] == own.stem[-16:]
-        ),
-        None,
-    )
+    for name in names:
+        other = PurePosixPath(name)
+        if name != path and other.parent == own.parent and other.stem[-16:] == own.stem[-16:]:
+            return name
+    return None

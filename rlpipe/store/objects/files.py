@@ -1,11 +1,11 @@
-"""`Files`: named byte strings that are written once and never changed, on local disk or S3.
+"""`Files`: named byte strings on local disk or in S3, written once and never changed.
 
-The first writer of a name wins. A second one with the same bytes is told so and goes on (it may be
-the first one, whose reply was lost); one with other bytes gets ObjectConflict. Nothing is ever
-overwritten, and nobody sees half an object.
+The first writer of a name wins. A second writer with the same bytes succeeds too: it may be the
+first one, after its reply was lost. A second writer with other bytes gets ObjectConflict. No object
+is ever overwritten, and no reader sees half an object.
 
-Not here: what the objects mean, caching, or any other protocol: exclusive creation is a promise of
-each store that has to be tested against it, so a third one is refused until it is.
+Only these two kinds of store are accepted. Exclusive creation has to be tested against each kind of
+store, and no other one is tested.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ ATTEMPTS = 3
 
 
 class Backend(Protocol):
-    """What a store must promise. `create` and `create_from` answer False when the name is taken,
-    and never overwrite."""
+    """Operations of one kind of store.
+
+    `create` and `create_from` return False if the name is taken, and never overwrite.
+    """
 
     def url(self, path: str) -> str: ...
     def create(self, path: str, data: bytes) -> bool: ...
@@ -52,9 +54,9 @@ class Files:
     """Objects under a root: a directory (`/data/store`, `file:///data/store`) or
     `s3://bucket/prefix`.
 
-    Paths are relative to the root, with "/" between names. Thread-safe; pickles as its root and
-    opens anew in every process, also after a fork. Raises: StoreError for a root or path that
-    cannot be one.
+    Paths are relative to the root, with "/" between names. Thread-safe. Pickles as its root, and
+    opens the store again in every process, also after a fork. Raises: StoreError for an invalid
+    root or path.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -68,55 +70,58 @@ class Files:
         return f"Files({self.root!r})"
 
     def url(self, path: str = "") -> str:
-        """The full URL of an object, or of the root."""
-        return self._backend.url(_checked(path) if path else "")
+        """Return the full URL of an object, or of the root."""
+        return self._backend.url(_object_path(path) if path else "")
 
     def create(self, path: str, data: bytes) -> bool:
-        """Write an object. True: we wrote it. False: it is there already, with these very bytes:
-        somebody's, or ours from an attempt whose answer was lost.
+        """Write an object.
 
-        Raises: ObjectConflict if it is there with other bytes; StoreFull; StoreError.
+        Returns True if this call wrote it, and False if it exists with the same bytes: from another
+        writer, or from an attempt of this one whose reply was lost. Raises: ObjectConflict if it
+        exists with other bytes; StoreFull; StoreError.
         """
-        checked = _checked(path)
-        return self._first(
+        checked = _object_path(path)
+        return self._create_once(
             path,
             lambda: self._backend.create(checked, data),
             lambda: hashlib.sha256(data).hexdigest(),
         )
 
     def put_file(self, local: str | os.PathLike[str], path: str) -> FileRecord:
-        """Write a large object from a local file; returns its record with sha256. Raises: as
-        `create`.
+        """Write a large object from a local file, and return its record with sha256.
 
-        The file may be deleted afterwards, but not written to: on the store's own file system it
-        becomes the object.
+        The caller may delete the file afterwards, but must not write to it: on the store's file
+        system the file itself becomes the object. Raises: as `create`.
         """
-        checked, (size_bytes, sha256) = _checked(path), _measure(os.fspath(local))
-        self._first(
+        checked = _object_path(path)
+        size_bytes, sha256 = _measure(os.fspath(local))
+        self._create_once(
             path, lambda: self._backend.create_from(checked, os.fspath(local)), lambda: sha256
         )
         return FileRecord(path=path, size_bytes=size_bytes, sha256=sha256)
 
     def read(self, path: str, sha256: str | None = None) -> bytes:
-        """The bytes of an object. Raises: ObjectMissing; ObjectCorrupt if they do not have the
-        given sha256."""
-        data = self._backend.read(_checked(path))
+        """Return the bytes of an object. `sha256`: the expected digest.
+
+        Raises: ObjectMissing; ObjectCorrupt if the bytes have another digest.
+        """
+        data = self._backend.read(_object_path(path))
         self._verify(path, hashlib.sha256(data).hexdigest() if sha256 else None, sha256)
         return data
 
     def get_file(
         self, path: str, local: str | os.PathLike[str], sha256: str | None = None
     ) -> FileRecord:
-        """Fetch a large object to a local file, which appears complete or not at all; returns its
-        record.
+        """Download a large object to a local file, and return its record.
 
-        Raises: ObjectMissing; ObjectCorrupt if the bytes do not have the given sha256; StoreFull.
+        The file appears complete or not at all. `sha256`: the expected digest. Raises:
+        ObjectMissing; ObjectCorrupt if the bytes have another digest; StoreFull.
         """
         temporary = Path(temporary_name(os.fspath(local)))
         with named_failures(os.fspath(local)):
             temporary.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._backend.download(_checked(path), str(temporary))
+            self._backend.download(_object_path(path), str(temporary))
             size_bytes, found = _measure(str(temporary))
             self._verify(path, found, sha256)
             with named_failures(os.fspath(local)):
@@ -126,57 +131,58 @@ class Files:
         return FileRecord(path=path, size_bytes=size_bytes, sha256=found)
 
     def exists(self, path: str) -> bool:
-        """Is there such an object?"""
-        return self._backend.stat(_checked(path)) is not None
+        """True if the object exists."""
+        return self._backend.stat(_object_path(path)) is not None
 
     def size(self, path: str) -> int:
-        """Bytes of an object. Raises: ObjectMissing."""
-        if entry := self._backend.stat(_checked(path)):
+        """Return the size of an object in bytes. Raises: ObjectMissing."""
+        if entry := self._backend.stat(_object_path(path)):
             return entry.size_bytes
-        raise ObjectMissing("there is no such object", where=self.url(path))
+        raise ObjectMissing("the object does not exist", where=self.url(path))
 
     def sha256(self, path: str) -> str:
-        """sha256 of an object, in hex, read in chunks. Raises: ObjectMissing."""
-        return self._backend.sha256(_checked(path))
+        """Return the sha256 of an object in hex, read in chunks. Raises: ObjectMissing."""
+        return self._backend.sha256(_object_path(path))
 
     def list(self, prefix: str = "") -> list[str]:
-        """Names of all objects below the folder `prefix`, relative to the root, sorted. An absent
-        folder is empty."""
+        """Return the paths of all objects below a folder, sorted. A missing folder is empty."""
         return sorted(entry.path for entry in self.entries(prefix))
 
     def entries(self, prefix: str = "", *, temporary: bool = False) -> Iterator[Entry]:
-        """Name, size and age of all objects below a folder, unordered; or of what killed writers
-        left (`temporary`)."""
+        """Yield path, size and age of all objects below a folder, unordered.
+
+        `temporary`: yield the unfinished files of killed writers instead.
+        """
         folder = prefix.rstrip("/")
-        found = self._backend.entries(_checked(folder) if folder else "")
-        return (entry for entry in found if bool(TEMPORARY.search(entry.path)) == temporary)
+        entries = self._backend.entries(_object_path(folder) if folder else "")
+        return (entry for entry in entries if bool(TEMPORARY.search(entry.path)) == temporary)
 
     def survey(self, prefix: str = "") -> Iterator[ListedName]:
-        """Every name below a folder, whatever it names: also links, devices and unfinished files.
-        For the audit.
+        """Yield every name below a folder, also links, devices and unfinished files.
 
-        Raises: StoreError only if the store does not answer.
+        For the audit. Raises: StoreError only if the store does not answer.
         """
-        return self._backend.survey(_checked(prefix) if prefix else "")
+        return self._backend.survey(_object_path(prefix) if prefix else "")
 
     def check_reachable(self) -> None:
-        """Return if the store answers at all. Raises: StoreError."""
+        """Check that the store answers. Raises: StoreError."""
         self._backend.stat("branches")
 
     def delete(self, path: str) -> None:
-        """Remove an object; no error if there is none."""
-        self._backend.delete(_safe(path))
+        """Delete an object. A missing object is no error."""
+        self._backend.delete(_safe_path(path))
 
     @property
     def _backend(self) -> Backend:
         opened = self._opened
+        # A backend is not fork-safe, so each process opens its own.
         if opened is None or opened[0] != os.getpid():
             opened = self._opened = (os.getpid(), _open(self.root))
         return opened[1]
 
-    def _first(self, path: str, put: Callable[[], bool], sha256: Callable[[], str]) -> bool:
-        """Were we the first to write? A name that was taken and is free again (its object was
-        removed, or an upload in parts was aborted) is written after all."""
+    def _create_once(self, path: str, put: Callable[[], bool], sha256: Callable[[], str]) -> bool:
+        """Return True if `put` wrote the object, and False if it exists with the same bytes."""
+        # A taken name may be free again: its object was deleted, or a multipart upload was aborted.
         for _ in range(ATTEMPTS):
             if put():
                 return True
@@ -184,14 +190,14 @@ class Files:
                 if (found := self._backend.sha256(path)) == (expected := sha256()):
                     return False
                 raise ObjectConflict(
-                    "another writer was first, with other content",
+                    "another writer created this object first, with other content",
                     where=self.url(path),
                     found=f"sha256 {found}",
                     expected=f"sha256 {expected}",
-                    do="read the object and go on from it, or write under another name",
+                    do="read the object and continue from it, or write under another name",
                 )
         raise StoreError(
-            "a name is taken, and nothing is there",
+            "the name is taken, but the object does not exist",
             where=self.url(path),
             found=f"{ATTEMPTS} times",
             do="try again",
@@ -210,9 +216,8 @@ class Files:
 
 def _open(root: str) -> Backend:
     if root.startswith("s3://"):
-        from rlpipe.store.objects.s3 import (
-            S3Backend,
-        )  # half a second of imports that a local store does not need
+        # Imported here: s3fs takes half a second, and a local store does not need it.
+        from rlpipe.store.objects.s3 import S3Backend
 
         return S3Backend(root.removeprefix("s3://"))
     return LocalBackend(root.removeprefix("file://"))
@@ -223,12 +228,12 @@ def _canonical_root(root: str) -> str:
         return canonical_root(root)
     except ValueError as error:
         raise StoreError(
-            "not a root the store can live under", where="store.root", found=root, expected=EXPECTED
+            "not a root for a store", where="store.root", found=root, expected=EXPECTED
         ) from error
 
 
 def is_safe(path: str) -> bool:
-    """True if a path can only name something inside the root, and can be printed."""
+    """True if a path stays inside the root and is printable."""
     return (
         path.isprintable()
         and "\\" not in path
@@ -236,8 +241,8 @@ def is_safe(path: str) -> bool:
     )
 
 
-def _safe(path: str) -> str:
-    """`path` itself, if it can only name something inside the root."""
+def _safe_path(path: str) -> str:
+    """Return the path. Raises: StoreError if it may leave the root."""
     if not is_safe(path):
         raise StoreError(
             "not a path inside the store", where=repr(path), expected="names with '/' between them"
@@ -245,14 +250,14 @@ def _safe(path: str) -> str:
     return path
 
 
-def _checked(path: str) -> str:
-    """`path` itself, if it can be the name of an object."""
+def _object_path(path: str) -> str:
+    """Return the path. Raises: StoreError if no object may have it."""
     if TEMPORARY.search(path):
-        raise StoreError("this name is kept for unfinished files", where=repr(path))
-    return _safe(path)
+        raise StoreError("the name is reserved for unfinished files", where=repr(path))
+    return _safe_path(path)
 
 
 def _measure(local: str) -> tuple[int, str]:
-    """Size in bytes and sha256 of a local file. Raises: ObjectMissing, StoreError."""
+    """Return size in bytes and sha256 of a local file. Raises: ObjectMissing, StoreError."""
     with named_failures(local), Path(local).open("rb") as file:
         return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,10 +1,8 @@
-"""Objects as files of a directory: complete or absent, written once, on disk before we say so.
+"""Objects as files of a directory: complete or absent, written once, durable on return.
 
-A file is written under a temporary name, synced, and then linked to its own name: `link` refuses a
-name that is taken, and nobody ever sees half a file. `open(..., "x")` alone would be exclusive but
-show the file while it grows.
-
-Not here: comparing with what another writer wrote (`files`).
+A file is written under a temporary name, synced, and then linked to its final name. `link` refuses
+a taken name, and no reader sees half a file. `open(..., "x")` alone would be exclusive too, but
+readers would see the file while it grows.
 """
 
 from __future__ import annotations
@@ -27,9 +25,7 @@ from rlpipe.errors import ObjectCorrupt, ObjectMissing, StoreError, StoreFull
 TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}$")
 CHUNK_BYTES = 32 * 1024**2
 UNLINKABLE = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS}
-"""Where a file cannot have a second name, or not by us: it is copied."""
-
-
+"""Errors of `link` on a file system or for a user without hard links. The file is copied then."""
 KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFIFO: "a FIFO",
@@ -37,57 +33,55 @@ KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-"""What may have a name in a directory, and is no object."""
+"""Names in a directory that are not objects."""
 DIRECTORY = "a directory"
 
 
 class ListedName(NamedTuple):
-    """One name in the store, whatever it names."""
+    """One name in the store, of an object or of anything else."""
 
     path: str
     size_bytes: int
     modified_s: float
     kind: str | None = None
-    """What it is in words; None for an object."""
+    """Description; None for an object."""
     identity: tuple[int, int] | None = None
-    """Device and inode of a file that has several names; None for one with a single name, and on
-    S3."""
+    """Device and inode of a file with several names; None for a file with one name, and in S3."""
 
 
 class Entry(NamedTuple):
-    """One object: its name relative to the root, its size, and when it was last written (seconds
-    since the epoch)."""
+    """One object."""
 
     path: str
+    """Path relative to the root."""
     size_bytes: int
     modified_s: float
+    """Time of the last write, in seconds since the epoch."""
 
 
 @contextmanager
 def named_failures(where: str) -> Iterator[None]:
-    """Turns what the operating system says into ObjectMissing, StoreFull or StoreError at
-    `where`."""
+    """Turn an OSError in the block into ObjectMissing, StoreFull or StoreError at `where`."""
     try:
         yield
     except FileNotFoundError as error:
-        raise ObjectMissing("there is no such object", where=where) from error
+        raise ObjectMissing("the object does not exist", where=where) from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            do = "make room (`python -m tools.gc` says what may go) or move store.root"
+            do = "free disk space (`python -m tools.gc` lists garbage), or move store.root"
             raise StoreFull("no space left", where=where, found=error.strerror, do=do) from error
         raise StoreError(
-            "the file system said no", where=where, found=error.strerror or error
+            "file system operation failed", where=where, found=error.strerror or error
         ) from error
 
 
 def temporary_name(path: str) -> str:
-    """A name beside `path` that no listing shows."""
+    """Return a name in the folder of `path` that listings leave out."""
     return f"{path}.tmp-{uuid4().hex}"
 
 
 class LocalBackend:
-    """Objects under one directory. Methods are atomic; any number of processes may use one
-    directory."""
+    """Objects under one directory. Methods are atomic, also between processes."""
 
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory)
@@ -96,19 +90,22 @@ class LocalBackend:
         return f"file://{self._directory / path}"
 
     def create(self, path: str, data: bytes) -> bool:
-        """True: written and durable. False: the name is taken. Raises: StoreFull, StoreError."""
+        """Write an object durably. False if the name is taken. Raises: StoreFull, StoreError."""
         return self._publish(path, lambda file: file.write(data))
 
     def create_from(self, path: str, local: str) -> bool:
-        """`create` with the file `local`: its content, or on the same file system the file itself,
-        so that a checkpoint takes its room once. It must not be written to any more."""
+        """Write an object from the file `local`. False if the name is taken.
+
+        On the same file system the file itself becomes the object, so that a checkpoint takes disk
+        space once. Nothing may write to the file afterwards.
+        """
 
         def copy(file: BinaryIO) -> None:
             with Path(local).open("rb") as source:
                 shutil.copyfileobj(source, file, CHUNK_BYTES)
 
-        given = self._give(path, Path(local))
-        return self._publish(path, copy) if given is None else given
+        created = self._link(path, Path(local))
+        return self._publish(path, copy) if created is None else created
 
     def read(self, path: str) -> bytes:
         with named_failures(self.url(path)), self._open(path) as file:
@@ -129,62 +126,63 @@ class LocalBackend:
     def stat(self, path: str) -> Entry | None:
         with named_failures(self.url(path)):
             try:
-                found = (self._directory / path).stat()
+                status = (self._directory / path).stat()
             except (FileNotFoundError, NotADirectoryError):
                 return None
             except OSError as error:
-                if (
-                    error.errno == errno.ELOOP
-                ):  # a symbolic link that leads to itself names no object
+                if error.errno == errno.ELOOP:  # a symbolic link to itself is not an object
                     return None
                 raise
-        return Entry(path, found.st_size, found.st_mtime) if stat.S_ISREG(found.st_mode) else None
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        return Entry(path, status.st_size, status.st_mtime)
 
     def entries(self, folder: str) -> Iterator[Entry]:
-        """Every file below `folder`, unordered, temporary ones included; none if there is no such
-        folder."""
+        """Yield every file below `folder`, unordered, temporary ones included.
+
+        A missing folder is empty.
+        """
         with named_failures(self.url(folder)):
-            for directory, _, names in os.walk(self._directory / folder, onerror=_unless_gone):
+            for directory, _, names in os.walk(self._directory / folder, onerror=_unless_missing):
                 for name in names:
                     path = Path(directory, name).relative_to(self._directory).as_posix()
                     if entry := self.stat(path):
                         yield entry
 
     def survey(self, folder: str) -> Iterator[ListedName]:
-        """Every name below `folder`, top folders by name, links not followed. A folder that cannot
-        be listed is one of the names.
+        """Yield every name below `folder`, in order, without following links.
 
-        Unlike `entries`, the listing goes on after whatever it meets: it is for the audit, which
-        names it.
+        Unlike `entries`, the listing continues after an error, and yields the folder or name that
+        cannot be read. The audit reports it.
         """
         waiting = [folder]
         while waiting:
-            here = waiting.pop()
+            current = waiting.pop()
             try:
-                with os.scandir(self._directory / here) as found:
-                    names = sorted(found, key=lambda one: one.name)
+                with os.scandir(self._directory / current) as scan:
+                    names = sorted(scan, key=lambda name: name.name)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
                 yield ListedName(
-                    here, 0, 0.0, f"a directory that cannot be listed ({error.strerror})"
+                    current, 0, 0.0, f"a directory that cannot be listed ({error.strerror})"
                 )
                 continue
             inner = []
-            for one in names:
-                path = f"{here}/{one.name}" if here else one.name
+            for name in names:
+                path = f"{current}/{name.name}" if current else name.name
                 try:
-                    said = one.stat(follow_symlinks=False)
-                except FileNotFoundError:  # removed since the listing
+                    status = name.stat(follow_symlinks=False)
+                except FileNotFoundError:  # deleted since the listing
                     continue
                 except OSError as error:
                     yield ListedName(
-                        path, 0, 0.0, f"a name that cannot be looked at ({error.strerror})"
+                        path, 0, 0.0, f"a name that cannot be inspected ({error.strerror})"
                     )
                     continue
-                if stat.S_ISDIR(said.st_mode):
+                if stat.S_ISDIR(status.st_mode):
                     inner.append(path)
-                yield _seen(path, said)
+                yield _listed(path, status)
             waiting += reversed(inner)
 
     def delete(self, path: str) -> None:
@@ -197,35 +195,37 @@ class LocalBackend:
             _sync_directory(target.parent)
 
     def _open(self, path: str) -> BufferedReader:
-        """Open an object for reading. Raises: ObjectCorrupt if the name is not a regular file's.
-
-        A FIFO would block until somebody writes to it, and a link to a device such as /dev/zero has
-        no end.
-        """
+        """Open an object for reading. Raises: ObjectCorrupt if it is not a regular file."""
         target = self._directory / path
-        expected = "a file that a writer of the store made"
+        expected = "a regular file, written by rlpipe"
         try:
+            # A FIFO would block until a process writes to it, and a device such as /dev/zero has no
+            # end. The name may change between `stat` and `open`, hence O_NONBLOCK and `fstat`.
             if stat.S_ISREG(target.stat().st_mode):
                 descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                 if stat.S_ISREG(os.fstat(descriptor).st_mode):
                     return os.fdopen(descriptor, "rb")
                 os.close(descriptor)
-        except NotADirectoryError as error:  # a file where a folder should be
-            raise ObjectMissing("there is no such object", where=self.url(path)) from error
+        except NotADirectoryError as error:  # a file has the name of a folder
+            raise ObjectMissing("the object does not exist", where=self.url(path)) from error
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
         raise ObjectCorrupt("not a regular file", where=self.url(path), expected=expected)
 
-    def _give(self, path: str, local: Path) -> bool | None:
-        """As `create`; None where a file cannot have two names, as between two file systems."""
+    def _link(self, path: str, local: Path) -> bool | None:
+        """Link a local file to its name in the store, as `create`.
+
+        None if hard links are not possible, as between two file systems.
+        """
         target = self._directory / path
         with named_failures(self.url(path)):
             _make_directory(target.parent)
             with local.open("rb") as file:
                 os.fsync(file.fileno())
             try:
-                os.utime(local)  # an object is as old as it is an object
+                # Garbage collection spares young objects. Its age begins now.
+                os.utime(local)
                 target.hardlink_to(local)
                 local.chmod(0o444)
             except FileExistsError:
@@ -247,9 +247,8 @@ class LocalBackend:
                 created = not target.exists() and _write_and_link(temporary, target, write)
             finally:
                 temporary.unlink(missing_ok=True)
-            _sync_directory(
-                target.parent
-            )  # also when it was there: its writer may have died before this line
+            # Also if the object existed: its writer may have been killed before this line.
+            _sync_directory(target.parent)
         return created
 
 
@@ -265,23 +264,27 @@ def _write_and_link(temporary: Path, target: Path, write: Callable[[BinaryIO], o
     return True
 
 
-def _seen(path: str, said: os.stat_result) -> ListedName:
-    """What a name in a directory is."""
-    regular = stat.S_ISREG(said.st_mode)
-    kind = (
-        DIRECTORY if stat.S_ISDIR(said.st_mode) else KINDS.get(stat.S_IFMT(said.st_mode), "no file")
-    )
-    identity = (said.st_dev, said.st_ino) if regular and said.st_nlink > 1 else None
-    return ListedName(path, said.st_size, said.st_mtime, None if regular else kind, identity)
+def _listed(path: str, status: os.stat_result) -> ListedName:
+    """Describe a name in a directory."""
+    identity = None
+    if stat.S_ISREG(status.st_mode):
+        kind = None
+        if status.st_nlink > 1:
+            identity = (status.st_dev, status.st_ino)
+    elif stat.S_ISDIR(status.st_mode):
+        kind = DIRECTORY
+    else:
+        kind = KINDS.get(stat.S_IFMT(status.st_mode), "no file")
+    return ListedName(path, status.st_size, status.st_mtime, kind, identity)
 
 
-def _unless_gone(error: OSError) -> None:
+def _unless_missing(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError):
         raise error
 
 
 def _make_directory(path: Path) -> None:
-    """Make `path` and its parents; each new name is synced in the directory that holds it."""
+    """Make `path` and its parents, and sync each new name in its directory."""
     if not path.is_dir():
         _make_directory(path.parent)
         path.mkdir(exist_ok=True)

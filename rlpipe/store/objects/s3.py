@@ -1,15 +1,15 @@
-"""Objects in an S3 bucket: one PUT with `If-None-Match: *`, errors told apart by their code.
+"""Objects in an S3 bucket, created with `If-None-Match: *`.
 
 Address and credentials come from the standard environment variables (AWS_ENDPOINT_URL,
-AWS_ACCESS_KEY_ID, ...). s3fs signs, retries what may be retried, and splits large files. A retried
-PUT whose first reply was lost answers "taken": the caller compares. Uploads of many parts that were
-killed are not objects; a bucket's lifecycle rule removes them.
+AWS_ACCESS_KEY_ID, ...). s3fs signs requests, retries them, and splits large files. A retried PUT
+whose first reply was lost returns "taken", and the caller compares the bytes. Multipart uploads
+that were killed are not objects; a lifecycle rule of the bucket removes them.
 
-A store that has answered once and then cannot be reached (it restarts, the network is down) is
-asked again for OUTAGE_S seconds; one that never answered is an error at once: its address is wrong.
+If a store answered before and then cannot be reached (a restart, a network failure), requests are
+repeated for OUTAGE_S seconds. A store that never answered is an error at once, because its address
+is probably wrong.
 
-Not here: comparing with what another writer wrote (`files`). Not fork-safe: `files` opens one per
-process.
+Not fork-safe: `files` opens a backend in each process.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from botocore.exceptions import ConnectionError as BotoConnectionError
 from rlpipe.errors import ObjectMissing, StoreError, StoreFull
 from rlpipe.store.objects.local import CHUNK_BYTES, Entry, ListedName
 
+# Error codes of Amazon, MinIO and others. Some operations have no body, and give the HTTP status.
 MISSING = {"NoSuchKey", "404"}
 TAKEN = {"PreconditionFailed", "412", "NoSuchUpload"}
 BUSY = {"ConditionalRequestConflict", "OperationAborted", "409"}
 FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "507"}
-AILING = {
+UNAVAILABLE = {
     "500",
     "502",
     "503",
@@ -53,7 +54,7 @@ ADVICE = (
 
 
 def error_code(error: BaseException) -> str:
-    """The S3 error code behind an exception of s3fs or botocore; "" if there is none."""
+    """Return the S3 error code of an exception from s3fs or botocore, or ""."""
     for candidate in (error, error.__cause__):
         if isinstance(response := getattr(candidate, "response", None), dict):
             return str(response.get("Error", {}).get("Code", ""))
@@ -61,27 +62,27 @@ def error_code(error: BaseException) -> str:
 
 
 def unreachable(error: BaseException) -> bool:
-    """Did no store answer, or only to say that it cannot just now?"""
+    """True if no store answered, or it answered that it is temporarily unavailable."""
     if code := error_code(error):
-        return code in AILING
+        return code in UNAVAILABLE
     return isinstance(error, (ConnectionError, TimeoutError, HTTPClientError, BotoConnectionError))
 
 
 @contextmanager
 def named_failures(where: str) -> Iterator[None]:
-    """Turns what S3 says into ObjectMissing, StoreFull or StoreError at `where`."""
+    """Turn an S3 error in the block into ObjectMissing, StoreFull or StoreError at `where`."""
     try:
         yield
     except (OSError, ClientError, BotoCoreError) as error:
         code = error_code(error)
         if code in MISSING:
-            raise ObjectMissing("there is no such object", where=where) from error
+            raise ObjectMissing("the object does not exist", where=where) from error
         if code in FULL:
             raise StoreFull(
-                "no space left", where=where, found=code, do="raise the quota or remove objects"
+                "no space left", where=where, found=code, do="raise the quota or delete objects"
             ) from error
         raise StoreError(
-            "the object store said no", where=where, found=f"{code} {error}".strip(), do=ADVICE
+            "S3 request failed", where=where, found=f"{code} {error}".strip(), do=ADVICE
         ) from error
 
 
@@ -91,8 +92,12 @@ class S3Backend:
     def __init__(self, root: str) -> None:
         for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
             if urlsplit(os.environ.get(name, "")).password:
-                do = "give the keys in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: every error of the store repeats its address"
-                raise StoreError("a password in an address", where=name, do=do)
+                # Every error of the store repeats its address, and would print the password.
+                raise StoreError(
+                    "the address of the S3 server has a password in it",
+                    where=name,
+                    do="give the keys in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+                )
         self._bucket, _, prefix = root.partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
         self._s3: Any = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
@@ -102,18 +107,18 @@ class S3Backend:
         return f"s3://{self._name(path)}".rstrip("/")
 
     def create(self, path: str, data: bytes) -> bool:
-        """True: written. False: the name is taken. Raises: StoreFull, StoreError."""
+        """Write an object. False if the name is taken. Raises: StoreFull, StoreError."""
         return self._exclusively(
             path, lambda: self._call("put_object", path, Body=data, IfNoneMatch="*")
         )
 
     def create_from(self, path: str, local: str) -> bool:
-        """`create` with the content of the file `local`; above two chunks in parts, of which the
-        last call decides."""
+        """Write an object from the file `local`. False if the name is taken."""
 
         def upload() -> None:
             name = self._name(path)
-            self._ask(
+            # Above two chunks s3fs uploads parts, and the call that completes them decides.
+            self._request(
                 lambda: self._s3.put_file(
                     local, name, mode="create", chunksize=CHUNK_BYTES, max_concurrency=4
                 )
@@ -123,7 +128,7 @@ class S3Backend:
 
     def read(self, path: str) -> bytes:
         with named_failures(self.url(path)):
-            return self._ask(lambda: self._s3.cat_file(self._name(path), max_concurrency=1))
+            return self._request(lambda: self._s3.cat_file(self._name(path), max_concurrency=1))
 
     def sha256(self, path: str) -> str:
         def digest() -> str:
@@ -131,11 +136,11 @@ class S3Backend:
                 return hashlib.file_digest(file, "sha256").hexdigest()
 
         with named_failures(self.url(path)):
-            return self._ask(digest)
+            return self._request(digest)
 
     def download(self, path: str, local: str) -> None:
         with named_failures(self.url(path)):
-            self._ask(
+            self._request(
                 lambda: self._s3.get_file(
                     self._name(path), local, chunksize=CHUNK_BYTES, max_concurrency=4
                 )
@@ -144,33 +149,33 @@ class S3Backend:
     def stat(self, path: str) -> Entry | None:
         try:
             with named_failures(self.url(path)):
-                found = self._call("head_object", path)
+                head = self._call("head_object", path)
         except ObjectMissing:
             return None
-        return Entry(path, found["ContentLength"], found["LastModified"].timestamp())
+        return Entry(path, head["ContentLength"], head["LastModified"].timestamp())
 
     def entries(self, folder: str) -> Iterator[Entry]:
-        """Every object below `folder`, in pages of a thousand."""
-        return (Entry(*seen[:3]) for seen in self.survey(folder) if seen.kind is None)
+        """Yield every object below `folder`, in pages of a thousand."""
+        return (Entry(*name[:3]) for name in self.survey(folder) if name.kind is None)
 
     def survey(self, folder: str) -> Iterator[ListedName]:
-        """Every key below `folder`, by name."""
+        """Yield every key below `folder`, by name."""
         prefix = f"{self._prefix}{folder}/" if folder else self._prefix
         page = {}
         while True:
             with named_failures(self.url(folder)):
-                where = {"Bucket": self._bucket, "Prefix": prefix, **page}
-                page = self._ask(lambda where=where: self._s3.call_s3("list_objects_v2", **where))
-            for found in page.get("Contents", ()):
-                key = found["Key"]
-                size = found["Size"]
-                if (
-                    key.endswith("/") and not size
-                ):  # the marker of a folder, which consoles of S3 make
+                query = {"Bucket": self._bucket, "Prefix": prefix, **page}
+                page = self._request(
+                    lambda query=query: self._s3.call_s3("list_objects_v2", **query)
+                )
+            for item in page.get("Contents", ()):
+                key = item["Key"]
+                size = item["Size"]
+                if key.endswith("/") and not size:  # S3 consoles create such markers of folders
                     continue
                 kind = "a key that ends in a slash" if key.endswith("/") else None
                 yield ListedName(
-                    key.removeprefix(self._prefix), size, found["LastModified"].timestamp(), kind
+                    key.removeprefix(self._prefix), size, item["LastModified"].timestamp(), kind
                 )
             if not page.get("IsTruncated"):
                 return
@@ -184,24 +189,24 @@ class S3Backend:
         return f"{self._bucket}/{self._prefix}{path}"
 
     def _call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
-        return self._ask(
+        return self._request(
             lambda: self._s3.call_s3(
                 method, Bucket=self._bucket, Key=self._prefix + path, **arguments
             )
         )
 
-    def _ask(self, request: Callable[[], Any]) -> Any:
-        """The answer to a request, which is made again while the store is out, if it was ever
-        there."""
+    def _request(self, request: Callable[[], Any]) -> Any:
+        """Return the answer to a request. Repeat it during an outage of a store that answered
+        before."""
         end_s = time.monotonic() + OUTAGE_S
         pause_s = FIRST_PAUSE_S
         while True:
             try:
                 answer = request()
             except (OSError, ClientError, BotoCoreError) as error:
-                out = unreachable(error)
-                self._answered = self._answered or not out
-                if not (out and self._answered) or time.monotonic() + pause_s > end_s:
+                outage = unreachable(error)
+                self._answered = self._answered or not outage
+                if not (outage and self._answered) or time.monotonic() + pause_s > end_s:
                     raise
             else:
                 self._answered = True
@@ -210,6 +215,8 @@ class S3Backend:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _exclusively(self, path: str, put: Callable[[], object]) -> bool:
+        """Run a conditional write. False if the name is taken."""
+        # S3 answers 409 while another conditional write of the same key is in progress.
         for attempt in range(BUSY_ATTEMPTS):
             try:
                 put()
@@ -222,7 +229,8 @@ class S3Backend:
                     with named_failures(self.url(path)):
                         raise
             time.sleep(0.05 * 2**attempt)
-        found = f"{BUSY_ATTEMPTS} times 409"
         raise StoreError(
-            "other writers of the same name kept this one out", where=self.url(path), found=found
+            "S3 refused the write because of concurrent writes of the same key",
+            where=self.url(path),
+            found=f"{BUSY_ATTEMPTS} times 409",
         )

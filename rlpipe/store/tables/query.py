@@ -22,6 +22,7 @@ import duckdb
 import pyarrow as pa
 
 from rlpipe.errors import ConfigError
+from rlpipe.store import columns
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
@@ -34,20 +35,7 @@ from rlpipe.types import Commit, Stage
 READERS = 8
 SETTINGS = "SET enable_external_access = false; SET lock_configuration = true"
 """A question reads these tables, and nothing else of the machine."""
-COMMITS = pa.schema(
-    [
-        ("branch", pa.string()),
-        ("iteration", pa.int64()),
-        ("created", pa.string()),
-        ("epoch", pa.int64()),
-        ("attempt", pa.string()),
-        ("groups_trained", pa.int64()),
-        ("groups_dropped", pa.int64()),
-        ("groups_buffered", pa.int64()),
-        ("config_digest", pa.string()),
-        ("packages", pa.map_(pa.string(), pa.string())),
-    ]
-)
+COMMITS = columns.COMMITS.schema
 
 
 def ask(files: Files, branch: str, question: str, iterations: range | None = None) -> pa.Table:

@@ -83,7 +83,7 @@ def test_a_shard_under_a_name_that_no_writer_gives_is_named(
         local_files, str(path), f"{folder}/{name.removeprefix('../').format(name=path.name)}"
     )
     [(rule, where, problem)] = found(local_files)
-    assert (rule, where) == ("files", url) and "no writer gives a file such a name" in problem
+    assert (rule, where) == ("files", url) and "rlpipe writes no file with such a name" in problem
 
 
 def test_a_shard_twice_under_names_that_could_be_two_attempts_is_named(
@@ -96,7 +96,7 @@ def test_a_shard_twice_under_names_that_could_be_two_attempts_is_named(
     url = copy(local_files, str(path), f"{path.parent}/{path.name.replace(ATTEMPT, 'f' * 12)}")
     first, second = found(local_files)
     assert {first.where, second.where} == {url, local_files.url(str(path))}
-    assert "the same samples lie there twice" in first.problem
+    assert "a copy of the same samples" in first.problem
 
 
 def test_what_came_from_the_buffer_or_failed_may_lie_there_twice(
@@ -124,7 +124,7 @@ def test_bytes_that_are_not_those_of_their_name_are_named(local_files: Files, co
         f"{path.parent}/{ATTEMPT}-00000-{'0' * 16}.parquet", local_files.read(str(path))
     )
     assert [problem.split(":")[0] for _, _, problem in found(local_files)] == [
-        "its bytes are not those of its name"
+        "its bytes do not match its name"
     ]
 
 

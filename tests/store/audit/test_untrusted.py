@@ -135,7 +135,7 @@ def test_a_lease_under_another_name_takes_no_branch_over(change: dict[str, Any],
     files = Files(tmp_path)
     files.create("branches/b/epochs/00000001.json", _sealed({**LEASE, **change}))
     for ask in (Epochs(files).newest, Epochs(files).acquire):
-        with pytest.raises(ObjectCorrupt, match="another lease"):
+        with pytest.raises(ObjectCorrupt, match="the record belongs to another epoch"):
             ask("b")
 
 

@@ -108,7 +108,7 @@ class BrokenRun(Run):
         (
             lambda c: {"data": waits(c, rows="0" * 64)},
             "rows",
-            "waits without the rows it says it has",
+            "is buffered, and its recorded rows do not exist",
         ),
         (lambda c: {"data": waits(c, plan="0" * 64)}, "rows", "which is not on this branch"),
         (lambda c: {"data": waits(c, oldest=5)}, "cursor", "the rollout ends at"),
@@ -120,11 +120,11 @@ class BrokenRun(Run):
             "batches",
             "was trained but not accepted",
         ),
-        (lambda c: {"plans": ("0" * 64,)}, "records", "there is no such object"),
+        (lambda c: {"plans": ("0" * 64,)}, "records", "the object does not exist"),
         (
             lambda c: {"nodes": {**c.nodes, Stage.SYNC: "0" * 64}},
             "records",
-            "there is no such object",
+            "the object does not exist",
         ),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_drop_of_the_rollout_that_the_commit_does_not_tell_is_found(local_file
     found = [
         finding
         for finding in check_branch(local_files, "run")
-        if "the commit does not say so" in finding.problem
+        if "the commit does not" in finding.problem
     ]
     assert [(finding.rule, finding.where) for finding in found] == [("accounted", "run/00000002")]
 

@@ -173,7 +173,7 @@ def test_outputs_of_another_form_are_a_finding(local_files: Files, outputs: dict
     local_files.delete(path)
     local_files.create(path, seal(Node.model_validate({**content, "outputs": outputs}), path))
     assert any(
-        "outputs are not those of a rollout" in finding.problem
+        "the outputs of the rollout are malformed" in finding.problem
         for finding in check_branch(local_files, "run")
     )
 

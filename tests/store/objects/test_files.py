@@ -392,7 +392,7 @@ def test_busy_answers_are_tried_again_until_they_end(s3_root: str, monkeypatch: 
     assert backend.create("x", b"data") is True
     answers += [s3_error("OperationAborted")] * 99
     monkeypatch.setattr(s3.time, "sleep", lambda seconds: None)
-    with pytest.raises(StoreError, match="kept this one out"):
+    with pytest.raises(StoreError, match="concurrent writes of the same key"):
         backend.create("y", b"data")
     answers[:] = [s3_error("QuotaExceeded")]
     with pytest.raises(StoreFull, match="QuotaExceeded"):
@@ -423,7 +423,9 @@ def test_a_name_that_was_taken_and_is_free_again_is_written(
 
     for name in ("create", "create_from"):
         monkeypatch.setattr(local.LocalBackend, name, lambda *_: False)
-    with pytest.raises(StoreError, match="a name is taken, and nothing is there") as caught:
+    with pytest.raises(
+        StoreError, match="the name is taken, but the object does not exist"
+    ) as caught:
         write()
     assert not isinstance(caught.value, ObjectMissing), "a stage that meets it is tried again"
     monkeypatch.undo()

@@ -71,5 +71,5 @@ def test_a_store_that_stays_away_is_an_error_in_the_end(
         files.create("a", b"")
         server.process.kill()
         server.process.wait()
-        with pytest.raises(StoreError, match="the object store said no"):
+        with pytest.raises(StoreError, match="S3 request failed"):
             files.read("a")
