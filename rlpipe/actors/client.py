@@ -1,9 +1,8 @@
-"""`Cluster`: what a flow process holds of a run's actors: the conductor, and the generator.
+"""`Cluster`: a flow process's handles to a run's actors, the conductor and the generator.
 
-Both are found by name, so a second run of the same cluster, a retry, or an iteration in another
-process finds engines and trainer warm. What is rebuilt is only what the new run's specs differ in.
-
-Not here: which weights they hold (the stages), what the actors do (`conductor`, `generator`).
+`open_cluster` finds or starts both by name. So a second run of the same cluster, a retry, or an
+iteration in another process finds engines and trainer warm; only actors with other specs are set
+up again.
 """
 
 from __future__ import annotations
@@ -15,25 +14,26 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from rlpipe.actors.drivers import Driver
 from rlpipe.actors.engines.fleet import Weights
 from rlpipe.actors.ray import named
 from rlpipe.actors.ray import watch as ray_watch
-from rlpipe.actors.ray.calls import call, call_or_end, end
-from rlpipe.actors.ray.local_ray import connect, have_gpus
-from rlpipe.actors.specs import ClusterSpec, Driver
+from rlpipe.actors.ray.calls import call, call_or_kill, kill_actors
+from rlpipe.actors.ray.local_ray import claim_gpus, connect
+from rlpipe.actors.specs import ClusterSpec
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ActorLost, RlpipeError
 from rlpipe.lineage.states import Lineage
 from rlpipe.types import DataState
 
 CALL_TIMEOUT_S = 120.0
+# The conductor applies the deadlines and reports which call was late. Only if the conductor itself
+# does not answer within this time more, the client raises.
 GRACE_S = 30.0
-"""The conductor notices that time is up, and says of what; this much later its silence is an error
-of its own."""
 
 
-class _Asked:
-    """An actor that is asked on behalf of one driver."""
+class _DriverHandle:
+    """An actor's handle for one driver."""
 
     def __init__(self, driver: Driver, actor: ActorHandle, name: str = "conductor") -> None:
         self._driver = driver
@@ -41,62 +41,61 @@ class _Asked:
         self._name = name
         self._ray = ray_watch.current()
 
-    async def _ask(self, method: str, deadline_s: float, *arguments: Any, **keywords: Any) -> Any:
+    async def _call(self, method: str, deadline_s: float, *arguments: Any, **keywords: Any) -> Any:
         self._require_ray()
         ref = getattr(self._actor, method).remote(self._driver, *arguments, **keywords)
         return await call(ref, where=f"{self._name}.{method}", deadline_s=deadline_s + GRACE_S)
 
     def _require_ray(self) -> None:
-        """Raises: ActorLost if the Ray of this actor has died: on the next one its handle means
-        nothing."""
+        """Raises: ActorLost if the Ray of this handle has died. Another Ray has other actors."""
         if self._ray is not None and (error := self._ray.lost) is not None:
             raise error
 
 
-class RemoteTrainer(_Asked):
-    """The trainer ranks as a group; a call waits for the calls of others first."""
+class RemoteTrainer(_DriverHandle):
+    """The trainer ranks as a group. Calls of all drivers run one after the other."""
 
     async def call(self, method: str, *, deadline_s: float, **arguments: Any) -> list[Any]:
-        """Call a method of `TrainerRank` on all ranks; their answers in order of rank."""
-        return await self._ask("collective", 2 * deadline_s, method, deadline_s, arguments)
+        """Call a method of `TrainerRank` on all ranks; return their answers in order of rank."""
+        return await self._call("collective", 2 * deadline_s, method, deadline_s, arguments)
 
     async def holds(self, state: str) -> bool:
-        """Does it hold this state? One that does not answer holds nothing."""
-        return await self._ask("holds", 4 * CALL_TIMEOUT_S, state)
+        """True if all ranks hold this state. Ranks that do not answer hold no state."""
+        return await self._call("held", 4 * CALL_TIMEOUT_S) == state
 
     async def initialise(
         self, key: str, start_from: str | None, *, deadline_s: float
     ) -> dict[str, str]:
-        """Load the first weights of a branch; what `TrainerGroup.initialise` answers."""
-        return await self._ask("initialise", 2 * deadline_s, key, start_from, deadline_s)
+        """Load the first weights of a branch, as `TrainerGroup.initialise`."""
+        return await self._call("initialise", 2 * deadline_s, key, start_from, deadline_s)
 
     async def ensure(self, lineage: Lineage, *, deadline_s: float) -> dict[str, Any] | None:
-        """Make it hold the end of a lineage. None if it did already, else what
-        `TrainerRank.restore` answered."""
-        return await self._ask("ensure", 3 * deadline_s, lineage, deadline_s)
+        """Make the ranks hold the end of a lineage, as `TrainerGroup.ensure`."""
+        return await self._call("ensure", 3 * deadline_s, lineage, deadline_s)
 
 
-class RemoteGenerator(_Asked):
-    """The generator: see `Generator` for what its methods do, answer and raise."""
+class RemoteGenerator(_DriverHandle):
+    """The generator. Methods do, return and raise as those of `Generator`."""
 
     async def plan(self, iteration: int, state: DataState, *, deadline_s: float) -> dict[str, Any]:
-        return await self._ask("plan", deadline_s, iteration, state)
+        return await self._call("plan", deadline_s, iteration, state)
 
     async def rollout(self, plan: str, *, deadline_s: float) -> dict[str, Any]:
-        return await self._ask("rollout", deadline_s, plan)
+        return await self._call("rollout", deadline_s, plan)
 
     async def evaluate(
         self, name: str, key: str, version: int, *, deadline_s: float
     ) -> dict[str, Any]:
-        return await self._ask("evaluate", deadline_s, name, key, version)
+        return await self._call("evaluate", deadline_s, name, key, version)
 
     async def overlong(self) -> dict[str, list[dict[str, Any]]]:
-        return await self._ask("overlong", CALL_TIMEOUT_S)
+        return await self._call("overlong", CALL_TIMEOUT_S)
 
     async def abandon(self, iteration: int | None, *, deadline_s: float = CALL_TIMEOUT_S) -> None:
-        await self._ask("abandon", deadline_s, iteration)
+        await self._call("abandon", deadline_s, iteration)
 
     async def progress(self, iteration: int) -> dict[str, Any]:
+        # without the driver: anyone may read the progress
         self._require_ray()
         return await call(
             self._actor.progress.remote(iteration),
@@ -105,9 +104,12 @@ class RemoteGenerator(_Asked):
         )
 
 
-class Cluster(_Asked):
-    """A run's actors, for one driver of it. All methods raise Fenced once another driver has the
-    actors; ActorLost and DeadlineExceeded; and what an actor raised."""
+class Cluster(_DriverHandle):
+    """A run's actors, for one driver of the run.
+
+    All methods raise Fenced once another driver has the actors; ActorLost; DeadlineExceeded; and
+    the errors of the actors.
+    """
 
     def __init__(
         self, driver: Driver, conductor: ActorHandle, generator: ActorHandle, config: RunConfig
@@ -123,75 +125,72 @@ class Cluster(_Asked):
     async def publish(
         self, weights: Weights, *, everyone: bool, deadline_s: float
     ) -> dict[str, Any]:
-        """Engines are given these weights from now on, all of them now if `everyone`. As
-        `Fleet.publish`."""
-        return await self._ask("publish", deadline_s, weights, everyone=everyone)
+        """Publish weights to the engines, as `Fleet.publish`."""
+        return await self._call("publish", deadline_s, weights, everyone=everyone)
 
     async def sample(self) -> None:
-        """Requests will come: where trainer and engines share GPUs, engines have them until the
-        trainer is called next."""
+        """Give shared GPUs to the engines until the next call of the trainer."""
         if self.shares_gpus and self.has_engines:
-            await self._ask("sample", self._switch_s)
+            await self._call("sample", self._switch_s)
 
     async def switches(self) -> list[dict[str, Any]]:
-        """The switches of shared GPUs since this was last asked (`Sharing.take_log`)."""
-        return await self._ask("switches", CALL_TIMEOUT_S) if self.shares_gpus else []
+        """Return the phase switches of shared GPUs since the last call (`GpuSharing.take_log`)."""
+        return await self._call("switches", CALL_TIMEOUT_S) if self.shares_gpus else []
 
     async def engines(self) -> list[dict[str, Any]]:
-        """`{"number", "url", "alive", "stamp", "pid", "facts"}` of each engine as last seen."""
-        return await self._ask("engines", CALL_TIMEOUT_S) if self.has_engines else []
+        """Return the status of each engine as last seen, as `Fleet.status`."""
+        return await self._call("engines", CALL_TIMEOUT_S) if self.has_engines else []
 
     async def trouble(self) -> RlpipeError | None:
-        """Why nothing can be sampled, if no engine can be brought back."""
-        return await self._ask("trouble", CALL_TIMEOUT_S)
+        """Return an error if no engine can be started, else None."""
+        return await self._call("trouble", CALL_TIMEOUT_S)
 
     async def stop_engines(self) -> None:
         """End all inference servers; others are started in their place."""
-        await self._ask("stop_engines", CALL_TIMEOUT_S)
+        await self._call("stop_engines", CALL_TIMEOUT_S)
 
     async def close(self) -> None:
-        """End every actor, and with it its server, and give their places back. Of a Ray that has
-        died nothing is left."""
+        """End every actor with its server, and remove the placement groups."""
         if self._ray is not None and self._ray.lost is not None:
-            return
+            return  # the watch has killed all processes of a dead Ray
         try:
-            await self._ask("close", CALL_TIMEOUT_S)
+            await self._call("close", CALL_TIMEOUT_S)
         except ActorLost:
+            # A lost rank raises the same error. Without a conductor, nothing else ends the actors.
             if await asyncio.to_thread(_has_conductor, self._config):
                 raise
-            await asyncio.to_thread(_end_unconducted, self._config)
-        end([self._actor])
+            await asyncio.to_thread(_end_without_conductor, self._config)
+        kill_actors([self._actor])
 
 
 async def open_cluster(
     config: RunConfig, *, epoch: int, home: Path, model_dir: str, store_root: str
 ) -> Cluster:
-    """Find or start the actors of a run and set them up for it, for the driver of this epoch.
+    """Find or start the actors of a run, and set them up for the driver of this epoch.
 
     Raises: as `Conductor.open`.
     """
-    space = named.namespace(config.cluster)
-    connect(config.resources, home, namespace=space)
-    await have_gpus(config.resources, who=f"run {config.run}", engines=config.needs_engines)
+    namespace = named.namespace(config.cluster)
+    connect(config.resources, home, namespace=namespace)
+    await claim_gpus(config.resources, owner=f"run {config.run}", engines=config.needs_engines)
     (home / config.cluster / "logs").mkdir(parents=True, exist_ok=True)
     driver = Driver(config.run, epoch)
     spec = ClusterSpec(config, str(home), model_dir, store_root)
     try:
-        conductor = await _opened(driver, spec)
-    except ActorLost:  # it ended just now, as nobody had driven the run for long
-        conductor = await _opened(driver, spec)
-    generator = ray.get_actor("generator", namespace=space)
+        conductor = await _open_conductor(driver, spec)
+    except ActorLost:  # its idle watch ended it at this moment
+        conductor = await _open_conductor(driver, spec)
+    generator = ray.get_actor("generator", namespace=namespace)
     return Cluster(driver, conductor, generator, config)
 
 
-async def _opened(driver: Driver, spec: ClusterSpec) -> ActorHandle:
+async def _open_conductor(driver: Driver, spec: ClusterSpec) -> ActorHandle:
     conductor = named.conductor(spec.config.cluster, str(Path.cwd()))
-    deadline_s = 3 * spec.config.resources.start_timeout_s
-    await call_or_end(
+    await call_or_kill(
         conductor,
         conductor.open.remote(driver, spec),
         where="conductor.open",
-        deadline_s=deadline_s,
+        deadline_s=3 * spec.config.resources.start_timeout_s,
     )
     return conductor
 
@@ -203,8 +202,8 @@ def _has_conductor(config: RunConfig) -> bool:
         return False
 
 
-def _end_unconducted(config: RunConfig) -> None:
-    """End the actors of a cluster whose conductor is gone, and give their places back."""
+def _end_without_conductor(config: RunConfig) -> None:
+    """End the actors of a cluster without a conductor, and remove its placement groups."""
     actors = named.NamedActors(config.cluster, config.resources, str(Path.cwd()))
-    end(actors.everyone())
+    kill_actors(actors.all_actors())
     actors.placement.remove()

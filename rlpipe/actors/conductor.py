@@ -1,16 +1,13 @@
-"""`Conductor`: the one actor through which flow processes use a cluster's trainer and engines.
+"""`Conductor`: the actor through which flow processes use a cluster's trainer and engines.
 
-Several processes may drive a run at once: an iteration that is opened ahead, one that outlived its
-worker, one that a person retried. Calls to trainer ranks are collective, so all ranks must get them
-in one order: here they wait for each other. What comes from a process of an older epoch, or of a
-run that has left the cluster, is refused. Engines are kept by the `Fleet`. Where trainer and
-engines share GPUs, each call to either has them first do with memory what its phase asks for
-(`Sharing`).
+Several processes may drive a run at once: an iteration opened ahead, a process that outlived its
+worker, an iteration that a person retried. Calls to trainer ranks are collective, so all ranks must
+receive them in one order: the conductor runs them one after the other. It refuses calls of an older
+epoch, and of a run that has left the cluster. The `Fleet` supervises the engines. On shared GPUs
+each call first enters its phase (`GpuSharing`). Drivers call the generator themselves.
 
-It remembers nothing that matters: killed, it is started again and finds ranks, engines and router
-by name.
-
-Not here: what happened (the store), rollouts (drivers call the generator themselves).
+The conductor holds no state that matters: after a restart it finds ranks, engines and router by
+name.
 """
 
 from __future__ import annotations
@@ -22,23 +19,18 @@ from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from ray.actor import ActorHandle
-
+from rlpipe.actors.drivers import Driver, IdleWatch, is_driven
 from rlpipe.actors.engines.engine import EngineSpec
-from rlpipe.actors.engines.files_sync import FilesSync
-from rlpipe.actors.engines.fleet import Fleet, Receivers, Weights
-from rlpipe.actors.engines.kept_engine import KeptEngine
-from rlpipe.actors.idle import Idle, is_driven
-from rlpipe.actors.ray.calls import call_or_end, end
+from rlpipe.actors.engines.fleet import Fleet, Weights
+from rlpipe.actors.engines.supervised import SupervisedEngine
+from rlpipe.actors.ray.calls import call, call_or_kill, kill_actors
 from rlpipe.actors.ray.layout import engine_names
 from rlpipe.actors.ray.named import NamedActors
-from rlpipe.actors.requests import Requests
-from rlpipe.actors.sharing import PHASE_OF, Phase, Sharing
-from rlpipe.actors.specs import ClusterSpec, Driver, GeneratorSpec
+from rlpipe.actors.sharing import PHASE_OF, GpuSharing
+from rlpipe.actors.specs import ClusterSpec, GeneratorSpec
 from rlpipe.actors.trainer.group import TrainerGroup
-from rlpipe.actors.trainer.sending import places, restore
-from rlpipe.actors.trainer.spec import TrainerSpec, trainer_spec
-from rlpipe.actors.trainer.trainer_turn import TrainerTurn
+from rlpipe.actors.trainer.trainer_spec import TrainerSpec
+from rlpipe.actors.weight_sender import ClusterState, RequestHold, WeightSender
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import Fenced, RlpipeError
@@ -48,8 +40,11 @@ CALL_TIMEOUT_S = 60.0
 
 
 class Conductor:
-    """See the module. Every method but `open` refuses a driver that is not the cluster's; all raise
-    what an actor raised."""
+    """See the module.
+
+    Every method except `open` raises Fenced for a driver other than the cluster's. All methods
+    raise the errors of the actors.
+    """
 
     def __init__(
         self,
@@ -62,220 +57,236 @@ class Conductor:
         self._cluster = cluster
         self._cwd = cwd
         self._driver: Driver | None = None
-        self._spec: ClusterSpec | None = None
         self._actors: NamedActors | None = None
-        self._turn = TrainerTurn()
-        self._generator: ActorHandle | None = None
-        self._fleet: Fleet | None = None
-        self._sharing = Sharing()
+        self._state = ClusterState()
+        self._sender = WeightSender(cluster, self._state)
         self._router_url: str | None = None
         self._set_up: TrainerSpec | None = None
+        """Spec that all ranks were set up with."""
         self._open_lock = asyncio.Lock()
-        self._idle = Idle(lambda: self.close(None), self._open_lock)
+        self._idle_watch = IdleWatch(lambda: self.close(None), self._open_lock)
 
     async def open(self, driver: Driver, spec: ClusterSpec) -> None:
-        """Bring up what is not up, for this driver from now on. Repeated, it starts again what
-        died.
+        """Start all missing actors and make this driver the cluster's driver.
 
-        Raises: Fenced if a newer driver of the run was here, or another run is at work on the
-        cluster; ResourceError, EngineUnavailable, DataError, ConfigError, DeadlineExceeded:
-        whatever keeps an actor from coming up.
+        A repeated call restarts actors that died. Raises: Fenced if a newer driver of the run was
+        here, or another run is at work on the cluster; ResourceError, EngineUnavailable, DataError,
+        ConfigError, DeadlineExceeded if an actor does not start.
         """
         async with self._open_lock:
             await self._take_over(driver, spec)
-            known = self._spec
-            if self._fleet is not None and (known is None or known.branch != spec.branch):
-                self._fleet.forget()
-            if (
-                self._actors is None
-                or known is None
-                or known.config.resources != spec.config.resources
-            ):
-                if known is not None and engine_names(known.config.resources) != engine_names(
-                    spec.config.resources
-                ):
-                    await self._leave_engines()
-                self._actors = self._make_actors(self._cluster, spec.config.resources, self._cwd)
-            self._share_gpus_of(spec)
-            self._spec = spec
-            self._idle.watch(spec, driver.epoch)
-            self._generator = await asyncio.to_thread(self._actors.generator)
-            await self._find_ranks(self._actors, spec.config)
-            if self._sharing.active:
-                await self._open_in_turn(driver, spec)
+            known = self._state.spec
+            fleet = self._state.fleet
+            if fleet is not None and (known is None or known.branch != spec.branch):
+                fleet.forget_weights()
+            actors = await self._actors_of(spec.config.resources)
+            self._update_sharing(spec)
+            self._state.spec = spec
+            self._idle_watch.watch(spec, driver.epoch)
+            self._state.generator = await asyncio.to_thread(actors.generator)
+            await self._find_ranks(actors, spec.config)
+            if self._state.sharing.active:
+                await self._open_on_shared_gpus(driver, spec)
                 return
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._open_trainer(spec))
                     tasks.create_task(self._open_engines(driver, spec))
-            except BaseExceptionGroup as several:
-                raise several.exceptions[0] from several
+            except BaseExceptionGroup as group:
+                # the caller expects the named error of an actor, not a group
+                raise group.exceptions[0] from group
 
     async def collective(
         self, driver: Driver, method: str, deadline_s: float, arguments: dict[str, Any]
     ) -> list[Any]:
-        """As `TrainerGroup.call`, when no other call runs."""
+        """Call all ranks, as `TrainerGroup.call`, once no other call runs."""
         async with self._trainer_for(driver, method, deadline_s) as trainer:
             if method in PHASE_OF:
-                await self._enter(PHASE_OF[method])
+                await self._state.enter(PHASE_OF[method])
             return await trainer.call(method, deadline_s=deadline_s, **arguments)
 
-    async def holds(self, driver: Driver, state: str) -> bool:
-        """Do all ranks hold this state?"""
-        async with self._trainer_for(driver, "holds", CALL_TIMEOUT_S) as trainer:
-            return await trainer.holds(state)
+    async def held(self, driver: Driver) -> str | None:
+        """Return the state that all ranks hold, as `TrainerGroup.held`."""
+        async with self._trainer_for(driver, "held", CALL_TIMEOUT_S) as trainer:
+            return await trainer.held()
 
     async def initialise(
         self, driver: Driver, key: str, start_from: str | None, deadline_s: float
     ) -> dict[str, str]:
-        """As `TrainerGroup.initialise`."""
+        """Load the first weights, as `TrainerGroup.initialise`."""
         async with self._trainer_for(driver, "initialise", deadline_s) as trainer:
-            await self._enter("train")
+            await self._state.enter("train")
             return await trainer.initialise(key, start_from, deadline_s=deadline_s)
 
     async def ensure(
         self, driver: Driver, lineage: Lineage, deadline_s: float
     ) -> dict[str, Any] | None:
-        """As `TrainerGroup.ensure`."""
+        """Make the trainer hold the end of a lineage, as `TrainerGroup.ensure`."""
         async with self._trainer_for(driver, "ensure", deadline_s) as trainer:
-            if self._sharing.active and not await trainer.holds(lineage.target):
-                await self._enter("train")
+            if self._state.sharing.active and await trainer.held() != lineage.target:
+                await self._state.enter("train")
             return await trainer.ensure(lineage, deadline_s=deadline_s)
 
     async def publish(self, driver: Driver, weights: Weights, *, everyone: bool) -> dict[str, Any]:
-        """As `Fleet.publish`. Engines that share GPUs are always all given them now: later there is
-        no room."""
-        return await self._kept().publish(
-            weights, everyone=everyone or self._sharing.active, check=lambda: self._refuse(driver)
+        """Publish weights, as `Fleet.publish`.
+
+        With shared GPUs all engines get them now: later phases have no memory for a push.
+        """
+        return await self._state.engines.publish(
+            weights,
+            everyone=everyone or self._state.sharing.active,
+            check=lambda: self._require_driver(driver),
         )
 
     async def sample(self, driver: Driver) -> None:
-        """Requests will come: where GPUs are shared, engines have them from now on."""
-        self._refuse(driver)
-        if self._sharing.active and self._fleet is not None:
-            async with self._trainer_for(driver, "sample", self._patience_s()):
-                await self._enter("sample")
+        """Give shared GPUs to the engines, because requests follow."""
+        self._require_driver(driver)
+        state = self._state
+        if state.sharing.active and state.fleet is not None:
+            async with self._trainer_for(driver, "sample", state.trainer_timeout_s):
+                await state.enter("sample")
 
     async def switches(self, driver: Driver) -> list[dict[str, Any]]:
-        """As `Sharing.take_log`."""
-        self._refuse(driver)
-        return self._sharing.take_log()
+        """Return the phase switches since the last call, as `GpuSharing.take_log`."""
+        self._require_driver(driver)
+        return self._state.sharing.take_log()
 
     async def engines(self, driver: Driver) -> list[dict[str, Any]]:
-        """As `Fleet.status`."""
-        self._refuse(driver)
-        return self._kept().status()
+        """Return the status of each engine, as `Fleet.status`."""
+        self._require_driver(driver)
+        return self._state.engines.status()
 
     async def trouble(self, driver: Driver) -> RlpipeError | None:
-        """As `Fleet.trouble`."""
-        self._refuse(driver)
-        return self._fleet.trouble() if self._fleet else None
+        """Return an error if no engine can be started, as `Fleet.trouble`."""
+        self._require_driver(driver)
+        return self._state.fleet.trouble() if self._state.fleet else None
 
     async def stop_engines(self, driver: Driver) -> None:
-        """As `Fleet.stop_engines`."""
-        self._refuse(driver)
-        await self._kept().stop_engines()
+        """End all servers, as `Fleet.stop_engines`."""
+        self._require_driver(driver)
+        await self._state.engines.stop_engines()
 
     async def close(self, driver: Driver | None) -> None:
-        """End every other actor, and with it its server, and give their places back. None: nobody
-        drives them any more."""
+        """End every other actor with its server, and remove the placement groups.
+
+        `driver` None: the idle watch calls.
+        """
         if driver is not None:
-            self._refuse(driver)
-        await self._leave_engines()
+            self._require_driver(driver)
+        await self._close_fleet()
         if self._actors is not None:
-            await asyncio.to_thread(end, await asyncio.to_thread(self._actors.everyone))
+            await asyncio.to_thread(kill_actors, await asyncio.to_thread(self._actors.all_actors))
             await asyncio.to_thread(self._actors.placement.remove)
-        self._turn.group = self._set_up = self._generator = self._spec = self._driver = None
-        self._sharing = Sharing()
+        self._driver = None
+        self._set_up = None
+        self._state.spec = None
+        self._state.generator = None
+        self._state.trainer.group = None
+        self._state.sharing = GpuSharing()
 
     async def _take_over(self, driver: Driver, spec: ClusterSpec) -> None:
-        """Let this driver have the actors, unless a newer one of its run has them, or another run
-        is still at work."""
-        now = self._driver
-        known = self._spec
-        if now is not None and known is not None and known.branch != spec.branch:
-            if await asyncio.to_thread(is_driven, known.store_root, now.run, epoch=now.epoch):
+        """Make this the cluster's driver.
+
+        Raises: Fenced if a newer driver of its run has the cluster, or another run is at work.
+        """
+        current = self._driver
+        known = self._state.spec
+        if current is not None and known is not None and known.branch != spec.branch:
+            if await asyncio.to_thread(
+                is_driven, known.store_root, current.run, epoch=current.epoch
+            ):
                 raise Fenced(
                     "another run uses the cluster's actors",
                     where=f"resources.cluster={self._cluster}",
-                    found=f"run {now.run} in epoch {now.epoch}, at work",
-                    do="wait until it ends, or give this run actors of its own: resources.cluster=NAME",
+                    found=f"run {current.run} in epoch {current.epoch}, at work",
+                    do="wait until it ends, or use other actors for this run: resources.cluster=NAME",
                 )
-            now = None
-        if now is None or now.epoch <= driver.epoch:
+            current = None
+        if current is None or current.epoch <= driver.epoch:
             self._driver = driver
-        self._refuse(driver)
+        self._require_driver(driver)
 
-    def _refuse(self, driver: Driver) -> None:
+    def _require_driver(self, driver: Driver) -> None:
         driver.require(self._driver, where=f"cluster {self._cluster}")
-        self._idle.called()
+        self._idle_watch.called()
 
     @asynccontextmanager
     async def _trainer_for(
         self, driver: Driver, method: str, deadline_s: float
     ) -> AsyncIterator[TrainerGroup]:
-        """The trainer, while nobody else calls it. Raises: Fenced; DeadlineExceeded naming who has
-        it."""
-        self._refuse(driver)
-        async with self._turn.exclusive(method, deadline_s) as trainer:
-            self._refuse(driver)
+        """Yield the trainer for exclusive use.
+
+        Raises: Fenced; DeadlineExceeded with the call that runs.
+        """
+        self._require_driver(driver)
+        async with self._state.trainer.exclusive(method, deadline_s) as trainer:
+            self._require_driver(driver)  # a newer driver may have come during the wait
             yield trainer
 
-    def _kept(self) -> Fleet:
-        assert self._fleet is not None, "this run has no engines"
-        return self._fleet
+    async def _actors_of(self, resources: ResourcesConfig) -> NamedActors:
+        """Return the named actors of this layout. A change of engines closes the fleet."""
+        known = self._state.spec
+        if self._actors is None or known is None or known.config.resources != resources:
+            if known is not None and engine_names(known.config.resources) != engine_names(
+                resources
+            ):
+                await self._close_fleet()
+            self._actors = self._make_actors(self._cluster, resources, self._cwd)
+        return self._actors
 
-    def _share_gpus_of(self, spec: ClusterSpec) -> None:
-        """Begin with sharing GPUs, or end it, if this spec says other things of it than the one
-        before."""
+    def _update_sharing(self, spec: ClusterSpec) -> None:
+        """Start or end the sharing of GPUs if this spec differs from the one before."""
+        state = self._state
         config = spec.config
-        known = self._spec
-        shared = config.resources.colocate and (config.needs_engines or self._fleet is not None)
+        shared = config.resources.colocate and (config.needs_engines or state.fleet is not None)
         if not shared:
-            self._sharing = Sharing()
-        elif not self._sharing.active or known is None or known != spec:
-            before = self._sharing.now
+            state.sharing = GpuSharing()
+        elif not state.sharing.active or state.spec is None or state.spec != spec:
             trace = Path(spec.home) / config.run
             trace.mkdir(parents=True, exist_ok=True)
-            self._sharing = Sharing(
+            sharing = GpuSharing(
                 config.resources,
                 hold=lambda: self._requests(config).hold(),
                 release=lambda: self._requests(config).release(),
                 trace=trace,
             )
-            self._sharing.now = before
-            if self._fleet is not None:
-                self._fleet.share(self._sharing)
+            sharing.now = state.sharing.now
+            state.sharing = sharing
+            if state.fleet is not None:
+                state.fleet.use_sharing(sharing)
 
-    async def _enter(self, phase: Phase) -> None:
-        """The trainer must be ours alone meanwhile."""
-        await self._sharing.enter(phase, self._turn.group, self._fleet)
+    def _requests(self, config: RunConfig) -> RequestHold:
+        assert self._state.generator is not None
+        return RequestHold(self._state.generator, config)
 
-    async def _open_in_turn(self, driver: Driver, spec: ClusterSpec) -> None:
-        """Engines come up while the trainer has given up its memory, and it is set up while they
-        have given up theirs."""
+    async def _open_on_shared_gpus(self, driver: Driver, spec: ClusterSpec) -> None:
+        """Start engines without the trainer's memory, and set up the trainer without theirs."""
+        state = self._state
         engines_are_up = self._has_engines_of(spec)
         if not engines_are_up:
-            async with self._turn.exclusive("open", self._patience_s()):
-                await self._enter("start")
+            async with state.trainer.exclusive("open", state.trainer_timeout_s):
+                await state.enter("start")
         await self._open_engines(driver, spec)
-        wanted = trainer_spec(spec)
-        if self._turn.taken and engines_are_up and self._set_up == wanted:
+        wanted = TrainerSpec.of_cluster(spec)
+        if state.trainer.taken and engines_are_up and self._set_up == wanted:
             return
-        async with self._turn.exclusive("open", self._patience_s()) as trainer:
+        async with state.trainer.exclusive("open", state.trainer_timeout_s) as trainer:
             if not engines_are_up:
-                await self._enter("start")
+                await state.enter("start")
             if not await trainer.is_up(wanted):
-                await self._enter("train")
+                await state.enter("train")
             await self._set_up_trainer(trainer, wanted)
 
     async def _open_trainer(self, spec: ClusterSpec) -> None:
-        """Ranks that somebody calls were set up; who calls them hears of it if one has died, and
-        sees to it."""
-        wanted = trainer_spec(spec)
-        if self._turn.taken and self._set_up == wanted:
+        """Set up the ranks, unless a call runs on ranks with this spec.
+
+        If one of those has died, the running call fails and its caller restores the trainer.
+        """
+        state = self._state
+        wanted = TrainerSpec.of_cluster(spec)
+        if state.trainer.taken and self._set_up == wanted:
             return
-        async with self._turn.exclusive("open", self._patience_s()) as trainer:
+        async with state.trainer.exclusive("open", state.trainer_timeout_s) as trainer:
             await self._set_up_trainer(trainer, wanted)
 
     async def _set_up_trainer(self, trainer: TrainerGroup, wanted: TrainerSpec) -> None:
@@ -284,59 +295,68 @@ class Conductor:
         self._set_up = wanted
 
     async def _find_ranks(self, actors: NamedActors, config: RunConfig) -> None:
-        """The trainer's ranks, found or started once there is a place for everybody; not set up
-        yet."""
-        group = self._turn.group
-        anew = group is None or not group.is_from(actors.trainer)
-        async with self._turn.alone("open", self._patience_s()) if anew else nullcontext():
-            # ranks that have to go may be gone when what takes their place does not fit after all
-            if anew:
-                self._set_up = self._turn.group = None
-            await asyncio.to_thread(lambda: actors.make_way(engines=config.needs_engines))
-            if anew:
-                self._turn.group = await asyncio.to_thread(
+        """Reserve bundles for all actors, and find or start the ranks without setting them up."""
+        lock = self._state.trainer
+        replace = lock.group is None or not lock.group.is_from(actors.trainer)
+        timeout_s = self._state.trainer_timeout_s
+        async with lock.locked("open", timeout_s) if replace else nullcontext():
+            # Forget the ranks first: `reserve` may kill them and then find that this layout does
+            # not fit.
+            if replace:
+                self._set_up = None
+                lock.group = None
+            await asyncio.to_thread(lambda: actors.reserve(engines=config.needs_engines))
+            if replace:
+                lock.group = await asyncio.to_thread(
                     TrainerGroup.of, actors.trainer, config.resources
                 )
 
-    async def _leave_engines(self) -> None:
-        """Let go of the engines: their keepers would start those again that are to go. A new fleet
-        finds those that stay."""
-        if self._fleet is not None:
-            await self._fleet.close()
-            self._fleet = None
+    async def _close_fleet(self) -> None:
+        """Stop supervising engines, so that none is restarted. A new fleet finds running ones."""
+        if self._state.fleet is not None:
+            await self._state.fleet.close()
+            self._state.fleet = None
 
     async def _open_engines(self, driver: Driver, spec: ClusterSpec) -> None:
-        setup = GeneratorSpec(spec.config, spec.model_dir, spec.store_root)
-        generator = self._generator
+        """Set up the generator and start the engines at the same time."""
+        generator = self._state.generator
         assert generator is not None
-        asked = generator.setup.remote(driver, setup)
-        timeout_s = spec.config.resources.start_timeout_s
-        ready = call_or_end(generator, asked, where="generator.setup", deadline_s=timeout_s)
+        setup = GeneratorSpec(spec.config, spec.model_dir, spec.store_root)
+        ready = call_or_kill(
+            generator,
+            generator.setup.remote(driver, setup),
+            where="generator.setup",
+            deadline_s=spec.config.resources.start_timeout_s,
+        )
         if not spec.config.needs_engines:
             await ready
             return
         await asyncio.gather(ready, self._open_fleet(spec))
-        await self._connect(str(self._router_url))
+        await self._connect_generator(str(self._router_url))
 
     async def _open_fleet(self, spec: ClusterSpec) -> None:
-        """Engines of this spec, up and kept. One that did not come up as a whole is opened anew the
-        next time."""
+        """Start and supervise the engines of this spec.
+
+        After a failed start the next call opens all engines again.
+        """
         if self._has_engines_of(spec):
             return
-        await self._leave_engines()
+        await self._close_fleet()
         actors = self._actors
         assert actors is not None
-        engines = await asyncio.to_thread(KeptEngine.all_of, spec.config.resources, actors.engine)
+        engines = await asyncio.to_thread(
+            SupervisedEngine.all_of, spec.config.resources, actors.engine
+        )
         devices = await asyncio.to_thread(actors.placement.engine_devices)
         fleet = Fleet(
             engines,
             actors.router,
             EngineSpec.of(spec, self._cluster, devices),
-            self._send,
-            can_send=self._can_send,
-            on_router=self._routed,
-            sharing=self._sharing,
-            make_room=self._make_room if self._sharing.active else None,
+            self._sender.send,
+            can_send=self._sender.can_send,
+            on_router=self._on_router,
+            sharing=self._state.sharing,
+            make_room=self._make_room if self._state.sharing.active else None,
         )
         try:
             await fleet.open()
@@ -345,118 +365,26 @@ class Conductor:
         except BaseException:
             await fleet.close()
             raise
-        self._fleet = fleet
+        self._state.fleet = fleet
 
     def _has_engines_of(self, spec: ClusterSpec) -> bool:
-        fleet = self._fleet
+        fleet = self._state.fleet
         return fleet is not None and fleet.spec == EngineSpec.of(
             spec, self._cluster, fleet.spec.devices
         )
 
     async def _make_room(self) -> None:
-        async with self._turn.exclusive("make room for engines", self._patience_s()):
-            await self._enter("start")
+        state = self._state
+        async with state.trainer.exclusive("make room for engines", state.trainer_timeout_s):
+            await state.enter("start")
 
-    def _patience_s(self) -> float:
-        """How long whoever has the trainer may take."""
-        assert self._spec is not None
-        return self._spec.config.train.timeout_s + CALL_TIMEOUT_S
-
-    async def _routed(self, url: str) -> None:
+    async def _on_router(self, url: str) -> None:
         self._router_url = url
-        await self._connect(url)
+        await self._connect_generator(url)
 
-    async def _connect(self, url: str) -> None:
-        assert self._actors is not None and self._spec is not None
-        await self._requests(self._spec.config).connect(url, on_gpus=self._actors.placement.on_gpus)
-
-    def _requests(self, config: RunConfig) -> Requests:
-        assert self._generator is not None
-        return Requests(self._generator, config)
-
-    async def _can_send(self, weights: Weights) -> bool:
-        spec = self._spec
-        if spec is None or not self._sharing.sampling:
-            return False
-        if spec.config.sync.through_files and await FilesSync(spec, self._cluster).there(weights):
-            return True
-        if self._turn.group is None or self._turn.taken:
-            return False
-        async with self._turn.exclusive("can_send", CALL_TIMEOUT_S) as trainer:
-            return await trainer.held() in (weights.digest, None)
-
-    async def _send(self, weights: Weights, to: Receivers, *, must: bool) -> dict[str, Any] | None:
-        """See `fleet.Send`. A trainer that holds nothing is restored first; requests are held while
-        weights are on their way."""
-        assert self._spec is not None
-        config = self._spec.config
-        if config.sync.through_files:
-            return await FilesSync(self._spec, self._cluster).send(
-                weights,
-                to,
-                self._kept().engines,
-                trainer=lambda: self._trainer_with(weights, config, must=must),
-                held=lambda: self._loading(config, idle=to.idle),
-            )
-        deadline_s = config.sync.timeout_s + CALL_TIMEOUT_S
-        async with self._trainer_with(weights, config, must=must) as trainer:
-            if trainer is None:
-                return None
-            async with (
-                nullcontext()
-                if to.idle or self._sharing.active
-                else self._requests(config).held_for_push()
-            ):
-                urls = await to.begin(to.urls())
-                of_push = {"engines": urls, "stamp": weights.stamp, "sync": config.sync}
-                shared = places(self._kept().engines, urls, config.resources)
-                answers = await trainer.call(
-                    "push", held=weights.digest, places=shared, deadline_s=deadline_s, **of_push
-                )
-                await to.end(answers[0]["unknown"])
-        return answers[0]
-
-    @asynccontextmanager
-    async def _trainer_with(
-        self, weights: Weights, config: RunConfig, *, must: bool
-    ) -> AsyncIterator[TrainerGroup | None]:
-        """The trainer with these weights, restored if it held nothing; None if it holds others,
-        unless it `must` give them up."""
-        async with self._turn.exclusive(
-            "push", config.sync.timeout_s + CALL_TIMEOUT_S + config.train.timeout_s
-        ) as trainer:
-            if not must and await trainer.held() not in (weights.digest, None):
-                yield None
-                return
-            async with self._phase_kept_after():
-                if self._sharing.active and not await trainer.holds(weights.lineage.target):
-                    await self._enter("train")
-                await restore(trainer, weights, config)
-                await self._enter("push")
-                yield trainer
-
-    @asynccontextmanager
-    async def _loading(self, config: RunConfig, *, idle: bool) -> AsyncIterator[None]:
-        """Engines have room for weights, which come from elsewhere than the trainer, and get no
-        requests."""
-        if self._sharing.active:
-            async with (
-                self._turn.exclusive("load weights", self._patience_s()),
-                self._phase_kept_after(),
-            ):
-                await self._enter("push")
-                yield
-            return
-        async with nullcontext() if idle else self._requests(config).held_for_push():
-            yield
-
-    @asynccontextmanager
-    async def _phase_kept_after(self) -> AsyncIterator[None]:
-        """In the middle of a rollout, of which one engine is given weights, it goes on
-        afterwards."""
-        sampled = self._sharing.active and self._sharing.sampling
-        try:
-            yield
-        finally:
-            if sampled:
-                await self._enter("sample")
+    async def _connect_generator(self, url: str) -> None:
+        """Make the generator send requests to this router."""
+        generator = self._state.generator
+        assert self._actors is not None and generator is not None
+        connect = generator.connect.remote(url, on_gpus=self._actors.placement.on_gpus)
+        await call(connect, where="generator.connect", deadline_s=CALL_TIMEOUT_S)

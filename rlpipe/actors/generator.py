@@ -21,28 +21,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlpipe.actors.specs import Driver, GeneratorSpec
+from rlpipe.actors.drivers import Driver
+from rlpipe.actors.specs import GeneratorSpec
 from rlpipe.batch.files import write_evaluation
 from rlpipe.config.data import EvalDataset, RewardConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
-from rlpipe.data.custom import BufferFilter, CustomSource
+from rlpipe.data.user_source import BufferFilter, CustomSource
 from rlpipe.data.prompts import load_prompts, with_metadata
 from rlpipe.data.source import DataSource, evaluation_plan
 from rlpipe.data.tokens import load_tokenizer
 from rlpipe.errors import EngineError
 from rlpipe.model_dir import prompt_context_len
 from rlpipe.observe.evaluation import evaluation_metrics
-from rlpipe.rewards.base import score
-from rlpipe.rollout.client.client import GenerateClient, HoldMode
+from rlpipe.rewards.reward_rows import score
+from rlpipe.rollout.client.generate_client import GenerateClient, HoldMode
 from rlpipe.rollout.filters import load_filter
-from rlpipe.rollout.generators import Ground, Occasion, by_function
-from rlpipe.rollout.generators import sampling as sampled
-from rlpipe.rollout.hooks.afterwards import Afterwards
-from rlpipe.rollout.judge import Judge
+from rlpipe.rollout.generators import (
+    RolloutContext,
+    RolloutResources,
+    open_generate_function,
+    open_rollout_function,
+)
+from rlpipe.rollout.group_selection import GroupJudge
+from rlpipe.rollout.hooks.finished_rollout import FinishedRolloutHooks
 from rlpipe.rollout.planner import Planner
-from rlpipe.rollout.rows import KeptRows, Part, StoredRows
-from rlpipe.rollout.sampler import RolloutProgress, RolloutResult, RolloutSettings, run_rollout
+from rlpipe.rollout.rollout_result import RolloutProgress, RolloutResult
+from rlpipe.rollout.rollout_rows import MemoryRows, PlanPart, StoredRows
+from rlpipe.rollout.sampler import RolloutSettings, run_rollout
 from rlpipe.slime.args import slime_args
 from rlpipe.store.objects.files import Files
 from rlpipe.types import DataState, Plan, Sample
@@ -200,7 +206,7 @@ class Generator:
             dataset for dataset in self._config.evaluation.datasets if dataset.name == name
         )
         sampling, reward = evaluation_settings(dataset, self._config.rollout, self._config.reward)
-        occasion = Occasion(
+        occasion = RolloutContext(
             sampling,
             version,
             evaluation=True,
@@ -227,22 +233,22 @@ class Generator:
         }
 
     async def _sampled_held_out(
-        self, name: str, occasion: Occasion
+        self, name: str, occasion: RolloutContext
     ) -> tuple[list[Sample], dict[str, Any]]:
         """The samples of a held-out set, and how the sampling went."""
-        part = Part("", self._held_out[name])
-        kept = KeptRows()
+        part = PlanPart("", self._held_out[name])
+        kept = MemoryRows()
         if self._ground.eval_function is not None:
-            async with by_function(self._ground, occasion, self._client) as function:
+            async with open_rollout_function(self._ground, occasion, self._client) as function:
                 result = await function.evaluate(part, name, kept)
             return kept.samples, sampling_outputs(result)
-        async with sampled(self._ground, occasion, self._client) as generate:
+        async with open_generate_function(self._ground, occasion, self._client) as generate:
             result = await run_rollout(
                 [part],
                 rollout_settings(occasion.rollout, groups=len(part.plan.groups)),
                 generate,
                 kept,
-                judge=Judge(),
+                judge=GroupJudge(),
                 slots=asyncio.Semaphore(self._groups_at_once(occasion.rollout)),
             )
         return kept.samples, sampling_outputs(result)
@@ -300,13 +306,15 @@ class Generator:
         self._files = Files(spec.store_root)
         self._planner = self._made_planner(config)
         self._end_ids = end_ids(spec.model_dir, self._tokenizer.eos_token_id)
-        self._ground = Ground.of(config, self._tokenizer, self._model_config, spec.model_dir)
+        self._ground = RolloutResources.load(
+            config, self._tokenizer, self._model_config, spec.model_dir
+        )
         self._slots = asyncio.Semaphore(self._groups_at_once(config.rollout))
         keep = config.rollout.dynamic_sampling_filter_path
         args = slime_args(config)
-        reward = config.reward if config.rollout.judged_by_reward else None
-        self._judge = Judge(load_filter(keep, args) if keep else None, reward, args)
-        self._afterwards = Afterwards(config.rollout, args, self._planner.custom)
+        reward = config.reward if config.rollout.scores_while_sampling else None
+        self._judge = GroupJudge(load_filter(keep, args) if keep else None, reward, args)
+        self._afterwards = FinishedRolloutHooks(config.rollout, args, self._planner.custom)
         self._spec = spec
 
     def _made_planner(self, config: RunConfig) -> Planner:
@@ -341,18 +349,18 @@ class Generator:
         self._overlong[f"evaluation.datasets: {dataset.name}"] = overlong
         return plan
 
-    async def _sample(self, parts: Sequence[Part], rows: StoredRows) -> RolloutResult:
+    async def _sample(self, parts: Sequence[PlanPart], rows: StoredRows) -> RolloutResult:
         config = self._config.rollout
         stop = asyncio.Event()
         client = self._client
-        occasion = Occasion(config, parts[0].plan.iteration, stop=stop, on_gpus=self._on_gpus)
+        occasion = RolloutContext(config, parts[0].plan.iteration, stop=stop, on_gpus=self._on_gpus)
         if self._ground.rollout_function is not None:
             settings = {"batch_size": config.rollout_batch_size, "partial": config.partial_rollout}
-            async with by_function(self._ground, occasion, client) as function:
+            async with open_rollout_function(self._ground, occasion, client) as function:
                 return await function.train(
-                    list(parts), rows, more=self._planner.following, **settings
+                    list(parts), rows, next_part=self._planner.following, **settings
                 )
-        async with sampled(self._ground, occasion, client) as generate:
+        async with open_generate_function(self._ground, occasion, client) as generate:
             return await run_rollout(
                 parts,
                 rollout_settings(config, in_order=self._config.deterministic),
@@ -360,7 +368,7 @@ class Generator:
                 rows,
                 judge=self._judge,
                 slots=self._slots,
-                more=None if config.static else self._planner.following,
+                next_part=None if config.static else self._planner.following,
                 cut_off=partial(client.cut_off, stop) if client else None,
                 progress=partial(self._progress.__setitem__, parts[0].plan.iteration),
             )

@@ -1,24 +1,25 @@
-"""Whose turn a colocated cluster's GPUs are, and what is in their memory then.
+"""Phases of GPUs that trainer and engines share (`resources.colocate`).
 
-    phase     of the trainer        of each engine                   for
-    sample    –                     weights, cache, graphs           rollouts, evaluations; an engine that is started again
-    score     weights, teacher      –                                the advantage stage
-    train     all of it             –                                optimizer steps, restoring, checkpoints, set-up
-    push      weights               weights                          weights on their way to engines, scoring samples to compare
-    start     –                     –                                engines that have to be started while none is up
+    phase     trainer memory     memory of each engine      work
+    sample    –                  weights, cache, graphs     rollouts, evaluations, restart of an
+                                                            engine
+    score     weights, teacher   –                          advantage stage
+    train     all                –                          optimizer steps, restore, checkpoints,
+                                                            set-up
+    push      weights            weights                    push of weights, scoring of samples for
+                                                            the comparison
+    start     –                  –                          start of engines while none is up
 
-Of two phases, what the second does not have goes first, then what it has more comes: never both at
-once. From the end of `sample` to the next one requests are held in the generator, and what is in
-flight is aborted: it goes on from its tokens. Weights that an engine gave up are pushed anew before
-it samples.
+A switch first releases the memory that the next phase does not use, then allocates what it needs,
+so that both are never in memory together. From the end of `sample` to the next `sample` the
+generator holds requests; requests in flight are aborted and continue from their tokens. An engine
+that released its weights gets them by a push before it samples.
 
-Entering a phase is repeatable: it says what shall be the case, of whatever processes there are now.
-A rank or an engine that was started again has everything, and that is put right with the next
-phase, before anybody else takes memory. What a switch cost and what was in use is kept until
-somebody asks (`take_log`), and in the run's trace.
+Entering the current phase again is allowed and sets the memory of all present processes. A rank or
+an engine that was restarted uses all of its memory until the next phase corrects that, before
+another process allocates memory.
 
-Not here: how memory is given up (`engines.megatron.memory`, `EngineActor.keep`), or which stage
-comes when (the driver).
+Entry point: `GpuSharing`. Each switch is logged (`take_log`) and written to the run's trace.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ from rlpipe.config.model import ResourcesConfig
 from rlpipe.observe.trace import traced
 
 Phase = Literal["sample", "score", "train", "push", "start"]
-OF_TRAINER = ("weights", "optimizer", "gradients", "teacher")
-OF_ENGINES = ("weights", "kv_cache", "cuda_graph")
+TRAINER_PARTS = ("weights", "optimizer", "gradients", "teacher")
+ENGINE_PARTS = ("weights", "kv_cache", "cuda_graph")
 
 
 @dataclass(frozen=True, slots=True)
-class Awake:
-    """What is in GPU memory during a phase."""
+class PhaseMemory:
+    """Parts of trainer and engines in GPU memory during a phase."""
 
     trainer: tuple[str, ...] = ()
     engines: tuple[str, ...] = ()
 
 
-PHASES: dict[Phase, Awake] = {
-    "sample": Awake(engines=OF_ENGINES),
-    "score": Awake(trainer=("weights", "teacher")),
-    "train": Awake(trainer=OF_TRAINER),
-    "push": Awake(trainer=("weights",), engines=("weights",)),
-    "start": Awake(),
+PHASES: dict[Phase, PhaseMemory] = {
+    "sample": PhaseMemory(engines=ENGINE_PARTS),
+    "score": PhaseMemory(trainer=("weights", "teacher")),
+    "train": PhaseMemory(trainer=TRAINER_PARTS),
+    "push": PhaseMemory(trainer=("weights",), engines=("weights",)),
+    "start": PhaseMemory(),
 }
 PHASE_OF: dict[str, Phase] = {
     "initialise": "train",
@@ -65,32 +66,31 @@ PHASE_OF: dict[str, Phase] = {
     "probe": "push",
     "compare": "sample",
 }
-"""Method of `TrainerRank` → the phase it is called in. What is not here uses no GPU memory."""
+"""Phase of each method of `TrainerRank`. Other methods use no GPU memory."""
 
 
-class Ranks(Protocol):
-    """The trainer's side (`TrainerGroup`)."""
+class TrainerMemory(Protocol):
+    """The trainer's side of a switch (`TrainerGroup`)."""
 
     async def occupy(self, parts: Collection[str], *, deadline_s: float) -> list[dict[str, float]]:
-        """All ranks keep these parts, and no others."""
+        """Keep only these parts on all ranks; return the memory report of each rank."""
         ...
 
 
-class Servers(Protocol):
-    """The engines' side (`Fleet`)."""
+class EngineMemory(Protocol):
+    """The engines' side of a switch (`Fleet`)."""
 
-    async def keep(self, tags: Collection[str]) -> None:
-        """All engines give up all but these."""
+    async def release_memory(self, keep: Collection[str]) -> None:
+        """Release all memory of all engines except these tags."""
         ...
 
-    async def take(self, tags: Collection[str]) -> None:
-        """All engines take these back."""
+    async def resume_memory(self, tags: Collection[str]) -> None:
+        """Allocate the memory of these tags again, on all engines."""
         ...
 
 
-class Sharing:
-    """The turns of one cluster. Where trainer and engines have GPUs of their own (`resources` None)
-    it does nothing."""
+class GpuSharing:
+    """Current phase of a cluster. Without shared GPUs (`resources` None) it does nothing."""
 
     def __init__(
         self,
@@ -100,115 +100,117 @@ class Sharing:
         release: Callable[[], Awaitable[None]] | None = None,
         trace: Path | None = None,
     ) -> None:
-        """`hold` and `release`: of requests, in the generator. `trace`: folder of the run's
-        trace."""
+        """`hold` and `release` requests in the generator. `trace`: folder of the run's trace."""
         self._resources = resources
         self._hold = hold
         self._release = release
         self._trace = trace
-        self._turn = asyncio.Lock()
+        self._switching = asyncio.Lock()
         self._log: list[dict[str, Any]] = []
         self.now: Phase | None = None
-        """The phase; None before the first, and between two."""
+        """The phase; None before the first one, during a switch, and after a failed switch."""
         self.switches = 0
 
     @property
     def active(self) -> bool:
-        """Are there GPUs to share?"""
+        """True if trainer and engines share GPUs."""
         return self._resources is not None
 
     @property
     def sampling(self) -> bool:
-        """May engines be asked to generate?"""
+        """True if engines may generate."""
         return not self.active or self.now == "sample"
 
     @property
     def startable(self) -> bool:
-        """May an engine be started, as far as the trainer is concerned?"""
+        """True if the trainer's memory leaves room to start an engine."""
         if self._resources is None or not self._resources.trainer_sleeps:
             return True
-        return self.now is not None and not self.awake(self.now).trainer
+        return self.now is not None and not self.memory(self.now).trainer
 
-    def awake(self, phase: Phase) -> Awake:
-        """What is in GPU memory during a phase, if who does not give up memory keeps it all the
-        time."""
+    def memory(self, phase: Phase) -> PhaseMemory:
+        """Return the parts in GPU memory during a phase.
+
+        Without offloading, trainer or engines keep all parts in every phase.
+        """
         wanted = PHASES[phase]
         resources = self._resources
         assert resources is not None
-        trainer = wanted.trainer if resources.trainer_sleeps else OF_TRAINER
-        return Awake(trainer, wanted.engines if resources.engines_sleep else OF_ENGINES)
+        trainer = wanted.trainer if resources.trainer_sleeps else TRAINER_PARTS
+        return PhaseMemory(trainer, wanted.engines if resources.engines_sleep else ENGINE_PARTS)
 
-    async def enter(self, phase: Phase, ranks: Ranks | None, servers: Servers | None) -> None:
-        """Have this phase from now on, until the next one. Those that are not there yet (None) take
-        part in the next.
+    async def enter(
+        self, phase: Phase, trainer: TrainerMemory | None, engines: EngineMemory | None
+    ) -> None:
+        """Switch to this phase. A side that does not exist yet (None) takes part in the next one.
 
-        Raises: TrainerError, ActorLost, DeadlineExceeded if the trainer does not give up or take
-        what it should; an engine that does not is ended.
+        Raises: TrainerError, ActorLost, DeadlineExceeded if the trainer fails to release or
+        allocate memory. An engine that fails is ended.
         """
         if self._resources is None:
             return
-        async with self._turn:
+        async with self._switching:
             before = self.now
-            self.now = None
-            wanted = self.awake(phase)
+            self.now = None  # stays None if the switch fails: the memory is then unknown
             start = time.perf_counter()
             with self._traced(phase) if before != phase else contextlib.nullcontext():
-                reports = await self._switch(phase, wanted, ranks, servers)
+                reports = await self._switch(phase, trainer, engines)
             self.now = phase
             if before != phase:
                 self.switches += 1
-                self._log.append(_entry(before, phase, time.perf_counter() - start, reports))
+                seconds = time.perf_counter() - start
+                self._log.append(_log_entry(before, phase, seconds, reports))
 
     async def _switch(
-        self, phase: Phase, wanted: Awake, ranks: Ranks | None, servers: Servers | None
+        self, phase: Phase, trainer: TrainerMemory | None, engines: EngineMemory | None
     ) -> list[dict[str, float]]:
         assert self._resources is not None
-        if phase != "sample" and self._hold is not None and servers is not None:
+        wanted = self.memory(phase)
+        if phase != "sample" and self._hold is not None and engines is not None:
             await self._hold()
-        if servers is not None:
-            await servers.keep(wanted.engines)
-        reports = (
-            []
-            if ranks is None
-            else await ranks.occupy(wanted.trainer, deadline_s=self._resources.start_timeout_s)
-        )
-        if servers is not None:
-            await servers.take(wanted.engines)
-        if phase == "sample" and self._release is not None and servers is not None:
+        if engines is not None:
+            await engines.release_memory(wanted.engines)
+        reports: list[dict[str, float]] = []
+        if trainer is not None:
+            deadline_s = self._resources.start_timeout_s
+            reports = await trainer.occupy(wanted.trainer, deadline_s=deadline_s)
+        if engines is not None:
+            await engines.resume_memory(wanted.engines)
+        if phase == "sample" and self._release is not None and engines is not None:
             await self._release()
         return reports
 
     @contextlib.asynccontextmanager
-    async def room_to_start(self) -> AsyncIterator[Awake | None]:
-        """While this lasts the phase stays as it is. What an engine may keep that is started now;
-        None: it may not be started."""
+    async def room_to_start(self) -> AsyncIterator[PhaseMemory | None]:
+        """Block switches; yield the memory that an engine may keep that is started now.
+
+        None: no engine may be started.
+        """
         if self._resources is None:
-            yield Awake(OF_TRAINER, OF_ENGINES)
+            yield PhaseMemory(TRAINER_PARTS, ENGINE_PARTS)
             return
-        async with self._turn:
-            yield self.awake(self.now) if self.now is not None and self.startable else None
+        async with self._switching:
+            yield self.memory(self.now) if self.now is not None and self.startable else None
 
     def take_log(self) -> list[dict[str, Any]]:
-        """The switches since this was last asked.
+        """Return the switches since the last call.
 
         Each is `{"from", "to", "seconds", "trainer_peak_bytes", "trainer_bytes", "used_bytes"}`:
-        the most that any rank's process had of its GPU during the phase that ended (0 without
-        CUDA), then what it keeps, and what is in use of its GPU after the switch, engines included;
-        of all ranks the largest.
+        the peak of a rank's process in the phase that ended (0 without CUDA), the rank's memory
+        after the switch, and the used memory of its GPU after the switch, engines included. Each
+        number is the maximum over ranks.
         """
         log = self._log
         self._log = []
         return log
 
     def _traced(self, phase: Phase) -> contextlib.AbstractContextManager[None]:
-        return (
-            contextlib.nullcontext()
-            if self._trace is None
-            else traced(self._trace, f"switch to {phase}", None)
-        )
+        if self._trace is None:
+            return contextlib.nullcontext()
+        return traced(self._trace, f"switch to {phase}", None)
 
 
-def _entry(
+def _log_entry(
     before: Phase | None, phase: Phase, seconds: float, reports: list[dict[str, float]]
 ) -> dict[str, Any]:
     def largest(name: str) -> float:

@@ -10,11 +10,11 @@ import ray
 
 from rlpipe.actors.engines import fleet as module
 from rlpipe.actors.engines.fleet import Fleet
-from rlpipe.actors.engines.kept_engine import KeptEngine
+from rlpipe.actors.engines.supervised import SupervisedEngine
 from rlpipe.actors.ray.local_ray import connect, disconnect
 from rlpipe.config.model import ResourcesConfig
-from tests.actors.engines.fleets import ENGINES, SPEC, Trainer
-from tests.actors.engines.started import FakeEngine, FakeRouter, find_or_start
+from tests.actors.engines.fake_engines import FakeEngine, FakeRouter, find_or_start
+from tests.actors.engines.fake_fleet import ENGINES, SPEC, Trainer
 
 NAMESPACE = "rlpipe-tests"
 
@@ -37,9 +37,9 @@ async def fleet(
     local_ray: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Fleet]:
     """Two engines that are up, without weights, looked at twenty times a second."""
-    monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(module, "CHECK_INTERVAL_S", 0.05)
     engines = [
-        KeptEngine(number, lambda n, _: find_or_start(FakeEngine, f"fleet-engine-{n}", n))
+        SupervisedEngine(number, lambda n, _: find_or_start(FakeEngine, f"fleet-engine-{n}", n))
         for number in range(ENGINES)
     ]
     urls: list[str] = []

@@ -12,9 +12,9 @@ from ray.util import list_named_actors
 
 from rlpipe.actors import client as cluster
 from rlpipe.actors.client import Cluster, open_cluster
+from rlpipe.actors.drivers import Driver
 from rlpipe.actors.ray import named
-from rlpipe.actors.ray.calls import end
-from rlpipe.actors.specs import Driver
+from rlpipe.actors.ray.calls import kill_actors
 from rlpipe.errors import ActorLost, Fenced
 from tests.actors.test_conductor import spec
 
@@ -53,13 +53,13 @@ def config(local_ray: str, tmp_path: Path) -> Iterator[Any]:
     yield made.model_copy(
         update={"resources": made.resources.model_copy(update={"cluster": "gone"})}
     )
-    end([ray.get_actor(name, namespace=SPACE) for name in there()])
+    kill_actors([ray.get_actor(name, namespace=SPACE) for name in there()])
 
 
 async def test_a_run_is_ended_although_its_conductor_is_gone(config):
     conductor = started(named.CONDUCTOR)
     rank = started("trainer-0")
-    end([conductor])
+    kill_actors([conductor])
     await Cluster(Driver("run", 1), conductor, rank, config).close()
     assert "trainer-0" not in there()
 
@@ -78,7 +78,7 @@ async def test_a_conductor_that_refuses_to_end_them_is_heard(config, refusal):
 async def test_actors_that_a_newer_conductor_has_are_not_ended(config):
     older = started(named.CONDUCTOR)
     rank = started("trainer-0")
-    end([older])
+    kill_actors([older])
     started(named.CONDUCTOR)
     with pytest.raises(ActorLost):
         await Cluster(Driver("run", 1), older, rank, config).close()
@@ -89,7 +89,7 @@ async def test_a_conductor_that_ends_just_as_a_driver_comes_is_followed_by_anoth
     config, tmp_path, monkeypatch
 ):
     ended = started(named.CONDUCTOR)
-    end([ended])
+    kill_actors([ended])
     found = iter([ended, started(named.CONDUCTOR)])
     monkeypatch.setattr(cluster.named, "conductor", lambda *_: next(found))
     started("generator")

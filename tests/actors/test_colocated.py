@@ -1,8 +1,8 @@
-"""Engines that gave up their weights sample nothing before they are given them again
-(rlpipe.actors.conductor, fleet, engine).
+"""Engines that released their weights sample only after a push (rlpipe.actors.weight_sender, fleet,
+engine).
 
-Conductor, fleet and engine actors are ours, in the test's own process, without Ray; servers and
-trainer ranks are small fakes.
+Conductor, fleet and engine actors are real and run in the test's process without Ray; servers and
+trainer ranks are fakes.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from rlpipe.actors.engines import fleet as fleet_module
 from rlpipe.actors.engines.engine import EngineActor
 from rlpipe.actors.engines.files_sync import FilesSync
 from rlpipe.actors.engines.fleet import Fleet, Weights
-from rlpipe.actors.engines.kept_engine import KeptEngine
-from rlpipe.actors.sharing import OF_ENGINES, Sharing
+from rlpipe.actors.engines.supervised import SupervisedEngine
+from rlpipe.actors.sharing import ENGINE_PARTS, GpuSharing
 from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.config.train import SyncConfig
 from rlpipe.errors import TrainerError
 from rlpipe.lineage.states import Lineage
-from rlpipe.sync.transports.base import PushReport
+from rlpipe.sync.session import PushReport
 from rlpipe.types import Stage
-from tests.actors.engines.started import FakeRouter
+from tests.actors.engines.fake_engines import FakeRouter
 
 RIGHT = Weights("state 1", 1, "run@1@state 1", Lineage(Stage.INIT, "init", "state 1", "init"))
-GARBAGE = "whatever is in the memory"
+GARBAGE = "undefined memory"
 
 
 class Server:
-    """One that names the weights it was given last, whatever became of them."""
+    """A server that names the last loaded weights, also after it released their memory."""
 
     pid = 1
 
@@ -55,15 +55,15 @@ class Server:
 
 
 class Servers:
-    """All there were, by URL. `sampled`: with what engines have gone on to sample."""
+    """All servers so far, by URL. `sampled`: (URL, weights) of each server that resumed sampling."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.known: dict[str, Server] = {}
         self.sampled: list[tuple[str, str]] = []
-        for name in ("_give_up", "_take_back", "_stamp", "_facts"):
+        for name in ("_release_memory", "_resume_memory", "_weight_version", "_facts"):
             monkeypatch.setattr(engine_module, name, getattr(self, name))
 
-    def made(self, number: int) -> Server:
+    def create(self, number: int) -> Server:
         url = f"http://engine-{number}/{len(self.known)}"
         return self.known.setdefault(url, Server(url))
 
@@ -71,17 +71,17 @@ class Servers:
         for url in urls:
             self.known[url].stamp = self.known[url].weights = stamp
 
-    async def _give_up(self, url: str, tags: Sequence[str]) -> None:
+    async def _release_memory(self, url: str, tags: Sequence[str]) -> None:
         self.known[url].paused = True
         if "weights" in tags:
             self.known[url].weights = GARBAGE
 
-    async def _take_back(self, url: str, tags: Sequence[str], *, goes_on: bool) -> None:
-        if goes_on:
+    async def _resume_memory(self, url: str, tags: Sequence[str], *, samples: bool) -> None:
+        if samples:
             self.known[url].paused = False
             self.sampled.append((url, self.known[url].weights))
 
-    async def _stamp(self, url: str) -> str | None:
+    async def _weight_version(self, url: str) -> str | None:
         return self.known[url].stamp
 
     async def _facts(self, url: str) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class Servers:
 
 
 class Ranks:
-    """A trainer group. It can be lost; restored, it holds the weights again."""
+    """A trainer group. `state` "" means that its ranks were lost; `ensure` restores it."""
 
     def __init__(self, servers: Servers) -> None:
         self.servers = servers
@@ -102,9 +102,6 @@ class Ranks:
 
     async def held(self) -> str | None:
         return self.state or None
-
-    async def holds(self, state: str) -> bool:
-        return self.state == state
 
     async def ensure(self, lineage: Lineage, *, deadline_s: float) -> None:
         self.state = lineage.target
@@ -120,33 +117,35 @@ class Ranks:
         return [{"bytes": 7, "seconds": 0.1, "unknown": {}}]
 
 
-class Here:
-    """An actor in this process, whose calls run in threads of their own, one after the other."""
+class LocalActor:
+    """An actor handle of an object in this process. Calls run in threads, one after the other."""
 
-    def __init__(self, held: Any) -> None:
-        self._held, self._turn = held, asyncio.Lock()
+    def __init__(self, instance: Any) -> None:
+        self._instance = instance
+        self._lock = asyncio.Lock()
 
     def __getattr__(self, name: str) -> Any:
-        async def called(*arguments: Any, **keywords: Any) -> Any:
-            async with self._turn:
-                return await asyncio.to_thread(getattr(self._held, name), *arguments, **keywords)
+        async def remote(*arguments: Any, **keywords: Any) -> Any:
+            method = getattr(self._instance, name)
+            async with self._lock:
+                return await asyncio.to_thread(method, *arguments, **keywords)
 
-        return SimpleNamespace(remote=called)
+        return SimpleNamespace(remote=remote)
 
 
 def engine_actor(servers: Servers, number: int) -> Any:
-    made = EngineActor(number, str(Path.cwd()))
-    made._made = lambda spec: servers.made(number)  # type: ignore[assignment, method-assign]
-    return Here(made)
+    actor = EngineActor(number, str(Path.cwd()))
+    actor._create_server = lambda spec: servers.create(number)  # type: ignore[assignment, method-assign]
+    return LocalActor(actor)
 
 
 def through_files(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are written, brought and loaded in no time."""
+    """Replace the transfer of files by a call of `servers.load`."""
 
     async def write(_: Any, group: Ranks, weights: Weights) -> Any:
         return SimpleNamespace(size_bytes=7, full_bytes=7)
 
-    async def bring(
+    async def fetch(
         _: Any, stamp: str, urls: Sequence[str], *__: Any
     ) -> tuple[dict[str, str], dict[str, str]]:
         return dict.fromkeys(urls, "folder"), {}
@@ -155,13 +154,13 @@ def through_files(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
         servers.load(list(folders), stamp)
         return PushReport(stamp, tuple(folders), {}, 1, 7, 1, 0.1)
 
-    for name, stub in (("_write", write), ("_bring", bring), ("_loaded", load)):
+    for name, stub in (("_write", write), ("_fetch", fetch), ("_load_all", load)):
         monkeypatch.setattr(FilesSync, name, stub)
 
 
 async def until(reached: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
-        while not reached():  # noqa: ASYNC110 - keepers call nobody
+        while not reached():  # noqa: ASYNC110 - supervisors set no event
             await asyncio.sleep(0.01)
 
 
@@ -170,7 +169,7 @@ async def shared(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Conductor, Fleet, Servers, Ranks]]:
     """Two engines that share the GPUs of two ranks, in the middle of a rollout."""
-    monkeypatch.setattr(fleet_module, "LOOK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(fleet_module, "CHECK_INTERVAL_S", 0.05)
     servers = Servers(monkeypatch)
     through_files(servers, monkeypatch)
     resources = ResourcesConfig(colocate=True, actor_num_gpus_per_node=2)
@@ -182,27 +181,30 @@ async def shared(
         checkpoint=SimpleNamespace(timeout_s=60.0),
     )
     conductor: Any = Conductor("shared", str(Path.cwd()))
-    conductor._spec = SimpleNamespace(
+    state = conductor._state
+    state.spec = SimpleNamespace(
         config=config, store_root=str(tmp_path / "store"), home=str(tmp_path)
     )
-    conductor._sharing, conductor._turn.group = Sharing(resources), Ranks(servers)
+    state.sharing = GpuSharing(resources)
+    state.trainer.group = Ranks(servers)
     spec: Any = SimpleNamespace(engine=config.engine, resources=resources, logs="logs")
-    engines = [KeptEngine(number, lambda n, _: engine_actor(servers, n)) for number in range(2)]
+    engines = [
+        SupervisedEngine(number, lambda n, _: engine_actor(servers, n)) for number in range(2)
+    ]
 
     async def on_router(url: str) -> None: ...
 
     make: Any = {
-        "make_router": lambda: Here(FakeRouter()),
-        "sharing": conductor._sharing,
-        "can_send": conductor._can_send,
+        "make_router": lambda: LocalActor(FakeRouter()),
+        "sharing": state.sharing,
+        "can_send": conductor._sender.can_send,
     }
-    fleet = conductor._fleet = Fleet(
-        engines, spec=spec, send=conductor._send, on_router=on_router, **make
-    )
+    fleet = Fleet(engines, spec=spec, send=conductor._sender.send, on_router=on_router, **make)
+    state.fleet = fleet
     await fleet.open()
     await fleet.publish(RIGHT, everyone=True)
-    await conductor._enter("sample")
-    yield conductor, fleet, servers, conductor._turn.group
+    await state.enter("sample")
+    yield conductor, fleet, servers, state.trainer.group
     await fleet.close()
 
 
@@ -213,7 +215,7 @@ def both_sample(fleet: Fleet, servers: Servers) -> bool:
     )
 
 
-async def test_engines_that_gave_up_their_weights_so_that_the_trainer_is_restored_are_sent_them_too(
+async def test_a_push_after_a_restore_includes_engines_that_released_their_weights_for_the_restore(
     shared,
 ):
     conductor, fleet, servers, ranks = shared
@@ -222,7 +224,9 @@ async def test_engines_that_gave_up_their_weights_so_that_the_trainer_is_restore
     servers.known[str(fleet.engines[1].url)].alive = False
     await until(
         lambda: (
-            bool(ranks.state) and conductor._sharing.now == "sample" and both_sample(fleet, servers)
+            bool(ranks.state)
+            and conductor._state.sharing.now == "sample"
+            and both_sample(fleet, servers)
         )
     )
     assert {weights for _, weights in servers.sampled} == {RIGHT.stamp}
@@ -230,30 +234,32 @@ async def test_engines_that_gave_up_their_weights_so_that_the_trainer_is_restore
         assert ranks.pushed[1:] == [["http://engine-0/0", "http://engine-1/2"]]
 
 
-async def test_none_goes_on_after_a_push_that_broke_in_the_middle(shared):
+async def test_no_engine_samples_with_wrong_weights_after_a_failed_push(shared):
     conductor, fleet, servers, ranks = shared
     ranks.state = ""
     ranks.breaks = True
     servers.known[str(fleet.engines[1].url)].alive = False
     await until(
         lambda: (
-            bool(ranks.state) and conductor._sharing.now == "sample" and both_sample(fleet, servers)
+            bool(ranks.state)
+            and conductor._state.sharing.now == "sample"
+            and both_sample(fleet, servers)
         )
     )
     assert {weights for _, weights in servers.sampled} == {RIGHT.stamp}
 
 
-async def test_an_engine_that_has_all_its_memory_back_goes_on_once_its_weights_are_known(
+async def test_an_engine_samples_once_it_has_all_memory_and_known_weights(
     monkeypatch: pytest.MonkeyPatch,
 ):
     servers = Servers(monkeypatch)
     actor = engine_actor(servers, 0)
     spec: Any = SimpleNamespace(resources=SimpleNamespace(start_timeout_s=1.0))
     (server,) = [servers.known[await actor.start.remote(spec)]]
-    await actor.keep.remote(())
-    await actor.take.remote(OF_ENGINES)
+    await actor.release_memory.remote(())
+    await actor.resume_memory.remote(ENGINE_PARTS)
     assert server.paused
-    await actor.keep.remote(("weights",))
+    await actor.release_memory.remote(("weights",))
     await actor.mark.remote(unknown=False)
-    await actor.take.remote(OF_ENGINES)
+    await actor.resume_memory.remote(ENGINE_PARTS)
     assert not server.paused

@@ -18,7 +18,8 @@ import pytest
 import ray
 
 from rlpipe.actors.conductor import Conductor
-from rlpipe.actors.specs import ClusterSpec, Driver
+from rlpipe.actors.drivers import Driver
+from rlpipe.actors.specs import ClusterSpec
 from rlpipe.config.load import validate
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ActorLost, DataError, DeadlineExceeded, Fenced, ResourceError
@@ -26,8 +27,8 @@ from rlpipe.lineage.states import Lineage
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.objects.files import Files
 from rlpipe.types import Stage
-from tests.actors.engines.started import find_or_start
-from tests.actors.trainer.ranks import start
+from tests.actors.engines.fake_engines import find_or_start
+from tests.actors.trainer.fake_ranks import start
 
 pytestmark = pytest.mark.integration
 
@@ -60,12 +61,12 @@ class FakeActors:
     def generator(self) -> Any:
         return find_or_start(FakeGenerator, "conductor-generator")
 
-    def make_way(self, *, engines: bool) -> None:
+    def reserve(self, *, engines: bool) -> None:
         assert not engines
         if self.resources.trainer_ranks > 2:
             raise ResourceError("the cluster has not enough room")
 
-    def everyone(self) -> list[Any]:
+    def all_actors(self) -> list[Any]:
         return [self.generator(), *(self.trainer(rank) for rank in range(2))]
 
 
@@ -125,7 +126,7 @@ async def test_a_newer_driver_of_the_run_has_the_actors_and_the_older_one_is_tol
     await conductor.open(SECOND, spec(tmp_path))
     for refused in (
         conductor.collective(FIRST, "note", 60, {"what": "x"}),
-        conductor.holds(FIRST, "state"),
+        conductor.held(FIRST),
         conductor.ensure(FIRST, Lineage(Stage.INIT, "i", "i", "i"), 60),
         conductor.trouble(FIRST),
         conductor.open(FIRST, spec(tmp_path)),
@@ -159,8 +160,8 @@ async def test_another_run_of_the_cluster_has_them_after_the_first(
     other = Driver("other", 1)
     await conductor.open(other, spec(tmp_path, "other"))
     with pytest.raises(Fenced, match="run other in epoch 1"):
-        await conductor.holds(FIRST, "state")
-    assert not await conductor.holds(other, "state")
+        await conductor.held(FIRST)
+    assert await conductor.held(other) != "state"
 
 
 async def test_another_run_is_refused_while_the_first_is_at_work(
@@ -173,7 +174,7 @@ async def test_another_run_is_refused_while_the_first_is_at_work(
         "resources.cluster=tests",
         "run run in epoch 1, at work",
     )
-    assert not await conductor.holds(FIRST, "state")
+    assert await conductor.held(FIRST) != "state"
     at_work.release()
     await conductor.open(Driver("other", 1), spec(tmp_path, "other"))
 
@@ -191,11 +192,11 @@ async def test_actors_that_nobody_drives_end_after_a_while_and_are_there_again_f
     await conductor.open(FIRST, left)
     await conductor.collective(FIRST, "train", 60, {"key": "a"})
     await asyncio.sleep(1.2)
-    assert await conductor.holds(FIRST, "a")
+    assert await conductor.held(FIRST) == "a"
     driven.release()
     for _ in range(6):
         await asyncio.sleep(0.2)
-        assert await conductor.holds(FIRST, "a")
+        assert await conductor.held(FIRST) == "a"
     await asyncio.sleep(2.0)
     with pytest.raises(ValueError, match="trainer-0"):
         rank()
@@ -204,7 +205,7 @@ async def test_actors_that_nobody_drives_end_after_a_while_and_are_there_again_f
         in (tmp_path / "run" / "logs" / "conductor.log").read_text()
     )
     await conductor.open(FIRST, left)
-    assert rank() and not await conductor.holds(FIRST, "a")
+    assert rank() and await conductor.held(FIRST) != "a"
 
 
 async def test_a_driver_at_work_elsewhere_keeps_no_actors_here_and_nor_does_a_log_that_cannot_be_written(
@@ -255,11 +256,11 @@ async def test_a_call_that_gets_no_turn_says_who_has_it(conductor: Conductor):
 async def test_opened_again_it_starts_what_died(conductor: Conductor, tmp_path: Path):
     with pytest.raises(ActorLost):
         await conductor.collective(FIRST, "train", 60, {"key": "a", "dies": 1})
-    assert not await conductor.holds(FIRST, "a")
+    assert await conductor.held(FIRST) != "a"
     await conductor.open(FIRST, spec(tmp_path))
     assert await heard(conductor, FIRST) == [[], []]
     assert await conductor.ensure(FIRST, Lineage(Stage.INIT, "i", "b", "i"), 60) is not None
-    assert await conductor.holds(FIRST, "b")
+    assert await conductor.held(FIRST) == "b"
 
 
 async def test_ranks_that_a_lost_caller_left_apart_are_started_again(
@@ -285,7 +286,7 @@ async def test_a_layout_that_does_not_fit_leaves_the_ranks_with_what_they_hold(
             FIRST, replace(fits, config=fits.config.model_copy(update={"resources": wide}))
         )
     await conductor.open(FIRST, fits)
-    assert await conductor.holds(FIRST, "a")
+    assert await conductor.held(FIRST) == "a"
 
 
 async def test_what_keeps_an_actor_from_coming_up_is_the_error_and_nothing_is_half_open(

@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlpipe.actors.drivers import Driver
 from rlpipe.actors.generator import Generator, RolloutAbandoned, end_ids
-from rlpipe.actors.specs import Driver, GeneratorSpec
+from rlpipe.actors.specs import GeneratorSpec
 from rlpipe.config.hooks import load_hook
 from rlpipe.config.load import load_run, validate
 from rlpipe.errors import DataError, Fenced
 from rlpipe.rollout.generate import FINISHED
-from rlpipe.slime.build import BASE, overrides_of
 from rlpipe.slime.command_line import read_flags
+from rlpipe.slime.flag_keys import BASE, overrides_of
 from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.rows import table_to_samples
 from rlpipe.store.parquet.shards import read_rows

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.actors.sharing import OF_ENGINES, OF_TRAINER, PHASE_OF, PHASES, Phase, Sharing
-from rlpipe.actors.trainer.trainer import TrainerRank
+from rlpipe.actors.sharing import ENGINE_PARTS, PHASE_OF, PHASES, TRAINER_PARTS, GpuSharing, Phase
+from rlpipe.actors.trainer.rank_actors import TrainerRank
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.engines.megatron.memory import PARTS
 from rlpipe.engines.sglang.admin import MEMORY_TAGS
@@ -18,6 +18,7 @@ from rlpipe.errors import TrainerError
 from rlpipe.observe.trace import FILE, read_trace
 
 COLOCATED = ResourcesConfig(colocate=True)
+SWITCH = ["release_memory", "trainer", "resume_memory"]
 
 
 class Told:
@@ -25,8 +26,8 @@ class Told:
     told."""
 
     def __init__(self) -> None:
-        self.trainer: set[str] = set(OF_TRAINER)
-        self.engines: set[str] = set(OF_ENGINES)
+        self.trainer: set[str] = set(TRAINER_PARTS)
+        self.engines: set[str] = set(ENGINE_PARTS)
         self.order: list[str] = []
         self.together: list[tuple[set[str], set[str]]] = []
         self.fails = False
@@ -35,19 +36,19 @@ class Told:
         if self.fails:
             raise TrainerError("out of memory", where="trainer/0")
         self.trainer = set(parts)
-        self._said("trainer")
+        self._record("trainer")
         return [
             {"peak_bytes": 5.0, "kept_bytes": float(len(parts)), "used_bytes": 9.0},
             {"peak_bytes": 7.0, "kept_bytes": 0.0},
         ]
 
-    async def keep(self, tags: Collection[str]) -> None:
-        self.engines &= set(tags)
-        self._said("keep")
+    async def release_memory(self, keep: Collection[str]) -> None:
+        self.engines &= set(keep)
+        self._record("release_memory")
 
-    async def take(self, tags: Collection[str]) -> None:
+    async def resume_memory(self, tags: Collection[str]) -> None:
         self.engines |= set(tags)
-        self._said("take")
+        self._record("resume_memory")
 
     async def hold(self) -> None:
         self.order.append("hold")
@@ -55,15 +56,15 @@ class Told:
     async def release(self) -> None:
         self.order.append("release")
 
-    def _said(self, who: str) -> None:
-        self.order.append(who)
+    def _record(self, call: str) -> None:
+        self.order.append(call)
         self.together.append((set(self.trainer), set(self.engines)))
 
 
 def shared(
     told: Told, resources: ResourcesConfig = COLOCATED, trace: Path | None = None
-) -> Sharing:
-    return Sharing(resources, hold=told.hold, release=told.release, trace=trace)
+) -> GpuSharing:
+    return GpuSharing(resources, hold=told.hold, release=told.release, trace=trace)
 
 
 async def test_an_iteration_s_phases_are_never_in_memory_together():
@@ -98,19 +99,19 @@ async def test_requests_are_held_before_engines_give_up_memory_until_they_have_a
     sharing = shared(told)
     await sharing.enter("score", told, told)
     await sharing.enter("sample", told, told)
-    assert told.order == ["hold", "keep", "trainer", "take", "keep", "trainer", "take", "release"]
+    assert told.order == ["hold", *SWITCH, *SWITCH, "release"]
 
 
 async def test_who_keeps_its_memory_is_told_to_keep_all_of_it_in_every_phase():
     told = Told()
     sharing = shared(told, ResourcesConfig(colocate=True, offload_train=False))
     await sharing.enter("sample", told, told)
-    assert told.trainer == set(OF_TRAINER)
+    assert told.trainer == set(TRAINER_PARTS)
     assert sharing.startable
     told = Told()
     sharing = shared(told, ResourcesConfig(colocate=True, offload_rollout=False))
     await sharing.enter("train", told, told)
-    assert told.engines == set(OF_ENGINES)
+    assert told.engines == set(ENGINE_PARTS)
 
 
 async def test_a_phase_is_entered_again_for_processes_that_were_started_meanwhile_but_counted_once(
@@ -157,7 +158,7 @@ async def test_engines_are_started_only_where_the_trainer_has_no_memory_and_the_
     await sharing.enter("sample", told, told)
     async with sharing.room_to_start() as awake:
         assert awake is not None
-        assert set(awake.engines) == set(OF_ENGINES)
+        assert set(awake.engines) == set(ENGINE_PARTS)
         switch = asyncio.create_task(sharing.enter("score", told, told))
         await asyncio.sleep(0)
         assert (sharing.now, switch.done()) == ("sample", False)
@@ -175,17 +176,17 @@ async def test_after_a_switch_that_failed_nobody_samples_and_the_next_one_puts_i
     assert (sharing.now, sharing.sampling, sharing.startable) == (None, False, False)
     told.fails = False
     await sharing.enter("sample", told, told)
-    assert (sharing.sampling, told.engines, told.trainer) == (True, set(OF_ENGINES), set())
+    assert (sharing.sampling, told.engines, told.trainer) == (True, set(ENGINE_PARTS), set())
 
 
 async def test_with_gpus_of_their_own_nobody_is_told_anything():
     told = Told()
-    sharing = Sharing()
+    sharing = GpuSharing()
     await sharing.enter("train", told, told)
     assert (told.order, sharing.sampling, sharing.active) == ([], True, False)
 
 
 def test_the_table_s_names_are_those_of_trainer_and_engines():
-    assert set(OF_TRAINER) == set(PARTS)
-    assert set(OF_ENGINES) == set(MEMORY_TAGS)
+    assert set(TRAINER_PARTS) == set(PARTS)
+    assert set(ENGINE_PARTS) == set(MEMORY_TAGS)
     assert all(callable(getattr(TrainerRank, method)) for method in PHASE_OF)

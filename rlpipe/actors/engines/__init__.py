@@ -1,1 +1,1 @@
-"""Engine actors, the router actor and the fleet that supervises them."""
+"""Engine and router actors, and the fleet that supervises them."""

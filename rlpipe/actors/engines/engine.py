@@ -1,11 +1,9 @@
-"""`EngineActor` and `RouterActor`: the processes of inference, supervised by Ray.
+"""`EngineActor` and `RouterActor`: Ray actors that start and watch SGLang servers and the router.
 
-An engine knows which weights it holds by what its server answers, never by what it was told. One
-that spans nodes has an actor with a server on each; the first one's answers for the engine
-(`kept_engine` has them start, live and end together).
-
-Not here: the servers themselves (`engines.sglang`), generation requests (they go through the router
-over HTTP).
+An engine reports the weights that its server names, not those of the last push. An engine that
+spans nodes has an actor with a server on each node; the server on node 0 answers for the engine,
+and `supervised` starts and ends them together. Generation requests go to the router over HTTP, not
+through these actors.
 """
 
 from __future__ import annotations
@@ -20,9 +18,8 @@ from typing import Any
 from rlpipe.actors.ray.placement import LOOPBACK, own_address
 from rlpipe.actors.specs import ClusterSpec
 from rlpipe.config.model import EngineConfig, ResourcesConfig
-from rlpipe.engines.sglang.admin import MEMORY_TAGS, Engine, MemoryTag
-from rlpipe.engines.sglang.external import ExternalRouter, ExternalServer, Wanted
-from rlpipe.engines.sglang.facts import facts
+from rlpipe.engines.sglang.admin import MEMORY_TAGS, Engine, MemoryTag, server_facts
+from rlpipe.engines.sglang.external import ExternalRouter, ExternalServer, ServerRequirements
 from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Part, Server
 from rlpipe.errors import DeadlineExceeded, EngineError, EngineUnavailable
@@ -32,19 +29,19 @@ from rlpipe.sync.transports.versions import WeightStore
 from rlpipe.system.ports import free_port
 
 FILES = "files"
-"""Concurrency group of `bring`: the other calls are answered meanwhile."""
+"""Concurrency group of `fetch_weights`, so that other calls are answered during a copy."""
 
-MORE_PORTS = 15
-"""After the one at which servers of several nodes meet; with data parallel attention SGLang listens
-on some of them."""
+# With data parallel attention SGLang also listens on some of the ports after the rendezvous.
+RENDEZVOUS_MORE_PORTS = 15
+"""Free ports that must follow the rendezvous port of servers on several nodes."""
 
 MEMORY_TIMEOUT_S = 50.0
-"""For each call about GPU memory; less than what the fleet waits for all of them."""
+"""Deadline of each call about GPU memory; shorter than the fleet's deadline for all of them."""
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What a server is started with. Another spec starts another server in its place."""
+    """Settings of a server. Another spec needs another server."""
 
     model_dir: str
     engine: EngineConfig
@@ -57,14 +54,14 @@ class EngineSpec:
     reads_text: bool = False
     names_experts: bool = False
     devices: tuple[tuple[str, ...], ...] | None = None
-    """Of each server (`layout.engine_names`), its GPUs as CUDA_VISIBLE_DEVICES names them; None:
-    those that its actor sees."""
+    """CUDA_VISIBLE_DEVICES of each server, in the order of `layout.engine_names`; None: the GPUs of
+    its actor."""
 
     @classmethod
     def of(
         cls, spec: ClusterSpec, cluster: str, devices: tuple[tuple[str, ...], ...] | None
     ) -> EngineSpec:
-        """What the engines of a run are started with; the folder of their logs is made."""
+        """Return the settings of a run's engines, and create the folder of their logs."""
         config = spec.config
         logs = Path(spec.home) / cluster / "logs"
         logs.mkdir(parents=True, exist_ok=True)
@@ -83,15 +80,17 @@ class EngineSpec:
         )
 
     def served_dir(self) -> str:
-        """The directory that the server is started with: the model's, or what is made of it.
-        Raises: ConfigError."""
+        """Return the directory that the server loads: the model's, or its quantized copy.
+
+        Raises: ConfigError.
+        """
         if self.engine.quantization == "fp8":
             return fp8_directory(self.model_dir, Path(self.logs).parents[1] / "models")
         return self.model_dir
 
-    def wanted(self) -> Wanted:
-        """What a server has to serve that others have started."""
-        return Wanted(
+    def requirements(self) -> ServerRequirements:
+        """Return the settings that an external server must have."""
+        return ServerRequirements(
             model_dir=self.served_dir(),
             dtype=self.dtype,
             tensor_parallel_size=self.resources.rollout_num_gpus_per_engine,
@@ -103,10 +102,10 @@ class EngineSpec:
 
 
 class EngineActor:
-    """One SGLang server: its own, or one that others start and end, which it asks and never ends.
+    """One SGLang server: started here, or an external one that is used but never ended.
 
-    Of an engine that spans nodes it is the server on one of them; only node 0 is asked about
-    weights, memory and tokens.
+    For an engine that spans nodes, this is the server on one of them. Only node 0 answers calls
+    about weights, memory and tokens.
     """
 
     def __init__(self, number: int, cwd: str, node: int = 0) -> None:
@@ -114,36 +113,34 @@ class EngineActor:
         self.number = number
         self.node = node
         self._spec: EngineSpec | None = None
-        self._meeting: str | None = None
+        self._met_at: str | None = None
         self._server: Server | ExternalServer | None = None
         self._unknown = True
         self._facts: dict[str, Any] = {}
-        self._awake: set[MemoryTag] = set(MEMORY_TAGS)
+        self._in_memory: set[MemoryTag] = set(MEMORY_TAGS)
 
-    def meeting(self, spec: EngineSpec) -> str | None:
-        """Where the servers of this engine have met, if ours is up for this spec and answers."""
-        return self._meeting if self._is_up(spec) else None
+    def rendezvous(self, spec: EngineSpec) -> str | None:
+        """Return the rendezvous of this engine's servers, if this server is up for this spec."""
+        return self._met_at if self._is_up(spec) else None
 
-    def meeting_point(self) -> str:
-        """Where they can meet: here, at a free port."""
-        return f"{own_address()}:{free_port(own_address(), following=MORE_PORTS)}"
+    def new_rendezvous(self) -> str:
+        """Return this machine's address and a free port as a rendezvous for the servers."""
+        return f"{own_address()}:{free_port(own_address(), following=RENDEZVOUS_MORE_PORTS)}"
 
-    def start(self, spec: EngineSpec, meeting: str | None = None) -> str:
-        """Bring the server of a spec up, unless it is up and answers; its URL. `meeting`: of an
-        engine that spans nodes, where its servers meet; each waits for all of them.
+    def start(self, spec: EngineSpec, rendezvous: str | None = None) -> str:
+        """Start the server of a spec, unless it is up and answers. Return its URL.
 
+        `rendezvous`: for an engine that spans nodes; each server waits there for all others.
         Raises: as `Server` and its `wait_ready`, or as `ExternalServer.start`.
         """
-        if self._server is not None and self._meeting == meeting and self._is_up(spec):
+        if self._server is not None and self._met_at == rendezvous and self._is_up(spec):
             return self._server.url
         self.stop()
-        self._spec, self._meeting, self._unknown, self._awake = (
-            spec,
-            meeting,
-            True,
-            set(MEMORY_TAGS),
-        )
-        self._server = self._made(spec)
+        self._spec = spec
+        self._met_at = rendezvous
+        self._unknown = True
+        self._in_memory = set(MEMORY_TAGS)
+        self._server = self._create_server(spec)
         self._server.start()
         self._server.wait_ready(spec.resources.start_timeout_s)
         self._facts = {} if self.node else asyncio.run(_facts(self._server.url))
@@ -152,41 +149,45 @@ class EngineActor:
     def _is_up(self, spec: EngineSpec) -> bool:
         if self._spec != spec or self._server is None or not self._server.alive:
             return False
-        return self.node > 0 or asyncio.run(_stamp(self._server.url)) is not None
+        return self.node > 0 or asyncio.run(_weight_version(self._server.url)) is not None
 
-    def _made(self, spec: EngineSpec) -> Server | ExternalServer:
+    def _create_server(self, spec: EngineSpec) -> Server | ExternalServer:
         if external := spec.resources.external_engines:
-            return ExternalServer(external[self.number], spec.wanted())
+            return ExternalServer(external[self.number], spec.requirements())
         nodes = spec.resources.engine_nodes
         part = None
         if nodes > 1:
-            assert self._meeting is not None, "servers of several nodes have to meet"
-            part = Part(self.node, nodes, self._meeting)
+            assert self._met_at is not None, "servers of several nodes need a rendezvous"
+            part = Part(self.node, nodes, self._met_at)
+        if self.node == 0:
+            engine = _with_host(spec.engine)
+        else:
+            engine = spec.engine.model_copy(update={"host": LOOPBACK})
+        devices = None
+        if spec.devices is not None:
+            devices = spec.devices[self.number * nodes + self.node]
+        suffix = f"-{self.node}" if self.node else ""
         return Server(
             spec.served_dir(),
-            _at_home(spec.engine)
-            if self.node == 0
-            else spec.engine.model_copy(update={"host": LOOPBACK}),
+            engine,
             spec.resources,
             dtype=spec.dtype,
             port=None,
-            log_path=Path(spec.logs)
-            / f"engine-{self.number}{f'-{self.node}' if self.node else ''}.log",
+            log_path=Path(spec.logs) / f"engine-{self.number}{suffix}.log",
             seed=spec.seed + self.number,
             trust_remote_code=spec.trust_remote_code,
             deterministic=spec.deterministic,
             reads_text=spec.reads_text,
-            devices=None if spec.devices is None else spec.devices[self.number * nodes + self.node],
+            devices=devices,
             names_experts=spec.names_experts,
             part=part,
         )
 
     def status(self) -> dict[str, Any]:
-        """`{"number", "url", "alive", "stamp", "pid", "facts"}`; `stamp` is the weight version the
-        server itself names.
+        """Return `{"number", "url", "alive", "stamp", "pid", "facts"}`.
 
-        None if it does not answer, or if a push to it began and was not seen to end; always of
-        other nodes than the first.
+        `stamp` is the weight version that the server names. It is None if the server does not
+        answer, if a push began and its end was not confirmed, and on nodes other than 0.
         """
         server = self._server
         if server is None or not server.alive:
@@ -198,12 +199,20 @@ class EngineActor:
                 "pid": None,
                 "facts": {},
             }
-        stamp = None if self._unknown or self.node else asyncio.run(_stamp(server.url))
-        state = {"url": server.url, "alive": True, "stamp": stamp, "pid": server.pid}
-        return {"number": self.number, **state, "facts": self._facts}
+        stamp = None
+        if not self._unknown and self.node == 0:
+            stamp = asyncio.run(_weight_version(server.url))
+        return {
+            "number": self.number,
+            "url": server.url,
+            "alive": True,
+            "stamp": stamp,
+            "pid": server.pid,
+            "facts": self._facts,
+        }
 
     def generates(self, timeout_s: float) -> bool:
-        """Does it generate a token within that time? (It must not be paused.)"""
+        """True if the server generates a token within this time. It must not be paused."""
         return (
             self._server is not None
             and self._server.alive
@@ -211,7 +220,7 @@ class EngineActor:
         )
 
     def require_spans(self) -> None:
-        """As `Engine.require_spans`. Raises: EngineError, EngineUnavailable."""
+        """Check the server as `Engine.require_spans`. Raises: EngineError, EngineUnavailable."""
         if self._server is None:
             raise EngineUnavailable(
                 "the server has not been started", where=f"engine/{self.number}"
@@ -219,49 +228,53 @@ class EngineActor:
         asyncio.run(_require_spans(self._server.url))
 
     def mark(self, *, unknown: bool) -> None:
-        """Before the first byte of a push: what it holds is unknown. After the echo: it is what the
-        server says."""
+        """Set whether the held weights are unknown.
+
+        True before the first byte of a push. False after the echo: then the server's answer counts.
+        """
         self._unknown = unknown
 
-    def keep(self, tags: Collection[MemoryTag]) -> None:
-        """Give up all GPU memory but this (`MEMORY_TAGS`). It samples nothing from then on, until
-        it takes all of it back.
+    def release_memory(self, keep: Collection[MemoryTag]) -> None:
+        """Release all GPU memory except `keep` (`MEMORY_TAGS`).
 
-        What it was sampling ends with what it has. Without its weights, what it holds is unknown.
-        Raises: EngineError, DeadlineExceeded: then what it has is not known, and it should be
-        stopped.
+        The server samples nothing until it has all memory again. Requests in flight end with their
+        tokens so far. Without its weights, the held version is unknown. Raises: EngineError,
+        DeadlineExceeded; then the server's memory is undefined, and the server should be stopped.
         """
-        if (gone := self._awake - set(tags)) and self._server is not None and self._server.alive:
-            self._unknown = self._unknown or "weights" in gone
-            asyncio.run(_give_up(self._server.url, sorted(gone)))
-            self._awake -= gone
+        released = self._in_memory - set(keep)
+        if released and self._server is not None and self._server.alive:
+            self._unknown = self._unknown or "weights" in released
+            asyncio.run(_release_memory(self._server.url, sorted(released)))
+            self._in_memory -= released
 
-    def take(self, tags: Collection[MemoryTag]) -> None:
-        """Take this GPU memory back; with all of it, and weights that are known, it samples again.
-        Raises: as `keep`."""
-        missing = set(tags) - self._awake
+    def resume_memory(self, tags: Collection[MemoryTag]) -> None:
+        """Allocate this GPU memory again.
+
+        The server samples again once it has all memory and its weights are known. Raises: as
+        `release_memory`.
+        """
+        missing = set(tags) - self._in_memory
         if missing and self._server is not None and self._server.alive:
-            goes_on = not self._unknown and self._awake | missing == set(MEMORY_TAGS)
-            asyncio.run(_take_back(self._server.url, sorted(missing), goes_on=goes_on))
-            self._awake |= missing
+            samples = not self._unknown and self._in_memory | missing == set(MEMORY_TAGS)
+            asyncio.run(_resume_memory(self._server.url, sorted(missing), samples=samples))
+            self._in_memory |= missing
 
-    def bring(self, root: str, stamp: str, folder: str, timeout_s: float) -> str:
-        """Have a version of the weights on this machine, in the mirror at `folder`: the directory
-        that the server can load.
+    def fetch_weights(self, root: str, stamp: str, folder: str, timeout_s: float) -> str:
+        """Copy a weight version into this machine's mirror `folder`; return a loadable directory.
 
-        It runs beside the other calls (concurrency group `files`). Raises: as `Mirror.bring`.
+        Runs in the concurrency group `files`. Raises: as `Mirror.fetch`.
         """
-        return str(Mirror(folder).bring(WeightStore(root), stamp, timeout_s=timeout_s))
+        return str(Mirror(folder).fetch(WeightStore(root), stamp, timeout_s=timeout_s))
 
     def stop(self) -> None:
-        """End the server. One that is not ours goes on, and what it holds is unknown."""
+        """End the server. An external server continues, and its weights are unknown."""
         self._unknown = True
         if self._server is not None:
             self._server.stop()
 
 
 class RouterActor:
-    """The sglang-router in front of the engines: its own, or one that others start and end."""
+    """The sglang-router in front of the engines: started here, or an external one."""
 
     def __init__(self, cwd: str) -> None:
         os.chdir(cwd)
@@ -271,49 +284,47 @@ class RouterActor:
     def start(
         self, engine: EngineConfig, resources: ResourcesConfig, logs: str, engines: list[str]
     ) -> str:
-        """Bring the router up unless it runs with this configuration, without engines other than
-        these; its URL.
+        """Start the router unless it runs with this configuration; return its URL.
 
-        After a death it comes back at the same address, where requests wait for it. Engines get
-        requests once they are admitted. Raises: ResourceError if a router that others started has
-        engines of others; EngineUnavailable, DeadlineExceeded.
+        Engines other than `engines` are removed. A new engine gets requests once it is admitted. A
+        router that died is started at the same address, where clients retry. Raises: ResourceError
+        if an external router has engines of others; EngineUnavailable, DeadlineExceeded.
         """
         if self._router is None or not self._router.alive or self._config != engine:
             self.stop()
-            known = self._config
+            checked_config = self._config
             self._config = None
-            self._router = self._made(engine, logs)
+            self._router = self._create_router(engine, logs)
             self._router.start()
             self._router.wait_ready(resources.start_timeout_s)
-            if isinstance(self._router, ExternalRouter) and known != engine:
+            if isinstance(self._router, ExternalRouter) and checked_config != engine:
                 self._router.require_alone([*engines, *resources.external_engines])
             self._config = engine
-        for known in {worker["url"] for worker in self._router.workers()} - set(engines):
-            self._router.remove(known)
+        for url in {worker["url"] for worker in self._router.workers()} - set(engines):
+            self._router.remove(url)
         return self._router.url
 
-    def _made(self, engine: EngineConfig, logs: str) -> Router | ExternalRouter:
+    def _create_router(self, engine: EngineConfig, logs: str) -> Router | ExternalRouter:
         if engine.router_url is not None:
             return ExternalRouter(engine.router_url)
         port = self._router.port if self._router is not None else None
-        return Router(_at_home(engine), port=port, log_path=Path(logs) / "router.log")
+        return Router(_with_host(engine), port=port, log_path=Path(logs) / "router.log")
 
     def admit(self, workers: list[str]) -> None:
-        """Send requests to these engines from now on: they hold the published weights and are not
-        paused."""
+        """Send requests to these engines, which hold the published weights and are not paused."""
         if self._router is None:
             raise EngineUnavailable("the router has not been started", where="router")
         for url in workers:
             self._router.add(url)
 
     def workers(self) -> list[str] | None:
-        """URLs of the engines it routes to; None if it does not run."""
+        """Return the URLs of the admitted engines; None if the router does not run."""
         if self._router is None or not self._router.alive:
             return None
         return [worker["url"] for worker in self._router.workers()]
 
     def remove(self, workers: list[str]) -> None:
-        """Send no more requests to these engines: their weights are unknown."""
+        """Send no more requests to these engines, because their weights are unknown."""
         if self._router is not None:
             for url in workers:
                 self._router.remove(url)
@@ -324,22 +335,22 @@ class RouterActor:
             self._router.stop()
 
 
-def _at_home(engine: EngineConfig) -> EngineConfig:
-    """Bound to this machine's address, if nothing else is said."""
+def _with_host(engine: EngineConfig) -> EngineConfig:
+    """Return the configuration with this machine's address as host, if none is configured."""
     return engine if engine.host is not None else engine.model_copy(update={"host": own_address()})
 
 
-async def _give_up(url: str, tags: Collection[MemoryTag]) -> None:
+async def _release_memory(url: str, tags: Collection[MemoryTag]) -> None:
     async with Engine(url, deadline_s=MEMORY_TIMEOUT_S) as engine:
         await engine.pause("abort")
         await engine.flush()
         await engine.release_memory(tuple(tags))
 
 
-async def _take_back(url: str, tags: Collection[MemoryTag], *, goes_on: bool) -> None:
+async def _resume_memory(url: str, tags: Collection[MemoryTag], *, samples: bool) -> None:
     async with Engine(url, deadline_s=MEMORY_TIMEOUT_S) as engine:
         await engine.resume_memory(tuple(tags))
-        if goes_on:
+        if samples:
             await engine.continue_()
 
 
@@ -358,15 +369,15 @@ async def _require_spans(url: str) -> None:
 
 
 async def _facts(url: str) -> dict[str, Any]:
-    """{} of a server that does not say: nothing depends on it."""
+    """Return facts for the run's records; {} if the server does not answer."""
     try:
         async with Engine(url, deadline_s=10.0) as engine:
-            return facts(await engine.server_info())
+            return server_facts(await engine.server_info())
     except (EngineError, DeadlineExceeded):
         return {}
 
 
-async def _stamp(url: str) -> str | None:
+async def _weight_version(url: str) -> str | None:
     try:
         async with Engine(url, deadline_s=10.0) as engine:
             return await engine.weight_version()

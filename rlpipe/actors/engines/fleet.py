@@ -1,17 +1,18 @@
-"""`Fleet`: the engines of a cluster and their router, kept alive and kept at the published weights.
+"""`Fleet`: supervise the engines of a cluster and their router, and keep them at the published
+weights.
 
-Each engine has a keeper: a coroutine that starts it again when it died, ends it when it hangs,
-gives it the published weights and only then lets it take requests. A push to all goes through
-`publish`. What an engine holds is what its server says; from before the first byte of a push until
-its echo it is unknown, and nobody samples from it.
+Each engine has a supervisor coroutine. It starts an engine that died, ends an engine that hangs,
+sends it the published weights, and only then admits it at the router. A push to all engines goes
+through `publish`. The server's answer says which weights an engine holds; from before the first
+byte of a push until the echo they are unknown, and the engine gets no requests.
 
-Not here: what is asked of one engine (`kept_engine`), which weights are published (the driver
-says), how they are sent (`send`, given by the conductor), or requests.
+The driver decides which weights are published. The conductor passes `send`, which transfers them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -21,36 +22,33 @@ from typing import Any, Protocol
 from ray.actor import ActorHandle
 
 from rlpipe.actors.engines.engine import EngineSpec
-from rlpipe.actors.engines.external import attempts, start_all
-from rlpipe.actors.engines.kept_engine import KeptEngine
-from rlpipe.actors.engines.kept_router import KeptRouter
+from rlpipe.actors.engines.supervised import SupervisedEngine, SupervisedRouter, start_engines
 from rlpipe.actors.ray.calls import gather
-from rlpipe.actors.sharing import OF_ENGINES, Sharing
+from rlpipe.actors.sharing import ENGINE_PARTS, GpuSharing
 from rlpipe.config.model import EngineConfig
 from rlpipe.errors import DeadlineExceeded, EngineUnavailable, RlpipeError, SyncError
 from rlpipe.lineage.states import Lineage
 
 CALL_TIMEOUT_S = 60.0
-LOOK_INTERVAL_S = 2.0
-ANSWER_S = 12.0
-"""A healthy engine's actor answers sooner how it is, even if its server does not (10 s)."""
-ATTEMPTS = 3
-"""An engine that could not be brought back so many times in a row is in trouble; its keeper goes on
-trying."""
-SILENT = "its actor did not answer once it had them, or its server is another by now"
+CHECK_INTERVAL_S = 2.0
+STATUS_S = 12.0
+"""The actor of a healthy engine answers sooner, even if its server does not answer (10 s)."""
+MAX_FAILED_CHECKS = 3
+"""Failed checks in a row after which an engine is in trouble. Its supervisor continues to try."""
+NOT_CONFIRMED = "its actor did not answer after the push, or its server was restarted"
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights that engines are given."""
+    """Weights for the engines."""
 
     digest: str
-    """Of the node that made them."""
+    """Digest of the node that made the weights."""
     version: int
     stamp: str
-    """What an engine echoes: `branch@version@state digest`."""
+    """Weight version that an engine echoes: `branch@version@state digest`."""
     lineage: Lineage
-    """How a trainer comes to hold them."""
+    """Lineage from which a trainer restores the weights."""
 
 
 @dataclass(frozen=True)
@@ -58,67 +56,79 @@ class Receivers:
     """Engines that weights are sent to."""
 
     urls: Callable[[], Sequence[str]]
-    """Who they are. Called once the trainer is had: to restore it may have cost engines the weights
-    that they held."""
+    """Return their URLs. Called once the trainer is locked: a restore of the trainer may have
+    released the weights of further engines."""
     begin: Callable[[Sequence[str]], Awaitable[list[str]]]
-    """Awaited right before the first byte, with whom it is for: which of them are sent to. None
-    whose actor does not answer."""
+    """Awaited with these URLs right before the first byte; returns the URLs to send to. Engines
+    without an answer of their actor are left out."""
     end: Callable[[Mapping[str, str]], Awaitable[None]]
-    """Awaited after the last byte, before engines may sample again, with why what some of them hold
-    is unknown, by URL."""
+    """Awaited after the last byte, before engines may sample again. The argument has the reason for
+    each URL with unknown weights."""
     idle: bool
-    """They have no requests."""
+    """True if the engines have no requests."""
 
 
 class Send(Protocol):
-    """Sends weights to engines."""
+    """Function that sends weights to engines."""
 
     async def __call__(
-        self, weights: Weights, to: Receivers, *, must: bool
+        self, weights: Weights, to: Receivers, *, force: bool
     ) -> dict[str, Any] | None:
-        """`{"bytes", "seconds", "unknown": {url: why}}`, and through files their `share` of all
-        weights.
+        """Return `{"bytes", "seconds", "unknown": {url: reason}}`; through files also `share`.
 
-        Unless it `must`, nothing is sent, and the answer is None, if the trainer would have to give
-        up other weights for these.
+        `share` is the sent part of all weights. If the trainer holds other weights, send only with
+        `force`; else return None.
         """
         ...
 
 
+def max_failed_checks(spec: EngineSpec) -> int:
+    """Return the failed checks in a row after which an engine is in trouble.
+
+    A failed check of our own engine includes a whole start. An external engine is only checked
+    every `CHECK_INTERVAL_S`, and may be away as long as a start takes.
+    """
+    if not spec.resources.external_engines:
+        return MAX_FAILED_CHECKS
+    return max(MAX_FAILED_CHECKS, math.ceil(spec.resources.start_timeout_s / CHECK_INTERVAL_S))
+
+
 class Fleet:
-    """All engines. Made and used on the conductor's event loop; `close` ends its keepers."""
+    """All engines of a cluster. For the conductor's event loop; `close` ends the supervisors."""
 
     def __init__(
         self,
-        engines: list[KeptEngine],
+        engines: list[SupervisedEngine],
         make_router: Callable[[], ActorHandle],
         spec: EngineSpec,
         send: Send,
         *,
         can_send: Callable[[Weights], Awaitable[bool]],
         on_router: Callable[[str], Awaitable[None]],
-        sharing: Sharing | None = None,
+        sharing: GpuSharing | None = None,
         make_room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`can_send`: would `send` wait for nobody and disturb nothing? `on_router` hears of the
-        router's URL.
+        """`can_send`: True if `send` would neither wait nor disturb others. `on_router` is awaited
+        with the router's URL.
 
-        `sharing`: whose turn the GPUs are, if they are shared; `make_room` is awaited before
-        engines are waited for of which none is up.
+        `sharing`: the phases of GPUs shared with the trainer. `make_room` is awaited if no engine
+        is up and the trainer's memory prevents a start.
         """
-        self._sharing = sharing or Sharing()
+        self._sharing = sharing or GpuSharing()
         self._make_room = make_room
         self.engines = engines
         self.spec = spec
-        self.router = KeptRouter(make_router)
+        self.router = SupervisedRouter(make_router)
         self._send = send
         self._can_send = can_send
         self._on_router = on_router
         self.weights: Weights | None = None
         self._acceptable: set[str] = set()
+        """Stamps of weights that may sample."""
         self._pushing = asyncio.Lock()
-        self._pushes = 0  # and whatever else may keep an engine from generating
-        self._keepers: list[asyncio.Task[None]] = []
+        self._interruptions = 0
+        """Number of pushes and memory releases: a health check across one proves nothing."""
+        self._supervisors: list[asyncio.Task[None]] = []
 
     @property
     def config(self) -> EngineConfig:
@@ -129,53 +139,53 @@ class Fleet:
         return self.spec.resources.start_timeout_s
 
     async def open(self) -> None:
-        """Bring everything up, then keep it so. Raises: what keeps an engine or the router from
-        coming up."""
-        await start_all(self.engines, self.spec)
+        """Start engines and router, then their supervisors. Raises: the error of a failed start."""
+        await start_engines(self.engines, self.spec)
         await self._start_router()
-        routed = await self.router.look()
+        admitted = await self.router.check()
         for engine in self.engines:
-            await engine.look()
-            engine.admitted = engine.url is not None and engine.url in (routed or ())
-        self._keepers = [asyncio.create_task(self._keep(engine)) for engine in self.engines]
-        self._keepers.append(asyncio.create_task(self._keep_router()))
+            await engine.check()
+            engine.admitted = engine.url is not None and engine.url in (admitted or ())
+        self._supervisors = [
+            asyncio.create_task(self._supervise(engine)) for engine in self.engines
+        ]
+        self._supervisors.append(asyncio.create_task(self._supervise_router()))
 
     async def close(self) -> None:
-        """Stop keeping; engines stay as they are."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
-        self._keepers.clear()
+        """Stop supervising. Engines stay as they are."""
+        for supervisor in self._supervisors:
+            supervisor.cancel()
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
+        self._supervisors.clear()
 
     async def publish(
         self, weights: Weights, *, everyone: bool, check: Callable[[], None] = lambda: None
     ) -> dict[str, Any]:
-        """From now on engines are given these weights: with `everyone` all of them, now; else those
-        that come back.
+        """Publish weights: send them to all engines now (`everyone`), else to engines that restart.
 
-        `check` raises if whoever asks has no right to any more, also after it waited. Answers
-        `{"engines", "bytes", "seconds"}` of the push. Raises: SyncError if no engine holds them
-        after it; EngineUnavailable if none comes up; what the trainer raised.
+        `check` raises if the caller may no longer publish; it is called again after each wait.
+        Return `{"engines", "bytes", "seconds"}` of the push. Raises: SyncError if no engine holds
+        the weights afterwards; EngineUnavailable if no engine is up; errors of the trainer.
         """
         check()
-        if self._only_joins(weights, everyone=everyone):
-            return _nothing()
-        await self._until_one_is_up()
-        async with (
-            self._pushing
-        ):  # no keeper sends them before, so that what is answered is all that was sent
+        if self._add_without_push(weights, everyone=everyone):
+            return _no_push()
+        await self._wait_for_engine()
+        # Supervisors cannot push now, so the returned counts cover all that is sent.
+        async with self._pushing:
             check()
-            if self._only_joins(weights, everyone=everyone):
-                return _nothing()
+            if self._add_without_push(weights, everyone=everyone):
+                return _no_push()
             self.weights = weights
             self._acceptable = {weights.stamp}
-            return await self._push_in_turn(
-                [e for e in self.engines if e.url and not e.starting], must=everyone
-            )
+            ready = [engine for engine in self.engines if engine.url and not engine.starting]
+            return await self._push_locked(ready, force=everyone)
 
-    def _only_joins(self, weights: Weights, *, everyone: bool) -> bool:
-        """Unless they are for everyone, weights join what is published, if they are not older: then
-        nothing is sent."""
+    def _add_without_push(self, weights: Weights, *, everyone: bool) -> bool:
+        """Publish weights next to the current ones, unless they are older or need a push.
+
+        Return False if the weights need a push: they are for everyone, or the first ones.
+        """
         current = self.weights
         if everyone or current is None:
             return False
@@ -184,35 +194,38 @@ class Fleet:
             self._acceptable = self._acceptable | {weights.stamp}
         return True
 
-    async def keep(self, tags: Collection[str]) -> None:
-        """All engines give up their GPU memory but this. One that does not is ended."""
-        if set(tags) != set(OF_ENGINES):
-            self._pushes += 1
-        await asyncio.gather(*(engine.move("keep", tags) for engine in self.engines))
+    async def release_memory(self, keep: Collection[str]) -> None:
+        """Release all GPU memory of all engines except `keep`. End an engine that fails."""
+        if set(keep) != set(ENGINE_PARTS):
+            self._interruptions += 1
+        await asyncio.gather(
+            *(engine.set_memory("release_memory", keep) for engine in self.engines)
+        )
 
-    async def take(self, tags: Collection[str]) -> None:
-        """All engines take this GPU memory back. One that does not is ended."""
-        await asyncio.gather(*(engine.move("take", tags) for engine in self.engines))
+    async def resume_memory(self, tags: Collection[str]) -> None:
+        """Allocate this GPU memory of all engines again. End an engine that fails."""
+        await asyncio.gather(*(engine.set_memory("resume_memory", tags) for engine in self.engines))
 
-    def share(self, sharing: Sharing) -> None:
-        """Engines go by these turns from now on."""
+    def use_sharing(self, sharing: GpuSharing) -> None:
+        """Use these phases of shared GPUs from now on."""
         self._sharing = sharing
 
-    def forget(self) -> None:
-        """Nothing is published any more: engines keep what they hold, and are given nothing until
-        something is."""
-        self.weights, self._acceptable = None, set()
+    def forget_weights(self) -> None:
+        """Forget the published weights. Engines keep theirs, and get none until the next ones."""
+        self.weights = None
+        self._acceptable = set()
 
     def status(self) -> list[dict[str, Any]]:
-        """`{"number", "url", "alive", "stamp", "pid", "facts"}` of each engine as last seen."""
-        kept = ("number", "url", "stamp", "pid", "facts")
+        """Return `{"number", "url", "alive", "stamp", "pid", "facts"}` of each engine, as last
+        seen."""
+        names = ("number", "url", "stamp", "pid", "facts")
         return [
-            {"alive": e.url is not None, **{name: getattr(e, name) for name in kept}}
-            for e in self.engines
+            {"alive": engine.url is not None, **{name: getattr(engine, name) for name in names}}
+            for engine in self.engines
         ]
 
     def trouble(self) -> RlpipeError | None:
-        """Why nothing can be sampled, if no engine can be brought back."""
+        """Return an error if no engine can be started, else None."""
         if any(engine.trouble is None for engine in self.engines):
             return None
         found = "\n".join(f"engine {engine.number}: {engine.trouble}" for engine in self.engines)
@@ -224,73 +237,79 @@ class Fleet:
         )
 
     async def require_spans(self) -> None:
-        """Returns if the engines say which weights sampled which token. Raises: as
-        `Engine.require_spans`."""
-        asks = [engine.actor.require_spans.remote() for engine in self.engines if engine.url]
-        await gather(asks, where="engine.require_spans", deadline_s=CALL_TIMEOUT_S)
+        """Check that engines report the weight version of each token.
+
+        Raises: as `Engine.require_spans`.
+        """
+        calls = [engine.actor.require_spans.remote() for engine in self.engines if engine.url]
+        await gather(calls, where="engine.require_spans", deadline_s=CALL_TIMEOUT_S)
 
     async def stop_engines(self) -> None:
-        """End all servers: what they hold is not what it should be. Their keepers start others."""
+        """End all servers, because their weights are wrong. Supervisors start others."""
         await asyncio.gather(*(engine.stop() for engine in self.engines))
 
-    async def _keep(self, engine: KeptEngine) -> None:
+    async def _supervise(self, engine: SupervisedEngine) -> None:
         while True:
-            await asyncio.sleep(LOOK_INTERVAL_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             try:
-                await self._care(engine)
+                await self._check_engine(engine)
                 engine.failures = 0
                 engine.trouble = None
-            except Exception as error:  # noqa: BLE001 - a keeper outlives whatever its engine, or Ray, comes up with
+            except Exception as error:  # noqa: BLE001 - a supervisor survives any error of its engine or Ray
                 engine.failures += 1
-                if engine.failures >= attempts(self.spec, ATTEMPTS, LOOK_INTERVAL_S):
+                if engine.failures >= max_failed_checks(self.spec):
                     engine.trouble = error
 
-    async def _care(self, engine: KeptEngine) -> None:
-        """One look at an engine, and what it needs."""
-        if not await engine.look():
-            async with self._sharing.room_to_start() as awake:
-                if awake is None:
+    async def _check_engine(self, engine: SupervisedEngine) -> None:
+        """Check an engine once; start it, end it or send it weights if necessary."""
+        if not await engine.check():
+            async with self._sharing.room_to_start() as parts:
+                if parts is None:
                     return
                 await engine.start(self.spec, self.start_timeout_s)
-                await engine.look()
-                await engine.move("keep", awake.engines)
+                await engine.check()
+                await engine.set_memory("release_memory", parts.engines)
         elif self._is_test_due(engine):
-            pushes = self._pushes
-            hung = not await engine.generates(self.config.rollout_health_check_timeout)
-            if hung and pushes == self._pushes and not self._pushing.locked():
-                await self._leave_out([engine])
+            interruptions = self._interruptions
+            hangs = not await engine.generates(self.config.rollout_health_check_timeout)
+            # An engine that was paused during the test does not hang.
+            if hangs and interruptions == self._interruptions and not self._pushing.locked():
+                await self._exclude([engine])
                 return
         weights = self.weights
         if weights is None or (engine.stamp in self._acceptable and engine.admitted):
             return
         if engine.stamp in self._acceptable or await self._can_send(weights):
-            await self._push([engine], must=False)
+            async with self._pushing:
+                await self._push_locked([engine], force=False)
 
-    def _is_test_due(self, engine: KeptEngine) -> bool:
-        old = time.monotonic() - engine.tested_s > self.config.rollout_health_check_interval
-        return old and engine.admitted and self._sharing.sampling
+    def _is_test_due(self, engine: SupervisedEngine) -> bool:
+        due = time.monotonic() - engine.tested_s > self.config.rollout_health_check_interval
+        return due and engine.admitted and self._sharing.sampling
 
-    async def _keep_router(self) -> None:
+    async def _supervise_router(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_INTERVAL_S)
-            with suppress(Exception):  # as in `_keep`; the next look tries again
-                known = await self.router.look()
-                if known is None:
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            with suppress(Exception):  # as in `_supervise`; the next check tries again
+                admitted = await self.router.check()
+                if admitted is None:
                     await self._start_router()
-                    known = []
+                    admitted = []
                 for engine in self.engines:
-                    engine.admitted = engine.admitted and engine.url in known
-                if gone := sorted(set(known) - {engine.url for engine in self.engines}):
+                    engine.admitted = engine.admitted and engine.url in admitted
+                gone = sorted(set(admitted) - {engine.url for engine in self.engines})
+                if gone:
                     await self.router.remove(gone)
 
     async def _start_router(self) -> None:
         urls = [engine.url for engine in self.engines if engine.url]
         await self._on_router(await self.router.start(self.spec, urls))
 
-    async def _until_one_is_up(self) -> None:
+    async def _wait_for_engine(self) -> None:
+        """Wait until at least one engine is up. Raises: EngineUnavailable."""
         try:
             async with asyncio.timeout(self.start_timeout_s):
-                while not await self._one_is_up():
+                while not await self._any_engine_up():
                     if error := self.trouble():
                         raise error
                     if self._make_room is not None and not self._sharing.startable:
@@ -304,58 +323,63 @@ class Fleet:
                 do="see the engines' logs",
             ) from error
 
-    async def _one_is_up(self) -> bool:
-        """All are asked at once. Who pushes should know of each how it is, but not wait for one
-        that hangs if another is up."""
-        looks = [asyncio.ensure_future(self._is_up(engine)) for engine in self.engines]
+    async def _any_engine_up(self) -> bool:
+        """Check all engines at once; return True if one is up.
+
+        A push needs the state of each engine, but does not wait for one that hangs if another is
+        up.
+        """
+        checks = [asyncio.ensure_future(self._is_up(engine)) for engine in self.engines]
         try:
-            done, late = await asyncio.wait(looks, timeout=ANSWER_S)
-            while late and not any(look.result() for look in done):
+            done, late = await asyncio.wait(checks, timeout=STATUS_S)
+            while late and not any(check.result() for check in done):
                 more, late = await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
                 done |= more
-            return any(look.result() for look in done)
+            return any(check.result() for check in done)
         finally:
-            for look in looks:
-                look.cancel()
-            await asyncio.gather(*looks, return_exceptions=True)
+            for check in checks:
+                check.cancel()
+            await asyncio.gather(*checks, return_exceptions=True)
 
-    async def _is_up(self, engine: KeptEngine) -> bool:
+    async def _is_up(self, engine: SupervisedEngine) -> bool:
         if not engine.starting:
             with suppress(DeadlineExceeded):
-                return await engine.look()
+                return await engine.check()
         return False
 
-    async def _push(self, engines: list[KeptEngine], *, must: bool) -> dict[str, Any]:
-        """Give the published weights to those of these engines that are behind, and requests to
-        those that hold them."""
-        async with self._pushing:
-            return await self._push_in_turn(engines, must=must)
+    async def _push_locked(self, engines: list[SupervisedEngine], *, force: bool) -> dict[str, Any]:
+        """Send the published weights to outdated engines of these, then admit those that hold them.
 
-    async def _push_in_turn(self, engines: list[KeptEngine], *, must: bool) -> dict[str, Any]:
+        The caller holds the lock `_pushing`.
+        """
         weights = self.weights
         if weights is None:
-            return _nothing()
-        behind = [
+            return _no_push()
+        outdated = [
             engine for engine in engines if engine.url and engine.stamp not in self._acceptable
         ]
-        sent = await self._send_to(behind, weights, must=must) if behind else _nothing()
+        report = await self._send_to(outdated, weights, force=force) if outdated else _no_push()
         await self._admit(
-            [e for e in engines if e.url and e.stamp in self._acceptable and not e.admitted]
+            [
+                engine
+                for engine in engines
+                if engine.url and engine.stamp in self._acceptable and not engine.admitted
+            ]
         )
-        return sent
+        return report
 
     async def _send_to(
-        self, behind: list[KeptEngine], weights: Weights, *, must: bool
+        self, outdated: list[SupervisedEngine], weights: Weights, *, force: bool
     ) -> dict[str, Any]:
         begun: list[str] = []
-        arrived: list[KeptEngine] = []
+        arrived: list[SupervisedEngine] = []
 
         async def begin(urls: Sequence[str]) -> list[str]:
-            self._pushes += 1
-            engines = self._with(urls)
+            self._interruptions += 1
+            engines = self._with_urls(urls)
             for engine in engines:
                 engine.stamp = None
-            marked = await self._marked(engines, unknown=True)
+            marked = await self._mark(engines, unknown=True)
             begun.extend(url for url in urls if any(url == engine.url for engine in marked))
             if not begun:
                 raise SyncError(
@@ -366,67 +390,77 @@ class Fleet:
             return begun
 
         async def end(unknown: Mapping[str, str]) -> None:
-            await self._leave_out(self._with(unknown))
-            reached = [engine for engine in self._with(begun) if engine.url not in unknown]
-            arrived.extend(await self._marked(reached, unknown=False))
+            await self._exclude(self._with_urls(unknown))
+            reached = [engine for engine in self._with_urls(begun) if engine.url not in unknown]
+            arrived.extend(await self._mark(reached, unknown=False))
             for engine in arrived:
                 engine.stamp = weights.stamp
 
+        idle = not any(engine.admitted for engine in outdated)
+        receivers = Receivers(lambda: self._without_weights(outdated), begin, end, idle)
         try:
-            idle = not any(engine.admitted for engine in behind)
-            sent = await self._send(
-                weights, Receivers(lambda: self._in_need(behind), begin, end, idle), must=must
-            )
-        except BaseException:  # engines that it had not begun with hold what they held
-            await self._leave_out([engine for engine in self._with(begun) if engine not in arrived])
+            sent = await self._send(weights, receivers, force=force)
+        except BaseException:
+            # Engines that the push had not begun with still hold their weights.
+            partial = [engine for engine in self._with_urls(begun) if engine not in arrived]
+            await self._exclude(partial)
             raise
         if sent is None:
-            return _nothing()
+            return _no_push()
         if not arrived:
-            found = {url: sent["unknown"].get(url, SILENT) for url in begun}
             raise SyncError(
-                "the weights arrived nowhere", where=f"push of {weights.stamp}", found=found
+                "the weights arrived nowhere",
+                where=f"push of {weights.stamp}",
+                found={url: sent["unknown"].get(url, NOT_CONFIRMED) for url in begun},
             )
-        return {
-            "engines": len(arrived),
-            **{key: value for key, value in sent.items() if key != "unknown"},
-        }
+        report = {key: value for key, value in sent.items() if key != "unknown"}
+        return {"engines": len(arrived), **report}
 
-    async def _marked(self, engines: list[KeptEngine], *, unknown: bool) -> list[KeptEngine]:
-        """Those of them whose actors know that what they hold is unknown, or no longer. Others are
-        left out."""
+    async def _mark(
+        self, engines: list[SupervisedEngine], *, unknown: bool
+    ) -> list[SupervisedEngine]:
+        """Set on the engines' actors whether their weights are unknown.
+
+        Return the engines with an actor that answered; exclude the others.
+        """
         answers = await asyncio.gather(
             *(engine.mark(unknown=unknown) for engine in engines), return_exceptions=True
         )
         silent = [
             engine for engine, answer in zip(engines, answers, strict=True) if answer is not None
         ]
-        await self._leave_out(silent)
+        await self._exclude(silent)
         return [engine for engine in engines if engine not in silent]
 
-    def _with(self, urls: Collection[str]) -> list[KeptEngine]:
-        """Engines whose servers are these now: one that was started again is another."""
+    def _with_urls(self, urls: Collection[str]) -> list[SupervisedEngine]:
+        """Return the engines with these URLs. A restarted engine has another URL."""
         return [engine for engine in self.engines if engine.url in urls]
 
-    def _in_need(self, behind: list[KeptEngine]) -> list[str]:
-        """Of these, those that are still up; where GPUs are shared, with all that gave up their
-        weights for the trainer."""
-        asked = self.engines if self._sharing.active else behind
+    def _without_weights(self, outdated: list[SupervisedEngine]) -> list[str]:
+        """Return the URLs of outdated engines that are still up.
+
+        With shared GPUs, include all engines that released their weights for the trainer.
+        """
+        candidates = self.engines if self._sharing.active else outdated
         return [
-            e.url
-            for e in asked
-            if e.url and not e.starting and (e in behind or e.stamp not in self._acceptable)
+            engine.url
+            for engine in candidates
+            if engine.url
+            and not engine.starting
+            and (engine in outdated or engine.stamp not in self._acceptable)
         ]
 
-    async def _admit(self, engines: list[KeptEngine]) -> None:
+    async def _admit(self, engines: list[SupervisedEngine]) -> None:
         if engines:
             await self.router.admit([str(engine.url) for engine in engines])
             for engine in engines:
                 engine.admitted = True
 
-    async def _leave_out(self, engines: list[KeptEngine]) -> None:
-        """No requests to engines whose weights are unknown; each is ended, and its keeper starts
-        another."""
+    async def _exclude(self, engines: list[SupervisedEngine]) -> None:
+        """Remove engines with unknown weights from the router and end them.
+
+        Their supervisors start others.
+        """
         urls = [engine.url for engine in engines if engine.url]
         if urls:
             with suppress(RlpipeError):
@@ -434,5 +468,5 @@ class Fleet:
         await asyncio.gather(*(engine.stop() for engine in engines), return_exceptions=True)
 
 
-def _nothing() -> dict[str, Any]:
+def _no_push() -> dict[str, Any]:
     return {"engines": 0, "bytes": 0, "seconds": 0.0}

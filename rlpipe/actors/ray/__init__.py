@@ -1,1 +1,1 @@
-"""Ray itself: starting or joining it, placement, named actors and calls with deadlines."""
+"""Ray: start or join a cluster, place actors, find them by name, call them with deadlines."""

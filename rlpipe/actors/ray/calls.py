@@ -1,6 +1,8 @@
-"""Calling actors: every wait has a deadline, and every failure says which actor, where and why.
+"""Calls to Ray actors with deadlines and named failures.
 
-Not here: which actors there are (`cluster`), or what to do about a failure (the stage that called).
+`call` and `gather` wait for results. Each wait has a deadline, and each failure names the actor,
+the method and the cause. `kill_actors` ends processes, `HangDetector` finds actors that stopped
+answering.
 """
 
 from __future__ import annotations
@@ -21,16 +23,17 @@ READY_TIMEOUT_S = 60.0
 
 
 async def gather(refs: Sequence[ray.ObjectRef], *, where: str, deadline_s: float) -> list[Any]:
-    """The results of several calls, in order, within one deadline; the first failure ends the wait.
+    """Return the results of several calls, in order, within one deadline.
 
-    Raises: what the actor raised, if it is one of ours; ActorLost if its process is gone, or Ray
-    is; DeadlineExceeded.
+    The first failure ends the wait. Raises: the actor's error if it is an RlpipeError; ActorLost if
+    the actor's process or Ray has died; DeadlineExceeded.
     """
     waits = [asyncio.ensure_future(_result(ref, where)) for ref in refs]
     try:
         async with asyncio.timeout(deadline_s):
-            return await _unless_ray_dies(waits, where)
+            return await _gather_while_ray_lives(waits, where)
     except TimeoutError as error:
+        # DeadlineExceeded is a TimeoutError: the actor raised it, this wait did not run out
         if isinstance(error, DeadlineExceeded):
             raise
         late = [
@@ -48,81 +51,88 @@ async def gather(refs: Sequence[ray.ObjectRef], *, where: str, deadline_s: float
         await asyncio.gather(*waits, return_exceptions=True)
 
 
-async def _unless_ray_dies(waits: Sequence[asyncio.Future[Any]], where: str) -> list[Any]:
-    """Without this a call to an actor of a Ray that has died would wait until its deadline, which
-    may be hours."""
+async def _gather_while_ray_lives(waits: Sequence[asyncio.Future[Any]], where: str) -> list[Any]:
+    """Gather results, and raise ActorLost as soon as Ray dies.
+
+    Ray itself leaves a call to an actor of a dead Ray waiting until its deadline, which may be
+    hours.
+    """
     watch = ray_watch.current()
     if watch is None:
         return list(await asyncio.gather(*waits))
-    together = asyncio.gather(*waits)
+    results = asyncio.gather(*waits)
     lost = watch.until_lost()
-    together.add_done_callback(
-        lambda future: future.cancelled() or future.exception()
-    )  # it may end unheard
+    # Retrieve the exception, or asyncio logs an error when nobody awaits the future.
+    results.add_done_callback(lambda future: future.cancelled() or future.exception())
     try:
-        await asyncio.wait({together, lost}, return_when=asyncio.FIRST_COMPLETED)
-        if not together.done() and (error := watch.lost) is not None:
+        await asyncio.wait({results, lost}, return_when=asyncio.FIRST_COMPLETED)
+        if not results.done() and (error := watch.lost) is not None:
             error.add_note(f"while waiting for {where}")
             raise error
-        return list(together.result())
+        return list(results.result())
     finally:
         lost.cancel()
-        together.cancel()
+        results.cancel()
 
 
 async def call(ref: ray.ObjectRef, *, where: str, deadline_s: float) -> Any:
-    """The result of one call. Raises: as `gather`."""
+    """Return the result of one call. Raises: as `gather`."""
     return (await gather([ref], where=where, deadline_s=deadline_s))[0]
 
 
-def end(actors: Sequence[ActorHandle]) -> None:
-    """Kill actors' processes, all at once; when this returns their names are free."""
+def kill_actors(actors: Sequence[ActorHandle]) -> None:
+    """Kill the processes of these actors at once. Their names are free when this returns."""
     for actor in actors:
         ray.kill(actor, no_restart=True)
     for actor in actors:
         try:
+            # `ray.kill` returns before the process ends; this call fails once it has ended
             ray.get(actor.__ray_ready__.remote(), timeout=END_TIMEOUT_S)
         except RayError:
             continue
 
 
-class Patience:
-    """With an actor that is looked at again and again: one that hangs is ended, so that the next
-    look finds it lost."""
+class HangDetector:
+    """Kill an actor that has missed several status checks in a row.
 
-    def __init__(self, looks: int = 3) -> None:
-        """`looks`: so many in a row without an answer are enough."""
-        self._looks = looks
+    The next check then finds the actor lost and starts another.
+    """
+
+    def __init__(self, max_missed: int = 3) -> None:
+        self._max_missed = max_missed
         self._missed = 0
 
     def answered(self) -> None:
-        """It did."""
+        """Count a check that the actor answered."""
         self._missed = 0
 
     async def missed(self, actor: ActorHandle) -> None:
-        """It did not."""
+        """Count a check without an answer."""
         self._missed += 1
-        if self._missed >= self._looks:
+        if self._missed >= self._max_missed:
             self._missed = 0
-            await asyncio.to_thread(end, [actor])
+            await asyncio.to_thread(kill_actors, [actor])
 
 
-async def call_or_end(
+async def call_or_kill(
     actor: ActorHandle, ref: ray.ObjectRef, *, where: str, deadline_s: float
 ) -> Any:
-    """As `call`. An actor that is late, and does not say either that it is there, is ended: who
-    asks for it next gets another."""
+    """Return the result of one call; kill the actor if the call is late and the actor hangs.
+
+    An actor that is late but still answers is left alone. Raises: as `gather`.
+    """
     try:
         return await call(ref, where=where, deadline_s=deadline_s)
     except DeadlineExceeded:
         try:
             await call(actor.__ray_ready__.remote(), where=where, deadline_s=READY_TIMEOUT_S)
         except DeadlineExceeded:
-            await asyncio.to_thread(end, [actor])
+            await asyncio.to_thread(kill_actors, [actor])
         raise
 
 
 async def _result(ref: ray.ObjectRef, where: str) -> Any:
+    """Return one result. Raises: the errors of `gather` in place of Ray's."""
     try:
         return await ref
     except RayTaskError as error:

@@ -1,12 +1,11 @@
-"""Which process of this user has which GPUs of this machine to itself: a lock on a file for each
-GPU.
+"""Exclusive use of GPUs among the processes of one user on one machine.
 
-It is for runs with a Ray of their own, which know nothing of each other. That they wait in one
-queue is not enough: for the queue a run is over as soon as it is being cancelled, or is believed to
-have crashed, while its processes still have the GPUs. The kernel gives a lock back when the process
-that has it ends, however it ends.
+Each GPU has one lock file. The locks are for runs with a Ray of their own, which do not know about
+each other. A queue of runs is not enough: a queue considers a run ended as soon as it is cancelled
+or believed crashed, while its processes still hold GPU memory. The kernel releases a lock when the
+process ends, for whatever reason.
 
-Not here: how GPUs are shared out within a Ray (`placement`), or turns within a run (`sharing`).
+Entry points: `hold`, `release`, `visible`.
 """
 
 from __future__ import annotations
@@ -24,51 +23,55 @@ from typing import IO
 from rlpipe.actors.ray import access as ray_access
 from rlpipe.errors import ResourceError
 
+# TMPDIR is inside a run's home, so it would give each run its own locks.
 FOLDER = Path("/tmp")
-"""One for all runs of a user on this machine: TMPDIR is below a run's home."""
+"""Common to all runs of a user on this machine."""
 _POLL_S = 0.5
 _HELD: dict[str, IO[str]] = {}
+"""Open lock files of this process, by GPU."""
 _LOG = logging.getLogger(__name__)
 
 
 def visible(count: int) -> list[str]:
-    """The names of so many GPUs that this process sees, as CUDA_VISIBLE_DEVICES has them, else
-    their numbers."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return [name.strip() for name in named.split(",") if name.strip()][:count] or [
+    """Return names of the first `count` GPUs of this process.
+
+    Names are those of CUDA_VISIBLE_DEVICES, or the numbers from 0 if it is not set.
+    """
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return [name.strip() for name in names.split(",") if name.strip()][:count] or [
         str(number) for number in range(count)
     ]
 
 
-async def hold(gpus: Sequence[str], *, who: str, timeout_s: float) -> None:
-    """Have these GPUs until `release` or this process's end; those that it has already are its own.
-    `who`: for others to read.
+async def hold(gpus: Sequence[str], *, owner: str, timeout_s: float) -> None:
+    """Lock these GPUs until `release` or the end of this process.
 
-    Raises: ResourceError naming who has one of them after that time; then none is taken.
+    GPUs that this process already holds count as locked. `owner` is written into the lock file for
+    other runs to read. Raises: ResourceError with the owner of a GPU that stays locked for
+    `timeout_s`; then no GPU is locked.
     """
     end_s = time.monotonic() + timeout_s
     taken = []
-    told = set[str]()
+    warned = set[str]()
     try:
-        while missing := sorted(
-            set(gpus) - _HELD.keys()
-        ):  # another flow of this process may give up one that was there
+        # Compared each time: another flow of this process may release a GPU during the wait.
+        while missing := sorted(set(gpus) - _HELD.keys()):
             gpu = missing[0]
-            if (found := _lock(gpu, who)) is None:
+            if (other_owner := _lock(gpu, owner)) is None:
                 taken.append(gpu)
                 continue
             if time.monotonic() > end_s:
                 raise ResourceError(
                     f"GPU {gpu} is another run's",
                     where=str(_path(gpu)),
-                    found=found,
+                    found=other_owner,
                     expected=f"free within {timeout_s:g} s (resources.start_timeout_s)",
-                    do="wait until that run ends, or end it; CUDA_VISIBLE_DEVICES chooses other GPUs; "
-                    "resources.exclusive_gpus=false has both use it at once",
+                    do="wait until that run ends, or end it; choose other GPUs with "
+                    "CUDA_VISIBLE_DEVICES; resources.exclusive_gpus=false lets both runs use it",
                 )
-            if gpu not in told:
-                _LOG.warning("waiting for GPU %s, which is another run's: %s", gpu, found)
-                told.add(gpu)
+            if gpu not in warned:
+                _LOG.warning("waiting for GPU %s, which is another run's: %s", gpu, other_owner)
+                warned.add(gpu)
             await asyncio.sleep(_POLL_S)
     except BaseException:
         release(taken)
@@ -76,14 +79,14 @@ async def hold(gpus: Sequence[str], *, who: str, timeout_s: float) -> None:
 
 
 def release(gpus: Sequence[str] | None = None) -> None:
-    """Give these back, or all that this process has."""
+    """Unlock these GPUs; None: all that this process holds."""
     for gpu in list(_HELD) if gpus is None else gpus:
         if (file := _HELD.pop(gpu, None)) is not None:
             file.close()
 
 
-def _lock(gpu: str, who: str) -> str | None:
-    """Take it if it is free. Returns: None then, else who has it."""
+def _lock(gpu: str, owner: str) -> str | None:
+    """Lock a GPU if it is free. Return None on success, else its owner."""
     path = _path(gpu)
     file = path.open("a+", encoding="utf-8")
     try:
@@ -92,16 +95,16 @@ def _lock(gpu: str, who: str) -> str | None:
         file.close()
         return path.read_text(encoding="utf-8").strip() or "another process"
     _HELD[gpu] = file
-    with suppress(OSError):  # a full disk: the lock is had all the same
+    with suppress(OSError):  # on a full disk the lock is valid without the owner's name
         file.truncate(0)
-        file.write(f"{who}, PID {os.getpid()}")
+        file.write(f"{owner}, PID {os.getpid()}")
         file.flush()
     return None
 
 
 def _path(gpu: str) -> Path:
-    do = "have its owner remove it, or do without locks: resources.exclusive_gpus=false"
-    folder = ray_access.private(
-        FOLDER / f"rlpipe-gpus-{os.getuid()}", "the folder of the GPUs' locks", do
+    do = "have its owner remove it, or run without locks: resources.exclusive_gpus=false"
+    folder = ray_access.private_folder(
+        FOLDER / f"rlpipe-gpus-{os.getuid()}", "the folder of GPU locks", do
     )
     return folder / f"{gpu.replace('/', '-')}.lock"

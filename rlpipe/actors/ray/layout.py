@@ -1,10 +1,8 @@
-"""What resources make of a cluster: which actors it has, and which placement groups. Plain
-functions of the configuration.
+"""Actors and placement groups that follow from the `resources` configuration.
 
-An actor's name says which layout it was made for, so that one of another layout is never taken for
-it: a rank knows how many there are from its start on, and an engine keeps its place.
-
-Not here: where bundles lie (`placement`), how actors are started (`named`).
+Pure functions. An actor's name contains the layout that it was started for. Actors of another
+layout are therefore never reused: a rank knows the world size from its start, and an engine keeps
+its GPUs for life.
 """
 
 from __future__ import annotations
@@ -14,75 +12,92 @@ from collections.abc import Sequence
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ResourceError
 
-Shape = tuple[int, int]
-"""Bundles of a placement group, and GPUs of each."""
+GroupShape = tuple[int, int]
+"""Number of bundles of a placement group, and GPUs per bundle."""
 
 
-def shapes(resources: ResourcesConfig) -> dict[str, Shape]:
-    """The placement groups of a layout."""
-    found: dict[str, Shape] = {}
+def group_shapes(resources: ResourcesConfig) -> dict[str, GroupShape]:
+    """Return the placement groups of a layout, by the name of their use."""
+    shapes: dict[str, GroupShape] = {}
     if resources.colocate:
-        found["shared"] = (_shared(resources), 1)
+        shapes["shared"] = (_num_shared_gpus(resources), 1)
     else:
-        found["trainer"] = (resources.trainer_ranks, 1)
+        shapes["trainer"] = (resources.trainer_ranks, 1)
         if not resources.external_engines:
-            found["engines"] = (
+            # one bundle per server: Ray places a bundle on one node only
+            shapes["engines"] = (
                 resources.num_engines * resources.engine_nodes,
                 resources.engine_gpus_per_node,
             )
     if resources.critic_ranks:
-        found["critic"] = (resources.critic_ranks, 1)
-    return found
+        shapes["critic"] = (resources.critic_ranks, 1)
+    return shapes
 
 
 def rank_names(resources: ResourcesConfig) -> list[str]:
-    """The policy's ranks, and after them those that the critic has to itself."""
+    """Return actor names of the policy's ranks, then of the critic's own ranks."""
     policy = resources.trainer_ranks
     critic = resources.critic_ranks
-    layout = f"{policy}" + (f"+{critic}" if critic else "") + _within(resources)
+    layout = f"{policy}" + (f"+{critic}" if critic else "") + _shared_suffix(resources)
     return [f"trainer-{rank}.{layout}" for rank in range(policy)] + [
         f"critic-{rank}.{layout}" for rank in range(critic)
     ]
 
 
 def engine_names(resources: ResourcesConfig) -> list[str]:
-    """The inference engines, one after another; of one that spans nodes each of its servers, the
-    first of them under its name."""
+    """Return actor names of all engine servers, engine by engine and node by node.
+
+    The server on node 0 has the name of the engine.
+    """
     kind = "external" if resources.external_engines else "engine"
     nodes = resources.engine_nodes
     engines = f"{resources.num_engines}x" + (f"{nodes}x" if nodes > 1 else "")
-    layout = f"{engines}{resources.engine_gpus_per_node}{_within(resources)}"
-    numbers = ((number, node) for number in range(resources.num_engines) for node in range(nodes))
-    return [f"{kind}-{number}{f'-{node}' if node else ''}.{layout}" for number, node in numbers]
+    layout = f"{engines}{resources.engine_gpus_per_node}{_shared_suffix(resources)}"
+    servers = ((number, node) for number in range(resources.num_engines) for node in range(nodes))
+    return [f"{kind}-{number}{f'-{node}' if node else ''}.{layout}" for number, node in servers]
 
 
 def server_devices(
-    places: Sequence[tuple[str, str]], resources: ResourcesConfig
+    gpus: Sequence[tuple[str, str]], resources: ResourcesConfig
 ) -> tuple[tuple[str, ...], ...]:
-    """GPUs of each server of the engines (as `engine_names`), of the (machine, GPU) of all bundles
-    in order.
+    """Return the GPUs of each engine server, in the order of `engine_names`.
 
-    Raises: ResourceError if those of one server are not of one machine.
+    `gpus`: (machine, GPU) of all shared bundles, in order. Raises: ResourceError if the GPUs of one
+    server are on two machines.
     """
     width = resources.engine_gpus_per_node
-    found = []
-    for number in range(resources.num_engines * resources.engine_nodes):
-        part = places[number * width : (number + 1) * width]
-        if len({machine for machine, _ in part}) > 1:
+    devices = []
+    for server in range(resources.num_engines * resources.engine_nodes):
+        of_server = gpus[server * width : (server + 1) * width]
+        if len({machine for machine, _ in of_server}) > 1:
+            engine = server // resources.engine_nodes
             raise ResourceError(
-                f"engine {number // resources.engine_nodes} would have a server with GPUs of two machines",
+                f"engine {engine} would have a server with GPUs of two machines",
                 where="resources.num_gpus_per_node",
-                found=", ".join(f"GPU {device} of {machine}" for machine, device in part),
+                found=", ".join(f"GPU {device} of {machine}" for machine, device in of_server),
                 expected=f"{width} of one machine",
-                do="take a rollout_num_gpus_per_engine, or num_gpus_per_node, that divides what each machine gives to the run",
+                do="choose a rollout_num_gpus_per_engine, or num_gpus_per_node, that divides the "
+                "number of GPUs on each machine of the run",
             )
-        found.append(tuple(device for _, device in part))
-    return tuple(found)
+        devices.append(tuple(device for _, device in of_server))
+    return tuple(devices)
 
 
-def _shared(resources: ResourcesConfig) -> int:
+def shared_trainer_ranks(engine: int, resources: ResourcesConfig) -> list[int] | None:
+    """Return the trainer ranks on an engine's GPUs, in the order of the engine's own ranks.
+
+    None if the engine shares no GPU with the trainer, or not all of its GPUs.
+    """
+    width = resources.rollout_num_gpus_per_engine
+    ranks = range(engine * width, (engine + 1) * width)
+    if resources.colocate and ranks.stop <= resources.trainer_ranks:
+        return list(ranks)
+    return None
+
+
+def _num_shared_gpus(resources: ResourcesConfig) -> int:
     return max(resources.trainer_ranks, resources.rollout_num_gpus)
 
 
-def _within(resources: ResourcesConfig) -> str:
-    return f"@{_shared(resources)}" if resources.colocate else ""
+def _shared_suffix(resources: ResourcesConfig) -> str:
+    return f"@{_num_shared_gpus(resources)}" if resources.colocate else ""

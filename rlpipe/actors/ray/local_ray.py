@@ -1,10 +1,11 @@
-"""Joining a Ray cluster, or starting a local one for this process.
+"""Join a Ray cluster, or start a local one for this process.
 
-The local one is the embedded default: everything it writes goes under `{home}/.ray`, it takes no
-usage statistics, starts no dashboard, serves only who has its token, on this machine, and ends with
-the process that started it. Its GPUs are the process's alone, as far as runs are concerned.
+The local Ray is the embedded default. It writes only below `{home}/.ray`, collects no usage
+statistics, starts no dashboard, accepts only clients of this machine that have its token, and ends
+with this process.
 
-Not here: what runs on it (`cluster`), the token (`ray_access`), the locks of GPUs (`gpu_locks`).
+Entry points: `connect` and `disconnect` for a driver, `join` for a tool that inspects a running
+cluster, `claim_gpus` for the machine's GPUs.
 """
 
 from __future__ import annotations
@@ -26,181 +27,195 @@ from ray.util import get_node_ip_address
 from rlpipe.actors.ray import access as ray_access
 from rlpipe.actors.ray import gpu_locks
 from rlpipe.actors.ray import watch as ray_watch
-from rlpipe.actors.ray.layout import shapes
+from rlpipe.actors.ray.layout import group_shapes
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ActorLost, ResourceError
 
+# The kernel limits the path of a Unix socket to 107 bytes.
 LONGEST_SOCKET_FOLDER = 107 - len(
     "/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store.12345"
 )
 CONNECT_TIMEOUT_S = 5.0
 OBJECT_STORE_BYTES = 256 * 1024**2
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-JOINING = (
-    "check the address with `ray status`; a driver has to be on a node of the cluster and see its raylet among the processes "
-    "(on Kubernetes: shareProcessNamespace); who joins a cluster that asks for a token needs RAY_AUTH_MODE=token and "
-    "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH (the cluster of `make up`: `. runs/.up/env`)"
+HOW_TO_JOIN = (
+    "check the address with `ray status`; a driver must run on a node of the cluster and see its "
+    "raylet among the processes (on Kubernetes: shareProcessNamespace); a cluster with a token "
+    "needs RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH (the cluster of "
+    "`make up`: `. runs/.up/env`)"
 )
-SHARE = "resources.colocate=true has the engines on the trainer's GPUs; "
-SIDES = {"shared": "trainer and engines together"}
-_own = threading.Event()
-"""Has this process started the Ray that it uses?"""
+HOW_TO_SHARE = "resources.colocate=true places the engines on the trainer's GPUs; "
+GROUP_USERS = {"shared": "trainer and engines together"}
+_started_here = threading.Event()
+"""Set if this process started the Ray that it uses."""
 
 
 def connect(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
-    """Make this process a Ray driver, unless it is one already. A Ray that has died is left, and
-    another started or joined.
+    """Make this process a Ray driver, unless it is one already.
 
-    Raises: ResourceError if the cluster at `resources.ray_address` or RAY_ADDRESS cannot be joined,
-    or a local one not started.
+    A Ray that has died is left first, and another one is started or joined. Raises: ResourceError
+    if the cluster at `resources.ray_address` or RAY_ADDRESS cannot be joined, or a local Ray cannot
+    be started.
     """
     dead = _leave_dead()
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    of_environment = os.environ.get("RAY_ADDRESS")
-    address = resources.ray_address or (None if of_environment == "local" else of_environment)
+    environment_address = os.environ.get("RAY_ADDRESS")
+    # "local" is Ray's own name for a local cluster
+    address = resources.ray_address or (
+        None if environment_address == "local" else environment_address
+    )
     try:
         if address:
-            _init(_way_in(address, home), address=address, namespace=namespace)
+            _init(_access_settings(address, home), address=address, namespace=namespace)
             ray_watch.watch_joined(address)
         else:
-            _init(
-                ray_access.settings(home),
-                address="local",
-                namespace=namespace,
-                num_cpus=resources.trainer_ranks
-                + resources.critic_ranks
-                + resources.rollout_num_gpus
-                + 2,
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                _temp_dir=str(temporary_folder(home)),
-            )
-            _own.set()
+            _start(resources, home, namespace)
+            _started_here.set()
             ray_watch.watch_own()
     except (OSError, RayError, RuntimeError, ValueError) as error:
+        of_config = resources.ray_address or not address
+        lines = [
+            *([f"the Ray in use has died: {dead.where}, {dead.found}"] if dead else []),
+            f"{address or 'a local cluster'}: {error}",
+            *([str(error.__cause__)] if error.__cause__ else []),
+        ]
         raise ResourceError(
             "Ray did not start or cannot be reached",
-            where="resources.ray_address"
-            if resources.ray_address or not address
-            else "RAY_ADDRESS",
-            found="\n".join(
-                [
-                    *([f"the one in use has died: {dead.where}, {dead.found}"] if dead else []),
-                    f"{address or 'a local cluster'}: {error}",
-                    *([str(error.__cause__)] if error.__cause__ else []),
-                ]
-            ),
-            do=JOINING if address else f"see the logs under {home}/.ray",
+            where="resources.ray_address" if of_config else "RAY_ADDRESS",
+            found="\n".join(lines),
+            do=HOW_TO_JOIN if address else f"see the logs under {home}/.ray",
         ) from error
 
 
+def _start(resources: ResourcesConfig, home: Path, namespace: str) -> None:
+    # two CPUs more than bundles, for tasks that look at the placement
+    num_cpus = resources.trainer_ranks + resources.critic_ranks + resources.rollout_num_gpus + 2
+    _init(
+        ray_access.settings(home),
+        address="local",
+        namespace=namespace,
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        _temp_dir=str(temporary_folder(home)),
+    )
+
+
 def _leave_dead() -> ActorLost | None:
-    """Leave a Ray that has died, as far as that is not done yet: how it died. This process keeps
-    its GPUs."""
+    """Leave a Ray that has died. Return its error, or None if Ray is alive.
+
+    This process keeps its GPU locks.
+    """
     watch = ray_watch.current()
     dead = watch.lost if watch is not None else None
     if watch is None or dead is None:
         return None
-    watch.left()
+    watch.wait_until_left()
     ray_watch.stop()
     if ray.is_initialized():
         ray.shutdown()
     ray_access.restore()
-    _own.clear()
+    _started_here.clear()
     return dead
 
 
 def address() -> str:
-    """`host:port` at which another process can join the cluster that this one is in."""
+    """Return `host:port` of the cluster that this process uses."""
     return ray.get_runtime_context().gcs_address
 
 
-async def have_gpus(resources: ResourcesConfig, who: str, *, engines: bool = True) -> None:
-    """Have the GPUs of a Ray that this process has started, which other runs on this machine would
-    use too.
+async def claim_gpus(resources: ResourcesConfig, owner: str, *, engines: bool = True) -> None:
+    """Check and lock the GPUs of a Ray that this process started.
 
-    Raises: ResourceError if they are fewer than trainer and `engines` ask for (no node will join
-    this Ray), or another run has one of them for longer than `resources.start_timeout_s`.
+    Do nothing on a joined cluster, which schedules its GPUs itself. `engines`: False if the run has
+    none. Raises: ResourceError if the machine has too few GPUs, or another run holds one for longer
+    than `resources.start_timeout_s`.
     """
-    if not _own.is_set() or not (seen := int(ray.cluster_resources().get("GPU", 0))):
+    num_gpus = int(ray.cluster_resources().get("GPU", 0)) if _started_here.is_set() else 0
+    if not num_gpus:
         return
-    asked = {
-        what: number * width
-        for what, (number, width) in shapes(resources).items()
-        if engines or what != "engines"
+    needed = {
+        use: bundles * width
+        for use, (bundles, width) in group_shapes(resources).items()
+        if engines or use != "engines"
     }
-    if sum(asked.values()) > seen:
+    # No other node joins a local Ray, so too few GPUs would only end in a placement timeout.
+    if sum(needed.values()) > num_gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         raise ResourceError(
             "this machine has not enough GPUs",
             where="resources",
-            found=f"{seen} (CUDA_VISIBLE_DEVICES: {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})",
+            found=f"{num_gpus} (CUDA_VISIBLE_DEVICES: {visible})",
             expected=" and ".join(
-                f"{number} for {SIDES.get(what, f'the {what}')}" for what, number in asked.items()
+                f"{count} for {GROUP_USERS.get(use, f'the {use}')}" for use, count in needed.items()
             ),
-            do=f"{'' if resources.colocate else SHARE}ask for fewer (resources.actor_num_gpus_per_node, rollout_num_gpus), or "
-            "join a cluster with more (resources.ray_address); CUDA_VISIBLE_DEVICES= samples and trains on CPUs",
+            do=f"{'' if resources.colocate else HOW_TO_SHARE}ask for fewer "
+            "(resources.actor_num_gpus_per_node, rollout_num_gpus), or join a cluster with more "
+            "(resources.ray_address); an empty CUDA_VISIBLE_DEVICES samples and trains on CPUs",
         )
     if resources.exclusive_gpus:
-        await gpu_locks.hold(gpu_locks.visible(seen), who=who, timeout_s=resources.start_timeout_s)
+        gpus = gpu_locks.visible(num_gpus)
+        await gpu_locks.hold(gpus, owner=owner, timeout_s=resources.start_timeout_s)
 
 
 def join(address: str, home: Path, *, namespace: str) -> bool:
-    """Make this process a driver of the cluster that another process of this home is in, if it is
-    still there. Is it one now?"""
+    """Join the cluster of another process of this home. Return False if it is gone."""
     _leave_dead()
     try:
-        _init(_way_in(address, home), address=address, namespace=namespace)
+        _init(_access_settings(address, home), address=address, namespace=namespace)
         ray_watch.watch_joined(address)
     except (OSError, RayError, RuntimeError):
         return False
     return True
 
 
-def _way_in(address: str, home: Path) -> dict[str, str]:
-    """What to join the Ray at this address with, beside the user's environment. One that listens on
-    the loopback interface alone was started for a home, which is taken to be this one.
+def _access_settings(address: str, home: Path) -> dict[str, str]:
+    """Return the variables to join the Ray at this address, in addition to the user's environment.
 
-    Raises: OSError where nobody listens: Ray itself would ask for minutes. `auto` and such, which
-    name no port, are left to Ray.
+    A Ray that listens only on the loopback interface was started for a home, which is taken to be
+    this one. Raises: OSError if the port accepts no connection.
     """
     host, _, port = address.rpartition(":")
+    # `auto` and similar addresses have no port; Ray resolves them
     if not host or not port.isdecimal() or "/" in host:
         return {}
-    _listens(host.strip("[]"), int(port))
+    # Ray itself would try to connect for minutes.
+    _check_listening(host.strip("[]"), int(port))
     if host not in LOOPBACK:
         return {ray_access.BEYOND_THIS_MACHINE: "1"}
     try:
-        if not ip_address(own := get_node_ip_address()).is_loopback:
-            _listens(own, int(port))
+        machine_address = get_node_ip_address()
+        if not ip_address(machine_address).is_loopback:
+            _check_listening(machine_address, int(port))
             return {}
     except OSError:
         pass
     return ray_access.settings(home)
 
 
-def _listens(host: str, port: int) -> None:
-    """Raises: OSError if nobody does."""
+def _check_listening(host: str, port: int) -> None:
+    """Raises: OSError if the port accepts no connection."""
     socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
 
 
 def _init(access: Mapping[str, str], **arguments: Any) -> None:
-    """`ray.init`, after which SIGTERM is for whom it was before: Ray would print a stack and
-    abort."""
-    before = signal.getsignal(signal.SIGTERM)
-    ray_access.use(access)
+    """Call `ray.init` with these access variables, and keep the SIGTERM handler."""
+    sigterm_handler = signal.getsignal(signal.SIGTERM)
+    ray_access.apply(access)
     try:
         ray.init(log_to_driver=False, configure_logging=False, **arguments)
     except BaseException:
         ray_access.restore()
         raise
-    if threading.current_thread() is threading.main_thread() and before is not None:
-        signal.signal(signal.SIGTERM, before)
+    # Ray installs a handler that prints a stack and aborts.
+    if threading.current_thread() is threading.main_thread() and sigterm_handler is not None:
+        signal.signal(signal.SIGTERM, sigterm_handler)
 
 
 def disconnect() -> None:
-    """Leave the cluster; a local one ends with it."""
+    """Leave the cluster. A local Ray ends."""
     watched = ray_watch.current() is not None
     ray_watch.stop()
     if ray.is_initialized():
@@ -208,16 +223,19 @@ def disconnect() -> None:
     elif not watched:
         return
     ray_access.restore()
-    _own.clear()
+    _started_here.clear()
     gpu_locks.release()
 
 
 def temporary_folder(home: Path) -> Path:
-    """`{home}/.ray`, or where that path is too long for Unix sockets (107 bytes) one in TMPDIR,
-    else in /tmp. Nobody else can look into it. Raises: ResourceError."""
+    """Return a private folder for Ray's files: `{home}/.ray` if its path is short enough.
+
+    A longer path does not fit into the 107 bytes of a Unix socket; then the folder is in TMPDIR,
+    else in /tmp. Raises: ResourceError if it belongs to another user.
+    """
     name = f"rlpipe-ray-{os.getuid()}"
-    places = (home / ".ray", Path(tempfile.gettempdir()) / name, Path("/tmp") / name)
+    candidates = (home / ".ray", Path(tempfile.gettempdir()) / name, Path("/tmp") / name)
     folder = next(
-        (place for place in places if len(str(place)) <= LONGEST_SOCKET_FOLDER), places[-1]
+        (path for path in candidates if len(str(path)) <= LONGEST_SOCKET_FOLDER), candidates[-1]
     )
-    return ray_access.private(folder)
+    return ray_access.private_folder(folder)

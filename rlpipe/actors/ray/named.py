@@ -1,10 +1,10 @@
-"""The named, detached actors of a cluster: found, or started in their places.
+"""Find or start the named, detached actors of a cluster.
 
-A dead actor's name is free, so asking again starts a new one; nothing here waits for it to be
-ready. Classes are imported when one of them is started: a process that only talks to the conductor
-needs neither torch nor Megatron.
+The name of a dead actor is free, so the next lookup starts another. Lookups do not wait until an
+actor is ready. Classes are imported only when an actor is started: a process that only talks to
+the conductor needs neither torch nor Megatron.
 
-Not here: what they are set up with (`conductor`).
+Entry points: `conductor`, `NamedActors`.
 """
 
 from __future__ import annotations
@@ -17,89 +17,108 @@ import ray
 from ray.actor import ActorHandle
 from ray.util import list_named_actors
 
-from rlpipe.actors.ray.calls import end
+from rlpipe.actors.ray.calls import kill_actors
 from rlpipe.actors.ray.layout import engine_names, rank_names
 from rlpipe.actors.ray.placement import Placement
 from rlpipe.config.model import ResourcesConfig
 
-CONDUCTOR, GENERATOR, ROUTER = "conductor", "generator", "router"
-"""The names of those that are the same in every layout."""
+# These names are the same in every layout.
+CONDUCTOR = "conductor"
+GENERATOR = "generator"
+ROUTER = "router"
 GENERATOR_CALLS = 64
+"""Calls that the generator serves at once."""
 CONDUCTOR_CALLS = 256
+"""Calls that the conductor serves at once."""
 
 
 def namespace(cluster: str) -> str:
-    """The Ray namespace of a cluster's actors."""
+    """Return the Ray namespace of a cluster's actors."""
     return f"rlpipe-{cluster}"
 
 
 def conductor(cluster: str, cwd: str) -> ActorHandle:
-    """The conductor of a cluster."""
+    """Find or start the conductor of a cluster."""
 
-    def kind() -> type:
+    def actor_class() -> type:
         from rlpipe.actors.conductor import Conductor
 
         return Conductor
 
     options = {"num_cpus": 0, "max_concurrency": CONDUCTOR_CALLS}
-    return named(kind, CONDUCTOR, namespace(cluster), (cluster, cwd), lambda: options)
+    return find_or_start(
+        actor_class, CONDUCTOR, namespace(cluster), (cluster, cwd), lambda: options
+    )
 
 
 class NamedActors:
-    """What a conductor starts. `cwd` is the folder they work in: hooks and models are found
-    relative to it."""
+    """Find or start the ranks, engines, router and generator of a cluster."""
 
     def __init__(self, cluster: str, resources: ResourcesConfig, cwd: str) -> None:
+        """`cwd`: working directory of the actors. Hooks and models are resolved against it."""
         self.placement = Placement(cluster, resources)
-        self._resources, self._namespace, self._cwd = resources, namespace(cluster), cwd
-        self._ranks, self._engines = rank_names(resources), engine_names(resources)
+        self._resources = resources
+        self._namespace = namespace(cluster)
+        self._cwd = cwd
+        self._rank_names = rank_names(resources)
+        self._engine_names = engine_names(resources)
 
-    def make_way(self, *, engines: bool) -> None:
-        """Have places for the ranks, and for `engines` if the run has any; actors of another layout
-        are ended for it.
+    def reserve(self, *, engines: bool) -> None:
+        """Reserve bundles for this layout, and kill actors of other layouts to make room.
 
-        Raises: ResourceError if it does not fit; the others stay.
+        `engines`: False if the run has none. Raises: ResourceError if the layout does not fit; then
+        the other actors stay.
         """
-        self.placement.claim(engines=engines, leave=lambda: end(self._others()))
+        self.placement.reserve(
+            engines=engines, kill_others=lambda: kill_actors(self._of_other_layouts())
+        )
 
-    def everyone(self) -> list[ActorHandle]:
-        """All that are there but the conductor, of whatever layout."""
-        return self._found(lambda name: name != CONDUCTOR)
+    def all_actors(self) -> list[ActorHandle]:
+        """Return all running actors of the cluster, of any layout, except the conductor."""
+        return self._running(lambda name: name != CONDUCTOR)
 
-    def _others(self) -> list[ActorHandle]:
-        known = {CONDUCTOR, GENERATOR, ROUTER, *self._ranks, *self._engines}
-        return self._found(lambda name: name not in known)
+    def _of_other_layouts(self) -> list[ActorHandle]:
+        own = {CONDUCTOR, GENERATOR, ROUTER, *self._rank_names, *self._engine_names}
+        return self._running(lambda name: name not in own)
 
-    def _found(self, chosen: Callable[[str], bool]) -> list[ActorHandle]:
+    def _running(self, matches: Callable[[str], bool]) -> list[ActorHandle]:
         actors: list[ActorHandle] = []
         rows: list[Any] = list_named_actors(all_namespaces=True)
         for row in rows:
-            if row["namespace"] == self._namespace and chosen(row["name"]):
-                with suppress(ValueError):  # it has ended meanwhile
+            if row["namespace"] == self._namespace and matches(row["name"]):
+                with suppress(ValueError):  # the actor ended after it was listed
                     actors.append(ray.get_actor(row["name"], namespace=self._namespace))
         return actors
 
     def trainer(self, rank: int) -> ActorHandle:
-        """The rank of this number, the critic's own after the policy's."""
+        """Find or start a rank. Numbers of the critic's own ranks follow those of the policy."""
         from rlpipe.actors.trainer.group import STATUS
-        from rlpipe.actors.trainer.ranks import RankActor
+        from rlpipe.actors.trainer.rank_actors import rank_actor
 
-        made = RankActor.of(rank, self._resources, self._cwd)
-        options = lambda: {**self.placement.trainer(rank), "concurrency_groups": {STATUS: 1}}  # noqa: E731 - see `engine`
-        return named(lambda: made.kind, self._ranks[rank], self._namespace, made.arguments, options)
+        actor_class, arguments = rank_actor(rank, self._resources, self._cwd)
+        name = self._rank_names[rank]
+
+        def options() -> dict[str, Any]:
+            return {**self.placement.trainer(rank), "concurrency_groups": {STATUS: 1}}
+
+        return find_or_start(lambda: actor_class, name, self._namespace, arguments, options)
 
     def engine(self, number: int, node: int) -> ActorHandle:
-        """The server of this engine on one of its nodes."""
+        """Find or start the server of an engine on one of its nodes."""
         from rlpipe.actors.engines.engine import FILES, EngineActor
 
-        options = lambda: {**self.placement.engine(number, node), "concurrency_groups": {FILES: 1}}  # noqa: E731 - a thunk: places are taken only for a new actor
-        name = self._engines[number * self._resources.engine_nodes + node]
-        return named(lambda: EngineActor, name, self._namespace, (number, self._cwd, node), options)
+        name = self._engine_names[number * self._resources.engine_nodes + node]
+
+        def options() -> dict[str, Any]:
+            return {**self.placement.engine(number, node), "concurrency_groups": {FILES: 1}}
+
+        arguments = (number, self._cwd, node)
+        return find_or_start(lambda: EngineActor, name, self._namespace, arguments, options)
 
     def router(self) -> ActorHandle:
         from rlpipe.actors.engines.engine import RouterActor
 
-        return named(
+        return find_or_start(
             lambda: RouterActor, ROUTER, self._namespace, (self._cwd,), lambda: {"num_cpus": 0}
         )
 
@@ -107,24 +126,35 @@ class NamedActors:
         from rlpipe.actors.generator import Generator
 
         options = {"num_cpus": 0, "max_concurrency": GENERATOR_CALLS}
-        return named(lambda: Generator, GENERATOR, self._namespace, (self._cwd,), lambda: options)
+        return find_or_start(
+            lambda: Generator, GENERATOR, self._namespace, (self._cwd,), lambda: options
+        )
 
 
-def named(
-    kind: Callable[[], type],
+def find_or_start(
+    actor_class: Callable[[], type],
     name: str,
-    space: str,
+    actor_namespace: str,
     arguments: tuple[Any, ...],
     options: Callable[[], dict[str, Any]],
 ) -> ActorHandle:
-    """The actor of this name, started if it is not there; only then are its class and its options
-    asked for."""
+    """Return the actor of this name; start it if it does not exist.
+
+    `actor_class` and `options` are called only for an actor that has to be started: the class may
+    take seconds to import, and the options may have to look at bundles.
+    """
     try:
-        return ray.get_actor(name, namespace=space)
+        return ray.get_actor(name, namespace=actor_namespace)
     except ValueError:
-        placed = dict(options())
-    groups = placed.pop("concurrency_groups", None)
+        start_options = dict(options())
+    groups = start_options.pop("concurrency_groups", None)
     make: Any = ray.remote
-    remote = make(concurrency_groups=groups)(kind()) if groups else make(kind())
-    unique = {"name": name, "namespace": space, "lifetime": "detached", "get_if_exists": True}
-    return remote.options(**unique, **placed).remote(*arguments)
+    remote = make(concurrency_groups=groups)(actor_class()) if groups else make(actor_class())
+    # `get_if_exists`: another process may have started the actor in the meantime
+    identity = {
+        "name": name,
+        "namespace": actor_namespace,
+        "lifetime": "detached",
+        "get_if_exists": True,
+    }
+    return remote.options(**identity, **start_options).remote(*arguments)

@@ -1,17 +1,17 @@
-"""Where actors run: named placement groups of a cluster, whose names say how large they are.
+"""Named placement groups of a cluster.
 
-    separate     one group for the trainer, a bundle of one GPU for each rank; one for the engines, a bundle for each server:
-                 of an engine, or of its part on each of its nodes (Ray never cuts a bundle in two)
-    critic       of its own ranks, if it has any: one group more, a bundle of one GPU for each, also beside colocated ones
-    colocated    one group with a bundle for each GPU: rank i has GPU i, engine j the GPUs from j × its number of GPUs on,
-                 of each server on one machine
+    separate     one group for the trainer with a bundle of one GPU per rank, and one group for the
+                 engines with a bundle per server (an engine that spans nodes has a server on each)
+    colocated    one group with a bundle per GPU: rank i uses GPU i, engine j the GPUs from
+                 j × its number of GPUs on; the GPUs of a server are on one machine
+    critic       one more group with a bundle of one GPU per rank, if the critic has its own ranks
 
-Where the cluster has no GPU, a CPU stands for one. On GPUs bundles are taken in the order of
-machines, and on each of its GPUs, so that neighbouring ranks are neighbours; Ray itself promises no
-order. Groups outlive the process that made them, so that the next run of the cluster, or a retry,
-takes no second set; what another layout left is given up for this one.
+Without GPUs a CPU replaces each GPU. On GPUs, bundles are sorted by machine and GPU, so that
+neighbouring ranks are neighbours; Ray guarantees no order. Groups outlive the process that made
+them: a retry, or the next run of the cluster, uses the same groups. Groups of another layout are
+removed when this layout needs their resources.
 
-Not here: who uses a shared GPU when (`sharing`).
+Entry point: `Placement`.
 """
 
 from __future__ import annotations
@@ -33,208 +33,218 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlpipe.actors.ray.layout import server_devices, shapes
+from rlpipe.actors.ray.layout import group_shapes, server_devices
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ResourceError
 
 LOOPBACK = "127.0.0.1"
-RANK, ENGINE, LOOK = 0.5, 0.3, 0.1
-"""What an actor or a look asks of a bundle of one GPU; together less than all of it. It only says
-that they fit."""
+# Fractions of a bundle's GPU. Their sum is below 1, so that rank, engine and probe fit together;
+# Ray does not enforce them.
+RANK_SHARE = 0.5
+ENGINE_SHARE = 0.3
+PROBE_SHARE = 0.1
 
-BESIDE_S = 2.0
-"""So long groups may take to be placed beside those of another layout, before it is asked whether
-they fit in their place."""
+NEXT_TO_OTHERS_S = 2.0
+"""Time for Ray to place groups while those of another layout still exist."""
 
 
 def own_address() -> str:
-    """Where others of the Ray cluster reach this machine; the loopback interface if there are no
-    others."""
+    """Return the address of this machine for other nodes; the loopback address on one machine."""
     machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     return get_node_ip_address() if len(machines) > 1 else LOOPBACK
 
 
 class Bundle(NamedTuple):
-    """A bundle of one GPU, where that matters."""
+    """A bundle of one GPU. Machine and device are empty on CPUs."""
 
     number: int
     machine: str
-    """Its address."""
+    """Address of the node."""
     device: str
-    """The GPU, as CUDA_VISIBLE_DEVICES names it there."""
+    """Name of the GPU in CUDA_VISIBLE_DEVICES of that node."""
 
 
 class Placement:
-    """The bundles of one cluster. `claim` them first."""
+    """The bundles of one cluster. Call `reserve` first."""
 
     def __init__(self, cluster: str | None, resources: ResourcesConfig) -> None:
-        """`cluster` None: they are this process's alone, and go with it."""
+        """`cluster` None: unnamed groups that end with this process."""
         self.cluster = cluster
         self.resources = resources
         self.on_gpus = ray.cluster_resources().get("GPU", 0) > 0
-        self._shapes = shapes(resources)
+        self._shapes = group_shapes(resources)
         self._groups: dict[str, PlacementGroup] = {}
-        self._orders: dict[str, list[Bundle]] = {}
+        self._sorted_bundles: dict[str, list[Bundle]] = {}
 
-    def claim(self, *, engines: bool, leave: Callable[[], None] = lambda: None) -> None:
-        """Have the groups of this layout, found or made; those of `engines` only if the run has
-        any.
+    def reserve(self, *, engines: bool, kill_others: Callable[[], None] = lambda: None) -> None:
+        """Find or create the groups of this layout.
 
-        What the cluster has of another layout is given up, and `leave` ends who is in there: not
-        before it is known that this layout fits beside it, or by number in its place. Raises:
-        ResourceError if it does not fit; the other one stays.
+        `engines`: False if the run has none. Groups of another layout are removed, and
+        `kill_others` is called to end their actors, but only once this layout is known to fit next
+        to them or in their place. Raises: ResourceError if it does not fit; then the others stay.
         """
-        there = self._there()
-        others = [
-            group for name, group in there.items() if name not in map(self._name, self._shapes)
-        ]
-        wanted = [what for what in self._shapes if engines or what != "engines"]
-        made = {what: self._made(what) for what in wanted if self._name(what) not in there}
-        self._groups |= {what: made.get(what) or there[self._name(what)] for what in wanted}
-        for what in made:
-            self._orders.pop(what, None)
-        blank = [what for what in wanted if what in made or self._is_waiting(what)]
-        if others and not self._placed(blank, BESIDE_S) and self._fit_instead(blank, others):
-            leave()
+        existing = self._existing_groups()
+        own_names = [self._name(use) for use in self._shapes]
+        others = [group for name, group in existing.items() if name not in own_names]
+        wanted = [use for use in self._shapes if engines or use != "engines"]
+        created = {
+            use: self._create_group(use) for use in wanted if self._name(use) not in existing
+        }
+        self._groups |= {use: created.get(use) or existing[self._name(use)] for use in wanted}
+        for use in created:
+            self._sorted_bundles.pop(use, None)
+        unplaced = [use for use in wanted if use in created or self._is_pending(use)]
+        if others and not self._placed(unplaced, NEXT_TO_OTHERS_S) and self._fit(unplaced, others):
+            kill_others()
             _remove(others)
             others = []
         if not self._placed(wanted, self.resources.start_timeout_s):
-            found = f"{ray.cluster_resources()}, of which free {ray.available_resources()}; held: {held() or 'nothing'}"
-            _remove(self._groups.pop(what) for what in blank)
-            raise ResourceError(
-                "the cluster has not enough room",
-                where="resources",
-                found=found,
-                expected="; ".join(
-                    f"{size} × {width} {self._kind} for the {what}"
-                    for what, (size, width) in self._shapes.items()
-                ),
-                do="ask for fewer ranks or engines; put both onto the same GPUs with resources.colocate=true; wait for other "
-                "runs; join a larger cluster with resources.ray_address; an engine of more GPUs than a node has spans nodes with "
-                "resources.num_gpus_per_node; a run that failed keeps its places for resources.keep_idle_s: start it again, and "
-                "let it end or cancel it",
-            )
-        leave()
+            error = self._no_room()
+            _remove(self._groups.pop(use) for use in unplaced)
+            raise error
+        kill_others()
         _remove(others)
 
+    def _no_room(self) -> ResourceError:
+        total = ray.cluster_resources()
+        free = ray.available_resources()
+        return ResourceError(
+            "the cluster has not enough room",
+            where="resources",
+            found=f"{total}, of which free {free}; held: {placed_groups() or 'nothing'}",
+            expected="; ".join(
+                f"{bundles} × {width} {self._kind} for the {use}"
+                for use, (bundles, width) in self._shapes.items()
+            ),
+            do="ask for fewer ranks or engines; put both onto the same GPUs with "
+            "resources.colocate=true; wait for other runs; join a larger cluster with "
+            "resources.ray_address; let an engine with more GPUs than a node span nodes with "
+            "resources.num_gpus_per_node; a failed run keeps its bundles for "
+            "resources.keep_idle_s: start it again and let it end, or cancel it",
+        )
+
     def trainer(self, rank: int) -> dict[str, Any]:
-        """Ray options of a trainer rank; those after the policy's are the critic's own."""
-        within_critic = rank - self.resources.trainer_ranks
-        if within_critic >= 0:
-            return self._options(
-                "critic", self._bundles("critic")[within_critic].number, share=RANK
-            )
-        what = "shared" if self.resources.colocate else "trainer"
-        return self._options(what, self._bundles(what)[rank].number, share=RANK)
+        """Return Ray options of a rank. Numbers of the critic's own ranks follow the policy's."""
+        critic_rank = rank - self.resources.trainer_ranks
+        if critic_rank >= 0:
+            bundle = self._bundles("critic")[critic_rank]
+            return self._options("critic", bundle.number, share=RANK_SHARE)
+        use = "shared" if self.resources.colocate else "trainer"
+        return self._options(use, self._bundles(use)[rank].number, share=RANK_SHARE)
 
     def engine(self, number: int, node: int = 0) -> dict[str, Any]:
-        """Ray options of an engine's server on one of its nodes. Separate, it sees all GPUs of its
-        bundle; colocated, see `engine_devices`; one that others started takes no place."""
+        """Return Ray options of an engine's server on one of its nodes.
+
+        A separate server sees all GPUs of its bundle; for a colocated one see `engine_devices`. An
+        external engine uses no bundle.
+        """
         width = self.resources.engine_gpus_per_node
         server = number * self.resources.engine_nodes + node
         if self.resources.external_engines:
             return {"num_cpus": 0}
         if self.resources.colocate:
-            return self._options(
-                "shared", self._bundles("shared")[server * width].number, share=ENGINE
-            )
+            bundle = self._bundles("shared")[server * width]
+            return self._options("shared", bundle.number, share=ENGINE_SHARE)
         return self._options("engines", server, share=width)
 
     def engine_devices(self) -> tuple[tuple[str, ...], ...] | None:
-        """CUDA_VISIBLE_DEVICES of each server, in the order of its tensor parallel ranks; None:
-        what its actor sees.
+        """Return CUDA_VISIBLE_DEVICES of each server, in the order of tensor parallel ranks.
 
-        Raises: as `server_devices`.
+        None: a server sees the GPUs of its actor. Raises: as `server_devices`.
         """
         if not (self.on_gpus and self.resources.colocate):
             return None
-        return server_devices(
-            [(bundle.machine, bundle.device) for bundle in self._bundles("shared")], self.resources
-        )
+        gpus = [(bundle.machine, bundle.device) for bundle in self._bundles("shared")]
+        return server_devices(gpus, self.resources)
 
     def remove(self) -> None:
-        """Give all places of the cluster back, once the actors are gone."""
-        _remove(self._groups.values() if self.cluster is None else self._there().values())
+        """Remove all groups of the cluster. Its actors must have ended."""
+        groups = self._groups if self.cluster is None else self._existing_groups()
+        _remove(groups.values())
         self._groups.clear()
-        self._orders.clear()
+        self._sorted_bundles.clear()
 
     @property
     def _kind(self) -> str:
         return "GPU" if self.on_gpus else "CPU"
 
-    def _name(self, what: str) -> str:
-        size, width = self._shapes[what]
-        return f"rlpipe-{self.cluster}-{what}-{size}x{width}"
+    def _name(self, use: str) -> str:
+        bundles, width = self._shapes[use]
+        return f"rlpipe-{self.cluster}-{use}-{bundles}x{width}"
 
-    def _there(self) -> dict[str, PlacementGroup]:
-        """The groups that the cluster has, of whatever layout, by name."""
+    def _existing_groups(self) -> dict[str, PlacementGroup]:
+        """Return the groups of the cluster, of any layout, by name."""
         if self.cluster is None:
             return {}
-        ours = re.compile(
+        pattern = re.compile(
             rf"rlpipe-{re.escape(self.cluster)}-(trainer|engines|shared|critic)-\d+x\d+"
         )
-        known = [
+        rows = [
             row
             for row in placement_group_table().values()
-            if row["state"] != "REMOVED" and ours.fullmatch(row["name"])
+            if row["state"] != "REMOVED" and pattern.fullmatch(row["name"])
         ]
         return {
             row["name"]: PlacementGroup(ray.PlacementGroupID.from_hex(row["placement_group_id"]))
-            for row in known
+            for row in rows
         }
 
-    def _made(self, what: str) -> PlacementGroup:
-        size, width = self._shapes[what]
-        named: dict[str, Any] = (
-            {} if self.cluster is None else {"name": self._name(what), "lifetime": "detached"}
-        )
-        return placement_group([{self._kind: float(width)}] * size, strategy="PACK", **named)
+    def _create_group(self, use: str) -> PlacementGroup:
+        num_bundles, width = self._shapes[use]
+        options: dict[str, Any] = {}
+        if self.cluster is not None:
+            options = {"name": self._name(use), "lifetime": "detached"}
+        bundles = [{self._kind: float(width)}] * num_bundles
+        return placement_group(bundles, strategy="PACK", **options)
 
-    def _placed(self, which: Iterable[str], timeout_s: float) -> bool:
-        """Are these groups placed, within that time?"""
+    def _placed(self, uses: Iterable[str], timeout_s: float) -> bool:
+        """True if Ray places these groups within this time."""
         end_s = time.monotonic() + timeout_s
-        return all(self._groups[what].wait(max(end_s - time.monotonic(), 0.0)) for what in which)
+        return all(self._groups[use].wait(max(end_s - time.monotonic(), 0.0)) for use in uses)
 
-    def _is_waiting(self, what: str) -> bool:
-        """Has this group never been placed? Also one that was made by who was killed since then."""
-        return placement_group_table(self._groups[what])["state"] in ("PENDING", "PREPARED")
+    def _is_pending(self, use: str) -> bool:
+        """True if this group was never placed, such as one whose creator was killed."""
+        return placement_group_table(self._groups[use])["state"] in ("PENDING", "PREPARED")
 
-    def _fit_instead(self, blank: Iterable[str], others: Iterable[PlacementGroup]) -> bool:
-        """Are there as many GPUs as these groups ask for, once others are gone?"""
+    def _fit(self, unplaced: Iterable[str], others: Iterable[PlacementGroup]) -> bool:
+        """True if the cluster has enough GPUs for these groups once `others` are removed."""
         free = ray.available_resources().get(self._kind, 0.0)
         free += sum(
             bundle.get(self._kind, 0.0) for group in others for bundle in group.bundle_specs
         )
-        asked = (self._shapes[what] for what in blank if self._is_waiting(what))
-        return sum(size * width for size, width in asked) <= free
+        pending = (self._shapes[use] for use in unplaced if self._is_pending(use))
+        return sum(bundles * width for bundles, width in pending) <= free
 
-    def _options(self, name: str, bundle: int, *, share: float) -> dict[str, Any]:
+    def _options(self, use: str, bundle: int, *, share: float) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(
-            self._groups[name], placement_group_bundle_index=bundle
+            self._groups[use], placement_group_bundle_index=bundle
         )
-        kind = {"num_gpus": share, "num_cpus": 0} if self.on_gpus else {"num_cpus": share}
-        return {**kind, "scheduling_strategy": strategy}
+        resource = {"num_gpus": share, "num_cpus": 0} if self.on_gpus else {"num_cpus": share}
+        return {**resource, "scheduling_strategy": strategy}
 
-    def _bundles(self, name: str) -> list[Bundle]:
-        """The bundles of a group in the order of its machines and their GPUs."""
-        if name not in self._orders:
-            size, _ = self._shapes[name]
-            unknown = [Bundle(number, "", "") for number in range(size)]
-            self._orders[name] = in_order(self._looked_at(name, size)) if self.on_gpus else unknown
-        return self._orders[name]
+    def _bundles(self, use: str) -> list[Bundle]:
+        """Return the bundles of a group, sorted by machine and GPU."""
+        if use not in self._sorted_bundles:
+            num_bundles, _ = self._shapes[use]
+            if self.on_gpus:
+                bundles = sort_bundles(self._locate_bundles(use, num_bundles))
+            else:
+                bundles = [Bundle(number, "", "") for number in range(num_bundles)]
+            self._sorted_bundles[use] = bundles
+        return self._sorted_bundles[use]
 
-    def _looked_at(self, name: str, size: int) -> list[tuple[str, str]]:
-        remote: Any = ray.remote(_where_am_i)
-        looks = [
-            remote.options(**self._options(name, bundle, share=LOOK)).remote()
-            for bundle in range(size)
+    def _locate_bundles(self, use: str, num_bundles: int) -> list[tuple[str, str]]:
+        """Return (machine, GPU) of each bundle, from a task that runs in it."""
+        remote: Any = ray.remote(_machine_and_gpu)
+        probes = [
+            remote.options(**self._options(use, bundle, share=PROBE_SHARE)).remote()
+            for bundle in range(num_bundles)
         ]
-        return ray.get(looks, timeout=self.resources.start_timeout_s)
+        return ray.get(probes, timeout=self.resources.start_timeout_s)
 
 
-def held() -> str:
-    """The places that are taken in this Ray cluster, by name: those of a run are `rlpipe-<its
-    cluster>-…`."""
+def placed_groups() -> str:
+    """Return the names of all placed groups of this Ray cluster, `rlpipe-<cluster>-…` for runs."""
     return ", ".join(
         sorted(
             group["name"]
@@ -249,22 +259,20 @@ def _remove(groups: Iterable[PlacementGroup]) -> None:
         remove_placement_group(group)
 
 
-def in_order(places: Sequence[tuple[str, str]]) -> list[Bundle]:
-    """Bundles by (machine's address, GPU as CUDA_VISIBLE_DEVICES names it), sorted.
+def sort_bundles(gpus: Sequence[tuple[str, str]]) -> list[Bundle]:
+    """Return bundles sorted by machine address and GPU.
 
-    Addresses and numbers of GPUs count as numbers; GPUs with other names (UUIDs) follow by name.
+    `gpus`: (address, name in CUDA_VISIBLE_DEVICES) of each bundle. Addresses and GPU numbers are
+    compared as numbers; GPUs with other names (UUIDs) follow by name.
     """
 
     def key(bundle: int) -> tuple[int, int, str]:
-        address, device = places[bundle]
-        return (
-            int(ipaddress.ip_address(address)),
-            int(device) if device.isdecimal() else 1 << 30,
-            device,
-        )
+        address, device = gpus[bundle]
+        number = int(device) if device.isdecimal() else 1 << 30
+        return int(ipaddress.ip_address(address)), number, device
 
-    return [Bundle(bundle, *places[bundle]) for bundle in sorted(range(len(places)), key=key)]
+    return [Bundle(bundle, *gpus[bundle]) for bundle in sorted(range(len(gpus)), key=key)]
 
 
-def _where_am_i() -> tuple[str, str]:
+def _machine_and_gpu() -> tuple[str, str]:
     return get_node_ip_address(), os.environ["CUDA_VISIBLE_DEVICES"]

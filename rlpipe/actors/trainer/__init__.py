@@ -1,1 +1,1 @@
-"""The trainer: its rank actors, the group that calls them, scoring, states and pushes."""
+"""Trainer: rank actors, their group, checkpoints, state restore, replay, and pushes."""

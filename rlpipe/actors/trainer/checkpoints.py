@@ -1,12 +1,11 @@
-"""Checkpoint directories between local disk and the store.
+"""Checkpoint directories on local disk and in the store.
 
-A checkpoint is written locally by all ranks, uploaded by all (each its own share), and counts once
-its node is recorded. Fetching checks every file's sha256 and makes the directory appear complete or
-not at all, once per machine. The part of a critic with ranks of its own lies in the folder `critic`
-beside the policy's files, here and there; both are one checkpoint.
+All ranks write a checkpoint locally and upload their own share; the checkpoint counts once its node
+is recorded. A download checks the sha256 of every file, and makes the directory appear complete or
+not at all, once per machine. A critic with ranks of its own writes its part into the subfolder
+`critic`, locally and in the store; both parts are one checkpoint.
 
-Not here: what is inside (`engines.megatron.checkpoint.checkpoint`), and when one is due (the
-checkpoint stage).
+Entry points: `upload_share` and `BackgroundUpload`, `shares_complete`, `fetch_checkpoint`, `prune`.
 """
 
 from __future__ import annotations
@@ -27,77 +26,80 @@ from rlpipe.types import FileRecord, Node
 
 TRACKER = "latest_checkpointed_iteration.txt"
 CRITIC = "critic"
-LOOK_INTERVAL_S = 0.05
+LOCK_INTERVAL_S = 0.05
 
 
 @dataclass(frozen=True)
 class Upload:
-    """A checkpoint that is on local disk and on its way to the store. The ranks keep it until some
-    driver has recorded it."""
+    """A local checkpoint that is being uploaded. Ranks keep it until a driver has recorded it."""
 
     prefix: str
-    """Where it goes: names the attempt."""
+    """Target in the store, different for each attempt."""
     inputs: Inputs
     outputs: dict[str, Any]
 
 
-class Share:
-    """A rank's part of an upload, on its way in the background."""
+class BackgroundUpload:
+    """One rank's share of an upload, in the background."""
 
-    def __init__(self, about: Upload, begin: Callable[[], Future[list[FileRecord]]]) -> None:
-        """`begin`: what sends it; more than once if the store was away or full."""
-        self.about = about
+    def __init__(self, upload: Upload, begin: Callable[[], Future[list[FileRecord]]]) -> None:
+        """`begin` starts the upload; called again if the store was unreachable or full."""
+        self.upload = upload
         self._begin = begin
         self._future: Future[list[FileRecord]] | None = begin()
 
     @property
     def future(self) -> Future[list[FileRecord]]:
-        """What comes of it."""
+        """Result of the upload. Starts the upload again after a failure."""
         if self._future is None:
             self._future = self._begin()
         return self._future
 
-    def after(self, error: BaseException) -> Share | None:
-        """What is left of it once its failure is said: itself, begun again when it is next asked
-        for, if the store was away or full; else None."""
+    def after_failure(self, error: BaseException) -> BackgroundUpload | None:
+        """Return this upload if the failure may be temporary, else None.
+
+        The next use of `future` starts the upload again.
+        """
         self._future = None
-        lasting = not isinstance(error, StoreError) or isinstance(
+        permanent = not isinstance(error, StoreError) or isinstance(
             error, (ObjectConflict, ObjectMissing)
         )
-        return None if lasting else self
+        return None if permanent else self
 
 
 def upload_share(files: Files, directory: Path, prefix: str, rank: int) -> list[FileRecord]:
-    """Upload the files of `directory` that this rank wrote; rank 0 adds the common ones,
-    `.metadata` last.
+    """Upload the files of `directory` that this rank wrote; rank 0 adds the common files.
 
     Raises: StoreError, StoreFull, ObjectConflict.
     """
-    mine = sorted(
+    own = sorted(
         path for path in directory.iterdir() if path.is_file() and _owner(path.name) == rank
     )
-    mine.sort(key=lambda path: path.name == ".metadata")
-    return [files.put_file(path, f"{prefix}/{path.name}") for path in mine]
+    # .metadata last: it makes the other files a checkpoint
+    own.sort(key=lambda path: path.name == ".metadata")
+    return [files.put_file(path, f"{prefix}/{path.name}") for path in own]
 
 
 def shares_complete(shares: Iterable[Sequence[FileRecord] | None]) -> tuple[FileRecord, ...] | None:
-    """All files of a checkpoint, from what each rank has in the store; None if a rank lost its
-    share, and so the checkpoint."""
-    found = list(shares)
-    files = tuple(record for share in found for record in share or ())
-    described = any(record.path.endswith("/.metadata") for record in files)
-    return files if described and all(share is not None for share in found) else None
+    """Return all files of a checkpoint; None if a rank has lost its share.
+
+    `shares`: the uploaded files of each rank.
+    """
+    all_shares = list(shares)
+    files = tuple(record for share in all_shares for record in share or ())
+    has_metadata = any(record.path.endswith("/.metadata") for record in files)
+    return files if has_metadata and all(share is not None for share in all_shares) else None
 
 
 def fetch_checkpoint(files: Files, node: Node, folder: Path, *, timeout_s: float = 3600.0) -> Path:
-    """The checkpoint root with the files of a node, as `load_checkpoint` takes it; downloaded
-    unless it is there already.
+    """Download the files of a node unless they exist; return the root for `load_checkpoint`.
 
-    `timeout_s`: how long another rank of this machine may take to download it.
-    Raises: ObjectMissing, ObjectCorrupt, StoreFull, DeadlineExceeded.
+    `timeout_s`: seconds to wait for another rank of this machine that downloads them. Raises:
+    ObjectMissing, ObjectCorrupt, StoreFull, DeadlineExceeded.
     """
     version = node.outputs["version"]
-    name = f"iter_{node.outputs['version']:07d}"
+    name = f"iter_{version:07d}"
+    # by digest: checkpoints of two branches may have the same version
     root = folder / "fetched" / node.digest[:16]
     root.mkdir(parents=True, exist_ok=True)
     with (root / ".lock").open("w") as lock:
@@ -109,22 +111,21 @@ def fetch_checkpoint(files: Files, node: Node, folder: Path, *, timeout_s: float
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` complete local checkpoints, unfinished ones, and everything
-    that was fetched.
+    """Delete all but the newest `keep` local checkpoints, and everything that was downloaded.
 
-    The same of a critic with ranks of its own, in the folder `critic`.
+    Unfinished checkpoints are deleted too. The same is done in the subfolder `critic`.
     """
     complete = sorted(
         path for path in folder.glob("iter_*") if path.name.removeprefix("iter_").isdigit()
     )
-    for old in (folder / "fetched", *folder.glob("iter_*.unfinished"), *complete[:-keep]):
-        shutil.rmtree(old, ignore_errors=True)
+    for path in (folder / "fetched", *folder.glob("iter_*.unfinished"), *complete[:-keep]):
+        shutil.rmtree(path, ignore_errors=True)
     if (folder / CRITIC).is_dir():
         prune(folder / CRITIC, keep)
 
 
 def _lock(lock: IO[str], timeout_s: float, node: Node) -> None:
-    """Have the file lock. Raises: DeadlineExceeded."""
+    """Take the file lock. Raises: DeadlineExceeded."""
     end_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -135,22 +136,22 @@ def _lock(lock: IO[str], timeout_s: float, node: Node) -> None:
                     "another rank of this machine does not finish downloading a checkpoint",
                     where=lock.name,
                     found=f"{node.stage} {node.digest[:12]} not there after {timeout_s:g} s",
-                    do="look whether the store answers; the same command tries again",
+                    do="check that the store answers; the same command tries again",
                 ) from error
-        time.sleep(LOOK_INTERVAL_S)
+        time.sleep(LOCK_INTERVAL_S)
 
 
 def _download(files: Files, node: Node, root: Path, name: str) -> None:
-    """The files of a node as `root`/`name`, a critic's as `root`/critic/`name`, which is there
-    before the other is."""
+    """Download the files of a node to `root/name`, and a critic's files to `root/critic/name`."""
     if not node.files:
         raise ObjectMissing(
             "the checkpoint's node names no files", where=f"nodes/{node.stage}/{node.digest}.json"
         )
+    # The critic's part first: `root/name` exists only once the whole checkpoint does.
     parts: dict[Path, list[FileRecord]] = {root / CRITIC / name: [], root / name: []}
     for record in node.files:
-        within_critic = Path(record.path).parent.name == CRITIC
-        parts[root / CRITIC / name if within_critic else root / name].append(record)
+        of_critic = Path(record.path).parent.name == CRITIC
+        parts[root / CRITIC / name if of_critic else root / name].append(record)
     for target, records in parts.items():
         partial = target.with_name(target.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -162,6 +163,8 @@ def _download(files: Files, node: Node, root: Path, name: str) -> None:
 
 
 def _owner(name: str) -> int:
-    """The rank that wrote a file of a torch_dist directory: `__3_0.distcp` is rank 3's, everything
-    else rank 0's."""
+    """Return the rank that wrote a file of a torch_dist directory.
+
+    Rank 3 writes `__3_0.distcp`; files with other names are rank 0's.
+    """
     return int(name.split("_")[2]) if name.startswith("__") and name.endswith(".distcp") else 0

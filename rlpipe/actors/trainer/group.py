@@ -1,57 +1,56 @@
-"""`TrainerGroup`: all trainer ranks as one. Every call goes to every rank, because inside it is
-collective.
+"""`TrainerGroup`: all trainer ranks as one. `TrainerLock`: exclusive use of the group.
 
-A rank that fails leaves the others waiting in a collective, so after any failure the whole group is
-killed, started again and restored. `ensure` does that: after it, all ranks hold the state that was
-asked for.
+Every call goes to every rank, because ranks compute in collectives. A rank that fails leaves the
+others waiting in a collective. So after any failure the whole group is killed, started again and
+restored; `ensure` does that, and afterwards all ranks hold the wanted state.
 
-A critic that has ranks of its own is part of the group, after the policy's ranks: two worlds with
-one state, which is held, lost, saved and restored as a whole. Only what is about engines and their
-GPUs is the policy's alone (`OF_POLICY`).
-
-Not here: what a rank does with a call (`rank`, `trainer`, `critic_rank`).
+A critic with ranks of its own is part of the group, after the policy's ranks. The two worlds hold,
+lose, save and restore one state. Only calls about engines and their GPUs (`POLICY_METHODS`) go to
+the policy's ranks alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from ray.actor import ActorHandle
 
-from rlpipe.actors.ray.calls import call, end, gather
-from rlpipe.actors.trainer.spec import TrainerSpec
+from rlpipe.actors.ray.calls import call, gather, kill_actors
+from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ActorLost, DeadlineExceeded, RlpipeError, TrainerError
 from rlpipe.lineage.states import Lineage
 from rlpipe.types import Stage
 
-Each = TypeVar("Each")
+PerRank = TypeVar("PerRank")
 Start = Callable[[int], ActorHandle]
 STATUS = "status"
-"""Concurrency group of the ranks' `status`: it answers while a call runs."""
+"""Concurrency group of the ranks' `status`, which answers while another call runs."""
 STATUS_TIMEOUT_S = 60.0
-LOOK_INTERVAL_S = 0.1
-APART_S = 5.0
+POLL_INTERVAL_S = 0.1
+MAX_DIVERGED_S = 5.0
+"""Longer than sending one call to all ranks takes."""
 LESS_MEMORY = (
-    "smaller: advantage.log_probs_max_tokens_per_gpu, and where engines share the GPU engine.sglang.mem_fraction_static; in a "
-    "fork of the run (--fork RUN --run NEW) train.max_tokens_per_gpu, train.megatron.recompute_granularity=full, train.parallel"
+    "smaller: advantage.log_probs_max_tokens_per_gpu, and where engines share the GPU "
+    "engine.sglang.mem_fraction_static; in a fork of the run (--fork RUN --run NEW) "
+    "train.max_tokens_per_gpu, train.megatron.recompute_granularity=full, train.parallel"
 )
-"""What to do when a rank's GPU is full (torch.OutOfMemoryError)."""
-OF_POLICY = frozenset({"push", "remembers", "write", "probe", "compare", "occupy"})
+"""Advice for a full GPU (torch.OutOfMemoryError)."""
+POLICY_METHODS = frozenset({"push", "remembers", "write", "probe", "compare", "occupy"})
 """Methods that a critic's own ranks do not have."""
 
 
 class TrainerGroup:
-    """The ranks of one trainer, created by `start(rank)` when they are not there yet."""
+    """The ranks of one trainer. `start(rank)` finds or starts each of them."""
 
     def __init__(
         self, start: Start, world_size: int, *, critic_ranks: int = 0, start_timeout_s: float
     ) -> None:
-        """`world_size`: the policy's ranks; those of the critic are started with the numbers after
-        them."""
+        """`world_size`: ranks of the policy. Numbers of the critic's own ranks follow."""
         self._start = start
         self.world_size = world_size
         self.critic_ranks = critic_ranks
@@ -62,7 +61,7 @@ class TrainerGroup:
 
     @classmethod
     def of(cls, start: Start, resources: ResourcesConfig) -> TrainerGroup:
-        """As many ranks as a configuration asks for."""
+        """Return a group with the configured number of ranks."""
         return cls(
             start,
             resources.trainer_ranks,
@@ -71,17 +70,19 @@ class TrainerGroup:
         )
 
     def is_from(self, start: Start) -> bool:
-        """Are the ranks started by this?"""
+        """True if this function starts the ranks."""
         return self._start == start
 
     async def call(self, method: str, *, deadline_s: float, **arguments: Any) -> list[Any]:
-        """Call all ranks; their answers in order of rank. After a failure the group is not usable
-        until `ensure`."""
-        return await self._answers(
-            method, [(rank, arguments) for rank in self._of(method, self.ranks)], deadline_s
-        )
+        """Call a method of all ranks; return their answers in order of rank.
 
-    async def _answers(
+        After a failure the group is unusable until `ensure` or `setup`. Raises: as `gather`;
+        TrainerError for an error that is not an RlpipeError.
+        """
+        calls = [(rank, arguments) for rank in self._concerned(method, self.ranks)]
+        return await self._call_each(method, calls, deadline_s)
+
+    async def _call_each(
         self, method: str, calls: Sequence[tuple[ActorHandle, Mapping[str, Any]]], deadline_s: float
     ) -> list[Any]:
         refs = [getattr(rank, method).remote(**arguments) for rank, arguments in calls]
@@ -90,9 +91,9 @@ class TrainerGroup:
         except RlpipeError as error:
             if isinstance(error, (ActorLost, DeadlineExceeded)):
                 self._broken = True  # the other ranks wait in a collective, or all of them do
-            if (
-                type(error) is RlpipeError
-            ):  # not one of ours: CUDA, NCCL, a bug; a process may be spoilt for every later call
+            # `gather` raises a plain RlpipeError for errors of CUDA, NCCL or a bug. Such an error
+            # may break every later call of the process.
+            if type(error) is RlpipeError:
                 self._broken = True
                 do = LESS_MEMORY if error.problem.startswith("OutOfMemoryError") else None
                 raise TrainerError(
@@ -101,70 +102,76 @@ class TrainerGroup:
             raise
 
     async def setup(self, spec: TrainerSpec) -> None:
-        """Build the engine of a spec on all ranks; ranks of which some died are all started anew
-        first.
+        """Build the engine of a spec on all ranks. Restart all ranks first if some have died.
 
         Raises: ConfigError, TrainerError, DeadlineExceeded.
         """
         self._spec = spec
-        if self._broken or not await self._whole() or await self._switched(spec):
+        if self._broken or not await self._is_whole() or await self._has_other_arithmetic(spec):
             await self.restart()
-        await self._answers("setup", await self._meetings(spec), self._start_timeout_s)
+        await self._call_each("setup", await self._setup_calls(spec), self._start_timeout_s)
 
-    async def _meetings(self, spec: TrainerSpec) -> list[tuple[ActorHandle, dict[str, Any]]]:
-        """What each rank is set up with: where its world meets, and where the two do."""
-        of_all: dict[str, Any] = {"spec": spec, "master": await self._address(0)}
+    async def _setup_calls(self, spec: TrainerSpec) -> list[tuple[ActorHandle, dict[str, Any]]]:
+        """Return the arguments of `setup` for each rank, with the rendezvous of its world."""
+        policy_arguments: dict[str, Any] = {"spec": spec, "master": await self._address(0)}
         policy = self.ranks[: self.world_size]
         critic = self.ranks[self.world_size :]
+        critic_arguments: dict[str, Any] = {}
         if critic:
-            of_all["meeting"] = await self._address(0)
-        of_critic = {**of_all, "master": await self._address(self.world_size)} if critic else {}
-        return [*((rank, of_all) for rank in policy), *((rank, of_critic) for rank in critic)]
+            # a second port on rank 0, where policy and critic exchange values
+            policy_arguments["critic_exchange"] = await self._address(0)
+            critic_master = await self._address(self.world_size)
+            critic_arguments = {**policy_arguments, "master": critic_master}
+        return [
+            *((rank, policy_arguments) for rank in policy),
+            *((rank, critic_arguments) for rank in critic),
+        ]
 
     async def _address(self, rank: int) -> tuple[str, int]:
         address = self.ranks[rank].address.remote()
         return await call(address, where="trainer.address", deadline_s=self._start_timeout_s)
 
     async def is_up(self, spec: TrainerSpec) -> bool:
-        """Would `setup` for this spec find nothing to do?"""
-        statuses = None if self._broken or self._spec != spec else await self._settled()
+        """True if all ranks are set up for this spec."""
+        statuses = None if self._broken or self._spec != spec else await self._idle_statuses()
         return (
             statuses is not None
             and all(status["ready"] for status in statuses)
-            and not await self._switched(spec)
+            and not await self._has_other_arithmetic(spec)
         )
 
     async def occupy(self, parts: Collection[str], *, deadline_s: float) -> list[dict[str, float]]:
-        """Have all ranks keep these parts of the state in device memory, and no others
-        (`DeviceMemory.occupy`).
+        """Keep only these parts of the state in GPU memory, on all ranks.
 
-        Ranks of which some are dead or hang are all started anew: blank ones have nothing there.
+        As `DeviceMemory.occupy`. If some ranks are dead or hang, all are restarted: blank ranks use
+        no GPU memory.
         """
-        if self._broken or await self._settled() is None:
+        if self._broken or await self._idle_statuses() is None:
             await self.restart()
         return await self.call("occupy", parts=tuple(parts), deadline_s=deadline_s)
 
     async def initialise(
         self, key: str, start_from: str | None, *, deadline_s: float
     ) -> dict[str, str]:
-        """Load the first weights into a trainer that has trained nothing (started anew if need be);
-        what `Rank.initialise` answers."""
+        """Load the first weights; return the answer of `Rank.initialise`.
+
+        Ranks that have trained are restarted first.
+        """
         assert self._spec is not None, "set up the group first"
         statuses = await self._statuses()
         if any(status["held"] or status["dirty"] for status in statuses):
             await self.restart()
             await self.setup(self._spec)
-        return (
-            await self.call("initialise", key=key, start_from=start_from, deadline_s=deadline_s)
-        )[0]
-
-    async def holds(self, state: str) -> bool:
-        """Do all ranks hold this state? A group that does not answer holds nothing."""
-        return await self.held() == state
+        answers = await self.call(
+            "initialise", key=key, start_from=start_from, deadline_s=deadline_s
+        )
+        return answers[0]
 
     async def held(self) -> str | None:
-        """The state that all ranks hold; None if they are blank, half-trained, of different states,
-        hung or dead."""
+        """Return the state that all ranks hold.
+
+        None if ranks are blank, half-trained, hung or dead, or hold different states.
+        """
         if self._broken:
             return None
         try:
@@ -178,44 +185,43 @@ class TrainerGroup:
         return states.pop() if len(states) == 1 else None
 
     async def ensure(self, lineage: Lineage, *, deadline_s: float) -> dict[str, Any] | None:
-        """Make all ranks hold the end of a lineage. None if they did already, else what `restore`
-        answered."""
-        if await self.holds(lineage.target):
+        """Make all ranks hold the end of a lineage.
+
+        Return None if they held it already, else the answer of `Rank.restore`.
+        """
+        if await self.held() == lineage.target:
             return None
         assert self._spec is not None, "set up the group first"
-        if self._broken or not await self._usable(fresh=lineage.base_stage is Stage.INIT):
+        if self._broken or not await self._is_usable(fresh=lineage.base_stage is Stage.INIT):
             await self.restart()
             await self.setup(self._spec)
         return (await self.call("restore", lineage=lineage, deadline_s=deadline_s))[0]
 
-    async def _whole(self) -> bool:
-        """Do all ranks answer, and are either all set up or none?"""
-        statuses = await self._settled()
+    async def _is_whole(self) -> bool:
+        """True if all ranks answer, and either all or none are set up."""
+        statuses = await self._idle_statuses()
         return statuses is not None and len({status["ready"] for status in statuses}) == 1
 
-    async def _switched(self, spec: TrainerSpec) -> bool:
-        """Were the ranks set up with the other kind of arithmetic? A process keeps the one that it
-        began with."""
-        found = {status["deterministic"] for status in await self._statuses()}
-        return bool(found - {None, spec.deterministic})
+    async def _has_other_arithmetic(self, spec: TrainerSpec) -> bool:
+        """True if ranks were set up with another `deterministic`, which a process cannot change."""
+        deterministic = {status["deterministic"] for status in await self._statuses()}
+        return bool(deterministic - {None, spec.deterministic})
 
-    async def _usable(self, *, fresh: bool) -> bool:
-        """Are all ranks alive, set up, and out of any half-finished call? `fresh`: and have they
-        trained nothing?"""
-        statuses = await self._settled()
-        usable = statuses is not None and all(
-            status["ready"] and not status["dirty"] for status in statuses
-        )
-        return usable and (not fresh or all(status["fresh"] for status in statuses or ()))
+    async def _is_usable(self, *, fresh: bool) -> bool:
+        """True if all ranks are set up and not half-trained; with `fresh`, also untrained."""
+        statuses = await self._idle_statuses()
+        if statuses is None:
+            return False
+        usable = all(status["ready"] and not status["dirty"] for status in statuses)
+        return usable and (not fresh or all(status["fresh"] for status in statuses))
 
-    async def _settled(self) -> list[dict[str, Any]] | None:
-        """The ranks' statuses once none of them is busy: a caller before us may have died in the
-        middle of its calls.
+    async def _idle_statuses(self) -> list[dict[str, Any]] | None:
+        """Wait until no rank is busy, and return the statuses.
 
-        None if one is dead, or if they are apart for longer than it takes to send a call: then some
-        wait in a collective that the others will not join.
+        Ranks may be busy with calls of a process that died. None if a rank is dead, or if some
+        ranks wait in a collective that the others will not join.
         """
-        apart_s: float | None = None
+        diverged_s: float | None = None
         end_s = time.monotonic() + self._start_timeout_s
         while time.monotonic() < end_s:
             try:
@@ -225,31 +231,30 @@ class TrainerGroup:
             if not any(status["busy"] for status in statuses):
                 return statuses
             now_s = time.monotonic()
-            apart_s = (apart_s or now_s) if self._apart(statuses) else None
-            if apart_s is not None and now_s - apart_s > APART_S:
+            diverged_s = (diverged_s or now_s) if self._have_diverged(statuses) else None
+            if diverged_s is not None and now_s - diverged_s > MAX_DIVERGED_S:
                 return None
-            await asyncio.sleep(LOOK_INTERVAL_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
         return None
 
-    def _apart(self, statuses: Sequence[Mapping[str, Any]]) -> bool:
-        """Is a rank busy with a call that another one, whom it concerns, has not got, or has left
-        with an error?
+    def _have_diverged(self, statuses: Sequence[Mapping[str, Any]]) -> bool:
+        """True if a rank runs a call that another rank has not received, or has left with an error.
 
-        One that has done its part is not apart: to speak with engines, or with a teacher, is left
-        to the first.
+        A rank that has finished its part has not diverged: rank 0 alone talks to engines and to a
+        teacher's server.
         """
         for method in {status["busy"] for status in statuses} - {None}:
-            got = {
+            received = {
                 (status["calls"].get(method, 0), status["failed"] == method)
-                for status in self._of(method, statuses)
+                for status in self._concerned(method, statuses)
             }
-            if len(got) > 1:
+            if len(received) > 1:
                 return True
         return False
 
-    def _of(self, method: str, each: Sequence[Each]) -> Sequence[Each]:
-        """Of what there is one for each rank, those for the ranks that a method is called on."""
-        return each[: self.world_size] if method in OF_POLICY else each
+    def _concerned(self, method: str, per_rank: Sequence[PerRank]) -> Sequence[PerRank]:
+        """Return the items of the ranks that have this method."""
+        return per_rank[: self.world_size] if method in POLICY_METHODS else per_rank
 
     async def _statuses(self) -> list[dict[str, Any]]:
         refs = [rank.status.options(concurrency_group=STATUS).remote() for rank in self.ranks]
@@ -258,10 +263,61 @@ class TrainerGroup:
     async def restart(self) -> None:
         """Replace all ranks by blank ones."""
         await asyncio.to_thread(self.kill)
-        number = self.world_size + self.critic_ranks
-        self.ranks = await asyncio.to_thread(lambda: [self._start(rank) for rank in range(number)])
+        num_ranks = self.world_size + self.critic_ranks
+        self.ranks = await asyncio.to_thread(
+            lambda: [self._start(rank) for rank in range(num_ranks)]
+        )
         self._broken = False
 
     def kill(self) -> None:
-        """End all ranks at once."""
-        end(self.ranks)
+        """Kill all ranks at once."""
+        kill_actors(self.ranks)
+
+
+class TrainerLock:
+    """A lock around the trainer group: calls are collective, so they run one after the other.
+
+    For one event loop. `group` is None until the conductor has found the ranks.
+    """
+
+    def __init__(self) -> None:
+        self.group: TrainerGroup | None = None
+        self._lock = asyncio.Lock()
+        self._user = ""
+
+    @property
+    def taken(self) -> bool:
+        """True while a call runs."""
+        return self._lock.locked()
+
+    @asynccontextmanager
+    async def exclusive(self, purpose: str, deadline_s: float) -> AsyncIterator[TrainerGroup]:
+        """Yield the group for exclusive use. `purpose` is shown to those that wait.
+
+        Raises: DeadlineExceeded with the purpose of the current user.
+        """
+        async with self.locked(purpose, deadline_s):
+            assert self.group is not None, "open the cluster first"
+            yield self.group
+
+    @asynccontextmanager
+    async def locked(self, purpose: str, deadline_s: float) -> AsyncIterator[None]:
+        """Take the lock, whether a group exists or not, for example to replace the group.
+
+        Raises: as `exclusive`.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._lock.acquire()
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                "the trainer is busy",
+                where=f"trainer.{purpose}",
+                found=f"trainer.{self._user} is running",
+                expected=f"free within {deadline_s:g} s",
+            ) from error
+        self._user = purpose
+        try:
+            yield
+        finally:
+            self._lock.release()

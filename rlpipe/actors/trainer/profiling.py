@@ -1,10 +1,11 @@
-"""torch's profiler around the work of a trainer rank, and its CUDA memory's history, for the
-iterations and ranks of `observe`.
+"""Profile trainer ranks: torch's profiler and the history of CUDA memory.
 
-Files: `<work_dir>/profile/<what>-<iteration>-rank<rank>.json.gz` and
-`memory-<what>-<iteration>-rank<rank>.pickle`, written once each; the same again replaces it. They
-change no result, only the time it takes. Not here: engines, which have a profiler of their own
-(`/start_profile`).
+The `observe` section selects iterations, ranks and parts of the work. Files are
+`<work_dir>/profile/<part>-<iteration>-rank<rank>.json.gz` and
+`memory-<part>-<iteration>-rank<rank>.pickle`; a repeated iteration replaces them. Profiling changes
+no result, only the time. Engines have their own profiler (`/start_profile`).
+
+Entry points: `profiled`, `check_profiling`.
 """
 
 from __future__ import annotations
@@ -20,53 +21,54 @@ from torch.profiler import profile
 from rlpipe.config.observe import ObserveConfig
 from rlpipe.errors import ConfigError
 
-Part = Literal["train_actor", "train_log_probs"]
+ProfiledPart = Literal["train_actor", "train_log_probs"]
 OVERALL = "train_overall"
 MEMORY_EVENTS = 100_000
-"""Allocations and releases that are kept of a block, the last ones."""
+"""Allocations and releases kept per block; older ones are lost."""
 
 
 @contextlib.contextmanager
 def profiled(
-    observe: ObserveConfig, part: Part, *, iteration: int, rank: int, work_dir: str
+    observe: ObserveConfig, part: ProfiledPart, *, iteration: int, rank: int, work_dir: str
 ) -> Iterator[None]:
-    """Record the block, if it is wanted: shapes, memory, and kernels where there is CUDA. After an
-    error no trace is written."""
-    within = (
+    """Record the block if `observe` selects it: shapes, memory, and kernels on CUDA.
+
+    After an error no trace is written.
+    """
+    selected = (
         observe.profile_step_start <= iteration < observe.profile_step_end
         and rank in observe.profile_ranks
     )
-    named = f"{part}-{iteration:07d}-rank{rank}"
+    name = f"{part}-{iteration:07d}-rank{rank}"
     folder = Path(work_dir) / "profile"
-    wanted = within and bool({part, OVERALL}.intersection(observe.profile_target))
+    traced = selected and bool({part, OVERALL}.intersection(observe.profile_target))
     with contextlib.ExitStack() as stack:
-        if within and observe.record_memory_history and (wanted or not observe.profile_target):
-            stack.enter_context(_memory_history(folder / f"memory-{named}.pickle"))
-        recorded = (
-            stack.enter_context(profile(record_shapes=True, profile_memory=True))
-            if wanted
-            else None
-        )
+        # Without a target, the memory of every part is recorded.
+        if selected and observe.record_memory_history and (traced or not observe.profile_target):
+            stack.enter_context(_memory_history(folder / f"memory-{name}.pickle"))
+        trace = None
+        if traced:
+            trace = stack.enter_context(profile(record_shapes=True, profile_memory=True))
         yield
-    if recorded is not None:
+    if trace is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        recorded.export_chrome_trace(str(folder / f"{named}.json.gz"))
+        trace.export_chrome_trace(str(folder / f"{name}.json.gz"))
 
 
-def check(observe: ObserveConfig) -> None:
-    """Raises: ConfigError if CUDA memory is to be recorded and this process has none."""
+def check_profiling(observe: ObserveConfig) -> None:
+    """Raises: ConfigError if CUDA memory is to be recorded and this process has no CUDA."""
     if observe.record_memory_history and not torch.cuda.is_available():
         raise ConfigError(
             "there is no CUDA memory to record",
             where="observe.record_memory_history",
             found=f"torch {torch.__version__} on the CPU",
-            do="leave it out: observe.profile_target records the CPU's memory",
+            do="remove the setting: observe.profile_target records the CPU's memory",
         )
 
 
 @contextlib.contextmanager
 def _memory_history(file: Path) -> Iterator[None]:
-    """Record the block's allocations to a file, whether it ends well or not."""
+    """Record the block's allocations to a file, also if the block raises."""
     torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
     try:
         yield

@@ -1,20 +1,18 @@
-"""Are the weights what the record says? Every batch of a branch trained again from weight version
-0, in a fresh trainer.
+"""Replay a branch: train every batch again from weight version 0, and compare every state.
 
-A branch's history is a chain of *legs*: stretches of train nodes of one configuration.
+A branch's history is divided into spans: train nodes of one configuration.
 
-    leg            begins with
-    root           the model directory, or what a finished warm start left (whose leg comes before)
-    fork           the checkpoint of its parent's commit (whose legs come before)
+    span           begins with
+    root           the model directory, or the checkpoint of a finished warm start (whose spans
+                   come before)
+    fork           the checkpoint of its parent's commit (whose spans come before)
 
-Along a leg nothing is read but the recorded batches and packing plans. Where one leg ends and the
-next begins a checkpoint is loaded; that it holds the state that came out of the replay is one of
-the checks. A segment (a state that an earlier replay made on another machine) cannot be had by
-training again: it is loaded from its checkpoint, compared with what its node says, and the replay
-goes on from there.
+Within a span only the recorded batches and packing plans are read; scores and advantages are taken
+as recorded. Between two spans a checkpoint is loaded; the replay compares its state too. A segment
+(a state that an earlier replay made on another machine) cannot be trained again. It is loaded from
+its checkpoint, compared with its node, and the replay continues from it.
 
-Not here: whether the batches are right (`store.audit.verification`), or scores and advantages, which are
-read as recorded.
+Entry point: `replay`.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlpipe.actors.trainer.alone import lone_trainer
 from rlpipe.actors.trainer.group import TrainerGroup
+from rlpipe.actors.trainer.standalone import standalone_trainer
 from rlpipe.config.load import validate_stored
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import DataError, ObjectMissing
@@ -39,23 +37,23 @@ from rlpipe.types import Commit, Node, Stage
 
 
 @dataclass(frozen=True)
-class Leg:
-    """Train nodes of one branch, one after the other, and what they begin with."""
+class Span:
+    """Consecutive train nodes of one branch, and the states before and after them."""
 
     branch: str
     config: RunConfig
     init: str
-    """Digest of the init node of the branch."""
-    begins: str
-    """Digest of the node whose state it begins with: `init`, or of a fork the parent's state."""
+    """Digest of the branch's init node."""
+    first_state: str
+    """Digest of the node that made the first state: `init`, or for a fork the parent's state."""
     trains: tuple[Node, ...]
-    next_begins: str | None = None
-    """Digest of the state that the next leg loads from its checkpoint, if there is one."""
+    next_first_state: str | None = None
+    """Digest of the state that the next span loads from its checkpoint, if one follows."""
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One state: as it is recorded and as it came out."""
+class ComparedState:
+    """The recorded and the replayed digest of one state."""
 
     branch: str
     stage: str
@@ -72,13 +70,13 @@ class Compared:
 
 @dataclass
 class Replay:
-    """What came out. It ends with the first difference: all after it would follow from that one."""
+    """Result of a replay, which ends with the first difference: later states follow from it."""
 
     branch: str
-    states: list[Compared] = field(default_factory=list)
+    states: list[ComparedState] = field(default_factory=list)
 
     @property
-    def first_difference(self) -> Compared | None:
+    def first_difference(self) -> ComparedState | None:
         return next((state for state in self.states if not state.equal), None)
 
     @property
@@ -86,7 +84,7 @@ class Replay:
         return self.first_difference is None
 
     def as_json(self) -> dict[str, Any]:
-        """`{"branch", "equal", "first_difference", "states"}`, plain values."""
+        """Return `{"branch", "equal", "first_difference", "states"}` with plain values."""
         first = self.first_difference
         states = [{**asdict(state), "equal": state.equal} for state in self.states]
         return {
@@ -98,36 +96,47 @@ class Replay:
 
 
 async def replay(
-    files: Files, branch: str, *, home: Path, say: Callable[[Compared], None], **options: Any
+    files: Files,
+    branch: str,
+    *,
+    home: Path,
+    on_state: Callable[[ComparedState], None],
+    **options: Any,
 ) -> Replay:
-    """Train everything again. `say` hears of every state; `options` are Ray's for the trainer's
-    actors.
+    """Train all batches of a branch again.
 
-    Raises: ObjectMissing, ObjectCorrupt, DataError if the history is not whole; whatever keeps a
-    trainer from working.
+    `on_state` is called for every state; `options` are Ray options of the ranks. Raises:
+    ObjectMissing, ObjectCorrupt, DataError if the history is incomplete; errors of the trainer.
     """
     result = Replay(branch)
-    for leg in legs(files, branch):
-        async with lone_trainer(
-            leg.config, files, home=home, name=f"replay-{branch}", options=options
+    for span in history_spans(files, branch):
+        async with standalone_trainer(
+            span.config, files, home=home, name=f"replay-{branch}", options=options
         ) as trainer:
-            await _Leg(files, trainer, leg, result, say).run()
+            await _SpanReplay(files, trainer, span, result, on_state).run()
         if not result.equal:
             break
     return result
 
 
-def legs(files: Files, branch: str) -> list[Leg]:
-    """The legs of a branch's history, oldest first. Raises: ObjectMissing, ObjectCorrupt,
-    DataError."""
-    return _legs(files, branch, list(Branches(files).walk(branch)), None)
+def history_spans(files: Files, branch: str) -> list[Span]:
+    """Return the spans of a branch's history, oldest first.
+
+    Raises: ObjectMissing, ObjectCorrupt, DataError.
+    """
+    return _spans(files, branch, list(Branches(files).walk(branch)), None)
 
 
-def _legs(files: Files, branch: str, commits: list[Commit], next_begins: str | None) -> list[Leg]:
-    """`commits`: newest first. `next_begins`: what the leg after these loads."""
+def _spans(
+    files: Files, branch: str, commits: list[Commit], next_first_state: str | None
+) -> list[Span]:
+    """Return the spans of these commits, oldest first.
+
+    `commits`: newest first. `next_first_state`: state that the span after these loads.
+    """
     branches = Branches(files)
     nodes = Nodes(files)
-    found: list[Leg] = []
+    spans: list[Span] = []
     while True:
         record = branches.get(branch)
         own = [commit for commit in commits if commit.branch == branch]
@@ -135,20 +144,18 @@ def _legs(files: Files, branch: str, commits: list[Commit], next_begins: str | N
             nodes.get(Stage.TRAIN, commit.nodes[Stage.TRAIN]) for commit in reversed(own)
         )
         commits = commits[len(own) :]
-        begins = trains[0].parents["before"] if trains and record.parent else record.init
+        first_state = trains[0].parents["before"] if trains and record.parent else record.init
         if trains or record.parent is None:
-            leg = Leg(
-                branch, validate_stored(record.config), record.init, begins, trains, next_begins
-            )
-            found.append(leg)
-            next_begins = begins
+            config = validate_stored(record.config)
+            spans.append(Span(branch, config, record.init, first_state, trains, next_first_state))
+            next_first_state = first_state
         if record.parent is None:
-            return [*_warm_start(files, found[-1]), *reversed(found)]
+            return [*_warm_start_spans(files, spans[-1]), *reversed(spans)]
         branch = commits[0].branch
 
 
-def _warm_start(files: Files, root: Leg) -> list[Leg]:
-    """The legs of the branch that the first weights came from."""
+def _warm_start_spans(files: Files, root: Span) -> list[Span]:
+    """Return the spans of the branch that gave the first weights; [] for a model directory."""
     nodes = Nodes(files)
     branches = Branches(files)
     start_from = nodes.get(Stage.INIT, root.init).parents.get("start_from")
@@ -163,55 +170,54 @@ def _warm_start(files: Files, root: Leg) -> list[Leg]:
         commits.pop(0)
     if source is None or not commits:
         raise DataError(
-            "the branch that the first weights came from is not there",
+            "the branch that the first weights came from is missing",
             where=f"nodes/init/{root.init}.json",
             found=f"no commit of {source.branch if source else 'any branch'} trained {recorded}",
         )
-    return _legs(files, source.branch, commits, weights)
+    return _spans(files, source.branch, commits, weights)
 
 
-class _Leg:
-    """One leg, and the trainer that is set up for it."""
+class _SpanReplay:
+    """Replay of one span, on a trainer that is set up for it."""
 
     def __init__(
         self,
         files: Files,
         trainer: TrainerGroup,
-        leg: Leg,
+        span: Span,
         result: Replay,
-        say: Callable[[Compared], None],
+        on_state: Callable[[ComparedState], None],
     ) -> None:
         self._nodes = Nodes(files)
         self._trainer = trainer
-        self._leg = leg
+        self._span = span
         self._result = result
-        self._say = say
+        self._on_state = on_state
         self._held = ""
 
     async def run(self) -> None:
-        leg = self._leg
-        if leg.begins == leg.init:
+        span = self._span
+        if span.first_state == span.init:
             await self._first_weights()
-        # checked under the parent's configuration; in another layout the same state has another
-        # digest
         else:
-            await self._load(leg.begins)
-        for node in leg.trains:
+            # The parent's span has compared this state. Its digest may differ in another layout.
+            await self._load(span.first_state)
+        for node in span.trains:
             if self._result.equal and (before := node.parents["before"]) != self._held:
-                await self._take(state_node(self._nodes, before))
+                await self._load_and_compare(state_node(self._nodes, before))
             if self._result.equal:
                 await self._train(node)
-        if self._result.equal and leg.next_begins is not None:
-            await self._take(state_node(self._nodes, leg.next_begins))
+        if self._result.equal and span.next_first_state is not None:
+            await self._load_and_compare(state_node(self._nodes, span.next_first_state))
 
     async def _first_weights(self) -> None:
         start = time.perf_counter()
-        node = self._nodes.get(Stage.INIT, self._leg.init)
-        deadline_s = self._leg.config.resources.start_timeout_s
-        made = await self._trainer.initialise(
+        node = self._nodes.get(Stage.INIT, self._span.init)
+        deadline_s = self._span.config.resources.start_timeout_s
+        answer = await self._trainer.initialise(
             node.digest, node.parents.get("start_from"), deadline_s=deadline_s
         )
-        self._compare(node, 0, made["state_digest"], start)
+        self._compare(node, 0, answer["state_digest"], start)
 
     async def _train(self, node: Node) -> None:
         start = time.perf_counter()
@@ -220,60 +226,53 @@ class _Leg:
             key=node.digest,
             before=node.parents["before"],
             advantage=node.parents["advantage"],
-            deadline_s=self._leg.config.train.timeout_s,
+            deadline_s=self._span.config.train.timeout_s,
         )
         self._compare(node, node.outputs["version"], answers[0]["state_digest"], start)
 
-    async def _take(self, node: Node) -> None:
-        """Go on from the checkpoint of the state that is held, or of a segment in its place: is it
-        in there?"""
+    async def _load_and_compare(self, node: Node) -> None:
+        """Load the checkpoint of the held state, or of a segment in its place, and compare it."""
         follows = node.digest == self._held or node.parents.get("weights") == self._held
         if not follows:
             raise DataError(
-                "a state of the branch does not follow from the one before",
+                "a state of the branch does not follow from the state before",
                 where=f"nodes/{node.stage}/{node.digest}.json",
                 found=node.parents,
                 expected=f"the state of {self._held}, or a segment in its place",
             )
         start = time.perf_counter()
         digest = await self._load(node.digest)
-        self._compare(
-            node,
-            node.outputs.get("version", 0),
-            digest,
-            start,
-            Stage.SEGMENT if node.stage is Stage.SEGMENT else Stage.CHECKPOINT,
-        )
+        stage = Stage.SEGMENT if node.stage is Stage.SEGMENT else Stage.CHECKPOINT
+        self._compare(node, node.outputs.get("version", 0), digest, start, stage)
 
     async def _load(self, state: str) -> str:
+        """Load the checkpoint of a state; return the digest of the loaded state."""
         checkpoint = self._nodes.find(Stage.CHECKPOINT, checkpoint_inputs(state).digest)
         if checkpoint is None:
             raise ObjectMissing(
-                "the checkpoint of a state is not there",
+                "the checkpoint of a state is missing",
                 where=f"state {state}",
                 do="audit the store",
             )
-        lineage = Lineage(Stage.CHECKPOINT, checkpoint.digest, state, self._leg.init)
+        lineage = Lineage(Stage.CHECKPOINT, checkpoint.digest, state, self._span.init)
         answers = await self._trainer.call(
-            "restore", lineage=lineage, deadline_s=self._leg.config.checkpoint.timeout_s
+            "restore", lineage=lineage, deadline_s=self._span.config.checkpoint.timeout_s
         )
         self._held = state
         return answers[0]["state_digest"]
 
     def _compare(
-        self, node: Node, version: int, found: str, start: float, stage: Stage | None = None
+        self, node: Node, version: int, digest: str, start: float, stage: Stage | None = None
     ) -> None:
         self._held = node.digest
-        recorded = node.outputs["state_digest"]
-        seconds = time.perf_counter() - start
-        state = Compared(
-            self._leg.branch,
-            str(stage or node.stage),
-            version,
-            node.digest,
-            recorded,
-            found,
-            seconds,
+        state = ComparedState(
+            branch=self._span.branch,
+            stage=str(stage or node.stage),
+            version=version,
+            node=node.digest,
+            recorded=node.outputs["state_digest"],
+            found=digest,
+            seconds=time.perf_counter() - start,
         )
         self._result.states.append(state)
-        self._say(state)
+        self._on_state(state)

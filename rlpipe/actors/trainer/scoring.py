@@ -1,19 +1,17 @@
-"""The advantage stage on a trainer rank: what every model says about the batch.
+"""Score the batch of the advantage stage with every configured model.
 
-| column              | model                           | asked for by                             |
+| column              | model                           | configured by                            |
 |---------------------|---------------------------------|------------------------------------------|
 | proximal_log_probs  | the policy before the iteration | `advantage.score_proximal`               |
 | routed_experts      | the same, in that pass          | `train.use_routing_replay`               |
 |                     | the engine that sampled         | `train.use_rollout_routing_replay`       |
 | reference_log_probs | the reference                   | `advantage.reference`                    |
 | teacher_log_probs   | the teacher                     | `advantage.use_opd`                      |
-|                     | none: samples bring them        | `teacher.opd_type: samples`              |
+|                     | none: samples contain them      | `teacher.opd_type: samples`              |
 | values              | the critic before the iteration | `advantage.advantage_estimator: ppo`     |
 
-With the engines' experts the policy's pass replays them too; reference, teacher and critic route
-for themselves.
-
-Not here: which samples are in the batch and what the estimator makes of it (`rlpipe.batch.build`).
+With the engines' experts, the policy's pass replays their routing too. Reference, teacher and
+critic compute their own routing.
 """
 
 from __future__ import annotations
@@ -22,67 +20,73 @@ import asyncio
 
 import numpy as np
 
-from rlpipe.actors.trainer.spec import TrainerSpec
+from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.algorithms.values import explained_variance
-from rlpipe.batch.packing import BatchColumns
+from rlpipe.batch.columns import BatchColumns
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import DeadlineExceeded
 
 SEQUENCES_AT_ONCE = 64
-"""Samples of one request to a teacher's server."""
+"""Samples per request to a teacher's server."""
 
 
-def scored(engine: MegatronEngine, columns: BatchColumns, spec: TrainerSpec) -> BatchColumns:
-    """The batch with the columns of all models in the ranks that the run asks. Collective; the same
-    on every rank."""
+def score_batch(engine: MegatronEngine, columns: BatchColumns, spec: TrainerSpec) -> BatchColumns:
+    """Return the batch with the columns of all models that the trainer ranks hold.
+
+    Collective; the result is the same on every rank.
+    """
     limit = spec.advantage.log_probs_max_tokens_per_gpu
-    teacher = spec.teacher is not None and spec.teacher.opd_type == "megatron"
-    proximal = experts = None
+    proximal = None
+    experts = None
     if spec.train.use_rollout_routing_replay:
         experts = engine.routing_of_engines(columns)
-        routed = columns.with_columns(routed_experts=experts)
-        proximal = (
-            engine.score(routed, max_tokens=limit, replay=True)
-            if spec.advantage.score_proximal
-            else None
-        )
+        if spec.advantage.score_proximal:
+            routed = columns.with_columns(routed_experts=experts)
+            proximal = engine.score(routed, max_tokens=limit, replay=True)
     elif spec.train.use_routing_replay:
         proximal, experts = engine.score_and_route(columns, max_tokens=limit)
     elif spec.advantage.score_proximal:
         proximal = engine.score(columns, max_tokens=limit)
+    reference = None
+    if spec.advantage.reference:
+        reference = engine.score(columns, model="reference", max_tokens=limit)
+    teacher = columns.teacher_log_probs
+    if spec.teacher is not None and spec.teacher.opd_type == "megatron":
+        teacher = engine.score(columns, model="teacher", max_tokens=limit)
+    values = engine.values(columns, max_tokens=limit) if spec.critic is not None else None
     return columns.with_columns(
         proximal_log_probs=proximal,
         routed_experts=experts,
-        reference_log_probs=engine.score(columns, model="reference", max_tokens=limit)
-        if spec.advantage.reference
-        else None,
-        teacher_log_probs=engine.score(columns, model="teacher", max_tokens=limit)
-        if teacher
-        else columns.teacher_log_probs,
-        values=engine.values(columns, max_tokens=limit) if spec.critic is not None else None,
+        reference_log_probs=reference,
+        teacher_log_probs=teacher,
+        values=values,
     )
 
 
-def with_server_s_scores(columns: BatchColumns, spec: TrainerSpec) -> BatchColumns:
-    """The batch with the log-probs of a teacher that is a server, if the run has one. Not
-    collective: one rank asks.
+def with_teacher_server_scores(columns: BatchColumns, spec: TrainerSpec) -> BatchColumns:
+    """Return the batch with log-probs of the teacher's server, if the run has one.
 
-    Raises: EngineError, also if the server answers with other than one number per token;
-    DeadlineExceeded.
+    Not collective: one rank sends the requests. Raises: EngineError, also if the server does not
+    return one number per token; DeadlineExceeded.
     """
     teacher = spec.teacher
     if teacher is None or teacher.opd_type != "sglang":
         return columns
     assert teacher.url is not None
     sequences = [row.tolist() for row in np.split(columns.tokens, columns.offsets[1:-1])]
-    scores = asyncio.run(_asked(teacher.url, sequences, teacher.timeout_s))
-    parts = [row[prompt - 1 :] for row, prompt in zip(scores, columns.prompt_lengths, strict=True)]
-    found = np.concatenate([np.asarray(part, np.float32) for part in parts])
-    return columns.with_columns(teacher_log_probs=found)
+    scores = asyncio.run(_request_scores(teacher.url, sequences, teacher.timeout_s))
+    # The score at position i is of token i + 1, so the response begins at prompt - 1.
+    responses = [
+        row[prompt - 1 :] for row, prompt in zip(scores, columns.prompt_lengths, strict=True)
+    ]
+    log_probs = np.concatenate([np.asarray(row, np.float32) for row in responses])
+    return columns.with_columns(teacher_log_probs=log_probs)
 
 
-async def _asked(url: str, sequences: list[list[int]], timeout_s: float) -> list[list[float]]:
+async def _request_scores(
+    url: str, sequences: list[list[int]], timeout_s: float
+) -> list[list[float]]:
     scores: list[list[float]] = []
     try:
         async with asyncio.timeout(timeout_s), Engine(url, deadline_s=timeout_s) as server:
@@ -92,7 +96,7 @@ async def _asked(url: str, sequences: list[list[int]], timeout_s: float) -> list
         if isinstance(error, DeadlineExceeded):
             raise
         raise DeadlineExceeded(
-            "the teacher did not score the batch in time",
+            "the teacher's server did not score the batch in time",
             where=f"teacher.url={url}",
             found=f"{len(scores)} of {len(sequences)} samples",
             expected=f"all within {timeout_s:g} s (teacher.timeout_s)",
@@ -101,14 +105,13 @@ async def _asked(url: str, sequences: list[list[int]], timeout_s: float) -> list
 
 
 def critic_metrics(columns: BatchColumns) -> dict[str, float]:
-    """Means of values and returns over tokens that count, and how much of the returns the critic
-    explains; empty without one."""
+    """Return metrics of values and returns over unmasked tokens; {} without a critic."""
     if columns.values is None or columns.returns is None:
         return {}
-    counted = columns.loss_mask > 0
+    unmasked = columns.loss_mask > 0
     return {
-        "rollout/values": float(columns.values[counted].mean()) if counted.any() else 0.0,
-        "rollout/returns": float(columns.returns[counted].mean()) if counted.any() else 0.0,
+        "rollout/values": float(columns.values[unmasked].mean()) if unmasked.any() else 0.0,
+        "rollout/returns": float(columns.returns[unmasked].mean()) if unmasked.any() else 0.0,
         "rollout/explained_variance": explained_variance(
             columns.values, columns.returns, columns.loss_mask
         ),

@@ -1,14 +1,14 @@
-"""Making a trainer hold a state of the store, and writing down what it holds when that could not be
-had again.
+"""Restore a recorded state in the trainer, and record the state that a replay gave instead.
 
-    hold:  the state is held already, or its checkpoint is loaded and the batches since are trained again
-           → the recorded state came out: that one → another one, in deterministic mode: Mismatch →
-           another one else: its checkpoint, its segment node, then the branch's pointer to it, in
-           this order
+`TrainerStates.restore` loads the newest checkpoint and trains the later batches again. Then:
 
-Killed between any two of these, the next attempt starts over from the recorded state, and makes
-another segment or the state itself. Not here: which state is needed, and what has to be scored
-again because it is another one (the driver).
+    the recorded state came out              hold it
+    another state, in deterministic mode     Mismatch
+    another state otherwise                  save its checkpoint, then its segment node, then the
+                                             branch's pointer to the node, in this order
+
+If the process is killed between two of these steps, the next attempt starts from the recorded state
+again, and makes another segment or the recorded state.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ from rlpipe.types import Node
 
 
 class Trainer(Protocol):
-    """What is asked of the ranks as a group (`trainer_group.TrainerGroup`)."""
+    """The ranks as a group: `TrainerGroup`, or `RemoteTrainer` in a driver."""
 
     async def call(self, method: str, *, deadline_s: float, **arguments: Any) -> list[Any]:
-        """Call all ranks; their answers in order of rank."""
+        """Call a method of all ranks; return their answers in order of rank."""
         ...
 
     async def ensure(self, lineage: Lineage, *, deadline_s: float) -> dict[str, Any] | None:
-        """Make all ranks hold the end of a lineage. None if they did already, else what `restore`
-        answered."""
+        """Make all ranks hold the end of a lineage; return None if they held it already."""
         ...
 
 
 @dataclass(frozen=True)
-class StateKeeper:
-    """The states of one branch and a trainer that is set up for it."""
+class TrainerStates:
+    """The states of one branch in a trainer that is set up for the branch."""
 
     trainer: Trainer
     files: Files
@@ -57,13 +56,12 @@ class StateKeeper:
     packages: Mapping[str, str] = field(default_factory=dict)
     ref_update_interval: int | None = None
 
-    async def hold(self, state: str, *, version: int, epoch: int) -> str:
-        """Make the trainer hold the state that a node made; the digest of that node, or of the
-        segment that is held instead.
+    async def restore(self, state: str, *, version: int, epoch: int) -> str:
+        """Make the trainer hold a state; return its node's digest, or that of a segment instead.
 
-        `version`: its weight version. `epoch`: the driver's, for the pointer to a segment. Raises:
-        Mismatch in deterministic mode; ObjectMissing if the state cannot be rebuilt; what the ranks
-        raised.
+        `state`: digest of the node that made the state. `version`: its weight version. `epoch` of
+        the driver, for the pointer to a segment. Raises: Mismatch in deterministic mode;
+        ObjectMissing if the state cannot be rebuilt; errors of the ranks.
         """
         nodes = Nodes(self.files)
         lineage = await asyncio.to_thread(
@@ -77,22 +75,23 @@ class StateKeeper:
         if restored is None or restored["mismatch"] is None:
             return state
         if self.deterministic:
-            raise mismatch(restored)
+            raise replay_mismatch(restored)
         node = segment_node(nodes, inputs, restored, version=version, packages=self.packages)
         await self.save(checkpoint_inputs(inputs.digest), inputs.digest, version)
         nodes.commit(node)
-        counts = Segments(self.files).record(
+        pointer = Segments(self.files).record(
             self.branch, version, epoch, weights=state, segment=inputs.digest
         )
-        if counts.segment == inputs.digest:
+        if pointer.segment == inputs.digest:
             return inputs.digest
-        return await self.hold(counts.segment, version=version, epoch=epoch)
+        # Another process recorded its segment first; all continue from that one.
+        return await self.restore(pointer.segment, version=version, epoch=epoch)
 
     async def save(self, inputs: Inputs, held: str, version: int, **outputs: Any) -> Node:
-        """Write a checkpoint of what the trainer holds and wait until it is in the store: its node.
+        """Write a checkpoint of the held state, wait for its upload, and return its node.
 
-        Raises: StoreFull and what else an upload meets; DeadlineExceeded; TrainerError if it is not
-        complete.
+        Raises: StoreFull and other errors of the upload; DeadlineExceeded; TrainerError if a rank
+        lost its share.
         """
         prefix = f"checkpoints/{self.branch}/iter_{version:07d}/{uuid4().hex[:12]}"
         deadline_s = self.checkpoint_timeout_s
@@ -103,9 +102,11 @@ class StateKeeper:
         shares = await self.trainer.call("uploaded", prefix=prefix, deadline_s=deadline_s)
         files = shares_complete(shares)
         if files is None:
-            found = f"{sum(share is not None for share in shares)} of {len(shares)} ranks' shares"
+            num_uploaded = sum(share is not None for share in shares)
             raise TrainerError(
-                "a checkpoint was lost before it was in the store", where=prefix, found=found
+                "a checkpoint was lost before it was in the store",
+                where=prefix,
+                found=f"{num_uploaded} of {len(shares)} ranks' shares",
             )
         size_bytes = sum(record.size_bytes for record in files)
         node = Nodes(self.files).commit(
@@ -115,12 +116,12 @@ class StateKeeper:
         return node
 
 
-def mismatch(restored: Mapping[str, Any]) -> Mismatch:
-    """The error of a replay that had to be exact and was not."""
+def replay_mismatch(restored: Mapping[str, Any]) -> Mismatch:
+    """Return the error of a replay that gave another state in deterministic mode."""
     return Mismatch(
         "training the stored batches again gave another state than the recorded one",
         where=f"nodes/train/{restored['mismatch']}.json",
         found=f"{restored['state_digest']} after {restored['replayed']} batches",
         expected="the recorded state_digest",
-        do="resume on the machine type and layout the run was made with, or fork from the newest checkpoint",
+        do="resume on the machine type and layout of the run, or fork from the newest checkpoint",
     )

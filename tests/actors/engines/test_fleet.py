@@ -11,12 +11,12 @@ import asyncio
 import pytest
 import ray
 
-from rlpipe.actors.engines import kept_engine
+from rlpipe.actors.engines import supervised
 from rlpipe.actors.engines.fleet import Fleet
-from rlpipe.actors.sharing import OF_ENGINES, Sharing
+from rlpipe.actors.sharing import ENGINE_PARTS, GpuSharing
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import EngineUnavailable
-from tests.actors.engines.fleets import CONFIG, Trainer, actor, routed, stamps, until, weights
+from tests.actors.engines.fake_fleet import CONFIG, Trainer, actor, routed, stamps, until, weights
 
 pytestmark = pytest.mark.integration
 
@@ -69,7 +69,7 @@ async def test_an_engine_whose_actor_hangs_is_ended_and_comes_back_with_the_weig
 ):
     await fleet.publish(weights(1), everyone=True)
     before = fleet.engines[0].actor
-    monkeypatch.setattr(kept_engine, "STATUS_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(supervised, "STATUS_TIMEOUT_S", 0.5)
     await actor(before).become.remote(hangs_s=600.0)
 
     async def reached() -> bool:
@@ -123,8 +123,8 @@ async def test_engines_that_cannot_be_brought_back_are_named(fleet: Fleet):
 
 
 async def test_an_engine_that_died_waits_until_the_trainer_has_given_up_the_gpus(fleet: Fleet):
-    sharing = Sharing(ResourcesConfig(colocate=True))
-    fleet.share(sharing)
+    sharing = GpuSharing(ResourcesConfig(colocate=True))
+    fleet.use_sharing(sharing)
     await sharing.enter("train", None, fleet)
     await actor(fleet.engines[0].actor).become.remote(alive=False)
 
@@ -153,12 +153,12 @@ async def test_engines_that_gave_up_their_weights_are_sent_them_again_and_one_th
     trainer.free = False
     await fleet.publish(weights(1), everyone=True)
     await actor(fleet.engines[1].actor).become.remote(stuck=True)
-    await fleet.keep(())
+    await fleet.release_memory(())
     assert stamps(fleet) == [None, None]
     assert fleet.engines[1].url is None
     assert await actor(fleet.engines[0].actor).in_memory.remote() == []
-    await fleet.take(OF_ENGINES)
-    assert await actor(fleet.engines[0].actor).in_memory.remote() == sorted(OF_ENGINES)
+    await fleet.resume_memory(ENGINE_PARTS)
+    assert await actor(fleet.engines[0].actor).in_memory.remote() == sorted(ENGINE_PARTS)
     await fleet.publish(weights(1), everyone=True)
     assert trainer.sent[-1][1][0] == "http://engine-0/1"
     assert stamps(fleet)[0] == weights(1).stamp

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from rlpipe.actors.ray import calls
-from rlpipe.actors.ray.calls import ActorLost, call, call_or_end, end, gather
+from rlpipe.actors.ray.calls import ActorLost, call, call_or_kill, gather, kill_actors
 from rlpipe.errors import ConfigError, DeadlineExceeded, RlpipeError
 
 pytestmark = pytest.mark.integration
@@ -142,7 +142,7 @@ async def test_who_is_late_and_hangs_is_ended_and_who_is_only_late_is_not(
     pair, local_ray, monkeypatch: pytest.MonkeyPatch
 ):
     with pytest.raises(DeadlineExceeded):
-        await call_or_end(
+        await call_or_kill(
             pair[0], pair[0].say.remote("late", 1.5), where="conductor.open", deadline_s=0.2
         )
     assert await call(pair[0].say.remote("again"), where="echo", deadline_s=60) == "again"
@@ -150,7 +150,7 @@ async def test_who_is_late_and_hangs_is_ended_and_who_is_only_late_is_not(
     hung = start("one-that-hangs")
     await call(hung.pid.remote(), where="echo", deadline_s=60)
     with pytest.raises(DeadlineExceeded):
-        await call_or_end(
+        await call_or_kill(
             hung, hung.say.remote("never", 600.0), where="conductor.open", deadline_s=0.2
         )
     with pytest.raises(ValueError, match="one-that-hangs"):
@@ -162,11 +162,11 @@ async def test_the_name_of_an_actor_that_was_ended_is_free_at_once(local_ray):
     before = await call(actor.pid.remote(), where="echo", deadline_s=60)
     assert before == await call(start("one-of-a-name").pid.remote(), where="echo", deadline_s=60)
     actor.say.remote("busy", 600.0)
-    end([actor])
+    kill_actors([actor])
     again = start("one-of-a-name")
     after = await call(again.pid.remote(), where="echo", deadline_s=60)
     assert after != before
-    end([again, again])
-    end([again])
+    kill_actors([again, again])
+    kill_actors([again])
     with pytest.raises(ValueError, match="one-of-a-name"):
         ray.get_actor("one-of-a-name", namespace=local_ray)

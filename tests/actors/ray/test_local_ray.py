@@ -147,12 +147,12 @@ def test_the_token_is_the_first_one_s_also_where_a_file_has_but_one_name(
         raise OSError(errno.EOPNOTSUPP, "no hard links here")
 
     monkeypatch.setattr(os, "link", refuse)
-    token = ray_access._token(tmp_path)
+    token = ray_access._token_file(tmp_path)
     first = token.read_text()
     assert len(first) == 64 and stat.S_IMODE(token.stat().st_mode) == 0o600
-    assert ray_access._token(tmp_path).read_text() == first and list(token.parent.iterdir()) == [
-        token
-    ]
+    assert ray_access._token_file(tmp_path).read_text() == first and list(
+        token.parent.iterdir()
+    ) == [token]
 
 
 def test_an_address_where_no_cluster_is_is_said_at_once(
@@ -186,7 +186,7 @@ def test_a_ray_of_a_machine_without_a_network_is_joined_with_the_home_s_token(
 ):
     monkeypatch.setattr(local_ray, "get_node_ip_address", lambda: "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        found = local_ray._way_in(f"127.0.0.1:{listener.getsockname()[1]}", tmp_path)
+        found = local_ray._access_settings(f"127.0.0.1:{listener.getsockname()[1]}", tmp_path)
     assert found == ray_access.settings(tmp_path)
 
 

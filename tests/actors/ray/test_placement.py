@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 import ray
 
-from rlpipe.actors.ray.calls import end
-from rlpipe.actors.ray.layout import engine_names, rank_names, server_devices, shapes
-from rlpipe.actors.ray.named import NamedActors, named, namespace
-from rlpipe.actors.ray.placement import LOOPBACK, Placement, held, in_order, own_address
+from rlpipe.actors.ray.calls import kill_actors
+from rlpipe.actors.ray.layout import engine_names, group_shapes, rank_names, server_devices
+from rlpipe.actors.ray.named import NamedActors, find_or_start, namespace
+from rlpipe.actors.ray.placement import (
+    LOOPBACK,
+    Placement,
+    own_address,
+    placed_groups,
+    sort_bundles,
+)
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ResourceError
 
@@ -22,7 +28,7 @@ CLUSTER = "moves"
 
 def test_bundles_are_in_the_order_of_machines_and_their_gpus():
     found = [("10.0.0.11", "1"), ("10.0.0.2", "10"), ("10.0.0.2", "9"), ("10.0.0.11", "0")]
-    assert in_order(found) == [
+    assert sort_bundles(found) == [
         (2, "10.0.0.2", "9"),
         (1, "10.0.0.2", "10"),
         (3, "10.0.0.11", "0"),
@@ -31,7 +37,7 @@ def test_bundles_are_in_the_order_of_machines_and_their_gpus():
 
 
 def test_gpus_that_are_named_otherwise_are_in_the_order_of_their_names():
-    found = in_order([("10.0.0.1", "GPU-b"), ("10.0.0.1", "GPU-a"), ("10.0.0.1", "3")])
+    found = sort_bundles([("10.0.0.1", "GPU-b"), ("10.0.0.1", "GPU-a"), ("10.0.0.1", "3")])
     assert [(bundle.number, bundle.device) for bundle in found] == [
         (2, "3"),
         (1, "GPU-a"),
@@ -41,7 +47,7 @@ def test_gpus_that_are_named_otherwise_are_in_the_order_of_their_names():
 
 def layout(**resources: Any) -> tuple[Any, ...]:
     config = ResourcesConfig.model_validate(resources)
-    return shapes(config), rank_names(config), engine_names(config)
+    return group_shapes(config), rank_names(config), engine_names(config)
 
 
 def test_whatever_a_rank_or_an_engine_keeps_for_life_is_in_its_name():
@@ -113,7 +119,7 @@ class Process:
 @pytest.fixture
 def placed(local_ray: str) -> Iterator[Placement]:
     placement = Placement("shares", ResourcesConfig(colocate=True, start_timeout_s=60))
-    placement.claim(engines=True)
+    placement.reserve(engines=True)
     yield placement
     placement.remove()
 
@@ -126,7 +132,7 @@ def test_a_rank_and_an_engine_that_share_a_gpu_are_in_one_bundle(placed: Placeme
     actors = [remote.options(**one).remote() for one in options]
     bundles = ray.get([actor.bundle.remote() for actor in actors], timeout=60)
     assert bundles[0] == bundles[1] is not None
-    assert "rlpipe-shares-shared" in held()
+    assert "rlpipe-shares-shared" in placed_groups()
     assert [one["scheduling_strategy"].placement_group_bundle_index for one in options] == [0, 0]
     for actor in actors:
         ray.kill(actor)
@@ -147,7 +153,7 @@ def test_each_server_of_an_engine_that_spans_nodes_has_the_bundle_after_the_one_
         start_timeout_s=60,
     )
     placement = Placement("spanning", resources)
-    placement.claim(engines=True)
+    placement.reserve(engines=True)
     servers = [(number, node) for number in range(resources.num_engines) for node in range(2)]
     strategies = [placement.engine(*server)["scheduling_strategy"] for server in servers]
     placement.remove()
@@ -170,9 +176,9 @@ class Actors(NamedActors):
         self._number = ranks
 
     def trainer(self, rank: int) -> Any:
-        return named(
+        return find_or_start(
             lambda: Process,
-            self._ranks[rank],
+            self._rank_names[rank],
             namespace(CLUSTER),
             (),
             lambda: self.placement.trainer(rank),
@@ -183,16 +189,16 @@ class Actors(NamedActors):
         return ray.get([actor.pid.remote() for actor in actors], timeout=60)
 
     def groups(self) -> list[str]:
-        return sorted(self.placement._there())
+        return sorted(self.placement._existing_groups())
 
 
 @pytest.fixture
 def three(local_ray: str) -> Iterator[Actors]:
     """Three ranks that are at work."""
     actors = Actors(3)
-    actors.make_way(engines=False)
+    actors.reserve(engines=False)
     yield actors
-    end(actors.everyone())
+    kill_actors(actors.all_actors())
     actors.placement.remove()
 
 
@@ -201,17 +207,17 @@ def three(local_ray: str) -> Iterator[Actors]:
 def test_ranks_of_another_number_end_for_those_that_fit(three: Actors, number: int):
     before = three.pids()
     others = Actors(number)
-    others.make_way(engines=False)
+    others.reserve(engines=False)
     assert others.groups() == [f"rlpipe-moves-trainer-{number}x1"]
-    assert len(others.everyone()) == 0
+    assert len(others.all_actors()) == 0
     assert len({*before, *others.pids()}) == 3 + number
 
 
 @pytest.mark.integration
 def test_places_that_were_asked_for_by_who_was_killed_since_then_are_had_by_the_next(three: Actors):
-    Actors(4).placement._made("trainer")
+    Actors(4).placement._create_group("trainer")
     four = Actors(4)
-    four.make_way(engines=False)
+    four.reserve(engines=False)
     assert four.groups() == ["rlpipe-moves-trainer-4x1"]
     assert len(four.pids()) == 4
 
@@ -220,7 +226,7 @@ def test_places_that_were_asked_for_by_who_was_killed_since_then_are_had_by_the_
 def test_ranks_stay_as_they_are_when_those_of_another_number_do_not_fit(three: Actors):
     before = three.pids()
     with pytest.raises(ResourceError, match="not enough room"):
-        Actors(9, start_timeout_s=0.5).make_way(engines=False)
+        Actors(9, start_timeout_s=0.5).reserve(engines=False)
     assert three.groups() == ["rlpipe-moves-trainer-3x1"]
     assert three.pids() == before
 
@@ -229,10 +235,10 @@ def test_ranks_stay_as_they_are_when_those_of_another_number_do_not_fit(three: A
 def test_who_finds_the_actors_by_name_gives_all_their_places_back(three: Actors):
     before = three.pids()
     again = Actors(3)
-    again.make_way(engines=False)
+    again.reserve(engines=False)
     assert again.pids() == before
     blank = Actors(2)
-    end(blank.everyone())
+    kill_actors(blank.all_actors())
     blank.placement.remove()
-    assert three.everyone() == []
+    assert three.all_actors() == []
     assert three.groups() == []

@@ -13,10 +13,10 @@ import pytest
 
 from rlpipe.actors import client as clusters
 from rlpipe.actors.client import RemoteTrainer
+from rlpipe.actors.drivers import Driver
 from rlpipe.actors.ray import watch as ray_watch
 from rlpipe.actors.ray.calls import call
 from rlpipe.actors.ray.watch import RayWatch
-from rlpipe.actors.specs import Driver
 from rlpipe.errors import ActorLost
 
 PROGRAM = """
@@ -135,7 +135,7 @@ def test_a_ray_that_was_joined_and_is_killed_is_named(victim: str, tmp_path: Pat
 
 
 def watch(look: list[str]) -> RayWatch:
-    return RayWatch(lambda: look[0] if look else None, whose="a Ray", leave=lambda: None)
+    return RayWatch(lambda: look[0] if look else None, name="a Ray", leave=lambda: None)
 
 
 async def test_calls_that_wait_fail_when_ray_dies_and_later_ones_at_once(

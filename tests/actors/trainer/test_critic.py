@@ -120,7 +120,7 @@ async def restored(run: Trained, *, replayed: int) -> None:
 
 
 async def test_training_it_all_again_gives_the_same_bits_critic_included(home: Path):
-    result = await replay(Files(home / "store"), "ppo", home=home, say=lambda _: None)
+    result = await replay(Files(home / "store"), "ppo", home=home, on_state=lambda _: None)
     assert result.equal
     assert [(state.stage, state.version) for state in result.states] == [
         ("init", 0),
@@ -195,7 +195,7 @@ async def history_with_kills(config: RunConfig, home: Path, marker: Path) -> Non
             batch = await batch_of(run, before, k)
             if k == 1:
                 await killed(run, batch, before, CRITIC, marker)
-                assert await run.keeper.hold(before, version=k, epoch=1) == before
+                assert await run.keeper.restore(before, version=k, epoch=1) == before
             return batch
 
         await run.begin()

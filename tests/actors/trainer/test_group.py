@@ -22,7 +22,7 @@ from rlpipe.actors.trainer.group import TrainerGroup
 from rlpipe.errors import DeadlineExceeded, TrainerError
 from rlpipe.lineage.states import Lineage
 from rlpipe.types import Stage
-from tests.actors.trainer.ranks import start
+from tests.actors.trainer.fake_ranks import start
 
 pytestmark = pytest.mark.integration
 
@@ -60,17 +60,17 @@ async def test_setup_meets_at_the_address_of_rank_0(group: TrainerGroup):
 
 
 async def test_a_state_is_held_when_every_rank_holds_it_cleanly(group: TrainerGroup):
-    assert not await group.holds("a")
+    assert await group.held() != "a"
     await group.setup(SPEC)
     await group.call("train", key="a", deadline_s=60)
-    assert await group.holds("a")
-    assert not await group.holds("b")
+    assert await group.held() == "a"
+    assert await group.held() != "b"
     clean = {"held": "a", "dirty": False, "ready": True}
     for spoilt in ({"held": "b"}, {"dirty": True}, {"ready": False}):
         await group.call("become", rank=1, **spoilt, deadline_s=60)
-        assert not await group.holds("a"), spoilt
+        assert await group.held() != "a", spoilt
         await group.call("become", rank=1, **clean, deadline_s=60)
-        assert await group.holds("a")
+        assert await group.held() == "a"
 
 
 async def test_ensure_does_nothing_when_the_state_is_held(group: TrainerGroup):
@@ -89,7 +89,7 @@ async def test_ensure_restores_living_ranks_without_starting_them_again(group: T
         "mismatch": None,
         "rank": 0,
     }
-    assert await group.holds("d")
+    assert await group.held() == "d"
     assert await ask(group, "pid") == pids
 
 
@@ -99,10 +99,10 @@ async def test_the_first_state_is_made_in_ranks_that_have_trained_nothing(group:
     pids = await ask(group, "pid")
     await group.initialise("init", None, deadline_s=60)
     await group.ensure(first, deadline_s=60)
-    assert await group.holds("a") and await ask(group, "pid") == pids
+    assert await group.held() == "a" and await ask(group, "pid") == pids
     await group.call("train", key="b", deadline_s=60)
     await group.ensure(first, deadline_s=60)
-    assert await group.holds("a") and not set(pids) & set(await ask(group, "pid"))
+    assert await group.held() == "a" and not set(pids) & set(await ask(group, "pid"))
 
 
 async def test_after_the_death_of_one_rank_all_are_started_again_and_restored(group: TrainerGroup):
@@ -112,7 +112,7 @@ async def test_after_the_death_of_one_rank_all_are_started_again_and_restored(gr
     with pytest.raises(ActorLost) as caught:
         await group.call("train", key="b", dies=1, deadline_s=300)
     assert caught.value.where == "trainer.train"
-    assert not await group.holds("b")
+    assert await group.held() != "b"
     assert await group.ensure(to("a"), deadline_s=60) == {
         "replayed": 0,
         "mismatch": None,
@@ -121,7 +121,7 @@ async def test_after_the_death_of_one_rank_all_are_started_again_and_restored(gr
     assert time.monotonic() - start_s < 60, (
         "nobody waits for the rank that is left in the collective"
     )
-    assert await group.holds("a")
+    assert await group.held() == "a"
     assert not set(pids) & set(await ask(group, "pid"))
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
@@ -133,7 +133,7 @@ async def test_a_half_trained_rank_is_not_restored_but_started_again_with_its_gr
     await group.call("become", rank=0, dirty=True, deadline_s=60)
     pids = await ask(group, "pid")
     await group.ensure(to("a"), deadline_s=60)
-    assert await group.holds("a")
+    assert await group.held() == "a"
     assert not set(pids) & set(await ask(group, "pid"))
 
 
@@ -187,26 +187,26 @@ async def test_ranks_in_which_something_unexpected_failed_are_started_again_and_
     with pytest.raises(TrainerError, match="into a trained engine"):
         await group.call("initialise", key="b", start_from=None, deadline_s=60)
     await group.setup(SPEC)
-    assert await group.holds("a") and await ask(group, "pid") == pids
+    assert await group.held() == "a" and await ask(group, "pid") == pids
     with pytest.raises(TrainerError, match="ZeroDivisionError"):
         await group.call("divide_by_zero", deadline_s=60)
-    assert not await group.holds("a") and not await group.is_up(SPEC)
+    assert await group.held() != "a" and not await group.is_up(SPEC)
     await group.setup(SPEC)
     assert not set(pids) & set(await ask(group, "pid"))
     await group.ensure(to("a"), deadline_s=60)
-    assert await group.holds("a")
+    assert await group.held() == "a"
 
 
 async def test_first_weights_go_into_ranks_that_have_trained_nothing(group: TrainerGroup):
     await group.setup(SPEC)
     pids = await ask(group, "pid")
     assert await group.initialise("a", None, deadline_s=60) == {"state_digest": "state of a"}
-    assert await group.holds("a")
+    assert await group.held() == "a"
     assert await ask(group, "pid") == pids
     assert await group.initialise("b", "checkpoint", deadline_s=60) == {
         "state_digest": "state of b"
     }
-    assert await group.holds("b")
+    assert await group.held() == "b"
     assert not set(pids) & set(await ask(group, "pid"))
     assert (
         await group.call("log", deadline_s=60)
@@ -228,9 +228,9 @@ async def test_a_second_driver_finds_the_ranks_that_are_there(group: TrainerGrou
     other = TrainerGroup(
         lambda rank: ray.get_actor(f"trainer-{rank}"), RANKS, start_timeout_s=120.0
     )
-    assert await other.holds("a")
+    assert await other.held() == "a"
     group.kill()
-    assert not await other.holds("a")
+    assert await other.held() != "a"
     with pytest.raises(ActorLost):
         await call(other.ranks[0].status.remote(), where="trainer.status", deadline_s=60)
 
@@ -282,7 +282,7 @@ def test_ranks_are_apart_when_one_waits_for_another_that_will_not_come(
     ranks: list[Any], apart: bool
 ):
     group = TrainerGroup(lambda rank: rank, 2, critic_ranks=1, start_timeout_s=1.0)  # type: ignore[arg-type]
-    assert group._apart(in_calls(*ranks)) is apart
+    assert group._have_diverged(in_calls(*ranks)) is apart
 
 
 @pytest.fixture
@@ -305,16 +305,16 @@ async def test_a_critic_s_own_rank_is_one_of_the_group_but_in_a_world_of_its_own
     pids = await ask(with_critic, "pid")
     with pytest.raises(ActorLost):
         await with_critic.call("train", key="b", dies=1, deadline_s=300)
-    assert not await with_critic.holds("a")
+    assert await with_critic.held() != "a"
     await with_critic.ensure(to("a"), deadline_s=60)
-    assert await with_critic.holds("a")
+    assert await with_critic.held() == "a"
     assert not set(pids) & set(await ask(with_critic, "pid")), "both were started again"
 
 
 async def test_a_push_whose_caller_died_is_waited_for_although_the_critic_has_no_part_in_it(
     with_critic: TrainerGroup, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(trainer_group, "APART_S", 0.2)
+    monkeypatch.setattr(trainer_group, "MAX_DIVERGED_S", 0.2)
     await with_critic.setup(SPEC)
     await with_critic.call("train", key="a", deadline_s=60)
     pids = await ask(with_critic, "pid")
@@ -325,6 +325,6 @@ async def test_a_push_whose_caller_died_is_waited_for_although_the_critic_has_no
     ] != "push":
         pass
     await with_critic.setup(SPEC)
-    assert await with_critic.holds("a")
+    assert await with_critic.held() == "a"
     assert await ask(with_critic, "pid") == pids
     await pushing

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from rlpipe.actors.trainer.profiling import Part, check, profiled
+from rlpipe.actors.trainer.profiling import ProfiledPart, check_profiling, profiled
 from rlpipe.config.observe import ObserveConfig
 from rlpipe.errors import ConfigError
 
 
-def record(place: Path, part: Part, iteration: int, rank: int = 0, **keys: Any) -> list[str]:
+def record(
+    place: Path, part: ProfiledPart, iteration: int, rank: int = 0, **keys: Any
+) -> list[str]:
     """Multiply within a profiled block; the names of the files that are there then."""
     observe = ObserveConfig.model_validate({"profile_step_start": 2, "profile_step_end": 4, **keys})
     with profiled(observe, part, iteration=iteration, rank=rank, work_dir=str(place)):
@@ -62,9 +64,9 @@ def test_what_is_not_named_is_not_recorded(
 
 def test_the_history_of_cuda_memory_is_refused_where_there_is_none():
     assert not torch.cuda.is_available(), "elsewhere it is recorded"
-    check(ObserveConfig())
+    check_profiling(ObserveConfig())
     with pytest.raises(ConfigError, match="no CUDA memory"):
-        check(ObserveConfig(record_memory_history=True))
+        check_profiling(ObserveConfig(record_memory_history=True))
 
 
 def test_what_fails_leaves_no_trace_of_itself_and_its_own_error(tmp_path: Path):

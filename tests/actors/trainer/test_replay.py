@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.actors.trainer.replay import Compared, legs, replay
+from rlpipe.actors.trainer.replay import ComparedState, history_spans, replay
 from rlpipe.lineage.stage_inputs import checkpoint_inputs
 from rlpipe.store.objects.files import Files
 from rlpipe.types import Stage
@@ -45,14 +45,14 @@ async def history(home: Path, model: str) -> None:
         assert newest is not None
     recorded = newest.nodes[Stage.TRAIN]
     async with trained(config, files, home, runtime_env=OTHER_CPU) as elsewhere:
-        assert await elsewhere.keeper.hold(recorded, version=3, epoch=1) != recorded
+        assert await elsewhere.keeper.restore(recorded, version=3, epoch=1) != recorded
     async with trained(config, files, home) as run:
         await run.iterate(2)
 
 
 async def test_every_state_comes_out_as_recorded_through_warm_start_and_segment(home: Path):
-    said: list[Compared] = []
-    result = await replay(Files(home / "store"), "run", home=home, say=said.append)
+    said: list[ComparedState] = []
+    result = await replay(Files(home / "store"), "run", home=home, on_state=said.append)
     assert result.equal
     assert result.first_difference is None
     assert result.states == said
@@ -74,7 +74,7 @@ async def test_every_state_comes_out_as_recorded_through_warm_start_and_segment(
 
 async def test_on_another_cpu_the_first_state_that_differs_is_named_and_the_replay_ends(home: Path):
     result = await replay(
-        Files(home / "store"), "run", home=home, say=lambda _: None, runtime_env=OTHER_CPU
+        Files(home / "store"), "run", home=home, on_state=lambda _: None, runtime_env=OTHER_CPU
     )
     assert not result.equal
     assert [(state.stage, state.version, state.equal) for state in result.states] == [
@@ -104,10 +104,10 @@ def test_the_command_line_tells_a_whole_run_from_one_that_was_changed(
 
 def test_the_legs_of_a_history_are_its_stretches_of_one_configuration(home: Path):
     files = Files(home / "store")
-    warm, run = legs(files, "run")
+    warm, run = history_spans(files, "run")
     assert (warm.branch, len(warm.trains), run.branch, len(run.trains)) == ("warm", 2, "run", 5)
-    assert warm.begins == warm.init
-    assert warm.next_begins == warm.trains[-1].digest
-    assert run.begins == run.init
-    assert run.next_begins is None
+    assert warm.first_state == warm.init
+    assert warm.next_first_state == warm.trains[-1].digest
+    assert run.first_state == run.init
+    assert run.next_first_state is None
     assert files.exists(f"nodes/checkpoint/{checkpoint_inputs(warm.trains[-1].digest).digest}.json")

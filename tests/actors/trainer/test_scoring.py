@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from rlpipe.actors.trainer import scoring
-from rlpipe.actors.trainer.scoring import with_server_s_scores
-from rlpipe.actors.trainer.spec import TrainerSpec
+from rlpipe.actors.trainer.scoring import with_teacher_server_scores
+from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.errors import EngineRejected
 from tests.actors.trainer.trained import configuration
 from tests.engines.megatron.ranks import make_batch
@@ -68,7 +68,7 @@ def test_it_is_asked_for_whole_samples_in_turns_and_its_answer_is_cut_to_the_res
 ):
     monkeypatch.setattr(scoring, "SEQUENCES_AT_ONCE", 10)
     batch = make_batch(24)
-    found = with_server_s_scores(
+    found = with_teacher_server_scores(
         batch, spec(tmp_path, opd_type="sglang", url=url)
     ).teacher_log_probs
     assert found is not None
@@ -83,7 +83,7 @@ def test_it_is_asked_for_whole_samples_in_turns_and_its_answer_is_cut_to_the_res
 def test_an_answer_of_another_length_is_an_error(url, tmp_path):
     Teacher.short = 1
     with pytest.raises(EngineRejected, match="cannot be read"):
-        with_server_s_scores(make_batch(4), spec(tmp_path, opd_type="sglang", url=url))
+        with_teacher_server_scores(make_batch(4), spec(tmp_path, opd_type="sglang", url=url))
 
 
 class _Policy:
@@ -99,16 +99,16 @@ def test_a_teacher_that_samples_bring_is_neither_asked_nor_lost(tmp_path):
     brought = np.arange(int(batch.response_lengths.sum()), dtype=np.float32)
     columns = batch.with_columns(teacher_log_probs=brought)
     spec_of_samples = spec(tmp_path, opd_type="samples")
-    found = scoring.scored(_Policy(), columns, spec_of_samples)  # pyright: ignore[reportArgumentType]
+    found = scoring.score_batch(_Policy(), columns, spec_of_samples)  # pyright: ignore[reportArgumentType]
     assert found.teacher_log_probs is not None
     assert found.teacher_log_probs.tolist() == brought.tolist()
-    assert with_server_s_scores(found, spec_of_samples) is found
+    assert with_teacher_server_scores(found, spec_of_samples) is found
 
 
 def test_a_run_whose_teacher_is_a_model_asks_no_server(tmp_path):
     batch = make_batch(2)
     assert (
-        with_server_s_scores(
+        with_teacher_server_scores(
             batch, spec(tmp_path, opd_type="megatron", opd_teacher_load="/models/t")
         )
         is batch

@@ -49,10 +49,10 @@ async def test_on_another_cpu_the_branch_goes_on_from_a_segment_and_everywhere_f
         await run.iterate(3)
         version, recorded = await newest_state(run)
     async with trained(config, files, home, runtime_env=OTHER_CPU) as run:
-        held = await run.keeper.hold(recorded, version=version, epoch=1)
+        held = await run.keeper.restore(recorded, version=version, epoch=1)
         assert held != recorded
         check_segment(run, held, recorded)
-        again = await run.keeper.hold(recorded, version=version, epoch=1)
+        again = await run.keeper.restore(recorded, version=version, epoch=1)
         assert again == held, "one that came later in the same epoch goes on from the first"
         await run.iterate(1)
         assert [status["held"] for status in await run.trainer.call("status", deadline_s=60)] == [
@@ -65,7 +65,7 @@ async def test_on_another_cpu_the_branch_goes_on_from_a_segment_and_everywhere_f
             == held
         )
     async with trained(config, files, home) as run:
-        assert await run.keeper.hold(held, version=version, epoch=2) == held
+        assert await run.keeper.restore(held, version=version, epoch=2) == held
         answer = await run.trainer.call("status", deadline_s=60)
         assert [(status["held"], status["dirty"]) for status in answer] == [(held, False)]
 
@@ -102,13 +102,13 @@ async def test_in_deterministic_mode_another_state_is_an_error_and_nothing_is_he
         first = run.branches.read("run", 0).nodes[Stage.TRAIN]
         forget = await run.trainer.initialise(run.branches.get("run").init, None, deadline_s=60)
         assert forget
-        assert await run.keeper.hold(recorded, version=version, epoch=1) == recorded, (
+        assert await run.keeper.restore(recorded, version=version, epoch=1) == recorded, (
             "here it is the same"
         )
     before = sorted(files.list("branches"))
     async with trained(config, files, home, runtime_env=OTHER_CPU) as run:
         with pytest.raises(Mismatch) as caught:
-            await run.keeper.hold(recorded, version=version, epoch=1)
+            await run.keeper.restore(recorded, version=version, epoch=1)
         assert caught.value.where == f"nodes/train/{first}.json"
         answer = await run.trainer.call("status", deadline_s=60)
         assert [(status["held"], status["dirty"]) for status in answer] == [(None, True)]

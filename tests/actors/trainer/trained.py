@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from rlpipe.actors.trainer.alone import lone_trainer
 from rlpipe.actors.trainer.group import TrainerGroup
-from rlpipe.actors.trainer.spec import TrainerSpec
-from rlpipe.actors.trainer.states import StateKeeper
+from rlpipe.actors.trainer.standalone import standalone_trainer
+from rlpipe.actors.trainer.states import TrainerStates
+from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.batch.build import Batch
 from rlpipe.batch.files import write_batch, write_packing, write_rewards
 from rlpipe.batch.packing import PackingPlan
@@ -26,7 +26,7 @@ from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
 from rlpipe.lineage.stage_inputs import Inputs, checkpoint_inputs, init_inputs, train_inputs
 from rlpipe.model_dir import model_fingerprint
-from rlpipe.rewards.base import RewardRow
+from rlpipe.rewards.reward_rows import RewardRow
 from rlpipe.store.branches import Branches, commit_name
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
@@ -97,11 +97,11 @@ class Trained:
         return Branches(self.files)
 
     @property
-    def keeper(self) -> StateKeeper:
+    def keeper(self) -> TrainerStates:
         config = self.config
         init = self.branches.get(config.run).init
         interval = config.ref_update_interval
-        return StateKeeper(
+        return TrainerStates(
             self.trainer,
             self.files,
             config.run,
@@ -137,7 +137,7 @@ class Trained:
                 newest.nodes[Stage.TRAIN] if newest else self.branches.get(self.config.run).init
             )
             before = current_state(Segments(self.files), self.config.run, k, recorded)
-            before = await self.keeper.hold(before, version=k, epoch=self.epoch)
+            before = await self.keeper.restore(before, version=k, epoch=self.epoch)
             batch = await scored(before, k) if scored else self.batch(before, k)
             train = await self.train(batch, before, k)
             self.commit(newest, k, {Stage.ADVANTAGE: batch.digest, Stage.TRAIN: train.digest})
@@ -238,7 +238,9 @@ def sampled_rows(files: Files, k: int) -> tuple[str, str]:
 @asynccontextmanager
 async def trained(config: RunConfig, files: Files, home: Path, **options: Any):
     """The branch of a configuration, begun or not, with a trainer of its own."""
-    async with lone_trainer(config, files, home=home, name=config.run, options=options) as trainer:
+    async with standalone_trainer(
+        config, files, home=home, name=config.run, options=options
+    ) as trainer:
         yield Trained(config, files, trainer, home)
 
 

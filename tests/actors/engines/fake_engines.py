@@ -33,26 +33,26 @@ class FakeEngine:
         self.hangs_s = self.marks_s = 0.0
         self.awake = {"weights", "kv_cache", "cuda_graph"}
 
-    def start(self, spec: Any, meeting: str | None = None) -> str:
+    def start(self, spec: Any, rendezvous: str | None = None) -> str:
         if self.refuses:
             raise EngineUnavailable("it ended at once", where=f"engine/{self.number}")
         time.sleep(self.waits_s)
         if not self.alive:
             self.starts = self.starts + 1
-            self.met = meeting
+            self.met = rendezvous
             self.alive = True
             self.generating = True
             self.stamp = None
             self.unknown = True
         return self.url()
 
-    def meeting(self, spec: Any) -> str | None:
+    def rendezvous(self, spec: Any) -> str | None:
         return self.met if self.alive else None
 
-    def meeting_point(self) -> str:
+    def new_rendezvous(self) -> str:
         return f"here:{self.starts}"
 
-    def bring(self, root: str, stamp: str, folder: str, timeout_s: float) -> str:
+    def fetch_weights(self, root: str, stamp: str, folder: str, timeout_s: float) -> str:
         self.brought.append(stamp)
         return folder
 
@@ -76,13 +76,13 @@ class FakeEngine:
         time.sleep(self.marks_s)
         self.unknown = unknown
 
-    def keep(self, tags: Any) -> None:
+    def release_memory(self, keep: Any) -> None:
         if self.stuck:
             raise EngineUnavailable("it does not answer", where=f"engine/{self.number}")
-        self.awake &= set(tags)
+        self.awake &= set(keep)
         self.unknown = self.unknown or "weights" not in self.awake
 
-    def take(self, tags: Any) -> None:
+    def resume_memory(self, tags: Any) -> None:
         self.awake |= set(tags)
 
     def in_memory(self) -> list[str]:

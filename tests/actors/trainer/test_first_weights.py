@@ -1,5 +1,5 @@
 """First weights come from where they came from first, and are what they were, or it is said
-(rlpipe.actors.trainer.first)."""
+(rlpipe.actors.trainer.first_weights)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlpipe.actors.trainer.first import check_first, made_with
+from rlpipe.actors.trainer.first_weights import check_first_weights, made_with
 from rlpipe.config.train import TrainConfig
 from rlpipe.errors import Mismatch
 from rlpipe.lineage.states import lineage_to
@@ -59,14 +59,15 @@ async def test_a_run_that_loses_its_trainer_before_any_checkpoint_goes_on_bit_fo
         run = await whole.turn_to(configuration(str(model), "run"))
         init = await run.begin()
         await lose(run)
-        assert await run.keeper.hold(init, version=0, epoch=1) == init and await run.trainer.holds(
-            init
+        assert (
+            await run.keeper.restore(init, version=0, epoch=1) == init
+            and await run.trainer.held() == init
         )
         await run.iterate(1)
         await lose(run)
         await run.iterate(1)
         assert states(run, "run") == states(run, "whole")
-        assert await run.keeper.hold(init, version=0, epoch=1) == init, (
+        assert await run.keeper.restore(init, version=0, epoch=1) == init, (
             "also of ranks that have trained"
         )
     assert files.list("checkpoints") == []
@@ -87,7 +88,7 @@ async def test_a_run_from_another_one_s_weights_loads_their_checkpoint_again(
         warm = await source.turn_to(configuration(str(model), "warm"))
         init = await warm.begin(checkpoint)
         await lose(warm)
-        assert await warm.keeper.hold(init, version=0, epoch=1) == init
+        assert await warm.keeper.restore(init, version=0, epoch=1) == init
     assert spare_checkpoints(files, Retention(1), grace_s=-60) == [], (
         "the older one is where `warm` begins"
     )
@@ -116,15 +117,15 @@ async def test_weights_and_reference_of_another_model_are_refused(
             Mismatch,
             match=r"(?s)first weights of the run.*state_digest.*bring the model directory back",
         ):
-            await run.keeper.hold(init, version=0, epoch=1)
+            await run.keeper.restore(init, version=0, epoch=1)
         assert lineage_to(run.nodes, state, init).base_stage is Stage.CHECKPOINT
         with pytest.raises(
             Mismatch,
             match=r"(?s)first weights of the run.*weights_digest.*bring the model directory back",
         ):
-            await run.keeper.hold(state, version=1, epoch=1)
+            await run.keeper.restore(state, version=1, epoch=1)
         changed(model)
-        assert await run.keeper.hold(state, version=1, epoch=1) == state
+        assert await run.keeper.restore(state, version=1, epoch=1) == state
 
 
 def spec(model: Path, **other: Any) -> Any:
@@ -153,11 +154,11 @@ def test_the_same_digest_needs_no_look_at_the_directory_and_another_one_is_an_er
     tmp_path: Path, model: Path
 ):
     init = node(model)
-    check_first(init, spec(tmp_path / "gone"), "weights_digest", "w")
+    check_first_weights(init, spec(tmp_path / "gone"), "weights_digest", "w")
     with pytest.raises(
         Mismatch, match=r"(?s)weights_digest v .*weights_digest w .*look for what else went in"
     ):
-        check_first(init, spec(model), "weights_digest", "v")
+        check_first_weights(init, spec(model), "weights_digest", "v")
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def test_where_digests_cannot_be_compared_the_contents_of_the_directory_are(
     model: Path, train: dict, outputs: dict
 ):
     init = node(model, **outputs)
-    check_first(init, spec(model, **train), "weights_digest", "v")
+    check_first_weights(init, spec(model, **train), "weights_digest", "v")
     changed(model)
     with pytest.raises(Mismatch, match=r"(?s)contents.*bring the model directory back"):
-        check_first(init, spec(model, **train), "weights_digest", "w")
+        check_first_weights(init, spec(model, **train), "weights_digest", "w")

@@ -7,10 +7,10 @@ import asyncio
 
 import pytest
 
-from rlpipe.actors.engines import kept_engine
-from rlpipe.actors.engines.fleet import SILENT, Fleet
+from rlpipe.actors.engines import supervised
+from rlpipe.actors.engines.fleet import NOT_CONFIRMED, Fleet
 from rlpipe.errors import DeadlineExceeded, Fenced, SyncError
-from tests.actors.engines.fleets import Trainer, actor, routed, stamps, until, weights
+from tests.actors.engines.fake_fleet import Trainer, actor, routed, stamps, until, weights
 
 pytestmark = pytest.mark.integration
 
@@ -111,7 +111,7 @@ async def test_first_weights_wait_for_a_trainer_that_is_ahead_unless_everyone_is
 
 async def test_what_is_forgotten_is_given_to_nobody(fleet: Fleet, trainer: Trainer):
     await fleet.publish(weights(60), everyone=True)
-    fleet.forget()
+    fleet.forget_weights()
     await asyncio.sleep(0.3)
     assert len(trainer.sent) == 1
     await fleet.publish(weights(0, "another run's "), everyone=False)
@@ -187,7 +187,7 @@ async def test_who_lost_the_engines_while_it_waited_publishes_nothing(
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """An actor that does not answer within a second hangs."""
-    monkeypatch.setattr(kept_engine, "CALL_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(supervised, "CALL_TIMEOUT_S", 1.0)
 
 
 async def test_one_engine_whose_actor_hangs_keeps_no_other_from_the_weights(
@@ -220,7 +220,9 @@ async def test_if_they_all_hang_then_the_error_says_so_of_each(
     trainer.meanwhile = hang
     with pytest.raises(SyncError, match="arrived nowhere") as caught:
         await fleet.publish(weights(1), everyone=True)
-    assert caught.value.found == dict.fromkeys(["http://engine-0/1", "http://engine-1/1"], SILENT)
+    assert caught.value.found == dict.fromkeys(
+        ["http://engine-0/1", "http://engine-1/1"], NOT_CONFIRMED
+    )
 
 
 async def test_if_no_actor_answers_it_is_said(fleet: Fleet, trainer: Trainer, hasty: None):

@@ -21,7 +21,7 @@ from rlpipe.types import Stage
 
 
 def busy(method: Any) -> Any:
-    """As `rlpipe.actors.trainer.trainer.collective`."""
+    """As `rlpipe.actors.trainer.rank_actors.collective`."""
 
     @wraps(method)
     def call(self: Rank, *arguments: Any, **keywords: Any) -> Any:
@@ -70,10 +70,10 @@ class Rank:
         }
 
     def setup(
-        self, spec: Any, master: tuple[str, int], meeting: tuple[str, int] | None = None
+        self, spec: Any, master: tuple[str, int], critic_exchange: tuple[str, int] | None = None
     ) -> None:
-        met = f" and {meeting[0]}:{meeting[1]}" if meeting else ""
-        self.heard.append(f"setup {spec.model_dir} {master[0]}:{master[1]}{met}")
+        exchange = f" and {critic_exchange[0]}:{critic_exchange[1]}" if critic_exchange else ""
+        self.heard.append(f"setup {spec.model_dir} {master[0]}:{master[1]}{exchange}")
         self.ready = True
         self.deterministic = spec.deterministic
 

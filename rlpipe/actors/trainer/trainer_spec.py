@@ -1,7 +1,4 @@
-"""`TrainerSpec`: what a run's configuration says about its trainer.
-
-Not here: what a rank does with it (`trainer`).
-"""
+"""`TrainerSpec`: the part of a run's configuration that the trainer ranks are built from."""
 
 from __future__ import annotations
 
@@ -13,16 +10,15 @@ from rlpipe.actors.specs import ClusterSpec
 from rlpipe.config.algorithms import AdvantageConfig
 from rlpipe.config.megatron_hooks import megatron_hook_paths
 from rlpipe.config.model import ModelConfig
-from rlpipe.config.models import CriticConfig, TeacherConfig
 from rlpipe.config.observe import ObserveConfig
 from rlpipe.config.run import RunConfig
-from rlpipe.config.train import TrainConfig
+from rlpipe.config.train import CriticConfig, TeacherConfig, TrainConfig
 from rlpipe.slime.args import slime_args
 
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """What a group of trainer ranks is built from. Equal specs are the same engine."""
+    """Settings of a group of trainer ranks. Ranks with equal specs have the same engine."""
 
     model_dir: str
     store_root: str
@@ -34,42 +30,45 @@ class TrainerSpec:
     rollout_temperature: float
     total_optimizer_steps: int
     ref_update_interval: int | None
-    """None: the reference stays what it was first."""
+    """Iterations between refreshes of the reference; None: never."""
     critic: CriticConfig | None
-    """None: the estimator asks for no values."""
+    """None: the estimator uses no values."""
     critic_optimizer_steps: int
     critic_ranks: int
-    """Those that it has to itself; 0: it lives in the policy's."""
+    """Ranks of the critic alone; 0: the critic shares the policy's ranks."""
     teacher: TeacherConfig | None
-    """None: nothing is distilled."""
+    """None: no distillation."""
     engine_tensor_parallel_size: int
     engine_quantization: str | None
-    """How engines hold the weights; None: as they are."""
+    """Quantization of the weights in the engines; None: as trained."""
     engines_sleep: bool
-    """A push leaves engines paused: they get their cache back later."""
+    """True if engines stay paused after a push, because they get their KV cache back later."""
     world_size: int
-    """The policy's ranks."""
+    """Ranks of the policy."""
     threads: int
     deterministic: bool = False
+    # Not compared: another profile needs no other engine.
     observe: ObserveConfig = field(default=ObserveConfig(), compare=False)
-    """What is profiled; no other engine for it."""
+    """Settings of the profiler."""
     hook_args: Any = None
-    """What functions of the user get as `args`: slime's names for the run's configuration, if it
-    has such functions."""
+    """`args` for user functions: the run's configuration under slime's names. None: no such
+    functions."""
     upload_timeout_s: float = 3600.0
-    """Deadline of a checkpoint's way to the store, and of one from it."""
+    """Deadline for the upload of a checkpoint, and for its download."""
 
     @property
-    def patience_s(self) -> float:
-        """How long the policy's ranks and the critic's own wait for each other: as training, or a
-        checkpoint's way, may take."""
+    def exchange_timeout_s(self) -> float:
+        """Seconds that the policy's and the critic's ranks wait for each other.
+
+        As long as training, or the transfer of a checkpoint, may take.
+        """
         return max(self.train.timeout_s, self.upload_timeout_s)
 
     @classmethod
     def of(
         cls, config: RunConfig, *, model_dir: str, store_root: str, work_dir: Path
     ) -> TrainerSpec:
-        """What a run's configuration says about its trainer."""
+        """Return the trainer's settings of a run's configuration."""
         return cls(
             model_dir=model_dir,
             store_root=store_root,
@@ -91,20 +90,20 @@ class TrainerSpec:
             threads=config.resources.threads_per_process,
             deterministic=config.deterministic,
             observe=config.observe,
-            hook_args=slime_args(config) if _has_functions(config) else None,
+            hook_args=slime_args(config) if _has_user_functions(config) else None,
             upload_timeout_s=config.checkpoint.timeout_s,
         )
 
+    @classmethod
+    def of_cluster(cls, spec: ClusterSpec) -> TrainerSpec:
+        """Return the trainer's settings of a cluster's run."""
+        work_dir = Path(spec.home) / spec.config.run
+        return cls.of(
+            spec.config, model_dir=spec.model_dir, store_root=spec.store_root, work_dir=work_dir
+        )
 
-def trainer_spec(spec: ClusterSpec) -> TrainerSpec:
-    """What a cluster's run says about its trainer."""
-    work_dir = Path(spec.home) / spec.config.run
-    return TrainerSpec.of(
-        spec.config, model_dir=spec.model_dir, store_root=spec.store_root, work_dir=work_dir
-    )
 
-
-def _has_functions(config: RunConfig) -> bool:
+def _has_user_functions(config: RunConfig) -> bool:
     return bool(
         config.advantage.hooks or config.train.loss.hooks or megatron_hook_paths(config.train)
     )

@@ -1,4 +1,4 @@
-"""An engine that spans nodes lives and dies as one (rlpipe.actors.engines.kept_engine)."""
+"""An engine that spans nodes starts and ends as a whole (rlpipe.actors.engines.supervised)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-from rlpipe.actors.engines import fleet as module
+from rlpipe.actors.engines import fleet as fleet_module
 from rlpipe.actors.engines.engine import FILES, EngineSpec
 from rlpipe.actors.engines.fleet import Fleet, Receivers, Weights
-from rlpipe.actors.engines.kept_engine import KeptEngine
-from rlpipe.actors.ray.calls import end
+from rlpipe.actors.engines.supervised import SupervisedEngine
+from rlpipe.actors.ray.calls import kill_actors
 from rlpipe.actors.ray.local_ray import address
 from rlpipe.actors.ray.named import NamedActors
 from rlpipe.config.model import EngineConfig, ResourcesConfig
@@ -33,7 +33,7 @@ from rlpipe.sync.transports.base import Push as PushOfRank
 from rlpipe.sync.transports.base import TransportSetup
 from rlpipe.sync.transports.distributed import DistributedTransport
 from rlpipe.sync.transports.tensor import TensorTransport
-from tests.actors.engines.started import FakeEngine
+from tests.actors.engines.fake_engines import FakeEngine
 from tests.actors.engines.through_files import Push, weights
 from tests.live_engine import START_S, log_probs, make_model
 
@@ -69,50 +69,50 @@ def fake(number: int, node: int) -> Any:
 
 @pytest.fixture(scope="module")
 def fakes(local_ray: str) -> Iterator[Any]:
-    """Small actors, found or started, that end with the last test."""
+    """Find or start fake actors, which end with the last test."""
     yield fake
-    end([fake(0, node) for node in range(NODES)])
+    kill_actors([fake(0, node) for node in range(NODES)])
 
 
 @pytest.fixture
-async def engine(fakes: Any) -> KeptEngine:
-    """An engine of such actors that is up."""
-    made = KeptEngine(0, fakes, nodes=NODES)
-    for actor in made.actors:
+async def engine(fakes: Any) -> SupervisedEngine:
+    """An engine of fake actors that is up."""
+    engine = SupervisedEngine(0, fakes, nodes=NODES)
+    for actor in engine.actors:
         await methods(actor).become.remote(alive=False, starts=0, met=None, brought=[])
-    await made.start(SPEC, 60.0)
-    assert await made.look()
-    return made
+    await engine.start(SPEC, 60.0)
+    assert await engine.check()
+    return engine
 
 
 def methods(actor: Any) -> Any:
-    """They are found when they are called."""
+    """Return the actor as Any: its methods are looked up when they are called."""
     return actor
 
 
-async def starts(engine: KeptEngine) -> list[tuple[int, str]]:
-    """Of each of its servers: how many there were, and where it met the others."""
+async def starts(engine: SupervisedEngine) -> list[tuple[int, str]]:
+    """Return (number of starts, rendezvous) of each server."""
     states = [
-        (await actor.status.remote(), await actor.meeting.remote(SPEC))
+        (await actor.status.remote(), await actor.rendezvous.remote(SPEC))
         for actor in map(methods, engine.actors)
     ]
     return [(status["facts"]["starts"], met) for status, met in states]
 
 
-async def test_who_finds_it_up_takes_it_as_it_is(engine: KeptEngine):
-    again = KeptEngine(0, fake, nodes=NODES)
+async def test_an_engine_that_is_up_is_used_as_it_is(engine: SupervisedEngine):
+    again = SupervisedEngine(0, fake, nodes=NODES)
     await again.start(SPEC, 60.0)
-    assert await again.look()
+    assert await again.check()
     assert (again.url, await starts(again)) == (engine.url, [(1, "here:0")] * NODES)
 
 
 @pytest.mark.parametrize("node", range(NODES))
-async def test_if_a_node_loses_its_server_all_are_ended_and_meet_elsewhere(
-    engine: KeptEngine, node: int
+async def test_if_one_server_dies_all_are_ended_and_start_at_another_rendezvous(
+    engine: SupervisedEngine, node: int
 ):
     engine.admitted = True
     await methods(engine.actors[node]).become.remote(alive=False)
-    assert not await engine.look()
+    assert not await engine.check()
     assert (engine.url, engine.admitted) == (None, False)
     assert [(await actor.status.remote())["alive"] for actor in map(methods, engine.actors)] == [
         False
@@ -121,33 +121,35 @@ async def test_if_a_node_loses_its_server_all_are_ended_and_meet_elsewhere(
     assert (engine.url, await starts(engine)) == ("http://engine-0/2", [(2, "here:1")] * NODES)
 
 
-async def test_so_they_are_if_a_node_loses_its_actor(engine: KeptEngine):
-    await asyncio.to_thread(end, [engine.actors[1]])
-    assert not await engine.look()
+async def test_if_one_actor_dies_all_servers_are_started_again(engine: SupervisedEngine):
+    await asyncio.to_thread(kill_actors, [engine.actors[1]])
+    assert not await engine.check()
     await engine.start(SPEC, 60.0)
-    assert await engine.look()
+    assert await engine.check()
     assert await starts(engine) == [(2, "here:1"), (1, "here:1")]
 
 
-async def test_a_look_from_before_it_was_ended_does_not_bring_it_back(engine: KeptEngine):
+async def test_a_status_from_before_a_stop_does_not_make_the_engine_alive(engine: SupervisedEngine):
     await methods(engine.actors[0]).become.remote(hangs_s=0.5)
-    look = asyncio.create_task(engine.look())
+    check = asyncio.create_task(engine.check())
     await asyncio.sleep(0.1)
     await engine.stop()
     assert engine.url is None
     await methods(engine.actors[0]).become.remote(hangs_s=0.0)
-    assert not await look
+    assert not await check
     assert engine.url is None
 
 
-async def test_servers_that_have_met_at_different_places_are_all_started_again(engine: KeptEngine):
+async def test_servers_with_different_rendezvous_are_all_started_again(
+    engine: SupervisedEngine,
+):
     await methods(engine.actors[1]).become.remote(met="elsewhere")
     await engine.start(SPEC, 60.0)
     assert await starts(engine) == [(2, "here:1")] * NODES
 
 
-async def test_if_one_cannot_start_nobody_waits_for_it_and_it_is_the_one_that_is_named(
-    engine: KeptEngine,
+async def test_if_one_server_fails_to_start_its_error_is_raised_without_waiting_for_the_others(
+    engine: SupervisedEngine,
 ):
     first, second = map(methods, engine.actors)
     await engine.stop()
@@ -156,13 +158,13 @@ async def test_if_one_cannot_start_nobody_waits_for_it_and_it_is_the_one_that_is
     with pytest.raises(EngineUnavailable, match="it ended at once"):
         await asyncio.wait_for(engine.start(SPEC, 600.0), 60)
     await second.become.remote(refuses=False)
-    assert not await engine.look()
+    assert not await engine.check()
     await engine.start(SPEC, 60.0)
-    assert await engine.look()
+    assert await engine.check()
 
 
-async def test_weights_are_brought_to_each_of_its_nodes(engine: KeptEngine):
-    assert await engine.bring("root", "run@1@digest", "folder", 60.0) == "folder"
+async def test_weights_are_fetched_to_each_node(engine: SupervisedEngine):
+    assert await engine.fetch_weights("root", "run@1@digest", "folder", 60.0) == "folder"
     assert [await actor.was_brought.remote() for actor in map(methods, engine.actors)] == [
         ["run@1@digest"]
     ] * NODES
@@ -170,27 +172,29 @@ async def test_weights_are_brought_to_each_of_its_nodes(engine: KeptEngine):
 
 @pytest.fixture
 def spread(local_ray: str) -> Iterator[NamedActors]:
-    """Places on two nodes: one CPU on the Ray node that is there, the other on one more that joins
-    it for this test."""
+    """Bundles on two nodes: one CPU on the existing Ray node, one on a node that joins for this
+    test."""
     resources = ResourcesConfig.model_validate(SPANS)
     actors = NamedActors("spans", resources, str(Path.cwd()))
-    actors.make_way(engines=False)  # a rank's place, which no engine is to have
+    actors.reserve(engines=False)  # a rank's bundle, so that no engine gets it
     filled = placement_group([{"CPU": ray.cluster_resources()["CPU"] - 2}])
     assert filled.wait(60)
     with another_node():
         try:
-            actors.make_way(engines=True)
+            actors.reserve(engines=True)
             yield actors
         finally:
-            end(actors.everyone())
+            kill_actors(actors.all_actors())
             actors.placement.remove()
             remove_placement_group(filled)
 
 
 @contextmanager
 def another_node() -> Iterator[None]:
-    """One more node of this Ray, with one CPU, on this machine's loopback interface, where `ray
-    start` joins nothing."""
+    """Add a node with one CPU to this Ray, on the loopback interface.
+
+    `ray start` cannot join a Ray on the loopback interface.
+    """
     with tempfile.TemporaryDirectory(prefix="rlpipe-node-") as folder:
         quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         node = subprocess.Popen([sys.executable, "-c", JOIN, address(), folder], **quiet)
@@ -207,13 +211,13 @@ def _setup(model_dir: Path) -> TransportSetup:
 
 
 class Pushes:
-    """Sends a model by broadcast, as a trainer does."""
+    """Send the weights of a model by broadcast, as a trainer does."""
 
     def __init__(self, model_dir: Path, model: Any) -> None:
         self.transport = DistributedTransport(_setup(model_dir))
         self.model = model
 
-    async def __call__(self, weights: Weights, to: Receivers, *, must: bool) -> dict[str, Any]:
+    async def __call__(self, weights: Weights, to: Receivers, *, force: bool) -> dict[str, Any]:
         urls = await to.begin(to.urls())
         report = await asyncio.to_thread(
             self.transport.send, self.model.state_dict().items(), PushOfRank(weights.stamp, urls)
@@ -222,13 +226,13 @@ class Pushes:
         return {"bytes": report.size_bytes, "seconds": report.seconds, "unknown": report.unknown}
 
 
-async def ready(_: Any) -> bool:
+async def always(_: Any) -> bool:
     return True
 
 
 async def until(reached: Any) -> None:
     async with asyncio.timeout(START_S):
-        while not reached():  # noqa: ASYNC110 - what is looked at is in other processes
+        while not reached():  # noqa: ASYNC110 - other processes set no event here
             await asyncio.sleep(0.1)
 
 
@@ -236,9 +240,8 @@ async def until(reached: Any) -> None:
 async def spanning(
     spread: NamedActors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Fleet, Pushes]]:
-    """One engine on two nodes behind a router, and who sends it the weights of another model than
-    it was started with."""
-    monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.5)
+    """One engine on two nodes behind a router, and a sender of the weights of another model."""
+    monkeypatch.setattr(fleet_module, "CHECK_INTERVAL_S", 0.5)
     make_model(tmp_path / "model", seed=0)
     resources = ResourcesConfig.model_validate(SPANS)
     spec = EngineSpec(
@@ -251,8 +254,8 @@ async def spanning(
         str(tmp_path / "logs"),
     )
     sender = Pushes(tmp_path / "model", make_model(tmp_path / "other", seed=51))
-    engines = KeptEngine.all_of(resources, spread.engine)
-    fleet = Fleet(engines, spread.router, spec, sender, can_send=ready, on_router=ready)  # type: ignore[arg-type]
+    engines = SupervisedEngine.all_of(resources, spread.engine)
+    fleet = Fleet(engines, spread.router, spec, sender, can_send=always, on_router=always)  # type: ignore[arg-type]
     await fleet.open()
     yield fleet, sender
     await fleet.close()
@@ -265,12 +268,12 @@ async def scores(url: str, model: Any) -> bool:
     return bool(np.allclose(found, log_probs(model, [5], [9, 20, 31]), atol=1e-4))
 
 
-async def pids(engine: KeptEngine) -> list[int]:
+async def pids(engine: SupervisedEngine) -> list[int]:
     return [(await actor.status.remote())["pid"] for actor in map(methods, engine.actors)]
 
 
 def computing(pid: int) -> psutil.Process:
-    """The process below this one that holds the weights."""
+    """Return the process below this one that holds the weights."""
     below = psutil.Process(pid).children(recursive=True)
     return next(
         process
@@ -279,7 +282,7 @@ def computing(pid: int) -> psutil.Process:
     )
 
 
-async def test_one_on_two_nodes_gets_weights_each_way_and_comes_back_whole_if_a_node_loses_its_server(
+async def test_an_engine_on_two_nodes_gets_weights_over_each_transport_and_restarts_after_a_server_dies(
     spanning, spread, tmp_path
 ):
     fleet, sender = spanning
@@ -299,7 +302,7 @@ async def test_one_on_two_nodes_gets_weights_each_way_and_comes_back_whole_if_a_
     url = str(engine.url)
     assert await scores(url, sender.model)
 
-    await fleet.close()  # it would give back what it has published
+    await fleet.close()  # it would push the published weights again
     live: Any = SimpleNamespace(
         model=sender.model, model_dir=tmp_path / "model", server=SimpleNamespace(url=url)
     )

@@ -1,4 +1,4 @@
-"""What a trainer rank waits for ends, one way or the other (rlpipe.actors.trainer.trainer)."""
+"""What a trainer rank waits for ends, one way or the other (rlpipe.actors.trainer.rank_actors)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from rlpipe.actors.trainer.checkpoints import Share, Upload
-from rlpipe.actors.trainer.spec import TrainerSpec
-from rlpipe.actors.trainer.trainer import TrainerRank
+from rlpipe.actors.trainer.checkpoints import BackgroundUpload, Upload
+from rlpipe.actors.trainer.rank_actors import TrainerRank
+from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.config.train import SyncConfig
 from rlpipe.errors import ConfigError, DeadlineExceeded, ObjectConflict, StoreError, StoreFull
 from rlpipe.lineage.stage_inputs import checkpoint_inputs
@@ -49,7 +49,7 @@ def uploading(rank: TrainerRank, prefix: str = "p") -> list[Future[list[FileReco
         begun.append(Future())
         return begun[-1]
 
-    rank._upload = Share(about(prefix), begin)
+    rank._upload = BackgroundUpload(about(prefix), begin)
     return begun
 
 

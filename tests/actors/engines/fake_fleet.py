@@ -12,7 +12,7 @@ from rlpipe.actors.engines.fleet import Fleet, Receivers, Weights
 from rlpipe.errors import RlpipeError
 from rlpipe.lineage.states import Lineage
 from rlpipe.types import Stage
-from tests.actors.engines.started import FakeEngine, find_or_start
+from tests.actors.engines.fake_engines import FakeEngine, find_or_start
 
 ENGINES = 2
 RESOURCES = SimpleNamespace(start_timeout_s=20.0, external_engines=())
@@ -32,10 +32,10 @@ class Trainer:
         self.lost: set[str] = set()
         self.meanwhile: Callable[[], Awaitable[None]] | None = None
 
-    async def send(self, weights: Weights, to: Receivers, *, must: bool) -> dict[str, Any] | None:
+    async def send(self, weights: Weights, to: Receivers, *, force: bool) -> dict[str, Any] | None:
         if self.fails_before is not None:
             raise self.fails_before
-        if self.ahead and not must:
+        if self.ahead and not force:
             return None
         urls = await to.begin(to.urls())
         if self.fails_after is not None:

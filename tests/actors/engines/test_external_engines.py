@@ -1,5 +1,7 @@
-"""A fleet over real servers and a real router that it did not start
-(rlpipe.actors.engines.external)."""
+"""A fleet over an external router and external servers (rlpipe.actors.engines.fleet).
+
+Servers and router are real.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,10 @@ from typing import Any
 import pytest
 import ray
 
-from rlpipe.actors.engines import fleet as module
+from rlpipe.actors.engines import fleet as fleet_module
 from rlpipe.actors.engines.engine import EngineActor, EngineSpec, RouterActor
-from rlpipe.actors.engines.external import attempts
-from rlpipe.actors.engines.fleet import Fleet, Receivers, Weights
-from rlpipe.actors.engines.kept_engine import KeptEngine
+from rlpipe.actors.engines.fleet import Fleet, Receivers, Weights, max_failed_checks
+from rlpipe.actors.engines.supervised import SupervisedEngine
 from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.config.train import SyncConfig
 from rlpipe.errors import ConfigError, EngineUnavailable
@@ -24,7 +25,7 @@ from rlpipe.sync.transports.base import Push, TransportSetup
 from rlpipe.sync.transports.distributed import DistributedTransport
 from rlpipe.system.ports import free_port
 from rlpipe.types import Stage
-from tests.actors.engines.started import find_or_start
+from tests.actors.engines.fake_engines import find_or_start
 from tests.live_engine import START_S, Live, live_engine, make_server
 
 pytestmark = pytest.mark.integration
@@ -36,7 +37,7 @@ def live(request: pytest.FixtureRequest) -> Live:
 
 
 class Pushes:
-    """Sends a model by broadcast, as a trainer does."""
+    """Send the weights of a model by broadcast, as a trainer does."""
 
     def __init__(self, live: Live) -> None:
         sync = SyncConfig(update_weight_buffer_size=1 << 20, timeout_s=120.0)
@@ -44,7 +45,7 @@ class Pushes:
         self.transport = DistributedTransport(setup)
         self.model = live.model
 
-    async def __call__(self, weights: Weights, to: Receivers, *, must: bool) -> dict[str, Any]:
+    async def __call__(self, weights: Weights, to: Receivers, *, force: bool) -> dict[str, Any]:
         urls = await to.begin(to.urls())
         report = await asyncio.to_thread(
             self.transport.send, self.model.state_dict().items(), Push(weights.stamp, urls)
@@ -67,7 +68,7 @@ def spec(live: Live, folder: Path, *engines: str, dtype: str = "float32") -> Eng
     )
 
 
-async def ready(_: Any) -> bool:
+async def always(_: Any) -> bool:
     return True
 
 
@@ -75,34 +76,37 @@ async def ready(_: Any) -> bool:
 async def make(
     local_ray: str, live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Any]:
-    """Makes a fleet of the engines at these addresses; all actors end with the test, and the
-    servers do not."""
-    monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.1)
-    made: list[Fleet] = []
+    """Function that makes a fleet of the engines at these addresses.
+
+    All actors end with the test; the servers do not.
+    """
+    monkeypatch.setattr(fleet_module, "CHECK_INTERVAL_S", 0.1)
+    fleets: list[Fleet] = []
     sender = Pushes(live)
 
     def fleet(*engines: str, **keywords: Any) -> Fleet:
         cwd = str(Path.cwd())
-        kept = [
-            KeptEngine(n, lambda n, _: find_or_start(EngineActor, f"external-{n}", n, cwd))
+        engines_of_fleet = [
+            SupervisedEngine(n, lambda n, _: find_or_start(EngineActor, f"external-{n}", n, cwd))
             for n in range(len(engines))
         ]
-        made.append(
+        fleets.append(
             Fleet(
-                kept,
+                engines_of_fleet,
                 lambda: find_or_start(RouterActor, "external-router", cwd),
                 spec(live, tmp_path, *engines, **keywords),
                 sender,
-                can_send=ready,
-                on_router=ready,  # type: ignore[arg-type]
+                can_send=always,
+                on_router=always,  # type: ignore[arg-type]
             )
         )
-        return made[-1]
+        return fleets[-1]
 
     yield fleet
-    for one in made:
-        await one.close()
-        for actor in (one.router.actor, *(engine.actor for engine in one.engines)):
+    for one_fleet in fleets:
+        await one_fleet.close()
+        engine_actors = (engine.actor for engine in one_fleet.engines)
+        for actor in (one_fleet.router.actor, *engine_actors):
             ray.kill(actor)
     sender.transport.close()
     live.router.add(live.server.url)
@@ -110,11 +114,11 @@ async def make(
 
 async def until(reached: Any) -> None:
     async with asyncio.timeout(START_S):
-        while not reached():  # noqa: ASYNC110 - what is looked at is in other processes
+        while not reached():  # noqa: ASYNC110 - other processes set no event here
             await asyncio.sleep(0.1)
 
 
-async def test_one_that_is_away_is_left_out_and_taken_in_with_the_published_weights_when_it_comes(
+async def test_an_engine_that_is_away_is_left_out_and_gets_the_published_weights_when_it_comes(
     make, live, tmp_path
 ):
     late = make_server(live.model_dir, tmp_path / "late.log")
@@ -138,16 +142,18 @@ async def test_one_that_is_away_is_left_out_and_taken_in_with_the_published_weig
     assert live.server.alive and fleet.trouble() is None
 
 
-def test_one_may_be_away_as_long_as_a_start_takes_before_the_run_gives_up(live, tmp_path):
-    assert attempts(spec(live, tmp_path, "127.0.0.1:9"), 3, 2.0) == START_S / 2
-    assert attempts(spec(live, tmp_path), 3, 2.0) == 3
+def test_an_external_engine_may_be_away_as_long_as_a_start_takes(live, tmp_path):
+    assert max_failed_checks(spec(live, tmp_path, "127.0.0.1:9")) == START_S / 2
+    assert max_failed_checks(spec(live, tmp_path)) == 3
 
 
-async def test_a_run_whose_engines_are_all_away_or_serve_something_else_does_not_begin(make, live):
-    nobody = f"http://127.0.0.1:{free_port('127.0.0.1')}"
-    with pytest.raises(EngineUnavailable, match=nobody):
-        await make(nobody).open()
+async def test_a_run_does_not_begin_if_all_engines_are_away_or_one_serves_something_else(
+    make, live
+):
+    unused = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    with pytest.raises(EngineUnavailable, match=unused):
+        await make(unused).open()
     with pytest.raises(
-        ConfigError, match=r"(?s)serves something else.*dtype float32.*dtype bfloat16"
+        ConfigError, match=r"(?s)has another model or other settings.*dtype float32.*dtype bfloat16"
     ):
-        await make(live.server.url, nobody, dtype="bfloat16").open()
+        await make(live.server.url, unused, dtype="bfloat16").open()

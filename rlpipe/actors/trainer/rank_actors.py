@@ -1,0 +1,278 @@
+"""Ray actors of the trainer: ranks of the policy, and ranks of a critic that has its own.
+
+`TrainerRank` adds to `Rank`: scoring of batches, reference and teacher, weights for the engines.
+`CriticRank` gets the same calls except those about engines, and works at the same time: values
+while the policy scores, optimizer steps while the policy takes its own. Its part of a checkpoint is
+in the subfolder `critic`.
+
+Entry point: `rank_actor`, the class and arguments of a rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlpipe.actors.trainer.first_weights import check_first_weights
+from rlpipe.actors.trainer.pushing import Pusher
+from rlpipe.actors.trainer.rank import Address, Rank, collective
+from rlpipe.actors.trainer.scoring import critic_metrics, score_batch, with_teacher_server_scores
+from rlpipe.actors.trainer.trainer_spec import TrainerSpec
+from rlpipe.batch.build import with_advantages
+from rlpipe.batch.files import read_batch, write_batch
+from rlpipe.batch.metrics import batch_metrics
+from rlpipe.config.megatron_hooks import MegatronHooks
+from rlpipe.config.model import ResourcesConfig
+from rlpipe.config.train import SyncConfig
+from rlpipe.engines.megatron import platform
+from rlpipe.engines.megatron.critic_exchange import ExchangeAddress
+from rlpipe.engines.megatron.engine import MegatronEngine
+from rlpipe.engines.megatron.memory import Part
+from rlpipe.engines.megatron.train.critic_engine import CriticEngine
+from rlpipe.lineage.states import Lineage
+from rlpipe.sync.probe import Probe, compare, mean_difference, spread
+from rlpipe.sync.transports.versions import Share
+from rlpipe.types import Stage
+
+
+class TrainerRank(Rank[MegatronEngine]):
+    """One rank of the policy, and of a critic that shares the policy's ranks."""
+
+    def __init__(self, rank: int, world_size: int, cwd: str) -> None:
+        super().__init__(rank, world_size, cwd)
+        self._reference_version = 0
+        self._pusher: Pusher | None = None
+        self._probe: Probe | None = None
+
+    @collective
+    def advantage(
+        self, *, key: str, before: str, version: int, **rows: Any
+    ) -> dict[str, Any] | None:
+        """Fix the batch, score it, estimate advantages, and write `data/advantage/<key>`.
+
+        `version`: the weight version held. `rows`: the rows, as arguments of `_batch`. Return
+        `{"files", "outputs", "seconds"}` on rank 0, None on the others.
+        """
+        start = time.perf_counter()
+        engine, spec = self._require(before)
+        supervised = spec.advantage.advantage_estimator == "none"
+        batch = self._batch(before=before, version=version, **rows)
+        with self._profiled("train_log_probs", version):
+            columns = batch.columns if supervised else score_batch(engine, batch.columns, spec)
+        if self.rank != 0:
+            return None
+        if not supervised:
+            scored = with_teacher_server_scores(columns, spec)
+            columns = with_advantages(batch, scored, spec.advantage, spec.hook_args)
+        record = write_batch(self._files, key, batch, columns)
+        outputs = {"groups": list(batch.groups), "dropped": batch.dropped, "samples": len(columns)}
+        if spec.advantage.reference:
+            outputs["reference_version"] = self._reference_version
+        if spec.critic is not None:
+            outputs["critic_only"] = version < spec.critic.num_critic_only_steps
+        outputs["metrics"] = batch_metrics(batch, columns) | critic_metrics(columns)
+        seconds = time.perf_counter() - start
+        return {"files": [record], "outputs": outputs, "seconds": seconds}
+
+    @collective
+    def push(
+        self,
+        *,
+        held: str,
+        engines: list[str],
+        stamp: str,
+        sync: SyncConfig,
+        places: dict[str, list[int]] | None = None,
+    ) -> dict[str, Any]:
+        """Send the held weights to the engines. Rank 0 sends, all ranks gather.
+
+        `stamp`: weight version that engines report afterwards. `places`: for each engine on the
+        trainer's GPUs, by URL, the trainer ranks there in the order of the engine's own ranks.
+        Return `{"bytes", "seconds", "unknown"}`; `unknown` has the reason for each engine, by URL,
+        that did not get the weights. Raises: SyncError on rank 0 if no engine got them.
+        """
+        start = time.perf_counter()
+        engine, spec = self._require(held)
+        report = self._pusher_of(engine, spec).push(engines, stamp, sync, places or {})
+        return {**report, "seconds": time.perf_counter() - start}
+
+    def remembers(self) -> str | None:
+        """Return the stamp of the weights that this rank can write a delta against, or None."""
+        return self._pusher.remembered if self._pusher else None
+
+    @collective
+    def write(self, *, held: str, stamp: str, base: str | None, sync: SyncConfig) -> Share:
+        """Write this rank's share of the held weights as files: all weights, or a delta to `base`.
+
+        Raises: as `Pusher.write`.
+        """
+        engine, spec = self._require(held)
+        return self._pusher_of(engine, spec).write(stamp, base, sync)
+
+    def _pusher_of(self, engine: MegatronEngine, spec: TrainerSpec) -> Pusher:
+        if self._pusher is None:
+            self._pusher = Pusher(engine, spec, rank=self.rank, world_size=self.world_size)
+        return self._pusher
+
+    @collective
+    def probe(self, *, held: str, batch: str, samples: int) -> None:
+        """Score `samples` samples of a batch node with the held weights, for `compare`."""
+        engine, spec = self._require(held)
+        columns = read_batch(self._files, self._nodes.get(Stage.ADVANTAGE, batch))
+        chosen = columns.select(spread(len(columns), samples))
+        log_probs = engine.score(chosen, temperature=1.0)
+        # Score again one by one and in reverse order: differences due to packing are noise.
+        backward = np.arange(len(chosen))[::-1]
+        alone = engine.score(chosen.select(backward), temperature=1.0, max_tokens=1)
+        again = np.concatenate(chosen.select(backward).split(alone)[::-1])
+        update = None
+        if chosen.proximal_log_probs is not None:
+            # Score as the advantage stage did: at the rollout's temperature, with its routing.
+            replay = spec.train.use_rollout_routing_replay
+            after = engine.score(chosen, max_tokens=1, replay=replay)
+            update = chosen.proximal_log_probs - after
+        self._probe = Probe(chosen, log_probs, mean_difference(log_probs, again), update)
+
+    @collective
+    def compare(self, *, engines: list[str], timeout_s: float) -> list[dict[str, Any]] | None:
+        """Let engines score the samples of `probe`, without using the trainer's model.
+
+        Return an `Agreement` of each engine as a dict on rank 0, None on the others. Raises:
+        EngineError, DeadlineExceeded.
+        """
+        assert self._probe is not None, "probe first"
+        if self.rank > 0:
+            return None
+        return compare(self._probe, engines, timeout_s, at_once=platform.CUDA_FOUND)
+
+    @collective
+    def occupy(self, parts: Sequence[Part]) -> dict[str, float]:
+        """Keep these parts in GPU memory, as `MegatronEngine.occupy`; {} before the set-up."""
+        return {} if self._engine is None else self._engine.occupy(parts)
+
+    def close(self) -> None:
+        """Leave all process groups, also those with engines. The actor can be set up again."""
+        if self._pusher is not None:
+            self._pusher.close()
+        self._pusher = None
+        super().close()
+
+    def _create_engine(
+        self, spec: TrainerSpec, master: Address, critic_exchange: Address | None
+    ) -> MegatronEngine:
+        exchange = None
+        if critic_exchange:
+            exchange = ExchangeAddress(
+                critic_exchange, spec.world_size, spec.critic_ranks, spec.exchange_timeout_s
+            )
+        return MegatronEngine(
+            spec.model_dir,
+            spec.model,
+            spec.train,
+            rollout_temperature=spec.rollout_temperature,
+            total_optimizer_steps=spec.total_optimizer_steps,
+            rank=self.rank,
+            world_size=self.world_size,
+            master=master,
+            threads=spec.threads,
+            deterministic=spec.deterministic,
+            critic=spec.critic if critic_exchange is None else None,
+            critic_optimizer_steps=spec.critic_optimizer_steps,
+            critic_exchange=exchange,
+            teacher_dir=spec.teacher.opd_teacher_load if spec.teacher else None,
+            hooks=MegatronHooks(spec.train, spec.hook_args),
+        )
+
+    def _load_reference(self, lineage: Lineage) -> None:
+        engine, spec = self._ready()
+        if spec.advantage.reference:
+            refreshed = lineage.reference
+            init = self._nodes.get(Stage.INIT, lineage.init)
+            checkpoint = refreshed.checkpoint if refreshed else init.parents.get("start_from")
+            if checkpoint:
+                engine.load_reference(self._fetched(Stage.CHECKPOINT, checkpoint))
+            else:
+                engine.load_hf()
+                check_first_weights(init, spec, "weights_digest", engine.weights_digest())
+                engine.keep_reference()
+            self._reference_version = refreshed.version if refreshed else 0
+
+    def _weights_outputs(self) -> dict[str, str]:
+        engine, _ = self._ready()
+        return {"weights_digest": engine.weights_digest()}
+
+    def _refresh_reference(self, version: int) -> None:
+        engine, spec = self._ready()
+        interval = spec.ref_update_interval
+        if spec.advantage.reference and (version == 0 or (interval and version % interval == 0)):
+            engine.keep_reference()
+            self._reference_version = version
+
+
+class CriticRank(Rank[CriticEngine]):
+    """One rank of a critic that has ranks of its own."""
+
+    critic = True
+
+    def __init__(self, rank: int, world_size: int, policy_ranks: int, cwd: str) -> None:
+        super().__init__(rank, world_size, cwd, policy_ranks=policy_ranks)
+
+    @collective
+    def advantage(self, *, key: str, before: str, version: int, **rows: Any) -> None:
+        """Send the values of the batch to the policy's ranks, which write the node `key`.
+
+        Arguments as `TrainerRank.advantage`.
+        """
+        engine, spec = self._require(before)
+        batch = self._batch(before=before, version=version, **rows)
+        with self._profiled("train_log_probs", version):
+            engine.values(batch.columns, max_tokens=spec.advantage.log_probs_max_tokens_per_gpu)
+
+    def _create_engine(
+        self, spec: TrainerSpec, master: Address, critic_exchange: Address | None
+    ) -> CriticEngine:
+        assert spec.critic is not None and critic_exchange is not None, (
+            "a critic's rank without a critic"
+        )
+        return CriticEngine(
+            spec.critic,
+            spec.model_dir,
+            spec.model,
+            spec.train,
+            optimizer_steps=spec.critic_optimizer_steps,
+            rank=self.rank,
+            world_size=self.world_size,
+            master=master,
+            critic_exchange=ExchangeAddress(
+                critic_exchange, spec.world_size, spec.critic_ranks, spec.exchange_timeout_s
+            ),
+            threads=spec.threads,
+            deterministic=spec.deterministic,
+            hooks=MegatronHooks(spec.train, spec.hook_args),
+        )
+
+    def _load_reference(self, lineage: Lineage) -> None:
+        """Do nothing: the policy's ranks hold the reference."""
+
+    def _refresh_reference(self, version: int) -> None:
+        """Do nothing: the policy's ranks hold the reference."""
+
+    def _checkpoint_prefix(self, prefix: str) -> str:
+        return f"{prefix}/critic"
+
+
+def rank_actor(
+    number: int, resources: ResourcesConfig, cwd: str
+) -> tuple[type[TrainerRank | CriticRank], tuple[Any, ...]]:
+    """Return the actor class of a rank, and the arguments to start it with.
+
+    Numbers of the critic's own ranks follow those of the policy.
+    """
+    policy_ranks = resources.trainer_ranks
+    if number < policy_ranks:
+        return TrainerRank, (number, policy_ranks, cwd)
+    rank = number - policy_ranks
+    return CriticRank, (rank, resources.critic_ranks, policy_ranks, cwd)
