@@ -1,2 +1,4 @@
-"""SGLang: the server process, the router, the admin client of one engine. The only place that
-imports sglang."""
+"""SGLang: server process, router, and control client of one engine.
+
+Only this package imports sglang.
+"""

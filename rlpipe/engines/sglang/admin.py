@@ -1,8 +1,7 @@
-"""`Engine`: everything that is said to one SGLang server except to sample. Addressed directly: the
-router passes none of it on.
+"""`Engine`: client for the control endpoints of one SGLang server. `server_facts` for the record.
 
-SGLang 0.5.15 to 0.5.21 are told apart by what they answer, not by number: an endpoint that is not
-there answers 404. Not here: the order of calls that makes a weight push safe (`rlpipe.sync`).
+The calls go to the server directly: the router does not forward them. The client works with SGLang
+0.5.15 to 0.5.21. It detects a missing endpoint by status 404, not by version.
 """
 
 from __future__ import annotations
@@ -31,15 +30,33 @@ Answer = TypeVar("Answer")
 PauseMode = Literal["abort", "retract", "in_place"]
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 MEMORY_TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
-"""What an engine has on its GPU, by SGLang's names."""
+"""Kinds of GPU memory of an engine, by SGLang's names."""
+_FACTS = (
+    "device",
+    "dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "tp_size",
+    "nnodes",
+    "mem_fraction_static",
+    "max_total_num_tokens",
+    "max_total_tokens",
+    "chunked_prefill_size",
+    "sampling_backend",
+    "moe_runner_backend",
+    "enable_deterministic_inference",
+    "disable_cuda_graph",
+)
 
 
 class Engine:
-    """One engine's control interface. Methods raise EngineUnavailable, EngineRejected or
-    DeadlineExceeded, naming the engine."""
+    """Control client of one engine.
+
+    Methods raise EngineUnavailable, EngineRejected or DeadlineExceeded with the engine's URL.
+    """
 
     def __init__(self, url: str, *, deadline_s: float = 120.0) -> None:
-        """`deadline_s` is for each call."""
+        """`deadline_s`: deadline of each call."""
         self.url = url.rstrip("/")
         self.deadline_s = deadline_s
         self._http = httpx.AsyncClient(timeout=None, verify=certificates())
@@ -54,7 +71,7 @@ class Engine:
         await self._http.aclose()
 
     async def info(self) -> dict[str, Any]:
-        """What it serves: `model_path`, `weight_version` … It answers while paused too."""
+        """Return the served model: `model_path`, `weight_version` and more. Works while paused."""
         try:
             return await self._ask("GET", "/model_info", read=dict)
         except EngineRejected as error:
@@ -63,11 +80,11 @@ class Engine:
             return await self._ask("GET", "/get_model_info", read=dict)
 
     async def server_info(self) -> dict[str, Any]:
-        """What it was started with and what came of it, SGLang's version among it."""
+        """Return the server's arguments, its derived settings and SGLang's version."""
         return await self._ask("GET", "/server_info", read=dict)
 
     async def weight_version(self) -> str:
-        """The stamp of the last push, or the one it was started with."""
+        """Return the stamp of the last push, or the stamp that the server was started with."""
         version = (await self.info()).get("weight_version")
         if version is None:
             version = await self._ask(
@@ -76,39 +93,42 @@ class Engine:
         return str(version)
 
     async def health(self) -> None:
-        """Returns if it could generate one token just now. It does not answer while it is
-        paused."""
+        """Generate one token. Raises if that fails. A paused server does not answer."""
         await self._call("GET", "/health_generate")
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        """Sample nothing until `continue_`; new requests wait inside.
+        """Stop sampling until `continue_`. New requests wait in the server.
 
-        What is in flight: `abort` returns it with what it has (about 1 s if there is any); the
-        others hold it. Weights may change under `abort` and `retract`: the cache can be flushed and
-        is computed anew. Under `in_place` it cannot: what is in flight goes on with keys and values
-        of the old weights, and so does, through the prefix cache, every later request with a prompt
-        it has seen, under the new weights' name (measured on 0.5.21: log-probs off by 6.5 and 4.7).
+        `mode` decides about requests in flight. `abort` returns them with their tokens so far,
+        which takes about 1 s if there are any. `retract` and `in_place` keep them.
+
+        Weights may change under `abort` and `retract`: the cache can be flushed and is computed
+        again. Under `in_place` the cache stays. Requests in flight then continue with keys and
+        values of the old weights. So does, through the prefix cache, every later request with a
+        known prompt, under the new weights' name. Measured on 0.5.21: log-probs differ by 6.5 and
+        4.7 nats.
         """
         await self._call("POST", "/pause_generation", {"mode": mode})
 
     async def require_spans(self) -> None:
-        """Returns if its answers say which weights sampled which token, as requests that live
-        through a push need it.
+        """Require that answers name the weights of each token. Samples one token.
 
-        It samples one token. Raises: EngineError naming the setting if they do not: SGLang before
-        0.5.21.
+        Requests that continue over a push need this. Raises: EngineError with the setting to change
+        for SGLang before 0.5.21.
         """
         body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
-        meta = await self._ask("POST", "/generate", body, read=lambda said: dict(said["meta_info"]))
+        meta = await self._ask(
+            "POST", "/generate", body, read=lambda answer: dict(answer["meta_info"])
+        )
         if not meta.get("weight_versions"):
             raise no_spans(f"engine {self.url}")
 
     async def continue_(self) -> None:
+        """Sample again after `pause`."""
         await self._call("POST", "/continue_generation", {})
 
     async def flush(self) -> None:
-        """Empty the prefix cache, which belongs to the weights that filled it; waits until no
-        request holds it."""
+        """Empty the prefix cache. Waits until no request uses it."""
         end_s = time.monotonic() + self.deadline_s
         while True:
             try:
@@ -125,12 +145,14 @@ class Engine:
             await asyncio.sleep(_POLL_S)
 
     async def abort_all(self) -> None:
-        """End every request; each returns what it has."""
+        """End every request. Each returns its tokens so far."""
         await self._call("POST", "/abort_request", {"rid": "", "abort_all": True})
 
     async def begin_weight_update(self) -> bool:
-        """Open an update; ends one that a failed push has left open. False if this version of
-        SGLang has no such thing."""
+        """Open a weight update. Ends an update that a failed push left open.
+
+        Returns False if this version of SGLang does not have the endpoint.
+        """
         try:
             await self._call("POST", "/begin_weight_update", {})
         except EngineRejected as error:
@@ -143,6 +165,7 @@ class Engine:
         return True
 
     async def end_weight_update(self) -> None:
+        """Close a weight update. The server then builds what it derives from its weights."""
         await self._call("POST", "/end_weight_update", {})
 
     async def update_from_tensors(
@@ -153,11 +176,11 @@ class Engine:
         flush_cache: bool,
         flattened: bool = False,
     ) -> None:
-        """Load one bucket: one entry per tensor parallel rank, each the pickle of [(name, tensor)],
-        or as `handles` makes it.
+        """Load one bucket.
 
-        `weight_version` belongs to the last bucket only. A wrong name is ignored and a wrong shape
-        ends the engine, so both are the caller's to check.
+        `serialized` has one entry for each tensor parallel rank: the pickle of [(name, tensor)], or
+        a handle to a flat bucket (`flattened`). Set `weight_version` with the last bucket only. The
+        caller checks names and shapes: SGLang ignores a wrong name and crashes on a wrong shape.
         """
         body: dict[str, Any] = {
             "serialized_named_tensors": [base64.b64encode(item).decode() for item in serialized],
@@ -172,11 +195,11 @@ class Engine:
     async def join_group(
         self, name: str, *, address: str, port: int, first_rank: int, world_size: int, backend: str
     ) -> None:
-        """Have its ranks join a process group, as `first_rank` and following, with one that waits
-        at `address`.
+        """Have the engine's ranks join a process group, from `first_rank` on.
 
-        One of that name which another process has left behind in it ends first.
+        Its store listens at `address` and `port`.
         """
+        # A trainer that died leaves a group of the same name in the engine.
         await self.leave_group(name)
         body = {
             "master_address": address,
@@ -189,7 +212,7 @@ class Engine:
         )
 
     async def leave_group(self, name: str) -> None:
-        """Have its ranks leave a process group, if they are in it."""
+        """Have the engine's ranks leave a process group. No error if they are in none."""
         try:
             await self._call("POST", "/destroy_weights_update_group", {"group_name": name})
         except EngineRejected as error:
@@ -204,11 +227,10 @@ class Engine:
         weight_version: str | None,
         flush_cache: bool,
     ) -> None:
-        """Load one bucket that is broadcast to the group as one tensor of bytes: name, dtype
-        (torch's word) and shape of each.
+        """Load one bucket that the group broadcasts as one tensor of bytes.
 
-        It answers once it has received and loaded it, and waits for the broadcast for as long as
-        that takes. For `weight_version`, names and shapes see `update_from_tensors`.
+        `tensors`: name, dtype (torch's name) and shape of each. The server answers after the load,
+        and waits for the broadcast without a deadline. Otherwise as `update_from_tensors`.
         """
         names, dtypes, shapes = zip(*tensors, strict=True)
         body: dict[str, Any] = {
@@ -224,24 +246,23 @@ class Engine:
         await self._call("POST", "/update_weights_from_distributed", body)
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Give up this GPU memory. It must be paused and flushed: with a request at work the server
-        ends.
+        """Release GPU memory. The server must be paused and flushed.
 
-        What is given up twice, or taken back without, ends it too: the caller remembers. Without
-        `enable_memory_saver` (or CUDA) it answers and keeps everything.
+        The server crashes if a request runs, if memory is released twice, or if it is resumed
+        without a release. Without `enable_memory_saver` or CUDA the call does nothing.
         """
         await self._call("POST", "/release_memory_occupation", {"tags": list(tags)})
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Take it back. Weights are not what they were: push some."""
+        """Allocate released GPU memory again. Its weights are undefined until the next push."""
         await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)})
 
     async def update_from_disk(self, directory: str, *, weight_version: str) -> None:
-        """Load all weights from the safetensors files of a directory on its machine; needs no begin
-        and no end.
+        """Load all weights from the safetensors files of a directory on the engine's machine.
 
-        A tensor that is not there keeps its old weights. Files that cannot be read end the engine:
-        SGLang 0.5.21 means to go back to the old weights, but reads the same files again.
+        Works without `begin_weight_update`. A tensor without a file keeps its old weights. Files
+        that cannot be read crash the engine: SGLang 0.5.21 tries to restore the old weights, but
+        reads the same files again.
         """
         await self._call(
             "POST",
@@ -250,17 +271,17 @@ class Engine:
         )
 
     async def check_weights(self, action: Literal["snapshot", "reset_tensors", "compare"]) -> None:
-        """Remember what it holds; fill it with random numbers; compare it with what is remembered,
-        and forget that.
+        """Copy the weights; overwrite them with random numbers; or compare them with the copy.
 
-        Raises: EngineRejected naming the tensors that differ, or if this version of SGLang has no
-        such thing.
+        `compare` deletes the copy. Raises: EngineRejected with the tensors that differ, or if this
+        version of SGLang does not have the endpoint.
         """
         await self._call("POST", "/weights_checker", {"action": action})
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probability of each token but the first, given those before it, at temperature 1.
-        Token ids are not checked here.
+        """Return the log-probability of each token except the first, at temperature 1.
+
+        Token ids are not checked.
 
         Shapes: sequences [N][T_i]; returns [N][T_i - 1].
         """
@@ -280,8 +301,10 @@ class Engine:
         *,
         read: Callable[[Any], Answer],
     ) -> Answer:
-        """What `read` makes of the JSON of an answer. Raises also: EngineRejected if there is none,
-        or another than it reads."""
+        """Call an endpoint and return `read(JSON of the answer)`.
+
+        Raises also: EngineRejected if the answer is no JSON, or not what `read` expects.
+        """
         answer = await self._call(method, path, body)
         try:
             return read(answer.json())
@@ -294,7 +317,7 @@ class Engine:
             RecursionError,
         ) as error:
             raise EngineRejected(
-                "its answer cannot be read",
+                "the engine's answer cannot be read",
                 where=f"engine {self.url} {path}",
                 found=f"{answer.text[:_SHOWN_CHARACTERS]} ({error!r})",
             ) from error
@@ -312,14 +335,37 @@ class Engine:
         )
         if "json" in answer.headers.get("content-type", ""):
             with suppress(ValueError, RecursionError):
-                said = answer.json()
-                if isinstance(said, dict) and said.get("success") is False:
+                # SGLang answers some failures with status 200.
+                content = answer.json()
+                if isinstance(content, dict) and content.get("success") is False:
                     raise EngineRejected(
-                        "it failed",
+                        "the request failed in the engine",
                         where=f"engine {self.url} {path}",
-                        found=said.get("message", said),
+                        found=content.get("message", content),
                     )
         return answer
+
+
+def server_facts(info: dict[str, Any]) -> dict[str, Any]:
+    """Return name → value of settings in `/server_info` that describe how a server computes.
+
+    For the record only. Values that this release of SGLang does not report are left out.
+    """
+    attention = info.get("attention_backend")
+    by_phase = {
+        phase: info.get(f"{phase}_attention_backend") or attention
+        for phase in ("prefill", "decode")
+    }
+    backends = set(by_phase.values())
+    if len(backends) > 1:
+        attention = ", ".join(f"{phase}: {backend}" for phase, backend in by_phase.items())
+    else:
+        attention = backends.pop()
+    return {
+        "sglang": info.get("version"),
+        "attention": attention,
+        **{name: info[name] for name in _FACTS if info.get(name) is not None},
+    }
 
 
 def _scores(sequences: Sequence[Sequence[int]], rows: list[dict[str, Any]]) -> list[list[float]]:
@@ -327,7 +373,7 @@ def _scores(sequences: Sequence[Sequence[int]], rows: list[dict[str, Any]]) -> l
         [float(pair[0]) for pair in row["meta_info"]["input_token_logprobs"][1:]] for row in rows
     ]
     if [len(row) + 1 for row in scores] != [len(sequence) for sequence in sequences]:
-        raise ValueError("not a log-probability for each token but the first")
+        raise ValueError("the answer has another number of log-probabilities than tokens - 1")
     if not all(map(math.isfinite, chain.from_iterable(scores))):
         raise ValueError("a log-probability is not finite")
     return scores

@@ -1,10 +1,9 @@
 """Batched attention over SGLang's paged cache for CPUs.
 
-SGLang's `torch_native` backend runs one `scaled_dot_product_attention` per request and layer; with
-a small model and hundreds of short requests that loop is most of the time. Here requests of like
-length are padded together and take one call. Installed through SGLang's own hook registry (see
-`cpu_launch`); what it does not cover (sliding windows, cross attention, encoders) goes to SGLang's
-function unchanged. Not for CUDA, which has real kernels.
+SGLang's `torch_native` backend runs one `scaled_dot_product_attention` per request and layer. With
+a small model and hundreds of short requests that loop takes most of the time. `decode` and `extend`
+pad requests of similar length to one call. `cpu_launch` installs them through SGLang's hook
+registry. Sliding windows, cross attention and encoders go to SGLang's function unchanged.
 
 B requests, E new tokens of a request (padded), M tokens in its cache (padded), H query heads, K
 key-value heads, D head size.
@@ -19,21 +18,23 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 _PADDED_TOKENS = 65536
-"""Most cached tokens gathered at once (B·M): bounds the copies of keys and values."""
+"""Maximum of cached tokens gathered at once (B·M). Bounds the copies of keys and values."""
 _PADDED_SCORES = 16_000_000
-"""Most attention scores at once (B·E·M): bounds the mask."""
+"""Maximum of attention scores at once (B·E·M). Bounds the mask."""
 
 _KNOWN = {"scaling", "enable_gqa", "causal", "is_cross_attn", "sliding_window_size"}
-"""Options understood here; with any other, SGLang's function runs."""
+"""Options of the batched kernel. With any other option SGLang's function runs."""
 
 
 def decode(
     original: Callable[..., Any], backend: Any, *tensors: Any, **options: Any
 ) -> torch.Tensor:
-    """One new token per request. Around SGLang's `_run_sdpa_forward_decode`: same arguments, effect
-    and result."""
+    """Compute one new token per request.
+
+    Replaces SGLang's `_run_sdpa_forward_decode` with the same arguments, effect and result.
+    """
     query, output, k_cache, v_cache, req_to_token, requests, totals, encoder = tensors
-    if not _covered(encoder, options):
+    if not _is_covered(encoder, options):
         return original(backend, *tensors, **options)
     news = torch.ones_like(totals)
     _attend(
@@ -54,12 +55,14 @@ def decode(
 def extend(
     original: Callable[..., Any], backend: Any, *tensors: Any, **options: Any
 ) -> torch.Tensor:
-    """Several new tokens per request after a cached prefix. Around SGLang's
-    `_run_sdpa_forward_extend`, likewise."""
+    """Compute several new tokens per request after a cached prefix.
+
+    Replaces SGLang's `_run_sdpa_forward_extend` with the same arguments, effect and result.
+    """
     query, output, k_cache, v_cache, req_to_token, requests, totals, prefixes, news, encoder = (
         tensors
     )
-    if not options["causal"] or not _covered(encoder, options):
+    if not options["causal"] or not _is_covered(encoder, options):
         return original(backend, *tensors, **options)
     _attend(
         query,
@@ -76,7 +79,7 @@ def extend(
     return output
 
 
-def _covered(encoder_lens: Any, options: dict[str, Any]) -> bool:
+def _is_covered(encoder_lens: Any, options: dict[str, Any]) -> bool:
     window = options.get("sliding_window_size")
     return (
         encoder_lens is None
@@ -94,7 +97,7 @@ def _attend(
     Shapes: query and output [ΣE, H, D]; caches [slots, K, D]; requests, totals, prefixes, news [B].
     """
     starts = torch.cumsum(news, 0) - news
-    for part in _alike(totals, news):
+    for part in _similar_lengths(totals, news):
         total = totals[part]
         prefix = prefixes[part]
         new = news[part]
@@ -108,13 +111,18 @@ def _attend(
             req_to_token[requests[part], :length].long().masked_fill(position >= total[:, None], 0)
         )
         visible = position <= (prefix[:, None] + step)[:, :, None]
-        answer = _padded(query[rows], k_cache[slots], v_cache[slots], visible[:, None], scaling)
+        answer = _padded_attention(
+            query[rows], k_cache[slots], v_cache[slots], visible[:, None], scaling
+        )
         output[rows[real]] = answer[real].to(output.dtype)
 
 
-def _padded(query, keys, values, visible, scaling):
-    """Shapes: query [B, E, H, D]; keys, values [B, M, K, D]; visible [B, 1, E, M] bool; returns [B,
-    E, H, D]."""
+def _padded_attention(query, keys, values, visible, scaling):
+    """Compute attention of padded requests.
+
+    Shapes: query [B, E, H, D]; keys, values [B, M, K, D]; visible [B, 1, E, M] bool; returns
+    [B, E, H, D].
+    """
     batch, width, heads, size = query.shape
     key_heads = keys.shape[2]
     value_size = values.shape[3]
@@ -135,9 +143,11 @@ def _padded(query, keys, values, visible, scaling):
     return answer.reshape(batch, width, heads, value_size)
 
 
-def _alike(totals, news) -> Iterator[torch.Tensor]:
-    """Indices of requests to run together: at most twice as much padding as content, and within the
-    memory bounds."""
+def _similar_lengths(totals, news) -> Iterator[torch.Tensor]:
+    """Yield indices of requests to run together.
+
+    Padding is at most twice the content, and the memory bounds hold.
+    """
     order = sorted(zip(totals.tolist(), news.tolist(), range(len(totals)), strict=True))
     part: list[int] = []
     shortest = widest = 0

@@ -1,26 +1,24 @@
-"""Run an unmodified SGLang server on a machine without CUDA: `python -m
-rlpipe.engines.sglang.cpu_launch ARGUMENTS`.
+"""Run an unmodified SGLang server on a machine without CUDA.
 
-The arguments are SGLang's own. Six gaps are filled, and a start is halved, none of it by editing
-SGLang:
+    python -m rlpipe.engines.sglang.cpu_launch ARGUMENTS
 
-1. `SGLANG_USE_CPU_ENGINE=1` selects SGLang's own CPU platform, which falls back to pure PyTorch
-   layers without AMX.
-2. `sgl_kernel` exists on PyPI for CUDA only. SGLang's CPU path imports a few names of it; all but
-   one of them serve speculative decoding and raise here when called.
-3. `torchvision` is imported for image processors only, and its PyPI wheel cannot live beside a CPU
-   torch: where it is absent, an empty stand-in takes its place, in the server's own processes.
-4. The `torch_native` attention backend runs one request at a time; SGLang's hook registry puts
-   `cpu_attention` in its place.
-5. `/weights_checker` compares weights on a CUDA device; the same registry has it compare them where
-   they are.
-6. `--enable-return-routed-experts` keeps them in memory that it registers with CUDA; the same
-   registry leaves that out.
-7. SGLang's processes are forked from the first one, which has imported everything: each would else
-   do so again, for 7 s. Where CUDA is, a process may have used it, and its children could not then.
+The arguments are SGLang's own. This module fills six gaps of SGLang's CPU support and halves the
+start-up time:
 
-All but the last happens at import, because what SGLang spawns all the same imports this main module
-again. Not here: anything for CUDA (see `launch`).
+1. `SGLANG_USE_CPU_ENGINE=1` selects SGLang's own CPU platform. Without AMX it uses PyTorch layers.
+2. `sgl_kernel` is on PyPI for CUDA only. SGLang's CPU path imports a few of its names. All but one
+   serve speculative decoding, and raise here when called.
+3. SGLang imports `torchvision` for image processors. Its PyPI wheel does not work with a CPU torch,
+   so an empty stand-in replaces a missing one, in the server's processes only.
+4. The `torch_native` attention backend runs one request at a time. SGLang's hook registry replaces
+   it by `cpu_attention`.
+5. `/weights_checker` compares weights on a CUDA device. A hook compares them on the CPU.
+6. `--enable-return-routed-experts` registers its memory with CUDA. A hook skips that.
+7. SGLang's processes are forked from the first one, which has imported everything. A spawned
+   process repeats the imports, for 7 s. With CUDA a fork is not possible: a child cannot use CUDA
+   if its parent has.
+
+All but the last happen at import: processes that SGLang spawns import this main module again.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ def _assign_req_to_token_pool_cpu(requests, req_to_token, starts, ends, location
         position += end - start
 
 
-def _absent(name: str):
+def _missing_operator(name: str):
     def operator(*_arguments, **_keywords):
         raise NotImplementedError(f"sgl_kernel.{name} is not available without CUDA or AMX")
 
@@ -67,22 +65,22 @@ def _absent(name: str):
     return operator
 
 
-class _Anything(type):
+class _AnyAttribute(type):
     def __getattr__(cls, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
         return cls
 
 
-class _Nothing(metaclass=_Anything):
-    """Stands for any class, constant or function of an absent package."""
+class _MissingName(metaclass=_AnyAttribute):
+    """Stand-in for any class, constant or function of a missing package."""
 
     def __init__(self, *_arguments, **_keywords) -> None:
         raise NotImplementedError("a stand-in for a package that is not installed")
 
 
 class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """An importable, empty package with every submodule anyone asks for."""
+    """An empty package that has every submodule."""
 
     def __init__(self, package: str) -> None:
         self.package = package
@@ -102,7 +100,7 @@ class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def _attribute(name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Nothing
+        return _MissingName
 
 
 def _kernel_stand_in() -> types.ModuleType:
@@ -110,47 +108,47 @@ def _kernel_stand_in() -> types.ModuleType:
     module.__path__ = []
     module.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None, is_package=True)
     module.__dict__["assign_req_to_token_pool_cpu"] = _assign_req_to_token_pool_cpu
-    module.__dict__.update({name: _absent(name) for name in _SPECULATIVE_ONLY})
+    module.__dict__.update({name: _missing_operator(name) for name in _SPECULATIVE_ONLY})
     return module
 
 
 def install() -> None:
-    """Put the stand-ins in place; must run before sglang is imported. Calling it again changes
-    nothing."""
+    """Install the stand-ins. Call it before importing sglang. Calling it twice is allowed."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     sys.modules.setdefault("sgl_kernel", _kernel_stand_in())
-    standing = any(isinstance(finder, _StandIn) for finder in sys.meta_path)
-    if not standing and importlib.util.find_spec("torchvision") is None:
+    is_installed = any(isinstance(finder, _StandIn) for finder in sys.meta_path)
+    if not is_installed and importlib.util.find_spec("torchvision") is None:
         sys.meta_path.append(_StandIn("torchvision"))
 
 
-def _weights_where_they_are(_original, weight):
-    """One chunk of a weight that is not quantised, to be compared exactly."""
+def _whole_weight(_original, weight):
+    """Yield an unquantized weight as one chunk, for an exact comparison on the CPU."""
     yield weight.tensor.reshape(-1), None
 
 
-def _memory_as_it_is(_original, _buffer, _granularity=None) -> None:
-    """Memory that no device copies from needs no page-lock."""
+def _skip_page_lock(_original, _buffer, _granularity=None) -> None:
+    """Do not page-lock memory: no device copies from it."""
 
 
-def _fork_while_alone(original, arguments):
-    """SGLang has just made its settings, the kind of its processes among them, and is about to
-    start them. Forking a process of several threads could leave a lock held for good in the child,
-    so that one goes on spawning; so does one whose processes start more of them (data parallelism),
-    or have to begin on a NUMA node."""
-    found = original(arguments)
+def _fork_single_threaded(original, arguments):
+    """Make SGLang fork its processes if that is safe.
+
+    Runs around the function that sets the start method, right before SGLang starts its processes.
+    """
+    settings = original(arguments)
+    # A fork of a process with threads can leave a lock held for ever in the child. Processes that
+    # start others (data parallelism) or begin on a NUMA node must be spawned.
     if (
         arguments.dp_size == 1
         and arguments.numa_node is None
         and psutil.Process().num_threads() == 1
     ):
         multiprocessing.set_start_method("fork", force=True)
-    return found
+    return settings
 
 
 def hook() -> None:
-    """Register what replaces SGLang's own; it takes effect when SGLang loads its plugins, in every
-    process."""
+    """Register the hooks of every process. They take effect when SGLang loads its plugins."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from rlpipe.engines.sglang import cpu_attention
@@ -163,17 +161,17 @@ def hook() -> None:
         f"{backend}._run_sdpa_forward_extend", cpu_attention.extend, HookType.AROUND
     )
     weights = "sglang.srt.utils.weight_checker_comparator.RawComparable"
-    HookRegistry.register(f"{weights}.iter_chunks", _weights_where_they_are, HookType.AROUND)
+    HookRegistry.register(f"{weights}.iter_chunks", _whole_weight, HookType.AROUND)
     host_memory = "sglang.srt.mem_cache.pool_host.common"
-    HookRegistry.register(f"{host_memory}._cuda_host_register", _memory_as_it_is, HookType.AROUND)
+    HookRegistry.register(f"{host_memory}._cuda_host_register", _skip_page_lock, HookType.AROUND)
 
 
 def hook_start() -> None:
-    """The same, of the process that starts the others."""
+    """Register the hook of the process that starts the others."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(
-        "sglang.srt.entrypoints.engine._set_envs_and_config", _fork_while_alone, HookType.AROUND
+        "sglang.srt.entrypoints.engine._set_envs_and_config", _fork_single_threaded, HookType.AROUND
     )
 
 

@@ -1,11 +1,8 @@
-"""`ExternalServer` and `ExternalRouter`: what others start and end, used like `Server` and
-`Router`.
+"""`ExternalServer` and `ExternalRouter`: processes that other people start and stop.
 
-A server is asked what it serves before it is given weights: it would ignore tensors of another
-name, and end at one of another shape. It is asked anew each time it has been away. Nothing here
-starts, restarts or ends a process.
-
-Not here: which weights it holds (`admin`), when it is left out (the fleet).
+They have the interface of `Server` and `Router`, but never start or stop a process. Before a server
+gets weights, and after each time it was away, its model and settings are checked: SGLang ignores
+tensors of another name and crashes on another shape.
 """
 
 from __future__ import annotations
@@ -25,9 +22,9 @@ from rlpipe.errors import ConfigError, EngineUnavailable, ResourceError
 from rlpipe.rollout.client.http import fetch
 
 LOOK_S = 10.0
-"""A server that does not say in so many seconds what it serves is away."""
+"""A server that does not answer within this time counts as away."""
 OLDEST = (0, 5, 15)
-"""Release of SGLang: older ones have other endpoints."""
+"""Oldest supported release of SGLang. Earlier ones have other endpoints."""
 _POLL_S = 0.5
 _SIZES = (
     "hidden_size",
@@ -44,93 +41,100 @@ _TYPES = {"float": "float32", "half": "float16"}
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a server has to serve."""
+class ServerRequirements:
+    """Model and settings that a server must have."""
 
     model_dir: str
     dtype: str
     tensor_parallel_size: int
     quantization: str | None = None
     reads_text: bool = False
-    """As in `Server`, and so are the next two."""
+    """As the argument of `Server`; the next two as well."""
     names_experts: bool = False
     deterministic: bool = False
 
 
 class ExternalServer:
-    """One server at an address. `start()`, `alive`, `stop()`, `url`, `pid`."""
+    """A server at a URL."""
 
     pid = None
-    """Of a process that is not ours to name."""
+    """The process belongs to somebody else."""
 
-    def __init__(self, url: str, wanted: Wanted) -> None:
+    def __init__(self, url: str, required: ServerRequirements) -> None:
         self.url = url
-        self.wanted = wanted
-        self._met = False
+        self.required = required
+        self._checked = False
 
     @property
     def alive(self) -> bool:
-        """Does it answer, and has it since it was asked what it serves? Asks it: up to `LOOK_S`."""
-        self._met = self._met and _answer(f"{self.url}/model_info") is not None
-        return self._met
+        """True if the server has answered every time since the last check. Calls it: up to
+        `LOOK_S` seconds."""
+        self._checked = self._checked and _get(f"{self.url}/model_info") is not None
+        return self._checked
 
     def start(self) -> None:
-        """Ask it what it serves. Raises: EngineUnavailable if it does not answer; ConfigError
-        naming all that is wrong."""
-        model = _answer(f"{self.url}/model_info")
-        server = _answer(f"{self.url}/server_info")
+        """Check the server's model and settings.
+
+        Raises: EngineUnavailable if it does not answer; ConfigError with everything that differs.
+        """
+        model = _get(f"{self.url}/model_info")
+        server = _get(f"{self.url}/server_info")
         if model is None or server is None:
             raise EngineUnavailable(
                 "no answer from an external engine",
                 where=f"resources.external_engines: {self.url}",
-                expected=f"an SGLang server that answers /model_info and /server_info within {LOOK_S:g} s",
-                do="start it, or take its address out; once it answers it is taken in",
+                expected="an SGLang server that answers /model_info and /server_info within "
+                f"{LOOK_S:g} s",
+                do="start the server, or remove its address; it joins once it answers",
             )
-        if wrong := unfit(model, server, self.wanted):
+        if wrong := mismatches(model, server, self.required):
             raise ConfigError(
-                "an external engine serves something else",
+                "an external engine has another model or other settings",
                 where=f"resources.external_engines: {self.url}",
                 found="; ".join(f"{name} {found}" for name, (found, _) in wrong.items()),
                 expected="; ".join(f"{name} {expected}" for name, (_, expected) in wrong.items()),
-                do="start it with these arguments, or change the run's configuration",
+                do="start the server with these arguments, or change the run's configuration",
             )
-        self._met = True
+        self._checked = True
 
     def wait_ready(self, deadline_s: float) -> None:
-        """It is, once `start` has returned."""
+        """Return at once: a server is ready after `start`."""
 
     def stop(self) -> None:
-        """It is not ours to end: it is asked again before it is used again."""
-        self._met = False
+        """Require another check before the next use. The process keeps running."""
+        self._checked = False
 
 
-def unfit(
-    model: dict[str, Any], server: dict[str, Any], wanted: Wanted
+def mismatches(
+    model: dict[str, Any], server: dict[str, Any], required: ServerRequirements
 ) -> dict[str, tuple[Any, Any]]:
-    """What of `/model_info` and `/server_info` is not as it has to be: name → (found, expected)."""
-    ours = json.loads((Path(wanted.model_dir) / "config.json").read_text())
+    """Return name → (found, expected) of every setting that differs.
+
+    `model` and `server` are the answers of `/model_info` and `/server_info`.
+    """
+    own_config = json.loads((Path(required.model_dir) / "config.json").read_text())
     version = _release(server.get("version"))
-    own_dtype = str(ours.get("dtype") or ours.get("torch_dtype"))
+    own_dtype = str(own_config.get("dtype") or own_config.get("torch_dtype"))
     dtype = (
         own_dtype
         if server.get("dtype") == "auto"
         else _TYPES.get(server.get("dtype", ""), server.get("dtype"))
     )
     pairs = {
-        "architectures": (model.get("architectures"), ours.get("architectures")),
-        "dtype": (dtype, wanted.dtype),
-        "tp_size": (server.get("tp_size"), wanted.tensor_parallel_size),
+        "architectures": (model.get("architectures"), own_config.get("architectures")),
+        "dtype": (dtype, required.dtype),
+        "tp_size": (server.get("tp_size"), required.tensor_parallel_size),
         "dp_size": (server.get("dp_size", 1), 1),
         "pp_size": (server.get("pp_size", 1), 1),
         "disaggregation_mode": (server.get("disaggregation_mode", "null"), "null"),
-        "quantization": (server.get("quantization"), wanted.quantization),
-        **_sizes(model.get("model_path"), ours),
+        "quantization": (server.get("quantization"), required.quantization),
+        **_sizes(model.get("model_path"), own_config),
     }
     needed = {
-        "skip_tokenizer_init": (wanted.reads_text, False),
-        "enable_return_routed_experts": (wanted.names_experts, True),
+        "skip_tokenizer_init": (required.reads_text, False),
+        "enable_return_routed_experts": (required.names_experts, True),
         "enable_deterministic_inference": (
-            wanted.deterministic and server.get("device") == "cuda",
+            required.deterministic and server.get("device") == "cuda",
             True,
         ),
     }
@@ -145,30 +149,30 @@ def unfit(
     return wrong
 
 
-def _sizes(directory: str | None, ours: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Sizes of its model beside ours; {} if its directory lies where we cannot see it."""
+def _sizes(directory: str | None, own_config: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return (server's, own) sizes of the model; {} if the directory is on another machine."""
     try:
-        theirs = json.loads((Path(directory or "") / "config.json").read_text())
+        config = json.loads((Path(directory or "") / "config.json").read_text())
     except (OSError, ValueError):
         return {}
-    return {name: (theirs.get(name), ours[name]) for name in _SIZES if name in ours}
+    return {name: (config.get(name), own_config[name]) for name in _SIZES if name in own_config}
 
 
 def _release(version: Any) -> tuple[int, ...]:
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", str(version))
-    return tuple(map(int, found.groups())) if found else OLDEST
+    # A development build has no such number and passes.
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", str(version))
+    return tuple(map(int, match.groups())) if match else OLDEST
 
 
 class ExternalRouter(Routes):
-    """A router at an address. `start()`, `wait_ready(deadline_s)`, `stop()`, `alive`, and as
-    `Routes`."""
+    """A router at a URL."""
 
     port = None
 
     def __init__(self, url: str) -> None:
         self._url = url
         self.name = f"external router {url}"
-        self.do = "look at its log, or leave engine.router_url out"
+        self.do = "read the router's log, or remove engine.router_url"
 
     @property
     def url(self) -> str:
@@ -176,19 +180,19 @@ class ExternalRouter(Routes):
 
     @property
     def alive(self) -> bool:
-        """Does it answer?"""
-        return _answer(f"{self.url}/workers") is not None
+        """True if the router answers."""
+        return _get(f"{self.url}/workers") is not None
 
     def start(self) -> None:
-        """It has been."""
+        """Do nothing: the router runs already."""
 
     def wait_ready(self, deadline_s: float) -> None:
-        """Wait until it answers. Raises: EngineUnavailable."""
+        """Wait until the router answers. Raises: EngineUnavailable."""
         end_s = time.monotonic() + deadline_s
         while not self.alive:
             if time.monotonic() > end_s:
                 raise EngineUnavailable(
-                    "no answer",
+                    "the router does not answer",
                     where=f"engine.router_url: {self.url}",
                     expected=f"/workers within {deadline_s:g} s",
                     do=self.do,
@@ -196,27 +200,29 @@ class ExternalRouter(Routes):
             time.sleep(_POLL_S)
 
     def stop(self) -> None:
-        """It is not ours to end."""
+        """Do nothing: the process keeps running."""
 
     def require_alone(self, ours: Collection[str]) -> None:
-        """Returns if it routes to nothing that lives but `ours` (addresses). Raises: ResourceError
-        naming those of others."""
+        """Require that the router serves no live engine except `ours` (URLs).
+
+        Raises: ResourceError with the other engines.
+        """
         others = [worker["url"] for worker in self.workers() if worker["url"] not in ours]
-        if alive := [url for url in others if _answer(f"{url}/model_info") is not None]:
+        if alive := [url for url in others if _get(f"{url}/model_info") is not None]:
             raise ResourceError(
-                "the external router serves others too",
+                "the external router serves other engines too",
                 where=f"engine.router_url: {self.url}",
                 found=f"engines at {', '.join(alive)}",
-                expected="none but this run's: it would be answered by models that are not trained here",
-                do="give the run a router of its own, or take them off",
+                expected="only engines of this run: other models would answer its requests",
+                do="give the run its own router, or remove the other engines from this one",
             )
 
 
-def _answer(url: str) -> dict[str, Any] | None:
-    """What it says; None if it says nothing of use in time."""
+def _get(url: str) -> dict[str, Any] | None:
+    """Return the JSON object at a URL; None without a usable answer in time."""
     try:
         answer = fetch("GET", url, deadline_s=LOOK_S)
-        said = answer.json() if answer.status_code == 200 else None
+        content = answer.json() if answer.status_code == 200 else None
     except (httpx.RequestError, ValueError, RecursionError):
         return None
-    return said if isinstance(said, dict) else None
+    return content if isinstance(content, dict) else None

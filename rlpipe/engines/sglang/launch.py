@@ -1,15 +1,9 @@
-"""Run an SGLang server that ends with its parent: `python -m rlpipe.engines.sglang.launch
-ARGUMENTS`.
+"""Run an SGLang server that ends with its parent process.
 
-The arguments are SGLang's own, and optionally `--rlpipe-parent PID`.
+    python -m rlpipe.engines.sglang.launch ARGUMENTS
 
-Megatron-core is hidden from the server and its children, which import this main module again. A
-debugging tool of SGLang imports it where it is installed, for nothing that is used here; that takes
-seconds in each process, and switches torch_memory_saver to a mode in which CUDA graphs cannot be
-given up.
-
-Not here: choosing the arguments (see `server`) or making SGLang run without CUDA (see `cpu_launch`,
-which ends up in `main` too).
+The arguments are SGLang's own, and optionally `--rlpipe-parent PID`. `cpu_launch` prepares a server
+for machines without CUDA and then calls `main` here.
 """
 
 from __future__ import annotations
@@ -22,13 +16,16 @@ from rlpipe.system import orphan
 
 
 def hide_megatron() -> None:
-    """Whoever imports it in this process gets an ImportError."""
+    """Make `import megatron` fail in this process."""
+    # A debugging tool of SGLang imports megatron-core if it is installed, and rlpipe does not use
+    # the tool. The import takes seconds in each process, and switches torch_memory_saver to a mode
+    # in which CUDA graphs cannot be released.
     hidden: dict[str, Any] = {"megatron": None}
     sys.modules.update(hidden)
 
 
 def main(argv: list[str]) -> None:
-    """Serve until killed; children are ended in any case."""
+    """Serve until killed. All child processes are ended in any case."""
     parent, arguments = orphan.take_parent(argv)
     if parent is not None:
         orphan.end_with(parent)
@@ -44,6 +41,7 @@ def main(argv: list[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
+# Processes that SGLang spawns import this module again as `__mp_main__`.
 if __name__ in ("__main__", "__mp_main__"):
     hide_megatron()
 

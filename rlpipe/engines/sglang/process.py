@@ -1,8 +1,7 @@
-"""A server in a process group of its own: start, wait until it answers, stop. What `Server` and
-`Router` have in common.
+"""`ServerProcess`: start, await and stop a server in its own process group.
 
-The process gets our PID and ends its whole group when we are gone (`orphan`). Not here: restarting
-it, or what it is told.
+Base of `Server` and `Router`. The process gets this process's PID and kills its group when this
+process ends (`rlpipe.system.orphan`). `flags` makes command lines.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ _TAIL_CHARACTERS = 3000
 
 
 class ServerProcess:
-    """One `python -m module` with an HTTP port."""
+    """One `python -m module` process with an HTTP port."""
 
     ready_path = "/health"
 
     def __init__(
         self, name: str, module: str, host: str, port: int | None, log_path: str | Path
     ) -> None:
-        """`port` None picks a free one. Nothing is started yet."""
+        """`port`: None picks a free one. Starts nothing."""
         self.name = name
         self.module = module
         self.host = host
@@ -53,24 +52,24 @@ class ServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of its process; None before it was started."""
+        """Process id; None before `start`."""
         return None if self.process is None else self.process.pid
 
     @property
     def alive(self) -> bool:
-        """Its process runs. It may still be loading, or hang."""
+        """True if the process runs. It can still be loading, or hang."""
         return self.process is not None and self.process.poll() is None
 
     def arguments(self) -> list[str]:
-        """The command line after the module's name."""
+        """Return the command line after the module's name."""
         raise NotImplementedError
 
     def environment(self) -> dict[str, str]:
-        """Variables that are set for it, beside ours."""
+        """Return variables to add to this process's environment."""
         return {}
 
     def start(self) -> None:
-        """Start it and return at once. Raises: ResourceError if its port is taken."""
+        """Start the process and return at once. Raises: ResourceError if the port is taken."""
         require_free_port(self.host, self.port, self.name)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         command = [
@@ -95,22 +94,25 @@ class ServerProcess:
             )
 
     def wait_ready(self, deadline_s: float) -> None:
-        """Wait until it answers. Raises: EngineUnavailable with the end of its log if it died,
-        DeadlineExceeded likewise."""
+        """Wait until the server answers.
+
+        Raises: EngineUnavailable if the process died, DeadlineExceeded; both with the end of the
+        log.
+        """
         end_s = time.monotonic() + deadline_s
         with httpx.Client(timeout=5.0) as client:
             while not self._answers(client):
                 if not self.alive:
                     code = None if self.process is None else self.process.returncode
                     raise EngineUnavailable(
-                        "it ended while starting",
+                        "the process ended while starting",
                         where=self.name,
                         found=f"exit status {code}; {self.log_tail()}",
                         do=f"read {self.log_path}",
                     )
                 if time.monotonic() > end_s:
                     raise DeadlineExceeded(
-                        "it is not ready",
+                        "the server is not ready",
                         where=self.name,
                         found=f"no answer from {self.url}{self.ready_path}; {self.log_tail()}",
                         expected=f"an answer within {deadline_s:g} s",
@@ -125,8 +127,10 @@ class ServerProcess:
             return False
 
     def stop(self) -> None:
-        """Kill its process group and wait for it; nothing in it is worth a slow shutdown. Calling
-        it again is harmless."""
+        """Kill the process group and wait for the process. Calling it twice is allowed.
+
+        A slow shutdown would save nothing: the process holds no state that counts.
+        """
         if self.process is None:
             return
         if self.process.poll() is None:
@@ -134,7 +138,7 @@ class ServerProcess:
         self.process.wait()
 
     def log_tail(self) -> str:
-        """The end of its log."""
+        """Return the end of the log."""
         if not self.log_path.exists():
             return "no log"
         text = self.log_path.read_text(errors="replace")[-_TAIL_CHARACTERS:]
@@ -142,27 +146,28 @@ class ServerProcess:
 
 
 def require_free_port(host: str, port: int, name: str) -> None:
-    """Raises: ResourceError if `port` is taken (the router would share it silently: it binds with
-    SO_REUSEPORT)."""
+    """Raises: ResourceError if the port is taken."""
+    # The router binds with SO_REUSEPORT and would silently share the port.
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             raise ResourceError(
-                "its port cannot be used",
+                "the port cannot be used",
                 where=name,
                 found=f"{host}:{port}: {error.strerror}",
-                do="choose another, or none for a free one",
+                do="choose another port, or none for a free one",
             ) from error
 
 
 def flags(table: str, arguments: Mapping[str, Any]) -> list[str]:
-    """Arguments as command line flags: `mem_fraction_static: 0.8` is `--mem-fraction-static 0.8`.
+    """Return arguments as command line flags.
 
-    true is the bare flag; false is the flag that turns it off, where there is one, and null leaves
-    it out. A list is several words and a dict is `name=value` words where the option takes several;
-    elsewhere both are JSON.
+    `mem_fraction_static: 0.8` becomes `--mem-fraction-static 0.8`.
+    true gives the bare flag. false gives the flag that turns the option off, if one exists. null
+    gives nothing. If the option takes several words, a list gives its items and a dict gives
+    `name=value` words; otherwise both are JSON. `table` names the table of known arguments.
     """
     known = names.entries(table)
     line = []
@@ -175,9 +180,8 @@ def flags(table: str, arguments: Mapping[str, Any]) -> list[str]:
             continue
         words = _words(value, several=entry.get("words", False))
         if len(words) == 1 and words[0].startswith("-"):
-            line.append(
-                f"{_option(plain)}={words[0]}"
-            )  # argparse takes a word with a dash for an option
+            # argparse reads a separate word with a dash as an option.
+            line.append(f"{_option(plain)}={words[0]}")
         else:
             line += [_option(plain), *words]
     return line
@@ -188,7 +192,7 @@ def _option(name: str) -> str:
 
 
 def _words(value: Any, *, several: bool) -> list[str]:
-    """The words after an option; `several`: it takes more than one."""
+    """Return the words after an option. `several`: the option takes more than one."""
     if value is True:
         return []
     if isinstance(value, Mapping):

@@ -1,7 +1,4 @@
-"""`Router`: the sglang-router as a child process.
-
-Not here: its list of engines (`routes`), a router that others start (`external`).
-"""
+"""`Router`: the sglang-router as a child process."""
 
 from __future__ import annotations
 
@@ -15,22 +12,25 @@ from rlpipe.engines.sglang.routes import Routes
 from rlpipe.system.ports import free_port
 
 _DEFAULTS = {
-    # cache_aware counts requests, and a request of ours is a whole group or more
+    # cache_aware counts requests, and one request here is a whole group or more.
     "policy": "round_robin",
-    "health_check_endpoint": "/model_info",  # /health hangs while an engine is paused
+    # /health hangs while an engine is paused.
+    "health_check_endpoint": "/model_info",
     "health_check_interval_secs": 10,
-    "disable_circuit_breaker": True,  # it would take a live engine out after ten refused requests
+    # It would remove a live engine after ten refused requests.
+    "disable_circuit_breaker": True,
     "log_level": "warn",
 }
 
 
 class Router(ServerProcess, Routes):
-    """One sglang-router. `start()`, `wait_ready(deadline_s)`, `stop()`, `add(url)`, `remove(url)`,
-    `workers()`."""
+    """One sglang-router. See `ServerProcess` for its life, `Routes` for its engines."""
 
     def __init__(self, config: EngineConfig, *, port: int | None, log_path: str | Path) -> None:
-        """`port` None picks a free one. Raises: ConfigError for an argument in `engine.router` that
-        cannot be taken."""
+        """`port`: None picks a free one.
+
+        Raises: ConfigError for an argument in `engine.router` that is not allowed.
+        """
         super().__init__(
             "sglang-router",
             "rlpipe.engines.sglang.router_launch",

@@ -1,8 +1,8 @@
-"""Run an sglang-router that ends with its parent: `python -m rlpipe.engines.sglang.router_launch
-ARGUMENTS`.
+"""Run an sglang-router that ends with its parent process.
 
-The arguments are the router's own, and optionally `--rlpipe-parent PID`. Not here: choosing them
-(see `router`).
+    python -m rlpipe.engines.sglang.router_launch ARGUMENTS
+
+The arguments are the router's own, and optionally `--rlpipe-parent PID`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""`Routes`: the list of engines of a router, whoever started it.
+"""`Routes`: read and change the engines of a router. Base of `Router` and `ExternalRouter`.
 
-Adding an engine takes about a second to be effective, removing one a few milliseconds; both return
-when it is. Weight pushes need neither (a paused engine keeps its requests waiting). Control of an
-engine does not go through the router (`admin`).
+An added engine gets requests after about a second, a removed one gets none after a few
+milliseconds; both methods wait for that. Weight pushes need neither: a paused engine keeps its
+requests waiting.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -20,23 +21,23 @@ _CALL_S = 30.0
 
 
 class Routes:
-    """`add(url)`, `remove(url)`, `workers()` of the router at `url`."""
+    """Engines of the router at `url`."""
 
     name: str
-    """For errors: who it is."""
+    """Name of the router in errors."""
     do: str
-    """For errors: what to do if it does not answer."""
+    """Advice of the error if the router does not answer."""
 
     @property
     def url(self) -> str:
         raise NotImplementedError
 
     def workers(self) -> list[dict[str, Any]]:
-        """The engines it routes to, as it describes them: `id`, `url`, `is_healthy`, `load` …"""
+        """Return the router's engines as it describes them: `id`, `url`, `is_healthy` and more."""
         return read_workers(self._call("GET", "/workers"), self.name, ("id", "url", "is_healthy"))
 
     def add(self, url: str, deadline_s: float = 60.0) -> None:
-        """Route to the engine at `url` from now on; harmless if it is there already."""
+        """Add an engine and wait until it gets requests. No error if it is known already."""
         if self._id_of(url) is None:
             self._call("POST", "/workers", {"url": url})
         self._wait(
@@ -46,7 +47,7 @@ class Routes:
         )
 
     def remove(self, url: str, deadline_s: float = 60.0) -> None:
-        """Route nothing to the engine at `url` any more; harmless if it is not there."""
+        """Remove an engine and wait until it gets no requests. No error if it is unknown."""
         worker = self._id_of(url)
         if worker is not None:
             self._call("DELETE", f"/workers/{worker}")
@@ -55,15 +56,15 @@ class Routes:
     def _id_of(self, url: str) -> str | None:
         return next((worker["id"] for worker in self.workers() if worker["url"] == url), None)
 
-    def _wait(self, reached, what: str, deadline_s: float) -> None:
+    def _wait(self, is_effective: Callable[[], bool], change: str, deadline_s: float) -> None:
         end_s = time.monotonic() + deadline_s
-        while not reached():
+        while not is_effective():
             if time.monotonic() > end_s:
-                found = [(worker["url"], worker["is_healthy"]) for worker in self.workers()]
+                workers = [(worker["url"], worker["is_healthy"]) for worker in self.workers()]
                 raise DeadlineExceeded(
-                    f"{what} is not effective",
+                    f"{change} has no effect",
                     where=self.name,
-                    found=found,
+                    found=workers,
                     expected=f"within {deadline_s:g} s",
                 )
             time.sleep(_POLL_S)
@@ -73,7 +74,10 @@ class Routes:
             answer = fetch(method, f"{self.url}{path}", json=body, deadline_s=_CALL_S)
         except httpx.RequestError as error:
             raise EngineUnavailable(
-                "no answer", where=self.name, found=f"{type(error).__name__}: {error}", do=self.do
+                "the router does not answer",
+                where=self.name,
+                found=f"{type(error).__name__}: {error}",
+                do=self.do,
             ) from error
         if not answer.is_success:
             raise EngineRejected(

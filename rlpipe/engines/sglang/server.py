@@ -1,8 +1,7 @@
-"""`Server`: one SGLang server as a child process, with the arguments that follow from our
-configuration.
+"""`Server`: one SGLang server as a child process, with arguments from the configuration.
 
-It is an engine, or the part of one on one of its nodes. Without CUDA it is SGLang's CPU engine
-behind `cpu_launch`. Not here: talking to it (`admin`), finding it (`router`).
+A server is an engine, or one node's part of an engine that spans nodes. Without CUDA it is SGLang's
+CPU engine, started by `cpu_launch`.
 """
 
 from __future__ import annotations
@@ -29,65 +28,63 @@ from rlpipe.system.rendezvous import gloo_settings
 _CPU_CACHE_BYTES = 1024**3
 _CPU_CACHE_TOKENS = 65536
 
-BOUND = "SGLANG_CPU_OMP_THREADS_BIND"
-"""The CPU engine's own choice is a NUMA node for each rank of the engine; it ends where there are
-fewer."""
+CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
+"""CPUs of each rank of the CPU engine. By default each rank takes a NUMA node, and the server ends
+if the machine has fewer nodes."""
 
 Device = Literal["cpu", "cuda"]
 
-
-DIE_AT_ONCE = {
+FAST_EXIT = {
     "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
 }
-"""A server that lost a process of its own would else stand still for 65 s, collecting stacks,
-before it ends and is replaced."""
-
-
+"""Without these a server that lost a child process collects stacks for 65 s before it ends."""
 NO_BLAS_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
-"""NumPy's, which would begin when it is imported: torch has its own, and a server that has threads
-does not fork."""
-SLEEPS = {
+"""NumPy starts BLAS threads when it is imported. torch has its own threads, and a server with
+threads cannot fork (`cpu_launch`)."""
+SLEEP_ENVIRONMENT = {
     "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
 }
-"""CUDA graphs are captured in memory that can be given up, too; and `/health`, which the router
-asks of an engine that it is to admit, samples no token then: without its cache the server would
-end, and paused it would not answer."""
-SHARED = {True: 0.8, False: 0.4}
-"""`mem_fraction_static` on GPUs that the trainer is on too, if none is given: both make room for
-the other, or not both."""
-WITH_MEMORY_SAVER = {"enable_memory_saver": True, "cuda_graph_backend_prefill": "disabled"}
-"""Only graphs of decoding can be: with those of prefill, of which there are any by default, the
-server does not start."""
-SGLANG_S_GRAPHS = 256
-"""Largest batch that SGLang has a CUDA graph of decoding for, on one large GPU. A larger one is
-launched kernel by kernel: asked 512 requests at once, a 0.6B model sampled 24-25k tokens/s so, and
-39-43k with graphs for as many (H200)."""
+"""Captures CUDA graphs in memory that can be released, and makes `/health` sample no token. The
+router calls `/health` before it admits an engine. A server without its cache would crash, and a
+paused one would not answer."""
+COLOCATED_MEMORY_FRACTION = {True: 0.8, False: 0.4}
+"""Default `mem_fraction_static` on GPUs that the trainer uses too. True: both sides sleep while the
+other works."""
+SLEEP_ARGUMENTS = {"enable_memory_saver": True, "cuda_graph_backend_prefill": "disabled"}
+"""With CUDA graphs of prefill, SGLang's default, a server with the memory saver does not start."""
+SGLANG_GRAPH_BATCH = 256
+"""Largest batch with a CUDA graph of decoding, by default, on one large GPU. Larger batches launch
+kernel by kernel. With 512 requests at once a 0.6B model sampled 24k to 25k tokens/s that way, and
+39k to 43k with graphs for 512 (H200)."""
 LARGE_GPU_MIB = 60 * 1024
-"""From here on SGLang has that many; on smaller ones it has fewer, for their memory's sake."""
-LEAST_HEAD_DIM = 64
-"""Of what FlashAttention and FlashInfer are built for; Triton's attention takes any."""
+"""SGLang captures graphs for smaller batches on GPUs with less memory than this."""
+MIN_HEAD_DIM = 64
+"""Smallest head size of FlashAttention and FlashInfer. Triton's attention takes any."""
+_ALWAYS = {
+    "skip_server_warmup": True,
+    "log_level_http": "warning",
+    "incremental_streaming_output": True,
+}
 
 
 class Part(NamedTuple):
-    """Which of an engine's servers it is, if the engine spans nodes."""
+    """Position of a server in an engine that spans nodes."""
 
     node: int
-    """0 answers all requests; the others do what it tells them, and say only that they are
-    there."""
+    """Node 0 answers all requests. The others follow it, and answer health checks only."""
     nodes: int
     meeting: str
-    """`host:port` of node 0, where the servers find each other; another for each start of the
-    engine."""
+    """`host:port` on node 0 where the servers connect; a new one for each start of the engine."""
 
     def arguments(self) -> dict[str, object]:
-        """SGLang's."""
+        """Return SGLang's arguments for this position."""
         return {"nnodes": self.nodes, "node_rank": self.node, "dist_init_addr": self.meeting}
 
 
 class Server(ServerProcess):
-    """One SGLang server. `start()`, `wait_ready(deadline_s)`, `stop()`, `alive`, `url`."""
+    """One SGLang server. See `ServerProcess` for its life."""
 
     def __init__(
         self,
@@ -108,17 +105,18 @@ class Server(ServerProcess):
         devices: Sequence[str] | None = None,
         part: Part | None = None,
     ) -> None:
-        """`port` None picks a free one. `weight_version` is the stamp of the directory's weights,
-        until the first push.
+        """Prepare a server without starting it.
 
-        `deterministic`: on CUDA, sample by each request's seed whatever else is in its batch. The
-        CPU engine cannot. `reads_text`: it has the tokenizer, for what needs one: stop texts, least
-        lengths. `names_experts`: it can say which experts it routed tokens to (a mixture of
-        experts; it keeps them for all cached tokens, 4 bytes × layers × experts a token in CPU
-        memory). `device` None is CUDA if torch sees any. `devices`: its GPUs as
-        CUDA_VISIBLE_DEVICES names them, None those we see. `part`: of an engine that spans nodes;
-        None: it is all of it. Raises: ConfigError for an argument in `engine.sglang` that cannot be
-        taken.
+        `port`: None picks a free one.
+        `weight_version`: stamp of the directory's weights, until the first push.
+        `deterministic`: sample by each request's seed, independent of the batch. CUDA only.
+        `reads_text`: load the tokenizer, for stop texts and minimum lengths.
+        `names_experts`: report the experts of each token in a mixture of experts. Costs 4 bytes ×
+        layers × experts for each cached token in CPU memory.
+        `device`: None is CUDA if torch sees a GPU.
+        `devices`: GPUs as in CUDA_VISIBLE_DEVICES; None for those of this process.
+        `part`: position in an engine that spans nodes; None for a whole engine.
+        Raises: ConfigError for an argument in `engine.sglang` that is not allowed.
         """
         self.device: Device = device or _device()
         module = f"rlpipe.engines.sglang.{'cpu_launch' if self.device == 'cpu' else 'launch'}"
@@ -129,6 +127,12 @@ class Server(ServerProcess):
         self._ranks = resources.rollout_num_gpus_per_engine
         self._devices = devices
         self._part = part
+        check_sglang(config.sglang)
+        path = Path(model_path)
+        if self.device == "cpu":
+            defaults = _cpu_defaults(path)
+        else:
+            defaults = _gpu_defaults(path, resources, config, dtype, deterministic=deterministic)
         self._arguments = {
             "model_path": model_path,
             "host": self.host,
@@ -140,56 +144,43 @@ class Server(ServerProcess):
             "trust_remote_code": trust_remote_code,
             "weight_version": weight_version,
             "skip_tokenizer_init": not reads_text,
+            **({"enable_return_routed_experts": True} if names_experts else {}),
+            **_ALWAYS,
+            **defaults,
+            **config.sglang,
         }
-        if names_experts:
-            self._arguments["enable_return_routed_experts"] = True
-        check_sglang(config.sglang)
-        defaults = (
-            _cpu_defaults(Path(model_path))
-            if self.device == "cpu"
-            else _gpu_defaults(
-                Path(model_path), resources, config, dtype, deterministic=deterministic
-            )
-        )
-        ours = {
-            "skip_server_warmup": True,
-            "log_level_http": "warning",
-            "incremental_streaming_output": True,
-        }
-        self._arguments |= {**ours, **defaults, **config.sglang}
 
     def arguments(self) -> list[str]:
         return flags("sglang", self._arguments)
 
     def environment(self) -> dict[str, str]:
-        threads = (
-            {"OMP_NUM_THREADS": str(self.threads), **NO_BLAS_THREADS}
-            if self.device == "cpu"
-            else {}
-        )
-        if self.device == "cpu" and self._ranks > 1 and BOUND not in os.environ:
-            threads[BOUND] = _cpus(
-                self._ranks // (self._part.nodes if self._part else 1), self.threads
-            )
-        devices = {"CUDA_VISIBLE_DEVICES": ",".join(self._devices)} if self._devices else {}
-        met_at = self._part.meeting.rpartition(":")[0] if self._part else self.host
-        return {
-            **DIE_AT_ONCE,
-            **gloo_settings(met_at),
-            **threads,
-            **devices,
-            **(SLEEPS if self._sleeps else {}),
-        }
+        variables = dict(FAST_EXIT)
+        meeting_host = self._part.meeting.rpartition(":")[0] if self._part else self.host
+        variables |= gloo_settings(meeting_host)
+        if self.device == "cpu":
+            variables |= {"OMP_NUM_THREADS": str(self.threads), **NO_BLAS_THREADS}
+            if self._ranks > 1 and CPU_BINDING not in os.environ:
+                ranks_here = self._ranks // (self._part.nodes if self._part else 1)
+                variables[CPU_BINDING] = _cpu_binding(ranks_here, self.threads)
+        if self._devices:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices)
+        if self._sleeps:
+            variables |= SLEEP_ENVIRONMENT
+        return variables
 
     def wait_ready(self, deadline_s: float) -> None:
-        """As the base, then freezes the server's long-lived objects: a cache flush takes 1 ms then,
-        0.3 s else."""
+        """Wait until the server answers; see `ServerProcess.wait_ready`."""
         super().wait_ready(deadline_s)
+        # Excludes long-lived objects from garbage collection. A cache flush then takes 1 ms instead
+        # of 0.3 s.
         httpx.post(f"{self.url}/freeze_gc", timeout=30.0)
 
 
 def _device() -> Device:
-    """Raises: ConfigError where there is a GPU, and SGLang without what it needs for one."""
+    """Return the device of this machine.
+
+    Raises: ConfigError if the machine has a GPU and SGLang is installed without GPU support.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -199,18 +190,19 @@ def _device() -> Device:
             "SGLang cannot use this machine's GPUs",
             where=sys.prefix,
             found="an environment for CPUs: no package sgl_kernel",
-            do="RLPIPE_EXTRAS=gpu,dev make setup; or, to sample and train on CPUs: CUDA_VISIBLE_DEVICES=",
+            do="RLPIPE_EXTRAS=gpu,dev make setup; or, to sample and train on CPUs: "
+            "CUDA_VISIBLE_DEVICES=",
         )
     return "cuda"
 
 
-def _cpus(ranks: int, threads: int) -> str:
-    """The CPUs of each rank on this machine, as `BOUND` takes them."""
-    ours = sorted(os.sched_getaffinity(0))
-    of_ranks = (
-        [ours[(rank * threads + n) % len(ours)] for n in range(threads)] for rank in range(ranks)
+def _cpu_binding(ranks: int, threads: int) -> str:
+    """Return the CPUs of each rank on this machine in the format of `CPU_BINDING`."""
+    cpus = sorted(os.sched_getaffinity(0))
+    by_rank = (
+        [cpus[(rank * threads + n) % len(cpus)] for n in range(threads)] for rank in range(ranks)
     )
-    return "|".join(",".join(map(str, one)) for one in of_ranks)
+    return "|".join(",".join(map(str, rank_cpus)) for rank_cpus in by_rank)
 
 
 def _gpu_defaults(
@@ -221,8 +213,8 @@ def _gpu_defaults(
     *,
     deterministic: bool,
 ) -> dict[str, object]:
-    """Raises: ConfigError for float32, which SGLang's CUDA kernels (norms, activations) do not
-    compute."""
+    """Return the arguments of a server on GPUs. Raises: ConfigError for float32."""
+    # SGLang's CUDA kernels (norms, activations) do not compute in float32.
     if dtype == "float32":
         raise ConfigError(
             "engines on GPUs sample in 16 bit",
@@ -231,59 +223,62 @@ def _gpu_defaults(
             expected="bfloat16",
             do="model.dtype=bfloat16; or, to sample and train on CPUs: CUDA_VISIBLE_DEVICES=",
         )
-    return {
-        **_decode_graphs(config),
-        **({"enable_deterministic_inference": True} if deterministic else {}),
-        **({"attention_backend": "triton"} if _small_heads(model_path) else {}),
-        **(
-            {"mem_fraction_static": SHARED[resources.engines_sleep and resources.trainer_sleeps]}
-            if resources.colocate
-            else {}
-        ),
-        **(WITH_MEMORY_SAVER if resources.engines_sleep else {}),
-    }
+    arguments = _decode_graphs(config)
+    if deterministic:
+        arguments["enable_deterministic_inference"] = True
+    if _has_small_heads(model_path):
+        arguments["attention_backend"] = "triton"
+    if resources.colocate:
+        both_sleep = resources.engines_sleep and resources.trainer_sleeps
+        arguments["mem_fraction_static"] = COLOCATED_MEMORY_FRACTION[both_sleep]
+    if resources.engines_sleep:
+        arguments |= SLEEP_ARGUMENTS
+    return arguments
 
 
-def _small_heads(model_path: Path) -> bool:
-    """False of a directory that does not say, which is left to SGLang."""
+def _has_small_heads(model_path: Path) -> bool:
+    """True if the head size is below `MIN_HEAD_DIM`. False if the directory does not give it."""
     try:
         model = json.loads((model_path / "config.json").read_text())
         size = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-        return size < LEAST_HEAD_DIM and not model.get("kv_lora_rank")
+        return size < MIN_HEAD_DIM and not model.get("kv_lora_rank")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError):
         return False
 
 
 def _decode_graphs(config: EngineConfig) -> dict[str, object]:
-    """Graphs for as many requests as the engine is sent at once, where there is room; else as
-    SGLang has it."""
-    many = config.server_concurrency
+    """Return arguments for CUDA graphs of as many requests as an engine gets at once.
+
+    Returns {} for SGLang's default, also on a GPU with little memory.
+    """
+    concurrency = config.server_concurrency
     if (
-        many <= SGLANG_S_GRAPHS
+        concurrency <= SGLANG_GRAPH_BATCH
         or "speculative_algorithm" in config.sglang
         or (_gpu_mib() or 0) < LARGE_GPU_MIB
     ):
         return {}
-    return {"cuda_graph_max_bs_decode": many}
+    return {"cuda_graph_max_bs_decode": concurrency}
 
 
 def _gpu_mib() -> int | None:
-    """Memory of this machine's smallest GPU, asked without a CUDA context; None where nvidia-smi
-    does not say."""
+    """Return the memory of this machine's smallest GPU in MiB; None without nvidia-smi."""
+    # torch would create a CUDA context, which takes GPU memory.
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    ask = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    command = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=True).stdout
-        return min(map(int, said.split()), default=None)
+        output = subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+        return min(map(int, output.split()), default=None)
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
 
 
 def _cpu_defaults(model_path: Path) -> dict[str, object]:
-    """What the CPU engine needs, and a cache of at most 1 GiB or 65536 tokens (SGLang would take a
-    share of all memory)."""
+    """Return the arguments of the CPU engine. Raises: ConfigError for an unusable config.json."""
     try:
         model = json.loads((model_path / "config.json").read_text())
         check_sizes(model, f"{model_path}/config.json")
@@ -296,11 +291,12 @@ def _cpu_defaults(model_path: Path) -> dict[str, object]:
     try:
         heads = model.get("num_key_value_heads") or model["num_attention_heads"]
         size = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+        # At most 1 GiB. SGLang's default is a share of all memory.
         cache_tokens = _CPU_CACHE_BYTES // (2 * 4 * model["num_hidden_layers"] * heads * size)
     except (LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
         where = f"{model_path}/config.json"
         raise ConfigError(
-            "not the sizes of a model",
+            "config.json has no usable model sizes",
             where=where,
             found=repr(error),
             expected="whole numbers above 0",

@@ -12,7 +12,7 @@ import pytest
 from rlpipe.engines.sglang import admin
 from rlpipe.engines.sglang.admin import MEMORY_TAGS, Engine
 from rlpipe.errors import DeadlineExceeded, EngineRejected, EngineUnavailable
-from rlpipe.rollout.client.client import GenerateClient
+from rlpipe.rollout.client.generate_client import GenerateClient
 from tests.live_engine import VOCAB_SIZE, log_probs
 
 pytestmark = pytest.mark.integration

@@ -114,6 +114,8 @@ def test_what_is_not_covered_goes_to_sglang():
 
 def test_requests_of_unlike_length_are_not_padded_together():
     parts = list(
-        cpu_attention._alike(torch.tensor([5, 2000, 7, 1900]), torch.ones(4, dtype=torch.long))
+        cpu_attention._similar_lengths(
+            torch.tensor([5, 2000, 7, 1900]), torch.ones(4, dtype=torch.long)
+        )
     )
     assert [sorted(part.tolist()) for part in parts] == [[0, 2], [1, 3]]

@@ -11,7 +11,12 @@ import pytest
 
 from rlpipe.config.model import EngineConfig
 from rlpipe.engines.sglang import external
-from rlpipe.engines.sglang.external import ExternalRouter, ExternalServer, Wanted, unfit
+from rlpipe.engines.sglang.external import (
+    ExternalRouter,
+    ExternalServer,
+    ServerRequirements,
+    mismatches,
+)
 from rlpipe.engines.sglang.router import Router
 from rlpipe.errors import ConfigError, EngineUnavailable, ResourceError
 
@@ -28,7 +33,7 @@ SERVER = {
 
 
 @pytest.fixture
-def wanted(tmp_path: Path) -> Wanted:
+def wanted(tmp_path: Path) -> ServerRequirements:
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "dtype": "bfloat16",
@@ -36,7 +41,7 @@ def wanted(tmp_path: Path) -> Wanted:
         "vocab_size": 128,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    return Wanted(str(tmp_path), dtype="bfloat16", tensor_parallel_size=2)
+    return ServerRequirements(str(tmp_path), dtype="bfloat16", tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize(
@@ -53,9 +58,9 @@ def wanted(tmp_path: Path) -> Wanted:
     ],
 )
 def test_what_a_server_says_of_itself_is_compared_with_what_the_run_wants(
-    wanted: Wanted, said: dict, wrong: dict
+    wanted: ServerRequirements, said: dict, wrong: dict
 ):
-    assert unfit(MODEL, {**SERVER, **said}, wanted) == wrong
+    assert mismatches(MODEL, {**SERVER, **said}, wanted) == wrong
 
 
 @pytest.mark.parametrize(
@@ -67,39 +72,41 @@ def test_what_a_server_says_of_itself_is_compared_with_what_the_run_wants(
     ],
 )
 def test_what_only_some_runs_need_is_asked_for_by_them_alone(
-    wanted: Wanted, needs: dict, server: dict, wrong: str
+    wanted: ServerRequirements, needs: dict, server: dict, wrong: str
 ):
-    assert unfit(MODEL, {**SERVER, **server}, wanted) == {}
-    assert list(unfit(MODEL, {**SERVER, **server}, replace(wanted, **needs))) == [wrong]
+    assert mismatches(MODEL, {**SERVER, **server}, wanted) == {}
+    assert list(mismatches(MODEL, {**SERVER, **server}, replace(wanted, **needs))) == [wrong]
 
 
 def test_sizes_are_compared_where_the_directory_of_its_model_can_be_seen(
-    wanted: Wanted, tmp_path: Path
+    wanted: ServerRequirements, tmp_path: Path
 ):
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text(json.dumps({"hidden_size": 32, "vocab_size": 128}))
-    assert unfit({**MODEL, "model_path": str(other)}, SERVER, wanted) == {"hidden_size": (32, 64)}
-    assert list(unfit({**MODEL, "architectures": ["LlamaForCausalLM"]}, SERVER, wanted)) == [
+    assert mismatches({**MODEL, "model_path": str(other)}, SERVER, wanted) == {
+        "hidden_size": (32, 64)
+    }
+    assert list(mismatches({**MODEL, "architectures": ["LlamaForCausalLM"]}, SERVER, wanted)) == [
         "architectures"
     ]
 
 
-def test_one_that_does_not_answer_is_not_there(wanted: Wanted):
+def test_one_that_does_not_answer_is_not_there(wanted: ServerRequirements):
     server = ExternalServer(NOBODY, wanted)
     with pytest.raises(
         EngineUnavailable,
-        match=r"(?s)external_engines: http://127\.0\.0\.1:9.*once it answers it is taken in",
+        match=r"(?s)external_engines: http://127\.0\.0\.1:9.*it joins once it answers",
     ):
         server.start()
     assert not server.alive
 
 
 def test_one_that_answers_is_not_there_until_it_has_said_what_it_serves(
-    wanted: Wanted, monkeypatch: pytest.MonkeyPatch
+    wanted: ServerRequirements, monkeypatch: pytest.MonkeyPatch
 ):
     said = {"model_info": MODEL, "server_info": SERVER}
-    monkeypatch.setattr(external, "_answer", lambda url: said.get(url.rpartition("/")[2]))
+    monkeypatch.setattr(external, "_get", lambda url: said.get(url.rpartition("/")[2]))
     server = ExternalServer(NOBODY, wanted)
     assert not server.alive
     server.start()
@@ -131,7 +138,7 @@ def test_a_real_router_is_used_at_its_address_and_refused_if_it_serves_others(li
     router.wait_ready(5)
     assert router.alive and [worker["url"] for worker in router.workers()] == [live.server.url]
     router.require_alone([live.server.url])
-    with pytest.raises(ResourceError, match=f"(?s)serves others too.*{live.server.url}"):
+    with pytest.raises(ResourceError, match=f"(?s)serves other engines too.*{live.server.url}"):
         router.require_alone([])
     router.remove(live.server.url)
     router.add(live.server.url)
@@ -145,5 +152,5 @@ def test_a_router_that_is_not_there_is_named(tmp_path: Path):
     assert Router(EngineConfig(), port=None, log_path=tmp_path / "log").pid is None
 
 
-def _of(live: Any) -> Wanted:
-    return Wanted(str(live.model_dir), dtype="float32", tensor_parallel_size=1)
+def _of(live: Any) -> ServerRequirements:
+    return ServerRequirements(str(live.model_dir), dtype="float32", tensor_parallel_size=1)

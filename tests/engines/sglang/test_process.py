@@ -18,7 +18,7 @@ import pytest
 from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.engines.sglang.process import flags
 from rlpipe.engines.sglang.router import Router
-from rlpipe.engines.sglang.server import BOUND, Device, Part, Server
+from rlpipe.engines.sglang.server import CPU_BINDING, Device, Part, Server
 from rlpipe.errors import ConfigError, DeadlineExceeded, EngineUnavailable, ResourceError
 from rlpipe.system import ports
 from rlpipe.system.rendezvous import GLOO
@@ -78,7 +78,7 @@ def test_arguments_of_ours_are_refused_with_the_key_to_use(tmp_path):
     ):
         _server(tmp_path, tmp_path / "log", tp_size=2)
     with pytest.raises(
-        ConfigError, match=r"(?s)engine.router.worker_urls.*engines join by themselves"
+        ConfigError, match=r"(?s)engine.router.worker_urls.*rlpipe registers the engines"
     ):
         Router(
             EngineConfig(router={"worker_urls": ["http://x"]}), port=None, log_path=tmp_path / "log"
@@ -139,17 +139,17 @@ def test_servers_of_an_engine_that_spans_nodes_know_their_number_and_the_cpus_of
     server = made(Part(1, 2, "10.0.0.1:20000"))
     line = " ".join(server.arguments())
     assert "--tp-size 4 --nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:20000" in line
-    assert server.environment()[BOUND] == "4|5"
+    assert server.environment()[CPU_BINDING] == "4|5"
     assert GLOO not in server.environment(), "the others are on other machines"
     assert (
         made(Part(1, 2, "127.0.0.1:20000")).environment()[GLOO]
         == made(None).environment()[GLOO]
         == "lo"
     )
-    assert made(None).environment()[BOUND] == "4|5|7|4"
+    assert made(None).environment()[CPU_BINDING] == "4|5|7|4"
     assert "--nnodes" not in made(None).arguments()
-    monkeypatch.setenv(BOUND, "0-3|4-7")
-    assert BOUND not in server.environment(), "what the user says goes"
+    monkeypatch.setenv(CPU_BINDING, "0-3|4-7")
+    assert CPU_BINDING not in server.environment(), "what the user says goes"
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,8 @@ def test_a_server_that_is_not_ready_in_time_is_named(tmp_path):
     router = Router(EngineConfig(), port=None, log_path=tmp_path / "log")
     router.start()
     with pytest.raises(
-        DeadlineExceeded, match=f"(?s)sglang-router {router.url}: it is not ready.*within 0 s"
+        DeadlineExceeded,
+        match=f"(?s)sglang-router {router.url}: the server is not ready.*within 0 s",
     ):
         router.wait_ready(0)
     router.stop()
@@ -385,11 +386,12 @@ def test_a_server_without_cuda_forks_its_processes_where_that_is_safe(
     starts = f"""
 import multiprocessing, threading
 from types import SimpleNamespace
-from rlpipe.engines.sglang.cpu_launch import _fork_while_alone
+from rlpipe.engines.sglang.cpu_launch import _fork_single_threaded
 for _ in range({threads}):
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 arguments = SimpleNamespace(**{{"dp_size": 1, "numa_node": None, **{given}}})
-assert _fork_while_alone(lambda _: multiprocessing.set_start_method("spawn", force=True) or 7, arguments) == 7
+spawn = lambda _: multiprocessing.set_start_method("spawn", force=True) or 7
+assert _fork_single_threaded(spawn, arguments) == 7
 print(multiprocessing.get_start_method())
 """
     done = subprocess.run(
@@ -401,7 +403,8 @@ print(multiprocessing.get_start_method())
 def test_a_server_does_not_import_megatron():
     script = (
         "import sys; from rlpipe.engines.sglang import cpu_launch, launch; launch.hide_megatron();"
-        "from sglang.srt.debug_utils.dumper import dumper; print([name for name in sys.modules if name.startswith('megatron.')])"
+        "from sglang.srt.debug_utils.dumper import dumper;"
+        "print([name for name in sys.modules if name.startswith('megatron.')])"
     )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=300

@@ -7,7 +7,7 @@ import pytest
 from rlpipe.config.model import EngineConfig
 from rlpipe.engines.sglang.router import Router
 from rlpipe.errors import DeadlineExceeded, EngineUnavailable
-from rlpipe.rollout.client.client import GenerateClient
+from rlpipe.rollout.client.generate_client import GenerateClient
 from tests.live_engine import VOCAB_SIZE
 
 pytestmark = pytest.mark.integration
@@ -34,7 +34,7 @@ async def test_a_removed_engine_gets_nothing_and_an_added_one_does(live):
 
 
 def test_an_engine_that_is_not_there_is_not_added(live):
-    with pytest.raises(DeadlineExceeded, match=r"add http://127\.0\.0\.1:9 is not effective"):
+    with pytest.raises(DeadlineExceeded, match=r"add http://127\.0\.0\.1:9 has no effect"):
         live.router.add("http://127.0.0.1:9", deadline_s=2)
     live.router.remove("http://127.0.0.1:9")
 

@@ -17,7 +17,6 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from rlpipe.rewards.reward_rows import score
 
 from rlpipe.config.data import RemoteReward, RewardConfig
 from rlpipe.engines.sglang import external, routes
@@ -25,6 +24,7 @@ from rlpipe.engines.sglang.admin import Engine
 from rlpipe.engines.sglang.external import ExternalRouter
 from rlpipe.errors import DeadlineExceeded, EngineError, EngineRejected, EngineUnavailable
 from rlpipe.rewards import remote
+from rlpipe.rewards.reward_rows import score
 from rlpipe.rollout.client import http
 from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.client.streaming import stream
@@ -249,7 +249,7 @@ async def test_bytes_that_are_not_packed_as_they_say_are_named():
                 await engine.info()
         with pytest.raises(EngineUnavailable):
             await asyncio.to_thread(ExternalRouter(url).workers)
-        assert await asyncio.to_thread(external._answer, url) is None
+        assert await asyncio.to_thread(external._get, url) is None
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ async def test_who_never_stops_answering_is_not_listened_to_for_ever(
             await client.generate([1], {"max_new_tokens": 2}, watch=lambda _: None)
         with pytest.raises(EngineUnavailable, match="no end after"):
             await asyncio.to_thread(ExternalRouter(url).workers)
-        assert await asyncio.to_thread(external._answer, url) is None
+        assert await asyncio.to_thread(external._get, url) is None
         (row,) = await score([SAMPLE], _rewards(url))
         assert "more than 1000000 bytes" in str(row.error)
 

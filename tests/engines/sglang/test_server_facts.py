@@ -1,15 +1,14 @@
-"""With what a server computes (rlpipe.engines.sglang.facts)."""
+"""With what a server computes (rlpipe.engines.sglang.admin)."""
 
 from __future__ import annotations
 
 import pytest
 
-from rlpipe.engines.sglang.admin import Engine
-from rlpipe.engines.sglang.facts import facts
+from rlpipe.engines.sglang.admin import Engine, server_facts
 
 
 def test_attention_is_named_by_phase_where_it_differs():
-    assert facts({"attention_backend": "fa3", "version": "0.5.21"}) == {
+    assert server_facts({"attention_backend": "fa3", "version": "0.5.21"}) == {
         "sglang": "0.5.21",
         "attention": "fa3",
     }
@@ -19,7 +18,7 @@ def test_attention_is_named_by_phase_where_it_differs():
         "device": "cuda",
         "dtype": None,
     }
-    assert facts(split) == {
+    assert server_facts(split) == {
         "sglang": None,
         "attention": "prefill: fa3, decode: flashinfer",
         "device": "cuda",
@@ -29,7 +28,7 @@ def test_attention_is_named_by_phase_where_it_differs():
 @pytest.mark.integration
 async def test_a_real_server_says_it(live):
     async with Engine(live.server.url) as engine:
-        found = facts(await engine.server_info())
+        found = server_facts(await engine.server_info())
     assert (found["device"], found["dtype"], found["attention"]) == (
         "cpu",
         "float32",
