@@ -5,9 +5,8 @@ schemas and Parquet encodings (`rlpipe.store.parquet.schema`), the columns of a 
 (`rlpipe.batch.columns`), the names under which hooks see a column (`hook_names`), the tables of SQL
 queries (`rlpipe.store.tables`) and the reference `COLUMNS.md` (`python -m tools.column_reference`).
 
-The tables SAMPLES, REWARDS and BATCH are stored. A column of them is never renamed or retyped, and
-a new one is nullable: stores of earlier releases stay readable. The other tables are derived from
-the stored ones and may change.
+SAMPLES, REWARDS and BATCH are stored. Their columns are never renamed or retyped, and a new one is
+nullable: stores of earlier releases stay readable. The other tables are derived and may change.
 """
 
 from __future__ import annotations
@@ -374,12 +373,7 @@ BATCH = Table(
             nullable=True,
         ),
         Column(
-            "returns",
-            LOG_PROBS,
-            "Target of the critic.",
-            ADVANTAGE,
-            Shape.RESPONSE,
-            nullable=True,
+            "returns", LOG_PROBS, "Target of the critic.", ADVANTAGE, Shape.RESPONSE, nullable=True
         ),
         Column(
             "routed_experts",
