@@ -1,1 +1,1 @@
-"""Compositions of tasks that read like the diagram in the README."""
+"""Prefect flows: compositions of tasks that read like the diagram in the README."""

@@ -1,9 +1,7 @@
-"""Convert between Hugging Face directories and Megatron checkpoints: a flow, with its progress in
-Prefect's pages.
+"""Convert between Hugging Face directories and Megatron checkpoints, with progress in Prefect.
 
-The work is done by a process of its own, which ends with this one. Doing it again after an
-interruption goes on with what is there; doing it again after it is done changes nothing. Not here:
-converting (`rlpipe.engines.megatron.checkpoint.conversion`).
+A child process does the work and ends with this one. A second call after an interruption continues
+with the files that exist. A call after a finished conversion changes nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from prefect.artifacts import (
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
-from flows.conversion import checkpoint_of, converted, job_of
+from flows.conversion_job import conversion_job, run_conversion, stored_checkpoint
 from flows.output import outlive_the_worker
 from rlpipe.config.load import home
 from rlpipe.errors import ConfigError
@@ -34,8 +32,9 @@ PROGRESS_INTERVAL_S = 2.0
 
 
 def run_name() -> str:
-    """The flow run's name in Prefect."""
-    return f"convert-{flow_run.parameters.get('of') or Path(str(flow_run.parameters.get('source'))).name}"
+    """Return the name of the flow run in Prefect."""
+    source = Path(str(flow_run.parameters.get("source"))).name
+    return f"convert-{flow_run.parameters.get('of') or source}"
 
 
 @flow(name="convert", flow_run_name=run_name, on_running=[outlive_the_worker])
@@ -48,30 +47,35 @@ async def convert(
     max_shard_gb: float = 5.0,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Make `destination` from `source`, or from a run's checkpoint (`of`: "RUN@K"); what was made,
-    and how large it is.
+    """Convert `source`, or the checkpoint `of` a run, into `destination`; return a report with
+    sizes.
 
-    A `source` with config.json becomes a torch_dist checkpoint; any other is a checkpoint and
-    becomes a Hugging Face directory, with the configuration and tokenizer that it carries, or those
-    of `origin_hf_dir`. `dtype`: of the weights; None: as they are. `max_shard_gb`: GiB of a file,
-    and about what is in memory. `force`: replace what is there. Raises: ConfigError, DataError for
-    bad input; StoreFull, ResourceError.
+    A source with config.json becomes a torch_dist checkpoint. Any other source is a checkpoint and
+    becomes a Hugging Face directory, with the configuration and tokenizer of the checkpoint or of
+    `origin_hf_dir`. Raises: ConfigError, DataError for wrong input; StoreFull, ResourceError.
+
+    Args:
+        destination: Folder that the conversion writes.
+        source: Hugging Face directory or checkpoint.
+        of: Checkpoint of a run, `RUN@K` or `RUN`, instead of a source.
+        origin_hf_dir: Hugging Face directory that gives configuration and tokenizer.
+        dtype: Data type of the written weights. Default: unchanged.
+        max_shard_gb: Size of a file in GiB; the conversion needs about that much memory.
+        force: Replace the destination.
     """
     if (source is None) == (of is None):
-        raise ConfigError("what shall be converted?", where="convert", expected="source, or of")
+        raise ConfigError("one source is needed", where="convert", expected="either source or of")
     settings: dict[str, Any] = {"dtype": dtype, "force": force}
     settings["shard_bytes"] = int(max_shard_gb * 1024**3)
     with ExitStack() as stack:
-        given = Path(source or "")
+        folder = Path(source or "")
         origin = Path(origin_hf_dir) if origin_hf_dir else None
         if of is not None:
-            stored = await asyncio.to_thread(stack.enter_context, checkpoint_of(home(), of))
-            given, origin, settings["known_as"] = (
-                stored.folder,
-                origin or stored.model_dir,
-                stored.node,
-            )
-        report = await conversion(job_of(given, Path(destination), origin, settings))
+            stored = await asyncio.to_thread(stack.enter_context, stored_checkpoint(home(), of))
+            folder = stored.folder
+            origin = origin or stored.model_dir
+            settings["known_as"] = stored.node
+        report = await conversion(conversion_job(folder, Path(destination), origin, settings))
     await acreate_table_artifact(
         [report | {"notes": "; ".join(report["notes"])}], key="conversion", description=destination
     )
@@ -80,20 +84,20 @@ async def convert(
 
 @task(name="convert", cache_policy=NO_CACHE)
 async def conversion(job: dict[str, Any]) -> dict[str, Any]:
-    """Do it; the report. Raises: as `converted`."""
+    """Run the conversion and show its progress; return the report. Raises: as `run_conversion`."""
     log = get_run_logger()
-    seen = 0.0
+    updated_s = 0.0
     progress = UUID(str(await acreate_progress_artifact(0.0, description=json.dumps(job))))
 
-    async def tell(said: dict[str, Any]) -> None:
-        nonlocal seen
-        log.info(
-            "%s: %.0f of %.0f MiB", said["what"], said["done"] / 1024**2, said["total"] / 1024**2
-        )
-        if time.monotonic() > seen + PROGRESS_INTERVAL_S:
-            seen = time.monotonic()
-            await aupdate_progress_artifact(progress, 100.0 * said["done"] / max(1, said["total"]))
+    async def report_progress(message: dict[str, Any]) -> None:
+        nonlocal updated_s
+        done = message["done"]
+        total = message["total"]
+        log.info("%s: %.0f of %.0f MiB", message["what"], done / 1024**2, total / 1024**2)
+        if time.monotonic() > updated_s + PROGRESS_INTERVAL_S:
+            updated_s = time.monotonic()
+            await aupdate_progress_artifact(progress, 100.0 * done / max(1, total))
 
-    report = await converted(job, tell)
+    report = await run_conversion(job, report_progress)
     await aupdate_progress_artifact(progress, 100.0)
     return report

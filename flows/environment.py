@@ -1,8 +1,6 @@
-"""Environment of the processes in which flows run: caches below the run's home, and how patient
-Prefect's client is.
+"""Environment variables of processes that run flows: cache folders and Prefect client settings.
 
-Read before Prefect is imported, so it is not imported here. Not here: the server
-(`tools.local_prefect`).
+Prefect reads its settings at import. This module must run earlier, so it does not import Prefect.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import os
 from pathlib import Path
 
 CLIENT_SETTINGS = {
-    # after 2, 4, 8 … s: a server that is away for two minutes costs no run
+    # Retries wait 2, 4, 8 ... s: runs survive a Prefect server that is down for two minutes.
     "PREFECT_CLIENT_MAX_RETRIES": "7",
     "DO_NOT_TRACK": "1",
 }
@@ -24,14 +22,19 @@ CACHES = {
     "TMPDIR": "tmp",
 }
 LONGEST_TMPDIR = 107 - len("/torch-shm-dir-XXXXXX/manager.sock.12345")
-"""Unix sockets are made in TMPDIR, and their paths end at 107 bytes; torch's are the longest."""
+"""Length limit of TMPDIR in bytes. A Unix socket path has at most 107 bytes; torch's are the
+longest.
+"""
 
 
 def keep_caches_in(home: Path) -> None:
-    """Point the caches of this process and its children below `{home}/.cache`, unless the user
-    pointed them elsewhere."""
+    """Set cache variables of this process and its children to `{home}/.cache`.
+
+    Variables that the user has set stay as they are.
+    """
     for variable, name in CACHES.items():
         folder = home / ".cache" / name
+        # A longer TMPDIR would break torch's shared-memory sockets.
         if variable == "TMPDIR" and len(str(folder)) > LONGEST_TMPDIR:
             continue
         if variable not in os.environ:

@@ -1,11 +1,8 @@
-"""Evaluate the weights of a run, or of a recipe's model, on held-out sets, and train nothing.
+"""Evaluate the weights of a run, or of a recipe's model, on held-out sets. Train nothing.
 
-It is a run of its own, without iterations, whose first weights are those: nothing of the run that
-they come from is touched, which may still be training. What is measured is in the store like any
-evaluation, so that asking again measures nothing twice.
-
-Not here: what such a run is (`evaluation`), evaluations between iterations (`flows.train`),
-or how a set is sampled and scored (`rlpipe.actors.generator`).
+The evaluation is its own run without iterations. Its first weights are the evaluated weights, so
+the evaluated run stays untouched and may still be training. Nodes are stored as in every
+evaluation: a second evaluation of the same weights reuses them.
 """
 
 from __future__ import annotations
@@ -17,10 +14,10 @@ from typing import Any
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows.evaluation import configuration
+from flows.derived_runs import evaluation_config
 from flows.output import outlive_the_worker
 from flows.parameters import Recipe
-from flows.stopping import Stopping, hear_sigterm, or_cancelled
+from flows.stopping import Stopping, handle_sigterm, result_or_cancelled
 from flows.train import drive
 from rlpipe.config.load import home as default_home
 from rlpipe.config.run import RunConfig
@@ -30,11 +27,11 @@ from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
 from rlpipe.types import Stage
-from tasks.configuration import configuration_artifact
+from tasks.artifacts import configuration_artifact
 
 
 def run_name() -> str:
-    """The flow run's name in Prefect."""
+    """Return the name of the flow run in Prefect."""
     parameters = flow_run.parameters
     return (
         parameters.get("name")
@@ -42,7 +39,7 @@ def run_name() -> str:
     )
 
 
-@flow(name="evaluate", flow_run_name=run_name, on_running=[hear_sigterm, outlive_the_worker])
+@flow(name="evaluate", flow_run_name=run_name, on_running=[handle_sigterm, outlive_the_worker])
 async def evaluate(
     run: str | None = None,
     iteration: int | None = None,
@@ -52,40 +49,45 @@ async def evaluate(
     takeover: bool = False,
     site: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Measure every held-out set once: the summary, with a value for each metric under
-    `evaluation`; `Cancelled` if it was.
+    """Evaluate every held-out set once.
 
-    Raises: ConfigError, DataError at once for bad input; as the train flow.
+    Returns the summary, with each metric under `evaluation`; or the state `Cancelled`.
+    Raises: ConfigError, DataError for wrong input; otherwise as the train flow.
 
-    Args: run: Whose weights, and whose configuration unless a recipe is given. Without: the first
-    weights of the recipe. iteration: Which of the run's weights; without: its newest that were
-    saved. recipe: One that comes with the project, or the path of a YAML file. overrides: Settings
-    over those, `dotted.key=value`, such as other `evaluation.datasets`. name: The evaluation's own
-    name, as a run; without: `<run>.eval-<iteration>`. takeover: Replace the process that drives
-    this evaluation now, wherever it is. site: Settings of the place where it runs, filled in by the
-    deployment; `overrides` win.
+    Args:
+        run: Run that has the weights, and the configuration unless a recipe is given.
+            Default: the first weights of the recipe.
+        iteration: Iteration after which the weights were saved. Default: the newest saved weights.
+        recipe: A recipe of the project, or the path of a YAML file.
+        overrides: Settings that differ, `dotted.key=value`, such as other `evaluation.datasets`.
+        name: Name of the evaluation, as a run. Default: `<run>.eval-<iteration>`.
+        takeover: Replace the process that drives this evaluation now, on any machine.
+        site: Settings of the site, filled in by the deployment. `overrides` win.
     """
     home = default_home()
     overrides = [*site, *overrides]
-    config = configuration(
+    config = evaluation_config(
         home, run=run, iteration=iteration, recipe=recipe, overrides=overrides, name=name
     )
     await configuration_artifact(config, recipe or f"of the run {run}", overrides)
     check(config, home)
     with Stopping(config.resources.stop_grace_s) as stopping:
-        return await or_cancelled(evaluated(config, home, stopping, takeover=takeover))
+        return await result_or_cancelled(run_evaluation(config, home, stopping, takeover=takeover))
 
 
-async def evaluated(
+async def run_evaluation(
     config: RunConfig, home: Path, stopping: Stopping, *, takeover: bool
 ) -> dict[str, Any]:
-    """The run that evaluates: its summary, and what it measured."""
+    """Drive the run that evaluates; return its summary and its metrics."""
     summary = await drive(config, home, stopping, takeover=takeover)
-    return {**summary, "evaluation": measured(Files(config.store.root or home / "store"), config)}
+    return {
+        **summary,
+        "evaluation": recorded_metrics(Files(config.store.root or home / "store"), config),
+    }
 
 
-def measured(files: Files, config: RunConfig) -> dict[str, float]:
-    """Every metric of an evaluation that is done."""
+def recorded_metrics(files: Files, config: RunConfig) -> dict[str, float]:
+    """Return every metric of a finished evaluation."""
     branches = Branches(files)
     init = branches.get(config.run).init
     contracts = branches.contracts(config.run)

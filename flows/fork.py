@@ -1,8 +1,7 @@
-"""Go on from an iteration of a run with some settings changed, as a new run that shares the history
-up to there.
+"""Start a run from a commit of another run, with some settings changed.
 
-The configuration is the parent's; where another recipe shall be used, the train flow forks too. Not
-here: the configuration (`forking`), training (`train`).
+The fork shares the history up to that commit and has its parent's configuration. To fork under
+another recipe, use the train flow with `fork`.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from typing import Any
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows.forking import forked
+from flows.derived_runs import fork_run
 from flows.output import outlive_the_worker
-from flows.stopping import or_cancelled
+from flows.stopping import result_or_cancelled
 from flows.train import train
 from rlpipe.config.load import home as default_home
 
 
 def run_name() -> str:
-    """The flow run's name in Prefect."""
+    """Return the name of the flow run in Prefect."""
     parameters = flow_run.parameters
     return f"fork {parameters['of']}" + (
         f" as {parameters['run']}" if parameters.get("run") else ""
@@ -36,15 +35,18 @@ async def fork(
     store: str | None = None,
     takeover: bool = False,
 ) -> dict[str, Any]:
-    """Train a fork to its end, going on from what the store has of it. Answers the train flow's
-    summary; `Cancelled` if it was.
+    """Train a fork to its end, from the newest commit of the fork in the store.
 
-    Raises: ConfigError at once for bad input; as the train flow.
+    Returns the summary of the train flow, or the state `Cancelled`.
+    Raises: ConfigError for wrong input; otherwise as the train flow.
 
-    Args: of: The parent, `RUN@K` (after iteration K) or `RUN` (after its newest). run: Name of the
-    fork; without `RUN-from-K`. overrides: Settings over the parent's, `dotted.key=value`;
-    `num_rollout` counts from the parent's iteration 0. store: URL of the store; without that of the
-    parent. takeover: Replace the process that drives the fork now, wherever it is.
+    Args:
+        of: The parent, `RUN@K` (after iteration K) or `RUN` (after its newest iteration).
+        run: Name of the fork. Default: `RUN-from-K`.
+        overrides: Settings that differ from the parent's, `dotted.key=value`.
+            `num_rollout` counts from the parent's iteration 0.
+        store: URL of the store. Default: the store of the parent.
+        takeover: Replace the process that drives the fork now, on any machine.
     """
-    config, recipe = forked(default_home(), of, run, overrides, store)
-    return await or_cancelled(train(str(recipe), (), config.run, takeover))
+    config, recipe = fork_run(default_home(), of, run, overrides, store)
+    return await result_or_cancelled(train(str(recipe), (), config.run, takeover))

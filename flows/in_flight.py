@@ -1,15 +1,12 @@
-"""The iterations that are open: S + 1 of them in this process, or one more as flow runs of their
-own.
+"""Iterations in flight: S + 1 in this process (S = async_buffer_size), or S + 2 as flow runs.
 
     async with open_iterations(config) as iterations:
-        nodes = await iterations.finish(k)      # k and the ones after it are open; k is committed now
-        await iterations.reach(k + 1)           # what may sample now does, whatever else is done before k + 1 is waited for
+        nodes = await iterations.finish(k)      # opens k and the next ones; k is committed now
+        await iterations.reach(k + 1)           # opens the next ones without waiting for k + 1
 
-Both open in order and are finished in order. Whatever is open when the block ends is cancelled:
-what its stages have finished is in the store, and the next attempt goes on from it.
-
-Not here: when an iteration may sample or train (`tasks.turn`), or what is done about a finished one
-(`flows.train`).
+Iterations open and finish in order. Leaving the block cancels the open ones: their finished nodes
+stay in the store, and the next attempt reuses them. `tasks.ordering` decides when an iteration may
+sample or train.
 """
 
 from __future__ import annotations
@@ -27,15 +24,15 @@ from rlpipe.config.run import RunConfig
 from rlpipe.errors import RlpipeError
 from rlpipe.types import NodeRef
 from tasks.context import context
-from tasks.turn import abandon, is_committed
+from tasks.ordering import abort_requests, is_committed
 
 
 class IterationFailed(RlpipeError):
-    """The flow run of an iteration did not come to its commit, as often as it may be put back."""
+    """The flow run of an iteration ended without a commit, after all retries."""
 
 
 class Iterations(ABC):
-    """Iterations in flight: up to `ahead` later than the one that is to finish next."""
+    """Iterations in flight: at most `ahead` after the one that finishes next."""
 
     def __init__(self, config: RunConfig, *, ahead: int) -> None:
         self._config = config
@@ -54,13 +51,12 @@ class Iterations(ABC):
         await self.close()
 
     async def finish(self, k: int) -> dict[str, NodeRef]:
-        """Wait until iteration k is committed; its stages' handles. Raises: what its stages
-        raise."""
+        """Wait until iteration k is committed; return its handles. Raises: errors of its stages."""
         await self.reach(k)
         return await self.result(k)
 
     async def reach(self, k: int) -> None:
-        """Open iteration k and those that are in flight with it, as far as they are not."""
+        """Open iteration k and the iterations in flight with it, unless they are open."""
         for number in range(max(k, self._next), min(k + self._ahead + 1, self._config.num_rollout)):
             await self.open(number)
             self._next = number + 1
@@ -71,15 +67,15 @@ class Iterations(ABC):
 
     @abstractmethod
     async def result(self, k: int) -> dict[str, NodeRef]:
-        """The handles of an iteration that was opened."""
+        """Wait for an opened iteration; return its handles."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Cancel what is open."""
+        """Cancel the open iterations."""
 
 
 class InProcess(Iterations):
-    """Subflows of the flow that runs here."""
+    """Iterations as subflows of the current flow run."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config, ahead=config.async_buffer_size)
@@ -90,8 +86,10 @@ class InProcess(Iterations):
         self._open[k] = asyncio.create_task(numbered(k)(self._config.run, k), name=f"iteration {k}")
 
     async def result(self, k: int) -> dict[str, NodeRef]:
-        """Wait for its end. Cancelling this cancels the iteration. Raises: IterationFailed if it
-        ended without its commit."""
+        """Wait for iteration k; return its handles. Cancelling the call cancels the iteration.
+
+        Raises: IterationFailed if the iteration ended without a commit.
+        """
         try:
             nodes = await self._open[k]
         finally:
@@ -99,28 +97,27 @@ class InProcess(Iterations):
                 del self._open[k]
         if not await asyncio.to_thread(is_committed, await context(self._config.run), k):
             raise IterationFailed(
-                "an iteration ended without its commit",
+                "an iteration ended without a commit",
                 where=f"{self._config.run}-{k}",
-                expected="its commit in the store",
-                do="the same command goes on from the last one committed",
+                expected="a commit in the store",
+                do="the same command continues after the last commit",
             )
         return nodes
 
     async def close(self) -> None:
-        """Cancel what is open, and have its requests aborted."""
+        """Cancel the open iterations and abort their requests."""
         for task in self._open.values():
             task.cancel()
         if self._open:
             await asyncio.gather(*self._open.values(), return_exceptions=True)
-            await abandon(self._config.run)
+            await abort_requests(self._config.run)
 
 
 def numbered(k: int) -> Flow[[str, int], Any]:
-    """The flow of an iteration, as that of iteration k alone.
+    """Return the iteration flow under a name of its own for iteration k.
 
-    Prefect knows a subflow of a flow run that is started again by its function's name and by how
-    many of that name were called before it. Under one name the first iteration of the second
-    attempt would be taken for the first one of the first.
+    Prefect matches a subflow of a restarted flow run by function name and call count. With one name
+    for all, the first iteration of a second attempt would match the first iteration of the first.
     """
 
     @wraps(iteration.fn)
@@ -128,6 +125,6 @@ def numbered(k: int) -> Flow[[str, int], Any]:
         return await iteration.fn(run, k)
 
     stages.__qualname__ = f"{stages.__qualname__}_{k}"
-    own = iteration.with_options()
-    own.fn = stages
-    return own
+    copy = iteration.with_options()
+    copy.fn = stages
+    return copy

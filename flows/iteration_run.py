@@ -1,9 +1,7 @@
-"""One iteration as a flow run of its own: what a worker starts in a process, and what its Retry
-button repeats.
+"""One iteration as its own flow run, started by a Prefect worker and repeatable with Retry.
 
-It works under the epoch and on the actors of the process that drives the run, and ends neither of
-them; once that has gone, under an epoch and with actors of its own. Not here: the stages
-(`iteration`), or who opens it (`deployed`).
+The flow run uses the epoch and the actors of the run's driver and ends neither. If the driver has
+ended, the flow run acquires an epoch and starts actors itself.
 """
 
 from __future__ import annotations
@@ -15,29 +13,29 @@ from prefect.states import Cancelled
 
 from flows.iteration import iteration
 from flows.output import outlive_the_worker
-from flows.stopping import Preempted, Stopping, being_cancelled, hear_sigterm
+from flows.stopping import Preempted, Stopping, handle_sigterm, is_being_cancelled
 from rlpipe.actors.ray.local_ray import disconnect
 from tasks.context import close_context, context
-from tasks.turn import abandon
+from tasks.ordering import abort_requests
 
 
-@flow(name="iteration", flow_run_name="{run}-{k}", on_running=[hear_sigterm, outlive_the_worker])
+@flow(name="iteration", flow_run_name="{run}-{k}", on_running=[handle_sigterm, outlive_the_worker])
 async def iteration_run(run: str, k: int) -> Any:
-    """Iteration k of a run that was begun. What the store has already is reused; `Cancelled` if it
-    was cancelled.
+    """Run iteration k of a run that has begun. Stages whose nodes are in the store are reused.
 
-    Raises: ConfigError if there is no such run; Fenced if another driver has replaced the one it
-    works for; what a stage raises.
+    Returns the state `Cancelled` if the flow run was cancelled.
+    Raises: ConfigError if the run does not exist; Fenced if another driver replaced the one that
+    opened this iteration; errors of a stage.
     """
     try:
-        it = await context(run)
+        ctx = await context(run)
         try:
-            with Stopping(it.config.resources.stop_grace_s) as stopping:
-                await stopping.unless_asked(iteration.fn(run, k))
+            with Stopping(ctx.config.resources.stop_grace_s) as stopping:
+                await stopping.run(iteration.fn(run, k))
         except Preempted:
-            await abandon(run, k)
-            if await being_cancelled():
-                return Cancelled(message="cancelled; what its stages have finished is in the store")
+            await abort_requests(run, k)
+            if await is_being_cancelled():
+                return Cancelled(message="cancelled; nodes of finished stages are in the store")
             raise
         finally:
             await close_context(run, end_actors=False)

@@ -1,8 +1,8 @@
-"""What a flow run prints under a worker goes into a pipe that the worker reads. If the worker dies,
-the next line would end the run: rich, with which Prefect logs, turns a broken pipe into SystemExit.
-So another pipe is put in front, whose reader outlives it.
+"""Keep a flow run alive when the worker that reads its output dies.
 
-Not here: logs of actors and servers, which are files.
+Under a worker, stdout and stderr are pipes that the worker reads. Once the worker dies, the next
+line raises: rich, which Prefect logs with, turns a broken pipe into SystemExit. A second pipe, read
+by a thread of this process, prevents that.
 """
 
 from __future__ import annotations
@@ -18,54 +18,57 @@ import threading
 import time
 from typing import Any
 
-UNDER_A_WORKER = "PREFECT__FLOW_RUN_ID"
+FLOW_RUN_ID_VARIABLE = "PREFECT__FLOW_RUN_ID"
 STDOUT = 1
 STDERR = 2
 CHUNK_BYTES = 65536
-LAST_WORDS_S = 1.0
+FLUSH_TIMEOUT_S = 1.0
 
-_done: set[int] = set()
+_replaced: set[int] = set()
 
 
 def outlive_the_worker(flow: Any, flow_run: Any, state: Any) -> None:
-    """Hook of a flow that has begun to run. What is printed once nobody reads any more is lost; a
-    second call changes nothing."""
+    """Hook of a flow that starts running: forward output through a pipe of this process.
+
+    Output after the worker's death is lost. A second call has no effect.
+    """
     for descriptor in (STDOUT, STDERR):
         if (
-            UNDER_A_WORKER in os.environ
-            and descriptor not in _done
+            FLOW_RUN_ID_VARIABLE in os.environ
+            and descriptor not in _replaced
             and stat.S_ISFIFO(os.fstat(descriptor).st_mode)
         ):
-            _done.add(descriptor)
-            _put_in_front(descriptor)
+            _replaced.add(descriptor)
+            _replace(descriptor)
 
 
-def _put_in_front(descriptor: int) -> None:
-    theirs = os.dup(descriptor)
-    ours, end = os.pipe()
-    os.dup2(end, descriptor)
-    os.close(end)
+def _replace(descriptor: int) -> None:
+    worker_pipe = os.dup(descriptor)
+    own_pipe, write_end = os.pipe()
+    os.dup2(write_end, descriptor)
+    os.close(write_end)
     threading.Thread(
-        target=_forward, args=(ours, theirs), name=f"output {descriptor}", daemon=True
+        target=_forward, args=(own_pipe, worker_pipe), name=f"output {descriptor}", daemon=True
     ).start()
-    atexit.register(_wait_for_last_words, ours)
+    atexit.register(_wait_until_empty, own_pipe)
 
 
-def _forward(ours: int, theirs: int) -> None:
-    read = True
-    while chunk := os.read(ours, CHUNK_BYTES):
-        while read and chunk:
+def _forward(own_pipe: int, worker_pipe: int) -> None:
+    worker_reads = True
+    # Read on after the worker's death: a full pipe would block the run.
+    while chunk := os.read(own_pipe, CHUNK_BYTES):
+        while worker_reads and chunk:
             try:
-                chunk = chunk[os.write(theirs, chunk) :]
+                chunk = chunk[os.write(worker_pipe, chunk) :]
             except OSError:
-                read = False
+                worker_reads = False
 
 
-def _wait_for_last_words(ours: int) -> None:
+def _wait_until_empty(own_pipe: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    end_s = time.monotonic() + LAST_WORDS_S
-    waiting = array.array("i", [1])
-    while waiting[0] and time.monotonic() < end_s:
+    end_s = time.monotonic() + FLUSH_TIMEOUT_S
+    unread_bytes = array.array("i", [1])
+    while unread_bytes[0] and time.monotonic() < end_s:
         time.sleep(0.02)
-        fcntl.ioctl(ours, termios.FIONREAD, waiting)
+        fcntl.ioctl(own_pipe, termios.FIONREAD, unread_bytes)

@@ -1,10 +1,8 @@
-"""What a person fills in to start a run, on a form or a command line: types of parameters, and what
-forks and seeds mean.
+"""Flow parameters that start a run: types for Prefect's form, and the meaning of `seed` and `fork`.
 
-    recipe, overrides, run, seed, fork  →  the overrides and the name that `load_run` takes
+    apply_seed_and_fork(recipe, overrides, run, seed=, fork=)    the arguments of `load_run`
 
-Not here: the configuration itself (`rlpipe.config`). Imports no Prefect, so that a command line can
-use it before a server starts.
+Imports no Prefect: a command line uses this module before a server starts.
 """
 
 from __future__ import annotations
@@ -32,12 +30,12 @@ Recipe = Annotated[
         }
     ),
 ]
-"""A recipe by name or path; on the form a list to choose from, or a path."""
+"""A recipe by name or path. Prefect's form shows a list of names, or a field for a path."""
 Fork = Annotated[str, WithJsonSchema({"type": "string", "pattern": r"^[^@\s]+(@\d+)?$"})]
 """`RUN` or `RUN@K`."""
 
 
-def as_settled(
+def apply_seed_and_fork(
     recipe: str,
     overrides: Sequence[str],
     run: str | None,
@@ -45,10 +43,10 @@ def as_settled(
     seed: int | None = None,
     fork: str | None = None,
 ) -> tuple[list[str], str | None]:
-    """The overrides and the name of a run, with what `seed` and `fork` add to them; overrides that
-    are given win.
+    """Return overrides and name of a run, with the settings that `seed` and `fork` stand for.
 
-    Without `run`: a seed makes it `<recipe>-seed<N>`, a fork `<run>-from-<K>`.
+    The caller's overrides win. The default name is `<recipe>-seed<N>` with a seed and
+    `<run>-from-<K>` with a fork.
     """
     settled = list(overrides)
     if seed is not None:
@@ -65,21 +63,21 @@ def as_settled(
     return settled, run
 
 
-def named_at(run: str | None, moment: datetime | None) -> str | None:
-    """A run's name with `%Y`, `%m`, `%d`, `%H` … of the moment it was scheduled for (UTC): a name
-    for each run of a schedule.
+def format_run_name(run: str | None, moment: datetime | None) -> str | None:
+    """Fill in `%Y`, `%m`, `%d`, `%H` ... of a run name with the scheduled time (UTC).
 
-    A retry has the moment of its first try, so it goes on with the same run.
+    Each run of a schedule gets its own name. A retry keeps the scheduled time of its first attempt,
+    so it continues the same run.
     """
     if run is None or "%" not in run:
         return run
     return (moment or datetime.now(UTC)).strftime(run)
 
 
-def name_of(parameters: dict[str, Any], moment: datetime | None) -> str:
-    """What a run will be called, from the parameters of its flow; nothing is checked."""
+def run_name_of(parameters: dict[str, Any], moment: datetime | None) -> str:
+    """Return the name of a run from the parameters of its flow, without checking them."""
     recipe = parameters["recipe"]
-    _, run = as_settled(
+    _, run = apply_seed_and_fork(
         recipe, (), parameters.get("run"), seed=parameters.get("seed"), fork=parameters.get("fork")
     )
-    return named_at(run, moment) or Path(recipe).stem
+    return format_run_name(run, moment) or Path(recipe).stem

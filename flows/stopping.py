@@ -1,17 +1,16 @@
-"""SIGTERM (a preempted machine, Cancel in Prefect's pages): finish what runs if that is soon, then
-stop.
+"""Stop a run on SIGTERM (preemption, or Cancel in Prefect's UI): finish current work if it is
+short.
 
     with Stopping(grace_s=30) as stopping:
-        await stopping.unless_asked(iteration(run, k))
+        await stopping.run(iteration(run, k))
 
-Prefect installs a SIGTERM handler of its own whenever a flow run begins in the main thread: it
-raises wherever the process just is, and takes the event loop down. `hear_sigterm`, a hook of our
-flows, puts ours back as soon as the flow run is Running; in the few ten milliseconds before that,
-SIGTERM still ends the process at once. Prefect's worker then finds nobody to tell of a Cancel
-before its SIGTERM, so it waits for the process to end (30 s, then SIGKILL) and marks the run
-Cancelled itself.
+Prefect installs its own SIGTERM handler when a flow run begins in the main thread. That handler
+raises at an arbitrary line and takes the event loop down. `handle_sigterm`, a hook of our flows,
+restores ours when the flow run is Running. SIGTERM in the few ten milliseconds before that still
+ends the process at once.
 
-Not here: Ctrl-C, which abandons at once; nothing that is finished is lost by either.
+After a Cancel, Prefect's worker sends SIGTERM, waits 30 s, sends SIGKILL, and marks the run
+Cancelled itself. Ctrl-C abandons work at once. Finished nodes survive both.
 """
 
 from __future__ import annotations
@@ -32,27 +31,28 @@ from prefect.exceptions import CancelledRun
 from prefect.runtime import flow_run as this_flow_run
 from prefect.states import Cancelled
 
-from flows.output import UNDER_A_WORKER
+from flows.output import FLOW_RUN_ID_VARIABLE
 from rlpipe.errors import RlpipeError
 
 Result = TypeVar("Result")
-LOOK_TIMEOUT_S = 5.0
+QUERY_TIMEOUT_S = 5.0
+RESUME_HINT = "the same command continues after the last commit"
 
 
 class Preempted(RlpipeError):
-    """The process was asked to end. What is committed is safe; the same command goes on from
-    there."""
+    """The process received SIGTERM. Commits are safe; the same command continues after them."""
 
 
 class Stopping:
-    """Hears SIGTERM while it is entered. Inside another one it is that one: a run's warm start
-    stops with the run."""
+    """Context that handles SIGTERM. A nested context is the outer one: a warm start stops with its
+    run.
+    """
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
-        self._asked = asyncio.Event()
+        self._requested = asyncio.Event()
         self._outer: Stopping | None = None
-        self._before: Any = None
+        self._previous_handler: Any = None
 
     def __enter__(self) -> Stopping:
         self._outer = _CURRENT.get()
@@ -60,75 +60,79 @@ class Stopping:
             return self._outer
         _CURRENT.set(self)
         self._loop = asyncio.get_running_loop()
-        self._before = signal.getsignal(signal.SIGTERM)
-        self.hear()
+        self._previous_handler = signal.getsignal(signal.SIGTERM)
+        self.install()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._outer is None:
             _CURRENT.set(None)
             if _in_main_thread():
-                signal.signal(signal.SIGTERM, self._before)
+                signal.signal(signal.SIGTERM, self._previous_handler)
 
-    def hear(self) -> None:
-        """Be the one who is told of SIGTERM, whoever was before. Only the main thread can be."""
+    def install(self) -> None:
+        """Install the SIGTERM handler. Python allows that only in the main thread."""
         if _in_main_thread():
             signal.signal(signal.SIGTERM, self._on_signal)
 
-    async def unless_asked(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of `work`. Once asked, nothing new begins, and it has `grace_s` seconds left;
-        none on a Cancel.
+    async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Return the result of `work`. After SIGTERM, `work` has `grace_s` seconds left; none on a
+        Cancel.
 
-        Raises: Preempted if asked before, or if the work did not finish in that time.
+        Raises: Preempted if SIGTERM came before, or if `work` did not finish in time.
         """
         running = asyncio.ensure_future(work)
-        asked = asyncio.ensure_future(self._asked.wait())
+        requested = asyncio.ensure_future(self._requested.wait())
         try:
-            if self._asked.is_set():
-                raise Preempted("asked to stop by SIGTERM", found="nothing new was begun", do=GO_ON)
-            await asyncio.wait({running, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if self._requested.is_set():
+                raise Preempted(
+                    "stopped by SIGTERM", found="no new iteration was begun", do=RESUME_HINT
+                )
+            await asyncio.wait({running, requested}, return_when=asyncio.FIRST_COMPLETED)
             grace_s = self._grace_s
             if not running.done():
-                grace_s = 0.0 if await being_cancelled() else grace_s
+                # A Cancel discards the work, so waiting for it is useless.
+                grace_s = 0.0 if await is_being_cancelled() else grace_s
                 await asyncio.wait({running}, timeout=grace_s)
             if not running.done():
                 raise Preempted(
-                    "asked to stop by SIGTERM",
-                    found=f"an iteration abandoned after {grace_s:g} s",
-                    do=GO_ON,
+                    "stopped by SIGTERM",
+                    found=f"an iteration was abandoned after {grace_s:g} s",
+                    do=RESUME_HINT,
                 )
             return running.result()
         finally:
-            for task in (running, asked):
+            for task in (running, requested):
                 task.cancel()
-            await asyncio.gather(running, asked, return_exceptions=True)
+            await asyncio.gather(running, requested, return_exceptions=True)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self._loop.call_soon_threadsafe(self._asked.set)
+        self._loop.call_soon_threadsafe(self._requested.set)
 
 
-async def or_cancelled(work: Coroutine[Any, Any, Result]) -> Result:
-    """What a flow answers: the result of `work`, or its state `Cancelled` if that ended because
-    somebody cancelled it.
+async def result_or_cancelled(work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of `work`, or the state `Cancelled` if a Cancel ended it.
 
-    Raises: what `work` raises.
+    Raises: errors of `work`.
     """
     try:
         return await work
     except (Preempted, CancelledRun) as error:
-        if await being_cancelled():
+        if await is_being_cancelled():
             return cast("Result", Cancelled(message=str(error)))
         raise
 
 
-async def being_cancelled() -> bool:
-    """Has somebody cancelled the flow run that runs here, or the one that a worker started this
-    process for, of which this one is a part (a fork's training, a warm start)? A server that does
-    not say so at once counts as no."""
-    found = {this_flow_run.get_id(), os.environ.get(UNDER_A_WORKER)} - {None}
+async def is_being_cancelled() -> bool:
+    """True if this flow run, or the one that the worker started this process for, is cancelled.
+
+    The second one matters for subflows, such as a fork's training or a warm start. A server that
+    does not answer within QUERY_TIMEOUT_S counts as no.
+    """
+    flow_runs = {this_flow_run.get_id(), os.environ.get(FLOW_RUN_ID_VARIABLE)} - {None}
     try:
-        async with asyncio.timeout(LOOK_TIMEOUT_S), get_client() as client:
-            states = [(await client.read_flow_run(UUID(run))).state for run in found]
+        async with asyncio.timeout(QUERY_TIMEOUT_S), get_client() as client:
+            states = [(await client.read_flow_run(UUID(run))).state for run in flow_runs]
     except (TimeoutError, httpx.HTTPError):
         return False
     return any(
@@ -136,15 +140,14 @@ async def being_cancelled() -> bool:
     )
 
 
-def hear_sigterm(flow: Any, flow_run: Any, state: Any) -> None:
-    """Hook of a flow that has begun to run: SIGTERM is for `Stopping` again."""
+def handle_sigterm(flow: Any, flow_run: Any, state: Any) -> None:
+    """Hook of a flow that starts running: install the handler of the active `Stopping` again."""
     if (current := _CURRENT.get()) is not None:
-        current.hear()
+        current.install()
 
 
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-GO_ON = "the same command goes on from what is committed"
 _CURRENT: ContextVar[Stopping | None] = ContextVar("stopping", default=None)

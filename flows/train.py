@@ -1,4 +1,4 @@
-"""A run: begin, iterate, evaluate now and then, leave a summary and a report."""
+"""Train a recipe: begin, run iterations, evaluate when due, write a summary and a report."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from typing import Any, TypeVar
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows.deployed import open_iterations
+from flows.deployed_iterations import open_iterations
 from flows.output import outlive_the_worker
-from flows.parameters import Fork, Recipe, as_settled, name_of, named_at
-from flows.stopping import Preempted, Stopping, being_cancelled, hear_sigterm, or_cancelled
+from flows.parameters import Fork, Recipe, apply_seed_and_fork, format_run_name, run_name_of
+from flows.stopping import (
+    Preempted,
+    Stopping,
+    handle_sigterm,
+    is_being_cancelled,
+    result_or_cancelled,
+)
 from rlpipe.actors.ray.local_ray import connect
 from rlpipe.actors.ray.named import namespace
 from rlpipe.config.load import home as default_home
@@ -25,27 +31,27 @@ from rlpipe.observe.progress import Progress
 from rlpipe.preflight import check, say_if_full
 from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
+from tasks.artifacts import configuration_artifact
 from tasks.begin import begin, check_same_run
 from tasks.checkpoint import keep_if_held, keep_last
-from tasks.configuration import configuration_artifact
 from tasks.context import close_context, context
 from tasks.debug import sample_only
 from tasks.evaluate import evaluate
 from tasks.observe import Observer
-from tasks.turn import evaluated_beside, evaluation_due, good_enough
+from tasks.ordering import evaluates_concurrently, evaluation_due, stop_condition_met
 
 Result = TypeVar("Result")
 
 
 def run_name() -> str:
-    """The flow run's name in Prefect: the run's own, else the recipe's."""
-    return name_of(flow_run.parameters, flow_run.scheduled_start_time)
+    """Return the name of the flow run in Prefect: the run's name, else the recipe's."""
+    return run_name_of(flow_run.parameters, flow_run.scheduled_start_time)
 
 
 @flow(
     name="train",
     flow_run_name=run_name,
-    on_running=[hear_sigterm, outlive_the_worker],
+    on_running=[handle_sigterm, outlive_the_worker],
     persist_result=False,
 )
 async def train(
@@ -57,45 +63,49 @@ async def train(
     fork: Fork | None = None,
     site: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Train a recipe to its end, going on from what the store has of it. Answers the summary;
-    `Cancelled` if it was cancelled.
+    """Train a recipe to its end, from the newest commit in the store.
 
-    Raises: ConfigError, DataError at once for bad input; Fenced if another process drives it;
-    Preempted; what a stage raised.
+    Returns the summary, or the state `Cancelled`.
+    Raises: ConfigError, DataError for wrong input; Fenced if another process drives the run;
+    Preempted; errors of a stage.
 
-    Args: recipe: One that comes with the project, or the path of a YAML file. overrides: Settings
-    over the recipe's, `dotted.key=value`, such as `train.optimizer.lr=2e-6`; later ones win. run:
-    Its name; a run that is there goes on. Without: the recipe's. `%Y%m%d` in it is the day it was
-    scheduled for (UTC). takeover: Replace the process that drives this run now, wherever it is.
-    seed: Another seed of data and training, as a run of its own: `<recipe>-seed<N>` unless `run`
-    names it. fork: `RUN@K`: go on from iteration K of that run (`RUN`: its newest), as a new run
-    with these settings. site: Settings of the place where it runs, filled in by the deployment;
-    `overrides` win.
+    Args:
+        recipe: A recipe of the project, or the path of a YAML file.
+        overrides: Settings that differ from the recipe's, `dotted.key=value`, such as
+            `train.optimizer.lr=2e-6`. Later ones win.
+        run: Name of the run. An existing run continues. Default: the name of the recipe.
+            `%Y%m%d` in the name is the scheduled day (UTC).
+        takeover: Replace the process that drives this run now, on any machine.
+        seed: Other seed of data and training, for a separate run: `<recipe>-seed<N>` unless `run`
+            gives a name.
+        fork: `RUN@K`: start from iteration K of that run (`RUN`: its newest), as a new run with
+            these settings.
+        site: Settings of the site, filled in by the deployment. `overrides` win.
     """
-    overrides, run = as_settled(recipe, [*site, *overrides], run, seed=seed, fork=fork)
-    config = load_run(recipe, overrides, named_at(run, flow_run.scheduled_start_time))
+    overrides, run = apply_seed_and_fork(recipe, [*site, *overrides], run, seed=seed, fork=fork)
+    config = load_run(recipe, overrides, format_run_name(run, flow_run.scheduled_start_time))
     home = default_home()
     await configuration_artifact(config, recipe, overrides, unused_keys(recipe, overrides))
     check(config, home)
     with Stopping(config.resources.stop_grace_s) as stopping:
         try:
-            return await or_cancelled(warmed_up(config, home, stopping, takeover=takeover))
+            return await result_or_cancelled(
+                run_with_warm_start(config, home, stopping, takeover=takeover)
+            )
         except RlpipeError as error:
             say_if_full(error, home)
             raise
 
 
-async def warmed_up(
+async def run_with_warm_start(
     config: RunConfig, home: Path, stopping: Stopping, *, takeover: bool
 ) -> dict[str, Any]:
-    """The run, after its warm start if it has one."""
+    """Train the warm start, if the run has one, then drive the run."""
     if config.warm_start:
-        check_same_run(
-            Branches(Files(config.store.root or home / "store")), config
-        )  # before hours of another run
-        connect(
-            config.resources, home, namespace=namespace(config.cluster)
-        )  # a Ray that has room for the run too
+        # Refuse a changed configuration before the warm start trains for hours.
+        check_same_run(Branches(Files(config.store.root or home / "store")), config)
+        # Start a Ray with the resources of this run: the warm start alone may need fewer.
+        connect(config.resources, home, namespace=namespace(config.cluster))
         await train(
             config.warm_start, warm_start_overrides(config), f"{config.run}.warm_start", takeover
         )
@@ -105,15 +115,16 @@ async def warmed_up(
 async def drive(
     config: RunConfig, home: Path, stopping: Stopping, *, takeover: bool
 ) -> dict[str, Any]:
-    """Begin, iterate, report: a run from where it stands to its end."""
+    """Begin a run, run its remaining iterations, report; return the summary."""
     with Progress(config.run, config.num_rollout) as progress:
         started = time.perf_counter()
-        first = await stopping.unless_asked(begin(config, home, progress, takeover=takeover))
+        first = await stopping.run(begin(config, home, progress, takeover=takeover))
         completed = cancelled = False
         try:
             if first:
                 progress.say(
-                    f"{config.run}: going on from iteration {first} of {config.num_rollout}, the last one committed"
+                    f"{config.run}: continuing after the last commit, "
+                    f"with iteration {first} of {config.num_rollout}"
                 )
             progress.begin(first)
             with Observer(
@@ -122,7 +133,7 @@ async def drive(
                 try:
                     await run_iterations(config, first, observer, stopping)
                 except Preempted:
-                    cancelled = await being_cancelled()
+                    cancelled = await is_being_cancelled()
                     await keep_if_held(config.run, within_s=config.resources.stop_grace_s)
                     raise
                 await keep_last(config.run)
@@ -138,32 +149,37 @@ async def drive(
 async def run_iterations(
     config: RunConfig, first: int, observer: Observer, stopping: Stopping
 ) -> None:
-    """Iterations from `first` to the end, evaluated where it is due; those ahead sample meanwhile.
-    Raises: Preempted."""
-    done = await stopping.unless_asked(evaluate_if_due(config, first, observer))
+    """Run iterations from `first` to the end, and evaluate when due. Raises: Preempted.
+
+    Iterations ahead of the current one sample meanwhile (`async_buffer_size`).
+    """
+    stop = await stopping.run(evaluate_if_due(config, first, observer))
     if config.debug.debug_rollout_only:
         for k in range(config.num_rollout):
-            await observer.sampled(k, await stopping.unless_asked(sample_only(config.run, k)))
+            await observer.rollout(k, await stopping.run(sample_only(config.run, k)))
         return
     async with open_iterations(config) as iterations:
         for k in range(first, config.num_rollout):
-            if done:
+            if stop:
                 return
             start = time.perf_counter()
             work = iterations.finish(k)
-            if k > first and evaluated_beside(config, k):
-                work = together(work, evaluate_if_due(config, k, observer, beside=True))
-            nodes = await stopping.unless_asked(work)
+            if k > first and evaluates_concurrently(config, k):
+                work = run_both(work, evaluate_if_due(config, k, observer, concurrent=True))
+            nodes = await stopping.run(work)
             await observer.iteration(k, nodes, seconds=time.perf_counter() - start)
+            # Open the next iteration now, so that it samples during a blocking evaluation.
             if config.async_buffer_size:
-                await stopping.unless_asked(iterations.reach(k + 1))
-            if not evaluated_beside(config, k + 1):
-                done = await stopping.unless_asked(evaluate_if_due(config, k + 1, observer))
+                await stopping.run(iterations.reach(k + 1))
+            if not evaluates_concurrently(config, k + 1):
+                stop = await stopping.run(evaluate_if_due(config, k + 1, observer))
 
 
-async def together(work: Coroutine[Any, Any, Result], other: Coroutine[Any, Any, Any]) -> Result:
-    """The result of `work` once both are done. Raises: what either raises, at once; the other is
-    cancelled then."""
+async def run_both(work: Coroutine[Any, Any, Result], other: Coroutine[Any, Any, Any]) -> Result:
+    """Run two coroutines; return the result of `work` once both are done.
+
+    The first error is raised at once and cancels the other coroutine.
+    """
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(other)
@@ -174,10 +190,12 @@ async def together(work: Coroutine[Any, Any, Result], other: Coroutine[Any, Any,
 
 
 async def evaluate_if_due(
-    config: RunConfig, version: int, observer: Observer, *, beside: bool = False
+    config: RunConfig, version: int, observer: Observer, *, concurrent: bool = False
 ) -> bool:
-    """Evaluate all held-out sets if this weight version asks for it, `beside` an iteration or
-    before; whether the run's stop condition is met."""
+    """Evaluate all held-out sets if an evaluation of this weight version is due.
+
+    Returns True if the stop condition of the run is met. `concurrent`: an iteration runs meanwhile.
+    """
     if not evaluation_due(config, version):
         return False
     start = time.perf_counter()
@@ -188,8 +206,9 @@ async def evaluate_if_due(
     metrics = {
         name: value for node in nodes.values() for name, value in node.outputs["metrics"].items()
     }
-    (await context(config.run)).tell()
+    # Wake iterations that wait for this evaluation.
+    (await context(config.run)).notify()
     await observer.evaluation(
-        version, nodes, metrics, seconds=time.perf_counter() - start, beside=beside
+        version, nodes, metrics, seconds=time.perf_counter() - start, concurrent=concurrent
     )
-    return good_enough(config, metrics)
+    return stop_condition_met(config, metrics)

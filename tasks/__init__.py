@@ -1,1 +1,4 @@
-"""The stages as Prefect tasks: look the node up, else do the work, record it. One file a stage."""
+"""The stages as Prefect tasks, one file a stage.
+
+Each looks up its node, or else does the work and records the node.
+"""

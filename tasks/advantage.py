@@ -1,4 +1,4 @@
-"""Stage 3: fix the batch, score it with the trainer, estimate advantages."""
+"""Stage 3: choose the batch, score it with the trainer, estimate advantages."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from prefect.client.schemas.objects import State
 from rlpipe.lineage.stage_inputs import advantage_inputs
 from rlpipe.types import NodeRef
 from tasks.context import context
-from tasks.record import once, stage_task
+from tasks.record import reuse_or_run, stage_task
 from tasks.train import hold
 
 
 @stage_task("advantage", "advantage-{k}")
 async def advantage(run: str, k: int, rollout: NodeRef, reward: NodeRef) -> State:
-    """The batch of iteration k, with its token-level columns: the advantage node's handle."""
-    it = await context(run)
-    before = await asyncio.to_thread(it.weights_before, k)
-    inputs = advantage_inputs(it.config, rollout.digest, reward.digest, before, it.contracts)
-    known = await asyncio.to_thread(it.nodes.find, inputs.stage, inputs.digest)
-    if known is None and (held := await hold(it, before, k)) != before:
+    """Compute the batch of iteration k with its token-level columns; return the node's handle."""
+    ctx = await context(run)
+    before = await asyncio.to_thread(ctx.weights_before, k)
+    inputs = advantage_inputs(ctx.config, rollout.digest, reward.digest, before, ctx.contracts)
+    stored = await asyncio.to_thread(ctx.nodes.find, inputs.stage, inputs.digest)
+    # A rebuild with other bits gives other weights: the batch is scored with those.
+    if stored is None and (held := await hold(ctx, before, k)) != before:
         before = held
-        inputs = advantage_inputs(it.config, rollout.digest, reward.digest, held, it.contracts)
+        inputs = advantage_inputs(ctx.config, rollout.digest, reward.digest, held, ctx.contracts)
 
     async def estimate() -> dict[str, Any]:
-        answers = await it.cluster.trainer.call(
+        answers = await ctx.cluster.trainer.call(
             "advantage",
             key=inputs.digest,
             before=before,
             version=k,
             rollout=rollout.digest,
             reward=reward.digest,
-            max_staleness=it.config.async_buffer_size,
-            mask_stale=it.config.rollout.mask_offpolicy_in_partial_rollout,
-            deadline_s=it.config.train.timeout_s,
+            max_staleness=ctx.config.async_buffer_size,
+            mask_stale=ctx.config.rollout.mask_offpolicy_in_partial_rollout,
+            deadline_s=ctx.config.train.timeout_s,
         )
         return answers[0]
 
-    return await once(it, inputs, estimate)
+    return await reuse_or_run(ctx, inputs, estimate)

@@ -1,7 +1,7 @@
-"""Stage 6: a torch_dist checkpoint when one is due, and the commit of the iteration.
+"""Stage 6: save a torch_dist checkpoint when one is due, and commit the iteration.
 
-A checkpoint is on local disk when the stage ends; it is uploaded while the next iterations run, and
-counts once its node is recorded. A run that dies before that is rebuilt from the checkpoint before.
+A checkpoint is on local disk when the stage ends. The upload runs during the next iterations. The
+checkpoint counts once its node is recorded; a run that dies earlier restores the one before.
 """
 
 from __future__ import annotations
@@ -16,142 +16,143 @@ from rlpipe.store.chain import leaf_paths
 from rlpipe.store.signatures import SigningKey
 from rlpipe.types import Commit, DataState, NodeRef, Stage
 from tasks.context import RunContext, Stopwatch, context, packages
+from tasks.ordering import evaluation_due
 from tasks.record import stage_task
 from tasks.train import hold
-from tasks.turn import evaluation_due
 from tasks.uploads import begin_checkpoint, pending, settle
 
 
 @stage_task("checkpoint", "checkpoint-{k}")
 async def checkpoint(run: str, k: int, nodes: dict[str, NodeRef]) -> str:
-    """Checkpoint weight version k + 1 if it is due, then commit iteration k; the commit's name.
-    `nodes`: its stages' handles."""
-    it = await context(run)
+    """Save weight version k + 1 if due, then commit iteration k; return the commit's name.
+
+    `nodes`: stage → handle.
+    """
+    ctx = await context(run)
     train = nodes["train"].digest
     digests = {Stage(name): node.digest for name, node in nodes.items()}
-    with traced(it.directory, "checkpoint", k):
-        await settle(it)
-        if checkpoint_due(it, k):
-            it.progress.stage("checkpoint")
-            with Stopwatch(it, "checkpoint"):
-                await save(it, train, k + 1)
-        commit = await asyncio.to_thread(_record, it, k, digests)
-    it.tell()
+    with traced(ctx.directory, "checkpoint", k):
+        await settle(ctx)
+        if checkpoint_due(ctx, k):
+            ctx.progress.stage("checkpoint")
+            with Stopwatch(ctx, "checkpoint"):
+                await save(ctx, train, k + 1)
+        commit = await asyncio.to_thread(_record, ctx, k, digests)
+    ctx.notify()
     return commit_name(run, commit.iteration)
 
 
 @stage_task("keep-last", "keep-last")
 async def keep_last(run: str) -> None:
-    """Checkpoint the newest weights of a run that ends, and wait until that is in the store."""
-    it = await context(run)
-    newest = await asyncio.to_thread(it.branches.newest, run)
+    """Save the newest weights at the end of a run, and wait until the upload is recorded."""
+    ctx = await context(run)
+    newest = await asyncio.to_thread(ctx.branches.newest, run)
     if newest is not None and newest.branch == run:
         version = newest.iteration + 1
-        await save(it, await asyncio.to_thread(it.weights_before, version), version)
-        await settle(it, wait=True)
-        if not await is_saved(it, await asyncio.to_thread(it.weights_before, version)):
+        await save(ctx, await asyncio.to_thread(ctx.weights_before, version), version)
+        await settle(ctx, wait=True)
+        if not await is_saved(ctx, await asyncio.to_thread(ctx.weights_before, version)):
             raise TrainerError(
-                "the last checkpoint was lost before it was in the store",
+                "the last checkpoint was lost before its upload was complete",
                 where=f"checkpoint {newest.iteration}",
             )
 
 
 async def keep_if_held(run: str, *, within_s: float) -> bool:
-    """On the way out: checkpoint the newest committed weights if the trainer holds them just now.
-    Did it?
+    """Save the newest committed weights before exit, if the trainer holds them. True if saved.
 
-    Without it nothing is lost: the weights are rebuilt from the checkpoint before and the batches
-    since.
+    Without this checkpoint nothing is lost: a later start replays batches from the checkpoint
+    before.
     """
-    it = await context(run)
+    ctx = await context(run)
     try:
         async with asyncio.timeout(within_s):
-            newest = await asyncio.to_thread(it.branches.newest, run)
+            newest = await asyncio.to_thread(ctx.branches.newest, run)
             if newest is None or newest.branch != run:
                 return False
             version = newest.iteration + 1
-            weights = await asyncio.to_thread(it.weights_before, version)
-            if not await it.cluster.trainer.holds(weights):
+            weights = await asyncio.to_thread(ctx.weights_before, version)
+            if not await ctx.cluster.trainer.holds(weights):
                 return False
-            await save(it, weights, version)
-            await settle(it, wait=True)
+            await save(ctx, weights, version)
+            await settle(ctx, wait=True)
     except (TimeoutError, RlpipeError):
         return False
     return True
 
 
-def checkpoint_due(it: RunContext, k: int) -> bool:
-    """Every `save_interval` iterations, with every refresh of the reference, and after the last."""
-    refresh = it.config.ref_update_interval
+def checkpoint_due(ctx: RunContext, k: int) -> bool:
+    """True every `save_interval` iterations, at each reference refresh, and after the last."""
+    refresh = ctx.config.ref_update_interval
     refreshed = refresh is not None and (k + 1) % refresh == 0
     return (
         refreshed
-        or (k + 1) % it.config.checkpoint.save_interval == 0
-        or k + 1 == it.config.num_rollout
+        or (k + 1) % ctx.config.checkpoint.save_interval == 0
+        or k + 1 == ctx.config.num_rollout
     )
 
 
-async def save(it: RunContext, weights: str, weight_version: int) -> None:
-    """Write a checkpoint of these weights to local disk and begin its upload, unless it is recorded
-    or on its way."""
+async def save(ctx: RunContext, weights: str, weight_version: int) -> None:
+    """Write a checkpoint to local disk and begin its upload, unless it is recorded or uploading."""
     inputs = checkpoint_inputs(weights)
-    going = await pending(it)
-    if await is_saved(it, weights) or (going and going[0].inputs == inputs):
+    uploading = await pending(ctx)
+    if await is_saved(ctx, weights) or (uploading and uploading[0].inputs == inputs):
         return
-    await settle(it, wait=True)
-    if await hold(it, weights, weight_version) != weights:
-        return  # another state took its place, with a checkpoint of its own
-    await begin_checkpoint(it, inputs, weights, weight_version)
+    await settle(ctx, wait=True)
+    if await hold(ctx, weights, weight_version) != weights:
+        return  # A segment replaced this state; the segment has its own checkpoint.
+    await begin_checkpoint(ctx, inputs, weights, weight_version)
 
 
-async def is_saved(it: RunContext, weights: str) -> bool:
-    """Is there a checkpoint of these weights in the store?"""
+async def is_saved(ctx: RunContext, weights: str) -> bool:
+    """True if the store has a checkpoint of these weights."""
     digest = checkpoint_inputs(weights).digest
-    return await asyncio.to_thread(it.nodes.find, Stage.CHECKPOINT, digest) is not None
+    return await asyncio.to_thread(ctx.nodes.find, Stage.CHECKPOINT, digest) is not None
 
 
-def _record(it: RunContext, k: int, nodes: dict[Stage, str]) -> Commit:
-    """Commit iteration k, and sign it if there is a key.
+def _record(ctx: RunContext, k: int, nodes: dict[Stage, str]) -> Commit:
+    """Commit iteration k, and sign the commit if there is a key.
 
-    The chain looks for what is known of the weights before, and waits for what is due of those that
-    the iteration made.
+    The commit names records of the weights before: checkpoint and evaluations. It also lists the
+    ones still due of the weights that the iteration made.
     """
-    before = it.nodes.get(Stage.TRAIN, nodes[Stage.TRAIN]).parents["before"]
-    known = leaf_paths(before, _evaluations(it, before, k))
-    commit = it.branches.commit(_commit(it, k, nodes), fence=it.epoch.check, look_for=known)
+    before = ctx.nodes.get(Stage.TRAIN, nodes[Stage.TRAIN]).parents["before"]
+    recorded = leaf_paths(before, _evaluations(ctx, before, k))
+    commit = ctx.branches.commit(_commit(ctx, k, nodes), fence=ctx.epoch.check, look_for=recorded)
     if (key := SigningKey.of_environment()) is not None:
-        key.sign(it.files, commit.branch, k, it.branches.read_stored(commit.branch, k)[1])
+        key.sign(ctx.files, commit.branch, k, ctx.branches.read_stored(commit.branch, k)[1])
     return commit
 
 
-def _evaluations(it: RunContext, weights: str, version: int) -> list[str]:
-    """Digests of the evaluations that these weights get."""
-    datasets = it.config.evaluation.datasets if evaluation_due(it.config, version) else ()
-    return [eval_inputs(it.config, dataset, weights, it.contracts).digest for dataset in datasets]
+def _evaluations(ctx: RunContext, weights: str, version: int) -> list[str]:
+    """Return the digests of the evaluations that are due for these weights."""
+    datasets = ctx.config.evaluation.datasets if evaluation_due(ctx.config, version) else ()
+    return [eval_inputs(ctx.config, dataset, weights, ctx.contracts).digest for dataset in datasets]
 
 
-def _awaited(it: RunContext, k: int, weights: str) -> tuple[str, ...]:
-    """Paths of what is due of the weights that iteration k made; a checkpoint may be uploaded for
-    some iterations."""
-    checkpoint, *evaluations = leaf_paths(weights, _evaluations(it, weights, k + 1))
-    return (*([checkpoint] if checkpoint_due(it, k) else []), *evaluations)
+def _awaited(ctx: RunContext, k: int, weights: str) -> tuple[str, ...]:
+    """Return paths of the records due for the iteration's weights. A checkpoint may upload for
+    several iterations.
+    """
+    checkpoint, *evaluations = leaf_paths(weights, _evaluations(ctx, weights, k + 1))
+    return (*([checkpoint] if checkpoint_due(ctx, k) else []), *evaluations)
 
 
-def _commit(it: RunContext, k: int, nodes: dict[Stage, str]) -> Commit:
-    run = it.config.run
-    rollout = it.nodes.get(Stage.ROLLOUT, nodes[Stage.ROLLOUT]).outputs
-    batch = it.nodes.get(Stage.ADVANTAGE, nodes[Stage.ADVANTAGE]).outputs
+def _commit(ctx: RunContext, k: int, nodes: dict[Stage, str]) -> Commit:
+    run = ctx.config.run
+    rollout = ctx.nodes.get(Stage.ROLLOUT, nodes[Stage.ROLLOUT]).outputs
+    batch = ctx.nodes.get(Stage.ADVANTAGE, nodes[Stage.ADVANTAGE]).outputs
     return Commit(
         branch=run,
         iteration=k,
-        parent=it.branches.parent_name(run, k),
+        parent=ctx.branches.parent_name(run, k),
         plans=tuple(rollout["plans"]),
         nodes=nodes,
         trained=tuple(batch["groups"]),
         dropped={**rollout["dropped"], **batch["dropped"]},
         data=DataState.model_validate(rollout["after"]),
-        config_digest=config_digest(it.config),
-        awaited=_awaited(it, k, nodes[Stage.TRAIN]),
+        config_digest=config_digest(ctx.config),
+        awaited=_awaited(ctx, k, nodes[Stage.TRAIN]),
         packages=packages(),
-        epoch=it.epoch.number,
+        epoch=ctx.epoch.number,
     )

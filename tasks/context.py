@@ -1,11 +1,11 @@
-"""What every task of a run needs: its configuration, its store, its actors, its progress line.
+"""Configuration, store, actors and progress line of an open run, shared by its tasks.
 
-A context is opened once per process and run, and found by the run's name after that: task
-parameters stay form-sized. A process that did not start the run (an iteration as a flow run of its
-own, a retry) opens it from `{home}/{run}/run.json`: under the epoch and on the Ray of the process
-that drives the run, while there is one.
+    ctx = await context(run)
 
-Not here: anything that decides what happened; that is what the store says.
+A process opens a context once and finds it by the run's name afterwards, so task parameters stay
+small. A process that did not start the run (an iteration as its own flow run, a retry) opens the
+context from `{home}/{run}/run.json`. It then uses the epoch and the Ray of the run's driver, while
+the driver exists.
 """
 
 from __future__ import annotations
@@ -53,76 +53,82 @@ class RunContext:
     progress: Progress
     epoch: Epoch
     """The right to commit to the run's branch."""
-    driven: bool = True
-    """Is there a process that opens iterations and evaluates? Not for an iteration that somebody
-    retries after that has ended."""
+    has_driver: bool = True
+    """True while a process opens iterations and evaluates. False for a retry after the driver
+    ended.
+    """
     stage_seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds of the stages' own work since somebody asked."""
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when this process next commits an iteration, or records an evaluation."""
+    """Stage → seconds of its work since the last iteration was observed."""
+    store_changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when this process commits an iteration or records an evaluation."""
 
     @cached_property
     def nodes(self) -> Nodes:
+        """Nodes of the store."""
         return Nodes(self.files)
 
     @cached_property
     def plans(self) -> Plans:
+        """Plans of the store."""
         return Plans(self.files)
 
     @cached_property
     def branches(self) -> Branches:
+        """Branches of the store."""
         return Branches(self.files)
 
     @cached_property
     def fingerprint(self) -> str:
+        """Digest of the model directory."""
         return model_fingerprint(self.model_dir, self.home / "models" / "fingerprints.json")
 
     @cached_property
     def contracts(self) -> dict[Stage, int]:
-        """Version of each stage's contract: that with which the run's branch was begun, or begins
-        now."""
+        """Stage → version of its contract, fixed when the run's branch began."""
         return self.branches.contracts(self.config.run)
 
     @cached_property
     def init(self) -> str:
-        """Digest of the init node of the run's branch."""
+        """Digest of the branch's init node."""
         return self.branches.get(self.config.run).init
 
     @cached_property
     def lineages(self) -> Lineages:
+        """Lineages of the states of the branch."""
         return Lineages(self.nodes, self.init, ref_update_interval=self.config.ref_update_interval)
 
     @property
     def directory(self) -> Path:
-        """`{home}/{run}`: what people look at, and the local checkpoints."""
+        """`{home}/{run}`: reports, logs and local checkpoints."""
         return self.home / self.config.run
 
     @cached_property
-    def first(self) -> int:
-        """The first iteration of the run's branch: that after the commit it was forked from."""
+    def first_iteration(self) -> int:
+        """First iteration of the branch. A fork begins after the commit of its parent."""
         parent = self.branches.get(self.config.run).parent
         return parse_commit_name(parent)[1] + 1 if parent else 0
 
-    def tell(self) -> None:
-        """Wake who waits for news of the store in this process."""
-        self.news.set()
-        self.news = asyncio.Event()
+    def notify(self) -> None:
+        """Wake the tasks of this process that wait for `store_changed`."""
+        self.store_changed.set()
+        self.store_changed = asyncio.Event()
 
-    def before(self, iteration: int) -> Commit | None:
-        """The commit that an iteration follows, of a fork's first its parent's; None for the first
-        of all."""
+    def commit_before(self, iteration: int) -> Commit | None:
+        """Return the commit before an iteration, or None before the first one of all.
+
+        Before a fork's first iteration that is its parent's commit.
+        """
         return self.branches.before(self.config.run, iteration)
 
     def weights_before(self, iteration: int) -> str:
-        """Digest of the node that made the weights an iteration starts with: train, init, or a
-        segment in their place."""
+        """Return the digest of an iteration's initial weights: a train, init or segment node."""
         return current_state(
             Segments(self.files), self.config.run, iteration, self.recorded_before(iteration)
         )
 
     def recorded_before(self, iteration: int) -> str:
-        """The same as it was recorded first, whatever has taken its place since."""
-        commit = self.before(iteration)
+        """Return the digest that was recorded first, before any segment replaced it."""
+        commit = self.commit_before(iteration)
         return commit.nodes[Stage.TRAIN] if commit else self.init
 
 
@@ -141,76 +147,78 @@ PACKAGES = (
     "prefect",
     "pyarrow",
 )
+"""Packages that decide a result."""
 
 
 async def open_context(
     config: RunConfig, home: Path, progress: Progress, *, takeover: bool = False
 ) -> RunContext:
-    """Open a run to drive it in this process: the right to, its model, its store, its actors.
+    """Open a run to drive it in this process: acquire the epoch, find the model, start the actors.
 
-    Raises: Fenced if another process drives it, unless `takeover`; whatever keeps one of them from
-    coming up.
+    Raises: Fenced if another process drives the run, unless `takeover`; errors of the starting
+    actors.
     """
     files = Files(config.store.root or home / "store")
     (home / config.run).mkdir(parents=True, exist_ok=True)
     epoch = Epochs(files).acquire(config.run, takeover=takeover)
-    return await _open(config, home, progress, files, epoch)
+    return await _open_run(config, home, progress, files, epoch)
 
 
 async def join_context(run: str) -> RunContext:
-    """Open a run that another process drives, from what `{home}/{run}/run.json` says. If none does
-    any more, on our own, but only in a flow run that was put back and whose iteration is the next:
-    one that was opened ahead is left to the next driver.
+    """Open a run that another process drives, from `{home}/{run}/run.json`.
 
-    Raises: ConfigError if there is no such run; Fenced without a driver; whatever keeps its actors
-    from coming up.
+    Without a driver, the run is opened under a new epoch only by a rescheduled flow run of the next
+    iteration. An iteration that was opened ahead waits for the next driver.
+    Raises: ConfigError if the run does not exist; Fenced without a driver; errors of the actors.
     """
     home = default_home()
     record = get_run(home, run)
     config = validate_stored(record.config)
     files = Files(config.store.root or home / "store")
-    put_back = (this_flow_run.run_count or 1) > 1
+    rescheduled = (this_flow_run.run_count or 1) > 1
     epoch = Epochs(files).join(
-        run, stand_in=put_back and _is_next(files, run, this_flow_run.parameters.get("k"))
+        run, stand_in=rescheduled and _is_next(files, run, this_flow_run.parameters.get("k"))
     )
     if epoch.joined and config.resources.ray_address is None:
         await _join_ray(record, epoch, home, namespace=named.namespace(config.cluster))
-    it = await _open(config, home, Progress(run, config.num_rollout), files, epoch)
-    it.driven = epoch.joined and not epoch.stand_in
-    return it
+    ctx = await _open_run(config, home, Progress(run, config.num_rollout), files, epoch)
+    ctx.has_driver = epoch.joined and not epoch.stand_in
+    return ctx
 
 
 def _is_next(files: Files, run: str, k: int | None) -> bool:
-    """Is the iteration before this one committed, so that it could go on without a driver?"""
+    """True if the iteration before k is committed, so that k can run without a driver."""
     newest = Branches(files).newest(run)
     return k is None or k <= (newest.iteration + 1 if newest else 0)
 
 
 async def _join_ray(record: RunFile, epoch: Epoch, home: Path, *, namespace: str) -> None:
-    """Use the driver's Ray: with another one there would be a second trainer under its epoch.
-    Raises: ResourceError."""
+    """Join the driver's Ray. Raises: ResourceError."""
+    # On another Ray a second trainer would start under the driver's epoch.
     address: str | None = record.ray if record.epoch == epoch.number else None
     if address is None or not await asyncio.to_thread(
         local_ray.join, address, home, namespace=namespace
     ):
         raise ResourceError(
-            "the Ray of the process that drives the run cannot be joined",
+            "joining the Ray of the driver failed",
             where="run.json",
             found=f"{record.ray} of epoch {record.epoch}",
             expected=f"a Ray of epoch {epoch.number} that answers",
-            do="it may still be starting: the driver puts this flow run back, or press Retry",
+            do="the driver may still be starting and reschedules this flow run; else press Retry",
         )
 
 
-async def _open(
+async def _open_run(
     config: RunConfig, home: Path, progress: Progress, files: Files, epoch: Epoch
 ) -> RunContext:
-    """The context of a run under this epoch. Unless it was joined, `run.json` says so, and then on
-    which Ray the actors are."""
+    """Open the context of a run under an epoch.
+
+    A driver writes `run.json` before and after the actors start; the second time with their Ray.
+    """
     epoch.keep()
     try:
         if not epoch.joined:
-            write_run(home, config.run, _record(home, config, epoch))
+            write_run(home, config.run, _run_file(home, config, epoch))
         model_dir = await asyncio.to_thread(model_directory, config.model, home, seed=config.seed)
         check_stop_ids(config.rollout, config.evaluation.datasets, model_dir)
         check_context_len(config.engine, config.rollout, config.evaluation.datasets, model_dir)
@@ -218,7 +226,8 @@ async def _open(
             config, epoch=epoch.number, home=home, model_dir=model_dir, store_root=files.root
         )
         if not epoch.joined:
-            write_run(home, config.run, _record(home, config, epoch, ray=local_ray.address()))
+            ray = local_ray.address()
+            write_run(home, config.run, _run_file(home, config, epoch, ray=ray))
     except BaseException:
         epoch.release()
         raise
@@ -226,93 +235,90 @@ async def _open(
     return _OPEN[config.run]
 
 
-def _record(home: Path, config: RunConfig, epoch: Epoch, *, ray: str | None = None) -> RunFile:
-    """Where the run of this name is, for who joins it; under which epoch, and once it is up, on
-    which Ray."""
+def _run_file(home: Path, config: RunConfig, epoch: Epoch, *, ray: str | None = None) -> RunFile:
+    """Return the record by which other processes join the run: store, configuration, epoch, Ray."""
     store = config.store.root or str(home / "store")
     return RunFile(store=store, config=config.model_dump(mode="json"), epoch=epoch.number, ray=ray)
 
 
 async def context(run: str) -> RunContext:
-    """The open run of this name; joined if this process has not opened it.
+    """Return the open run of this name, or join it if this process has not opened it.
 
-    Raises: ConfigError; Fenced if another driver has taken it over, or has it.
+    Raises: ConfigError; Fenced if another driver has the run.
     """
-    it = _OPEN[run] if run in _OPEN else await join_context(run)
-    if it.epoch.lost:
-        raise it.epoch.lost
-    return it
+    ctx = _OPEN[run] if run in _OPEN else await join_context(run)
+    if ctx.epoch.lost:
+        raise ctx.epoch.lost
+    return ctx
 
 
 def ray_has_died() -> bool:
-    """True if the Ray that this process uses has died, and no other has been started or joined
-    since."""
+    """True if the Ray that this process uses has died, and no other was started or joined since."""
     watch = ray_watch.current()
     return watch is not None and watch.lost is not None
 
 
 async def recover(run: str) -> None:
-    """Start again what died of a run's actors, and their Ray. Their state is restored by whoever
-    needs it next.
+    """Restart dead actors of a run, and their Ray. Stages restore the actors' state when they need
+    it.
 
-    Raises: as `open_context`; ResourceError if the Ray of another process has died, and that
-    process starts no other in time.
+    Raises: as `open_context`; ResourceError if the Ray of another process has died and that process
+    starts no other in time.
     """
-    it = await context(run)
-    await asyncio.to_thread(it.epoch.check)
-    it.progress.stage("recover", note="looking for dead actors and servers")
+    ctx = await context(run)
+    await asyncio.to_thread(ctx.epoch.check)
+    ctx.progress.stage("recover", note="checking actors and servers")
     watch = ray_watch.current()
     if watch is not None and (lost := watch.lost) is not None:
-        it.progress.say(
-            f"{run}: {lost.where} has died ({lost.found}); starting or joining it again"
+        ctx.progress.say(
+            f"{run}: {lost.where} has died ({lost.found}); starting or joining another"
         )
-        if it.epoch.joined and it.config.resources.ray_address is None:
-            await _join_next_ray(it)
-    it.cluster = await open_cluster(
-        it.config,
-        epoch=it.epoch.number,
-        home=it.home,
-        model_dir=it.model_dir,
-        store_root=it.files.root,
+        if ctx.epoch.joined and ctx.config.resources.ray_address is None:
+            await _join_next_ray(ctx)
+    ctx.cluster = await open_cluster(
+        ctx.config,
+        epoch=ctx.epoch.number,
+        home=ctx.home,
+        model_dir=ctx.model_dir,
+        store_root=ctx.files.root,
     )
-    if not it.epoch.joined:
-        write_run(it.home, run, _record(it.home, it.config, it.epoch, ray=local_ray.address()))
+    if not ctx.epoch.joined:
+        ray = local_ray.address()
+        write_run(ctx.home, run, _run_file(ctx.home, ctx.config, ctx.epoch, ray=ray))
 
 
-async def _join_next_ray(it: RunContext) -> None:
-    """Join the Ray that the process which drives the run starts in place of one that has died.
-    Raises: ResourceError."""
-    until = time.monotonic() + NEXT_RAY_TIMEOUT_S
+async def _join_next_ray(ctx: RunContext) -> None:
+    """Join the Ray that the driver starts in place of a dead one. Raises: ResourceError."""
+    deadline_s = time.monotonic() + NEXT_RAY_TIMEOUT_S
     while True:
         try:
             return await _join_ray(
-                get_run(it.home, it.config.run),
-                it.epoch,
-                it.home,
-                namespace=named.namespace(it.config.cluster),
+                get_run(ctx.home, ctx.config.run),
+                ctx.epoch,
+                ctx.home,
+                namespace=named.namespace(ctx.config.cluster),
             )
         except ResourceError:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline_s:
                 raise
         await asyncio.sleep(NEXT_RAY_INTERVAL_S)
 
 
 async def close_context(run: str, *, end_actors: bool) -> None:
-    """Let go of a run: another driver may have it. Its actors stay for the next one, or end and
-    give their places back."""
-    it = _OPEN.pop(run)
+    """Release the epoch of a run. The actors stay for the next driver, or end with `end_actors`."""
+    ctx = _OPEN.pop(run)
     try:
         if end_actors:
-            await it.cluster.close()
+            await ctx.cluster.close()
             await asyncio.to_thread(
-                prune, it.directory / "checkpoints", it.config.checkpoint.keep_local
+                prune, ctx.directory / "checkpoints", ctx.config.checkpoint.keep_local
             )
     finally:
-        await asyncio.to_thread(it.epoch.release)
+        await asyncio.to_thread(ctx.epoch.release)
 
 
 class Stopwatch:
-    """Adds the seconds of its block to the context's stage."""
+    """Adds the seconds of its block to a stage of the context."""
 
     def __init__(self, run: RunContext, stage: str) -> None:
         self._run = run
@@ -324,16 +330,16 @@ class Stopwatch:
 
     def __exit__(self, *_: Any) -> None:
         self.seconds = time.perf_counter() - self._start
-        spent = self._run.stage_seconds
-        spent[self._stage] = spent.get(self._stage, 0.0) + self.seconds
+        seconds = self._run.stage_seconds
+        seconds[self._stage] = seconds.get(self._stage, 0.0) + self.seconds
 
 
 def packages() -> dict[str, str]:
-    """Versions of what computes the result; a package that is not installed is left out."""
-    found = {}
+    """Return the versions of PACKAGES. Packages that are not installed are left out."""
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -1,7 +1,7 @@
-"""Beside the stages: how good one weight version is on a held-out set.
+"""Evaluate one weight version on a held-out set.
 
-It needs engines that hold these weights, not the trainer: the next iteration may train meanwhile,
-up to its push (`turn.turn_to_push`).
+An evaluation needs engines with these weights, but no trainer: the next iteration may train
+meanwhile, up to its push (`tasks.ordering.wait_to_push`).
 """
 
 from __future__ import annotations
@@ -17,83 +17,84 @@ from rlpipe.config.data import EvalDataset
 from rlpipe.errors import Superseded
 from rlpipe.lineage.stage_inputs import eval_inputs
 from tasks.context import RunContext, context
-from tasks.record import once, stage_task
+from tasks.record import reuse_or_run, stage_task
 from tasks.sync import are_served, publish
 from tasks.train import hold
 
-LOOK_INTERVAL_S = 5.0
+POLL_INTERVAL_S = 5.0
 
 
 @stage_task("evaluate", "evaluate-{dataset}-{version}")
 async def evaluate(run: str, version: int, dataset: str) -> State:
-    """Sample and score a held-out set with the weights after `version` iterations: the eval node's
-    handle."""
-    it = await context(run)
-    chosen = next(item for item in it.config.evaluation.datasets if item.name == dataset)
+    """Evaluate a weight version on a held-out set; return the eval node's handle."""
+    ctx = await context(run)
+    chosen = next(item for item in ctx.config.evaluation.datasets if item.name == dataset)
     while True:
         try:
-            return await _measured(it, chosen, version)
+            return await _evaluate_version(ctx, chosen, version)
         except Superseded as error:
-            it.progress.say(f"{run}: evaluating {dataset} anew: {error}")
+            ctx.progress.say(f"{run}: evaluating {dataset} again: {error}")
 
 
-async def _measured(it: RunContext, dataset: EvalDataset, version: int) -> State:
-    """Raises: Superseded if the weights had to be rebuilt, and came out different."""
-    weights = await asyncio.to_thread(it.weights_before, version)
-    inputs = eval_inputs(it.config, dataset, weights, it.contracts)
+async def _evaluate_version(ctx: RunContext, dataset: EvalDataset, version: int) -> State:
+    """Evaluate the current state of a version. Raises: Superseded if a segment replaced it."""
+    weights = await asyncio.to_thread(ctx.weights_before, version)
+    inputs = eval_inputs(ctx.config, dataset, weights, ctx.contracts)
 
     async def measure() -> dict[str, Any]:
-        if not await are_served(it, weights, version):
-            await _give(it, weights, version)
-        await it.cluster.sample()
-        it.progress.stage("eval")
-        deadline_s = it.config.rollout.timeout_s + 60
-        async with _served(it, weights, version):
-            result = await it.cluster.generator.evaluate(
+        if not await are_served(ctx, weights, version):
+            await _push_weights(ctx, weights, version)
+        await ctx.cluster.sample()
+        ctx.progress.stage("eval")
+        deadline_s = ctx.config.rollout.timeout_s + 60
+        async with _weights_served(ctx, weights, version):
+            result = await ctx.cluster.generator.evaluate(
                 dataset.name, inputs.digest, version, deadline_s=deadline_s
             )
-        _require(it, weights, await asyncio.to_thread(it.weights_before, version))
+        _require_same(ctx, weights, await asyncio.to_thread(ctx.weights_before, version))
         return {"files": result["files"], "outputs": {**result["outputs"], "version": version}}
 
-    return await once(it, inputs, measure)
+    return await reuse_or_run(ctx, inputs, measure)
 
 
 @asynccontextmanager
-async def _served(it: RunContext, weights: str, version: int) -> AsyncIterator[None]:
-    """Meanwhile, when no engine holds the weights any more they are given them again, whatever the
-    trainer has moved on to: it comes back to that from the store. Raises: what keeps them from
-    being given; Superseded."""
+async def _weights_served(ctx: RunContext, weights: str, version: int) -> AsyncIterator[None]:
+    """Keep at least one engine supplied with these weights during the block.
+
+    If no engine holds them any more, push them again. The trainer may hold a later state: it
+    restores this state from the store first. Raises: errors of that push; Superseded.
+    """
     try:
         async with asyncio.TaskGroup() as tasks:
-            serving = tasks.create_task(_serve(it, weights, version))
+            serving = tasks.create_task(_keep_weights_served(ctx, weights, version))
             yield
             serving.cancel()
     except BaseExceptionGroup as several:
         raise several.exceptions[0] from several
 
 
-async def _serve(it: RunContext, weights: str, version: int) -> None:
+async def _keep_weights_served(ctx: RunContext, weights: str, version: int) -> None:
     while True:
-        await asyncio.sleep(LOOK_INTERVAL_S)
-        if not await are_served(it, weights, version):
-            await _give(it, weights, version)
-            await it.cluster.sample()
-            it.progress.stage("eval")
+        await asyncio.sleep(POLL_INTERVAL_S)
+        if not await are_served(ctx, weights, version):
+            await _push_weights(ctx, weights, version)
+            await ctx.cluster.sample()
+            ctx.progress.stage("eval")
 
 
-async def _give(it: RunContext, weights: str, version: int) -> None:
-    """All engines are given these weights, of which the trainer takes hold first."""
-    _require(it, weights, await hold(it, weights, version))
-    await publish(it, weights, version=version, everyone=True)
-    _require(it, weights, await asyncio.to_thread(it.weights_before, version))
+async def _push_weights(ctx: RunContext, weights: str, version: int) -> None:
+    """Restore these weights in the trainer and push them to every engine. Raises: Superseded."""
+    _require_same(ctx, weights, await hold(ctx, weights, version))
+    await publish(ctx, weights, version=version, everyone=True)
+    _require_same(ctx, weights, await asyncio.to_thread(ctx.weights_before, version))
 
 
-def _require(it: RunContext, weights: str, found: str) -> None:
-    """Raises: Superseded if what was found are other weights: they had to be rebuilt, and came out
-    different."""
-    if found != weights:
+def _require_same(ctx: RunContext, expected: str, found: str) -> None:
+    """Compare states. Raises: Superseded if a rebuild of the weights gave other bits."""
+    if found != expected:
         raise Superseded(
-            "these weights came out different",
-            where=f"{weights[:12]} of {it.config.run}",
+            "a rebuild of the weights gave other bits",
+            where=f"{expected[:12]} of {ctx.config.run}",
             found=found,
+            expected=expected,
         )

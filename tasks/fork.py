@@ -1,22 +1,21 @@
-"""Starting a run from another run's commit: its weights, optimizer state, random numbers, and place
-in the data.
+"""Begin a fork: a run that starts from a commit of another run.
 
-    fork_from: {branch: OLD, iteration: K}       or  python -m tools.train --recipe … --fork OLD@K --run NEW
+    fork_from: {branch: OLD, iteration: K}
+    python -m tools.train --recipe ... --fork OLD@K --run NEW
 
-The history up to K is shared; the new branch's first own iteration is K + 1, under its own
-configuration, and the old branch stays as it is. The weights have to be in the store as a
-checkpoint. Where there is none they are trained again from the one before, under the old run's
-configuration, in a trainer of its own that is gone before the new run's actors come up.
-
-Not here: new weights under a fresh optimizer (`model.start_from`, `warm_start`).
+The fork takes weights, optimizer state, random state and data cursor of the commit. The history up
+to K is shared. The fork's first own iteration is K + 1, under its own configuration; the old branch
+stays as it is. The weights must be a checkpoint in the store. Without one, a separate trainer
+replays batches from the checkpoint before, under the old run's configuration, and ends before the
+actors of the new run start. For new weights under a fresh optimizer see `model.start_from`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from rlpipe.actors.trainer.alone import lone_trainer
-from rlpipe.actors.trainer.states import StateKeeper
+from rlpipe.actors.trainer.standalone import standalone_trainer
+from rlpipe.actors.trainer.states import TrainerStates
 from rlpipe.config.load import validate_stored
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError, ObjectMissing
@@ -30,23 +29,23 @@ from rlpipe.store.segments import Segments, current_state
 from rlpipe.types import Commit, Stage
 from tasks.context import packages
 
-BEFORE_ALL_EPOCHS = 0
-"""The epoch of what is written before the new branch has a driver."""
+NO_EPOCH = 0
+"""Epoch of records that are written before the new branch has a driver."""
 
 
 async def fork_point(
     files: Files, config: RunConfig, home: Path, progress: Progress, *, takeover: bool = False
 ) -> Commit | None:
-    """The commit that a new fork begins after, with its weights in the store as a checkpoint.
+    """Return the commit that a new fork follows, after making sure of a checkpoint of its weights.
 
-    None if the run is no fork, or its branch is there already. Raises: ConfigError, ObjectMissing;
-    Fenced if another process does it, unless `takeover`; Mismatch if the weights cannot be had
-    again in deterministic mode; whatever keeps a trainer from rebuilding them.
+    None if the run is no fork, or if its branch exists. Raises: ConfigError, ObjectMissing; Fenced
+    if another process begins the fork, unless `takeover`; Mismatch if a rebuild in deterministic
+    mode gives other bits; errors of the trainer.
     """
     if config.fork_from is None or Branches(files).find(config.run) is not None:
         return None
-    origin = origin_of(Branches(files), config)
-    check_fits(files, config, origin)
+    origin = fork_commit(Branches(files), config)
+    check_state_format(files, config, origin)
     epoch = Epochs(files).acquire(config.run, takeover=takeover)
     epoch.keep()
     try:
@@ -58,42 +57,39 @@ async def fork_point(
             progress.stage("fork", note=f"rebuilding the weights of {name} from the store")
             await materialise(files, config, origin, state, home)
         elif state != recorded:
-            Segments(files).record(
-                config.run, version, BEFORE_ALL_EPOCHS, weights=recorded, segment=state
-            )
+            Segments(files).record(config.run, version, NO_EPOCH, weights=recorded, segment=state)
     finally:
         epoch.release()
     return origin
 
 
 def first_state(files: Files, config: RunConfig, origin: Commit) -> str:
-    """Digest of the node whose state a fork begins with: what its parent recorded, or a segment of
-    either in its place."""
+    """Return the digest of the state that a fork begins with: the parent's, or a segment's."""
     segments = Segments(files)
     version = origin.iteration + 1
     parents = current_state(segments, origin.branch, version, origin.nodes[Stage.TRAIN])
     return current_state(segments, config.run, version, parents)
 
 
-def origin_of(branches: Branches, config: RunConfig) -> Commit:
-    """The commit that `fork_from` names. Raises: ConfigError if there is no such run or commit."""
+def fork_commit(branches: Branches, config: RunConfig) -> Commit:
+    """Return the commit that `fork_from` names. Raises: ConfigError if it does not exist."""
     source = config.fork_from
     assert source is not None
     if branches.find(source.branch) is None:
         raise ConfigError(
-            "there is no run to fork",
+            "the parent of the fork does not exist",
             where="fork_from.branch",
             found=source.branch,
-            expected=f"one of {', '.join(branches.names()) or 'the runs of this store, which has none'}",
+            expected=f"one of {', '.join(branches.names()) or '(the store has no run)'}",
         )
     newest = branches.newest(source.branch)
     if newest is None or (
         source.iteration is not None and not 0 <= source.iteration <= newest.iteration
     ):
         raise ConfigError(
-            "that run has not committed this iteration",
+            "the run has not committed this iteration",
             where="fork_from.iteration",
-            found="the newest" if source.iteration is None else source.iteration,
+            found="no commit" if source.iteration is None else source.iteration,
             expected=f"0 to {newest.iteration}" if newest else "a run with a committed iteration",
         )
     while source.iteration is not None and newest.iteration > source.iteration:
@@ -103,11 +99,13 @@ def origin_of(branches: Branches, config: RunConfig) -> Commit:
     return newest
 
 
-def check_fits(files: Files, config: RunConfig, origin: Commit) -> None:
-    """Can the fork load the parent's state? Raises: ConfigError naming the key that it must share
-    with the parent."""
+def check_state_format(files: Files, config: RunConfig, origin: Commit) -> None:
+    """Check that the fork can load its parent's state.
+
+    Raises: ConfigError naming the key that must be equal.
+    """
     stored = validate_stored(Branches(files).config(origin.branch))
-    for key, theirs, ours in (
+    for key, parent_value, value in (
         ("model.dtype", stored.model.dtype, config.model.dtype),
         (
             "train.use_distributed_optimizer",
@@ -115,48 +113,53 @@ def check_fits(files: Files, config: RunConfig, origin: Commit) -> None:
             config.train.use_distributed_optimizer,
         ),
     ):
-        if theirs != ours:
+        if parent_value != value:
             raise ConfigError(
-                "a fork goes on with its parent's optimizer state, which has another form",
+                "a fork must have its parent's format of optimizer state",
                 where=key,
-                found=ours,
-                expected=f"{theirs}, as {origin.branch} was started with",
-                do="leave this key as it is, or take only the weights: model.start_from",
+                found=value,
+                expected=f"{parent_value}, the value of {origin.branch}",
+                do="restore this key, or use only the weights: model.start_from",
             )
     check_reference(config, stored, origin)
 
 
 def check_reference(config: RunConfig, stored: RunConfig, origin: Commit) -> None:
-    """Is the reference that the fork goes on with one of its parent's? Raises: ConfigError."""
-    ours = config.ref_update_interval
-    theirs = stored.ref_update_interval
+    """Check that the parent saved the reference that the fork needs. Raises: ConfigError."""
+    interval = config.ref_update_interval
+    parent_interval = stored.ref_update_interval
     version = origin.iteration + 1
-    if ours is not None and ours != theirs and version >= ours and version % ours:
+    if interval is None or interval == parent_interval:
+        return
+    # The reference at the fork is the newest multiple of the interval. The parent kept that
+    # version only if it is the forked version itself (or the first weights).
+    if version >= interval and version % interval:
         raise ConfigError(
-            "a fork goes on with its parent's reference, and weights that the parent never kept would have to be it",
+            "the parent did not save the weights that the fork needs as reference",
             where="reference.ref_update_interval",
-            found=f"{ours}: weight version {version // ours * ours} at a fork from version {version}",
-            expected=f"{theirs}, as {origin.branch} was started with, or a divisor of {version}",
-            do="change it, fork from another commit, or take only the weights: model.start_from",
+            found=f"{interval}: the reference would be weight version "
+            f"{version // interval * interval} at a fork from version {version}",
+            expected=f"{parent_interval}, the value of {origin.branch}, or a divisor of {version}",
+            do="change it, fork from another commit, or use only the weights: model.start_from",
         )
 
 
 async def materialise(
     files: Files, config: RunConfig, origin: Commit, state: str, home: Path
 ) -> str:
-    """Put a checkpoint of a commit's weights into the store, trained again under its own
-    configuration; the state's digest.
+    """Replay batches under the parent's configuration and store a checkpoint; return the state's
+    digest.
 
-    It is another one than `state` if the batches trained again gave another result: a segment,
-    which the fork begins with.
+    The digest differs from `state` if the replay gave other bits. The fork then begins with a
+    segment.
     """
     record = Branches(files).get(origin.branch)
     version = origin.iteration + 1
     stored = validate_stored(record.config)
-    placed = stored.resources.model_copy(update={"ray_address": config.resources.ray_address})
-    stored = stored.model_copy(update={"resources": placed})
-    async with lone_trainer(stored, files, home=home, name=f"{config.cluster}-fork") as trainer:
-        keeper = StateKeeper(
+    resources = stored.resources.model_copy(update={"ray_address": config.resources.ray_address})
+    stored = stored.model_copy(update={"resources": resources})
+    async with standalone_trainer(stored, files, home=home, name=f"{config.cluster}-fork") as trainer:
+        keeper = TrainerStates(
             trainer=trainer,
             files=files,
             branch=config.run,
@@ -167,17 +170,16 @@ async def materialise(
             packages=packages(),
             ref_update_interval=stored.ref_update_interval,
         )
-        held = await keeper.hold(state, version=version, epoch=BEFORE_ALL_EPOCHS)
+        held = await keeper.restore(state, version=version, epoch=NO_EPOCH)
         if held == state:
             await keeper.save(checkpoint_inputs(state), state, version)
     return held
 
 
 def begin_fork(files: Files, config: RunConfig, origin: Commit, fingerprint: str) -> None:
-    """Make the branch of a fork; its driver holds it by now, so that the checkpoint it begins with
-    stays from here on.
+    """Create the branch of a fork. From now on garbage collection keeps its checkpoint.
 
-    Raises: ConfigError if its model directory is not its parent's; ObjectMissing if that checkpoint
+    Raises: ConfigError if the model directory is not the parent's; ObjectMissing if the checkpoint
     was removed meanwhile; ObjectConflict.
     """
     branches = Branches(files)
@@ -185,20 +187,19 @@ def begin_fork(files: Files, config: RunConfig, origin: Commit, fingerprint: str
     init = branches.get(origin.branch).init
     if nodes.get(Stage.INIT, init).config["model"] != fingerprint:
         raise ConfigError(
-            "a fork has its parent's model",
+            "a fork needs the model directory of its parent",
             where="model.source",
             found=f"contents {fingerprint[:16]}",
-            expected=f"the contents that {origin.branch} was started with",
-            do="name the same model directory, or take only the weights: model.start_from",
+            expected=f"the contents at the start of {origin.branch}",
+            do="name the same model directory, or use only the weights: model.start_from",
         )
     parent = commit_name(origin.branch, origin.iteration)
     state = first_state(files, config, origin)
     if nodes.find(Stage.CHECKPOINT, checkpoint_inputs(state).digest) is None:
-        do = "start the fork again: it makes it anew"
         raise ObjectMissing(
-            "the checkpoint of a fork's first weights was removed meanwhile",
+            "the checkpoint of the fork's first weights was removed meanwhile",
             where=parent,
-            found=state,
-            do=do,
+            found=f"no checkpoint of {state}",
+            do="start the fork again: it rebuilds the checkpoint",
         )
     branches.create(config.run, config.model_dump(mode="json"), init, parent)

@@ -1,10 +1,8 @@
-"""The gates of an iteration's figures: within their bounds nothing happens, else its flow run
-pauses until somebody resumes it.
+"""Pause an iteration whose metrics are out of bounds until a person resumes its flow run.
 
-Who resumed it is not known, but that it was, and why it had stopped, is in the store
-(`gates/<run>/<iteration>-<weights>.json`): a retry does not ask again.
-
-Not here: the bounds (`rlpipe.config.gates`), the gates that are about whose turn it is (`turn`).
+`rlpipe.config.gates` defines the bounds. An opened gate is recorded in the store, with the reason
+(`gates/<run>/<iteration>-<weights>.json`), so a retry does not pause again. Prefect does not tell
+which person resumed.
 """
 
 from __future__ import annotations
@@ -26,142 +24,157 @@ from prefect.exceptions import FlowPauseTimeout
 from prefect.flow_runs import apause_flow_run
 from prefect.runtime import flow_run
 
-from rlpipe.config.gates import Gate
+from rlpipe.config.observe import Gate
 from rlpipe.errors import ConfigError, GateClosed, ObjectConflict
 from rlpipe.lineage.history import iteration_metrics
 from rlpipe.lineage.stage_inputs import eval_inputs
 from rlpipe.store.notes import OpenedGate, gate_path
 from rlpipe.store.records import seal
 from rlpipe.types import NodeRef, Stage
+from tasks.artifacts import artifact_key
 from tasks.context import RunContext, context
-from tasks.observe import artifact_key
-from tasks.turn import evaluation_due
+from tasks.ordering import evaluation_due
 
-WHY = "rlpipe.waits"
-"""Label of a flow run that is paused: why."""
+REASON_LABEL = "rlpipe.waits"
+"""Label of a paused flow run with the reason."""
 
 
 async def gates(run: str, k: int, nodes: Mapping[str, NodeRef]) -> None:
-    """Return once the figures of these stages are within all bounds, or somebody says that
-    iteration k shall go on with them.
+    """Return once the metrics of these stages are within all bounds, or a person resumes iteration
+    k.
 
-    Raises: GateClosed if nobody does in time; ConfigError for a gate on a metric that is not there.
+    Raises: GateClosed after `gates.timeout_s`; ConfigError for a gate on a metric that does not
+    exist.
     """
-    it = await context(run)
-    passed = gate_path(run, k, nodes["train"].digest)
-    if not it.config.gates.bounds or it.files.exists(passed):
+    ctx = await context(run)
+    opened = gate_path(run, k, nodes["train"].digest)
+    if not ctx.config.gates.bounds or ctx.files.exists(opened):
         return
-    wrong = await look(run, k, dict(nodes))
-    if wrong:
-        await _ask(it, k, wrong, passed)
+    broken = await check_metrics(run, k, dict(nodes))
+    if broken:
+        await _pause(ctx, k, broken, opened)
 
 
 @task(name="gates", task_run_name="gates-{k}", cache_policy=NO_CACHE)
-async def look(run: str, k: int, nodes: dict[str, NodeRef]) -> list[str]:
-    """What is out of bounds of an iteration's figures and of the evaluation of the weights it began
-    with, in words."""
-    it = await context(run)
-    return await asyncio.to_thread(broken, it, k, nodes)
+async def check_metrics(run: str, k: int, nodes: dict[str, NodeRef]) -> list[str]:
+    """Return descriptions of the bounds that iteration k breaks, as a Prefect task."""
+    ctx = await context(run)
+    return await asyncio.to_thread(broken_bounds, ctx, k, nodes)
 
 
-def broken(it: RunContext, k: int, nodes: Mapping[str, NodeRef]) -> list[str]:
-    """As `look`. Raises: ConfigError for a gate on a metric that is not there."""
-    found = iteration_metrics(
+def broken_bounds(ctx: RunContext, k: int, nodes: Mapping[str, NodeRef]) -> list[str]:
+    """Return descriptions of broken bounds, from the iteration and the evaluation of its initial
+    weights.
+
+    Raises: ConfigError for a gate on a metric that does not exist.
+    """
+    metrics = iteration_metrics(
         {
-            Stage(name): it.nodes.get(Stage(name), node.digest).outputs
+            Stage(name): ctx.nodes.get(Stage(name), node.digest).outputs
             for name, node in nodes.items()
         }
     )
-    wrong = []
-    for gate in it.config.gates.bounds:
+    broken = []
+    for gate in ctx.config.gates.bounds:
         if gate.metric.startswith("eval/"):
-            wrong.append(_of_evaluations(it, k, gate))
-        elif gate.metric in found:
-            wrong.append(gate.broken_by(found[gate.metric]))
-        elif not _critic_only(it, nodes):
-            nearest = "".join(f"{name}; or " for name in get_close_matches(gate.metric, found, n=1))
+            broken.append(_check_evaluations(ctx, k, gate))
+        elif gate.metric in metrics:
+            broken.append(gate.violation(metrics[gate.metric]))
+        elif not _critic_only(ctx, nodes):
+            nearest = "".join(
+                f"{name}; or " for name in get_close_matches(gate.metric, metrics, n=1)
+            )
             raise ConfigError(
-                "nothing measures this",
+                "a gate names a metric that does not exist",
                 where="gates.bounds",
                 found=gate.metric,
-                expected=f"{nearest}one of {', '.join(sorted(found))}",
-                do="the same command with another name goes on from here",
+                expected=f"{nearest}one of {', '.join(sorted(metrics))}",
+                do="correct the name; the same command continues from here",
             )
-    return [said for said in wrong if said]
+    return [description for description in broken if description]
 
 
-def _critic_only(it: RunContext, nodes: Mapping[str, NodeRef]) -> bool:
-    """An iteration that warms a critic up has not all figures."""
+def _critic_only(ctx: RunContext, nodes: Mapping[str, NodeRef]) -> bool:
+    """True for an iteration that only warms up the critic. It has no policy metrics."""
     batch = nodes.get(Stage.ADVANTAGE)
     return batch is not None and bool(
-        it.nodes.get(Stage.ADVANTAGE, batch.digest).outputs.get("critic_only")
+        ctx.nodes.get(Stage.ADVANTAGE, batch.digest).outputs.get("critic_only")
     )
 
 
-def _of_evaluations(it: RunContext, k: int, gate: Gate) -> str | None:
-    """Of the weights after k iterations, against those of all versions before: of a fork, from
-    those that it began with."""
-    now = _evaluated(it, k, gate.metric)
+def _check_evaluations(ctx: RunContext, k: int, gate: Gate) -> str | None:
+    """Compare the evaluation after k iterations with all earlier ones on the branch.
+
+    Of a fork, the earliest is the evaluation of its first weights.
+    """
+    now = _evaluation_metric(ctx, k, gate.metric)
     if now is None:
         return None
-    versions = range(it.first, k) if gate.falls_by is not None else ()
+    versions = range(ctx.first_iteration, k) if gate.falls_by is not None else ()
     before = [
-        value for version in versions if (value := _evaluated(it, version, gate.metric)) is not None
+        value
+        for version in versions
+        if (value := _evaluation_metric(ctx, version, gate.metric)) is not None
     ]
-    return gate.broken_by(now, max(before, default=None))
+    return gate.violation(now, max(before, default=None))
 
 
-def _evaluated(it: RunContext, version: int, metric: str) -> float | None:
-    """None if these weights were not evaluated, or not for this."""
-    if not evaluation_due(it.config, version):
+def _evaluation_metric(ctx: RunContext, version: int, metric: str) -> float | None:
+    """Return a metric of the evaluation of a version, or None if it was not evaluated."""
+    if not evaluation_due(ctx.config, version):
         return None
-    weights = dict.fromkeys((it.weights_before(version), it.recorded_before(version)))
-    for dataset, digest in product(it.config.evaluation.datasets, weights):
-        node = it.nodes.find(
-            Stage.EVAL, eval_inputs(it.config, dataset, digest, it.contracts).digest
+    weights = dict.fromkeys((ctx.weights_before(version), ctx.recorded_before(version)))
+    for dataset, digest in product(ctx.config.evaluation.datasets, weights):
+        node = ctx.nodes.find(
+            Stage.EVAL, eval_inputs(ctx.config, dataset, digest, ctx.contracts).digest
         )
         if node is not None and metric in node.outputs.get("metrics", {}):
             return node.outputs["metrics"][metric]
     return None
 
 
-async def _ask(it: RunContext, k: int, wrong: list[str], passed: str) -> None:
-    run = it.config.run
-    asked_s = time.time()
-    why = "\n".join(f"- {one}" for one in wrong)
-    about = f"# {run}: iteration {k} waits\n\n{why}\n\nIts weights have not reached the engines. Resume or cancel its flow run."
+async def _pause(ctx: RunContext, k: int, broken: list[str], opened: str) -> None:
+    run = ctx.config.run
+    paused_s = time.time()
+    bullets = "\n".join(f"- {description}" for description in broken)
+    reason = "; ".join(broken)
     await acreate_markdown_artifact(
-        about, key=artifact_key(run, "gate"), description=f"iteration {k}: {wrong[0]}"
+        f"# {run}: iteration {k} is paused\n\n{bullets}\n\n"
+        "Its weights were not pushed to the engines. Resume or cancel its flow run.",
+        key=artifact_key(run, "gate"),
+        description=f"iteration {k}: {broken[0]}",
     )
-    it.progress.say(f"{run}: iteration {k} is paused: {'; '.join(wrong)}")
-    it.progress.say(
-        f"{run}: to go on: Resume in Prefect's pages, or prefect flow-run resume {flow_run.id}"
+    ctx.progress.say(f"{run}: iteration {k} is paused: {reason}")
+    ctx.progress.say(
+        f"{run}: to continue, press Resume in Prefect's UI, "
+        f"or run: prefect flow-run resume {flow_run.id}"
     )
-    await tell_why("; ".join(wrong))
-    if not await resumed(it.config.gates.timeout_s, it.config.gates.poll_s):
+    await report_reason(reason)
+    if not await wait_for_resume(ctx.config.gates.timeout_s, ctx.config.gates.poll_s):
         raise GateClosed(
-            "the iteration's figures are out of bounds, and nobody lets it go on",
+            "metrics of the iteration are out of bounds, and its flow run was not resumed",
             where=f"{run}, iteration {k}",
-            found="; ".join(wrong),
-            expected=f"its flow run resumed within {it.config.gates.timeout_s:g} s (gates.timeout_s)",
-            do="the same command asks again; change gates.bounds, or fork from an earlier commit",
+            found=reason,
+            expected=f"Resume within {ctx.config.gates.timeout_s:g} s (gates.timeout_s)",
+            do="the same command pauses again; change gates.bounds, or fork from an earlier commit",
         )
-    record = OpenedGate(iteration=k, broken=tuple(wrong), asked=asked_s, resumed=time.time())
-    with suppress(ObjectConflict):
-        await asyncio.to_thread(it.files.create, passed, seal(record, passed))
+    record = OpenedGate(iteration=k, broken=tuple(broken), asked=paused_s, resumed=time.time())
+    with suppress(ObjectConflict):  # Another attempt recorded the same gate.
+        await asyncio.to_thread(ctx.files.create, opened, seal(record, opened))
 
 
-async def tell_why(why: str) -> None:
-    """To who looks at the flow run's logs, and to an alert: the state Paused has no message of its
-    own."""
-    get_run_logger().warning("waits, its weights have not reached the engines: %s", why)
+async def report_reason(reason: str) -> None:
+    """Write the reason to the log and to a label of the flow run.
+
+    Alerts read the label: the state Paused has no message.
+    """
+    get_run_logger().warning("paused before the push of its weights: %s", reason)
     async with get_client() as client:
-        await client.update_flow_run_labels(UUID(flow_run.id), {WHY: why})
+        await client.update_flow_run_labels(UUID(flow_run.id), {REASON_LABEL: reason})
 
 
-async def resumed(timeout_s: float, poll_s: float) -> bool:
-    """Pause this flow run, and wait until somebody resumes it; False if it is cancelled, or nobody
-    does in time."""
+async def wait_for_resume(timeout_s: float, poll_s: float) -> bool:
+    """Pause this flow run. True once it is resumed; False on a Cancel or after `timeout_s`."""
     pause = asyncio.create_task(
         apause_flow_run(
             timeout=math.ceil(timeout_s), poll_interval=math.ceil(poll_s), key=uuid4().hex
@@ -169,6 +182,7 @@ async def resumed(timeout_s: float, poll_s: float) -> bool:
     )
     try:
         async with get_client() as client:
+            # Prefect's pause does not notice a Cancel, so this loop checks the state.
             while not (await asyncio.wait({pause}, timeout=poll_s))[0]:
                 state = (await client.read_flow_run(UUID(flow_run.id))).state
                 if state is not None and (state.is_final() or state.is_cancelling()):

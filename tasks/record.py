@@ -1,7 +1,5 @@
-"""The rule of every stage: its node is there, and nothing is done; or the work is done, and its
-node is recorded.
-
-Not here: what the work is.
+"""Run a stage as a Prefect task: reuse its node if the store has it, else do the work and record
+it.
 """
 
 from __future__ import annotations
@@ -35,33 +33,35 @@ from rlpipe.observe.trace import traced
 from rlpipe.types import Node, NodeRef
 from tasks.context import RunContext, Stopwatch, context, recover
 
-SMALL = ("seconds", "tokens", "version", "metrics", "accuracy")
+HANDLE_OUTPUTS = ("seconds", "tokens", "version", "metrics", "accuracy")
+"""Outputs of a node that its handle carries. Task results stay small."""
 Parameters = ParamSpec("Parameters")
 Work = Callable[[], Awaitable[dict[str, Any]]]
-"""Does a stage's work; answers `{"files": [FileRecord], "outputs": {...}}`."""
+"""A stage's work; returns `{"files": [FileRecord], "outputs": {...}}`."""
 
 
 RETRIES_AFTER_S = [1.0, 10.0]
-PASSING = (ActorLost, DeadlineExceeded, EngineError, StoreError, SyncError, TrainerError)
-LASTING = (ObjectConflict, ObjectCorrupt, ObjectMissing, StoreFull)
-"""A stage that failed with one of PASSING is tried again, after starting what died; but LASTING
-ones are not passing."""
+TRANSIENT = (ActorLost, DeadlineExceeded, EngineError, StoreError, SyncError, TrainerError)
+PERMANENT = (ObjectConflict, ObjectCorrupt, ObjectMissing, StoreFull)
+"""A stage is retried after a TRANSIENT error, once dead actors are restarted, but not after a
+PERMANENT one (these are subclasses of TRANSIENT ones).
+"""
 
 
-def may_pass(_task: Any, _run: Any, state: State) -> bool:
-    """Is it worth trying again? Asked by Prefect of a failed state."""
+def is_transient(_task: Any, _run: Any, state: State) -> bool:
+    """True if a failed task should be retried. Prefect calls it with the failed state."""
     error = getattr(state.data, "result", state.data)
-    return isinstance(error, PASSING) and not isinstance(error, LASTING)
+    return isinstance(error, TRANSIENT) and not isinstance(error, PERMANENT)
 
 
 def stage_task(
     name: str, run_name: str
 ) -> Callable[[Callable[Parameters, Awaitable[Any]]], Callable[Parameters, Awaitable[Any]]]:
-    """A Prefect task, called like the plain function. A state that the function answers is the
-    task's, and its data the result.
+    """Make a Prefect task that is called like the plain function. The first argument is the run's
+    name.
 
-    Its first argument is the run's name. What may pass is tried again, after starting what died.
-    Prefect's own cache is off: it would answer for an actor that has been restarted since.
+    A state that the function returns becomes the task's state, and its data the result. After a
+    transient error, dead actors are restarted and the task runs again.
     """
 
     def decorate(
@@ -71,7 +71,7 @@ def stage_task(
         async def attempt(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Any:
             run = str(arguments[0] if arguments else keywords["run"])
             timeout_s = (await context(run)).config.orchestration.timeout_s
-            async with within(timeout_s, f"{run}: {task_run.name or name}"):
+            async with stage_deadline(timeout_s, f"{run}: {task_run.name or name}"):
                 if (task_run.run_count or 1) > 1:
                     await recover(run)
                 return await function(*arguments, **keywords)
@@ -79,10 +79,11 @@ def stage_task(
         wrapped: Any = task(
             name=name,
             task_run_name=run_name,
+            # A cached result would be wrong after a restart of the actor that held the state.
             cache_policy=NO_CACHE,
             retries=len(RETRIES_AFTER_S),
             retry_delay_seconds=RETRIES_AFTER_S,
-            retry_condition_fn=may_pass,
+            retry_condition_fn=is_transient,
         )(attempt)
 
         @wraps(function)
@@ -96,41 +97,41 @@ def stage_task(
 
 
 @asynccontextmanager
-async def within(timeout_s: float, where: str) -> AsyncIterator[None]:
-    """The last deadline of a stage, behind those of what it waits for. Raises: DeadlineExceeded."""
+async def stage_deadline(timeout_s: float, where: str) -> AsyncIterator[None]:
+    """Limit a stage to `timeout_s`, beyond the deadlines of its calls. Raises: DeadlineExceeded."""
     try:
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError as error:
-        if isinstance(error, DeadlineExceeded):
+        if isinstance(error, DeadlineExceeded):  # a subclass of TimeoutError
             raise
         raise DeadlineExceeded(
             "the stage did not finish in time",
             where=where,
             expected=f"within {timeout_s:g} s (orchestration.timeout_s)",
-            do="see what it waited for; the same command goes on from what is finished",
+            do="read the log of the stage; the same command reuses finished nodes",
         ) from error
 
 
-async def once(run: RunContext, inputs: Inputs, work: Work) -> State:
-    """The handle of a stage's node, as the state of its task: `Reused` if it was there, else
-    `Completed` after the work."""
-    node = await asyncio.to_thread(
-        run.nodes.find, inputs.stage, inputs.digest
-    )  # a store that is away is waited for
+async def reuse_or_run(run: RunContext, inputs: Inputs, work: Work) -> State:
+    """Return the handle of a stage's node, in state `Reused` if stored, else `Completed` after the
+    work.
+    """
+    # In a thread: the store's client blocks while it retries an unreachable store.
+    node = await asyncio.to_thread(run.nodes.find, inputs.stage, inputs.digest)
     if node is not None:
         run.progress.say(
-            f"{run.config.run}: {inputs.stage} {node.digest[:12]} is in the store already, reused"
+            f"{run.config.run}: {inputs.stage} {node.digest[:12]} is in the store, reused"
         )
         return Completed(
             name="Reused",
-            message=f"node {node.digest[:12]} was there",
+            message=f"node {node.digest[:12]} was in the store",
             data=handle(node, reused=True),
         )
     run.progress.stage(str(inputs.stage))
-    numbers = task_run.parameters
+    parameters = task_run.parameters
     with (
-        traced(run.directory, str(inputs.stage), numbers.get("k", numbers.get("version"))),
+        traced(run.directory, str(inputs.stage), parameters.get("k", parameters.get("version"))),
         Stopwatch(run, str(inputs.stage)) as watch,
     ):
         result = await work()
@@ -146,6 +147,6 @@ async def once(run: RunContext, inputs: Inputs, work: Work) -> State:
 
 
 def handle(node: Node, *, reused: bool) -> NodeRef:
-    """What crosses a task boundary: the node's name, and its figures."""
-    small = {name: node.outputs[name] for name in SMALL if name in node.outputs}
-    return NodeRef(stage=node.stage, digest=node.digest, reused=reused, outputs=small)
+    """Return what crosses a task boundary: the node's name and its figures."""
+    outputs = {name: node.outputs[name] for name in HANDLE_OUTPUTS if name in node.outputs}
+    return NodeRef(stage=node.stage, digest=node.digest, reused=reused, outputs=outputs)

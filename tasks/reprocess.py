@@ -1,10 +1,7 @@
-"""Reprocessing stored rollouts: an iteration is one task, then old and new are put side by side.
+"""Reprocess stored rollouts: one task an iteration, then a comparison of old and new.
 
-Needs no actor. What is opened once in a process (functions, workers, the store) is found by the new
-branch's name, so that task parameters stay form-sized.
-
-Not here: what is done to an iteration (`rlpipe.reprocess.branch`), or which ones
-(`flows.reprocess`).
+Needs no actor. Functions, workers and store are opened once in a process and found by the name of
+the new branch, so task parameters stay small. `rlpipe.reprocess.branch` does the work.
 """
 
 from __future__ import annotations
@@ -36,13 +33,13 @@ from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import RunFile, write_run
-from tasks.observe import artifact_key
-from tasks.record import RETRIES_AFTER_S, may_pass
+from tasks.artifacts import artifact_key
+from tasks.record import RETRIES_AFTER_S, is_transient
 
 
 @dataclass
-class Opened:
-    """What the tasks of one reprocessed branch share in this process."""
+class OpenBranch:
+    """Objects that the tasks of a reprocessed branch share in this process."""
 
     of: str
     config: RunConfig
@@ -52,16 +49,16 @@ class Opened:
     progress: Progress
 
 
-_OPEN: dict[str, Opened] = {}
+_OPEN: dict[str, OpenBranch] = {}
 
 
 @asynccontextmanager
 async def opened(
     of: str, config: RunConfig, files: Files, directory: Path, progress: Progress
 ) -> AsyncIterator[None]:
-    """The branch `config.run` is reprocessed from the run `of` in this process, and in no other.
+    """Open the branch `config.run`, to reprocess rollouts of the run `of` in this process.
 
-    Raises: Fenced if it is elsewhere; ConfigError.
+    Raises: Fenced if another process reprocesses the branch; ConfigError.
     """
     epoch = await asyncio.to_thread(Epochs(files).acquire, config.run)
     epoch.keep()
@@ -72,7 +69,7 @@ async def opened(
             RunFile(store=files.root, config=config.model_dump(mode="json")),
         )
         async with Reprocessor(files, config, epoch.check) as reprocessor:
-            _OPEN[config.run] = Opened(of, config, files, directory, reprocessor, progress)
+            _OPEN[config.run] = OpenBranch(of, config, files, directory, reprocessor, progress)
             try:
                 yield
             finally:
@@ -82,26 +79,31 @@ async def opened(
 
 
 async def _attempt(run: str, k: int) -> State:
-    """Its state is `Reused` if everything was in the store."""
-    it = _OPEN[run]
-    stored = await asyncio.to_thread(find, it.files, it.of, k)
+    """Reprocess iteration k. The state is `Reused` if the store has every node."""
+    ctx = _OPEN[run]
+    stored = await asyncio.to_thread(find, ctx.files, ctx.of, k)
     if stored is None:
-        raise ConfigError("that run has no such rollout", where=f"{it.of}, iteration {k}")
-    made = await it.reprocessor.iteration(
-        stored, lambda done, total: it.progress.stage("reward", done=done, total=total)
+        raise ConfigError(
+            "the run has no stored rollout of this iteration", where=f"{ctx.of}, iteration {k}"
+        )
+    result = await ctx.reprocessor.iteration(
+        stored, lambda done, total: ctx.progress.stage("reward", done=done, total=total)
     )
-    said = made.reward.outputs
-    line: dict[str, float | str] = {"iteration": f"{k}", "reward": said.get("mean", "none")}
-    if made.reused:
+    outputs = result.reward.outputs
+    line: dict[str, float | str] = {
+        "iteration": f"{k}",
+        "reward": outputs.get("mean", "none"),
+    }
+    if result.reused:
         line["reused"] = "all"
-    it.progress.iteration(line | ({"errors": f"{said['errors']}"} if said["errors"] else {}))
-    nodes = {"rollout": made.rollout.digest, "reward": made.reward.digest}
-    if made.advantage is not None:
-        nodes["advantage"] = made.advantage.digest
-    data = {"iteration": k, "nodes": nodes, "reused": made.reused, "without": made.without}
+    ctx.progress.iteration(line | ({"errors": f"{outputs['errors']}"} if outputs["errors"] else {}))
+    nodes = {"rollout": result.rollout.digest, "reward": result.reward.digest}
+    if result.advantage is not None:
+        nodes["advantage"] = result.advantage.digest
+    data = {"iteration": k, "nodes": nodes, "reused": result.reused, "without": result.without}
     return Completed(
-        name="Reused" if made.reused else "Completed",
-        message=f"reward {made.reward.digest[:12]}",
+        name="Reused" if result.reused else "Completed",
+        message=f"reward {result.reward.digest[:12]}",
         data=data,
     )
 
@@ -112,58 +114,66 @@ _TASK: Any = task(
     cache_policy=NO_CACHE,
     retries=len(RETRIES_AFTER_S),
     retry_delay_seconds=RETRIES_AFTER_S,
-    retry_condition_fn=may_pass,
+    retry_condition_fn=is_transient,
 )(_attempt)
 
 
 async def reprocess(run: str, k: int) -> dict[str, Any]:
-    """Iteration k of the branch: `{"iteration", "nodes", "reused", "without"}`. What may pass is
-    tried twice more."""
+    """Reprocess iteration k of the branch: `{"iteration", "nodes", "reused", "without"}`.
+
+    Transient errors are retried twice.
+    """
     state = await _TASK(run, k, return_state=True)
     return await state.aresult()
 
 
 @task(name="compare", cache_policy=NO_CACHE)
-async def put_side_by_side(
+async def compare_runs(
     run: str, iterations: Sequence[int], notes: Mapping[int, str]
 ) -> dict[str, Any]:
-    """Old and new as `reprocessed.html`, `.png` and `.json` in the branch's folder, and as
-    artifacts; what the JSON says."""
-    it = _OPEN[run]
-    it.progress.stage("compare", note="the columns of before and after")
-    said = await asyncio.to_thread(_compared, it, iterations, notes)
+    """Write `reprocessed.html`, `.png` and `.json` into the branch's folder, and create artifacts.
+
+    Returns the content of the JSON file.
+    """
+    ctx = _OPEN[run]
+    ctx.progress.stage("compare", note="reading columns of both branches")
+    summary = await asyncio.to_thread(_compare, ctx, iterations, notes)
     rows = [
-        {"": row["what"], "before": _shown(row["before"]), "after": _shown(row["after"])}
-        for row in said["figures"]
+        {"": row["what"], "before": _format(row["before"]), "after": _format(row["after"])}
+        for row in summary["figures"]
     ]
     rows += [
-        {"": name.replace("_", " "), "before": "", "after": _shown(value)}
-        for name, value in said["agreement"].items()
+        {"": name.replace("_", " "), "before": "", "after": _format(value)}
+        for name, value in summary["agreement"].items()
     ]
-    what = "; ".join(f"{key}: {change}" for key, change in said["changed"].items()) or "nothing"
-    about = f"{it.of} → {run}, {len(iterations)} iterations. Changed: {what}"
-    await acreate_table_artifact(rows, key=artifact_key(run, "reprocessed"), description=about)
+    changes = "; ".join(f"{key}: {change}" for key, change in summary["changed"].items())
+    description = f"{ctx.of} → {run}, {len(iterations)} iterations. Changed: {changes or 'nothing'}"
+    await acreate_table_artifact(
+        rows, key=artifact_key(run, "reprocessed"), description=description
+    )
     data = base64.b64encode(
-        await asyncio.to_thread((it.directory / "reprocessed.png").read_bytes)
+        await asyncio.to_thread((ctx.directory / "reprocessed.png").read_bytes)
     ).decode()
     key = artifact_key(run, "distributions")
     await acreate_image_artifact(
-        image_url=f"data:image/png;base64,{data}", key=key, description=about
+        image_url=f"data:image/png;base64,{data}", key=key, description=description
     )
-    return said
+    return summary
 
 
-def _compared(it: Opened, iterations: Sequence[int], notes: Mapping[int, str]) -> dict[str, Any]:
-    stored = Branches(it.files).config(it.of)
-    found = compare(it.files, it.config, it.of, iterations, notes=notes, stored=stored)
-    said = summary(found)
-    write_page(found, it.directory / "reprocessed.html")
-    write_picture(found, it.directory / "reprocessed.png")
+def _compare(
+    ctx: OpenBranch, iterations: Sequence[int], notes: Mapping[int, str]
+) -> dict[str, Any]:
+    stored = Branches(ctx.files).config(ctx.of)
+    comparison = compare(ctx.files, ctx.config, ctx.of, iterations, notes=notes, stored=stored)
+    result = summary(comparison)
+    write_page(comparison, ctx.directory / "reprocessed.html")
+    write_picture(comparison, ctx.directory / "reprocessed.png")
     write_whole(
-        it.directory / "reprocessed.json", json.dumps(said, indent=2, ensure_ascii=False) + "\n"
+        ctx.directory / "reprocessed.json", json.dumps(result, indent=2, ensure_ascii=False) + "\n"
     )
-    return said
+    return result
 
 
-def _shown(value: float | int | None) -> str:
+def _format(value: float | int | None) -> str:
     return "" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""Stage 1: write the plan, sample it."""
+"""Stage 1: write the plan of an iteration, then sample its groups."""
 
 from __future__ import annotations
 
@@ -12,99 +12,106 @@ from rlpipe.errors import DeadlineExceeded, ObjectMissing
 from rlpipe.lineage.stage_inputs import Inputs, rollout_inputs
 from rlpipe.types import DataState, Node
 from tasks.context import RunContext, context
-from tasks.record import once, stage_task
-from tasks.sync import serve
+from tasks.record import reuse_or_run, stage_task
+from tasks.sync import ensure_weights
 
 PROGRESS_INTERVAL_S = 0.25
-TROUBLE_INTERVAL_S = 2.0
+ENGINE_CHECK_INTERVAL_S = 2.0
 LONGEST_PAUSE_S = 0.5
-CALL_TIMEOUT_S = 60.0
 
 
 @stage_task("rollout", "rollout-{k}")
 async def rollout(run: str, k: int) -> State:
-    """Samples of iteration k: the rollout node's handle."""
-    it = await context(run)
-    plan, _ = await planned(it, k, await data_before(it, k))
+    """Sample iteration k; return the rollout node's handle."""
+    ctx = await context(run)
+    plan, _ = await plan_iteration(ctx, k, await data_before(ctx, k))
 
     async def sample() -> dict[str, Any]:
-        if it.cluster.has_engines and it.config.rollout.type == "sample":
-            await serve(it, k)
-        return await _sampled(it, k, plan)
+        if ctx.cluster.has_engines and ctx.config.rollout.type == "sample":
+            await ensure_weights(ctx, k)
+        return await _sample(ctx, k, plan)
 
-    return await once(it, rollout_inputs(it.config, it.fingerprint, plan, it.contracts), sample)
+    return await reuse_or_run(
+        ctx, rollout_inputs(ctx.config, ctx.fingerprint, plan, ctx.contracts), sample
+    )
 
 
-async def planned(it: RunContext, k: int, before: DataState) -> tuple[str, DataState]:
-    """Digest of the plan of iteration k, and where the data source stands after it. Equal every
-    time, so a retry finds it."""
-    plan = await it.cluster.generator.plan(k, before, deadline_s=it.config.rollout.timeout_s)
+async def plan_iteration(ctx: RunContext, k: int, before: DataState) -> tuple[str, DataState]:
+    """Write the plan of iteration k; return its digest and the data state after it.
+
+    Equal inputs give the same plan, so a retry finds it.
+    """
+    plan = await ctx.cluster.generator.plan(k, before, deadline_s=ctx.config.rollout.timeout_s)
     return plan["plan"], plan["after"]
 
 
-async def data_before(it: RunContext, k: int) -> DataState:
-    """Where the data source stands before iteration k: what its predecessor left, committed yet or
-    not.
+async def data_before(ctx: RunContext, k: int) -> DataState:
+    """Return the data state before iteration k, from the commit before or from the rollout before.
 
-    Waits for the predecessor's rollout where only that decides it. Raises: DeadlineExceeded.
+    If only the rollout before decides the state, wait for that rollout. Raises: DeadlineExceeded.
     """
     if k == 0:
         return DataState()
     try:
-        before = it.before(k)
+        before = ctx.commit_before(k)
         assert before is not None
         return before.data
     except ObjectMissing:
-        plan, after = await planned(it, k - 1, await data_before(it, k - 1))
-    if it.config.rollout.static:
+        # The commit before does not exist yet: iterations are in flight.
+        plan, after = await plan_iteration(ctx, k - 1, await data_before(ctx, k - 1))
+    if ctx.config.rollout.static:
         return after
-    node = await _recorded(it, rollout_inputs(it.config, it.fingerprint, plan, it.contracts), k - 1)
+    node = await _wait_for_node(
+        ctx, rollout_inputs(ctx.config, ctx.fingerprint, plan, ctx.contracts), k - 1
+    )
     return DataState.model_validate(node.outputs["after"])
 
 
-async def _recorded(it: RunContext, inputs: Inputs, k: int) -> Node:
-    end_s = time.monotonic() + it.config.rollout.timeout_s
+async def _wait_for_node(ctx: RunContext, inputs: Inputs, k: int) -> Node:
+    """Poll the store until the rollout of iteration k is recorded. Raises: DeadlineExceeded."""
+    deadline_s = time.monotonic() + ctx.config.rollout.timeout_s
     pause_s = 0.02
-    while (node := it.nodes.find(inputs.stage, inputs.digest)) is None:
-        if time.monotonic() > end_s:
+    while (node := ctx.nodes.find(inputs.stage, inputs.digest)) is None:
+        if time.monotonic() > deadline_s:
             raise DeadlineExceeded(
-                "the rollout before is not recorded",
+                "the rollout before was not recorded in time",
                 where=f"rollout {k + 1}",
-                found=f"none of iteration {k}",
+                found=f"no rollout node of iteration {k}",
+                expected=f"within {ctx.config.rollout.timeout_s:g} s (rollout.timeout_s)",
             )
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     return node
 
 
-async def _sampled(it: RunContext, k: int, plan: str) -> dict[str, Any]:
-    """The generator's answer, while the terminal shows how far it is. If no engine can be brought
-    back, that is the error."""
-    working = asyncio.ensure_future(
-        it.cluster.generator.rollout(plan, deadline_s=it.config.rollout.timeout_s)
+async def _sample(ctx: RunContext, k: int, plan: str) -> dict[str, Any]:
+    """Run the generator and show its progress. Raises: the error that keeps all engines down."""
+    sampling = asyncio.ensure_future(
+        ctx.cluster.generator.rollout(plan, deadline_s=ctx.config.rollout.timeout_s)
     )
-    watching = asyncio.ensure_future(_watch(it, k))
+    watching = asyncio.ensure_future(_watch(ctx, k))
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            watching.result()
-        return await working
+        await asyncio.wait({sampling, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not sampling.done():
+            watching.result()  # raises
+        return await sampling
     finally:
-        for task in (working, watching):
+        for task in (sampling, watching):
             task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        await asyncio.gather(sampling, watching, return_exceptions=True)
 
 
-async def _watch(it: RunContext, k: int) -> None:
-    """Show the rollout's progress. Raises: what keeps every engine from coming back, once the
-    rollout is abandoned."""
-    looked_s = time.monotonic()
+async def _watch(ctx: RunContext, k: int) -> None:
+    """Show progress. If no engine can come back, abandon the rollout and raise the cause."""
+    checked_s = time.monotonic()
     while True:
-        now = await it.cluster.generator.progress(k)
-        it.progress.stage("rollout", done=now["done"], total=now["total"], tokens=now["tokens"])
-        if it.cluster.has_engines and time.monotonic() - looked_s > TROUBLE_INTERVAL_S:
-            looked_s = time.monotonic()
-            if error := await it.cluster.trouble():
-                await it.cluster.generator.abandon(k)
+        state = await ctx.cluster.generator.progress(k)
+        ctx.progress.stage(
+            "rollout", done=state["done"], total=state["total"], tokens=state["tokens"]
+        )
+        if ctx.cluster.has_engines and time.monotonic() - checked_s > ENGINE_CHECK_INTERVAL_S:
+            checked_s = time.monotonic()
+            if error := await ctx.cluster.trouble():
+                await ctx.cluster.generator.abandon(k)
                 raise error
         await asyncio.sleep(PROGRESS_INTERVAL_S)

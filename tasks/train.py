@@ -1,5 +1,7 @@
-"""Stage 4: the optimizer steps. Repeating it trains nothing twice: the ranks know which state they
-hold."""
+"""Stage 4: optimizer steps.
+
+A repeated call trains nothing twice, because each rank knows which state it holds.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 
 from prefect.client.schemas.objects import State
 
-from rlpipe.actors.trainer.states import StateKeeper
+from rlpipe.actors.trainer.states import TrainerStates
 from rlpipe.batch.files import write_packing
 from rlpipe.batch.packing import PackingPlan
 from rlpipe.errors import ActorLost, Superseded, TrainerError
@@ -17,93 +19,91 @@ from rlpipe.lineage.stage_inputs import train_inputs
 from rlpipe.store.segments import Segments, current_state
 from rlpipe.types import NodeRef, Stage
 from tasks.context import RunContext, context, packages
-from tasks.record import once, stage_task
+from tasks.record import reuse_or_run, stage_task
 from tasks.uploads import settle
 
 
 @stage_task("train", "train-{k}")
 async def train(run: str, k: int, advantage: NodeRef) -> State:
-    """The weights after iteration k: the train node's handle."""
-    it = await context(run)
-    before = (await asyncio.to_thread(it.nodes.get, Stage.ADVANTAGE, advantage.digest)).parents[
-        "before"
-    ]
-    inputs = train_inputs(it.config, advantage.digest, before, it.contracts)
+    """Train on the batch of iteration k; return the train node's handle."""
+    ctx = await context(run)
+    batch = await asyncio.to_thread(ctx.nodes.get, Stage.ADVANTAGE, advantage.digest)
+    before = batch.parents["before"]
+    inputs = train_inputs(ctx.config, advantage.digest, before, ctx.contracts)
 
     async def step() -> dict[str, Any]:
         if (
-            not await it.cluster.trainer.holds(inputs.digest)
-            and await hold(it, before, k) != before
+            not await ctx.cluster.trainer.holds(inputs.digest)
+            and await hold(ctx, before, k) != before
         ):
             raise Superseded(
-                "the weights before are others now",
+                "a segment replaced the weights that the batch was scored with",
                 where=f"train {k}",
-                do="score the batch with them first",
+                do="score the batch with the segment's weights",
             )
-        answers = await it.cluster.trainer.call(
+        answers = await ctx.cluster.trainer.call(
             "train",
             key=inputs.digest,
             before=before,
             advantage=advantage.digest,
-            deadline_s=it.config.train.timeout_s,
+            deadline_s=ctx.config.train.timeout_s,
         )
-        return _agreed(it, inputs.digest, k, answers)
+        return _agreed(ctx, inputs.digest, k, answers)
 
-    return await once(it, inputs, step)
+    return await reuse_or_run(ctx, inputs, step)
 
 
-async def hold(it: RunContext, state: str, version: int) -> str:
-    """Make the trainer hold a state, from its checkpoint and the batches since, if it does not; the
-    state that it holds then.
+async def hold(ctx: RunContext, state: str, version: int) -> str:
+    """Make the trainer hold a state, from its checkpoint and the later batches; return the held
+    state.
 
-    That is another one where training the same batches again gave other bits: a segment, which the
-    branch goes on from. Raises: Mismatch instead in deterministic mode.
+    If the replay gives other bits, the returned state is a recorded segment, and the branch
+    continues from that. Raises: Mismatch instead in deterministic mode.
     """
     state = await asyncio.to_thread(
-        current_state, Segments(it.files), it.config.run, version, state
+        current_state, Segments(ctx.files), ctx.config.run, version, state
     )
-    if await it.cluster.trainer.holds(state):
+    if await ctx.cluster.trainer.holds(state):
         return state
-    with suppress(ActorLost):  # ranks that are gone upload nothing
-        await settle(it, wait=True)
-    it.progress.stage("restore", note=f"rebuilding weights {state[:12]} from the store")
-    keeper = StateKeeper(
-        trainer=it.cluster.trainer,
-        files=it.files,
-        branch=it.config.run,
-        init=it.init,
-        deterministic=it.config.deterministic,
-        train_timeout_s=it.config.train.timeout_s,
-        checkpoint_timeout_s=it.config.checkpoint.timeout_s,
+    with suppress(ActorLost):  # dead ranks upload nothing
+        await settle(ctx, wait=True)
+    ctx.progress.stage("restore", note=f"restoring weights {state[:12]} from the store")
+    keeper = TrainerStates(
+        trainer=ctx.cluster.trainer,
+        files=ctx.files,
+        branch=ctx.config.run,
+        init=ctx.init,
+        deterministic=ctx.config.deterministic,
+        train_timeout_s=ctx.config.train.timeout_s,
+        checkpoint_timeout_s=ctx.config.checkpoint.timeout_s,
         packages=packages(),
-        ref_update_interval=it.config.ref_update_interval,
+        ref_update_interval=ctx.config.ref_update_interval,
     )
-    held = await keeper.hold(state, version=version, epoch=it.epoch.number)
+    held = await keeper.restore(state, version=version, epoch=ctx.epoch.number)
     if held != state:
-        it.progress.say(
-            f"{it.config.run}: weights {version} came out different from {state[:12]}; going on from {held[:12]}"
+        ctx.progress.say(
+            f"{ctx.config.run}: the replay of weights {version} gave other bits than {state[:12]}; "
+            f"continuing from {held[:12]}"
         )
     return held
 
 
-def _agreed(it: RunContext, digest: str, k: int, answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """One result of all ranks. Raises: TrainerError if they do not hold the same state."""
+def _agreed(ctx: RunContext, digest: str, k: int, answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the common result of all ranks. Raises: TrainerError if their state digests differ."""
     states = {answer["state_digest"] for answer in answers}
     if len(states) != 1:
         raise TrainerError(
-            "the ranks do not agree on the state",
+            "trainer ranks hold different states",
             where=f"train {k}",
             found=sorted(states),
             expected="one digest",
         )
     result = answers[0]
-    records = [write_packing(it.files, digest, PackingPlan.model_validate(result["packing"]))]
-    if (other := answers[-1]["packing"]) != result[
-        "packing"
-    ]:  # of a critic that has ranks of its own
-        records.append(
-            write_packing(it.files, digest, PackingPlan.model_validate(other), critic=True)
-        )
+    records = [write_packing(ctx.files, digest, PackingPlan.model_validate(result["packing"]))]
+    critic_packing = answers[-1]["packing"]
+    if critic_packing != result["packing"]:  # The critic has separate ranks.
+        plan = PackingPlan.model_validate(critic_packing)
+        records.append(write_packing(ctx.files, digest, plan, critic=True))
     metrics = {f"train/{name}": value for name, value in _mean(result["steps"]).items()}
     outputs = {
         "state_digest": result["state_digest"],
@@ -117,8 +117,7 @@ def _agreed(it: RunContext, digest: str, k: int, answers: list[dict[str, Any]]) 
 
 
 def _mean(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Metrics of an iteration: the mean over its optimizer steps; the learning rate is the last
-    one's."""
+    """Return each metric's mean over the optimizer steps. The learning rate is the last step's."""
     names = dict.fromkeys(name for step in steps for name in step)
     mean = {name: sum(step.get(name, 0.0) for step in steps) / len(steps) for name in names}
-    return {**mean, **{name: steps[-1][name] for name in ("lr",) if name in steps[-1]}}
+    return {**mean, "lr": steps[-1]["lr"]} if "lr" in steps[-1] else mean

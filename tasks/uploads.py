@@ -1,8 +1,6 @@
-"""Checkpoints on their way to the store: written to local disk, uploaded in the background,
-recorded when they are complete.
+"""Upload checkpoints in the background and record them when they are complete.
 
-The ranks remember what they upload, so that any process of the run can record it. Not here: when
-one is due (`checkpoint`).
+The trainer ranks remember their upload, so any process of the run can record it.
 """
 
 from __future__ import annotations
@@ -17,57 +15,55 @@ from tasks.context import RunContext
 
 
 async def begin_checkpoint(
-    it: RunContext, inputs: Inputs, held: str, weight_version: int, **outputs: Any
+    ctx: RunContext, inputs: Inputs, held: str, weight_version: int, **outputs: Any
 ) -> None:
-    """Write the state that the trainer holds under this name, and upload it in the background;
-    `settle` records it."""
-    prefix = f"{_folder(it)}iter_{weight_version:07d}/{uuid4().hex[:12]}"
+    """Write the trainer's state to local disk and begin its upload. `settle` records it."""
+    prefix = f"{_folder(ctx)}iter_{weight_version:07d}/{uuid4().hex[:12]}"
     upload = Upload(prefix, inputs, {"version": weight_version, **outputs})
-    deadline_s = it.config.checkpoint.timeout_s
-    await it.cluster.trainer.call(
+    deadline_s = ctx.config.checkpoint.timeout_s
+    await ctx.cluster.trainer.call(
         "save", held=held, version=weight_version, upload=upload, deadline_s=deadline_s
     )
 
 
-async def settle(it: RunContext, *, wait: bool = False) -> None:
-    """Record the checkpoint whose upload is complete, whichever process of the run began it; with
-    `wait`, wait for it.
+async def settle(ctx: RunContext, *, wait: bool = False) -> None:
+    """Record the checkpoint whose upload is complete. With `wait`, wait for the upload.
 
-    An upload that met a store that was away or full is begun again by the next call. One whose
-    process died, or of which a file was removed meanwhile, is forgotten: the next checkpoint that
-    is due counts. Raises: StoreFull and what else an upload met.
+    An upload that failed because the store was full or unreachable is repeated by the next call. An
+    upload whose process died, or whose file was removed meanwhile, is forgotten: the next due
+    checkpoint counts. Raises: StoreFull and other errors of the upload.
     """
-    found = await pending(it)
-    deadline_s = it.config.checkpoint.timeout_s
-    if found is None or not (wait or found[1]):
+    upload, complete = await pending(ctx) or (None, False)
+    deadline_s = ctx.config.checkpoint.timeout_s
+    if upload is None or not (wait or complete):
         return
-    upload = found[0]
-    shares = await it.cluster.trainer.call("uploaded", prefix=upload.prefix, deadline_s=deadline_s)
+    shares = await ctx.cluster.trainer.call("uploaded", prefix=upload.prefix, deadline_s=deadline_s)
     files = shares_complete(shares)
     if files is not None and await asyncio.to_thread(
-        lambda: all(it.files.exists(record.path) for record in files)
+        lambda: all(ctx.files.exists(record.path) for record in files)
     ):
         size_bytes = sum(record.size_bytes for record in files)
         await asyncio.to_thread(
-            it.nodes.commit,
+            ctx.nodes.commit,
             upload.inputs.node(files=files, outputs={**upload.outputs, "bytes": size_bytes}),
         )
-        await asyncio.to_thread(it.lineages.forget)
+        await asyncio.to_thread(ctx.lineages.forget)
         await asyncio.to_thread(
-            prune, it.directory / "checkpoints", it.config.checkpoint.keep_local
+            prune, ctx.directory / "checkpoints", ctx.config.checkpoint.keep_local
         )
-    await it.cluster.trainer.call("forget_upload", prefix=upload.prefix, deadline_s=deadline_s)
+    await ctx.cluster.trainer.call("forget_upload", prefix=upload.prefix, deadline_s=deadline_s)
 
 
-async def pending(it: RunContext) -> tuple[Upload, bool] | None:
-    """The upload of this run that some rank still has, and whether all of them have it complete."""
-    answers = await it.cluster.trainer.call("upload", deadline_s=it.config.checkpoint.timeout_s)
-    own = _folder(it)  # ranks that served another run before may have one of it
-    there = [
-        answer for answer in answers if answer is not None and answer[0].prefix.startswith(own)
+async def pending(ctx: RunContext) -> tuple[Upload, bool] | None:
+    """Return the upload of this run on any rank, and whether every rank has completed it."""
+    answers = await ctx.cluster.trainer.call("upload", deadline_s=ctx.config.checkpoint.timeout_s)
+    # Ranks that served another run before may still hold an upload of that run.
+    folder = _folder(ctx)
+    uploads = [
+        answer for answer in answers if answer is not None and answer[0].prefix.startswith(folder)
     ]
-    return (there[0][0], all(done for _, done in there)) if there else None
+    return (uploads[0][0], all(complete for _, complete in uploads)) if uploads else None
 
 
-def _folder(it: RunContext) -> str:
-    return f"checkpoints/{it.config.run}/"
+def _folder(ctx: RunContext) -> str:
+    return f"checkpoints/{ctx.config.run}/"

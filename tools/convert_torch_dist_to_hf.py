@@ -42,10 +42,10 @@ def convert(arguments: argparse.Namespace) -> int:
         origin = arguments.origin_hf_dir and Path(arguments.origin_hf_dir)
         known_as = None
         if arguments.of:
-            from flows.conversion import checkpoint_of
+            from flows.conversion_job import stored_checkpoint
 
             use_home(arguments.home)
-            stored = stack.enter_context(checkpoint_of(home(), arguments.of))
+            stored = stack.enter_context(stored_checkpoint(home(), arguments.of))
             folder = stored.folder
             origin = origin or stored.model_dir
             known_as = stored.node

@@ -14,12 +14,12 @@ import sys
 from collections.abc import Awaitable
 from typing import Any, cast
 
-from flows.evaluation import configuration
+from flows.derived_runs import evaluation_config
 from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.preflight import check
-from rlpipe.slime.build import BASE, overrides_of
 from rlpipe.slime.command_line import read_flags
+from rlpipe.slime.flag_keys import BASE, overrides_of
 from tools.train import finish, split
 
 OPTIONS = {
@@ -104,7 +104,7 @@ def settle(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         "overrides": overrides_of(given),
         "name": arguments.name,
     }
-    check(configuration(home(), **asked), home())
+    check(evaluation_config(home(), **asked), home())
     return {**asked, "takeover": arguments.takeover}
 
 

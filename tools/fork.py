@@ -14,7 +14,7 @@ import sys
 from collections.abc import Awaitable
 from typing import Any, cast
 
-from flows.forking import forked
+from flows.derived_runs import fork_run
 from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.config.text import dump
 from rlpipe.errors import RlpipeError
@@ -33,7 +33,7 @@ def main() -> int:
     }
     try:
         use_home(arguments.home)
-        config, _ = forked(home(), **asked)
+        config, _ = fork_run(home(), **asked)
         if arguments.dump_config:
             print(dump(config.model_dump(mode="json")), end="")
             return 0

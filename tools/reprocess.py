@@ -18,7 +18,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, cast
 
-from flows.reprocessing import reprocessing, training
+from flows.derived_runs import reprocessing, training_recipe
 from rlpipe.config.load import HOME_VARIABLE, home, load_run, use_home
 from rlpipe.errors import RlpipeError
 from rlpipe.observe.progress import duration
@@ -42,7 +42,7 @@ def main() -> int:
         found = reprocessing(home(), **asked)
         Reprocessor(found.source.files, found.config)
         if arguments.train:
-            recipe = training(home(), found, arguments.train, arguments.train_set)
+            recipe = training_recipe(home(), found, arguments.train, arguments.train_set)
             check(load_run(recipe, (), arguments.train), home())
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

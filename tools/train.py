@@ -21,16 +21,23 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.parameters import as_settled
-from rlpipe.config.load import HOME_VARIABLE, home, load_run, recipes, unused_keys, use_home
-from rlpipe.config.presets import presets
+from flows.parameters import apply_seed_and_fork
+from rlpipe.config.load import (
+    HOME_VARIABLE,
+    home,
+    load_run,
+    presets,
+    recipes,
+    unused_keys,
+    use_home,
+)
 from rlpipe.config.run import RunConfig
 from rlpipe.data.prompts import PromptRow
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.model_dir import model_directory, prompt_context_len, read_object
 from rlpipe.preflight import check
-from rlpipe.slime.build import BASE, differences, overrides_of
-from rlpipe.slime.command_line import Given, read_flags
+from rlpipe.slime.command_line import ParsedFlags, read_flags
+from rlpipe.slime.flag_keys import BASE, differences, overrides_of
 
 TAKES_A_VALUE = {"--recipe": True, "--run": True, "--home": True, "--seed": True, "--fork": True}
 OPTIONS = {
@@ -124,7 +131,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def settle(arguments: argparse.Namespace, given: Given) -> None:
+def settle(arguments: argparse.Namespace, given: ParsedFlags) -> None:
     """Set `recipe`, `overrides` and `run` of the arguments, as the flow takes them. Raises:
     ConfigError."""
     arguments.overrides = overrides_of(given)
@@ -141,7 +148,7 @@ def settle(arguments: argparse.Namespace, given: Given) -> None:
             or given.own.get("wandb_group")
             or Path(given.own.get("save", "slime")).name
         )
-    arguments.overrides, arguments.run = as_settled(
+    arguments.overrides, arguments.run = apply_seed_and_fork(
         arguments.recipe,
         arguments.overrides,
         arguments.run,
@@ -206,11 +213,11 @@ def num_drawn(config: RunConfig, rows: Sequence[PromptRow]) -> int:
     )
 
 
-def notes(given: Given) -> list[str]:
+def notes(given: ParsedFlags) -> list[str]:
     """What is to be said of flags that were taken, but do not do what they do in slime."""
     said = []
     if given.neutral:
-        names = " ".join(flag.spelled for flag in given.neutral)
+        names = " ".join(flag.option for flag in given.neutral)
         said.append(f"note: these change nothing here (python -m tools.flags says why): {names}")
     if given.own.get("colocate") and (engines := given.own.get("rollout_num_gpus")) is not None:
         said.append(

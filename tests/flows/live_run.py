@@ -1,8 +1,4 @@
-"""A real run in a process of its own, as a person starts it: wait for what it says, interrupt it,
-kill its parts.
-
-Not here: what a run must do (the tests).
-"""
+"""Start a real run in a child process, wait for its output, interrupt it, kill its parts."""
 
 from __future__ import annotations
 
@@ -20,8 +16,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class LiveRun:
-    """`python -m tools.train …` with its own process group and log file. Ends everything it started
-    on the way out."""
+    """`python -m tools.train ...` with its own process group and log file. Leaving the block
+    ends all its processes.
+    """
 
     def __init__(
         self, home: Path, *arguments: str, environment: Mapping[str, str] | None = None
@@ -51,12 +48,13 @@ class LiveRun:
 
     @property
     def said(self) -> str:
-        """What it has printed since it was started."""
+        """Return the output since the start."""
         return self.log.read_bytes()[self._begin :].decode(errors="replace")
 
     def wait_until(self, reached: Callable[[], bool], timeout_s: float = 240.0) -> None:
-        """Poll until `reached`; an assertion error with the output if the run ends before or time
-        is up."""
+        """Poll until `reached`. AssertionError with the output if the run ends first or on a
+        timeout.
+        """
         end_s = time.monotonic() + timeout_s
         while not reached():
             assert self.process.poll() is None, (
@@ -66,19 +64,19 @@ class LiveRun:
             time.sleep(0.02)
 
     def finish(self, timeout_s: float = 240.0) -> int:
-        """Wait for its end; its exit code."""
+        """Wait for the end of the run; return the exit code."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"not finished in {timeout_s:g} s:\n{self.said}") from None
 
     def interrupt(self) -> int:
-        """What Ctrl-C does: SIGINT to the whole process group; the exit code."""
+        """Send SIGINT to the process group, as Ctrl-C does; return the exit code."""
         os.killpg(self.process.pid, signal.SIGINT)
         return self.finish(60.0)
 
     def parts(self, chosen: Callable[[str], bool]) -> list[psutil.Process]:
-        """Processes below the run whose name or command line is chosen."""
+        """Return child processes whose name or command line matches."""
         try:
             below = psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
@@ -86,8 +84,9 @@ class LiveRun:
         return [process for process in below if chosen(_line(process))]
 
     def kill_part(self, text: str) -> None:
-        """kill -9 the processes whose name or command line has this text; an assertion error if
-        there is none."""
+        """Kill (-9) the processes whose command line has this text. AssertionError if none has
+        it.
+        """
         found = self.parts(lambda line: text in line)
         assert found, f"no process {text!r} below the run"
         for process in found:

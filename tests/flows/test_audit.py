@@ -1,5 +1,4 @@
-"""The audit as a flow: what it answers, the tables it leaves, and that it fails by name. Without a
-Prefect server."""
+"""The audit flow: result, tables and errors, without a Prefect server."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from tests.store.lineage import Run
 
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, Any]]]:
-    """The tables that were left in Prefect's pages, by key."""
+    """Created tables, by key."""
     left: dict[str, list[dict[str, Any]]] = {}
 
     async def leave(rows: list[dict[str, Any]], key: str, description: str) -> None:
@@ -29,7 +28,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, Any]]]:
     return left
 
 
-async def test_a_sound_run_is_answered_with_what_is_unusual(
+async def test_an_audit_without_findings_returns_the_anomalies(
     local_files: Files, tables: dict[str, list[dict[str, Any]]]
 ):
     Run(local_files).start().iterate()
@@ -42,7 +41,7 @@ async def test_a_sound_run_is_answered_with_what_is_unusual(
     assert tables["run-unusual"][0]["rule"] == "no_signal"
 
 
-async def test_a_missing_manifest_fails_the_flow_by_its_name(
+async def test_the_error_names_a_missing_manifest(
     local_files: Files, tables: dict[str, list[dict[str, Any]]]
 ):
     Run(local_files).start().iterate()

@@ -1,7 +1,6 @@
-"""Cancel in Prefect's pages of a flow run that has the training as a part of it: it is the training
-that has to hear of it.
+"""Cancel a flow run whose subflow trains: the training notices the Cancel.
 
-The flows and the Prefect server are real; in place of iterations there is work that never ends.
+Flows and Prefect server are real. Endless work replaces the iterations.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from prefect.testing.utilities import prefect_test_harness
 
 from flows import train as training
 from flows.fork import fork
-from flows.output import UNDER_A_WORKER
+from flows.output import FLOW_RUN_ID_VARIABLE
 from flows.stopping import Preempted, Stopping
 from rlpipe.config.run import RunConfig
 from rlpipe.store.objects.files import Files
@@ -35,14 +34,14 @@ GRACE_S = 10.0
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[None]:
-    """A Prefect server of its own."""
+    """A Prefect server for these tests."""
     with prefect_test_harness(server_startup_timeout=120):
         yield
 
 
 @pytest.fixture
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A run of three iterations of which a fork has a grace too long for a Cancel."""
+    """A run of three iterations. Its fork has a grace period too long for a Cancel."""
     monkeypatch.setenv("RLPIPE_HOME", str(tmp_path))
     monkeypatch.setattr(training, "check", lambda config, home: None)
     config = configuration(tmp_path, num_rollout=5, resources={"stop_grace_s": GRACE_S})
@@ -51,8 +50,9 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 class Endless:
-    """Takes the place of `drive`: its work ends with SIGTERM alone, which it sends itself, as a
-    worker does on a Cancel."""
+    """Replaces `drive`: work that ends only with SIGTERM, which it sends itself, as a worker
+    does on a Cancel.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, cancelled: bool) -> None:
         self._monkeypatch = monkeypatch
@@ -63,7 +63,7 @@ class Endless:
         self, config: RunConfig, home: Path, stopping: Stopping, *, takeover: bool
     ) -> dict[str, Any]:
         try:
-            await stopping.unless_asked(self._work())
+            await stopping.run(self._work())
         except Preempted as error:
             self.ended[config.run] = str(error.found)
             raise
@@ -72,7 +72,7 @@ class Endless:
     async def _work(self) -> None:
         outer = flow_run.get_parent_flow_run_id()
         assert outer is not None
-        self._monkeypatch.setenv(UNDER_A_WORKER, outer)
+        self._monkeypatch.setenv(FLOW_RUN_ID_VARIABLE, outer)
         if self._cancelled:
             async with get_client() as client:
                 await client.set_flow_run_state(UUID(outer), Cancelling(), force=True)
@@ -80,7 +80,7 @@ class Endless:
         await asyncio.sleep(600 if self._cancelled else 0.1)
 
 
-async def test_a_fork_that_is_cancelled_ends_its_training_without_a_grace_and_is_cancelled(
+async def test_a_cancelled_fork_ends_its_training_at_once(
     server: None, parent: str, monkeypatch: pytest.MonkeyPatch
 ):
     endless = Endless(monkeypatch, cancelled=True)
@@ -91,7 +91,7 @@ async def test_a_fork_that_is_cancelled_ends_its_training_without_a_grace_and_is
     assert state.type is StateType.CANCELLED
 
 
-async def test_one_whose_process_is_only_terminated_has_its_grace(
+async def test_a_terminated_fork_has_its_grace_period(
     server: None, parent: str, monkeypatch: pytest.MonkeyPatch
 ):
     endless = Endless(monkeypatch, cancelled=False)

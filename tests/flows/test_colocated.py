@@ -1,9 +1,8 @@
-"""Trainer and engine on one GPU, in a whole run: turns without growth, and what each phase has in
-memory.
+"""Trainer and engine on one GPU, in a whole run: memory of each phase, without growth.
 
-    python -m pytest -s -m gpu tests/flows/test_colocated.py -k small      a table; `large` has a 3.3B model and takes minutes
+    python -m pytest -s -m gpu tests/flows/test_colocated.py -k small
 
-Not here: the same without a GPU, with kills (test_train).
+The command prints a table. `large` has a 3.3B model and takes minutes.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ GIB = 1024**3
 @pytest.mark.integration
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("size", "iterations"), [("small", 20), ("large", 5)])
-def test_twenty_turns_on_one_gpu_leave_no_memory_behind(
+def test_twenty_iterations_on_one_gpu_leak_no_memory(
     tmp_path: Path, size: str, iterations: int
 ) -> None:
     (tmp_path / "reward.py").write_text(
@@ -87,8 +86,9 @@ def test_twenty_turns_on_one_gpu_leave_no_memory_behind(
 
 
 def assert_steady(found: list[dict[str, Any]]) -> None:
-    """From its third time on no phase has more in use than then, within 1 GiB; while engines sample
-    the trainer has nothing."""
+    """Check memory of each phase: from the third time on within 1 GiB, and none of the trainer
+    while engines sample.
+    """
     for phase in ("score", "train", "push", "sample"):
         used = [switch["used_bytes"] for switch in found if switch["to"] == phase][2:]
         assert max(used) - used[0] <= GIB, (phase, used)

@@ -1,4 +1,4 @@
-"""What becomes of a run's actors when it ends (flows.train.drive), without any."""
+"""Actors at the end of a run (flows.train.drive), without real actors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.tasks.test_begin import config
     ],
     ids=["cancelled", "SIGTERM", "failed"],
 )
-async def test_cancel_ends_a_runs_actors_and_what_may_go_on_keeps_them(
+async def test_a_cancelled_run_ends_its_actors_and_a_preempted_one_keeps_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, cancelled: bool, ended: bool
 ):
     said: list[Any] = []
@@ -37,7 +37,7 @@ async def test_cancel_ends_a_runs_actors_and_what_may_go_on_keeps_them(
     monkeypatch.setattr(train, "context", lambda _: answer(None))
     monkeypatch.setattr(train, "Observer", lambda *_, **__: nullcontext())
     monkeypatch.setattr(train, "run_iterations", lambda *_: answer(error))
-    monkeypatch.setattr(train, "being_cancelled", lambda: answer(cancelled))
+    monkeypatch.setattr(train, "is_being_cancelled", lambda: answer(cancelled))
     monkeypatch.setattr(train, "keep_if_held", lambda *_, **__: answer(said.append("kept")))
     monkeypatch.setattr(
         train, "close_context", lambda _, end_actors: answer(said.append(end_actors))

@@ -1,5 +1,4 @@
-"""What an evaluation of a run's weights is, before anything starts: its configuration, and where
-the weights come from."""
+"""Configuration and weights of an evaluation, before actors start (flows.derived_runs)."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flows.evaluation import configuration, saved
+from flows.derived_runs import evaluation_config, saved_weights
 from rlpipe.config.load import validate
 from rlpipe.config.model import BranchModel
 from rlpipe.errors import ConfigError
@@ -40,7 +39,7 @@ RUN: dict[str, Any] = {
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With the run `old`: three iterations, of which weights were saved after the first two."""
+    """A home with the run `old`: three iterations, with checkpoints after the first two."""
     (tmp_path / "old").mkdir()
     for name in ("a.jsonl", "aime.jsonl"):
         (tmp_path / name).write_text('{"prompt": "1 + 1", "input": "1 + 1", "label": "2"}\n')
@@ -69,16 +68,16 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_newest_weights_that_were_saved_are_evaluated_unless_an_iteration_is_named(home: Path):
+def test_the_newest_saved_weights_are_evaluated_by_default(home: Path):
     files = Files(home / "store")
-    assert saved(files, "old", None) == BranchModel(branch="old", iteration=1)
-    assert saved(files, "old", 0) == BranchModel(branch="old", iteration=0)
-    with pytest.raises(ConfigError, match="no weights of that run are saved"):
-        saved(files, "old", 2)
+    assert saved_weights(files, "old", None) == BranchModel(branch="old", iteration=1)
+    assert saved_weights(files, "old", 0) == BranchModel(branch="old", iteration=0)
+    with pytest.raises(ConfigError, match="the run has no saved weights"):
+        saved_weights(files, "old", 2)
 
 
-def test_an_evaluation_is_a_run_of_its_own_that_trains_nothing(home: Path):
-    config = configuration(
+def test_an_evaluation_is_a_separate_run_without_training(home: Path):
+    config = evaluation_config(
         home, run="old", overrides=["evaluation.datasets.0.n_samples_per_eval_prompt=16"]
     )
     assert (config.run, config.num_rollout, config.start_from) == (
@@ -92,32 +91,30 @@ def test_an_evaluation_is_a_run_of_its_own_that_trains_nothing(home: Path):
     assert config.reward == validate(RUN).reward
 
 
-def test_a_recipes_own_model_is_evaluated_without_a_run(home: Path):
+def test_the_model_of_a_recipe_is_evaluated_without_a_run(home: Path):
     recipe = home / "mine.yaml"
     recipe.write_text(json.dumps({key: value for key, value in RUN.items() if key != "run"}))
-    config = configuration(home, run=None, recipe=str(recipe), name="x")
+    config = evaluation_config(home, run=None, recipe=str(recipe), name="x")
     assert (config.run, config.start_from, config.num_rollout) == ("x", None, 0)
 
 
 @pytest.mark.parametrize(
     ("asked", "problem"),
     [
-        ({"run": None}, "what shall be evaluated"),
+        ({"run": None}, "no weights to evaluate"),
         ({"run": "new"}, "there is no such run"),
-        ({"run": "old", "overrides": ["evaluation.datasets=[]"]}, "nothing to evaluate on"),
-        ({"run": "old", "iteration": 2}, "no weights of that run are saved"),
+        ({"run": "old", "overrides": ["evaluation.datasets=[]"]}, "no held-out set to evaluate"),
+        ({"run": "old", "iteration": 2}, "the run has no saved weights"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused_at_once(
-    home: Path, asked: dict[str, Any], problem: str
-):
+def test_wrong_input_is_refused_at_once(home: Path, asked: dict[str, Any], problem: str):
     with pytest.raises(ConfigError, match=problem):
-        configuration(home, **asked)
+        evaluation_config(home, **asked)
 
 
 @pytest.fixture
 def command(home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """`tools.evaluate` with these arguments, up to where the flow would run: its exit code."""
+    """Run `tools.evaluate` up to the flow; return the exit code."""
 
     def run(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["tools.evaluate", "--home", str(home), *arguments])
@@ -146,11 +143,11 @@ def test_the_command_prints_every_metric(
     [
         (["--of", "old@last"], "not the number of an iteration"),
         (["--of", "nobody"], "there is no such run"),
-        ([], "what shall be evaluated"),
+        ([], "no weights to evaluate"),
         (["--of", "old", "--off", "x"], "unknown flag"),
     ],
 )
-def test_the_command_refuses_what_it_cannot_do(
+def test_the_command_refuses_wrong_input(
     command: Callable[..., int],
     arguments: list[str],
     problem: str,

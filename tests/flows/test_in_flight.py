@@ -1,5 +1,4 @@
-"""Iterations in flight: how many are open, in what order they finish, and what becomes of the
-others when one fails."""
+"""Iterations in flight: how many are open, their order, and the others after a failure."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from tests.tasks.test_begin import config
 
 
 class Stages:
-    """Stands in for the flow of an iteration: each ends when it is told to."""
+    """Replaces the flow of an iteration: each one ends when the test says."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -43,8 +42,8 @@ class Stages:
             self.log.append(f"cancel {k}")
             raise
 
-    async def abandon(self, run: str) -> None:
-        self.log.append("abandon")
+    async def abort_requests(self, run: str) -> None:
+        self.log.append("abort")
 
     async def end(self, k: int, error: Exception | None = None, *, committed: bool = True) -> None:
         await asyncio.sleep(0.01)
@@ -62,7 +61,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> Stages:
     async def nothing(_run: str) -> None: ...
 
     monkeypatch.setattr(in_flight, "numbered", lambda _: made)
-    monkeypatch.setattr(in_flight, "abandon", made.abandon)
+    monkeypatch.setattr(in_flight, "abort_requests", made.abort_requests)
     monkeypatch.setattr(in_flight, "context", nothing)
     monkeypatch.setattr(in_flight, "is_committed", lambda _, k: k in made.committed)
     return made
@@ -93,22 +92,22 @@ async def test_with_a_buffer_of_one_two_are_open_and_they_finish_in_order(stages
     assert stages.log == ["open 0", "open 1", "open 2"]
 
 
-async def test_what_is_not_committed_is_not_finished_whatever_its_flow_answers(stages: Stages):
+async def test_an_iteration_without_a_commit_is_a_failure(stages: Stages):
     async with InProcess(config()) as iterations:
         finishing = asyncio.create_task(iterations.finish(0))
         await stages.end(0, committed=False)
-        with pytest.raises(IterationFailed, match="without its commit"):
+        with pytest.raises(IterationFailed, match="without a commit"):
             await finishing
 
 
-class Watching:
-    """Stands in for what hears of committed iterations."""
+class FakeObserver:
+    """Replaces the observer of committed iterations."""
 
     async def iteration(self, k: int, nodes: dict[str, Any], *, seconds: float) -> None: ...
 
 
 @pytest.mark.parametrize(("buffer_size", "opened"), [(0, 1), (1, 3), (2, 4)])
-async def test_an_evaluation_does_not_hold_back_what_may_sample_ahead(
+async def test_iterations_ahead_sample_during_an_evaluation(
     stages: Stages, monkeypatch: pytest.MonkeyPatch, buffer_size: int, opened: int
 ):
     async def evaluated(_config: Any, version: int, _observer: Any, **_: Any) -> bool:
@@ -118,7 +117,7 @@ async def test_an_evaluation_does_not_hold_back_what_may_sample_ahead(
 
     monkeypatch.setattr(train, "evaluate_if_due", evaluated)
     run = config(num_rollout=5, async_buffer_size=buffer_size)
-    watching = cast("Observer", Watching())
+    watching = cast("Observer", FakeObserver())
     with Stopping(0.0) as stopping:
         running = asyncio.create_task(train.run_iterations(run, 0, watching, stopping))
         await stages.begun.wait()
@@ -129,18 +128,18 @@ async def test_an_evaluation_does_not_hold_back_what_may_sample_ahead(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_an_iteration_goes_on_while_the_weights_before_it_are_evaluated_and_ends_with_it(
+async def test_an_iteration_runs_during_a_concurrent_evaluation_and_waits_for_it(
     stages: Stages, monkeypatch: pytest.MonkeyPatch, fails: bool
 ):
     async def evaluated(
-        _config: Any, version: int, _observer: Any, *, beside: bool = False
+        _config: Any, version: int, _observer: Any, *, concurrent: bool = False
     ) -> bool:
-        if beside:
+        if concurrent:
             await stages.end(version)
             await asyncio.sleep(0.01)
             if fails:
                 raise ZeroDivisionError
-        stages.log.append(f"evaluated {version}{' beside' * beside}")
+        stages.log.append(f"evaluated {version}{' concurrently' * concurrent}")
         return False
 
     monkeypatch.setattr(train, "evaluate_if_due", evaluated)
@@ -151,18 +150,18 @@ async def test_an_iteration_goes_on_while_the_weights_before_it_are_evaluated_an
         ],
     }
     run = config(num_rollout=2, evaluation=held)
-    watching = cast("Observer", Watching())
+    watching = cast("Observer", FakeObserver())
     with Stopping(0.0) as stopping:
         running = asyncio.create_task(train.run_iterations(run, 0, watching, stopping))
         await stages.begun.wait()
         await stages.end(0)
         await asyncio.gather(running, return_exceptions=True)
-    after = ["evaluated 1 beside", "evaluated 2"] if not fails else []
+    after = ["evaluated 1 concurrently", "evaluated 2"] if not fails else []
     assert stages.log == ["evaluated 0", "open 0", "open 1", *after]
     assert (type(running.exception()) is ZeroDivisionError) == fails
 
 
-async def test_if_one_fails_the_later_ones_are_cancelled_and_their_requests_aborted(stages: Stages):
+async def test_a_failure_cancels_later_iterations_and_aborts_their_requests(stages: Stages):
     async def run() -> None:
         async with InProcess(config(async_buffer_size=2)) as iterations:
             finishing = asyncio.create_task(iterations.finish(0))
@@ -171,21 +170,21 @@ async def test_if_one_fails_the_later_ones_are_cancelled_and_their_requests_abor
 
     with pytest.raises(ZeroDivisionError):
         await run()
-    assert stages.log == ["open 0", "open 1", "open 2", "cancel 1", "cancel 2", "abandon"]
+    assert stages.log == ["open 0", "open 1", "open 2", "cancel 1", "cancel 2", "abort"]
 
 
-async def test_who_stops_waiting_for_one_cancels_it_and_the_later_ones(stages: Stages):
+async def test_cancelling_the_wait_cancels_the_iteration_and_later_ones(stages: Stages):
     async with InProcess(config(async_buffer_size=1)) as iterations:
         finishing = asyncio.create_task(iterations.finish(0))
         await asyncio.sleep(0.01)
         finishing.cancel()
         await asyncio.gather(finishing, return_exceptions=True)
-    assert sorted(stages.log) == ["abandon", "cancel 0", "cancel 1", "open 0", "open 1"]
+    assert sorted(stages.log) == ["abort", "cancel 0", "cancel 1", "open 0", "open 1"]
 
 
 @pytest.fixture
 def server() -> Iterator[None]:
-    """A Prefect server of its own, for a Prefect that keeps results."""
+    """A Prefect server that keeps results."""
     with (
         prefect_test_harness(server_startup_timeout=120),
         temporary_settings({PREFECT_RESULTS_PERSIST_BY_DEFAULT: True}),
@@ -194,7 +193,7 @@ def server() -> Iterator[None]:
 
 
 @pytest.mark.integration
-async def test_a_flow_run_that_is_started_again_takes_no_iteration_for_another_and_no_result_for_done(
+async def test_a_restarted_flow_run_mixes_up_no_iterations_and_no_results(
     server: None, monkeypatch: pytest.MonkeyPatch
 ):
     begun = []

@@ -1,8 +1,7 @@
-"""Whole runs on GPUs (`pytest -s -m gpu`): one that shares a GPU and one with a GPU for each side
-learn the same, over kills; PPO in ranks of several kinds, into an engine that somebody else
-started; and the demo.
+"""Whole runs on GPUs (`pytest -s -m gpu`): colocated and separate runs over kills, PPO, the
+demo.
 
-Not here: what sharing costs (`test_colocated`), the same without GPUs (`test_train`).
+PPO has separate ranks for the critic and an external engine.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ LAYOUTS = {
 @pytest.mark.gpu(2)
 @pytest.mark.integration
 @pytest.mark.timeout(1500)
-def test_runs_that_share_a_gpu_or_do_not_learn_the_same_and_go_on_after_kills(
+def test_colocated_and_separate_runs_learn_equally_and_continue_after_kills(
     tmp_path: Path,
 ) -> None:
     recipe = _recipe(tmp_path)
@@ -90,7 +89,8 @@ def test_runs_that_share_a_gpu_or_do_not_learn_the_same_and_go_on_after_kills(
     "gpus", [pytest.param(1, marks=pytest.mark.gpu(1)), pytest.param(2, marks=pytest.mark.gpu(2))]
 )
 def test_the_demo_runs_to_its_end(tmp_path: Path, gpus: int) -> None:
-    """As the Makefile starts it, warm start included; its last iterations are nearly deterministic.
+    """Run the demo as the Makefile does, with its warm start. The last iterations are nearly
+    deterministic.
 
     The heads of its model have 32 dimensions, which FlashAttention does not support.
     """
@@ -124,11 +124,13 @@ def test_the_demo_runs_to_its_end(tmp_path: Path, gpus: int) -> None:
 @pytest.mark.gpu(4)
 @pytest.mark.integration
 @pytest.mark.timeout(1500)
-def test_a_critic_s_own_rank_and_an_engine_of_somebody_else_s_go_on_after_kills(
+def test_a_separate_critic_rank_and_an_external_engine_continue_after_kills(
     tmp_path: Path,
 ) -> None:
-    """A policy of two ranks by tensor parallelism; a push leaves the run's GPUs. A rank is killed,
-    then one of the critic."""
+    """Train a policy on two tensor-parallel ranks and push to an engine outside the run's GPUs.
+
+    The test kills a rank of the policy, then one of the critic.
+    """
     *ours, last = visible_gpus()[:4]
     model = tmp_path / "model"
     home = tmp_path / "home"
@@ -180,7 +182,7 @@ def _committed(home: Path) -> int:
 
 
 def _run(home: Path, recipe: Path, gpus: tuple[int, ...], layout: str) -> list[float]:
-    """Mean rewards of a run that loses its flow process, then a trainer rank and an engine."""
+    """Return mean rewards of a run that loses its flow process, a trainer rank and an engine."""
     run_of = ("--recipe", str(recipe), layout)
     there = environment([visible_gpus()[gpu] for gpu in gpus])
     with LiveRun(home, *run_of, environment=there) as run:

@@ -1,4 +1,4 @@
-"""A flow process whose worker dies: what it prints must not end it."""
+"""A flow process survives the death of its worker (flows.output)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.output import UNDER_A_WORKER
+from flows.output import FLOW_RUN_ID_VARIABLE
 
 SCRIPT = """
 import sys, time
@@ -33,7 +33,7 @@ Path(sys.argv[2]).write_text("alive")
 
 
 def _run(tmp_path: Path, *, protected: bool) -> subprocess.Popen[str]:
-    environment = {**os.environ, UNDER_A_WORKER: "a flow run"}
+    environment = {**os.environ, FLOW_RUN_ID_VARIABLE: "a flow run"}
     command = [
         sys.executable,
         "-c",
@@ -47,7 +47,9 @@ def _run(tmp_path: Path, *, protected: bool) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("protected", [True, False])
-def test_a_run_goes_on_printing_when_nobody_reads_any_more(tmp_path: Path, protected: bool):
+def test_a_run_survives_the_death_of_the_process_that_reads_its_output(
+    tmp_path: Path, protected: bool
+):
     process = _run(tmp_path, protected=protected)
     assert process.stdout is not None and process.stderr is not None
     assert process.stderr.readline() == "first\n"

@@ -1,4 +1,4 @@
-"""What is filled in to start a run: the form's fields, names of scheduled runs, seeds and forks."""
+"""Parameters that start a run: fields of the form, names of scheduled runs, seeds and forks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 from prefect.utilities.callables import parameter_schema
 
 from flows.evaluate import evaluate
-from flows.parameters import as_settled, name_of, named_at
+from flows.parameters import apply_seed_and_fork, format_run_name, run_name_of
 from flows.train import train
 from rlpipe.config.load import recipes
 
@@ -22,13 +22,13 @@ def form(flow: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("flow", [train, evaluate])
-def test_every_field_of_a_form_says_what_it_is(flow: Any):
+def test_every_field_of_a_form_has_a_description(flow: Any):
     assert [
         name for name, field in form(flow)["properties"].items() if not field.get("description")
     ] == []
 
 
-def test_a_recipe_is_chosen_from_those_of_the_project_or_named_as_a_file():
+def test_a_recipe_is_chosen_from_a_list_or_given_as_a_file():
     recipe = form(train)["properties"]["recipe"]
     assert recipe["anyOf"][0]["enum"] == recipes()
     taken = Draft202012Validator(recipe).is_valid
@@ -39,10 +39,10 @@ def test_a_recipe_is_chosen_from_those_of_the_project_or_named_as_a_file():
     ]
 
 
-def test_the_name_of_a_scheduled_run_has_the_moment_it_was_scheduled_for():
-    assert named_at("nightly-%Y%m%d", NIGHT) == "nightly-20261121"
-    assert named_at("mine", NIGHT) == "mine"
-    assert named_at(None, NIGHT) is None
+def test_the_name_of_a_scheduled_run_contains_the_scheduled_time():
+    assert format_run_name("nightly-%Y%m%d", NIGHT) == "nightly-20261121"
+    assert format_run_name("mine", NIGHT) == "mine"
+    assert format_run_name(None, NIGHT) is None
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,12 @@ def test_the_name_of_a_scheduled_run_has_the_moment_it_was_scheduled_for():
         ({"recipe": "search", "fork": "old", "run": "new"}, "new"),
     ],
 )
-def test_a_flow_run_is_called_as_its_run(parameters: dict[str, Any], name: str):
-    assert name_of(parameters, NIGHT) == name
+def test_a_flow_run_has_the_name_of_its_run(parameters: dict[str, Any], name: str):
+    assert run_name_of(parameters, NIGHT) == name
 
 
-def test_overrides_win_over_what_a_seed_and_a_fork_set():
-    overrides, run = as_settled(
+def test_overrides_win_over_seed_and_fork():
+    overrides, run = apply_seed_and_fork(
         "search", ["seed=5", "fork_from.iteration=2"], None, seed=1, fork="old@7"
     )
     assert overrides[0] == "fork_from={branch: old, iteration: 7}"

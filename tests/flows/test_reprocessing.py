@@ -1,5 +1,4 @@
-"""What a reprocessed branch is, and the run that is trained from it, before anything starts
-(flows.reprocessing)."""
+"""Configuration of a reprocessed branch and of the run trained from it (flows.derived_runs)."""
 
 from __future__ import annotations
 
@@ -8,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from flows.derived_runs import Reprocessing, reprocessing, training_recipe
 from flows.reprocess import begin_branch, check_same_branch
-from flows.reprocessing import Reprocessing, reprocessing, training
 from rlpipe.config.load import load_run
 from rlpipe.config.model import BranchModel
 from rlpipe.errors import ConfigError, ObjectConflict
@@ -17,7 +16,7 @@ from rlpipe.lineage.rollouts import find
 from rlpipe.lineage.rollouts import iterations as run_iterations
 from rlpipe.lineage.stage_inputs import reward_inputs
 from rlpipe.store.branches import Branches
-from rlpipe.store.notes import note
+from rlpipe.store.notes import write_note
 from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import RunFile, write_run
 from rlpipe.types import Stage
@@ -28,23 +27,23 @@ RLOO = "advantage.advantage_estimator=rloo"
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """With a run of four iterations."""
+    """A home with a run of four iterations."""
     History(Files(tmp_path / "store"), configuration(tmp_path)).iterate(4)
     return tmp_path
 
 
 def begun(home: Path, asked: Reprocessing) -> None:
-    """What the flow does of it, with the old nodes."""
+    """Begin the branch as the flow does, with the old nodes."""
     files = asked.source.files
     check_same_branch(asked)
     begin_branch(asked)
     for k in asked.iterations:
         stored = find(files, asked.source.run, k)
         assert stored is not None
-        note(files, asked.config.run, k, {Stage.ROLLOUT: stored.rollout.digest})
+        write_note(files, asked.config.run, k, {Stage.ROLLOUT: stored.rollout.digest})
 
 
-def test_all_of_a_run_is_reprocessed_under_its_configuration_with_what_is_different(home: Path):
+def test_a_whole_run_is_reprocessed_under_its_configuration_with_overrides(home: Path):
     asked = reprocessing(home, of="run", overrides=[RLOO])
     assert (asked.iterations, asked.parent) == ([0, 1, 2, 3], None)
     config = asked.config
@@ -59,18 +58,18 @@ def test_all_of_a_run_is_reprocessed_under_its_configuration_with_what_is_differ
     )
 
 
-def test_a_range_begins_after_the_commit_before_it(home: Path):
+def test_a_range_is_a_fork_of_the_commit_before(home: Path):
     asked = reprocessing(home, of="run", iterations="2:", run="late")
     assert (asked.iterations, asked.parent) == ([2, 3], "run/00000001")
     assert asked.config.fork_from == BranchModel(branch="run", iteration=1)
-    recipe = training(home, asked, "trained", ["train.optimizer.lr=3e-4"])
+    recipe = training_recipe(home, asked, "trained", ["train.optimizer.lr=3e-4"])
     config = load_run(recipe, (), "trained")
     assert config.debug.load_debug_rollout_data == "late"
     assert config.fork_from == BranchModel(branch="run", iteration=1)
     assert (config.num_rollout, config.train.optimizer.lr, config.needs_engines) == (4, 3e-4, False)
 
 
-def test_what_was_reprocessed_is_reprocessed_again_along_the_same_trunk(home: Path):
+def test_a_reprocessed_branch_can_be_reprocessed_along_the_trained_run(home: Path):
     begun(home, reprocessing(home, of="run", iterations="1:3", run="once", overrides=[RLOO]))
     asked = reprocessing(
         home, of="once", run="twice", overrides=["advantage.advantage_estimator=grpo"]
@@ -81,7 +80,7 @@ def test_what_was_reprocessed_is_reprocessed_again_along_the_same_trunk(home: Pa
     assert Branches(asked.source.files).sampled_by("twice") == "run"
 
 
-def test_the_same_command_goes_on_when_its_source_has_gone_on(home: Path):
+def test_the_same_command_continues_after_its_source_has_grown(home: Path):
     files = Files(home / "store")
     cosine = {"optimizer": {"lr_decay_style": "cosine"}, "global_batch_size": 16}
     live = History(files, configuration(home, "live", train=cosine)).iterate(2)
@@ -93,7 +92,7 @@ def test_the_same_command_goes_on_when_its_source_has_gone_on(home: Path):
     assert run_iterations(files, "live.reprocessed") == [0, 1, 2, 3]
 
 
-def test_the_same_command_goes_on_when_its_source_was_restarted_with_what_decides_nothing(
+def test_the_same_command_continues_after_its_source_changed_settings_that_decide_nothing(
     home: Path,
 ):
     command = {"of": "run", "iterations": "1:3", "overrides": [RLOO]}
@@ -105,7 +104,7 @@ def test_the_same_command_goes_on_when_its_source_was_restarted_with_what_decide
     begun(home, asked)
 
 
-def test_a_branch_goes_on_neither_with_other_settings_nor_from_another_commit(home: Path):
+def test_a_branch_refuses_other_settings_and_another_commit(home: Path):
     begun(home, reprocessing(home, of="run", iterations="1:3", overrides=[RLOO]))
     with pytest.raises(
         ConfigError, match=r"advantage\.advantage_estimator: was 'rloo', now 'grpo'"
@@ -123,7 +122,7 @@ def test_a_branch_goes_on_neither_with_other_settings_nor_from_another_commit(ho
         begin_branch(replace(asked, init="0" * 64))
 
 
-def test_first_weights_are_those_of_the_run_s_warm_start(home: Path):
+def test_first_weights_come_from_the_run_s_warm_start(home: Path):
     warm = configuration(home, "warmed", warm_start="spell_backward_sft")
     History(Files(home / "store"), warm).iterate()
     config = reprocessing(home, of="warmed").config
@@ -134,21 +133,21 @@ def test_first_weights_are_those_of_the_run_s_warm_start(home: Path):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"of": "nobody"}, "there is no such run"),
+        ({"of": "nobody"}, "the run does not exist"),
         ({"of": "run", "run": "run"}, "another branch"),
-        ({"of": "run", "iterations": "7:"}, "some of 0:4"),
+        ({"of": "run", "iterations": "7:"}, "within 0:4"),
         ({"of": "run", "iterations": "a:b"}, "A:B, A:, :B, : or one number"),
-        ({"of": "run", "overrides": ["num_rollout=3"]}, "sets this itself"),
-        ({"of": "run", "overrides": ["debug.debug_rollout_only=true"]}, "sets this itself"),
+        ({"of": "run", "overrides": ["num_rollout=3"]}, "sets this key itself"),
+        ({"of": "run", "overrides": ["debug.debug_rollout_only=true"]}, "sets this key itself"),
         ({"of": "run", "overrides": ["advantage.estimator=rloo"]}, "advantage_estimator"),
     ],
 )
-def test_what_cannot_be_reprocessed_is_said(home: Path, asked: dict, said: str):
+def test_wrong_input_is_refused(home: Path, asked: dict, said: str):
     with pytest.raises(ConfigError, match=said):
         reprocessing(home, **asked)
 
 
-def test_the_middle_of_a_run_that_committed_nothing_cannot_be_trained(home: Path):
+def test_a_run_without_commits_cannot_be_trained_from_its_middle(home: Path):
     files = Files(home / "store")
     config = configuration(home, "sampled", debug={"debug_rollout_only": True})
     Branches(files).create(
@@ -157,9 +156,11 @@ def test_the_middle_of_a_run_that_committed_nothing_cannot_be_trained(home: Path
     for k in range(3):
         stored = find(files, "run", k)
         assert stored is not None
-        note(files, "sampled", k, {Stage.ROLLOUT: stored.rollout.digest})
+        write_note(files, "sampled", k, {Stage.ROLLOUT: stored.rollout.digest})
     asked = reprocessing(home, of="sampled", iterations="1:3", overrides=[RLOO])
     assert asked.parent is None
-    with pytest.raises(ConfigError, match="begins with the first iteration"):
-        training(home, asked, "trained")
-    assert training(home, reprocessing(home, of="sampled", overrides=[RLOO]), "trained").is_file()
+    with pytest.raises(ConfigError, match="must begin with iteration 0"):
+        training_recipe(home, asked, "trained")
+    assert training_recipe(
+        home, reprocessing(home, of="sampled", overrides=[RLOO]), "trained"
+    ).is_file()

@@ -1,4 +1,4 @@
-"""SIGTERM: what runs may finish, nothing new begins."""
+"""SIGTERM: current work may finish, no new work begins (flows.stopping)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from flows.stopping import Preempted, Stopping, hear_sigterm
+from flows.stopping import Preempted, Stopping, handle_sigterm
 
 
 async def after(seconds: float) -> str:
@@ -20,20 +20,20 @@ def terminate_soon() -> None:
     asyncio.get_running_loop().call_later(0.02, os.kill, os.getpid(), signal.SIGTERM)
 
 
-async def test_unasked_work_is_just_done():
+async def test_work_without_a_signal_finishes():
     with Stopping(grace_s=1) as stopping:
-        assert await stopping.unless_asked(after(0.01)) == "done"
+        assert await stopping.run(after(0.01)) == "done"
 
 
-async def test_work_that_finishes_within_the_grace_is_kept_and_nothing_follows():
+async def test_work_that_finishes_within_the_grace_period_counts_and_no_more_begins():
     with Stopping(grace_s=5) as stopping:
         terminate_soon()
-        assert await stopping.unless_asked(after(0.2)) == "done"
+        assert await stopping.run(after(0.2)) == "done"
         with pytest.raises(Preempted, match="SIGTERM"):
-            await stopping.unless_asked(after(0))
+            await stopping.run(after(0))
 
 
-async def test_work_that_takes_longer_is_abandoned():
+async def test_longer_work_is_abandoned():
     ended: list[str] = []
 
     async def long() -> None:
@@ -46,42 +46,42 @@ async def test_work_that_takes_longer_is_abandoned():
     with Stopping(grace_s=0.05) as stopping:
         terminate_soon()
         with pytest.raises(Preempted, match="abandoned"):
-            await stopping.unless_asked(long())
+            await stopping.run(long())
     assert ended == ["cancelled"]
 
 
-async def test_it_hears_again_after_another_handler_was_put_in_its_place():
+async def test_the_hook_installs_the_handler_again():
     with Stopping(grace_s=5) as stopping:
         before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        hear_sigterm(None, None, None)
+        handle_sigterm(None, None, None)
         terminate_soon()
-        assert await stopping.unless_asked(after(0.2)) == "done"
+        assert await stopping.run(after(0.2)) == "done"
         with pytest.raises(Preempted):
-            await stopping.unless_asked(after(0))
+            await stopping.run(after(0))
         assert signal.getsignal(signal.SIGTERM) == before
 
 
-async def test_on_the_way_out_the_handler_before_is_back():
+async def test_leaving_the_block_restores_the_previous_handler():
     before = signal.getsignal(signal.SIGTERM)
     with Stopping(grace_s=5):
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
-    hear_sigterm(None, None, None)
+    handle_sigterm(None, None, None)
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-async def test_an_error_of_the_work_comes_through():
+async def test_an_error_of_the_work_is_raised():
     with Stopping(grace_s=1) as stopping, pytest.raises(ZeroDivisionError):
-        await stopping.unless_asked(fails())
+        await stopping.run(fails())
 
 
 async def fails() -> None:
     raise ZeroDivisionError
 
 
-async def test_inside_another_one_it_is_that_one():
+async def test_a_nested_context_is_the_outer_one():
     with Stopping(grace_s=5) as outer:
         with Stopping(grace_s=0) as inner:
             assert inner is outer
         terminate_soon()
-        assert await outer.unless_asked(after(0.2)) == "done"
+        assert await outer.run(after(0.2)) == "done"

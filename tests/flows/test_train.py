@@ -1,5 +1,4 @@
-"""The whole chain in processes of its own: Prefect, Ray, SGLang, router, Megatron, store. Nothing
-stands in for anything."""
+"""Whole runs with real parts: Prefect, Ray, SGLang, router, Megatron, store."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ REWARD = "def score(sample):\n    return sum(c in 'aeiou' for c in sample.respon
 
 @pytest.fixture
 def recipes(tmp_path: Path) -> Path:
-    """A folder with a small sampled recipe (`small.yaml`), its reward function and its warm
-    start."""
+    """A folder with a small recipe (`small.yaml`), its reward function and its warm start."""
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "warm.yaml").write_text(SUPERVISED)
     (tmp_path / "small.yaml").write_text(SAMPLING % (tmp_path / "reward.py"))
@@ -51,12 +49,12 @@ def recipes(tmp_path: Path) -> Path:
 
 
 def committed(home: Path, run: str) -> int:
-    """Iterations of a run that are committed."""
+    """Return the committed iterations of a run."""
     return len(list((home / "store" / "branches" / run).glob("0*.json")))
 
 
 @pytest.mark.integration
-def test_a_run_that_is_interrupted_and_loses_its_processes_goes_on_and_its_records_are_whole(
+def test_an_interrupted_run_that_loses_processes_continues_with_complete_records(
     recipes: Path,
 ) -> None:
     home = recipes / "home"
@@ -118,7 +116,7 @@ def test_a_run_that_is_interrupted_and_loses_its_processes_goes_on_and_its_recor
 
 
 @pytest.mark.integration
-def test_a_run_that_is_asked_to_stop_finishes_its_iteration_and_keeps_its_weights(
+def test_a_terminated_run_finishes_its_iteration_and_saves_its_weights(
     recipes: Path,
 ) -> None:
     home = recipes / "home"
@@ -186,7 +184,7 @@ def test_two_ranks_two_engines_and_s3_survive_a_killed_engine(recipes: Path) -> 
 
 
 @pytest.mark.integration
-def test_trainer_and_engine_that_share_a_gpu_take_turns_and_come_back_into_them_when_they_are_killed(
+def test_a_colocated_trainer_and_engine_continue_after_kills(
     recipes: Path,
 ) -> None:
     home = recipes / "home"
@@ -232,7 +230,7 @@ def test_trainer_and_engine_that_share_a_gpu_take_turns_and_come_back_into_them_
 
 
 @pytest.mark.integration
-def test_rollouts_ahead_of_training_with_a_filter_and_a_buffer_lose_nothing_when_their_generator_is_killed(
+def test_asynchronous_rollouts_with_filter_and_buffer_lose_nothing_after_a_killed_generator(
     recipes: Path,
 ) -> None:
     home = recipes / "home"

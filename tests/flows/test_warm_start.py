@@ -1,4 +1,4 @@
-"""What a warm start takes from the run that it is for (flows.train)."""
+"""Settings that a warm start takes from its run (flows.train)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ num_rollout: 1
 """
 
 
-def test_a_run_whose_critic_has_ranks_of_its_own_may_begin_with_supervised_steps(tmp_path: Path):
+def test_a_run_with_separate_critic_ranks_may_have_a_warm_start(tmp_path: Path):
     for name, text in (("ppo", PPO), ("warm", SUPERVISED)):
         (tmp_path / f"{name}.yaml").write_text(text)
     overrides = [

@@ -1,4 +1,4 @@
-"""A run goes on only as the run it was (tasks.begin: the checks, without any actor)."""
+"""A run continues only with an equal configuration (tasks.begin, without actors)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlpipe.store.epochs import Epochs
 from rlpipe.store.objects.files import Files
 from rlpipe.types import Commit, DataState
 from tasks import begin
-from tasks.begin import _differing, check_same_model, check_same_run, report_overlong
+from tasks.begin import _differences, check_same_model, check_same_run, report_overlong
 from tasks.context import RunContext
 
 BASE: dict[str, Any] = {
@@ -41,7 +41,7 @@ def config(**sections: Any) -> RunConfig:
 
 @pytest.fixture
 def branches(tmp_path: Path) -> Branches:
-    """A store with the run of BASE in it, read anew."""
+    """Branches of a store that has the run of BASE."""
     Branches(Files(tmp_path)).create("run", config().model_dump(mode="json"), "init")
     return Branches(Files(tmp_path))
 
@@ -58,19 +58,19 @@ def opened(folder: Path, model: Path) -> RunContext:
     )
 
 
-def refused(branches: Branches, **sections: Any) -> list[str]:
-    """The lines that say what differs."""
+def differences(branches: Branches, **sections: Any) -> list[str]:
+    """Return the lines of the error that name differences."""
     with pytest.raises(ConfigError) as caught:
         check_same_run(branches, config(**sections))
     assert caught.value.where == "run=run"
     return [line.strip() for line in str(caught.value.found).splitlines()]
 
 
-def test_a_run_that_is_not_there_yet_may_begin(tmp_path: Path):
+def test_a_new_run_may_begin(tmp_path: Path):
     check_same_run(Branches(Files(tmp_path)), config())
 
 
-def test_a_run_goes_on_with_its_own_configuration(branches: Branches):
+def test_a_run_continues_with_its_own_configuration(branches: Branches):
     check_same_run(branches, config())
 
 
@@ -91,13 +91,15 @@ def test_another_run_may_have_another_configuration(branches: Branches):
         {"rollout": {**BASE["rollout"], "flush_interval_s": 1.0}},
     ],
 )
-def test_what_cannot_change_results_may_change(branches: Branches, sections: dict[str, Any]):
+def test_settings_that_do_not_decide_results_may_change(
+    branches: Branches, sections: dict[str, Any]
+):
     check_same_run(branches, config(**sections))
 
 
-def test_each_key_that_differs_is_named_with_what_it_was_and_is(branches: Branches):
+def test_the_error_names_each_changed_key_with_both_values(branches: Branches):
     train = {"optimizer": {"lr": 1e-5}, "global_batch_size": 2}
-    assert refused(
+    assert differences(
         branches, train=train, rollout={"rollout_batch_size": 8, "n_samples_per_prompt": 2}
     ) == [
         "rollout.rollout_batch_size: was 4, now 8",
@@ -111,17 +113,17 @@ def test_a_run_whose_learning_rate_decays_over_its_length_keeps_its_length(tmp_p
     decaying = {"optimizer": {"lr_decay_style": "cosine"}}
     branches.create("run", config(train=decaying).model_dump(mode="json"), "init")
     check_same_run(branches, config(train=decaying))
-    (line,) = refused(branches, train=decaying, num_rollout=30)
+    (line,) = differences(branches, train=decaying, num_rollout=30)
     assert line.endswith(": was 3, now 30")
 
 
-def test_a_refused_change_says_how_to_go_on_with_it_as_a_fork(branches: Branches):
+def test_the_error_names_the_fork_command(branches: Branches):
     def says() -> str:
         with pytest.raises(ConfigError) as caught:
             check_same_run(branches, config(train={"optimizer": {"lr": 1e-3}}))
         return str(caught.value.do)
 
-    assert "--fork run@K (once it has committed an iteration) --run NEW" in says()
+    assert "--fork run@K (after its first commit) --run NEW" in says()
     for k in range(2):
         commit = Commit(
             branch="run",
@@ -136,22 +138,22 @@ def test_a_refused_change_says_how_to_go_on_with_it_as_a_fork(branches: Branches
     assert "--fork run@1 --run NEW" in says()
 
 
-def test_another_seed_differs_wherever_it_goes(branches: Branches):
-    assert refused(branches, seed=1) == [
+def test_a_changed_seed_is_refused(branches: Branches):
+    assert differences(branches, seed=1) == [
         "data.rollout_seed: was 0, now 1",
         "seed: was 0, now 1",
         "train.seed: was 0, now 1",
     ]
 
 
-def test_another_kind_of_model_verifier_or_held_out_set_is_another_run(branches: Branches):
+def test_a_changed_type_of_model_verifier_or_held_out_set_is_refused(branches: Branches):
     made = {"source": {"type": "made", "maker": "makers.make"}, "dtype": "float32"}
-    lines = refused(branches, model=made)
+    lines = differences(branches, model=made)
     assert "model.dtype: was 'bfloat16', now 'float32'" in lines
     assert "model.source.maker: was absent, now 'makers.make'" in lines
-    lines = refused(branches, reward={"function": {"type": "reasoning_gym"}})
+    lines = differences(branches, reward={"function": {"type": "reasoning_gym"}})
     assert "reward.function.type: was 'math', now 'reasoning_gym'" in lines
-    assert [line.partition(":")[0] for line in refused(branches, evaluation={})] == [
+    assert [line.partition(":")[0] for line in differences(branches, evaluation={})] == [
         "evaluation.datasets"
     ]
 
@@ -167,27 +169,27 @@ def test_a_model_may_move_but_not_change(tmp_path: Path):
     check_same_run(begun.branches, opened(tmp_path, moved).config)
     check_same_model(opened(tmp_path, moved))
     (moved / "config.json").write_text("[]")
-    with pytest.raises(ConfigError, match="the model directory is another one") as caught:
+    with pytest.raises(ConfigError, match="the model directory has changed") as caught:
         check_same_model(opened(tmp_path, moved))
     assert caught.value.where == "model.source"
     assert str(moved) in str(caught.value.found)
 
 
-def test_keys_that_only_one_of_two_has_differ():
-    assert _differing({"a": 1, "b": {"c": 2}}, {"b": {"c": 2, "d": 3}}) == [
+def test_a_key_in_one_of_two_configurations_is_a_difference():
+    assert _differences({"a": 1, "b": {"c": 2}}, {"b": {"c": 2, "d": 3}}) == [
         "a: was 1, now absent",
         "b.d: was absent, now 3",
     ]
-    assert _differing({"a": {"b": 1}}, {"a": None}) == ["a: was {'b': 1}, now None"]
+    assert _differences({"a": {"b": 1}}, {"a": None}) == ["a: was {'b': 1}, now None"]
 
 
-def test_a_list_is_the_tuple_that_it_was_read_from():
-    assert _differing({"a": [1, 2], "b": ()}, {"a": (1, 2), "b": []}) == []
-    assert _differing({"a": [1, 2]}, {"a": (2, 1)}) == ["a: was [1, 2], now (2, 1)"]
-    assert _differing({"a": [1]}, {"a": 1}) == ["a: was [1], now 1"]
+def test_a_list_equals_the_tuple_that_it_was_stored_from():
+    assert _differences({"a": [1, 2], "b": ()}, {"a": (1, 2), "b": []}) == []
+    assert _differences({"a": [1, 2]}, {"a": (2, 1)}) == ["a: was [1, 2], now (2, 1)"]
+    assert _differences({"a": [1]}, {"a": 1}) == ["a: was [1], now 1"]
 
 
-async def test_rows_that_are_dropped_or_cut_are_named_where_a_person_looks(
+async def test_dropped_and_cut_rows_are_listed_in_terminal_artifact_and_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     shown: list[dict[str, Any]] = []
@@ -196,12 +198,12 @@ async def test_rows_that_are_dropped_or_cut_are_named_where_a_person_looks(
         shown.append({"rows": rows, **about})
 
     monkeypatch.setattr(begin, "acreate_table_artifact", artifact)
-    it = opened(tmp_path, tmp_path / "model")
+    ctx = opened(tmp_path, tmp_path / "model")
     terminal = io.StringIO()
-    it.directory.mkdir(parents=True)
-    it.progress = Progress("begun", 3, stream=terminal)
-    it.config = it.config.model_copy(
-        update={"data": it.config.data.model_copy(update={"overlong_prompts": "drop"})}
+    ctx.directory.mkdir(parents=True)
+    ctx.progress = Progress("begun", 3, stream=terminal)
+    ctx.config = ctx.config.model_copy(
+        update={"data": ctx.config.data.model_copy(update={"overlong_prompts": "drop"})}
     )
     rows = [
         {
@@ -212,7 +214,7 @@ async def test_rows_that_are_dropped_or_cut_are_named_where_a_person_looks(
         }
         for n in range(7)
     ]
-    await report_overlong(it, {"data.prompts": rows, "evaluation.datasets: held": rows[:1]})
+    await report_overlong(ctx, {"data.prompts": rows, "evaluation.datasets: held": rows[:1]})
     said = terminal.getvalue()
     assert (
         "begun: data.prompts: 7 over-long prompts are dropped, longer than 90 tokens (data.rollout_max_prompt_len)"
@@ -225,7 +227,7 @@ async def test_rows_that_are_dropped_or_cut_are_named_where_a_person_looks(
     assert "evaluation.datasets: held: 1 over-long prompts are dropped" in said
     written = [
         json.loads(line)
-        for line in (it.directory / "overlong_prompts.jsonl").read_text().splitlines()
+        for line in (ctx.directory / "overlong_prompts.jsonl").read_text().splitlines()
     ]
     assert written == [{"prompts": "data.prompts", **row} for row in rows] + [
         {"prompts": "evaluation.datasets: held", **rows[0]}
@@ -233,6 +235,6 @@ async def test_rows_that_are_dropped_or_cut_are_named_where_a_person_looks(
     assert shown == [
         {"rows": written, "key": "begun-overlong", "description": shown[0]["description"]}
     ]
-    await report_overlong(it, {})
-    assert not (it.directory / "overlong_prompts.jsonl").exists() and len(shown) == 1
-    it.epoch.release()
+    await report_overlong(ctx, {})
+    assert not (ctx.directory / "overlong_prompts.jsonl").exists() and len(shown) == 1
+    ctx.epoch.release()

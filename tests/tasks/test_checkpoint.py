@@ -1,6 +1,4 @@
-"""The commit of an iteration: what its chain looks for and waits for, and its signature
-(tasks.checkpoint).
-"""
+"""The commit of an iteration: its chain of records and its signature (tasks.checkpoint)."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ from tests.tasks.test_begin import config
 
 
 @pytest.fixture
-def it(tmp_path: Path) -> RunContext:
-    """A run that checkpoints every second iteration, without actors."""
+def ctx(tmp_path: Path) -> RunContext:
+    """A run that saves every second iteration, without actors."""
     no_actors: Any = None
     files = Files(tmp_path / "store")
     epoch = Epochs(Files(tmp_path / "store")).acquire("run")
@@ -39,9 +37,9 @@ def it(tmp_path: Path) -> RunContext:
     return made
 
 
-def iteration(it: RunContext, k: int) -> dict[Stage, str]:
-    """The nodes of an iteration."""
-    before = it.recorded_before(k)
+def iteration(ctx: RunContext, k: int) -> dict[Stage, str]:
+    """Nodes of an iteration."""
+    before = ctx.recorded_before(k)
     after = DataState(draws=k + 1).model_dump(mode="json")
     said = {
         Stage.ROLLOUT: ({}, {"plans": [], "dropped": {}, "after": after}),
@@ -52,21 +50,21 @@ def iteration(it: RunContext, k: int) -> dict[Stage, str]:
         stage: Inputs(stage, parents, {"k": k}).node(outputs=outputs)
         for stage, (parents, outputs) in said.items()
     }
-    return {stage: it.nodes.commit(node).digest for stage, node in made.items()}
+    return {stage: ctx.nodes.commit(node).digest for stage, node in made.items()}
 
 
-def test_a_checkpoint_that_is_due_is_awaited_until_it_is_recorded_and_any_other_is_looked_for_once(
-    it: RunContext,
+def test_a_commit_awaits_a_due_checkpoint_and_looks_once_for_any_other(
+    ctx: RunContext,
 ):
     states = []
     for k in range(4):
-        nodes = iteration(it, k)
+        nodes = iteration(ctx, k)
         states.append(nodes[Stage.TRAIN])
-        checkpoint._record(it, k, nodes)
+        checkpoint._record(ctx, k, nodes)
         if k == 2:
             for state in states[1:]:
-                it.nodes.commit(checkpoint_inputs(state).node())
-    made = [it.branches.read("run", k) for k in range(4)]
+                ctx.nodes.commit(checkpoint_inputs(state).node())
+    made = [ctx.branches.read("run", k) for k in range(4)]
     due = leaf_paths(states[1])[0]
     assert [commit.awaited for commit in made[:3]] == [(), (due,), (due,)]
     assert made[3].awaited == (leaf_paths(states[3])[0],)
@@ -76,16 +74,16 @@ def test_a_checkpoint_that_is_due_is_awaited_until_it_is_recorded_and_any_other_
 
 
 def test_a_commit_is_signed_with_the_key_of_the_environment(
-    it: RunContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ctx: RunContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    checkpoint._record(it, 0, iteration(it, 0))
-    assert not it.files.exists(signature_path("run", 0))
+    checkpoint._record(ctx, 0, iteration(ctx, 0))
+    assert not ctx.files.exists(signature_path("run", 0))
     key = Ed25519PrivateKey.generate()
     (tmp_path / "key.pem").write_bytes(
         key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     )
     monkeypatch.setenv("RLPIPE_SIGNING_KEY", str(tmp_path / "key.pem"))
-    checkpoint._record(it, 1, iteration(it, 1))
-    signed = read_signature(it.files, signature_path("run", 1))
-    assert signed.commit == it.branches.read_stored("run", 1)[1]
+    checkpoint._record(ctx, 1, iteration(ctx, 1))
+    signed = read_signature(ctx.files, signature_path("run", 1))
+    assert signed.commit == ctx.branches.read_stored("run", 1)[1]
     key.public_key().verify(bytes.fromhex(signed.signature), signed.message())

@@ -1,5 +1,4 @@
-"""Who may open a run, and that one which cannot be opened leaves nobody locked out (tasks.context,
-without any actor)."""
+"""Opening a run releases its epoch after a failure (tasks.context, without actors)."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from tasks.context import close_context, join_context, open_context
 from tests.tasks.test_begin import config
 
 
-async def test_a_run_whose_actors_do_not_come_up_may_be_opened_again_at_once(
+async def test_a_run_can_be_opened_again_after_its_actors_failed_to_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     async def refuse(*_: Any, **__: Any) -> None:
@@ -38,20 +37,20 @@ async def test_a_run_whose_actors_do_not_come_up_may_be_opened_again_at_once(
     assert Epochs(Files(tmp_path / "store")).acquire("mine", takeover=False).number == 2
 
 
-async def test_so_may_one_whose_record_could_not_be_written(
+async def test_a_run_can_be_opened_again_after_its_record_could_not_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tasks.context, "_record", full)
+    monkeypatch.setattr(tasks.context, "_run_file", full)
     with pytest.raises(OSError, match="No space left"):
         await open_context(config(run="mine"), tmp_path, Progress("mine", 3))
     assert Epochs(Files(tmp_path / "store")).acquire("mine", takeover=False).number == 2
 
 
 @pytest.mark.parametrize(("run_count", "k", "alone"), [(1, 0, False), (2, 0, True), (2, 1, False)])
-async def test_an_iteration_goes_on_without_its_driver_if_it_was_put_back_and_is_the_next(
+async def test_only_a_rescheduled_next_iteration_runs_without_a_driver(
     run_count: int, k: int, alone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     async def opened(*arguments: Any) -> SimpleNamespace:
@@ -66,7 +65,7 @@ async def test_an_iteration_goes_on_without_its_driver_if_it_was_put_back_and_is
         RunFile(store=files.root, config=run.model_dump(mode="json"), epoch=1, ray=None),
     )
     monkeypatch.setattr(tasks.context, "default_home", lambda: tmp_path)
-    monkeypatch.setattr(tasks.context, "_open", opened)
+    monkeypatch.setattr(tasks.context, "_open_run", opened)
     monkeypatch.setattr(
         tasks.context,
         "this_flow_run",
@@ -75,11 +74,11 @@ async def test_an_iteration_goes_on_without_its_driver_if_it_was_put_back_and_is
     if alone:
         assert (await join_context("mine")).epoch.stand_in
     else:
-        with pytest.raises(Fenced, match="it puts this one back"):
+        with pytest.raises(Fenced, match="it starts this task again"):
             await join_context("mine")
 
 
-async def test_a_store_that_is_away_when_a_run_is_let_go_holds_up_nothing_else(
+async def test_releasing_a_run_of_an_unreachable_store_does_not_block_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ):
     loop = asyncio.get_running_loop()
@@ -90,7 +89,7 @@ async def test_a_store_that_is_away_when_a_run_is_let_go_holds_up_nothing_else(
         loop.call_soon_threadsafe(back.set)
         heard.append(back.wait(5.0))
 
-    it: Any = SimpleNamespace(epoch=SimpleNamespace(release=release))
-    monkeypatch.setitem(tasks.context._OPEN, "mine", it)
+    ctx: Any = SimpleNamespace(epoch=SimpleNamespace(release=release))
+    monkeypatch.setitem(tasks.context._OPEN, "mine", ctx)
     await close_context("mine", end_actors=False)
     assert heard == [True]

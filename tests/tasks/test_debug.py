@@ -1,5 +1,4 @@
-"""Finding the rollouts of a run again: of one that trained on them, and of one that only
-sampled."""
+"""Find stored rollouts: of a run that trained, and of a run that only sampled (tasks.debug)."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.config.debug import DebugConfig
+from rlpipe.config.run import DebugConfig
 from rlpipe.errors import ConfigError
 from rlpipe.lineage.stage_inputs import Inputs
 from rlpipe.store.branches import Branches
@@ -30,13 +29,13 @@ def rollout(files: Files, plan: str) -> NodeRef:
     return NodeRef(stage=Stage.ROLLOUT, digest=node.digest)
 
 
-def test_a_run_that_only_sampled_is_found_by_what_was_noted_first(files: Files):
+def test_a_rollout_of_a_run_that_only_samples_is_found_by_its_first_note(files: Files):
     write_note(files, "sampled", 3, {Stage.ROLLOUT: rollout(files, "a").digest})
     write_note(files, "sampled", 3, {Stage.ROLLOUT: rollout(files, "b").digest})
     assert stored_rollout(files, "sampled", 3).outputs == {"plan": "a"}
 
 
-def test_a_run_that_trained_is_found_by_its_commit(files: Files):
+def test_a_rollout_of_a_trained_run_is_found_by_its_commit(files: Files):
     Branches(files).create("trained", {}, init="init")
     nodes = {Stage.ROLLOUT: rollout(files, "c").digest}
     Branches(files).commit(
@@ -47,13 +46,13 @@ def test_a_run_that_trained_is_found_by_its_commit(files: Files):
     assert stored_rollout(files, "trained", 0).outputs == {"plan": "c"}
 
 
-def test_an_iteration_that_was_not_sampled_is_named(files: Files):
-    with pytest.raises(ConfigError, match="no such rollout") as caught:
+def test_the_error_names_an_iteration_without_a_rollout(files: Files):
+    with pytest.raises(ConfigError, match="no stored rollout") as caught:
         stored_rollout(files, "nobody", 7)
     assert caught.value.found == "no iteration 7 of 'nobody'"
 
 
-def test_naming_a_run_is_training_only():
+def test_a_run_with_a_source_of_rollouts_only_trains():
     assert DebugConfig.model_validate({"load_debug_rollout_data": "a"}).debug_train_only
 
 
@@ -65,6 +64,6 @@ def test_naming_a_run_is_training_only():
         {"debug_train_only": False, "load_debug_rollout_data": "a"},
     ],
 )
-def test_halves_that_make_no_run_are_refused(keys: dict):
+def test_contradicting_debug_settings_are_refused(keys: dict):
     with pytest.raises(ValueError, match="debug_train_only"):
         DebugConfig.model_validate(keys)

@@ -1,4 +1,4 @@
-"""Starting a run from another run's commit (tasks.fork), with real trainers and without engines."""
+"""Start a run from another run's commit (tasks.fork), with real trainers and no engines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
 from rlpipe.store.segments import Segments
 from rlpipe.types import Commit, DataState, Stage
-from tasks.fork import begin_fork, check_fits, check_reference, fork_point, origin_of
+from tasks.fork import begin_fork, check_reference, check_state_format, fork_commit, fork_point
 from tests.actors.trainer.trained import Trained, configuration, tiny_model, trained
 
 pytestmark = pytest.mark.integration
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """With the run `parent`: four iterations and no checkpoint but that of its first weights."""
+    """A home with the run `parent`: four iterations, and a checkpoint of the first weights only."""
     home = tmp_path_factory.mktemp("fork")
     connect(ResourcesConfig(), home, namespace="rlpipe-tests")
 
@@ -55,7 +55,7 @@ def forked(home: Path, run: str, iteration: int | None = 1, **sections: Any):
 
 
 async def begun(home: Path, config) -> None:
-    """What `tasks.begin` does of a fork."""
+    """Begin a fork as `tasks.begin` does."""
     files = Files(home / "store")
     origin = await fork_point(files, config, home, Progress(config.run, config.num_rollout))
     assert origin is not None
@@ -71,13 +71,13 @@ def contents(files: Files, prefix: str) -> dict[str, bytes]:
     return {name: files.read(name) for name in files.list(prefix)}
 
 
-def learned(run: Trained, branch: str, iteration: int) -> tuple[str, list[float]]:
+def train_outputs(run: Trained, branch: str, iteration: int) -> tuple[str, list[float]]:
     """State digest and learning rates of an iteration."""
     node = run.nodes.get(Stage.TRAIN, run.branches.read(branch, iteration).nodes[Stage.TRAIN])
     return node.outputs["state_digest"], [step["lr"] for step in node.outputs["steps"]]
 
 
-async def test_a_fork_goes_on_where_its_parent_was_and_leaves_it_alone(home: Path):
+async def test_a_fork_continues_its_parent_and_leaves_it_unchanged(home: Path):
     files = Files(home / "store")
     nodes = Nodes(files)
     branches = Branches(files)
@@ -96,13 +96,13 @@ async def test_a_fork_goes_on_where_its_parent_was_and_leaves_it_alone(home: Pat
     async with trained(same, files, home) as run:
         await run.iterate(2)
         for iteration in (2, 3):
-            assert learned(run, "same", iteration) == learned(run, "parent", iteration), (
-                "bit for bit: optimizer state goes on"
-            )
+            assert train_outputs(run, "same", iteration) == train_outputs(
+                run, "parent", iteration
+            ), "bit for bit: optimizer state goes on"
         changed = await run.turn_to(other)
         await changed.iterate(1)
-        digest, rates = learned(run, "other", 2)
-        before, rates_before = learned(run, "parent", 2)
+        digest, rates = train_outputs(run, "other", 2)
+        before, rates_before = train_outputs(run, "parent", 2)
         assert digest != before
         assert rates == pytest.approx([rate * lr / 1e-3 for rate in rates_before])
     assert contents(files, "branches/parent") == parent
@@ -111,7 +111,7 @@ async def test_a_fork_goes_on_where_its_parent_was_and_leaves_it_alone(home: Pat
         ("parent", 1),
         ("parent", 0),
     ]
-    result = await replay(files, "other", home=home, say=lambda _: None)
+    result = await replay(files, "other", home=home, on_state=lambda _: None)
     assert result.equal
     assert [(compared.branch, compared.stage, compared.version) for compared in result.states] == [
         ("parent", "init", 0),
@@ -122,7 +122,7 @@ async def test_a_fork_goes_on_where_its_parent_was_and_leaves_it_alone(home: Pat
     ]
 
 
-async def test_a_run_that_is_no_fork_or_has_begun_has_no_fork_point(home: Path):
+async def test_no_fork_point_without_fork_from_or_after_the_branch_exists(home: Path):
     files = Files(home / "store")
     plain = configuration(str(home / "model"), "plain")
     assert await fork_point(files, plain, home, Progress("plain", 1)) is None
@@ -132,8 +132,8 @@ async def test_a_run_that_is_no_fork_or_has_begun_has_no_fork_point(home: Path):
 
 def test_without_a_number_the_newest_commit_is_forked(home: Path):
     branches = Branches(Files(home / "store"))
-    assert origin_of(branches, forked(home, "new", None)).iteration == 3
-    assert origin_of(branches, forked(home, "new", 0)).iteration == 0
+    assert fork_commit(branches, forked(home, "new", None)).iteration == 3
+    assert fork_commit(branches, forked(home, "new", 0)).iteration == 0
 
 
 @pytest.mark.parametrize(
@@ -146,12 +146,10 @@ def test_without_a_number_the_newest_commit_is_forked(home: Path):
         ),
     ],
 )
-def test_a_commit_that_is_not_there_cannot_be_forked(
-    home: Path, source: dict[str, Any], words: str
-):
+def test_a_missing_commit_cannot_be_forked(home: Path, source: dict[str, Any], words: str):
     config = configuration(str(home / "model"), "new", fork_from=source)
     with pytest.raises(ConfigError, match=words):
-        origin_of(Branches(Files(home / "store")), config)
+        fork_commit(Branches(Files(home / "store")), config)
 
 
 @pytest.mark.parametrize(
@@ -161,27 +159,27 @@ def test_a_commit_that_is_not_there_cannot_be_forked(
         ({"train": {"use_distributed_optimizer": True}}, "use_distributed"),
     ],
 )
-def test_a_fork_that_could_not_load_its_parent_s_state_is_refused_before_anything_starts(
+def test_a_fork_with_another_state_format_is_refused_before_actors_start(
     home: Path, sections: dict, key: str
 ):
     files = Files(home / "store")
     config = forked(home, "new", **sections)
     with pytest.raises(ConfigError, match=key):
-        check_fits(files, config, origin_of(Branches(files), config))
+        check_state_format(files, config, fork_commit(Branches(files), config))
 
 
-def test_a_fork_of_another_model_is_refused(home: Path):
+def test_a_fork_with_another_model_is_refused(home: Path):
     files = Files(home / "store")
     config = forked(home, "new")
     with pytest.raises(ConfigError, match=r"model\.source"):
-        begin_fork(files, config, origin_of(Branches(files), config), "another fingerprint")
+        begin_fork(files, config, fork_commit(Branches(files), config), "another fingerprint")
     assert Branches(files).find("new") is None
 
 
 @pytest.mark.parametrize(
     "other", [{"warm_start": "spell_backward_sft"}, {"model": {"start_from": {"branch": "parent"}}}]
 )
-def test_a_fork_takes_its_weights_from_its_parent_only(home: Path, other: dict[str, Any]):
+def test_a_fork_has_no_other_source_of_weights(home: Path, other: dict[str, Any]):
     with pytest.raises(ConfigError, match="fork_from and"):
         forked(home, "new", **other)
 
@@ -197,7 +195,7 @@ def test_a_fork_takes_its_weights_from_its_parent_only(home: Path, other: dict[s
         (3, 2, 4, False),
     ],
 )
-def test_a_fork_s_reference_is_one_that_its_parent_kept(
+def test_the_reference_of_a_fork_is_one_that_its_parent_saved(
     ours: int | None, theirs: int | None, version: int, fits: bool
 ):
     def refreshing(interval: int | None) -> RunConfig:
@@ -214,6 +212,6 @@ def test_a_fork_s_reference_is_one_that_its_parent_kept(
     with (
         nullcontext()
         if fits
-        else pytest.raises(ConfigError, match="weights that the parent never kept")
+        else pytest.raises(ConfigError, match="the parent did not save the weights")
     ):
         check_reference(refreshing(ours), refreshing(theirs), commit)

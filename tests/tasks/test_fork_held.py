@@ -1,5 +1,6 @@
-"""A fork and the removal of what nobody needs, beside each other: the checkpoint it begins with
-stays, or is missed in time."""
+"""A fork and garbage collection at once: the fork's first checkpoint stays, or its loss is
+noticed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tests.reprocessed import History, configuration
 
 @pytest.fixture
 def files(tmp_path: Path) -> Files:
-    """With a run of two iterations, without checkpoints."""
+    """A store with a run of two iterations, without checkpoints."""
     files = Files(tmp_path / "store")
     History(files, configuration(tmp_path, num_rollout=5)).iterate(2)
     return files
@@ -31,13 +32,13 @@ def files(tmp_path: Path) -> Files:
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    """Of a fork of it."""
+    """Configuration of a fork of that run."""
     return configuration(
         tmp_path, "new", num_rollout=5, fork_from={"branch": "run", "iteration": 1}
     )
 
 
-def test_nothing_is_removed_while_a_fork_makes_its_checkpoint(
+def test_garbage_collection_is_refused_while_a_fork_saves_its_checkpoint(
     files: Files, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     made: list[str] = []
@@ -45,7 +46,10 @@ def test_nothing_is_removed_while_a_fork_makes_its_checkpoint(
     async def materialise(
         files: Files, config: RunConfig, origin: Commit, state: str, home: Path
     ) -> str:
-        with pytest.raises(Fenced, match="another driver runs this branch"), Epochs(files).exclusive():
+        with (
+            pytest.raises(Fenced, match="another driver runs this branch"),
+            Epochs(files).exclusive(),
+        ):
             pass
         made.append(Nodes(files).commit(checkpoint_inputs(state).node()).digest)
         return state

@@ -1,5 +1,4 @@
-"""An iteration whose figures are out of bounds is paused until somebody resumes it
-(tasks.gates)."""
+"""An iteration with metrics out of bounds pauses until a person resumes it (tasks.gates)."""
 
 from __future__ import annotations
 
@@ -40,8 +39,9 @@ Opened = Callable[..., tuple[RunContext, io.StringIO]]
 
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
-    """Opens the run `run` with these gates in this process, without actors, with a held-out set
-    measured after each iteration."""
+    """Open the run `run` with these gates, without actors; a held-out set is evaluated after
+    each iteration.
+    """
 
     def opening(
         *bounds: dict[str, Any], timeout_s: float = 60.0, parent: str | None = None
@@ -75,7 +75,7 @@ def trained(ctx: RunContext, **metrics: float) -> dict[str, NodeRef]:
 
 
 def committed(files: Files, branch: str, iterations: int) -> str:
-    """Name of the last of so many commits of another branch."""
+    """Commit a number of iterations of another branch; return the last commit's name."""
     branches = Branches(files)
     branches.create(branch, config(run=branch).model_dump(mode="json"), "init")
     for k in range(iterations):
@@ -96,7 +96,7 @@ def measure(ctx: RunContext, version: int, accuracy: float) -> None:
     ctx.nodes.commit(inputs.node(outputs={"metrics": {"eval/held/accuracy": accuracy}}))
 
 
-def test_a_value_is_held_against_every_bound_and_nan_against_none_of_them():
+def test_a_value_is_compared_with_every_bound_and_nan_breaks_each():
     gate = Gate(metric="eval/held/accuracy", at_most=1, at_least=0.2, falls_by=0.1)
     assert gate.violation(0.5, 0.55) is None and gate.violation(0.5) is None
     assert (
@@ -128,19 +128,19 @@ def test_a_value_is_held_against_every_bound_and_nan_against_none_of_them():
         ),
     ],
 )
-def test_a_gate_that_bounds_nothing_is_refused(opened: Opened, bounds: dict[str, Any], said: str):
+def test_a_gate_without_a_bound_is_refused(opened: Opened, bounds: dict[str, Any], said: str):
     with pytest.raises(ConfigError, match=said):
         opened(bounds)
 
 
-def test_a_pause_must_be_shorter_than_others_wait_for_it(opened: Opened):
+def test_a_pause_must_be_shorter_than_the_timeout_of_waiting_iterations(opened: Opened):
     with pytest.raises(
         ConfigError, match=r"gates\.timeout_s = 14400 must be less than orchestration\.timeout_s"
     ):
         opened({"metric": "train/loss", "at_most": 1}, timeout_s=14400)
 
 
-def test_figures_are_those_of_the_stages_and_a_misspelt_one_is_named(opened: Opened):
+def test_metrics_come_from_the_stages_and_an_unknown_one_is_named(opened: Opened):
     ctx, _ = opened(
         {"metric": "train/loss", "at_most": 1}, {"metric": "train/grad_norm", "at_most": 10}
     )
@@ -149,14 +149,14 @@ def test_figures_are_those_of_the_stages_and_a_misspelt_one_is_named(opened: Ope
         "train/loss is 2, expected at most 1",
         "train/grad_norm is 11, expected at most 10",
     ]
-    with pytest.raises(ConfigError, match="nothing measures this") as caught:
+    with pytest.raises(ConfigError, match="a metric that does not exist") as caught:
         broken_bounds(ctx, 0, trained(ctx, loss=0.5, gradnorm=1.0))
     assert caught.value.found == "train/grad_norm" and "train/gradnorm; or one of" in str(
         caught.value.expected
     )
 
 
-def test_an_evaluation_is_held_against_the_best_before_it(opened: Opened):
+def test_an_evaluation_is_compared_with_the_best_earlier_one(opened: Opened):
     ctx, _ = opened({"metric": "eval/held/accuracy", "falls_by": 0.1})
     found = trained(ctx, loss=0.0)
     for version, accuracy in enumerate((0.5, 0.7, 0.65)):
@@ -170,7 +170,7 @@ def test_an_evaluation_is_held_against_the_best_before_it(opened: Opened):
     ]
 
 
-def test_an_evaluation_of_a_fork_is_held_against_the_best_since_it_began(
+def test_an_evaluation_of_a_fork_is_compared_with_the_best_one_of_the_fork(
     opened: Opened, tmp_path: Path
 ):
     ctx, _ = opened(
@@ -189,7 +189,7 @@ def test_an_evaluation_of_a_fork_is_held_against_the_best_since_it_began(
 
 
 @pytest.mark.parametrize("bounds", [{"at_least": 0.2}, {"falls_by": 0.1}])
-def test_evaluations_before_are_read_only_where_one_is_held_against_them(
+def test_earlier_evaluations_are_read_only_for_a_gate_that_needs_them(
     opened: Opened, bounds: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ):
     ctx, _ = opened({"metric": "eval/held/accuracy", **bounds})
@@ -210,7 +210,7 @@ def test_evaluations_before_are_read_only_where_one_is_held_against_them(
     assert looked == ([3, 0, 1, 2] if "falls_by" in bounds else [3])
 
 
-def test_weights_that_took_the_place_of_those_that_were_evaluated_count_as_them(opened: Opened):
+def test_an_evaluation_counts_for_the_segment_that_replaced_the_weights(opened: Opened):
     ctx, _ = opened({"metric": "eval/held/accuracy", "falls_by": 0.1})
     commit(ctx, 0)
     measure(ctx, 1, 0.7)
@@ -220,7 +220,7 @@ def test_weights_that_took_the_place_of_those_that_were_evaluated_count_as_them(
     assert len(broken_bounds(ctx, 2, trained(ctx, loss=0.0))) == 1
 
 
-def test_an_iteration_that_only_warms_a_critic_up_need_not_have_every_figure(opened: Opened):
+def test_a_critic_warm_up_iteration_may_lack_metrics(opened: Opened):
     ctx, _ = opened({"metric": "train/grad_norm", "at_most": 10})
     batch = record(ctx, Stage.ADVANTAGE, seconds=1.0, critic_only=True)
     assert broken_bounds(ctx, 0, {**trained(ctx, value_loss=0.5), "advantage": batch}) == []
@@ -228,7 +228,7 @@ def test_an_iteration_that_only_warms_a_critic_up_need_not_have_every_figure(ope
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[None]:
-    """A Prefect server of its own."""
+    """A Prefect server for these tests."""
     with prefect_test_harness(server_startup_timeout=120):
         yield
 
@@ -237,7 +237,7 @@ def server() -> Iterator[None]:
 async def gated(
     k: int, nodes: dict[str, NodeRef], answer: Callable[[], Coroutine[Any, Any, None]] | None
 ) -> None:
-    """One iteration's gates; `answer` is given when it is paused."""
+    """Run the gates of one iteration; call `answer` once it is paused."""
     if answer is None:
         await gates("run", k, nodes)
         return
@@ -266,9 +266,7 @@ async def cancel() -> None:
 
 
 @pytest.mark.integration
-async def test_a_paused_iteration_goes_on_when_it_is_resumed_and_does_not_ask_twice(
-    opened: Opened, server: None
-):
+async def test_a_resumed_iteration_continues_and_does_not_pause_again(opened: Opened, server: None):
     ctx, stream = opened({"metric": "train/loss", "at_most": 1})
     await gated(0, trained(ctx, loss=0.5), None)
     bad = trained(ctx, loss=2.0)
@@ -279,7 +277,7 @@ async def test_a_paused_iteration_goes_on_when_it_is_resumed_and_does_not_ask_tw
 
 
 @pytest.mark.integration
-async def test_one_that_is_cancelled_or_that_nobody_answers_fails_and_asks_again(
+async def test_a_pause_that_is_cancelled_or_times_out_fails_and_a_retry_pauses_again(
     opened: Opened, server: None
 ):
     ctx, _ = opened({"metric": "train/loss", "at_most": 1}, timeout_s=2)

@@ -1,5 +1,4 @@
-"""What a person watches of a run, and the functions of the user that log in its place
-(tasks.observe)."""
+"""Terminal line, artifacts, sinks and user log functions of a run (tasks.observe)."""
 
 from __future__ import annotations
 
@@ -20,16 +19,17 @@ from rlpipe.batch.files import write_evaluation, write_rewards
 from rlpipe.config.hooks import load_hook
 from rlpipe.lineage.stage_inputs import Inputs
 from rlpipe.observe.progress import Progress
-from rlpipe.rewards.base import RewardRow
+from rlpipe.rewards.reward_rows import RewardRow
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.rows import samples_to_table
 from rlpipe.store.parquet.shards import data_folder, write_table
 from rlpipe.types import Commit, DataState, FileRecord, NodeRef, Stage
-from tasks import observe
+from tasks import artifacts, observe
+from tasks.artifacts import UpdatedArtifact
 from tasks.context import RunContext
-from tasks.observe import Observer, Shown
+from tasks.observe import Observer
 from tests.store.lineage import group
 from tests.tasks.test_begin import config
 
@@ -58,8 +58,7 @@ Watching = Callable[..., tuple[RunContext, io.StringIO]]
 
 @pytest.fixture
 def watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watching:
-    """Opens a run whose functions are those of SOURCE, without actors and without Prefect's
-    artifacts."""
+    """Open a run with the log functions of SOURCE, without actors and Prefect artifacts."""
     (tmp_path / "mine.py").write_text(SOURCE)
     (tmp_path / "b.jsonl").write_text('{"prompt": "1", "label": "2"}\n')
     monkeypatch.chdir(tmp_path)
@@ -79,7 +78,7 @@ def watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watching:
         no_actors: Any = None
         files = Files(tmp_path / "store")
         stream = io.StringIO()
-        it = RunContext(
+        ctx = RunContext(
             run,
             tmp_path / "home",
             "/m",
@@ -88,66 +87,66 @@ def watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watching:
             Progress("run", 3, stream=stream),
             Epochs(files).acquire("run"),
         )
-        init = it.nodes.commit(Inputs(Stage.INIT, {}, {}).node())
-        it.branches.create("run", run.model_dump(mode="json"), init.digest)
-        it.directory.mkdir(parents=True)
-        return it, stream
+        init = ctx.nodes.commit(Inputs(Stage.INIT, {}, {}).node())
+        ctx.branches.create("run", run.model_dump(mode="json"), init.digest)
+        ctx.directory.mkdir(parents=True)
+        return ctx, stream
 
     return opening
 
 
 def record(
-    it: RunContext, stage: Stage, file: Callable[[str], FileRecord] | None = None, **outputs: Any
+    ctx: RunContext, stage: Stage, file: Callable[[str], FileRecord] | None = None, **outputs: Any
 ) -> NodeRef:
-    inputs = Inputs(stage, {}, {"number": len(it.files.list("nodes"))})
-    node = Nodes(it.files).commit(
+    inputs = Inputs(stage, {}, {"number": len(ctx.files.list("nodes"))})
+    node = Nodes(ctx.files).commit(
         inputs.node(files=(file(inputs.digest),) if file else (), outputs=outputs)
     )
     return NodeRef(stage=stage, digest=node.digest, outputs=outputs)
 
 
-def iteration(it: RunContext) -> dict[str, NodeRef]:
-    """The nodes of an iteration of two groups, of which one was accepted and scored 0 and 1."""
+def iteration(ctx: RunContext) -> dict[str, NodeRef]:
+    """Nodes of an iteration of two groups; one was accepted and scored 0 and 1."""
     table = samples_to_table([*group("a"), *group("b")], 0)
     rows = [RewardRow("b", index, float(index)) for index in range(2)]
     return {
         "rollout": record(
-            it, Stage.ROLLOUT, lambda key: write_table(it.files, data_folder(Stage.ROLLOUT, key), "rows", table),
+            ctx, Stage.ROLLOUT, lambda key: write_table(ctx.files, data_folder(Stage.ROLLOUT, key), "rows", table),
             accepted=["b"], seconds=2.0, tokens=6,
         ),
-        "reward": record(it, Stage.REWARD, lambda key: write_rewards(it.files, key, rows), seconds=1.0),
-        "train": record(it, Stage.TRAIN, seconds=1.0, metrics=METRICS),
+        "reward": record(ctx, Stage.REWARD, lambda key: write_rewards(ctx.files, key, rows), seconds=1.0),
+        "train": record(ctx, Stage.TRAIN, seconds=1.0, metrics=METRICS),
     }  # fmt: skip
 
 
-def evaluation(it: RunContext) -> dict[str, NodeRef]:
+def evaluation(ctx: RunContext) -> dict[str, NodeRef]:
     samples = group("q")
     rows = [RewardRow("q", index, 1.0) for index in range(2)]
     return {
         "held": record(
-            it, Stage.EVAL, lambda key: write_evaluation(it.files, key, 0, samples, rows)
+            ctx, Stage.EVAL, lambda key: write_evaluation(ctx.files, key, 0, samples, rows)
         )
     }
 
 
-def shown(it: RunContext) -> dict[str, list[int]]:
-    board = EventAccumulator(str(it.directory / "tensorboard"))
+def logged_steps(ctx: RunContext) -> dict[str, list[int]]:
+    board = EventAccumulator(str(ctx.directory / "tensorboard"))
     board.Reload()
     return {name: [event.step for event in board.Scalars(name)] for name in board.Tags()["scalars"]}
 
 
-async def test_functions_of_ones_own_get_slimes_arguments_and_what_they_have_logged_is_not_shown_again(
+async def test_user_log_functions_get_slime_arguments_and_replace_the_sinks(
     watching: Watching,
 ):
-    it, stream = watching("rollout", "evaluation")
-    with Observer(it, 0, startup_seconds=0.0) as observer:
+    ctx, stream = watching("rollout", "evaluation")
+    with Observer(ctx, 0, startup_seconds=0.0) as observer:
         for k in range(2):
-            await observer.iteration(k, iteration(it), seconds=1.0)
+            await observer.iteration(k, iteration(ctx), seconds=1.0)
         await observer.evaluation(
-            2, evaluation(it), {"eval/held/accuracy": 1.0}, seconds=1.0, beside=False
+            2, evaluation(ctx), {"eval/held/accuracy": 1.0}, seconds=1.0, concurrent=False
         )
     seen = vars(
-        sys.modules[load_hook(it.config.observe.custom_rollout_log_function_path or "").__module__]
+        sys.modules[load_hook(ctx.config.observe.custom_rollout_log_function_path or "").__module__]
     )["seen"]
     assert [(one[0], one[1], one[2], one[4]) for one in seen[:2]] == [
         (k, 2, [0.0, 1.0], 2.0) for k in range(2)
@@ -158,7 +157,7 @@ async def test_functions_of_ones_own_get_slimes_arguments_and_what_they_have_log
         "perf/rollout_tokens_per_s": 3.0,
     }
     assert seen[2] == (2, {"held": ([1.0, 1.0], [False, False], 2)})
-    assert shown(it) == {"train/loss": [0, 1], **{name: [0] for name in seen[0][3]}}
+    assert logged_steps(ctx) == {"train/loss": [0, 1], **{name: [0] for name in seen[0][3]}}
     assert [("reward" in line, "loss" in line) for line in stream.getvalue().splitlines()[:2]] == [
         (True, True),
         (False, True),
@@ -166,21 +165,21 @@ async def test_functions_of_ones_own_get_slimes_arguments_and_what_they_have_log
     assert "held accuracy" not in stream.getvalue()
 
 
-async def test_what_they_raise_is_said_and_everything_is_shown_as_ever(watching: Watching):
-    it, stream = watching("fails", "fails")
-    with Observer(it, 0, startup_seconds=0.0) as observer:
-        await observer.iteration(0, iteration(it), seconds=1.0)
+async def test_an_error_of_a_user_log_function_is_printed_and_the_sinks_log(watching: Watching):
+    ctx, stream = watching("fails", "fails")
+    with Observer(ctx, 0, startup_seconds=0.0) as observer:
+        await observer.iteration(0, iteration(ctx), seconds=1.0)
         await observer.evaluation(
-            1, evaluation(it), {"eval/held/accuracy": 1.0}, seconds=1.0, beside=False
+            1, evaluation(ctx), {"eval/held/accuracy": 1.0}, seconds=1.0, concurrent=False
         )
-        assert not await observer.sampled(1, iteration(it))
+        assert not await observer.rollout(1, iteration(ctx))
     assert stream.getvalue().count("SystemExit: no server") == 3
     assert "observe.custom_eval_rollout_log_function_path" in stream.getvalue()
     assert "held accuracy 1.000" in stream.getvalue()
-    assert {"rollout/raw_reward", "train/loss", "eval/held/accuracy"} <= shown(it).keys()
+    assert {"rollout/raw_reward", "train/loss", "eval/held/accuracy"} <= logged_steps(ctx).keys()
 
 
-def test_they_are_no_part_of_what_a_run_is():
+def test_user_log_functions_are_not_part_of_the_identity():
     observed = config(
         observe={
             "custom_rollout_log_function_path": "a.b",
@@ -191,19 +190,19 @@ def test_they_are_no_part_of_what_a_run_is():
 
 
 @pytest.mark.integration
-async def test_the_newest_curves_and_overview_take_the_place_of_those_before(tmp_path: Path):
+async def test_newer_curves_and_overview_replace_older_ones(tmp_path: Path):
     picture = tmp_path / "report.png"
 
     @flow
     async def reporting() -> list[list[Any]]:
-        curve = Shown()
-        overview = Shown()
+        curve = UpdatedArtifact()
+        overview = UpdatedArtifact()
         seen = []
         async with get_client() as client:
             for number in range(4):
                 picture.write_bytes(b"%d" % number)
-                await observe.curve_artifact(curve, "run", picture)
-                await observe.overview_artifact(overview, "run", f"after {number}")
+                await artifacts.curve_artifact(curve, "run", picture)
+                await artifacts.overview_artifact(overview, "run", f"after {number}")
                 made = await client.read_artifacts()
                 seen.append(sorted(str(artifact.data) for artifact in made))
                 if number == 2:
@@ -226,27 +225,27 @@ async def test_the_newest_curves_and_overview_take_the_place_of_those_before(tmp
 async def test_the_digest_of_a_commit_is_in_its_artifact_and_in_tensorboard(
     watching: Watching, monkeypatch: pytest.MonkeyPatch
 ):
-    it, _ = watching("fails", "fails")
+    ctx, _ = watching("fails", "fails")
     left: list[str] = []
 
     async def leave(rows: list[dict[str, Any]], key: str, description: str) -> None:
         left.append(description)
 
     monkeypatch.setattr(observe, "iteration_artifact", ITERATION_ARTIFACT)
-    monkeypatch.setattr(observe, "acreate_table_artifact", leave)
-    with Observer(it, 0, startup_seconds=0.0) as observer:
+    monkeypatch.setattr(artifacts, "acreate_table_artifact", leave)
+    with Observer(ctx, 0, startup_seconds=0.0) as observer:
         for k in range(2):
-            nodes = iteration(it)
+            nodes = iteration(ctx)
             made = {Stage(name): node.digest for name, node in nodes.items()}
-            parent = it.branches.parent_name("run", k)
+            parent = ctx.branches.parent_name("run", k)
             record = {"plans": (), "nodes": made, "data": DataState(), "config_digest": "0"}
-            it.branches.commit(Commit(branch="run", iteration=k, parent=parent, **record))
+            ctx.branches.commit(Commit(branch="run", iteration=k, parent=parent, **record))
             await observer.iteration(k, nodes, seconds=1.0)
-        await observer.iteration(2, iteration(it), seconds=1.0)
-    digests = [it.branches.read_stored("run", k)[1] for k in range(2)]
+        await observer.iteration(2, iteration(ctx), seconds=1.0)
+    digests = [ctx.branches.read_stored("run", k)[1] for k in range(2)]
     assert [said.rpartition("commit sha256 ")[2] for said in left[:2]] == digests
     assert "sha256" not in left[2], "it was not committed"
-    board = EventAccumulator(str(it.directory / "tensorboard"))
+    board = EventAccumulator(str(ctx.directory / "tensorboard"))
     board.Reload()
     assert [
         event.tensor_proto.string_val[0].decode() for event in board.Tensors("commit_sha256")

@@ -1,4 +1,4 @@
-"""The rule of every stage: what has its deadline, and what may pass (tasks.record)."""
+"""Stages as tasks: deadlines, retries and waiting for the store (tasks.record)."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from rlpipe.errors import (
 )
 from rlpipe.lineage.stage_inputs import checkpoint_inputs
 from rlpipe.types import Node
-from tasks.record import may_pass, once, within
+from tasks.record import is_transient, reuse_or_run, stage_deadline
 
 
-async def test_a_stage_that_hangs_is_named():
+async def test_the_deadline_error_names_the_stage():
     with pytest.raises(DeadlineExceeded) as caught:
-        async with within(0.01, "run: train-3"):
+        async with stage_deadline(0.01, "run: train-3"):
             await asyncio.sleep(10)
     assert caught.value.where == "run: train-3"
     assert "orchestration.timeout_s" in str(caught.value)
 
 
-async def test_a_deadline_inside_it_keeps_its_own_name():
+async def test_an_inner_deadline_error_is_kept():
     with pytest.raises(DeadlineExceeded, match=r"trainer\.train: did not answer"):
-        async with within(10, "run: train-3"):
+        async with stage_deadline(10, "run: train-3"):
             raise DeadlineExceeded("did not answer in time", where="trainer.train")
 
 
@@ -52,12 +52,12 @@ async def test_a_deadline_inside_it_keeps_its_own_name():
         (ZeroDivisionError(), False),
     ],
 )
-def test_only_what_may_pass_is_tried_again(error: Exception, passing: bool):
-    assert may_pass(None, None, Failed(data=error)) is passing
+def test_only_transient_errors_are_retried(error: Exception, passing: bool):
+    assert is_transient(None, None, Failed(data=error)) is passing
 
 
-class Away:
-    """Nodes of a store that answers when the loop has done something else meanwhile."""
+class SlowNodes:
+    """Nodes of a store that answers only after the event loop has done other work."""
 
     def __init__(self) -> None:
         self.loop, self.heard = asyncio.get_running_loop(), list[bool]()
@@ -75,16 +75,16 @@ class Away:
         self.heard.append(back.wait(5.0))
 
 
-async def test_while_a_stage_waits_for_the_store_its_process_hears_everything_else(tmp_path: Path):
+async def test_the_event_loop_runs_while_a_stage_waits_for_the_store(tmp_path: Path):
     async def nothing() -> dict[str, Any]:
         return {}
 
     async def work() -> dict[str, Any]:
         return {"outputs": {"version": 1}}
 
-    nodes = Away()
+    nodes = SlowNodes()
     said = SimpleNamespace(stage=lambda _: None)
     run: Any = SimpleNamespace(nodes=nodes, directory=tmp_path, progress=said, stage_seconds={})
     run.cluster = SimpleNamespace(switches=nothing)
-    assert (await once(run, checkpoint_inputs("w"), work)).is_completed()
+    assert (await reuse_or_run(run, checkpoint_inputs("w"), work)).is_completed()
     assert nodes.heard == [True, True]

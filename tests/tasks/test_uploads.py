@@ -1,5 +1,4 @@
-"""Which uploads of checkpoints a run takes for its own, and what becomes of one that fails
-(tasks.uploads)."""
+"""Record and repeat uploads of checkpoints (tasks.uploads)."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from typing import Any
 import pytest
 
 from rlpipe.actors.trainer.checkpoints import Upload
-from rlpipe.actors.trainer.spec import TrainerSpec
-from rlpipe.actors.trainer.trainer import TrainerRank
+from rlpipe.actors.trainer.rank_actors import TrainerRank
+from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.errors import StoreError, StoreFull
 from rlpipe.lineage.stage_inputs import checkpoint_inputs
 from rlpipe.lineage.states import Lineages
@@ -28,7 +27,7 @@ CONTENT = {"__0_0.distcp": b"rank 0", "__1_0.distcp": b"rank 1", ".metadata": b"
 
 
 class Ranks:
-    """The first still has an upload of a run, the second has none."""
+    """Two ranks: the first one has an upload of a run."""
 
     def __init__(self, run: str) -> None:
         self.upload = Upload(f"checkpoints/{run}/iter_0000001/a", INPUTS, {"version": 1})
@@ -38,15 +37,15 @@ class Ranks:
 
 
 @pytest.mark.parametrize(("run", "own"), [("run", True), ("run2", False), ("other", False)])
-async def test_an_upload_that_another_run_left_in_the_ranks_is_not_recorded(run: str, own: bool):
+async def test_an_upload_of_another_run_is_not_recorded(run: str, own: bool):
     ranks = Ranks(run)
     config = SimpleNamespace(run="run", checkpoint=SimpleNamespace(timeout_s=1.0))
-    it: Any = SimpleNamespace(config=config, cluster=SimpleNamespace(trainer=ranks))
-    assert await pending(it) == ((ranks.upload, True) if own else None)
+    ctx: Any = SimpleNamespace(config=config, cluster=SimpleNamespace(trainer=ranks))
+    assert await pending(ctx) == ((ranks.upload, True) if own else None)
 
 
 class Failing(Files):
-    """A store that fails at the first files that are put there."""
+    """A store that fails at the first uploaded files."""
 
     def __init__(self, root: str, errors: Sequence[Exception] = ()) -> None:
         super().__init__(root)
@@ -59,8 +58,9 @@ class Failing(Files):
 
 
 class Trainer:
-    """Two ranks in this process, without a model, that hold the state `w`; the first one's store
-    fails as told."""
+    """Two ranks in this process, without a model, that hold the state `w`. The first one's store
+    fails.
+    """
 
     def __init__(self, folder: Path, errors: Sequence[Exception]) -> None:
         (folder / "saved").mkdir()
@@ -81,89 +81,89 @@ class Trainer:
 
 
 async def saved(folder: Path, errors: Sequence[Exception] = ()) -> Any:
-    """A run whose checkpoint of weight version 1 is on local disk, and its upload over, one way or
-    the other."""
+    """A run with weight version 1 on local disk and a finished upload, complete or failed."""
     files = Files(folder / "store")
     config = SimpleNamespace(run="run", checkpoint=SimpleNamespace(timeout_s=5.0, keep_local=2))
     cluster = SimpleNamespace(trainer=Trainer(folder, errors))
-    it: Any = SimpleNamespace(
+    ctx: Any = SimpleNamespace(
         config=config, cluster=cluster, files=files, nodes=Nodes(files), directory=folder / "home"
     )
-    it.lineages = Lineages(it.nodes, "init")
-    await begin_checkpoint(it, INPUTS, "w", 1)
-    await ended(it)
-    return it
+    ctx.lineages = Lineages(ctx.nodes, "init")
+    await begin_checkpoint(ctx, INPUTS, "w", 1)
+    await ended(ctx)
+    return ctx
 
 
-async def ended(it: Any) -> None:
-    for rank in it.cluster.trainer.ranks:
+async def ended(ctx: Any) -> None:
+    for rank in ctx.cluster.trainer.ranks:
         rank._uploads.submit(lambda: None).result(5.0)
 
 
-def recorded(it: Any) -> Node | None:
-    return it.nodes.find(Stage.CHECKPOINT, INPUTS.digest)
+def recorded(ctx: Any) -> Node | None:
+    return ctx.nodes.find(Stage.CHECKPOINT, INPUTS.digest)
 
 
 @pytest.fixture(autouse=True)
-def back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks go to a folder of their own; the test comes back."""
+def working_directory_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks change their working directory; restore the test's."""
     monkeypatch.chdir(".")
 
 
-async def test_a_checkpoint_that_is_in_the_store_is_recorded_and_forgotten_by_all_ranks(
+async def test_a_complete_upload_is_recorded_and_forgotten_by_all_ranks(
     tmp_path: Path,
 ):
-    it = await saved(tmp_path)
-    await settle(it)
-    node = recorded(it)
+    ctx = await saved(tmp_path)
+    await settle(ctx)
+    node = recorded(ctx)
     assert (
         node is not None
-        and {Path(record.path).name: it.files.read(record.path) for record in node.files} == CONTENT
+        and {Path(record.path).name: ctx.files.read(record.path) for record in node.files}
+        == CONTENT
     )
-    assert await pending(it) is None
+    assert await pending(ctx) is None
 
 
-async def test_a_checkpoint_whose_upload_failed_is_uploaded_again_though_the_stage_is_only_retried(
+async def test_a_failed_upload_is_repeated_when_the_stage_is_retried(
     tmp_path: Path,
 ):
-    it = await saved(tmp_path, [StoreError("away for longer than anybody waits")])
+    ctx = await saved(tmp_path, [StoreError("away for longer than anybody waits")])
     with pytest.raises(StoreError, match="away"):
-        await settle(it)
-    await settle(it)  # the stage's own retry, which goes on whether that has ended by now or not
-    await settle(it, wait=True)
-    node = recorded(it)
+        await settle(ctx)
+    await settle(ctx)  # the stage's own retry, which goes on whether that has ended by now or not
+    await settle(ctx, wait=True)
+    node = recorded(ctx)
     assert node is not None and len(node.files) == len(CONTENT)
-    assert await pending(it) is None
+    assert await pending(ctx) is None
 
 
-async def test_a_checkpoint_that_is_waited_for_is_not_given_up_while_the_store_is_full(
+async def test_waiting_for_an_upload_continues_while_the_store_is_full(
     tmp_path: Path,
 ):
-    it = await saved(tmp_path, [StoreFull("no space left"), StoreFull("no space left")])
+    ctx = await saved(tmp_path, [StoreFull("no space left"), StoreFull("no space left")])
     for _ in range(2):
         with pytest.raises(StoreFull):
-            await settle(it, wait=True)
-    await settle(it, wait=True)
-    assert recorded(it) is not None
+            await settle(ctx, wait=True)
+    await settle(ctx, wait=True)
+    assert recorded(ctx) is not None
 
 
-async def test_one_that_could_not_be_recorded_is_recorded_by_who_comes_next(
+async def test_an_upload_that_could_not_be_recorded_is_recorded_by_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(_: Node) -> Node:
         raise StoreError("away")
 
-    it = await saved(tmp_path)
+    ctx = await saved(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(it.nodes, "commit", refuse)
+        patch.setattr(ctx.nodes, "commit", refuse)
         with pytest.raises(StoreError, match="away"):
-            await settle(it)
-    await settle(it)
-    assert recorded(it) is not None
+            await settle(ctx)
+    await settle(ctx)
+    assert recorded(ctx) is not None
 
 
-async def test_one_of_which_a_file_was_removed_before_it_was_recorded_is_none(tmp_path: Path):
-    it = await saved(tmp_path)
-    it.files.delete(it.files.list("checkpoints")[0])
-    await settle(it)
-    assert recorded(it) is None and await pending(it) is None
+async def test_an_upload_with_a_removed_file_is_not_recorded(tmp_path: Path):
+    ctx = await saved(tmp_path)
+    ctx.files.delete(ctx.files.list("checkpoints")[0])
+    await settle(ctx)
+    assert recorded(ctx) is None and await pending(ctx) is None

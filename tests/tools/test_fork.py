@@ -49,9 +49,9 @@ def test_the_configuration_can_be_seen_before_anything_starts(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("nobody",), "there is no such run"),
+        (("nobody",), "the run does not exist"),
         (("run@7",), "RUN@K with K from 0 to 1"),
-        (("run", "num_rollout=2"), "nothing would be trained"),
+        (("run", "num_rollout=2"), "the fork has no iteration to train"),
         (("run", "rollout.temperature=1"), "rollout_temperature"),
     ],
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.reprocessing import reprocessing
+from flows.derived_runs import reprocessing
 from rlpipe.lineage.rollouts import find
 from rlpipe.reprocess.branch import Reprocessor
 from rlpipe.store.branches import Branches
@@ -39,10 +39,10 @@ def other(home: Path) -> str:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--of", "nobody"], "there is no such run"),
+        (["--of", "nobody"], "the run does not exist"),
         (
             ["--of", "run", "reward.function={type: python, path: nowhere.py}"],
-            "the hook's file cannot be read",
+            "cannot read the hook's file",
         ),
         (["--of", "run", "reward.function.path=math.sqrt.x"], "math.sqrt.x"),
         (["--of", "run", "rollout.dynamic_sampling_filter_path=os.path.join"], "no Python source"),

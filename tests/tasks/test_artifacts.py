@@ -1,9 +1,10 @@
-"""With what a run computes, in words (tasks.machine)."""
+"""Machine facts of a run as artifacts (tasks.artifacts, tasks.sync)."""
 
 from __future__ import annotations
 
 from rlpipe.types import Stage
-from tasks.machine import distinct, line, machines_of
+from tasks.artifacts import machines_line, machines_of
+from tasks.sync import distinct_machines
 
 TRAINER = {
     "device": "NVIDIA H200",
@@ -14,8 +15,8 @@ TRAINER = {
 ENGINE = {"device": "cuda", "sglang": "0.5.15", "attention": "fa3", "mem_fraction_static": 0.8}
 
 
-def test_engines_that_are_alike_are_named_once():
-    assert distinct([ENGINE, {}, dict(ENGINE), {**ENGINE, "attention": "triton"}]) == [
+def test_equal_engines_are_listed_once():
+    assert distinct_machines([ENGINE, {}, dict(ENGINE), {**ENGINE, "attention": "triton"}]) == [
         ENGINE,
         {**ENGINE, "attention": "triton"},
     ]
@@ -28,8 +29,8 @@ def test_engines_that_are_alike_are_named_once():
     )
 
 
-def test_the_line_says_what_matters_most():
-    assert line({"trainer": TRAINER, "engines": ENGINE}) == (
+def test_the_line_shows_the_main_facts():
+    assert machines_line({"trainer": TRAINER, "engines": ENGINE}) == (
         "trainer: device NVIDIA H200, torch 2.11, attention flash_attention_3; "
         "engines: device cuda, sglang 0.5.15, attention fa3, mem_fraction_static 0.8"
     )

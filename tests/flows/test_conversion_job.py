@@ -1,5 +1,4 @@
-"""What is converted: directories, and a run's checkpoint out of its store; by a process that the
-flow starts."""
+"""Sources of a conversion, and the child process that converts (flows.conversion_job)."""
 
 from __future__ import annotations
 
@@ -10,7 +9,12 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from flows.conversion import checkpoint_of, converted, fetched, job_of
+from flows.conversion_job import (
+    conversion_job,
+    fetched_checkpoint,
+    run_conversion,
+    stored_checkpoint,
+)
 from rlpipe.errors import ConfigError, ObjectCorrupt, ResourceError, StoreFull
 from rlpipe.lineage.stage_inputs import checkpoint_inputs
 from rlpipe.store.branches import Branches
@@ -42,7 +46,7 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("of", ["run", "run@0"])
 def test_a_runs_checkpoint_is_found_in_its_store(home, of):
-    with checkpoint_of(home, of) as stored:
+    with stored_checkpoint(home, of) as stored:
         assert sorted(path.name for path in stored.folder.iterdir()) == [
             ".metadata",
             "__0_0.distcp",
@@ -52,26 +56,26 @@ def test_a_runs_checkpoint_is_found_in_its_store(home, of):
 
 @pytest.mark.parametrize(
     ("of", "said"),
-    [("other", "no such run"), ("run@1", "no weights"), ("run@x", "not the name"), ("@1", "not")],
+    [("other", "the run does not exist"), ("run@1", "no saved weights"), ("run@x", "not the name"), ("@1", "not")],
 )
-def test_what_is_not_saved_is_said(home, of, said):
-    with pytest.raises(ConfigError, match=said), checkpoint_of(home, of):
+def test_a_missing_checkpoint_is_named(home, of, said):
+    with pytest.raises(ConfigError, match=said), stored_checkpoint(home, of):
         pass
 
 
 def test_a_file_that_was_changed_is_not_converted(home):
     next((home / "store" / "checkpoints").rglob("__0_0.distcp")).write_text("something else")
-    with pytest.raises(ObjectCorrupt, match="not the bytes"), checkpoint_of(home, "run"):
+    with pytest.raises(ObjectCorrupt, match="has changed since it was written"), stored_checkpoint(home, "run"):
         pass
 
 
-def test_conversions_of_one_run_have_a_folder_each_which_goes_with_them(home, tmp_path):
+def test_each_conversion_has_its_own_temporary_folder(home, tmp_path):
     files = Files(home / "store")
     version = "iter_0000001"
     train = Branches(files).read("run", 0).nodes[Stage.TRAIN]
     node: Node = Nodes(files).get(Stage.CHECKPOINT, checkpoint_inputs(train).digest)
-    with fetched(files, node, tmp_path / "run") as first:
-        with fetched(files, node, tmp_path / "run") as second:
+    with fetched_checkpoint(files, node, tmp_path / "run") as first:
+        with fetched_checkpoint(files, node, tmp_path / "run") as second:
             assert first != second
         assert not second.exists()
         assert sorted(path.name for path in (first / version).iterdir()) == [
@@ -81,9 +85,9 @@ def test_conversions_of_one_run_have_a_folder_each_which_goes_with_them(home, tm
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_the_kind_of_the_source_decides_what_is_made(tmp_path):
+def test_the_source_decides_the_direction_of_the_conversion(tmp_path):
     settings: dict[str, Any] = {"dtype": None}
-    back = job_of(tmp_path, tmp_path / "out", None, settings)
+    back = conversion_job(tmp_path, tmp_path / "out", None, settings)
     assert back == {
         "to": "huggingface",
         "checkpoint": str(tmp_path),
@@ -91,19 +95,19 @@ def test_the_kind_of_the_source_decides_what_is_made(tmp_path):
         "dtype": None,
     }
     (tmp_path / "config.json").write_text("{}")
-    there = job_of(tmp_path, tmp_path / "out", None, settings)
+    there = conversion_job(tmp_path, tmp_path / "out", None, settings)
     assert there == {
         "to": "torch_dist",
         "hf_dir": str(tmp_path),
         "save": str(tmp_path / "out"),
         "dtype": None,
     }
-    with pytest.raises(ConfigError, match="no such directory"):
-        job_of(tmp_path / "absent", tmp_path / "out", None, settings)
+    with pytest.raises(ConfigError, match="does not exist"):
+        conversion_job(tmp_path / "absent", tmp_path / "out", None, settings)
 
 
 @pytest.mark.integration
-async def test_a_process_of_its_own_converts_and_says_how_far_it_is(tmp_path):
+async def test_a_child_process_converts_and_reports_progress(tmp_path):
     sizes: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 32,
@@ -118,8 +122,8 @@ async def test_a_process_of_its_own_converts_and_says_how_far_it_is(tmp_path):
     async def tell(said: dict[str, Any]) -> None:
         heard.append(said)
 
-    report = await converted(
-        job_of(tmp_path / "model", tmp_path / "dist", None, {"shard_bytes": 10_000}), tell
+    report = await run_conversion(
+        conversion_job(tmp_path / "model", tmp_path / "dist", None, {"shard_bytes": 10_000}), tell
     )
     assert report["files"] > 1 and (tmp_path / "dist" / "release" / ".metadata").is_file()
     assert [said["done"] for said in heard] == sorted(said["done"] for said in heard)
@@ -133,7 +137,7 @@ async def test_a_process_of_its_own_converts_and_says_how_far_it_is(tmp_path):
         ("echo something else; exit 3", ResourceError),
     ],
 )
-async def test_what_goes_wrong_in_the_process_is_raised_here(tmp_path, monkeypatch, says, raised):
+async def test_an_error_of_the_child_process_is_raised(tmp_path, monkeypatch, says, raised):
     process = tmp_path / "python"
     process.write_text(f"#!/bin/sh\n{says}\n")
     process.chmod(0o755)
@@ -141,5 +145,5 @@ async def test_what_goes_wrong_in_the_process_is_raised_here(tmp_path, monkeypat
 
     async def tell(_said: dict[str, Any]) -> None: ...
 
-    with pytest.raises(raised, match=r"no room|without a word"):
-        await converted({"to": "torch_dist"}, tell)
+    with pytest.raises(raised, match=r"no room|without a report"):
+        await run_conversion({"to": "torch_dist"}, tell)

@@ -1,5 +1,4 @@
-"""Iterations as flow runs of their own: when one is put back, when it is not, and what is left when
-the run ends."""
+"""Iterations as flow runs: rescheduling, retries, and cancelling at the end of the run."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ from prefect.states import (
     Running,
 )
 
-from flows import deployed
-from flows.deployed import Deployed, IterationFailed
+from flows import deployed_iterations
+from flows.deployed_iterations import DeployedIterations, IterationFailed
 from rlpipe.config.load import home as default_home
 from rlpipe.errors import ConfigError, DeadlineExceeded
 from rlpipe.lineage.stage_inputs import Inputs
@@ -37,11 +36,12 @@ from tests.tasks.test_begin import config
 
 
 class Server:
-    """Stands in for Prefect's server and worker: each flow run goes through the states that a test
-    gave its iteration."""
+    """Replaces Prefect's server and worker: a flow run goes through the states that the test
+    gives.
+    """
 
-    def __init__(self, it: RunContext) -> None:
-        self.it, self.log = it, list[str]()
+    def __init__(self, ctx: RunContext) -> None:
+        self.it, self.log = ctx, list[str]()
         self.scripts: dict[int, list[State | str]] = {}
         self.deployed = True
         self.variables: dict[str, str] = {}
@@ -99,8 +99,8 @@ class Server:
         self._runs[number].state = Cancelled() if state.is_cancelling() else state
 
 
-def commit(it: RunContext, k: int) -> None:
-    node = it.nodes.commit(
+def commit(ctx: RunContext, k: int) -> None:
+    node = ctx.nodes.commit(
         Inputs(stage=Stage.TRAIN, parents={"k": str(k)}, config={}).node(files=(), outputs={})
     )
     made = Commit(
@@ -113,68 +113,67 @@ def commit(it: RunContext, k: int) -> None:
         config_digest="c",
         epoch=1,
     )
-    it.branches.commit(made)
+    ctx.branches.commit(made)
 
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
-    """The run `run` of three iterations, open in this process without actors, and a server to play
-    with."""
+    """The run `run` of three iterations, open in this process without actors, and a fake server."""
     policy = {"iterations": "deployment", "retries": 2, "retry_delay_s": 0.01}
     run = config(orchestration=policy)
     files = Files(tmp_path / "store")
     no_actors: Any = None
     epoch = Epochs(files).acquire("run")
-    it = RunContext(
+    ctx = RunContext(
         run, tmp_path / "home", "/models/m", files, no_actors, Progress("run", 3), epoch
     )
-    it.branches.create("run", run.model_dump(mode="json"), "init")
-    monkeypatch.setitem(contexts._OPEN, "run", it)
-    made = Server(it)
-    monkeypatch.setattr(deployed, "get_client", lambda: made)
-    monkeypatch.setattr(deployed, "arun_deployment", made.run_deployment)
-    monkeypatch.setattr(deployed, "LOOK_INTERVAL_S", 0.01)
-    monkeypatch.setattr(deployed, "CRASH_REPORTS_S", 0.2)
+    ctx.branches.create("run", run.model_dump(mode="json"), "init")
+    monkeypatch.setitem(contexts._OPEN, "run", ctx)
+    made = Server(ctx)
+    monkeypatch.setattr(deployed_iterations, "get_client", lambda: made)
+    monkeypatch.setattr(deployed_iterations, "arun_deployment", made.run_deployment)
+    monkeypatch.setattr(deployed_iterations, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(deployed_iterations, "CRASH_REPORTS_S", 0.2)
     return made
 
 
 @pytest.mark.parametrize("gpus", [None, "2,3"])
-async def test_its_process_has_the_home_and_sees_the_gpus_of_the_run(
+async def test_the_process_of_an_iteration_gets_home_and_gpus_of_the_run(
     server: Server, gpus: str | None, monkeypatch
 ):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if gpus:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    async with Deployed(server.it.config) as iterations:
+    async with DeployedIterations(server.it.config) as iterations:
         await iterations.open(0)
     seen = {name: value for name, value in server.variables.items() if value != str(default_home())}
     assert seen == ({"env.CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
 
 
-async def test_one_more_than_is_in_flight_is_open_and_what_is_left_is_cancelled(server: Server):
+async def test_one_more_iteration_is_open_and_open_ones_are_cancelled_at_the_end(server: Server):
     server.scripts = {0: [Running(), Running(), "commit"]}
-    async with Deployed(server.it.config) as iterations:
+    async with DeployedIterations(server.it.config) as iterations:
         nodes = await iterations.finish(0)
     assert list(nodes) == ["train"]
     assert server.log == ["open 0", "open 1", "Cancelling 1", "closed"]
 
 
-async def test_a_failed_one_is_put_back_and_its_commit_counts(server: Server):
+async def test_a_failed_flow_run_is_rescheduled_and_its_commit_counts(server: Server):
     server.scripts = {
         0: [Failed(message="no"), Failed(message="no"), Running(), "commit"],
         1: [],
         2: [],
     }
-    async with Deployed(server.it.config) as iterations:
+    async with DeployedIterations(server.it.config) as iterations:
         await iterations.finish(0)
     assert server.log == ["open 0", "open 1", "AwaitingRetry 0", "Cancelling 1", "closed"]
 
 
-async def test_one_that_fails_as_often_as_it_may_ends_the_run_and_says_what_to_do(server: Server):
+async def test_a_flow_run_without_retries_left_ends_the_run_with_advice(server: Server):
     server.scripts = {0: [Failed(message="no")]}
     server.set_flow_run_state = fails_again(server)  # type: ignore[method-assign]
     with pytest.raises(IterationFailed, match="after at most 2 retries") as caught:
-        async with Deployed(server.it.config) as iterations:
+        async with DeployedIterations(server.it.config) as iterations:
             await iterations.finish(0)
     assert server.log.count("AwaitingRetry 0") == 2
     assert "press Retry" in str(caught.value)
@@ -193,25 +192,25 @@ def fails_again(server: Server) -> Any:
     return putting
 
 
-async def test_one_that_a_person_cancelled_is_not_put_back(server: Server):
+async def test_a_flow_run_that_a_person_cancelled_is_not_rescheduled(server: Server):
     server.scripts = {0: [Cancelled()]}
     with pytest.raises(IterationFailed, match="Cancelled"):
-        async with Deployed(server.it.config) as iterations:
+        async with DeployedIterations(server.it.config) as iterations:
             await iterations.finish(0)
     assert "AwaitingRetry 0" not in server.log
 
 
-async def test_one_that_a_person_put_back_meanwhile_is_left_alone(server: Server):
+async def test_a_flow_run_that_a_person_retried_is_left_alone(server: Server):
     server.scripts = {0: [Failed(), AwaitingRetry(), "commit"]}
-    async with Deployed(server.it.config) as iterations:
+    async with DeployedIterations(server.it.config) as iterations:
         await iterations.finish(0)
     assert "AwaitingRetry 0" not in server.log
 
 
-async def test_a_crash_is_put_back_only_after_the_workers_second_report(
+async def test_a_crash_is_rescheduled_only_after_the_workers_second_report(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(deployed, "CRASH_REPORTS_S", 3600.0)
+    monkeypatch.setattr(deployed_iterations, "CRASH_REPORTS_S", 3600.0)
     long_ago = datetime.now(UTC) - timedelta(hours=2)
     fresh = Crashed(message="killed")
     server.scripts = {
@@ -224,23 +223,23 @@ async def test_a_crash_is_put_back_only_after_the_workers_second_report(
             "commit",
         ]
     }
-    async with Deployed(server.it.config) as iterations:
+    async with DeployedIterations(server.it.config) as iterations:
         await iterations.finish(0)
     assert "AwaitingRetry 0" not in server.log
     server.scripts = {1: [Crashed(message="killed", timestamp=long_ago)] * 2 + ["commit"]}
-    async with Deployed(server.it.config) as iterations:
+    async with DeployedIterations(server.it.config) as iterations:
         await iterations.finish(1)
     assert "AwaitingRetry 1" in server.log
 
 
-async def test_a_run_that_is_started_again_finds_its_flow_runs_and_puts_back_what_ended(
+async def test_a_restarted_run_finds_its_flow_runs_and_reschedules_ended_ones(
     server: Server,
 ):
     key = f"{server.it.files.root}#run#init#{{}}"
     server.add(0, key.format(0), Failed())
     server.add(1, key.format(1), Running())
     server.scripts = {0: [Failed(), Failed(), "commit"]}
-    async with Deployed(server.it.config) as iterations:
+    async with DeployedIterations(server.it.config) as iterations:
         await iterations.finish(0)
         server.scripts = {1: [Failed(), Failed(), Failed(), "commit"]}
         await iterations.finish(1)
@@ -248,45 +247,47 @@ async def test_a_run_that_is_started_again_finds_its_flow_runs_and_puts_back_wha
     assert "AwaitingRetry 0" in server.log
 
 
-async def test_one_that_the_run_before_cancelled_is_put_back_once_it_has_ended(server: Server):
+async def test_a_flow_run_that_the_previous_driver_cancelled_is_rescheduled_once_ended(
+    server: Server,
+):
     server.add(0, f"{server.it.files.root}#run#init#0", Cancelling())
     server.scripts = {
         0: [Cancelling(), Cancelling(), Cancelled(), Cancelled(), Running(), "commit"]
     }
-    async with Deployed(server.it.config) as iterations:
+    async with DeployedIterations(server.it.config) as iterations:
         await iterations.finish(0)
     assert server.log[:2] == ["open 1", "AwaitingRetry 0"]
 
 
-async def test_one_whose_cancellation_no_worker_carries_out_is_ended_and_put_back(
+async def test_a_cancelling_flow_run_without_a_worker_is_ended_and_rescheduled(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(deployed, "CANCELLED_WITHIN_S", 0.03)
+    monkeypatch.setattr(deployed_iterations, "CANCELLED_WITHIN_S", 0.03)
     server.add(0, f"{server.it.files.root}#run#init#0", Cancelling())
     server.scripts = {0: [*[Cancelling()] * 20, Cancelled(), Cancelled(), Running(), "commit"]}
-    async with Deployed(server.it.config) as iterations:
+    async with DeployedIterations(server.it.config) as iterations:
         await iterations.finish(0)
     assert list(dict.fromkeys(server.log))[:3] == ["open 1", "Cancelled 0", "AwaitingRetry 0"]
 
 
-async def test_one_that_is_completed_without_a_commit_is_not_believed(server: Server):
+async def test_a_completed_flow_run_without_a_commit_is_a_failure(server: Server):
     server.scripts = {0: [Completed(), Completed(), "commit"]}
-    async with Deployed(server.it.config) as iterations:
+    async with DeployedIterations(server.it.config) as iterations:
         await iterations.finish(0)
     assert "AwaitingRetry 0" in server.log
 
 
-async def test_a_deployment_that_is_not_there_is_named_with_what_to_do(server: Server):
+async def test_the_error_names_a_missing_deployment_with_advice(server: Server):
     server.deployed = False
     with pytest.raises(ConfigError, match=r"deployments\.apply"):
-        async with Deployed(server.it.config) as iterations:
+        async with DeployedIterations(server.it.config) as iterations:
             await iterations.finish(0)
 
 
-async def test_one_that_no_worker_takes_ends_in_a_deadline(server: Server):
+async def test_a_flow_run_that_no_worker_starts_reaches_the_deadline(server: Server):
     orchestration = server.it.config.orchestration.model_copy(update={"timeout_s": 0.05})
-    with pytest.raises(DeadlineExceeded, match="is a worker running"):
-        async with Deployed(
+    with pytest.raises(DeadlineExceeded, match="check that a worker runs"):
+        async with DeployedIterations(
             server.it.config.model_copy(update={"orchestration": orchestration})
         ) as iterations:
             await iterations.finish(0)
