@@ -1,1 +1,1 @@
-"""Deployments, run recipes and model presets."""
+"""Prefect deployments, run recipes and model presets."""

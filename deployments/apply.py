@@ -1,16 +1,16 @@
-"""Declare work pool and deployments to the Prefect server:  python -m deployments.apply [--site FILE] [--home DIR]
+"""Declare work pool, queues, deployments and automations to the Prefect server.
 
+    python -m deployments.apply [--site FILE] [--home DIR]
     prefect worker start --pool rlpipe --type process
     prefect deployment run train/spell_backward -p 'overrides=["num_rollout=20"]'
 
-The flows run from this checkout, in processes of a worker on this machine. The pool has no limit of
-its own: an iteration's flow run must never wait for the place of the run that waits for it. Each
-set of GPUs is a queue with a limit (`train`: `--limit`): further runs wait in line. (A deployment's
-own limit would not do: its leases are in the server's memory, and a run whose lease is gone is
-ended.) Doing it again changes what differs.
+Flows run from this checkout, in processes of a worker on this machine. A second call changes only
+what differs.
 
-Not here: which deployments there are (`declared`), what the flows do, or a server (`prefect server
-start`, `make up`).
+The pool has no limit: an iteration's flow run must never wait for a slot that its own run holds.
+Each set of GPUs is a queue with a limit (`train`: `--limit`); further runs wait. A limit of the
+deployment would not work: its leases are in the server's memory, and Prefect ends a run without a
+lease.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from prefect.deployments.runner import RunnerDeployment
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.settings import get_current_settings
 
-from deployments.automations import HEARTBEAT_S, keep_automations
-from deployments.declared import ROOT, Declaration, declared, entrypoints
+from deployments.automations import HEARTBEAT_S, apply_automations
+from deployments.declarations import ROOT, Declaration, declared, entrypoints
 from deployments.site import ANY_GPUS, GpuSet, Site, load_site
 from flows.environment import CACHES, CLIENT_SETTINGS, keep_caches_in
 from rlpipe.config.load import HOME_VARIABLE, home
@@ -42,23 +42,24 @@ from rlpipe.errors import ResourceError, RlpipeError
 
 
 async def apply(site: Site, folder: Path) -> list[str]:
-    """Pool, queues, deployments and automations of a site; the deployments' full names. Raises:
-    ConfigError."""
-    kinds = {
+    """Declare everything that a site has; return the deployments' full names. Raises:
+    ConfigError.
+    """
+    flows = {
         name: await Flow.afrom_source(source=str(ROOT), entrypoint=path)
         for name, path in entrypoints().items()
     }
-    wanted = declared(site, set(kinds))
+    declarations = declared(site, set(flows))
     async with get_client() as client:
-        await keep_pool(client, site)
-        for one in wanted:
-            await deploy(kinds[one.flow], one, site.pool, environment(folder))
-        await keep_automations(client, site)
-    return [one.full_name for one in wanted]
+        await apply_pool(client, site)
+        for declaration in declarations:
+            await deploy(flows[declaration.flow], declaration, site.pool, environment(folder))
+        await apply_automations(client, site)
+    return [declaration.full_name for declaration in declarations]
 
 
-async def keep_pool(client: PrefectClient, site: Site) -> None:
-    """The work pool, with a queue for each set of GPUs."""
+async def apply_pool(client: PrefectClient, site: Site) -> None:
+    """Create or update the work pool, with a queue for each set of GPUs."""
     with suppress(ObjectAlreadyExists):
         await client.create_work_pool(
             WorkPoolCreate(name=site.pool, type="process", description="rlpipe on this machine")
@@ -71,31 +72,33 @@ async def keep_pool(client: PrefectClient, site: Site) -> None:
 
 
 async def deploy(
-    flow: Flow[..., Any], one: Declaration, pool: str, variables: dict[str, str]
+    flow: Flow[..., Any], declaration: Declaration, pool: str, variables: dict[str, str]
 ) -> None:
-    """One deployment of a flow from this checkout, on a work pool."""
-    gpus = (
-        {} if one.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in one.gpus)}
-    )
-    made = await flow.ato_deployment(
-        name=one.name,
-        parameters=one.parameters,
-        schedules=one.timetables,
-        tags=list(one.tags),
+    """Declare one deployment of a flow of this checkout on a work pool."""
+    if declaration.gpus is not None:
+        gpus = ",".join(str(gpu) for gpu in declaration.gpus)
+        variables = {**variables, "CUDA_VISIBLE_DEVICES": gpus}
+    deployment = await flow.ato_deployment(
+        name=declaration.name,
+        parameters=declaration.parameters,
+        schedules=declaration.timetables,
+        tags=list(declaration.tags),
         work_pool_name=pool,
-        work_queue_name=one.queue,
-        job_variables={"env": {**variables, **gpus}},
+        work_queue_name=declaration.queue,
+        job_variables={"env": variables},
         concurrency_limit=None,
         description=flow.description,
     )
-    offer(made, one.parameters.get("recipe"))
-    await made.aapply()
+    add_recipe_choice(deployment, declaration.parameters.get("recipe"))
+    await deployment.aapply()
 
 
-def offer(made: RunnerDeployment, recipe: str | None) -> None:
-    """Put a deployment's own recipe, a file, among those that the form's list has: a value that is
-    in no list is not shown."""
-    properties = made._parameter_openapi_schema.properties
+def add_recipe_choice(deployment: RunnerDeployment, recipe: str | None) -> None:
+    """Add a deployment's recipe file to the choices on Prefect's form.
+
+    The form does not show a value that is not among its choices.
+    """
+    properties = deployment._parameter_openapi_schema.properties
     if recipe is not None:
         names = properties["recipe"]["anyOf"][0]["enum"]
         if recipe not in names:
@@ -103,31 +106,30 @@ def offer(made: RunnerDeployment, recipe: str | None) -> None:
 
 
 async def undeclared(site: Site, names: list[str]) -> list[str]:
-    """Deployments of this site's pool, and of its name if it has one, that are not among these."""
+    """Return the deployments of this site's pool and name that are not in `names`."""
     async with get_client() as client:
         of_pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[site.pool]))
-        there = await client.read_deployments(work_pool_filter=of_pool, limit=200)
-        titles = {found.id: found.name for found in await client.read_flows(limit=200)}
-    ours = {
-        f"{titles.get(one.flow_id, '?')}/{one.name}"
-        for one in there
-        if one.name.endswith(site.called(""))
+        deployments = await client.read_deployments(work_pool_filter=of_pool, limit=200)
+        flow_names = {flow.id: flow.name for flow in await client.read_flows(limit=200)}
+    full_names = {
+        f"{flow_names.get(deployment.flow_id, '?')}/{deployment.name}"
+        for deployment in deployments
+        if deployment.name.endswith(site.deployment_name(""))
     }
-    return sorted(ours - set(names))
+    return sorted(full_names - set(names))
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """What a flow's process needs to know: where this checkout, the runs and their caches are."""
+    """Return environment variables of flow processes: checkout, home and caches."""
     keep_caches_in(folder)
     caches = {
         name: os.environ[name]
         for name in (*CACHES, "HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY")
         if name in os.environ
     }
-    beats = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)}
     return {
         **CLIENT_SETTINGS,
-        **beats,
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
         **caches,
         HOME_VARIABLE: str(folder),
         "PYTHONPATH": python_path(),
@@ -135,7 +137,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def python_path() -> str:
-    """This checkout before what PYTHONPATH has here: a Megatron-LM checkout may be there."""
+    """Return PYTHONPATH with this checkout first. A Megatron-LM checkout may follow."""
     others = [
         str(Path(path).absolute())
         for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -144,8 +146,8 @@ def python_path() -> str:
     return os.pathsep.join(dict.fromkeys([str(ROOT), *others]))
 
 
-def place(arguments: argparse.Namespace) -> tuple[Site, Path]:
-    """The site and the home that a command line names. Raises: ConfigError."""
+def site_and_home(arguments: argparse.Namespace) -> tuple[Site, Path]:
+    """Return site and home of a command line. Raises: ConfigError."""
     site = load_site(Path(arguments.site) if arguments.site else None)
     changed: dict[str, Any] = {"pool": arguments.pool} if arguments.pool else {}
     if arguments.limit is not None:
@@ -158,51 +160,55 @@ def place(arguments: argparse.Namespace) -> tuple[Site, Path]:
 
 
 @contextmanager
-def server_named() -> Iterator[None]:
-    """Name the Prefect server that does not answer. Raises: ResourceError."""
+def report_unreachable_server() -> Iterator[None]:
+    """Turn a transport error into one that names the server. Raises: ResourceError."""
     try:
         yield
     except httpx.TransportError as error:
+        url = httpx.URL(get_current_settings().api.url or "")
         raise ResourceError(
             "the Prefect server does not answer",
             where="PREFECT_API_URL",
-            found=f"{httpx.URL(get_current_settings().api.url or '').copy_with(username=None, password=None)}: {error}",
-            do="start it (`prefect server start`, or `make up` and `. runs/.up/env`), or name the one that runs",
+            found=f"{url.copy_with(username=None, password=None)}: {error}",
+            do="start the server (`prefect server start`, or `make up` and `. runs/.up/env`), "
+            "or set PREFECT_API_URL to a running one",
         ) from error
 
 
 def main() -> int:
-    """Parse, apply, say what to do next. Exit codes: 0 done, 1 no server, 2 bad input."""
+    """Run the command. Exit codes: 0 done, 1 no server, 2 wrong input."""
     parser = argparse.ArgumentParser(
         prog="python -m deployments.apply", description="Declare work pool and deployments."
     )
     parser.add_argument(
         "--site",
-        help="YAML file with sets of GPUs, schedules, settings, alerts: deployments/site.example.yaml",
+        help="YAML file with sets of GPUs, schedules, settings, alerts "
+        "(deployments/site.example.yaml)",
     )
     parser.add_argument(
-        "--pool", help="process work pool, made if there is none (default: the site's, else rlpipe)"
+        "--pool", help="process work pool, created if missing (default: the site's, else rlpipe)"
     )
-    parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
+    parser.add_argument("--home", help=f"directory of runs (default: ${HOME_VARIABLE} or ./runs)")
     parser.add_argument(
         "--limit",
         type=int,
-        help="training runs at a time in the set `train` (default: the site's, else 1)",
+        help="concurrent training runs in the set `train` (default: the site's, else 1)",
     )
     try:
-        site, folder = place(parser.parse_args())
-        with server_named():
+        site, folder = site_and_home(parser.parse_args())
+        with report_unreachable_server():
             names = asyncio.run(apply(site, folder))
-            gone = asyncio.run(undeclared(site, names))
+            obsolete = asyncio.run(undeclared(site, names))
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1 if isinstance(error, ResourceError) else 2
     print(
-        f"declared {', '.join(names)}; now: prefect worker start --pool {site.pool} --type process"
+        f"declared {', '.join(names)}; next: prefect worker start --pool {site.pool} --type process"
     )
-    if gone:
+    if obsolete:
         print(
-            f"there, but not declared any more: {', '.join(gone)} (prefect deployment delete NAME)"
+            f"no longer declared: {', '.join(obsolete)} "
+            "(delete with: prefect deployment delete NAME)"
         )
     return 0
 

@@ -1,12 +1,9 @@
-"""Alerts, as automations of the Prefect server: who is told that a run failed, waits for somebody,
-or has no worker; and a run whose process is silent becomes Crashed.
+"""Alerts as automations of the Prefect server: a run failed, a run is paused, no worker answers.
 
-The last needs nobody to tell: a worker that dies together with a flow's process reports nothing,
-and the run would stay Running. A run that only looked dead goes on unharmed; whoever retries it
-meanwhile is refused, for it still drives its branch.
-
-Not here: which notification block there is (made in Prefect's pages, where its secret stays), or
-when iterations are put back (`flows.deployed`).
+One automation needs no notification block: a run whose process is silent becomes Crashed. A worker
+that dies together with a flow's process reports nothing, so the run would stay Running. A run that
+was only slow continues unharmed: a retry meanwhile is refused, because the run still holds the
+epoch of its branch.
 """
 
 from __future__ import annotations
@@ -24,43 +21,50 @@ from deployments.site import Alerts, Site
 from rlpipe.errors import ConfigError
 
 HEARTBEAT_S = 60
-"""How often the process of a flow run says that it lives; what `alerts.silent_after_s` waits
-for."""
+"""Interval at which the process of a flow run reports to the server (see
+`alerts.silent_after_s`).
+"""
 HEARTBEAT = "prefect.flow-run.heartbeat"
-OVER = ("Completed", "Failed", "Crashed", "Cancelled", "AwaitingRetry", "Paused", "Suspended")
-RUNS = ["train", "fork", "evaluate", "reprocess", "convert", "audit"]
-"""Flows that nobody puts back by themselves, as iterations are."""
-RUN = "{{ flow.name }}/{{ flow_run.name }}"
-WHY_IT_WAITS = (
-    "{{ flow_run.labels['rlpipe.waits'] or flow_run.state.message or 'paused by somebody' }}"
+FINAL_STATES = (
+    "Completed",
+    "Failed",
+    "Crashed",
+    "Cancelled",
+    "AwaitingRetry",
+    "Paused",
+    "Suspended",
 )
-"""A gate says why in a label (`tasks.gates.WHY`)."""
+RUNS = ["train", "fork", "evaluate", "reprocess", "convert", "audit"]
+"""Flows that Prefect does not retry by itself. Iterations are retried."""
+RUN = "{{ flow.name }}/{{ flow_run.name }}"
+REASON = "{{ flow_run.labels['rlpipe.waits'] or flow_run.state.message or 'paused by a person' }}"
+"""A gate writes the reason to this label (`tasks.gates.REASON_LABEL`)."""
 
 
-def automations(site: Site, block: UUID | None, pool: UUID) -> list[AutomationCore]:
-    """Every automation of a site. `block`: the notification block's id; without it nobody is told
-    of anything."""
-    made = [] if site.alerts.silent_after_s is None else [_silent(site, site.alerts.silent_after_s)]
+def site_automations(site: Site, block: UUID | None, pool: UUID) -> list[AutomationCore]:
+    """Return every automation of a site. `block`: id of the notification block; None: no alerts."""
+    silent_after_s = site.alerts.silent_after_s
+    automations = [] if silent_after_s is None else [_silent(site, silent_after_s)]
     if block is not None:
-        made += [_failed(site, block), _waiting(site, block), _alone(site, block, pool)]
-    return made
+        automations += [_failed(site, block), _paused(site, block), _no_worker(site, block, pool)]
+    return automations
 
 
 def prefix(site: Site) -> str:
-    """How the names of a site's automations begin."""
+    """Return the start of the names of a site's automations."""
     return f"{site.tag}: "
 
 
 def _silent(site: Site, after_s: float) -> AutomationCore:
-    over = {f"prefect.flow-run.{state}" for state in OVER}
+    final = {f"prefect.flow-run.{state}" for state in FINAL_STATES}
     return AutomationCore(
         name=f"{prefix(site)}a silent run is crashed",
-        description=f"no sign of life of its process for {after_s:g} s, so that Retry can be pressed",
+        description=f"its process sent no heartbeat for {after_s:g} s; Retry becomes possible",
         trigger=EventTrigger(
             match={"prefect.resource.id": "prefect.flow-run.*"},
             match_related=_tagged(site),
             after={HEARTBEAT},
-            expect={HEARTBEAT, *over},
+            expect={HEARTBEAT, *final},
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,
             threshold=1,
@@ -70,7 +74,7 @@ def _silent(site: Site, after_s: float) -> AutomationCore:
             ChangeFlowRunState(
                 name="Crashed",
                 state=StateType.CRASHED,
-                message=f"its process was silent for {after_s:g} s",
+                message=f"its process sent no heartbeat for {after_s:g} s",
                 force=False,
             )
         ],
@@ -80,9 +84,9 @@ def _silent(site: Site, after_s: float) -> AutomationCore:
 def _failed(site: Site, block: UUID) -> AutomationCore:
     return AutomationCore(
         name=f"{prefix(site)}a run failed",
-        trigger=_seen("Failed", "Crashed", "TimedOut", related=[_tagged(site), _flows(RUNS)]),
+        trigger=_on_states("Failed", "Crashed", "TimedOut", related=[_tagged(site), _flows(RUNS)]),
         actions=[
-            _told(
+            _notify(
                 block,
                 f"{RUN} {{{{ flow_run.state.name }}}}",
                 "{{ flow_run.state.message }}\n{{ flow_run|ui_url }}",
@@ -91,23 +95,22 @@ def _failed(site: Site, block: UUID) -> AutomationCore:
     )
 
 
-def _waiting(site: Site, block: UUID) -> AutomationCore:
-    """Of any place on the server: an iteration within its run's process has no tags of a
-    deployment."""
+def _paused(site: Site, block: UUID) -> AutomationCore:
+    """Match all sites: an iteration inside its run's process has no tags of a deployment."""
     return AutomationCore(
         name=f"{prefix(site)}a run waits for somebody",
-        trigger=_seen("Paused", "Suspended", related=[_flows([*RUNS, "iteration"])]),
+        trigger=_on_states("Paused", "Suspended", related=[_flows([*RUNS, "iteration"])]),
         actions=[
-            _told(
+            _notify(
                 block,
-                f"{RUN} waits",
-                f"{WHY_IT_WAITS}\nResume or cancel it: {{{{ flow_run|ui_url }}}}",
+                f"{RUN} is paused",
+                f"{REASON}\nResume or cancel it: {{{{ flow_run|ui_url }}}}",
             )
         ],
     )
 
 
-def _alone(site: Site, block: UUID, pool: UUID) -> AutomationCore:
+def _no_worker(site: Site, block: UUID, pool: UUID) -> AutomationCore:
     return AutomationCore(
         name=f"{prefix(site)}no worker",
         trigger=EventTrigger(
@@ -117,10 +120,10 @@ def _alone(site: Site, block: UUID, pool: UUID) -> AutomationCore:
             threshold=1,
         ),
         actions=[
-            _told(
+            _notify(
                 block,
                 "no worker of {{ work_pool.name }} answers",
-                "Its runs wait until one is started again.",
+                "Its runs wait until a worker is started.",
             )
         ],
     )
@@ -134,8 +137,8 @@ def _flows(names: list[str]) -> dict[str, str | list[str]]:
     return {"prefect.resource.role": "flow", "prefect.resource.name": names}
 
 
-def _seen(*states: str, related: list[dict[str, str | list[str]]]) -> EventTrigger:
-    """A flow run enters one of these states."""
+def _on_states(*states: str, related: list[dict[str, str | list[str]]]) -> EventTrigger:
+    """Return a trigger: a flow run enters one of these states."""
     return EventTrigger(
         match={"prefect.resource.id": "prefect.flow-run.*"},
         match_related=[*related],
@@ -146,38 +149,37 @@ def _seen(*states: str, related: list[dict[str, str | list[str]]]) -> EventTrigg
     )
 
 
-def _told(block: UUID, subject: str, body: str) -> SendNotification:
+def _notify(block: UUID, subject: str, body: str) -> SendNotification:
     return SendNotification(block_document_id=block, subject=subject, body=body)
 
 
-async def keep_automations(client: PrefectClient, site: Site) -> list[str]:
-    """Make, change or remove a site's automations of the server, by name; the names. Those of other
-    places stay as they are.
+async def apply_automations(client: PrefectClient, site: Site) -> list[str]:
+    """Create, update or remove a site's automations, by name; return the names.
 
-    Raises: ConfigError if there is no such block.
+    Automations of other sites stay as they are. Raises: ConfigError without the notification block.
     """
     pool = await client.read_work_pool(site.pool)
-    wanted = {
-        one.name: one for one in automations(site, await block_of(client, site.alerts), pool.id)
+    block = await block_id(client, site.alerts)
+    declared = {
+        automation.name: automation for automation in site_automations(site, block, pool.id)
     }
-    there = {
-        one.name: one
-        for one in await client.read_automations()
-        if one.name.startswith(prefix(site))
+    existing = {
+        automation.name: automation
+        for automation in await client.read_automations()
+        if automation.name.startswith(prefix(site))
     }
-    for name, automation in wanted.items():
-        if name in there:
-            await client.update_automation(there[name].id, automation)
+    for name, automation in declared.items():
+        if name in existing:
+            await client.update_automation(existing[name].id, automation)
         else:
             await client.create_automation(automation)
-    for name in there.keys() - wanted.keys():
-        await client.delete_automation(there[name].id)
-    return sorted(wanted)
+    for name in existing.keys() - declared.keys():
+        await client.delete_automation(existing[name].id)
+    return sorted(declared)
 
 
-async def block_of(client: PrefectClient, alerts: Alerts) -> UUID | None:
-    """The id of the notification block that is told. Raises: ConfigError if there is none of this
-    name."""
+async def block_id(client: PrefectClient, alerts: Alerts) -> UUID | None:
+    """Return the id of the notification block. Raises: ConfigError if it does not exist."""
     if alerts.block is None:
         return None
     kind, _, name = alerts.block.partition("/")
@@ -185,9 +187,9 @@ async def block_of(client: PrefectClient, alerts: Alerts) -> UUID | None:
         return (await client.read_block_document_by_name(name, block_type_slug=kind)).id
     except ObjectNotFound as error:
         raise ConfigError(
-            "the Prefect server has no such notification block",
+            "the notification block does not exist on the Prefect server",
             where="alerts.block",
             found=alerts.block,
             expected="<type>/<name>, such as slack-webhook/oncall",
-            do="make it in Prefect's pages (Blocks), or leave alerts.block out",
+            do="create it in Prefect's UI (Blocks), or leave alerts.block out",
         ) from error

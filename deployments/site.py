@@ -1,10 +1,6 @@
-"""What is particular to one place: its sets of GPUs, its schedules, settings of all its runs, whom
-to alert.
+"""Settings of one site: sets of GPUs, schedules, overrides for all runs, alerts.
 
-    python -m deployments.apply --site my_site.yaml        # see site.example.yaml beside this file
-
-Not here: the deployments that every place has (`declared`), or telling the Prefect server
-(`apply`).
+python -m deployments.apply --site my_site.yaml        # example: site.example.yaml
 """
 
 from __future__ import annotations
@@ -21,36 +17,36 @@ from rlpipe.config.text import parse, read
 from rlpipe.errors import ConfigError
 
 ANY_GPUS = "train"
-"""The set that training runs are put into unless they name another."""
+"""Set of GPUs of training runs that name no other set."""
 UNLIMITED = "default"
-"""The queue without a limit: iterations, which must never wait for the place of the run that waits
-for them."""
+"""Queue without a limit, for iterations: they must never wait for a slot that their run holds."""
 
 
 class GpuSet(Config):
-    """GPUs that belong together: a queue of the work pool, so many runs at a time."""
+    """GPUs that a queue of the work pool gives to its runs."""
 
     gpus: tuple[int, ...] | None = None
-    """CUDA devices of the worker's machine that runs of this set see; None: all, or those of the
-    cluster that a run joins."""
+    """CUDA devices of the worker's machine that runs see; None: all, or those of the run's
+    cluster.
+    """
     limit: int = Field(default=1, ge=1)
-    """Runs at a time; further ones wait in line."""
+    """Concurrent runs; further ones wait."""
 
 
 class Schedule(Config):
-    """When runs are made without being asked for; exactly one of `cron`, `interval_s`, `rrule`."""
+    """Times at which runs start automatically; exactly one of `cron`, `interval_s`, `rrule`."""
 
     cron: str | None = None
     """Five fields: `0 2 * * *` is every night at two."""
     interval_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Seconds from one to the next."""
+    """Seconds between two runs."""
     rrule: str | None = None
     """iCalendar, such as `FREQ=WEEKLY;BYDAY=SA`, or once:
     `DTSTART:20270101T020000Z\\nRRULE:FREQ=DAILY;COUNT=1`."""
     timezone: str = "UTC"
     """IANA name in which `cron` and `rrule` are read."""
     active: bool = True
-    """False: declared, but paused until somebody switches it on in Prefect's pages."""
+    """False: declared, but paused until a person switches it on in Prefect's UI."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> Schedule:
@@ -69,55 +65,58 @@ class Schedule(Config):
 
 
 class Entry(Config):
-    """One more deployment: a flow with parameters of its own, and when it runs by itself."""
+    """A deployment: a flow with parameters and schedules."""
 
     flow: Literal["train", "fork", "evaluate", "reprocess", "convert", "audit"]
-    """Which flow."""
+    """Name of the flow."""
     name: str = Field(pattern=r"^[^/%&<>]+$")
-    """Its name after the flow's: `train/<name>`."""
+    """Name of the deployment: `train/<name>`."""
     parameters: dict[str, Any] = Field(default_factory=dict)
-    """Parameters that differ from the flow's defaults; a run may still change them."""
+    """Parameters that differ from the flow's defaults. A run may change them."""
     gpu_set: str | None = None
-    """In which set of GPUs it runs; None: `train` for training, without a limit for the others."""
+    """Set of GPUs; None: `train` for training, no limit for other flows."""
     schedules: tuple[Schedule, ...] = ()
-    """When it runs by itself; (): only when asked to."""
+    """Schedules; (): no automatic runs."""
     tags: tuple[str, ...] = ()
-    """Tags of its runs in Prefect's pages, beside the flow's name."""
+    """Further tags of its runs in Prefect."""
 
 
 class Alerts(Config):
-    """Who is told, and of what, by automations of the Prefect server."""
+    """Notifications by automations of the Prefect server."""
 
     block: str | None = None
-    """Notification block made in Prefect's pages, `<type>/<name>`, such as `slack-webhook/oncall`;
-    None: nobody is told."""
+    """Notification block of the Prefect server, `<type>/<name>`, such as `slack-webhook/oncall`;
+    None: no alerts.
+    """
     silent_after_s: float | None = Field(default=240.0, ge=90)
-    """A run whose process gives no sign of life (one a minute) for so long is Crashed: it can be
-    retried then. None: never."""
+    """Seconds without a heartbeat (one a minute) after which a run becomes Crashed and can be
+    retried; None: never.
+    """
 
 
 class Site(Config):
-    """One place where runs are made."""
+    """One site that starts runs."""
 
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$")
-    """Where several places have one Prefect server: its deployments are `train/<recipe>@<name>`, so
-    that each has its own. None: there is no other place, or that one has a name."""
+    """Name of the site, if several sites share a Prefect server: deployments are
+    `train/<recipe>@<name>`. None: the only site without a name.
+    """
     pool: str = "rlpipe"
-    """Process work pool; made if there is none. With a name it is `rlpipe-<name>` unless it is
-    given."""
+    """Process work pool, created if missing. Default of a site with a name: `rlpipe-<name>`."""
     gpu_sets: dict[str, GpuSet] = Field(default_factory=dict)
-    """Name → GPUs. `train` is always there, for all of them."""
+    """Name → GPUs. The set `train` always exists and has all GPUs by default."""
     overrides: tuple[str, ...] = ()
-    """`dotted.key=value` for every training run and evaluation from here: where the store is, which
-    Ray cluster. The form shows them, and a run may change them."""
+    """`dotted.key=value` for every training run and evaluation of this site, such as the store
+    or the Ray cluster. Prefect's form shows them, and a run may change them.
+    """
     deployments: tuple[Entry, ...] = ()
-    """Deployments beside those that every place has."""
+    """Deployments in addition to those that every site has."""
     alerts: Alerts = Alerts()
-    """Who is told of what."""
+    """Notifications."""
 
     @model_validator(mode="before")
     @classmethod
-    def _pool_of_its_own(cls, values: Any) -> Any:
+    def _default_pool(cls, values: Any) -> Any:
         if (
             isinstance(values, dict)
             and isinstance(values.get("name"), str)
@@ -127,32 +126,32 @@ class Site(Config):
         return values
 
     @model_validator(mode="after")
-    def _sets_are_there(self) -> Site:
+    def _check_sets(self) -> Site:
         if UNLIMITED in self.gpu_sets:
-            raise ValueError(f"no set of GPUs can be called {UNLIMITED}: that queue has no limit")
-        if unknown := {entry.gpu_set for entry in self.deployments if entry.gpu_set} - {
-            *self.gpu_sets,
-            ANY_GPUS,
-        }:
+            raise ValueError(f"a set of GPUs cannot be named {UNLIMITED}: that queue has no limit")
+        used = {entry.gpu_set for entry in self.deployments if entry.gpu_set}
+        if unknown := used - self.sets.keys():
             raise ValueError(
-                f"no such set of GPUs: {', '.join(sorted(unknown))}; there are {', '.join(self.sets)}"
+                f"unknown sets of GPUs: {', '.join(sorted(unknown))}; "
+                f"expected {', '.join(self.sets)}"
             )
         return self
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """`overrides`, and before them what follows from the place's name."""
-        iterations = f"orchestration.deployment=iteration/{self.called('iteration')}"
+        """`overrides`, preceded by the settings that follow from the site's name."""
+        iterations = f"orchestration.deployment=iteration/{self.deployment_name('iteration')}"
         return (iterations, *self.overrides) if self.name else self.overrides
 
-    def called(self, deployment: str) -> str:
-        """The name of a deployment here, of what every place calls it."""
+    def deployment_name(self, deployment: str) -> str:
+        """Return the name of a deployment at this site."""
         return f"{deployment}@{self.name}" if self.name else deployment
 
     @property
     def tag(self) -> str:
-        """Tag of the runs of its deployments, and how the names of its automations begin: another
-        place may have the same Prefect server."""
+        """Tag of the site's runs, and prefix of its automations: sites may share a Prefect
+        server.
+        """
         return f"rlpipe/{self.pool}"
 
     @property
@@ -162,8 +161,10 @@ class Site(Config):
 
 
 def load_site(path: Path | None) -> Site:
-    """The site of a YAML file, or one without anything of its own. Raises: ConfigError naming file,
-    line and key."""
+    """Load a site from a YAML file; None: the default site.
+
+    Raises: ConfigError naming file, line and key.
+    """
     if path is None:
         return Site()
     values, lines = parse(read(path, "the site"), str(path))
@@ -172,11 +173,12 @@ def load_site(path: Path | None) -> Site:
     except ValidationError as error:
         origin = Origin(str(path), lines)
         raise ConfigError(
-            "\n".join(_said(problem, origin) for problem in error.errors()), where=str(path)
+            "\n".join(_problem_line(problem, origin) for problem in error.errors()), where=str(path)
         ) from None
 
 
-def _said(problem: Any, origin: Origin) -> str:
-    """One of pydantic's problems: `file:line: key: what is wrong`."""
+def _problem_line(problem: Any, origin: Origin) -> str:
+    """Format a problem of pydantic as `file:line: key: problem`."""
     key = ".".join(str(part) for part in problem["loc"])
-    return f"{origin.of(key)}: {key or 'the whole'}: {problem['msg'].removeprefix('Value error, ')}"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{origin.of(key)}: {key or 'the whole file'}: {message}"

@@ -1,7 +1,6 @@
-"""The model of the recipes with tools, made on the spot: a tiny Qwen3 whose tokenizer has one token
-for each tag.
+"""Make the model of the recipes with tools: a tiny Qwen3 with one token for each tag.
 
-Needs no network. Not here: any training; the model starts from random weights.
+Needs no network. The weights are random.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""A chat template, so that the model can be spoken to through chat completions."""
+"""A chat template, so that the model accepts chat completions."""
 
 
 def make_agent_model(
@@ -33,11 +32,11 @@ def make_agent_model(
     intermediate_size: int = 384,
     max_position_embeddings: int = 512,
 ) -> None:
-    """A Qwen3 of 0.6M parameters: `tiny_models`' characters, and tokens for `<tool>`, `</tool>`,
-    `<result>`, `</result>`.
+    """Write a Qwen3 of 0.6M parameters with tokens for `<tool>`, `</tool>`, `<result>`,
+    `</result>`.
 
-    A question of n characters is a prompt of n tokens, and a call of a tool costs two tokens beside
-    its argument.
+    The other tokens are those of `tiny_models`. A question of n characters is a prompt of n tokens.
+    A tool call costs two tokens more than its argument.
     """
     tokenizer = character_tokenizer("Question: ")
     names = [*tools, "result"]
@@ -45,9 +44,10 @@ def make_agent_model(
         AddedToken(f"<{end}{name}>", normalized=False) for name in names for end in ("", "/")
     ]
     tokenizer.add_tokens(tags)
-    room = -len(tokenizer) % 8
+    # Pad the vocabulary to a multiple of 8: 2, 4 or 8 ranks can share it.
+    padding = -len(tokenizer) % 8
     tokenizer.add_special_tokens(
-        {"additional_special_tokens": [f"<spare_{number}>" for number in range(room)]}
+        {"additional_special_tokens": [f"<spare_{number}>" for number in range(padding)]}
     )
     tokenizer.chat_template = CHATML
     make_tiny_model(

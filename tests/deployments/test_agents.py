@@ -1,4 +1,4 @@
-"""The model of the recipes with tools, and the recipes' own files."""
+"""The model of the recipes with tools, and the recipes' data files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlpipe.rollout.retrieval import Retrieval
 from rlpipe.types import Sample
 
 
-def test_each_tag_is_one_token_and_text_comes_back_as_it_was(tmp_path):
+def test_each_tag_is_one_token_and_decoding_restores_the_text(tmp_path):
     make_agent_model(
         str(tmp_path), tools=["calc"], hidden_size=16, num_layers=1, intermediate_size=16
     )
@@ -41,14 +41,14 @@ def test_a_recipe_and_its_warm_start_use_the_same_model_and_tools(recipe):
     )
 
 
-def test_the_files_of_search_are_what_their_maker_makes(tmp_path, monkeypatch):
+def test_the_files_of_search_equal_generated_ones(tmp_path, monkeypatch):
     shipped = {path.name: path.read_text() for path in search_data.FOLDER.iterdir()}
     monkeypatch.setattr(search_data, "FOLDER", tmp_path)
     search_data.main()
     assert {path.name: path.read_text() for path in Path(tmp_path).iterdir()} == shipped
 
 
-def test_every_held_out_question_is_answered_by_the_document_that_its_island_finds():
+def test_a_search_for_the_island_answers_every_held_out_question():
     corpus = Retrieval(str(search_data.FOLDER / "corpus.jsonl"), topk=1)
     seen = {
         json.loads(line)["prompt"]

@@ -1,6 +1,8 @@
-"""Deployments on a real Prefect server and worker: a schedule starts a run, whose failed iteration
-is retried as Retry in the pages does it. Where the machine has PostgreSQL, the server keeps its
-records in that, else in SQLite."""
+"""Deployments on a real Prefect server and worker: a scheduled run, a failed iteration, its
+retry.
+
+With PostgreSQL on the machine, the server uses it, else SQLite.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.apply import offer
+from deployments.apply import add_recipe_choice
 from flows.train import train
 from rlpipe.config.load import recipes
-from rlpipe.store.audit.check import check_branch
+from rlpipe.store.audit.verification import check_branch
 from rlpipe.store.objects.files import Files
 from tests.flows.test_train import SAMPLING
 from tests.postgres import binaries, postgresql
@@ -52,7 +54,7 @@ deployments:
 
 
 class Prefect:
-    """A server and a worker with the deployments of this checkout, in processes of their own."""
+    """A server and a worker with the deployments of this checkout, in child processes."""
 
     def __init__(self, folder: Path, database: dict[str, str]) -> None:
         self.folder, self.port = folder, free_port(0)
@@ -70,7 +72,7 @@ class Prefect:
 
     @contextmanager
     def running(self, *arguments: str, module: str = "prefect") -> Iterator[None]:
-        """A process of this environment for as long as the block takes, and whatever it starts."""
+        """Run a process with this environment during the block; end its children too."""
         with (self.folder / "prefect.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
@@ -107,32 +109,32 @@ class Prefect:
         )
 
     def made_by(self, deployment: str) -> list[dict[str, Any]]:
-        """The flow runs of a deployment, those to come included."""
+        """Return the flow runs of a deployment, scheduled ones included."""
         number = self._client.get(f"/deployments/name/{deployment}").json()["id"]
         return self._client.post(
             "/flow_runs/filter", json={"deployments": {"id": {"any_": [number]}}}
         ).json()
 
     def named(self, name: str) -> list[dict[str, Any]]:
-        """The flow runs of this name."""
+        """Return the flow runs of this name."""
         return self._client.post(
             "/flow_runs/filter", json={"flow_runs": {"name": {"any_": [name]}}}
         ).json()
 
     def state(self, name: str) -> str:
-        """The state of the flow run of this name; empty if there is none."""
+        """Return the state of the flow run of this name; empty if it does not exist."""
         found = self.named(name)
         return found[0]["state"]["name"] if found else ""
 
     def artifact(self, key: str) -> str:
-        """The text of the newest artifact of this key."""
+        """Return the text of the newest artifact of this key."""
         return self._client.get(f"/artifacts/{key}/latest").json()["data"]
 
     def automations(self) -> list[str]:
         return [one["name"] for one in self._client.post("/automations/filter", json={}).json()]
 
     def retry(self, name: str) -> None:
-        """What the button in the pages sends."""
+        """Send the request of the Retry button."""
         found = self.named(name)
         state = {
             "state": {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the UI"},
@@ -141,7 +143,7 @@ class Prefect:
         self._client.post(f"/flow_runs/{found[0]['id']}/set_state", json=state).raise_for_status()
 
     def tasks(self, name: str) -> dict[str, str]:
-        """Task run → state of its last attempt, of the flow run of this name."""
+        """Return task run → state of its last attempt, of the flow run of this name."""
         query = {"flow_runs": {"name": {"any_": [name]}}, "sort": "EXPECTED_START_TIME_ASC"}
         return {
             task["name"]: task["state"]["name"]
@@ -157,7 +159,7 @@ class Prefect:
 
 @pytest.fixture(params=["postgresql"] if binaries() else ["sqlite"])
 def database(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
-    """What points a Prefect server at its database."""
+    """Settings of the Prefect server's database."""
     folder = binaries()
     if request.param == "sqlite" or folder is None:
         yield {}
@@ -168,7 +170,7 @@ def database(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def prefect(tmp_path: Path, database: dict[str, str]) -> Iterator[Prefect]:
-    """A server with our deployments and those of a site, and a worker of theirs."""
+    """A server with our deployments and those of a site, and a worker."""
     (tmp_path / "reward.py").write_text(FAILS_ONCE.format(folder=tmp_path))
     (tmp_path / "small.yaml").write_text(SAMPLING % (tmp_path / "reward.py"))
     made = Prefect(tmp_path, database)
@@ -181,8 +183,9 @@ def prefect(tmp_path: Path, database: dict[str, str]) -> Iterator[Prefect]:
 
 
 def schedule_once(prefect: Prefect, folder: Path) -> None:
-    """Declare a run some seconds ahead; further ahead if the machine was too slow to declare it
-    before its time."""
+    """Schedule a run some seconds ahead; later if the machine was too slow to declare it in
+    time.
+    """
     for ahead_s in (20, 90, 300):
         at = datetime.now(UTC) + timedelta(seconds=ahead_s)
         (folder / "site.yaml").write_text(SITE.format(recipe=folder / "small.yaml", at=at))
@@ -197,7 +200,7 @@ def schedule_once(prefect: Prefect, folder: Path) -> None:
 
 
 @pytest.mark.integration
-def test_a_scheduled_run_whose_iteration_failed_is_retried_and_its_rollout_is_reused(
+def test_a_retried_iteration_of_a_scheduled_run_reuses_its_rollout(
     prefect: Prefect, tmp_path: Path
 ):
     prefect.wait(lambda: prefect.state("run-on") == "Failed")
@@ -214,10 +217,10 @@ def test_a_scheduled_run_whose_iteration_failed_is_retried_and_its_rollout_is_re
     assert prefect.automations() == ["rlpipe/rlpipe: a silent run is crashed"]
 
 
-async def test_a_recipe_of_ones_own_is_in_the_list_of_its_form_and_in_no_others():
+async def test_a_recipe_file_is_a_choice_of_its_own_form_only():
     own, other = [await train.ato_deployment(name) for name in ("own", "other")]
-    offer(own, "/mine.yaml")
-    offer(other, "spell_backward")
+    add_recipe_choice(own, "/mine.yaml")
+    add_recipe_choice(other, "spell_backward")
     names = [
         one._parameter_openapi_schema.properties["recipe"]["anyOf"][0]["enum"]
         for one in (own, other)

@@ -1,4 +1,4 @@
-"""Alerts as automations: which there are, what they look for, whom they tell."""
+"""Alerts as automations: triggers, actions and receivers (deployments.automations)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
-from deployments.automations import HEARTBEAT_S, automations, keep_automations, prefix
-from deployments.declared import declared
+from deployments.automations import HEARTBEAT_S, apply_automations, prefix, site_automations
+from deployments.declarations import declared
 from deployments.site import Alerts, Site
-from tasks.gates import WHY
+from tasks.gates import REASON_LABEL
 
 BLOCK = uuid4()
 POOL = uuid4()
@@ -23,7 +23,7 @@ POOL = uuid4()
 
 def by_name(block: UUID | None, alerts: Alerts | None = None) -> dict[str, AutomationCore]:
     site = Site(alerts=alerts or Alerts())
-    return {one.name.removeprefix(prefix(site)): one for one in automations(site, block, POOL)}
+    return {one.name.removeprefix(prefix(site)): one for one in site_automations(site, block, POOL)}
 
 
 def trigger(one: AutomationCore) -> EventTrigger:
@@ -31,7 +31,7 @@ def trigger(one: AutomationCore) -> EventTrigger:
     return one.trigger
 
 
-def test_without_a_block_nobody_is_told_and_a_silent_run_is_crashed_all_the_same():
+def test_without_a_block_only_silent_runs_are_crashed():
     (one,) = by_name(None).values()
     (action,) = one.actions
     assert isinstance(action, ChangeFlowRunState)
@@ -43,12 +43,12 @@ def test_without_a_block_nobody_is_told_and_a_silent_run_is_crashed_all_the_same
     assert by_name(None, Alerts(silent_after_s=None)) == {}
 
 
-def test_silence_is_longer_than_a_sign_of_life_may_take():
+def test_the_silence_limit_is_longer_than_the_heartbeat_interval():
     least = Alerts.model_fields["silent_after_s"].metadata[0].ge
     assert least > HEARTBEAT_S
 
 
-def test_every_end_of_a_run_ends_its_silence():
+def test_every_final_state_ends_the_wait_for_heartbeats():
     expected = trigger(by_name(None)["a silent run is crashed"]).expect
     over = ("Completed", "Failed", "Crashed", "Cancelled", "AwaitingRetry", "Paused", "Suspended")
     assert {f"prefect.flow-run.{state}" for state in over} <= expected
@@ -62,7 +62,7 @@ def test_every_end_of_a_run_ends_its_silence():
         ("no worker", "prefect.work-pool.not-ready"),
     ],
 )
-def test_the_block_is_told(name: str, event: str):
+def test_notifications_go_to_the_block(name: str, event: str):
     one = by_name(BLOCK)[name]
     (action,) = one.actions
     assert isinstance(action, SendNotification)
@@ -70,17 +70,17 @@ def test_the_block_is_told(name: str, event: str):
     assert event in trigger(one).expect
 
 
-def test_who_is_told_that_a_run_waits_is_told_why():
+def test_the_notification_of_a_pause_contains_the_reason():
     (action,) = by_name(BLOCK)["a run waits for somebody"].actions
-    assert isinstance(action, SendNotification) and f"flow_run.labels['{WHY}']" in action.body
+    assert (
+        isinstance(action, SendNotification) and f"flow_run.labels['{REASON_LABEL}']" in action.body
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "told"), [("a run failed", False), ("a run waits for somebody", True)]
 )
-def test_of_iterations_it_is_told_when_they_wait_but_not_when_they_fail_for_they_are_put_back(
-    name: str, told: bool
-):
+def test_iterations_notify_pauses_but_not_failures_which_are_retried(name: str, told: bool):
     related = trigger(by_name(BLOCK)[name]).model_dump(mode="json")["match_related"]
     (names,) = (one["prefect.resource.name"] for one in related if "prefect.resource.name" in one)
     assert "train" in names
@@ -88,7 +88,7 @@ def test_of_iterations_it_is_told_when_they_wait_but_not_when_they_fail_for_they
 
 
 class Server:
-    """Stands in for a Prefect server: what it has been told of automations."""
+    """Replaces a Prefect server; records calls about automations."""
 
     def __init__(self) -> None:
         self.kept: dict[UUID, AutomationCore] = {}
@@ -116,22 +116,22 @@ class Server:
         del self.kept[number]
 
 
-async def test_two_places_on_one_server_keep_their_own_alerts():
+async def test_two_sites_on_one_server_keep_separate_alerts():
     server: Any = Server()
     told = Site(pool="a", alerts=Alerts(block="slack-webhook/oncall"))
-    first = set(await keep_automations(server, told))
-    second = set(await keep_automations(server, Site(pool="b")))
+    first = set(await apply_automations(server, told))
+    second = set(await apply_automations(server, Site(pool="b")))
     assert (len(first), len(second)) == (4, 1) and not first & second
     assert server.names == first | second
-    await keep_automations(server, Site(pool="a", alerts=Alerts(silent_after_s=None)))
+    await apply_automations(server, Site(pool="a", alerts=Alerts(silent_after_s=None)))
     assert server.names == second, "what a place does not want any more is removed"
 
 
 @pytest.mark.parametrize("name", ["a silent run is crashed", "a run failed"])
-def test_runs_are_told_from_those_of_another_place_by_the_tag_of_their_deployments(name: str):
+def test_the_deployment_tag_separates_runs_of_two_sites(name: str):
     site = Site(pool="a")
     related = trigger(
-        {one.name: one for one in automations(site, BLOCK, POOL)}[prefix(site) + name]
+        {one.name: one for one in site_automations(site, BLOCK, POOL)}[prefix(site) + name]
     ).model_dump(mode="json")
     assert f"prefect.tag.{site.tag}" in str(related["match_related"])
     assert all(site.tag in one.tags for one in declared(site, {"train", "fork"}))

@@ -1,4 +1,4 @@
-"""The pages for clusters: what the manifest names is there, what the scripts call exists."""
+"""Cluster files: named objects and called scripts exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from deployments.apply import python_path
-from deployments.declared import ROOT
+from deployments.declarations import ROOT
 from deployments.site import load_site
 
 
@@ -32,7 +32,7 @@ def named(manifest: list[dict[str, Any]], kind: str) -> set[str]:
 
 
 def found(value: Any, key: str) -> Iterator[Any]:
-    """Every value of this key, however deep."""
+    """Return every value of this key at any depth."""
     if isinstance(value, dict):
         yield from (inner for name, inner in value.items() if name == key)
         yield from (inner for child in value.values() for inner in found(child, key))
@@ -56,7 +56,7 @@ def test_every_object_of_the_manifest_is_in_the_namespace_it_makes(manifest: lis
     }
 
 
-def test_what_pods_name_is_there(manifest: list[dict[str, Any]]):
+def test_objects_that_pods_name_exist(manifest: list[dict[str, Any]]):
     configs = {one["name"] for key in ("configMapRef", "configMap") for one in found(manifest, key)}
     claims = {one["claimName"] for one in found(manifest, "persistentVolumeClaim")}
     services = set(found(manifest, "serviceName"))
@@ -68,9 +68,10 @@ def test_what_pods_name_is_there(manifest: list[dict[str, Any]]):
         assert {one["name"] for several in found(pod, "volumeMounts") for one in several} <= volumes
 
 
-def test_the_worker_sees_the_processes_of_the_head_beside_it(manifest: list[dict[str, Any]]):
-    """Ray's driver looks for the raylet of its machine among the processes, and for its sockets and
-    memory in the file system."""
+def test_the_worker_shares_processes_and_files_with_the_head(manifest: list[dict[str, Any]]):
+    """Ray's driver looks for its raylet among the processes, and for sockets and memory in the
+    file system.
+    """
     pods = [
         one["spec"]["template"]["spec"] for one in manifest if "template" in one.get("spec", {})
     ]
@@ -114,9 +115,7 @@ def test_no_secret_is_written_in_the_manifest(manifest: list[dict[str, Any]], fo
     assert pages == "http://127.0.0.1:4200/api", "as the port-forward of the page"
 
 
-def test_what_pythonpath_has_is_kept_behind_the_checkout(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_pythonpath_entries_stay_after_the_checkout(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", f"/opt/Megatron-LM:{ROOT}")
     assert python_path() == f"{ROOT}:/opt/Megatron-LM"
     (line,) = [
@@ -133,7 +132,7 @@ def test_what_pythonpath_has_is_kept_behind_the_checkout(
         assert said.stdout.strip() == expected
 
 
-def test_the_modules_that_are_started_exist(manifest: list[dict[str, Any]], folder: Path):
+def test_started_modules_exist(manifest: list[dict[str, Any]], folder: Path):
     commands = [" ".join(one["args"]) for one in containers(manifest) if "args" in one]
     texts = [
         *commands,
@@ -159,20 +158,20 @@ def test_the_site_of_the_manifest_is_a_site(manifest: list[dict[str, Any]], tmp_
     )
 
 
-def test_one_image_runs_everything_of_ours(manifest: list[dict[str, Any]], folder: Path):
+def test_all_containers_of_the_project_use_one_image(manifest: list[dict[str, Any]], folder: Path):
     images = {one["image"] for one in containers(manifest)} - {"postgres:15"}
     assert len(images) == 1
     assert f"-t {images.pop()} " in (folder / "kubernetes.md").read_text()
 
 
-def test_the_batch_script_is_bash_and_its_page_names_what_it_takes(folder: Path):
+def test_the_batch_script_is_bash_and_its_page_names_its_variables(folder: Path):
     script = folder / "slurm.sbatch"
     subprocess.run(["bash", "-n", str(script)], check=True)
     page = (folder / "slurm.md").read_text()
     assert all(variable in page for variable in ("RLPIPE_HOME", "RLPIPE_RAY_PORT"))
 
 
-def test_what_pages_link_to_is_there(folder: Path):
+def test_links_of_the_pages_exist(folder: Path):
     for page in folder.glob("*.md"):
         names = re.findall(
             r"`((?:[\w.-]+/)*[\w-]+\.(?:md|sbatch|yaml)|Containerfile)`|\]\(([\w./-]+)\)",

@@ -1,5 +1,4 @@
-"""Every model preset, with the architecture of the real model: it loads, the layout divides, and
-the state fits."""
+"""Model presets with the architecture of the real models: loading, layout and memory."""
 
 from __future__ import annotations
 
@@ -9,8 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from rlpipe.config.load import load_run
-from rlpipe.config.presets import PRESETS, presets
+from rlpipe.config.load import PRESETS, load_run, presets
 from rlpipe.config.run import RunConfig
 from rlpipe.config.text import parse
 from rlpipe.engines.megatron.bridges.bridge import BRIDGES, LOCAL, with_own_table
@@ -144,12 +142,12 @@ def recipe(tmp_path_factory):
     return path
 
 
-def test_every_preset_is_known_here():
+def test_every_preset_is_tested_here():
     assert sorted(MODELS) == presets()
 
 
 @pytest.mark.parametrize("preset", presets())
-def test_a_preset_says_where_and_how_a_model_runs_and_not_what_it_learns(preset):
+def test_a_preset_sets_layout_and_no_learning_settings(preset):
     values, _ = parse((PRESETS / f"{preset}.yaml").read_text(), preset)
     assert values.keys() <= {"model", "resources", "engine", "sync", "train"}
     assert values["train"].keys() <= {
@@ -162,7 +160,7 @@ def test_a_preset_says_where_and_how_a_model_runs_and_not_what_it_learns(preset)
 
 
 @pytest.mark.parametrize("preset", presets())
-def test_a_preset_suits_the_real_model(recipe, preset):
+def test_a_preset_fits_the_real_model(recipe, preset):
     billions, gpu, architecture = MODELS[preset]
     run = load_run(recipe, [f"preset={preset}"])
     config = _hf_config(architecture)
@@ -191,12 +189,12 @@ def test_a_preset_suits_the_real_model(recipe, preset):
 
 
 def _hf_config(values: dict[str, Any]) -> Any:
-    """As `read_config` makes it of a directory."""
+    """Return the configuration as `read_config` reads it."""
     return flat_rope(CONFIG_MAPPING[values["model_type"]].from_dict(values))
 
 
 def _parameters(config: Any) -> tuple[int, int]:
-    """Outside of experts, and in them."""
+    """Return the number of parameters outside of experts, and in experts."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     counted = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -205,7 +203,7 @@ def _parameters(config: Any) -> tuple[int, int]:
 
 
 def _bytes(run: RunConfig, dense: int, experts: int) -> float:
-    """Of weights, gradients and optimizer on the trainer rank that has its even part of them."""
+    """Return bytes of weights, gradients and optimizer on one trainer rank."""
     parallel = run.train.parallel
     ranks = run.resources.trainer_ranks
     split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size

@@ -1,5 +1,4 @@
-"""Serving without a work pool: the same deployments, and no limit that an iteration would wait
-in."""
+"""Serving without a work pool: equal deployments, and no limit for iterations."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import httpx
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from deployments.apply import server_named
+from deployments.apply import report_unreachable_server
 from deployments.serve import check_limit, served
 from deployments.site import Entry, Schedule, Site
 from rlpipe.errors import ConfigError, ResourceError
@@ -32,13 +31,13 @@ async def test_the_chosen_flows_are_served_with_their_schedules(
     assert all(one.work_pool_name is None for one in made.values())
 
 
-def test_a_server_that_does_not_answer_is_named_without_its_password():
+def test_the_error_names_an_unreachable_server_without_its_password():
     with (
         temporary_settings({PREFECT_API_URL: "http://me:secret@10.0.0.1:4200/api"}),
         pytest.raises(
             ResourceError, match=r"does not answer\n *found: *http://10\.0\.0\.1:4200/api: refused"
         ) as raised,
-        server_named(),
+        report_unreachable_server(),
     ):
         raise httpx.ConnectError("refused")
     assert "secret" not in str(raised.value)
@@ -47,7 +46,7 @@ def test_a_server_that_does_not_answer_is_named_without_its_password():
 @pytest.mark.parametrize(
     "chosen", [[], *([flow, "iteration"] for flow in ("train", "fork", "reprocess"))]
 )
-def test_runs_and_their_iterations_do_not_share_a_limit(chosen: list[str]):
+def test_runs_and_iterations_cannot_share_a_limit(chosen: list[str]):
     with pytest.raises(ConfigError, match="from another process"):
         check_limit(chosen, 1)
     check_limit(chosen, None)

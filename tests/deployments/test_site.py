@@ -1,4 +1,4 @@
-"""A site's file: the example is a good one, and a wrong one is refused with its line."""
+"""A site's file: the example is valid; errors name the line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_example_is_a_site(repository: Path):
     }
 
 
-def test_without_a_file_there_is_one_set_of_gpus_for_one_run_at_a_time():
+def test_the_default_site_has_one_set_of_gpus_with_limit_one():
     assert {name: (gpus.gpus, gpus.limit) for name, gpus in load_site(None).sets.items()} == {
         "train": (None, 1)
     }
@@ -38,7 +38,7 @@ def test_without_a_file_there_is_one_set_of_gpus_for_one_run_at_a_time():
         ("gpu_sets: {default: {}}\n", "that queue has no limit"),
         (
             "deployments: [{flow: train, name: n, gpu_set: other}]\n",
-            "no such set of GPUs: other; there are train",
+            "unknown sets of GPUs: other; expected train",
         ),
         (
             "deployments:\n  - flow: train\n    name: n\n    schedules:\n      - cron: '* * * * *'\n        rrule: FREQ=DAILY\n",
@@ -59,11 +59,11 @@ def test_without_a_file_there_is_one_set_of_gpus_for_one_run_at_a_time():
         ("deployments: [{flow: sleep, name: n}]\n", "flow: .*'train'"),
     ],
 )
-def test_a_wrong_site_is_refused_with_the_key_and_its_line(tmp_path: Path, text: str, said: str):
+def test_the_error_names_key_and_line_of_a_wrong_site(tmp_path: Path, text: str, said: str):
     with pytest.raises(ConfigError, match=said):
         site(tmp_path, text)
 
 
-def test_a_site_that_is_not_there_is_named(tmp_path: Path):
+def test_the_error_names_a_missing_file(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         load_site(tmp_path / "nowhere.yaml")

