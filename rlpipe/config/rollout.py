@@ -137,7 +137,7 @@ class RolloutConfig(Config):
     """The same for evaluations; None: rollout_function_path."""
     data_source_path: str | None = None
     """User class `source(args)` with `get_samples(n)` and `add_samples(groups)`. None:
-    `data.prompts`. See `rlpipe.data.custom`."""
+    `data.prompts`. See `rlpipe.data.user_source`."""
     buffer_filter_path: str | None = None
     """User function `filter(args, rollout_id, buffer, num_samples) -> groups` (or without
     rollout_id) that takes groups out of the buffer. Groups that it removes and does not return are

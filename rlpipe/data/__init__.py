@@ -1,2 +1,5 @@
-"""Prompts: read from files or made by generators, turned into token ids, and drawn in a
-reproducible order."""
+"""Data: prompts are read from files or generated, converted to token ids, and drawn in epochs.
+
+`prompts.load_prompts` returns the rows of a prompt source, `tokens` encodes them, and
+`source.DataSource` draws the groups of an iteration. `user_source` runs data sources of users.
+"""

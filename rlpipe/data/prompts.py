@@ -1,18 +1,18 @@
-"""Where prompts come from: rows of files, or the generator of `reasoning_gym`, as one sequence of
-`PromptRow`.
+"""Load prompts from files or from `reasoning_gym` as one sequence of `PromptRow`.
 
-A row that is wrong is an error that names it (`file:line`, or `task[item]`); no row is ever
-skipped. A file may be given as `path@[a:b]`, Python's slice of its rows. With `streaming` only
-where each row begins is kept in memory; with `workers` files are read and checked by so many
-processes. The rows are the same either way.
+Every row is checked when it is loaded. A bad row is an error that names it (`file:line` or
+`task[item]`); no row is skipped. A file can be given as `path@[a:b]`, a Python slice of its rows.
+With `streaming`, only the position of each row stays in memory. With `workers`, several processes
+read and check the files. The rows are the same in all cases.
 
-Not here: how a row of a file is read (`files`), tokens and templates (`tokens`), order and epochs
-(`source`).
+Entry points: `load_prompts`, `file_digests`, `with_metadata`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -21,18 +21,21 @@ from multiprocessing import get_context
 from typing import Any, TypeVar
 
 from rlpipe.config.data import FilePrompts, PromptSource
-from rlpipe.data.files import FileRows, bytes_of, split_slice
-from rlpipe.data.rows import label_of, metadata_of, prompt_of, tools_of, value_of
+from rlpipe.data.prompt_files import FileRows, excerpt, read_bytes, split_slice
 from rlpipe.errors import DataError
 from rlpipe.types import Prompt
 
 Part = TypeVar("Part")
+RowRange = tuple[str, range]
+"""(file, numbers of its rows)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One prompt as it was given. `where` names it in errors; `metadata` is JSON-able and travels
-    to rewards and hooks."""
+    """One prompt of a source, before the chat template.
+
+    `where` names the row in errors. `metadata` is JSON-able; rewards and hooks get it.
+    """
 
     prompt: Prompt
     label: str | None = None
@@ -41,8 +44,7 @@ class PromptRow:
 
 
 class StreamedPrompts(Sequence[PromptRow]):
-    """Rows that are read from their files when they are asked for; each was read and found right
-    once before."""
+    """Rows that are read from their files on access. Each row was checked once before."""
 
     def __init__(self, source: FilePrompts, files: Sequence[FileRows]) -> None:
         self._source = source
@@ -60,7 +62,7 @@ class StreamedPrompts(Sequence[PromptRow]):
         for rows in self._files:
             if index < len(rows):
                 where, content = rows.read(index)
-                return _row(content, self._source, where)
+                return _prompt_row(content, self._source, where)
             index -= len(rows)
         raise AssertionError("unreachable")
 
@@ -68,88 +70,178 @@ class StreamedPrompts(Sequence[PromptRow]):
 def load_prompts(
     source: PromptSource, *, streaming: bool = False, workers: int = 0
 ) -> Sequence[PromptRow]:
-    """All rows of the source, in its own order, each of them checked now.
+    """Return all rows of a source in its order, each checked.
 
-    Raises: DataError for a file that is missing, empty or not readable, and for a row that is not
-    what the source's keys say; ConfigError for a task, argument or format that does not exist.
+    Raises: DataError for a file that is missing, empty or unreadable, and for a bad row;
+    ConfigError for an unknown task, argument or format.
     """
     if not isinstance(source, FilePrompts):
-        from rlpipe.data.reasoning_gym import (
-            make_questions,
-        )  # the package loads a second's worth of others
+        # Imported here: reasoning_gym takes about a second to import.
+        from rlpipe.data.reasoning_gym_questions import make_questions
 
-        return [
-            PromptRow(made.prompt, made.label, made.metadata, made.where)
-            for made in make_questions(source)
-        ]
+        return make_questions(source)
     if streaming:
-        files = _each(partial(_index, source=source), source.paths, workers)
-        _refuse_doubles([rows.place for rows in files], source.paths)
+        files = _map_paths(partial(_index_file, source=source), source.paths, workers)
+        _check_overlap([rows.row_range for rows in files], source.paths)
         return StreamedPrompts(source, files)
-    read = _each(partial(_read, source=source), source.paths, workers)
-    _refuse_doubles([place for place, _ in read], source.paths)
-    return [row for _, rows in read for row in rows]
+    parts = _map_paths(partial(_read_file, source=source), source.paths, workers)
+    _check_overlap([row_range for row_range, _ in parts], source.paths)
+    return [row for _, rows in parts for row in rows]
 
 
-def _refuse_doubles(places: Sequence[tuple[str, range]], paths: Sequence[str]) -> None:
-    """Raises: DataError if two paths give a row of one file, which would be drawn twice as often as
-    the others."""
-    for later, (file, rows) in enumerate(places):
+def _check_overlap(ranges: Sequence[RowRange], paths: Sequence[str]) -> None:
+    """Raise DataError if two paths contain the same row of a file."""
+    # Such a row would be drawn twice as often as the others.
+    for later, (file, rows) in enumerate(ranges):
         for earlier in range(later):
-            other, others = places[earlier]
-            if file == other and range(max(rows.start, others.start), min(rows.stop, others.stop)):
+            other_file, other = ranges[earlier]
+            overlap = range(max(rows.start, other.start), min(rows.stop, other.stop))
+            if file == other_file and overlap:
                 raise DataError(
                     "the same rows are given twice",
                     where=f"prompts.paths.{later}",
                     found=f"{paths[later]}, and {paths[earlier]} before it",
-                    expected="each row of a file once; slices of one file (path@[a:b]) that do not overlap",
-                    do="leave one of them out; to draw rows more often, write them to a file of their own",
+                    expected="each row of a file once; "
+                    "slices of one file (path@[a:b]) that do not overlap",
+                    do="remove one of them; to draw rows more often, write them to another file",
                 )
 
 
 def with_metadata(rows: Sequence[PromptRow], entries: Mapping[str, Any]) -> Sequence[PromptRow]:
-    """The rows with these entries of metadata in place of their own of the same name."""
+    """Return the rows with these metadata entries, which replace entries of the same name."""
     return [replace(row, metadata={**row.metadata, **entries}) for row in rows] if entries else rows
 
 
-def _each(read: Callable[[str], Part], paths: Sequence[str], workers: int) -> list[Part]:
+def _map_paths(read: Callable[[str], Part], paths: Sequence[str], workers: int) -> list[Part]:
     if not workers or len(paths) == 1:
         return [read(path) for path in paths]
     with ProcessPoolExecutor(min(workers, len(paths)), mp_context=get_context("spawn")) as pool:
         return list(pool.map(read, paths))
 
 
-def _read(path: str, source: FilePrompts) -> tuple[tuple[str, range], list[PromptRow]]:
+def _read_file(path: str, source: FilePrompts) -> tuple[RowRange, list[PromptRow]]:
     rows = FileRows(path)
-    return rows.place, [_row(content, source, where) for where, content in rows]
+    return rows.row_range, [_prompt_row(content, source, where) for where, content in rows]
 
 
-def _index(path: str, source: FilePrompts) -> FileRows:
+def _index_file(path: str, source: FilePrompts) -> FileRows:
     rows = FileRows(path)
     for where, content in rows:
-        _row(content, source, where)
-    rows.forget()
+        _prompt_row(content, source, where)
+    rows.release()
     return rows
 
 
 def file_digests(source: PromptSource) -> list[str]:
-    """sha256 of each prompt file; none for made prompts, which their arguments decide. Raises:
-    DataError."""
+    """Return the sha256 of each prompt file; empty for generated prompts. Raises: DataError."""
+    # The arguments of generated prompts determine them completely.
     paths = source.paths if isinstance(source, FilePrompts) else ()
-    return [hashlib.sha256(bytes_of(split_slice(path)[0])).hexdigest() for path in paths]
+    return [hashlib.sha256(read_bytes(split_slice(path)[0])).hexdigest() for path in paths]
 
 
-def _row(content: dict[str, Any], source: FilePrompts, where: str) -> PromptRow:
-    label = (
-        None
-        if source.label_key is None
-        else label_of(value_of(content, source.label_key, "label_key", where), where)
-    )
-    prompt = prompt_of(value_of(content, source.input_key, "input_key", where), where)
-    metadata = metadata_of(content, source.metadata_key, where)
-    if (tools := tools_of(content, source.tool_key, where)) is not None:
+def _prompt_row(content: dict[str, Any], source: FilePrompts, where: str) -> PromptRow:
+    """Convert a row of a file. Raises: DataError if the row is not valid."""
+    label = None
+    if source.label_key is not None:
+        label = _label(_value(content, source.label_key, "label_key", where), where)
+    prompt = _prompt(_value(content, source.input_key, "input_key", where), where)
+    metadata = _metadata(content, source.metadata_key, where)
+    if (tools := _tools(content, source.tool_key, where)) is not None:
         if "tools" in metadata:
-            found = f"prompts.tool_key {source.tool_key!r} and metadata.tools"
-            raise DataError("the tools are given twice", where=where, found=found)
+            raise DataError(
+                "the row has tools under two keys",
+                where=where,
+                found=f"prompts.tool_key {source.tool_key!r} and metadata.tools",
+                do="keep one of them",
+            )
         metadata = {**metadata, "tools": tools}
     return PromptRow(prompt, label, metadata, where)
+
+
+def _value(content: dict[str, Any], key: str, setting: str, where: str) -> Any:
+    if content.get(key) is None:
+        raise DataError(
+            f"the row has no {key!r}",
+            where=where,
+            found=f"keys {', '.join(sorted(content)) or 'none'}",
+            expected=f"a value under {key!r} (prompts.{setting})",
+        )
+    return content[key]
+
+
+def _prompt(value: Any, where: str) -> Prompt:
+    is_messages = isinstance(value, list) and all(
+        isinstance(item, dict) and isinstance(item.get("role"), str) for item in value
+    )
+    if value and (isinstance(value, str) or is_messages):
+        return _storable(value, "prompt", where)
+    raise DataError(
+        "not a prompt",
+        where=where,
+        found=f"{type(value).__name__} {excerpt(value)}",
+        expected='a string that is not empty, or a list of messages {"role": ..., "content": ...}',
+    )
+
+
+def _label(value: Any, where: str) -> str:
+    """Return a string unchanged and a finite number as a string."""
+    if isinstance(value, str):
+        return _storable(value, "label", where)
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return str(value)
+    raise DataError(
+        "not a label",
+        where=where,
+        found=f"{type(value).__name__} {excerpt(value)}",
+        expected="a string or a number",
+    )
+
+
+def _metadata(content: dict[str, Any], key: str | None, where: str) -> dict[str, Any]:
+    """Return the object under a key, or the object of its JSON text; {} if absent."""
+    value = None if key is None else content.get(key)
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            found = excerpt(value)
+            raise DataError("the metadata is not JSON", where=where, found=found) from error
+    if not isinstance(value, dict):
+        raise DataError(
+            "the metadata is not an object", where=where, found=excerpt(value), expected="{...}"
+        )
+    return _storable(value, "metadata", where)
+
+
+def _tools(content: dict[str, Any], key: str | None, where: str) -> list[Any] | None:
+    """Return the list of tools under a key, or the list of its JSON text; None if absent."""
+    value = None if key is None else content.get(key)
+    if isinstance(value, str) and value:
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise DataError("the tools are not JSON", where=where, found=excerpt(value)) from error
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise DataError(
+            "not a list of tools",
+            where=where,
+            found=excerpt(value),
+            expected='[{"type": "function", ...}]',
+        )
+    return _storable(value, "tools", where)
+
+
+def _storable(value: Any, description: str, where: str) -> Any:
+    """Return the value if a plan can store it. Raises: DataError otherwise."""
+    # Plans are UTF-8 JSON: NaN, infinity, bytes and half surrogate pairs cannot be stored.
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"the {description} cannot be written as JSON", where=where, found=str(error)
+        ) from error
+    return value

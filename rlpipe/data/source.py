@@ -1,16 +1,12 @@
-"""The data source: which groups an iteration samples, as a pure function of rows, configuration and
-state.
+"""The data source: choose the groups of an iteration as a pure function of rows, config and state.
 
-Nothing is remembered between calls (permutations are only cached), so a plan made twice from the
-same state is the same plan, in whatever process, and the state after it is all that a commit has to
-keep.
+`DataSource.plan` draws the groups of a plan; `evaluation_plan` takes every row of a held-out set.
+No state is kept between calls (permutations are only cached). The same state therefore gives the
+same plan in any process, and the state after a plan is all that a commit needs.
 
-With `data.overlong_prompts: drop` the rows of an epoch are those that are short enough. They have
-the order that they have among all rows, and the state counts only them, so that a run which goes on
-draws each of them once an epoch.
-
-Not here: sampling (`rollout`), writing plans (`store`), filling the buffer (a rollout says what
-waits in it).
+With `data.overlong_prompts: drop`, an epoch consists of the rows that are short enough, in their
+order among all rows. The state counts only these rows, so a resumed run draws each of them once an
+epoch.
 """
 
 from __future__ import annotations
@@ -24,7 +20,13 @@ from typing import TYPE_CHECKING, Any
 from rlpipe.config.data import DataConfig, EvalDataset
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.prompts import PromptRow
-from rlpipe.data.tokens import Encoded, Overlong, encode_prompt, encode_supervised
+from rlpipe.data.tokens import (
+    Encoded,
+    Overlong,
+    as_messages,
+    encode_prompt,
+    encode_supervised,
+)
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.types import BufferedGroup, DataState, Plan, PlannedGroup, Prompt
 
@@ -33,8 +35,10 @@ if TYPE_CHECKING:
 
 
 class DataSource:
-    """Draws prompts in epochs: each a permutation of all rows that are kept, by (rollout_seed,
-    epoch), one after the other without gaps."""
+    """Draws prompts in epochs without gaps.
+
+    An epoch is a permutation of the kept rows, determined by (rollout_seed, epoch).
+    """
 
     def __init__(
         self,
@@ -47,11 +51,12 @@ class DataSource:
         async_buffer_size: int = 0,
         model_context_len: int | None = None,
     ):
-        """`async_buffer_size`: how many weight versions old a token may be when it is trained.
-        `model_context_len`: longest prompt + response of the model, where that is a limit of
-        prompts.
+        """Create the source of a branch.
 
-        Raises: DataError without rows, unless a source of the user gives them (`plan`'s `draw`).
+        `async_buffer_size`: largest staleness of a trained token. `model_context_len`: longest
+        prompt + response of the model; None: no limit of prompts.
+
+        Raises: DataError without rows, unless a user's source provides them (`draw` of `plan`).
         """
         if not rows and rollout.data_source_path is None:
             raise DataError(
@@ -70,35 +75,36 @@ class DataSource:
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
     def __len__(self) -> int:
-        """Rows of one epoch."""
+        """Return the number of rows of one epoch."""
         return len(self._kept)
 
     def check(self) -> None:
-        """Encode every row once, so that a bad one is found before the run rather than in it.
+        """Encode every row once, to find a bad row before the run starts.
 
-        Raises: DataError naming it; ConfigError if every row is dropped.
+        Raises: DataError naming the row; ConfigError if every row is dropped.
         """
-        _ = self.overlong, self._kept
+        _ = self._overlong
+        _ = self._kept
 
     @property
     def overlong(self) -> tuple[Overlong, ...]:
-        """The rows that `data.overlong_prompts` drops or cuts. Raises: as `check`."""
+        """Return the rows that `data.overlong_prompts` drops or cuts. Raises: as `check`."""
         return tuple(self._overlong.values())
 
     @cached_property
     def _overlong(self) -> dict[int, Overlong]:
-        return overlong_rows(self._rows, self._encoded)
+        return overlong_rows(self._rows, self._encode)
 
     @cached_property
     def _kept(self) -> Sequence[int]:
-        """Numbers of the rows that are drawn."""
+        """Numbers of the rows that an epoch draws."""
         if self._data.overlong_prompts != "drop":
             return range(len(self._rows))
         return kept_rows(len(self._rows), self._overlong, "data.prompts")
 
     @property
     def branch(self) -> str:
-        """Whose plans it makes."""
+        """Return the branch of the plans."""
         return self._branch
 
     def plan(
@@ -111,74 +117,72 @@ class DataSource:
         choice: tuple[list[str], list[str]] | None = None,
         draw: Callable[[int, int], Sequence[PromptRow]] | None = None,
     ) -> Plan:
-        """One part of an iteration's plan: the oldest of the buffer first, then new draws,
-        `groups_per_round` together.
+        """Return one part of an iteration's plan, of `groups_per_round` groups.
 
-        Part r + 1 starts from the state after part r. `buffered` holds at least the groups that are
-        taken from `state.buffer`, as earlier plans wrote them; which of their rows go on is decided
-        here. `choice`: ids of those that are taken instead, and of those that stay. `draw(count,
-        drawn)` gives the rows of new draws instead of the prompts.
+        The oldest groups of the buffer come first, then new draws. Part r + 1 starts from the state
+        after part r.
 
-        Raises: DataError if a buffered group is not given, the state does not fit the rows, or a
-        drawn row is wrong.
+        `buffered`: the planned groups of `state.buffer` from earlier plans, at least those that are
+        taken. `choice`: (ids of the groups to take, ids of the groups that stay) from a user's
+        filter; None: the oldest. `draw(count, drawn)`: returns the rows of new draws from a user's
+        source; None: `data.prompts`.
+
+        Raises: DataError if a buffered group is missing, the state does not match the rows, or a
+        drawn row is bad.
         """
-        given = {group.group_id: group for group in buffered}
-        waiting_of = {one.group_id: one for one in state.buffer}
-        taken = (
-            self.takes(state)
-            if choice is None
-            else [waiting_of[group_id] for group_id in choice[0]]
-        )
-        left = (
-            state.buffer[len(taken) :]
-            if choice is None
-            else tuple(waiting_of[group_id] for group_id in choice[1])
-        )
-        missing = [waiting.group_id for waiting in taken if waiting.group_id not in given]
+        planned = {group.group_id: group for group in buffered}
+        if choice is None:
+            taken = self.takes(state)
+            kept = state.buffer[len(taken) :]
+        else:
+            by_id = {group.group_id: group for group in state.buffer}
+            taken = tuple(by_id[group_id] for group_id in choice[0])
+            kept = tuple(by_id[group_id] for group_id in choice[1])
+        missing = [group.group_id for group in taken if group.group_id not in planned]
         if missing:
             raise DataError(
-                "groups of the buffer were not given",
+                "planned groups of the buffer are missing",
                 where=f"{self._branch}/{iteration}",
                 found=f"no {missing}",
             )
         count = self._rollout.groups_per_round - len(taken)
-        drawn, after = (
-            self._draw(state, count)
-            if draw is None
-            else self._drawn(state, draw(count, state.draws))
-        )
-        after = after.model_copy(update={"buffer": left})
-        again = (
-            given[one.group_id].model_copy(update={"earlier": self._earlier(one, iteration)})
-            for one in taken
+        if draw is None:
+            drawn, after = self._draw(state, count)
+        else:
+            drawn, after = self._planned_rows(state, draw(count, state.draws))
+        continued = (
+            planned[group.group_id].model_copy(
+                update={"earlier": self._continued_rows(group, iteration)}
+            )
+            for group in taken
         )
         return Plan(
             branch=self._branch,
             iteration=iteration,
             part=part,
-            groups=(*again, *drawn),
+            groups=(*continued, *drawn),
             before=state,
-            after=after,
+            after=after.model_copy(update={"buffer": kept}),
         )
 
     def takes(self, state: DataState) -> tuple[BufferedGroup, ...]:
-        """The groups of the buffer that a plan from this state begins with."""
+        """Return the groups of the buffer that a plan from this state takes without a filter."""
         return state.buffer[: self._rollout.groups_per_round]
 
-    def _earlier(self, waiting: BufferedGroup, iteration: int) -> str | None:
-        """Where the rows lie from which the group goes on. None: its tokens would be too old, it is
-        sampled from the start."""
-        bound = iteration - self._async_buffer_size
-        if waiting.oldest is None or waiting.oldest >= bound:
-            return waiting.rows
-        all_stale = waiting.finished is not None and waiting.finished < bound
-        return (
-            waiting.rows
-            if self._rollout.mask_offpolicy_in_partial_rollout and not all_stale
-            else None
-        )
+    def _continued_rows(self, group: BufferedGroup, iteration: int) -> str | None:
+        """Return the object with the group's rows to continue from.
 
-    def _drawn(
+        None if its tokens are too old to be trained: the group is sampled from the start.
+        """
+        oldest_allowed = iteration - self._async_buffer_size
+        if group.oldest is None or group.oldest >= oldest_allowed:
+            return group.rows
+        all_stale = group.finished is not None and group.finished < oldest_allowed
+        # Old tokens can stay if they get loss mask 0 and other tokens are recent enough.
+        masked = self._rollout.mask_offpolicy_in_partial_rollout and not all_stale
+        return group.rows if masked else None
+
+    def _planned_rows(
         self, state: DataState, rows: Sequence[PromptRow]
     ) -> tuple[list[PlannedGroup], DataState]:
         numbered = enumerate(rows, start=state.draws)
@@ -191,30 +195,29 @@ class DataSource:
         draws = state.draws
         if not 0 <= offset < len(self):
             raise DataError(
-                "the data state does not fit the rows",
+                "the data state does not match the rows",
                 where=self._branch,
                 found=f"offset {offset} in epoch {epoch}",
                 expected=f"less than the {len(self)} rows of data.prompts that are drawn",
-                do="continue with the prompts the state was made with, or start a branch with a fresh data state",
+                do="continue with the prompts of the state, "
+                "or start a branch with a fresh data state",
             )
         groups = []
         for draw in range(draws, draws + count):
             row = self._rows[self._order(epoch)[offset]]
             groups.append(self._group(row, f"{self._branch}:{draw:08d}"))
-            epoch, offset = (epoch, offset + 1) if offset + 1 < len(self) else (epoch + 1, 0)
+            offset += 1
+            if offset == len(self):
+                epoch += 1
+                offset = 0
         return groups, DataState(epoch=epoch, offset=offset, draws=draws + count)
 
     def _group(self, row: PromptRow, group_id: str) -> PlannedGroup:
-        return _planned(
-            row,
-            self._encoded(row),
-            group_id,
-            self._rollout.n_samples_per_prompt,
-            self._data,
-            self._rollout,
-        )
+        num_samples = self._rollout.n_samples_per_prompt
+        encoded = self._encode(row)
+        return _planned_group(row, encoded, group_id, num_samples, self._data, self._rollout)
 
-    def _encoded(self, row: PromptRow) -> Encoded:
+    def _encode(self, row: PromptRow) -> Encoded:
         if self._rollout.type == "dataset":
             return encode_supervised(self._tokenizer, row, self._data, self._rollout)
         return encode_prompt(
@@ -229,24 +232,25 @@ class DataSource:
         order = list(range(len(self._rows)))
         if self._data.rollout_shuffle:
             random.Random(f"{self._data.rollout_seed}/{epoch}").shuffle(order)
-        return (
-            order
-            if len(self) == len(order)
-            else [number for number in order if number not in self._overlong]
-        )
+        # Dropped rows leave gaps: the order of the other rows does not depend on the limit.
+        if len(self) == len(order):
+            return order
+        return [number for number in order if number not in self._overlong]
 
 
 def overlong_rows(
     rows: Iterable[PromptRow], encode: Callable[[PromptRow], Encoded]
 ) -> dict[int, Overlong]:
-    """Number of each row whose prompt is over-long → its length and limit. Raises: DataError naming
-    a row that is wrong."""
+    """Return row number → length and limit, for rows with an over-long prompt.
+
+    Raises: DataError naming a bad row.
+    """
     encoded = (encode(row).overlong for row in rows)
     return {number: overlong for number, overlong in enumerate(encoded) if overlong is not None}
 
 
 def kept_rows(num_rows: int, overlong: Mapping[int, Overlong], where: str) -> Sequence[int]:
-    """Numbers of the rows that are not dropped. Raises: ConfigError if all of them are."""
+    """Return the numbers of the rows that are not dropped. Raises: ConfigError if none is left."""
     kept = [number for number in range(num_rows) if number not in overlong]
     if num_rows and not kept:
         first = overlong[0]
@@ -271,12 +275,13 @@ def evaluation_plan(
     iteration: int,
     model_context_len: int | None = None,
 ) -> tuple[Plan, tuple[Overlong, ...]]:
-    """Every row of a held-out set once, in order, with the same ids and seeds in every iteration
-    and branch; and the rows that `data.overlong_prompts` drops or cuts.
+    """Return the plan of a held-out set, and the rows that `data.overlong_prompts` drops or cuts.
 
-    A row's id counts the dropped rows before it, so that it is the same whatever the limit is. The
-    groups are always sampled, also in a supervised run. Raises: DataError naming a row that is
-    wrong; ConfigError if every row is dropped.
+    The plan has every row once and in order, with the same ids and seeds in every iteration and
+    branch. The id of a row counts the dropped rows before it, so it does not depend on the limit.
+    The groups are sampled even in a supervised run.
+
+    Raises: DataError naming a bad row; ConfigError if every row is dropped.
     """
     sampled = rollout.model_copy(update={"type": "sample"})
     encoded = [
@@ -284,18 +289,16 @@ def evaluation_plan(
         for row in rows
     ]
     overlong = {
-        number: one.overlong for number, one in enumerate(encoded) if one.overlong is not None
+        number: row.overlong for number, row in enumerate(encoded) if row.overlong is not None
     }
-    where = f"evaluation.datasets: {dataset.name}"
-    kept = (
-        kept_rows(len(rows), overlong, where)
-        if data.overlong_prompts == "drop"
-        else range(len(rows))
-    )
-    n = dataset.n_samples_per_eval_prompt
+    kept: Sequence[int] = range(len(rows))
+    if data.overlong_prompts == "drop":
+        kept = kept_rows(len(rows), overlong, f"evaluation.datasets: {dataset.name}")
+    num_samples = dataset.n_samples_per_eval_prompt
     ids = {number: f"eval/{dataset.name}:{number:08d}" for number in kept}
     groups = tuple(
-        _planned(rows[number], encoded[number], ids[number], n, data, sampled) for number in kept
+        _planned_group(rows[number], encoded[number], ids[number], num_samples, data, sampled)
+        for number in kept
     )
     plan = Plan(
         branch=branch, iteration=iteration, groups=groups, before=DataState(), after=DataState()
@@ -304,12 +307,12 @@ def evaluation_plan(
 
 
 def sample_seed(rollout_seed: int, group_id: str, index: int) -> int:
-    """The seed of one sample: 31 bits of sha256 over `rollout_seed/group_id/index`."""
+    """Return the seed of a sample: 31 bits of sha256 over `rollout_seed/group_id/index`."""
     digest = hashlib.sha256(f"{rollout_seed}/{group_id}/{index}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
 
-def _planned(
+def _planned_group(
     row: PromptRow,
     encoded: Encoded,
     group_id: str,
@@ -317,8 +320,11 @@ def _planned(
     data: DataConfig,
     rollout: RolloutConfig,
 ) -> PlannedGroup:
-    """The group of a row. Raises: DataError for a row to drop: only a source of the user gives one,
-    which cannot be dropped."""
+    """Return the planned group of a row.
+
+    Raises: DataError for a row that should be dropped.
+    """
+    # Rows of `data.prompts` are dropped before. A row of a user's source cannot be dropped.
     if encoded.overlong is not None and data.overlong_prompts == "drop":
         raise encoded.overlong.error
     return PlannedGroup(
@@ -336,22 +342,15 @@ def _planned(
 
 
 def _with_messages(
-    row: PromptRow, shown: Prompt, data: DataConfig, rollout: RolloutConfig
+    row: PromptRow, rendered: Prompt, data: DataConfig, rollout: RolloutConfig
 ) -> dict[str, Any]:
-    """The row's metadata; for a function of the user also `messages`, if the prompt's text has
-    hidden them.
+    """Return the row's metadata, with `messages` for a user function if the prompt was rendered.
 
-    They are whole, also where the prompt was cut.
+    The messages are complete even if the prompt was cut.
     """
-    hooked = rollout.custom_generate_function_path or rollout.rollout_function_path
-    if (
-        not hooked
-        or not data.apply_chat_template
-        or shown == row.prompt
-        or "messages" in row.metadata
-    ):
+    user_function = rollout.custom_generate_function_path or rollout.rollout_function_path
+    if not user_function or not data.apply_chat_template or rendered == row.prompt:
         return row.metadata
-    messages = (
-        [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-    )
-    return {**row.metadata, "messages": messages}
+    if "messages" in row.metadata:
+        return row.metadata
+    return {**row.metadata, "messages": as_messages(row.prompt)}

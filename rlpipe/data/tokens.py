@@ -1,11 +1,10 @@
-"""From prompts to token ids: the tokenizer, the chat template, and the loss mask of supervised
-rows.
+"""Encode prompts as token ids: tokenizer, chat template, and the loss mask of supervised rows.
 
-A plain prompt is tokenized as it stands: no special token is added to it, and a chat template
-brings its own. Prompt and response are always tokenized apart, so that a supervised row has the
-very prompt ids that sampling would start from.
+A plain prompt is tokenized without special tokens; a chat template writes its own. Prompt and
+response are always tokenized separately, so that a supervised row has exactly the prompt ids from
+which a rollout would sample.
 
-Not here: which row comes when (`source`).
+Entry points: `load_tokenizer`, `encode_prompt`, `encode_supervised`, `render`.
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A row in tokens. `prompt` is what the ids say (rendered text), or the messages of a
-    supervised chat row.
+    """A row as tokens.
 
-    Of a prompt that was cut, the text is that of the ids that are left; messages stay whole.
-    `response_ids` and `loss_mask` have the same length; both are empty where the response is to be
-    sampled.
+    `prompt` is the text of the ids, or the messages of a supervised chat row. If the prompt was
+    cut, `prompt` is the remaining text; messages stay complete. `response_ids` and `loss_mask` have
+    the same length, 0 if the response will be sampled.
     """
 
     prompt: Prompt
@@ -43,14 +41,15 @@ class Encoded:
     response_ids: tuple[int, ...] = ()
     loss_mask: tuple[int, ...] = ()
     overlong: Overlong | None = None
-    """Set if the prompt is longer than its limit: it is cut to the limit, or left to the caller to
-    drop."""
+    """Set if the prompt exceeds its limit. It was cut, or the caller must drop the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlong:
-    """A prompt that is longer than its limit. `tokens` is its whole length; `setting` names the
-    limit."""
+    """A prompt that exceeds its limit.
+
+    `tokens` is the length before a cut, `setting` the key of the limit.
+    """
 
     where: str
     tokens: int
@@ -59,27 +58,28 @@ class Overlong:
 
     @property
     def error(self) -> DataError:
-        """The error that names the row."""
+        """Return the error that names the row."""
         return DataError(
             "the prompt is too long",
             where=self.where,
             found=f"{self.tokens} tokens",
             expected=f"at most {self.limit} ({self.setting})",
-            do="leave the row out, raise the limit, or set data.overlong_prompts: drop or truncate_left",
+            do="remove the row, raise the limit, "
+            "or set data.overlong_prompts: drop or truncate_left",
         )
 
 
 def load_tokenizer(directory: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face model directory. Raises: ConfigError if it is not there or
-    cannot be loaded."""
+    """Return the tokenizer of a Hugging Face model directory.
+
+    Raises: ConfigError if the directory does not exist or has no loadable tokenizer.
+    """
     if not Path(directory).is_dir():
         raise ConfigError(
             "no such model directory", where="model.source.hf_checkpoint", found=directory
         )
     try:
-        from transformers import (
-            AutoTokenizer,
-        )  # seconds, which who only names these functions need not wait
+        from transformers import AutoTokenizer  # takes seconds to import
 
         return AutoTokenizer.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=True
@@ -101,36 +101,36 @@ def encode_prompt(
     *,
     model_context_len: int | None = None,
 ) -> Encoded:
-    """The row as it will be sampled from. `model_context_len`: longest prompt + response of the
-    model; None: not a limit.
+    """Encode the prompt of a row that will be sampled.
 
-    Raises: DataError naming the row if it is empty or not renderable, or too long with
+    `model_context_len`: longest prompt + response of the model; None: no limit.
+
+    Raises: DataError naming the row if it is empty, cannot be rendered, or is too long with
     `data.overlong_prompts: error`.
     """
     text = render(tokenizer, row.prompt, data, where=row.where, tools=row.metadata.get("tools"))
-    encoded = Encoded(text, _ids(tokenizer, text))
+    encoded = Encoded(text, _token_ids(tokenizer, text))
     return _within_limits(tokenizer, encoded, row.where, data, rollout, model_context_len)
 
 
 def encode_supervised(
     tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, rollout: RolloutConfig
 ) -> Encoded:
-    """The row with its own answer as the response; `prompt_ids` is everything before the first
-    token that is trained.
+    """Encode a row with its answer as the response.
 
-    Plain rows: the label's tokens, then end-of-sequence. Chat rows (`apply_chat_template`):
-    messages, with the label as one more assistant message if there is one; `loss_mask_type` says
-    which assistant messages count, and `"step_loss_mask": 0` in a message takes it out. A trained
-    message ends with the end-of-sequence token its template writes.
+    `prompt_ids` are all tokens before the first trained token. In a plain row the response is the
+    label's tokens and the end-of-sequence token. In a chat row (`apply_chat_template`) the label is
+    an additional assistant message. `loss_mask_type` selects the assistant messages that count in
+    the loss; `"step_loss_mask": 0` in a message excludes it. A trained message ends with the
+    end-of-sequence token of the template.
 
-    Raises: DataError naming the row if it has no answer, nothing to train on, an answer that is too
-    long, or a prompt that is too long with `data.overlong_prompts: error`.
+    Raises: DataError naming the row if it has no answer, no trained token, a too long answer, or a
+    too long prompt with `data.overlong_prompts: error`.
     """
-    encoded = (
-        _encode_chat(tokenizer, row, data, rollout)
-        if data.apply_chat_template
-        else _encode_plain(tokenizer, row, data)
-    )
+    if data.apply_chat_template:
+        encoded = _encode_chat(tokenizer, row, data, rollout)
+    else:
+        encoded = _encode_plain(tokenizer, row, data)
     return _within_limits(tokenizer, encoded, row.where, data, rollout, None)
 
 
@@ -143,13 +143,13 @@ def render(
     add_generation_prompt: bool = True,
     tools: list[Any] | None = None,
 ) -> str:
-    """The prompt as text. Without a chat template that is the string itself; with one, a string is
-    a user's message.
+    """Return the prompt as text.
 
-    `tools` are what the template may describe; without a template they are only metadata.
+    Without `apply_chat_template` a string is returned unchanged. With it, a string is a message of
+    the user, and the template can describe `tools`.
 
-    Raises: DataError if messages are given without `apply_chat_template` or the template refuses
-    them; ConfigError if the tokenizer has no template.
+    Raises: DataError for messages without `apply_chat_template`, or if the template refuses them;
+    ConfigError if the tokenizer has no template.
     """
     if not data.apply_chat_template:
         if isinstance(prompt, str):
@@ -158,7 +158,7 @@ def render(
             "the prompt is a list of messages",
             where=where,
             expected="a string",
-            do="set data.apply_chat_template: true, or give rendered text",
+            do="set data.apply_chat_template: true, or use rendered text",
         )
     if not tokenizer.chat_template:
         raise ConfigError(
@@ -166,7 +166,7 @@ def render(
             where="data.apply_chat_template",
             found=tokenizer.name_or_path,
         )
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = as_messages(prompt)
     options: dict[str, Any] = {
         **data.apply_chat_template_kwargs,
         "add_generation_prompt": add_generation_prompt,
@@ -183,7 +183,12 @@ def render(
         ) from error
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+def as_messages(prompt: Prompt) -> list[Message]:
+    """Return the messages of a prompt; a string is one message of the user."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+def _token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     return tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
 
@@ -203,30 +208,32 @@ def _encode_plain(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: Data
             found=tokenizer.name_or_path,
         )
     text = render(tokenizer, row.prompt, data, where=row.where)
-    response = (*_ids(tokenizer, row.label), eos_token_id)
-    return Encoded(text, _ids(tokenizer, text), response, (1,) * len(response))
+    response = (*_token_ids(tokenizer, row.label), eos_token_id)
+    return Encoded(text, _token_ids(tokenizer, text), response, (1,) * len(response))
 
 
 def _encode_chat(
     tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, rollout: RolloutConfig
 ) -> Encoded:
-    messages = (
-        [{"role": "user", "content": row.prompt}]
-        if isinstance(row.prompt, str)
-        else list(row.prompt)
-    )
+    messages = as_messages(row.prompt)
     if row.label is not None:
         messages.append({"role": "assistant", "content": row.label})
     trained = _trained_messages(messages, rollout.loss_mask_type, row.where)
-    bare = [_bare(message) for message in messages[: trained[-1] + 1]]
-    text, spans = _spans(bare, trained, tokenizer, data, row.where, row.metadata.get("tools"))
-    prompt_ids = _ids(tokenizer, text[: spans[0][0]])
+    # Later messages are never trained. `step_loss_mask` is not for the template.
+    shown = [
+        {key: value for key, value in message.items() if key != "step_loss_mask"}
+        for message in messages[: trained[-1] + 1]
+    ]
+    text, spans = _answer_spans(
+        shown, trained, tokenizer, data, row.where, row.metadata.get("tools")
+    )
+    prompt_ids = _token_ids(tokenizer, text[: spans[0][0]])
     response_ids = []
     loss_mask = []
-    for (start, end), (following, _) in pairwise([*spans, (spans[-1][1], 0)]):
-        answer = _ids(tokenizer, text[start:end])
+    for (start, end), (next_start, _) in pairwise([*spans, (spans[-1][1], 0)]):
+        answer = _token_ids(tokenizer, text[start:end])
         num_trained = _length_to_end_of_turn(answer, tokenizer.eos_token_id)
-        rest = answer[num_trained:] + _ids(tokenizer, text[end:following])
+        rest = answer[num_trained:] + _token_ids(tokenizer, text[end:next_start])
         response_ids += answer[:num_trained] + rest
         loss_mask += [1] * num_trained + [0] * len(rest)
     last = len(loss_mask) - loss_mask[::-1].index(1)
@@ -236,12 +243,14 @@ def _encode_chat(
 
 
 def _trained_messages(messages: list[Message], loss_mask_type: str, where: str) -> list[int]:
-    """Positions of the assistant messages that count in the loss, of which there is at least
-    one."""
+    """Return the positions of the assistant messages that count in the loss.
+
+    Raises: DataError if there is none.
+    """
     answers = [
         position for position, message in enumerate(messages) if message["role"] == "assistant"
     ]
-    chosen = answers[-1:] if loss_mask_type == "last" else answers
+    candidates = answers[-1:] if loss_mask_type == "last" else answers
     for message in messages:
         if message.get("step_loss_mask", 1) not in (0, 1):
             raise DataError(
@@ -250,22 +259,19 @@ def _trained_messages(messages: list[Message], loss_mask_type: str, where: str) 
                 found=message["step_loss_mask"],
                 expected="0 or 1",
             )
-    trained = [position for position in chosen if messages[position].get("step_loss_mask", 1)]
+    trained = [position for position in candidates if messages[position].get("step_loss_mask", 1)]
     if not trained:
         raise DataError(
-            "nothing of the row is trained on",
+            "the row has no trained message",
             where=where,
-            found=f"roles {[message['role'] for message in messages]}, loss_mask_type {loss_mask_type!r}",
+            found=f"roles {[message['role'] for message in messages]}, "
+            f"loss_mask_type {loss_mask_type!r}",
             expected="an assistant message (or a label) whose step_loss_mask is not 0",
         )
     return trained
 
 
-def _bare(message: Message) -> Message:
-    return {key: value for key, value in message.items() if key != "step_loss_mask"}
-
-
-def _spans(
+def _answer_spans(
     messages: list[Message],
     trained: list[int],
     tokenizer: PreTrainedTokenizerBase,
@@ -273,7 +279,7 @@ def _spans(
     where: str,
     tools: list[Any] | None,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The rendered text and, for each trained message, where in it the answer starts and ends."""
+    """Return the rendered text, and (start, end) of the answer of each trained message in it."""
     text = render(tokenizer, messages, data, where=where, add_generation_prompt=False, tools=tools)
     spans = []
     for position in trained:
@@ -288,7 +294,7 @@ def _spans(
         )
         if not (text.startswith(through) and through.startswith(before)):
             raise DataError(
-                "the chat template rewrites earlier messages, so the answer has no fixed place in the text",
+                "the chat template rewrites earlier messages, so the answer has no fixed position",
                 where=where,
                 found=f"message {position} of {len(messages)}",
                 do="use loss_mask_type: last, or a template that only appends",
@@ -298,8 +304,8 @@ def _spans(
 
 
 def _length_to_end_of_turn(ids: tuple[int, ...], eos_token_id: Any) -> int:
-    """Tokens up to the last end-of-sequence token, with it: what a template writes after it is
-    never sampled."""
+    """Return the number of tokens up to and including the last end-of-sequence token."""
+    # Text that a template writes after it is never sampled, so it is not trained.
     return len(ids) - ids[::-1].index(eos_token_id) if eos_token_id in ids else len(ids)
 
 
@@ -311,7 +317,7 @@ def _within_limits(
     rollout: RolloutConfig,
     model_context_len: int | None,
 ) -> Encoded:
-    """The row as `data.overlong_prompts` has it. Raises: DataError naming the row."""
+    """Apply `data.overlong_prompts` to a row. Raises: DataError naming the row."""
     tokens = len(encoded.prompt_ids)
     answer = len(encoded.response_ids)
     if not tokens:
@@ -323,17 +329,20 @@ def _within_limits(
     if overlong is not None and data.overlong_prompts == "drop":
         return replace(encoded, overlong=overlong)
     if answer > rollout.rollout_max_response_len:
-        expected = f"at most {rollout.rollout_max_response_len} (rollout.rollout_max_response_len)"
+        limit = rollout.rollout_max_response_len
         raise DataError(
-            "the answer is too long", where=where, found=f"{answer} tokens", expected=expected
+            "the answer is too long",
+            where=where,
+            found=f"{answer} tokens",
+            expected=f"at most {limit} (rollout.rollout_max_response_len)",
         )
-    return encoded if overlong is None else _cut(tokenizer, encoded, overlong)
+    return encoded if overlong is None else _cut_left(tokenizer, encoded, overlong)
 
 
 def _prompt_limit(
     data: DataConfig, rollout: RolloutConfig, answer: int, model_context_len: int | None
 ) -> tuple[int, str]:
-    """Longest prompt in tokens before an answer of at least so many, and the key that says so."""
+    """Return (longest prompt in tokens before an answer of this length, key of that limit)."""
     bounds = {
         "data.rollout_max_prompt_len": (data.rollout_max_prompt_len, 0),
         "rollout.rollout_max_context_len, with room for a response": (
@@ -349,20 +358,17 @@ def _prompt_limit(
     return min(limits, default=(MOST_TOKENS, ""))
 
 
-def _cut(tokenizer: PreTrainedTokenizerBase, encoded: Encoded, overlong: Overlong) -> Encoded:
-    """The row with only the last tokens of its prompt, and their text. Raises: DataError if there
-    is room for none."""
+def _cut_left(tokenizer: PreTrainedTokenizerBase, encoded: Encoded, overlong: Overlong) -> Encoded:
+    """Keep the last tokens of the prompt. Raises: DataError if no prompt token fits."""
     if overlong.limit < 1:
         raise DataError(
-            "there is no room for a prompt",
+            "the answer leaves no room for a prompt",
             where=overlong.where,
             found=f"an answer of {len(encoded.response_ids)} tokens",
-            expected=f"a shorter one, or a larger limit ({overlong.setting})",
+            expected=f"a shorter answer, or a larger limit ({overlong.setting})",
         )
     kept = encoded.prompt_ids[-overlong.limit :]
-    text = (
-        str(tokenizer.decode(list(kept), skip_special_tokens=False))
-        if isinstance(encoded.prompt, str)
-        else encoded.prompt
-    )
-    return replace(encoded, prompt=text, prompt_ids=kept, overlong=overlong)
+    prompt = encoded.prompt
+    if isinstance(prompt, str):
+        prompt = str(tokenizer.decode(list(kept), skip_special_tokens=False))
+    return replace(encoded, prompt=prompt, prompt_ids=kept, overlong=overlong)

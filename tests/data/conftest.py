@@ -1,5 +1,4 @@
-"""Two real tokenizers: the character one of the demo, and a byte-level BPE with a chat template
-like Qwen's."""
+"""Two real tokenizers: characters (demo), and byte-level BPE with a chat template like Qwen's."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -1,5 +1,4 @@
-"""Prompt files that anybody may have written: every row is right, or one DataError names file and
-row."""
+"""Malformed prompt files: every row is valid, or a DataError names file and row."""
 
 from __future__ import annotations
 
@@ -22,20 +21,20 @@ from rlpipe.errors import DataError
 
 DEEP = b"[" * 100_000
 LINES = {
-    "no UTF-8": b'{"p": "a", "l": 1}\n\xff\n',
-    "depth": DEEP,
-    "depth inside": b'{"p": ' + DEEP + b"]" * 100_000 + b', "l": 1}',
-    "half a character": b'{"p": "\\ud800", "l": 1}',
-    "half a character in a message": b'{"p": [{"role": "user", "content": "\\ud800"}], "l": 1}',
-    "no number in a message": b'{"p": [{"role": "user", "content": NaN}], "l": 1}',
-    "no number as a label": b'{"p": "a", "l": NaN}',
-    "an endless label": b'{"p": "a", "l": 1e999}',
-    "half a character in a label": b'{"p": "a", "l": "\\ud800"}',
-    "no number in metadata": b'{"p": "a", "l": 1, "m": {"a": NaN}}',
-    "metadata in depth": b'{"p": "a", "l": 1, "m": "' + DEEP + b'"}',
-    "tools in depth": b'{"p": "a", "l": 1, "t": "' + DEEP + b'"}',
-    "no number in tools": b'{"p": "a", "l": 1, "t": [{"a": NaN}]}',
-    "digits": b'{"p": ' + b"9" * 5000 + b"}",
+    "not UTF-8": b'{"p": "a", "l": 1}\n\xff\n',
+    "deep nesting": DEEP,
+    "deep nesting in a prompt": b'{"p": ' + DEEP + b"]" * 100_000 + b', "l": 1}',
+    "half a surrogate pair": b'{"p": "\\ud800", "l": 1}',
+    "half a pair in a message": b'{"p": [{"role": "user", "content": "\\ud800"}], "l": 1}',
+    "NaN in a message": b'{"p": [{"role": "user", "content": NaN}], "l": 1}',
+    "NaN as a label": b'{"p": "a", "l": NaN}',
+    "an infinite label": b'{"p": "a", "l": 1e999}',
+    "half a surrogate pair in a label": b'{"p": "a", "l": "\\ud800"}',
+    "NaN in metadata": b'{"p": "a", "l": 1, "m": {"a": NaN}}',
+    "deep nesting in metadata": b'{"p": "a", "l": 1, "m": "' + DEEP + b'"}',
+    "deep nesting in tools": b'{"p": "a", "l": 1, "t": "' + DEEP + b'"}',
+    "NaN in tools": b'{"p": "a", "l": 1, "t": [{"a": NaN}]}',
+    "too many digits": b'{"p": ' + b"9" * 5000 + b"}",
 }
 JSON = st.recursive(
     st.none()
@@ -67,31 +66,33 @@ def _load(path: Path, content: bytes) -> Any:
 
 
 @pytest.mark.parametrize("line", LINES.values(), ids=LINES)
-def test_a_line_that_no_plan_can_hold_is_named(line: bytes, tmp_path: Path):
+def test_a_line_that_a_plan_cannot_store_is_named(line: bytes, tmp_path: Path):
     with pytest.raises(DataError) as caught:
         _load(tmp_path / "a.jsonl", line)
     assert str(caught.value.where).startswith(f"{tmp_path}/a.jsonl:")
 
 
 @given(row=st.dictionaries(st.sampled_from("plmt"), JSON, min_size=2))
-def test_a_row_of_anything_is_a_prompt_that_can_be_stored_or_named(
+def test_an_arbitrary_row_can_be_stored_or_is_refused(
     row: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ):
     path = tmp_path_factory.getbasetemp() / "any.jsonl"
     with suppress(DataError):
-        (read,) = _load(path, json.dumps(row).encode())
+        (row_read,) = _load(path, json.dumps(row).encode())
         json.dumps(
-            [read.prompt, read.label, read.metadata], allow_nan=False, ensure_ascii=False
+            [row_read.prompt, row_read.label, row_read.metadata],
+            allow_nan=False,
+            ensure_ascii=False,
         ).encode()
 
 
 def _parquet(**columns: Any) -> bytes:
-    written = io.BytesIO()
+    buffer = io.BytesIO()
     pq.write_table(
         pa.table({"l": ["1"], **{name: pa.array([value]) for name, value in columns.items()}}),
-        written,
+        buffer,
     )
-    return written.getvalue()
+    return buffer.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def _parquet(**columns: Any) -> bytes:
         {"p": "a", "t": [1]},
     ],
 )
-def test_parquet_of_other_types_is_named_by_its_row(columns: dict[str, Any], tmp_path: Path):
+def test_parquet_values_of_other_types_are_named_by_row(columns: dict[str, Any], tmp_path: Path):
     with pytest.raises(DataError, match="row 0"):
         _load(tmp_path / "a.parquet", _parquet(**columns))
 
@@ -124,12 +125,12 @@ pq.write_table(
     changes=st.lists(st.tuples(st.integers(0, 10**4), st.integers(0, 255)), min_size=1, max_size=3),
     cut=st.integers(0, 10**4),
 )
-def test_damaged_parquet_is_read_or_named(
+def test_damaged_parquet_is_read_or_refused(
     changes: list[tuple[int, int]], cut: int, tmp_path_factory: pytest.TempPathFactory
 ):
     content = bytearray(WHOLE.getvalue())
-    for place, value in changes:
-        content[place % len(content)] = value
+    for offset, value in changes:
+        content[offset % len(content)] = value
     with suppress(DataError):
         _load(
             tmp_path_factory.getbasetemp() / "any.parquet",
@@ -140,6 +141,6 @@ def test_damaged_parquet_is_read_or_named(
 @pytest.mark.parametrize(
     "path", ["github://a.jsonl", "abc://a.jsonl", "\0.jsonl", "a.jsonl@[" + "9" * 5000 + ":]"]
 )
-def test_a_path_that_leads_nowhere_is_named(path: str):
+def test_an_invalid_path_is_refused(path: str):
     with pytest.raises(DataError):
         load_prompts(FilePrompts(type="file", paths=(path,), input_key="p"))

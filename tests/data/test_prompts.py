@@ -1,4 +1,4 @@
-"""Rows of prompt files, and every way in which one can be wrong."""
+"""Rows of prompt files, and refusal of bad rows."""
 
 import json
 
@@ -22,7 +22,7 @@ def jsonl(path, *rows):
     return path
 
 
-def test_rows_of_several_files_come_in_order(tmp_path):
+def test_rows_of_several_files_are_in_order(tmp_path):
     first = jsonl(
         tmp_path / "a.jsonl",
         {"q": "one", "a": "1", "metadata": {"level": 3}},
@@ -39,7 +39,7 @@ def test_rows_of_several_files_come_in_order(tmp_path):
     assert [row.where for row in rows] == [f"{first}:1", f"{first}:3", f"{second}:row 0"]
 
 
-def test_a_label_is_read_only_where_a_key_names_it(tmp_path):
+def test_a_label_is_read_only_with_a_label_key(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", {"prompt": "one", "label": "1"})
     assert load_prompts(source(path))[0].label is None
 
@@ -50,7 +50,7 @@ def test_fsspec_urls_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ("{not json", r"not JSON"),
         ("[1, 2]", r"not a JSON object"),
@@ -67,14 +67,14 @@ def test_fsspec_urls_are_read(tmp_path):
         ({"prompt": "x", "label": "1", "metadata": [1]}, r"metadata is not an object"),
     ],
 )
-def test_a_bad_row_is_named_with_its_line(tmp_path, row, said):
+def test_a_bad_row_is_named_with_its_line(tmp_path, row, message):
     path = jsonl(tmp_path / "a.jsonl", {"prompt": "fine", "label": "1"}, row)
-    with pytest.raises(DataError, match=said) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         load_prompts(source(path, label_key="label"))
     assert caught.value.where == f"{path}:2"
 
 
-def test_metadata_that_json_cannot_hold_is_named(tmp_path):
+def test_metadata_that_json_cannot_store_is_named(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"prompt": ["x"], "metadata": [{"raw": b"\x00"}]}), path)
     with pytest.raises(DataError, match="metadata cannot be written as JSON") as caught:

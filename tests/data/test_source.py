@@ -1,5 +1,4 @@
-"""Plans: the same state gives the same plan, and no row is lost or doubled over epochs and the
-buffer."""
+"""Plans are pure functions of the state; epochs and buffer neither lose nor repeat rows."""
 
 import json
 from typing import Any, cast
@@ -20,7 +19,7 @@ FILE = FilePrompts(type="file", paths=("x.jsonl",))
 
 
 class Letters:
-    """A tokenizer that has what plain prompts need: a number for each character."""
+    """A tokenizer for plain prompts: the code point of each character."""
 
     eos_token_id = 0
     name_or_path = "letters"
@@ -98,18 +97,18 @@ def test_every_epoch_draws_every_row_once(count, batch, plans, shuffle):
             assert epoch == [f"p{number}" for number in range(len(epoch))]
 
 
-def test_batches_of_other_sizes_draw_the_same_order():
+def test_the_batch_size_does_not_change_the_order():
     assert drawn(source(7, 1), 21)[0] == drawn(source(7, 3), 7)[0] == drawn(source(7, 21), 1)[0]
 
 
-def test_epochs_and_seeds_shuffle_differently():
+def test_epochs_and_seeds_have_different_orders():
     prompts, _ = drawn(source(30, 30), 2)
     assert prompts[:30] != prompts[30:]
     assert prompts != drawn(source(30, 30, seed=2), 2)[0]
     assert prompts[:5] == ["p4", "p24", "p27", "p9", "p0"]
 
 
-def test_seeds_are_of_the_sample_and_differ():
+def test_every_sample_has_its_own_seed():
     plan = source(5, 4).plan(0, DataState())
     seeds = [seed for group in plan.groups for seed in group.seeds]
     assert len(set(seeds)) == 12
@@ -118,7 +117,7 @@ def test_seeds_are_of_the_sample_and_differ():
     assert sample_seed(42, "run:00000000", 0) == 889526084
 
 
-def test_the_oldest_of_the_buffer_go_first():
+def test_a_plan_takes_the_oldest_groups_of_the_buffer_first():
     earlier = source().plan(0, DataState())
     waiting = buffer(*(group.group_id for group in earlier.groups), "run:00000007", "run:00000008")
     state = DataState(epoch=0, offset=2, draws=9, buffer=waiting)
@@ -131,10 +130,10 @@ def test_the_oldest_of_the_buffer_go_first():
     assert plan.after == DataState(epoch=0, offset=3, draws=10)
 
 
-def test_part_r_plus_one_follows_part_r_and_asks_for_as_many_groups_again():
-    over = source(batch=2, over_sampling_batch_size=3)
-    first = over.plan(0, DataState())
-    second = over.plan(0, first.after, part=1)
+def test_each_part_continues_from_the_state_after_the_previous_part():
+    oversampling = source(batch=2, over_sampling_batch_size=3)
+    first = oversampling.plan(0, DataState())
+    second = oversampling.plan(0, first.after, part=1)
     assert [group.group_id for group in (*first.groups, *second.groups)] == [
         f"run:{draw:08d}" for draw in range(6)
     ]
@@ -142,7 +141,7 @@ def test_part_r_plus_one_follows_part_r_and_asks_for_as_many_groups_again():
 
 
 @pytest.mark.parametrize(
-    ("keys", "masking", "goes_on"),
+    ("keys", "masking", "continues"),
     [
         ({"rows": None}, True, False),
         ({"rows": "r", "oldest": 7}, False, True),
@@ -153,9 +152,7 @@ def test_part_r_plus_one_follows_part_r_and_asks_for_as_many_groups_again():
         ({"rows": "r", "oldest": 7, "finished": 8}, False, True),
     ],
 )
-def test_a_buffered_group_goes_on_from_its_rows_unless_they_are_too_old_to_be_trained(
-    keys, masking, goes_on
-):
+def test_a_buffered_group_continues_from_its_rows_unless_they_are_too_old(keys, masking, continues):
     data = DataConfig(prompts=FILE)
     config = rollout(rollout_batch_size=1, mask_offpolicy_in_partial_rollout=masking)
     bounded = DataSource(rows(5), LETTERS, data, config, "run", async_buffer_size=2)
@@ -164,11 +161,11 @@ def test_a_buffered_group_goes_on_from_its_rows_unless_they_are_too_old_to_be_tr
         9, DataState(buffer=buffer("run:00000000", **keys), draws=1), buffered=earlier.groups
     )
     assert plan.groups[0] == earlier.groups[0].model_copy(
-        update={"earlier": "r" if goes_on else None}
+        update={"earlier": "r" if continues else None}
     )
 
 
-def test_a_buffered_group_that_is_not_given_is_named():
+def test_a_missing_buffered_group_is_named():
     with pytest.raises(DataError, match=r"run/4[\s\S]*run:00000003"):
         source().plan(4, DataState(buffer=buffer("run:00000003")))
 
@@ -183,7 +180,7 @@ def test_no_rows_are_refused():
         source(0)
 
 
-def test_check_finds_a_bad_row_before_it_is_drawn(characters):
+def test_check_finds_a_bad_row_before_the_run(characters):
     data = DataConfig(prompts=FILE, rollout_max_prompt_len=2)
     good = DataSource(rows(10), characters, data, rollout(rollout_batch_size=1), "run")
     good.check()
@@ -191,13 +188,13 @@ def test_check_finds_a_bad_row_before_it_is_drawn(characters):
         DataSource(rows(11), characters, data, rollout(rollout_batch_size=1), "run").check()
 
 
-def test_supervised_rows_bring_their_answers():
+def test_supervised_rows_have_their_answers_as_responses():
     group = source(n=1, type="dataset").plan(0, DataState()).groups[0]
     assert group.response_ids == (*map(ord, group.label or ""), 0)
     assert group.loss_mask == (1,) * len(group.response_ids)
 
 
-def test_an_evaluation_plan_takes_every_row_once_with_the_same_seeds_each_time(characters):
+def test_an_evaluation_plan_has_every_row_once_with_constant_seeds(characters):
     dataset = EvalDataset(name="heldout", prompts=FILE, n_samples_per_eval_prompt=2)
     data = DataConfig(prompts=FILE)
     supervised = rollout(type="dataset", rollout_batch_size=1)
@@ -220,7 +217,7 @@ LONG = (3, 4, 17, 25, 31, 48, 49)
 
 @pytest.fixture
 def fifty(tmp_path):
-    """A file of 50 prompts, 7 of which have 30 characters or more; the others have 3."""
+    """Write a file of 50 prompts: 7 have 30 characters or more, the others have 3."""
     path = tmp_path / "fifty.jsonl"
     prompts = [
         f"p{number:02}" + ("x" * (27 + number) if number in LONG else "") for number in range(50)
@@ -229,7 +226,7 @@ def fifty(tmp_path):
     return FilePrompts(type="file", paths=(str(path),))
 
 
-def of_file(prompts, *, streaming=False, batch=6, shuffle=True, **keys):
+def file_source(prompts, *, streaming=False, batch=6, shuffle=True, **keys):
     keys = {"rollout_max_prompt_len": 10, "overlong_prompts": "drop", **keys}
     data = DataConfig(prompts=prompts, rollout_shuffle=shuffle, **keys)
     return DataSource(
@@ -242,11 +239,9 @@ def of_file(prompts, *, streaming=False, batch=6, shuffle=True, **keys):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_rows_that_are_dropped_are_named_and_every_other_row_is_drawn_once_an_epoch_also_after_a_resume(
-    fifty, streaming
-):
+def test_dropped_rows_are_named_and_the_others_drawn_once_an_epoch_after_a_resume(fifty, streaming):
     path = fifty.paths[0]
-    first = of_file(fifty, streaming=streaming)
+    first = file_source(fifty, streaming=streaming)
     first.check()
     assert [(row.where, row.tokens) for row in first.overlong] == [
         (f"{path}:{n + 1}", 30 + n) for n in LONG
@@ -258,9 +253,8 @@ def test_rows_that_are_dropped_are_named_and_every_other_row_is_drawn_once_an_ep
     state = DataState()
     prompts = []
     for iteration in range(15):
-        source = (
-            first if iteration < 4 else of_file(fifty, streaming=streaming)
-        )  # another process goes on from here
+        # From iteration 4 on, a new source stands for a resumed process.
+        source = first if iteration < 4 else file_source(fifty, streaming=streaming)
         plan = source.plan(iteration, DataState.model_validate_json(state.model_dump_json()))
         prompts += [group.prompt for group in plan.groups]
         state = plan.after
@@ -271,17 +265,15 @@ def test_rows_that_are_dropped_are_named_and_every_other_row_is_drawn_once_an_ep
     assert prompts[:43] != prompts[43:86]
 
 
-def test_a_file_of_fifty_prompts_with_over_long_ones_is_refused_unless_the_run_says_what_becomes_of_them(
-    fifty,
-):
+def test_over_long_prompts_are_refused_by_default(fifty):
     with pytest.raises(
         DataError, match=r"fifty\.jsonl:4: the prompt is too long[\s\S]*33 tokens[\s\S]*at most 10"
     ):
-        of_file(fifty, overlong_prompts="error").check()
+        file_source(fifty, overlong_prompts="error").check()
 
 
-def test_prompts_that_are_cut_are_named_and_drawn_like_the_others(fifty):
-    source = of_file(fifty, overlong_prompts="truncate_left", batch=50, shuffle=False)
+def test_cut_prompts_are_named_and_drawn_like_the_others(fifty):
+    source = file_source(fifty, overlong_prompts="truncate_left", batch=50, shuffle=False)
     source.check()
     assert (len(source), len(source.overlong)) == (50, 7)
     groups = source.plan(0, DataState()).groups
@@ -292,17 +284,17 @@ def test_prompts_that_are_cut_are_named_and_drawn_like_the_others(fifty):
 
 
 @given(limit=st.integers(1, 40), shuffle=st.booleans())
-def test_rows_that_are_kept_have_the_order_that_they_have_without_a_limit(limit, shuffle):
+def test_kept_rows_have_the_same_order_as_without_a_limit(limit, shuffle):
     lengths = [1 + (7 * number) % 40 for number in range(40)]
-    given_rows = [
+    all_rows = [
         PromptRow(chr(65 + number) * length, where=f"x:{number}")
         for number, length in enumerate(lengths)
     ]
 
     def order(**keys):
         data = DataConfig(prompts=FILE, rollout_shuffle=shuffle, rollout_seed=1, **keys)
-        made = DataSource(given_rows, LETTERS, data, rollout(rollout_batch_size=1), "run")
-        return drawn(made, len(made))[0], len(made)
+        source_of_rows = DataSource(all_rows, LETTERS, data, rollout(rollout_batch_size=1), "run")
+        return drawn(source_of_rows, len(source_of_rows))[0], len(source_of_rows)
 
     everything, _ = order()
     kept, num_kept = order(rollout_max_prompt_len=limit, overlong_prompts="drop")
@@ -311,23 +303,23 @@ def test_rows_that_are_kept_have_the_order_that_they_have_without_a_limit(limit,
     )
 
 
-def test_a_file_of_which_every_row_would_be_dropped_is_refused(fifty):
+def test_a_file_with_only_over_long_prompts_is_refused(fifty):
     with pytest.raises(
         ConfigError,
         match=r"data\.prompts: every prompt is over-long[\s\S]*50 rows[\s\S]*at most 2 ",
     ):
-        of_file(fifty, rollout_max_prompt_len=2).check()
+        file_source(fifty, rollout_max_prompt_len=2).check()
     with pytest.raises(ConfigError, match="every prompt is over-long"):
-        of_file(fifty, rollout_max_prompt_len=2).plan(0, DataState())
+        file_source(fifty, rollout_max_prompt_len=2).plan(0, DataState())
 
 
-def test_a_row_of_a_source_of_the_user_cannot_be_dropped_and_can_be_cut():
+def test_a_row_of_a_user_source_can_be_cut_and_not_dropped():
     def planned(policy):
         data = DataConfig(prompts=None, rollout_max_prompt_len=2, overlong_prompts=policy)
         config = rollout(rollout_batch_size=1, data_source_path="mine.py:Source")
-        given_row = PromptRow("long", where="mine.py group 0")
+        long_row = PromptRow("long", where="mine.py group 0")
         return DataSource((), LETTERS, data, config, "run").plan(
-            0, DataState(), draw=lambda *_: [given_row]
+            0, DataState(), draw=lambda *_: [long_row]
         )
 
     assert planned("truncate_left").groups[0].prompt == "ng"
@@ -336,7 +328,7 @@ def test_a_row_of_a_source_of_the_user_cannot_be_dropped_and_can_be_cut():
             planned(policy)
 
 
-def test_a_held_out_set_drops_and_cuts_in_the_same_way_and_its_other_rows_keep_their_ids(fifty):
+def test_a_held_out_set_drops_and_cuts_rows_and_the_others_keep_their_ids(fifty):
     def planned(policy: Any, limit: int | None = 10):
         data = DataConfig(prompts=FILE, rollout_max_prompt_len=limit, overlong_prompts=policy)
         dataset = EvalDataset(name="held", prompts=fifty)

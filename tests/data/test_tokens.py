@@ -1,4 +1,4 @@
-"""Prompts and supervised rows as token ids."""
+"""Encoding of prompts and supervised rows."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from rlpipe.data.tokens import encode_prompt, encode_supervised, load_tokenizer,
 from rlpipe.errors import ConfigError, DataError
 
 FILE = FilePrompts(type="file", paths=("x.jsonl",))
-TALK = [
+CHAT = [
     {"role": "system", "content": "be short"},
     {"role": "user", "content": "what is 1 + 2?"},
     {"role": "assistant", "content": "it is 3"},
@@ -31,7 +31,7 @@ def row(prompt, label=None):
 
 
 def trained(tokenizer, encoded):
-    """The text of each run of trained tokens."""
+    """Return the text of each run of trained tokens."""
     runs = []
     run = []
     for token, mask in [*zip(encoded.response_ids, encoded.loss_mask, strict=True), (0, 0)]:
@@ -43,7 +43,7 @@ def trained(tokenizer, encoded):
     return runs
 
 
-def test_a_plain_prompt_is_tokenized_as_it_stands(characters, chat):
+def test_a_plain_prompt_is_tokenized_without_special_tokens(characters, chat):
     encoded = encode_prompt(characters, row("Spell: word"), data(), rollout())
     assert len(encoded.prompt_ids) == 5
     assert characters.decode(encoded.prompt_ids) == encoded.prompt == "Spell: word"
@@ -53,10 +53,10 @@ def test_a_plain_prompt_is_tokenized_as_it_stands(characters, chat):
     )
 
 
-def test_a_chat_template_renders_strings_and_messages_alike(chat):
+def test_a_chat_template_renders_a_string_like_one_message(chat):
     config = data(apply_chat_template=True)
     one = encode_prompt(chat, row("what is 1 + 2?"), config, rollout())
-    two = encode_prompt(chat, row([TALK[1]]), config, rollout())
+    two = encode_prompt(chat, row([CHAT[1]]), config, rollout())
     assert one == two
     assert one.prompt == "<|im_start|>user\nwhat is 1 + 2?<|im_end|>\n<|im_start|>assistant\n"
     assert chat.decode(one.prompt_ids) == one.prompt
@@ -91,56 +91,58 @@ def test_a_plain_answer_ends_with_end_of_sequence(characters):
     )
 
 
-def test_the_last_answer_of_a_talk_is_trained_up_to_its_end_of_turn(chat):
+def test_the_last_answer_of_a_chat_is_trained_up_to_its_end_of_turn(chat):
     config = data(apply_chat_template=True)
-    encoded = encode_supervised(chat, row(TALK), config, rollout(type="dataset"))
+    encoded = encode_supervised(chat, row(CHAT), config, rollout(type="dataset"))
     assert trained(chat, encoded) == ["it is 4<|im_end|>"]
-    assert encoded.prompt_ids == encode_prompt(chat, row(TALK[:4]), config, rollout()).prompt_ids
+    assert encoded.prompt_ids == encode_prompt(chat, row(CHAT[:4]), config, rollout()).prompt_ids
     assert all(encoded.loss_mask)
 
 
-def test_all_answers_of_a_talk_are_trained_and_nothing_else(chat):
+def test_all_assistant_trains_all_answers_and_no_other_token(chat):
     config = data(apply_chat_template=True)
     encoded = encode_supervised(
-        chat, row(TALK), config, rollout(type="dataset", loss_mask_type="all_assistant")
+        chat, row(CHAT), config, rollout(type="dataset", loss_mask_type="all_assistant")
     )
     assert trained(chat, encoded) == ["it is 3<|im_end|>", "it is 4<|im_end|>"]
     assert encoded.loss_mask[0] == encoded.loss_mask[-1] == 1
     text = chat.decode(encoded.prompt_ids + encoded.response_ids)
-    assert text == render(chat, TALK, config, where="", add_generation_prompt=False).removesuffix(
+    assert text == render(chat, CHAT, config, where="", add_generation_prompt=False).removesuffix(
         "\n"
     )
 
 
-def test_a_label_is_one_more_answer(chat):
+def test_a_label_is_an_additional_assistant_message(chat):
     config = data(apply_chat_template=True)
-    encoded = encode_supervised(chat, row(TALK[:4], "it is 4"), config, rollout(type="dataset"))
-    assert encoded == encode_supervised(chat, row(TALK), config, rollout(type="dataset"))
+    encoded = encode_supervised(chat, row(CHAT[:4], "it is 4"), config, rollout(type="dataset"))
+    assert encoded == encode_supervised(chat, row(CHAT), config, rollout(type="dataset"))
 
 
-def test_step_loss_mask_takes_a_message_out(chat):
+def test_step_loss_mask_excludes_a_message(chat):
     config = data(apply_chat_template=True)
     every = rollout(type="dataset", loss_mask_type="all_assistant")
-    talk = [*TALK[:2], {**TALK[2], "step_loss_mask": 0}, *TALK[3:]]
-    assert trained(chat, encode_supervised(chat, row(talk), config, every)) == ["it is 4<|im_end|>"]
-    talk = [*TALK[:4], {**TALK[4], "step_loss_mask": 0}]
-    encoded = encode_supervised(chat, row(talk), config, every)
+    chat_messages = [*CHAT[:2], {**CHAT[2], "step_loss_mask": 0}, *CHAT[3:]]
+    assert trained(chat, encode_supervised(chat, row(chat_messages), config, every)) == [
+        "it is 4<|im_end|>"
+    ]
+    chat_messages = [*CHAT[:4], {**CHAT[4], "step_loss_mask": 0}]
+    encoded = encode_supervised(chat, row(chat_messages), config, every)
     assert trained(chat, encoded) == ["it is 3<|im_end|>"]
     assert len(encoded.prompt) == 3
 
 
 @pytest.mark.parametrize(
-    ("prompt", "label", "keys", "said"),
+    ("prompt", "label", "keys", "message"),
     [
-        (TALK[:2], None, {}, "nothing of the row is trained on"),
-        ([{**TALK[2], "step_loss_mask": 0}], None, {}, "nothing of the row is trained on"),
-        ([{**TALK[2], "step_loss_mask": 2}], None, {}, "step_loss_mask is not 0 or 1"),
-        (TALK, None, {"rollout_max_response_len": 3}, "the answer is too long"),
-        (TALK, None, {"rollout_max_context_len": 20}, "the prompt is too long"),
+        (CHAT[:2], None, {}, "the row has no trained message"),
+        ([{**CHAT[2], "step_loss_mask": 0}], None, {}, "the row has no trained message"),
+        ([{**CHAT[2], "step_loss_mask": 2}], None, {}, "step_loss_mask is not 0 or 1"),
+        (CHAT, None, {"rollout_max_response_len": 3}, "the answer is too long"),
+        (CHAT, None, {"rollout_max_context_len": 20}, "the prompt is too long"),
     ],
 )
-def test_a_supervised_talk_that_cannot_be_trained_is_named(chat, prompt, label, keys, said):
-    with pytest.raises(DataError, match=f"x.jsonl:7: {said}"):
+def test_a_chat_row_that_cannot_be_trained_is_named(chat, prompt, label, keys, message):
+    with pytest.raises(DataError, match=f"x.jsonl:7: {message}"):
         encode_supervised(
             chat,
             row(prompt, label),
@@ -157,10 +159,10 @@ def test_a_template_that_rewrites_history_is_refused(chat):
     )
     config = data(apply_chat_template=True)
     try:
-        encode_supervised(chat, row(TALK[:3]), config, rollout(type="dataset"))
+        encode_supervised(chat, row(CHAT[:3]), config, rollout(type="dataset"))
         with pytest.raises(DataError, match="rewrites earlier messages"):
             encode_supervised(
-                chat, row(TALK), config, rollout(type="dataset", loss_mask_type="all_assistant")
+                chat, row(CHAT), config, rollout(type="dataset", loss_mask_type="all_assistant")
             )
     finally:
         chat.chat_template = template
@@ -185,9 +187,9 @@ def test_a_supervised_row_without_label_is_named(characters):
 
 def test_messages_without_a_chat_template_are_refused(characters):
     with pytest.raises(DataError, match=r"x.jsonl:7[\s\S]*data.apply_chat_template: true"):
-        encode_prompt(characters, row(TALK), data(), rollout())
+        encode_prompt(characters, row(CHAT), data(), rollout())
     with pytest.raises(ConfigError, match="no chat template"):
-        encode_prompt(characters, row(TALK), data(apply_chat_template=True), rollout())
+        encode_prompt(characters, row(CHAT), data(apply_chat_template=True), rollout())
 
 
 def test_a_prompt_that_is_too_long_is_named(characters):
@@ -227,7 +229,7 @@ def test_a_saved_tokenizer_is_loaded_and_a_missing_one_is_named(characters, tmp_
         load_tokenizer(str(tmp_path / "empty"))
 
 
-def test_a_tokenizer_without_end_of_sequence_cannot_end_an_answer(characters):
+def test_a_tokenizer_without_end_of_sequence_is_refused(characters):
     eos = characters.eos_token
     characters.eos_token = None
     try:
@@ -239,7 +241,7 @@ def test_a_tokenizer_without_end_of_sequence_cannot_end_an_answer(characters):
         characters.eos_token = eos
 
 
-def test_a_prompt_that_is_cut_keeps_its_last_tokens_and_says_how_long_it_was(characters):
+def test_a_cut_prompt_keeps_its_last_tokens_and_its_original_length(characters):
     short = data(rollout_max_prompt_len=3, overlong_prompts="truncate_left")
     encoded = encode_prompt(characters, row("Spell: word"), short, rollout())
     whole = encode_prompt(characters, row("Spell: word"), data(), rollout())
@@ -259,7 +261,7 @@ def test_a_chat_prompt_is_cut_at_the_start_of_its_text(chat):
     assert chat.decode(encoded.prompt_ids) == encoded.prompt
 
 
-def test_the_smallest_limit_counts_and_the_models_context_is_one(characters):
+def test_the_smallest_limit_applies_and_includes_the_models_context(characters):
     room = rollout(rollout_max_context_len=5)
     for limit, config, sampling, context in (
         (4, data(rollout_max_prompt_len=4), rollout(), 100),
@@ -280,7 +282,7 @@ def test_the_smallest_limit_counts_and_the_models_context_is_one(characters):
         encode_prompt(characters, row("Spell: word"), data(), rollout(), model_context_len=5)
 
 
-def test_a_supervised_prompt_is_cut_so_that_its_answer_fits(characters):
+def test_a_supervised_prompt_is_cut_to_fit_its_answer(characters):
     supervised = rollout(type="dataset", rollout_max_context_len=8)
     whole = encode_supervised(
         characters, row("Spell: word", "drow"), data(), rollout(type="dataset")
@@ -290,7 +292,7 @@ def test_a_supervised_prompt_is_cut_so_that_its_answer_fits(characters):
     )
     assert (cut.response_ids, cut.prompt_ids) == (whole.response_ids, whole.prompt_ids[-3:])
     no_room = rollout(type="dataset", rollout_max_context_len=5)
-    with pytest.raises(DataError, match="there is no room for a prompt"):
+    with pytest.raises(DataError, match="the answer leaves no room for a prompt"):
         encode_supervised(
             characters, row("Spell: word", "drow"), data(overlong_prompts="truncate_left"), no_room
         )

@@ -11,8 +11,8 @@ import pytest
 
 from rlpipe.config.data import DataConfig, RewardConfig
 from rlpipe.config.rollout import RolloutConfig
-from rlpipe.data.custom import BufferFilter, CustomSource
 from rlpipe.data.source import DataSource
+from rlpipe.data.user_source import BufferFilter, CustomSource
 from rlpipe.errors import ConfigError, DataError, HookError
 from rlpipe.rollout.hooks.journal import Journal
 from rlpipe.rollout.hooks.rollout_function import RolloutFunction, load_rollout_function
@@ -278,7 +278,7 @@ def test_a_choice_of_something_else_is_refused(tmp_path):
         "def choose(args, buffer, num_samples):\n    return buffer + buffer\n"
     )
     chooser = BufferFilter(f"{tmp_path / 'mine.py'}:choose", ARGS)
-    with pytest.raises(HookError, match="not a choice from the buffer"):
+    with pytest.raises(HookError, match="did not choose groups of the buffer"):
         chooser.choose(0, [[Sample(group_id="b:1")]], 4)
     (tmp_path / "bad.py").write_text("def choose(buffer):\n    return buffer\n")
     with pytest.raises(ConfigError, match=r"choose\(buffer\)"):

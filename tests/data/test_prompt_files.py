@@ -1,4 +1,4 @@
-"""Rows of a file by number: slices, reading again from the file, and a file that has changed."""
+"""Rows of prompt files: slices, streaming, and changed files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlpipe.config.data import FilePrompts
-from rlpipe.data.files import FileRows, split_slice
+from rlpipe.data.prompt_files import FileRows, split_slice
 from rlpipe.data.prompts import StreamedPrompts, file_digests, load_prompts, with_metadata
 from rlpipe.errors import DataError
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    """The same seven rows as lines and as Parquet in groups of three."""
+    """Write the same seven rows as JSON lines and as Parquet in row groups of three."""
     rows = [{"prompt": f"question {number} ü", "n": number} for number in range(7)]
     lines = tmp_path / "rows.jsonl"
     lines.write_text(
@@ -40,7 +40,7 @@ def prompts(*paths: str) -> FilePrompts:
 
 @KINDS
 @pytest.mark.parametrize(
-    ("chosen", "numbers"),
+    ("row_slice", "numbers"),
     [
         ("", range(7)),
         ("@[2:4]", range(2, 4)),
@@ -50,8 +50,10 @@ def prompts(*paths: str) -> FilePrompts:
         ("@[0:99]", range(7)),
     ],
 )
-def test_a_slice_is_pythons(files: dict[str, str], kind: str, chosen: str, numbers: range):
-    rows = FileRows(files[kind] + chosen)
+def test_a_slice_has_python_semantics(
+    files: dict[str, str], kind: str, row_slice: str, numbers: range
+):
+    rows = FileRows(files[kind] + row_slice)
     assert [content["n"] for _, content in rows] == list(numbers)
     assert len(rows) == len(numbers)
 
@@ -64,44 +66,44 @@ def test_a_slice_is_pythons(files: dict[str, str], kind: str, chosen: str, numbe
         ("@[1:2:3]", "not a slice of rows"),
     ],
 )
-def test_a_slice_of_nothing_or_that_is_none_is_refused(
-    files: dict[str, str], path: str, problem: str
-):
+def test_an_empty_or_malformed_slice_is_refused(files: dict[str, str], path: str, problem: str):
     with pytest.raises(DataError, match=problem):
         FileRows(files["jsonl"] + path)
 
 
-def test_a_path_with_brackets_of_its_own_is_a_path():
+def test_a_path_with_other_brackets_is_not_a_slice():
     assert split_slice("a@b/[x].jsonl") == ("a@b/[x].jsonl", slice(None))
 
 
 @KINDS
-def test_streamed_rows_are_the_rows_whatever_the_order(files: dict[str, str], kind: str):
-    again = shutil.copy(files["jsonl"], Path(files["jsonl"]).with_name("again.jsonl"))
-    source = prompts(files[kind] + "@[1:]", str(again))
-    held = load_prompts(source)
+def test_streamed_rows_equal_loaded_rows_in_any_order(files: dict[str, str], kind: str):
+    copied = shutil.copy(files["jsonl"], Path(files["jsonl"]).with_name("again.jsonl"))
+    source = prompts(files[kind] + "@[1:]", str(copied))
+    in_memory = load_prompts(source)
     streamed = load_prompts(source, streaming=True)
     assert isinstance(streamed, StreamedPrompts)
-    assert list(streamed) == list(held)
+    assert list(streamed) == list(in_memory)
     assert [streamed[number] for number in (12, 0, 6, -1, 3)] == [
-        held[number] for number in (12, 0, 6, -1, 3)
+        in_memory[number] for number in (12, 0, 6, -1, 3)
     ]
-    assert streamed[2:5] == held[2:5]
+    assert streamed[2:5] == in_memory[2:5]
     with pytest.raises(IndexError):
         streamed[13]
 
 
 @KINDS
-def test_a_file_that_changed_since_is_an_error(files: dict[str, str], kind: str):
+def test_a_changed_file_is_an_error(files: dict[str, str], kind: str):
     rows = load_prompts(prompts(files[kind]), streaming=True)
     path = Path(files[kind])
     path.write_bytes(path.read_bytes().replace(b"question 3", b"question 8") + b" ")
-    with pytest.raises(DataError, match="another one than when the run began"):
+    with pytest.raises(DataError, match="has changed since the run started"):
         rows[3]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_bad_row_is_named_at_once(files: dict[str, str], tmp_path: Path, streaming: bool):
+def test_a_bad_row_is_named_when_prompts_are_loaded(
+    files: dict[str, str], tmp_path: Path, streaming: bool
+):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "x"}\n{"prompt": 3}\n')
     with pytest.raises(DataError, match="not a prompt") as caught:
@@ -111,12 +113,12 @@ def test_a_bad_row_is_named_at_once(files: dict[str, str], tmp_path: Path, strea
 
 @pytest.mark.integration
 @pytest.mark.parametrize("streaming", [False, True])
-def test_several_processes_read_the_same_rows(files: dict[str, str], streaming: bool):
+def test_processes_read_the_same_rows(files: dict[str, str], streaming: bool):
     source = prompts(files["parquet"], files["jsonl"])
     assert list(load_prompts(source, workers=2, streaming=streaming)) == list(load_prompts(source))
 
 
-def test_tools_of_a_row_are_a_list_or_its_json(tmp_path: Path):
+def test_tools_of_a_row_are_a_list_or_json_text(tmp_path: Path):
     tools = [{"type": "function", "function": {"name": "f"}}]
     path = tmp_path / "t.jsonl"
     rows = [
@@ -139,11 +141,11 @@ def test_tools_of_a_row_are_a_list_or_its_json(tmp_path: Path):
         load_prompts(source)
 
 
-def test_a_slices_digest_is_its_files(files: dict[str, str]):
+def test_a_slice_has_the_digest_of_its_file(files: dict[str, str]):
     assert file_digests(prompts(files["jsonl"] + "@[1:2]")) == file_digests(prompts(files["jsonl"]))
 
 
-def test_entries_of_metadata_are_set_for_all_rows(files: dict[str, str]):
+def test_metadata_entries_are_set_for_all_rows(files: dict[str, str]):
     rows = load_prompts(prompts(files["jsonl"]))
     assert with_metadata(rows, {}) is rows
     assert {row.metadata["rm_type"] for row in with_metadata(rows, {"rm_type": "f1"})} == {"f1"}

@@ -1,4 +1,4 @@
-"""Questions of reasoning_gym as prompts, and what their metadata must carry."""
+"""Questions of reasoning_gym as prompts with a scoring record."""
 
 import json
 
@@ -7,7 +7,7 @@ from reasoning_gym.factory import DATASETS
 
 from rlpipe.config.data import ReasoningGymPrompts
 from rlpipe.data.prompts import load_prompts
-from rlpipe.data.reasoning_gym import make_questions
+from rlpipe.data.reasoning_gym_questions import make_questions
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.rewards.reasoning_gym import score_answer
 
@@ -33,20 +33,20 @@ def test_held_out_questions_do_not_occur_in_training():
     held_out = source("chain_sum", SUMS, size=256, seed=0)
     train = source("chain_sum", SUMS, size=2000, seed=1_000_000)
     without = make_questions(train.model_copy(update={"exclude": (held_out,)}))
-    left_out = {made.prompt for made in make_questions(held_out)}
-    assert not left_out & {made.prompt for made in without}
+    excluded = {str(row.prompt) for row in make_questions(held_out)}
+    assert not excluded & {str(row.prompt) for row in without}
     assert 0 < len(without) < len(make_questions(train))
 
 
-def test_exclusion_compares_questions_whatever_the_prompts_look_like():
+def test_exclusion_compares_questions_and_not_formatted_prompts():
     held_out = source("chain_sum", SUMS, size=100, seed=0, prompt_format="Q: {question}")
     with pytest.raises(DataError, match="no question is left"):
         make_questions(source("chain_sum", SUMS, size=100, seed=0, exclude=(held_out,)))
 
 
-def test_pattern_and_formats_make_prompt_and_label():
+def test_pattern_and_formats_determine_prompt_and_label():
     few_shot = "3 + 4 = 7\n{question}"
-    made = make_questions(
+    row = make_questions(
         source(
             "chain_sum",
             SUMS,
@@ -56,20 +56,20 @@ def test_pattern_and_formats_make_prompt_and_label():
             answer_format=" {answer}\n",
         )
     )[0]
-    head, last = made.prompt.split("\n")
+    head, last = str(row.prompt).split("\n")
     assert head == "3 + 4 = 7"
     expression = last.removesuffix(" =")
-    assert made.label == f" {eval(expression)}\n"
+    assert row.label == f" {eval(expression)}\n"
 
 
 @pytest.mark.parametrize("task", sorted(set(DATASETS) - {"composite"}))
-def test_every_tasks_own_answer_scores_the_same_after_json(task):
-    made = make_questions(source(task, {}, size=1, seed=11))[0]
-    assert score_answer(made.label or "", json.loads(json.dumps(made.metadata))) == score_answer(
-        made.label or "", made.metadata
+def test_every_tasks_answer_has_the_same_score_after_json(task):
+    row = make_questions(source(task, {}, size=1, seed=11))[0]
+    assert score_answer(row.label or "", json.loads(json.dumps(row.metadata))) == score_answer(
+        row.label or "", row.metadata
     )
-    if made.label is not None:
-        assert score_answer(made.label, json.loads(json.dumps(made.metadata))) == 1.0
+    if row.label is not None:
+        assert score_answer(row.label, json.loads(json.dumps(row.metadata))) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -1,61 +1,53 @@
-"""Questions made by the `reasoning-gym` package: prompts whose metadata carry what scoring an
-answer needs.
+"""Generate prompts with the `reasoning-gym` package.
 
-Not here: the scoring, and what of an item it needs (`rewards.reasoning_gym`).
+The metadata of each prompt contains the record that `rewards.reasoning_gym` needs for scoring.
+Entry point: `make_questions`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from rlpipe.config.data import ReasoningGymPrompts
+from rlpipe.data.prompts import PromptRow
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.rewards.reasoning_gym import compile_pattern, make_task, scoring_record
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """One made prompt. `metadata` is the `scoring_record` of its item."""
+def make_questions(source: ReasoningGymPrompts) -> list[PromptRow]:
+    """Return the task's items in order, without questions that occur in `source.exclude`.
 
-    prompt: str
-    label: str | None
-    metadata: dict[str, Any]
-    where: str
-
-
-def make_questions(source: ReasoningGymPrompts) -> list[Question]:
-    """The task's items in order, without those whose question text occurs in `source.exclude`.
-
-    Raises: ConfigError for an unknown task, argument, format or pattern; DataError for an item the
-    pattern does not match or that JSON cannot hold, and if nothing is left.
+    Raises: ConfigError for an unknown task, argument, format or pattern; DataError if the pattern
+    does not match an item, JSON cannot store an item, or no question remains.
     """
     pattern = None
     if source.question_pattern is not None:
         pattern = compile_pattern(source.question_pattern, "prompts.question_pattern")
-    left_out = {entry["question"] for other in source.exclude for _, entry in _entries(other)}
-    made = [
-        _question(source, pattern, where, entry)
+    # Questions are compared before formatting, so sources with other prompt formats are excluded.
+    excluded = {entry["question"] for other in source.exclude for _, entry in _entries(other)}
+    rows = [
+        _prompt_row(source, pattern, where, entry)
         for where, entry in _entries(source)
-        if entry["question"] not in left_out
+        if entry["question"] not in excluded
     ]
-    if not made:
+    if not rows:
         raise DataError(
             "no question is left",
             where=f"{source.task}(seed={source.seed}, size={source.size})",
             found=f"all {source.size} also occur in `exclude`",
-            do="give more questions (size), other arguments, or a seed further away",
+            do="configure more questions (size), other arguments, or a more distant seed",
         )
-    return made
+    return rows
 
 
 def _entries(source: ReasoningGymPrompts) -> list[tuple[str, dict[str, Any]]]:
+    """Return (name for errors, entry) of every item of the task."""
     owned = sorted({"seed", "size"} & source.arguments.keys())
     if owned:
         raise ConfigError(
-            "these have keys of their own",
+            "these arguments of the task are configuration keys",
             where="prompts.arguments",
             found=owned,
             expected="prompts.seed, prompts.size",
@@ -66,35 +58,33 @@ def _entries(source: ReasoningGymPrompts) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def _question(
+def _prompt_row(
     source: ReasoningGymPrompts, pattern: re.Pattern[str] | None, where: str, entry: dict[str, Any]
-) -> Question:
+) -> PromptRow:
     question = entry["question"]
     answer = entry["answer"]
     if pattern is not None:
-        found = pattern.search(question)
-        if found is None:
+        match = pattern.search(question)
+        if match is None:
             raise DataError(
                 "prompts.question_pattern does not match",
                 where=where,
                 found=repr(question),
                 expected=pattern.pattern,
             )
-        question = found.group(1)
+        question = match.group(1)
     prompt = _formatted(source.prompt_format, "prompt_format", question, answer)
-    label = (
-        None
-        if answer is None
-        else _formatted(source.answer_format, "answer_format", question, answer)
-    )
+    label = None
+    if answer is not None:
+        label = _formatted(source.answer_format, "answer_format", question, answer)
     record = scoring_record(source.task, source.arguments, entry)
     try:
         json.dumps(record)
     except (TypeError, ValueError) as error:
         raise DataError(
-            "the task's entries cannot be written as JSON", where=where, found=str(error)
+            "the task's entry cannot be written as JSON", where=where, found=str(error)
         ) from error
-    return Question(prompt, label, record, where)
+    return PromptRow(prompt, label, record, where)
 
 
 def _formatted(template: str, setting: str, question: str, answer: str | None) -> str:
