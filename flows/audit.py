@@ -35,11 +35,12 @@ async def audit(run: str, store: str | None = None, head: str | None = None) -> 
     """Check every record and file of a run, and find objects in the store that no run refers to.
 
     Returns the number of `findings` and of `unusual` anomalies.
+    Raises: Mismatch if the audit has findings; ObjectMissing without the run; ConfigError.
 
-    `store`: URL of the store; None: the store that the run was started with. `head`: sha256 of a
-    commit that was kept outside the store; it proves the history below that commit.
-    Raises: Mismatch if the audit has findings; ObjectMissing if the run does not exist;
-    ConfigError.
+    Args:
+        run: Name of the run.
+        store: URL of the store. Default: the store that the run was started with.
+        head: sha256 of a commit that was kept outside the store. It proves the history below.
     """
     files = Files(store or store_of(default_home(), run))
     report = await asyncio.to_thread(check_store, files, run, None, head)

@@ -9,8 +9,12 @@ import pytest
 from jsonschema import Draft202012Validator
 from prefect.utilities.callables import parameter_schema
 
+from flows.audit import audit
+from flows.convert import convert
 from flows.evaluate import evaluate
+from flows.fork import fork
 from flows.parameters import apply_seed_and_fork, format_run_name, run_name_of
+from flows.reprocess import reprocess
 from flows.train import train
 from rlpipe.config.load import recipes
 
@@ -21,7 +25,7 @@ def form(flow: Any) -> dict[str, Any]:
     return parameter_schema(flow.fn).model_dump_for_openapi()
 
 
-@pytest.mark.parametrize("flow", [train, evaluate])
+@pytest.mark.parametrize("flow", [train, fork, evaluate, reprocess, convert, audit])
 def test_every_field_of_a_form_has_a_description(flow: Any):
     assert [
         name for name, field in form(flow)["properties"].items() if not field.get("description")
