@@ -1,38 +1,38 @@
-"""Every error rlpipe raises on purpose.
+"""All errors that rlpipe raises on purpose.
 
     RlpipeError
     ├── ConfigError      (ValueError)    a configuration key, flag or hook path is wrong
     ├── DataError        (ValueError)    a prompt file, a row or a dataset is wrong
-    ├── StoreError                       the object store said no
-    │   ├── ObjectMissing  (LookupError)   a named object is not there
-    │   ├── ObjectCorrupt                  its bytes are not the recorded ones
-    │   ├── ObjectConflict                 someone else wrote other content under the same name
+    ├── StoreError                       an operation of the object store failed
+    │   ├── ObjectMissing  (LookupError)   an object does not exist
+    │   ├── ObjectCorrupt                  an object's bytes differ from the recorded ones
+    │   ├── ObjectConflict                 another process wrote other content under the name
     │   └── StoreFull                      no space left, or a quota is reached
     ├── EngineError                      an inference server or the router
-    │   ├── EngineUnavailable              it does not answer
-    │   └── EngineRejected                 it answered with an error
+    │   ├── EngineUnavailable              the server does not answer
+    │   └── EngineRejected                 the server answered with an error
     ├── TrainerError                     the training ranks
     ├── ActorLost                        an actor's process is gone
-    ├── SyncError                        weights did not arrive as they were sent
+    ├── SyncError                        engines did not get the weights
     ├── RewardError                      a verifier failed
-    ├── HookError                        a function of the user failed, or gave back something else than it should
-    ├── ResourceError                    a port, a disk, memory: the machine has not what is needed
-    ├── Superseded                       what a stage was given is not what counts any more
-    ├── Mismatch                         two things that must be equal are not: a replayed state, an engine's weights
-    ├── GateClosed                       a figure is out of its bounds, and nobody lets the run go on
-    ├── Fenced                           another driver owns this branch now
-    └── DeadlineExceeded (TimeoutError)  something did not finish in its time
+    ├── HookError                        a user function failed, or returned a wrong value
+    ├── ResourceError                    a port, disk space or memory is missing
+    ├── Superseded                       the input of a stage is outdated
+    ├── Mismatch                         two values differ that must be equal, as a replayed state
+    ├── GateClosed                       a metric is out of bounds, and the run was not continued
+    ├── Fenced                           another driver owns the branch now
+    └── DeadlineExceeded (TimeoutError)  an operation exceeded its deadline
 
-An error says *where* it happened (a dotted config key, a URI, `stage/actor/sample`), what was
-*found*, what was
-*expected* and what to *do*. All of them survive pickling, because they cross process boundaries.
+A message gives the problem, *where* it happened (a dotted config key, a URI,
+`stage/actor/sample`), what was *found* and *expected*, and what to *do*. Errors can be pickled:
+they cross process boundaries.
 """
 
 from __future__ import annotations
 
 
 class RlpipeError(Exception):
-    """Base of the tree: a problem, and optionally where / found / expected / what to do."""
+    """Base of all errors: a problem, and optionally where, found, expected and what to do."""
 
     def __init__(
         self,
@@ -83,23 +83,23 @@ class DataError(RlpipeError, ValueError):
 
 
 class StoreError(RlpipeError):
-    """The object store said no."""
+    """An operation of the object store failed."""
 
 
 class ObjectMissing(StoreError, LookupError):
-    """A named object is not there."""
+    """An object does not exist."""
 
 
 class ObjectCorrupt(StoreError):
-    """An object's bytes are not the ones recorded when it was written."""
+    """An object's bytes differ from those recorded when it was written."""
 
 
 class ObjectConflict(StoreError):
-    """Someone else wrote other content under the same name first."""
+    """Another process wrote other content under the same name first."""
 
 
 class StoreFull(StoreError):
-    """No space left on the device, or a quota is reached."""
+    """The device has no space left, or a quota is reached."""
 
 
 class EngineError(RlpipeError):
@@ -107,11 +107,11 @@ class EngineError(RlpipeError):
 
 
 class EngineUnavailable(EngineError):
-    """It does not answer: not started, dead or hung."""
+    """The server does not answer: not started, dead or hung."""
 
 
 class EngineRejected(EngineError):
-    """It answered, with an error."""
+    """The server answered with an error, or with an unreadable answer."""
 
 
 class TrainerError(RlpipeError):
@@ -119,11 +119,11 @@ class TrainerError(RlpipeError):
 
 
 class ActorLost(RlpipeError):
-    """An actor's process is gone: killed, crashed, out of memory, or its place was taken away."""
+    """An actor's process is gone: killed, crashed, out of memory, or its resources were removed."""
 
 
 class SyncError(RlpipeError):
-    """The engine's weights are not the trainer's."""
+    """An engine did not get the trainer's weights."""
 
 
 class RewardError(RlpipeError):
@@ -131,28 +131,28 @@ class RewardError(RlpipeError):
 
 
 class HookError(RlpipeError):
-    """A function of the user raised, was too late, or gave back something else than it should."""
+    """A user function raised, exceeded its deadline, or returned a wrong value."""
 
 
 class ResourceError(RlpipeError):
-    """The machine has not what is needed: a port, disk, memory."""
+    """The machine lacks a resource: a port, disk space or memory."""
 
 
 class Mismatch(RlpipeError):
-    """Two things that must be equal are not, and trying again cannot make them so."""
+    """Two values that must be equal differ, and a retry cannot change that."""
 
 
 class Superseded(RlpipeError):
-    """What a stage was given is not what counts any more: the stage before has to run again."""
+    """The input of a stage is outdated: the previous stage must run again."""
 
 
 class GateClosed(RlpipeError):
-    """A figure is out of its bounds, and nobody has said that the run shall go on."""
+    """A metric is out of bounds, and nobody has continued the run."""
 
 
 class Fenced(RlpipeError):
-    """Another driver owns this branch now; what we hold must not be written."""
+    """Another driver owns this branch now. This process must not write to it."""
 
 
 class DeadlineExceeded(RlpipeError, TimeoutError):
-    """Something did not finish in the time it was given; `where` says who."""
+    """An operation exceeded its deadline. `where` names the operation."""

@@ -1,7 +1,6 @@
-"""What can be known to be wrong before anything is started: asked first, so that a typo costs a
-second and not a minute.
+"""Check a configuration before anything starts: `check`. A typo costs a second, not a minute.
 
-Not here: what needs a tokenizer or a server (the generator checks every row once it is up).
+Checks that need a tokenizer or a server run later, in the generator.
 """
 
 from __future__ import annotations
@@ -49,33 +48,30 @@ from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
 from rlpipe.store.routed_experts import routed_width
 
-LEAST_FREE_BYTES = 512 * 1024**2
+MIN_FREE_BYTES = 512 * 1024**2
 FULL_BYTES = 16 * 1024**2
 
 
 def check(config: RunConfig, home: Path) -> None:
-    """Folders and ports, prompt files and their rows, hooks, model directories, a store that
-    answers, room on the disk.
+    """Check folders, ports, prompt rows, hooks, model directories, the store and free disk space.
 
-    A warm start is checked as the run of its own that it is. The user's files are imported here
-    only after a process of their own has imported them (`config.import_check`). Raises: DataError naming
-    file and line; ConfigError naming the key; StoreError; ResourceError.
+    The runs of warm starts are checked too. User files are imported here only after a separate
+    process has imported them (`rlpipe.config.import_check`).
+    Raises: DataError with file and line; ConfigError with the key; StoreError; ResourceError.
     """
-    for one in (config, *_warm_starts(config)):
-        _check_run(one, home)
+    for run in (config, *_warm_starts(config)):
+        _check_run(run, home)
 
 
 def _check_run(config: RunConfig, home: Path) -> None:
-    _check_places(config, home)
+    _check_writable(config, home)
     with check_imports(config, config.resources.import_timeout_s) as importing:
-        for source in (
-            config.data.prompts,
-            *(dataset.prompts for dataset in config.evaluation.datasets),
-        ):
+        datasets = config.evaluation.datasets
+        for source in (config.data.prompts, *(dataset.prompts for dataset in datasets)):
             if source is not None:
                 _check_prompts(source)
         importing.wait()
-    for reward in (config.reward, *(dataset.reward for dataset in config.evaluation.datasets)):
+    for reward in (config.reward, *(dataset.reward for dataset in datasets)):
         _check_reward(reward, config)
     check_functions(config.advantage, config.train.loss)
     MegatronHooks(config.train)
@@ -88,107 +84,119 @@ def _check_run(config: RunConfig, home: Path) -> None:
         _check_maker(config.model.source)
     _check_other_models(config)
     _check_functions(config.rollout)
-    for number, dataset in enumerate(config.evaluation.datasets):
+    for number, dataset in enumerate(datasets):
         if path := dataset.custom_generate_function_path:
             load_generate(path, f"evaluation.datasets.{number}.custom_generate_function_path")
     _check_store(config, home)
-    _check_room(home)
+    _check_free_space(home)
 
 
-def _check_places(config: RunConfig, home: Path) -> None:
-    """Can everything be written where it will be, and is the port free? Raises: ConfigError,
-    ResourceError."""
+def _check_writable(config: RunConfig, home: Path) -> None:
+    """Check that all folders are writable and the Prometheus port is free.
+
+    Raises: ConfigError, ResourceError.
+    """
     store = canonical_root(config.store.root or str(home / "store"))
     folders = {"--home": home, f"run={config.run}": home / config.run}
     if store.startswith("file://"):
         folders["store.root"] = Path(store.removeprefix("file://"))
     for key, folder in folders.items():
         _check_folder(key, folder)
-    if other := _same_but_for_case(home / config.run):
+    if other := _same_except_case(home / config.run):
         raise ConfigError(
-            "a run has this name but for its capitals, and this file system does not tell them apart",
+            "another run has this name in other capitals, and this file system ignores capitals",
             where=f"run={config.run}",
             found=other,
             expected="a name that differs in more than capitals",
             do="choose another name: --run NAME",
         )
-    # A run that was begun may hold the port itself, in a process that is about to be taken over.
-    if (port := config.observe.prometheus_port) is not None and not (
-        home / config.run / "run.json"
-    ).exists():
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((config.observe.prometheus_host, port))
-            except OSError as error:
-                found = f"{config.observe.prometheus_host}:{port}: {error.strerror or error}"
-                do = "choose another port, or another address in observe.prometheus_host"
-                raise ResourceError(
-                    "nothing can listen there", where="observe.prometheus_port", found=found, do=do
-                ) from error
+    # A run that exists may hold the port itself, in a process that is about to be taken over.
+    if not (home / config.run / "run.json").exists():
+        _check_port(config)
+
+
+def _check_port(config: RunConfig) -> None:
+    """Raises: ResourceError if the Prometheus port is taken."""
+    host = config.observe.prometheus_host
+    port = config.observe.prometheus_port
+    if port is None:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ResourceError(
+                "cannot listen on this port",
+                where="observe.prometheus_port",
+                found=f"{host}:{port}: {error.strerror or error}",
+                do="choose another port, or another address in observe.prometheus_host",
+            ) from error
 
 
 def _check_folder(key: str, folder: Path) -> None:
-    """Is it a folder that can be written to, or could it be made? Leaves nothing behind. Raises:
-    ConfigError."""
-    there = folder
-    while not os.path.lexists(there) and there != there.parent:
-        there = there.parent
+    """Check that a folder is writable or can be made. Raises: ConfigError."""
+    existing = folder
+    while not os.path.lexists(existing) and existing != existing.parent:
+        existing = existing.parent
     try:
-        if not there.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "it is no folder")
-        with tempfile.TemporaryDirectory(prefix=".rlpipe-", dir=there):
+        if not existing.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "not a folder")
+        with tempfile.TemporaryDirectory(prefix=".rlpipe-", dir=existing):
             pass
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return  # `_check_room` says so
+            return  # `_check_free_space` raises
         raise ConfigError(
-            "nothing can be written there",
+            "this folder is not writable",
             where=key,
-            found=f"{there}: {error.strerror or error}",
-            expected="a folder that this user may write to, or the name of one that can be made",
+            found=f"{existing}: {error.strerror or error}",
+            expected="a folder that this user can write to, or the name of a new one",
         ) from error
 
 
-def _same_but_for_case(folder: Path) -> str | None:
-    """The name that an existing folder really has, on a file system that does not tell capitals
-    apart."""
+def _same_except_case(folder: Path) -> str | None:
+    """Return the stored name of an existing folder if it differs from `folder` in capitals.
+
+    That happens on file systems that ignore capitals, as on macOS.
+    """
     if not folder.exists() or folder.is_symlink():
         return None
     names = [entry.name for entry in folder.parent.iterdir()]
-    return (
-        None
-        if folder.name in names
-        else next((name for name in names if name.casefold() == folder.name.casefold()), None)
-    )
+    if folder.name in names:
+        return None
+    return next((name for name in names if name.casefold() == folder.name.casefold()), None)
 
 
 def _warm_starts(config: RunConfig) -> list[RunConfig]:
-    """The configurations of the runs that come first, each the warm start of the one before it.
-    Raises: ConfigError."""
+    """Return the configurations of the warm start, of its own warm start, and so on.
+
+    Raises: ConfigError.
+    """
     seen: list[Path] = []
     configs: list[RunConfig] = []
     while config.warm_start:
         try:
             path = find_recipe(config.warm_start).resolve()
             if path in seen:
-                problem = "its warm starts begin with each other without end"
                 raise ConfigError(
-                    problem, where=str(path), found=" → ".join(map(str, (*seen, path)))
+                    "the warm starts form a cycle",
+                    where=str(path),
+                    found=" → ".join(map(str, (*seen, path))),
                 )
             seen.append(path)
             config = load_run(
                 config.warm_start, warm_start_overrides(config), f"{config.run}.warm_start"
             )
         except ConfigError as error:
-            error.add_note(f"this is the recipe of warm_start={config.warm_start}")
+            error.add_note(f"in the recipe of warm_start={config.warm_start}")
             raise
         configs.append(config)
     return configs
 
 
 def _check_other_models(config: RunConfig) -> None:
-    """The critic's and the teacher's directories. Raises: ConfigError."""
+    """Check the directories of critic and teacher. Raises: ConfigError."""
     directories = {}
     if config.uses_critic:
         directories["critic.hf_checkpoint"] = config.critic.hf_checkpoint
@@ -211,37 +219,31 @@ def _check_model(config: RunConfig, directory: Path) -> None:
     model = json.loads((directory / "config.json").read_text())
     if config.train.use_rollout_routing_replay:
         routed_width(model)
-    found = model.get("quantization_config")
-    if config.needs_engines and found and not config.engine.quantization:
-        method = found.get("quant_method") if isinstance(found, dict) else found
+    quantization = model.get("quantization_config")
+    if config.needs_engines and quantization and not config.engine.quantization:
+        is_dict = isinstance(quantization, dict)
+        method = quantization.get("quant_method") if is_dict else quantization
         raise ConfigError(
-            "engines would sample with quantised weights, and get whole ones from the trainer",
+            "engines would start with quantized weights, and get bf16 weights from the trainer",
             where="engine.quantization",
             found=f"none, and {method} in the model's config.json",
-            do="set engine.quantization=fp8, or take the model's bf16 directory",
+            do="set engine.quantization=fp8, or use the model's bf16 directory",
         )
 
 
 def _check_trainer(config: RunConfig, directory: Path) -> None:
-    """The trainer's arguments and layout, where they are not the plain ones that any model takes.
-    Raises: ConfigError."""
-    train = config.train
-    layouts = [
-        train,
-        *(
-            [train.model_copy(update={"parallel": config.critic.parallel})]
-            if config.critic.parallel
-            else []
-        ),
-    ]
-    for each in layouts:
-        if each.megatron or each.replays_routing or each.parallel != ParallelConfig():
-            check_trainer(directory, config.model, each, deterministic=config.deterministic)
+    """Check arguments and layout of trainer and critic. Raises: ConfigError."""
+    layouts = [config.train]
+    if config.critic.parallel:
+        layouts.append(config.train.model_copy(update={"parallel": config.critic.parallel}))
+    for train in layouts:
+        # The default layout works for every model, and the check imports Megatron.
+        if train.megatron or train.replays_routing or train.parallel != ParallelConfig():
+            check_trainer(directory, config.model, train, deterministic=config.deterministic)
 
 
 def _check_functions(rollout: RolloutConfig) -> None:
-    """Functions that sample, and tools, as they will be called. Raises: ConfigError with the
-    signature one should have."""
+    """Check sampling functions and tools. Raises: ConfigError with the expected signature."""
     if path := rollout.custom_generate_function_path:
         load_generate(path)
     for key in ("rollout_function_path", "eval_function_path"):
@@ -273,20 +275,20 @@ def _check_maker(source: MadeModel) -> None:
         inspect.signature(maker).bind("directory", **source.arguments)
     except TypeError as error:
         raise ConfigError(
-            "the maker does not take these arguments",
+            "the maker does not accept these arguments",
             where="model.source.arguments",
             found=f"{source.arguments}: {error}",
-            expected=f"those of {source.maker}{inspect.signature(maker)}",
+            expected=f"arguments of {source.maker}{inspect.signature(maker)}",
         ) from error
 
 
 def _check_store(config: RunConfig, home: Path) -> None:
-    """One request to a store in S3: address, credentials and bucket; and the branches that the run
-    begins with or loads.
+    """Check that the store answers, and has the branches that the run starts from or loads.
 
-    Raises: StoreError; ConfigError for a branch that is not there.
+    Raises: StoreError; ConfigError for a missing branch.
     """
     files = Files(config.store.root or home / "store")
+    # One request checks address, credentials and bucket.
     if files.root.startswith("s3://"):
         files.list(f"branches/{config.run}/config.json")
     branches = {
@@ -296,42 +298,45 @@ def _check_store(config: RunConfig, home: Path) -> None:
     }
     for key, branch in branches.items():
         if branch is not None and Branches(files).find(branch) is None:
-            known = Branches(files).names()
+            names = Branches(files).names()
+            similar = (nearest(branch, names) or names)[:5]
             raise ConfigError(
                 "the store has no such run",
                 where=key,
                 found=branch,
-                expected=f"one of {', '.join((nearest(branch, known) or known)[:5])}"
-                if known
-                else "a run; the store has none",
-                do=f"look for it in {files.root}, or set store.root",
+                expected=f"one of {', '.join(similar)}" if names else "a run; the store has none",
+                do=f"look for the run in {files.root}, or set store.root",
             )
 
 
-def say_if_full(error: RlpipeError, home: Path) -> None:
-    """Note on an error that the disk is full: processes that end for want of room cannot say so."""
-    folder, free = _room(home)
-    if free < FULL_BYTES:
+def note_full_disk(error: RlpipeError, home: Path) -> None:
+    """Add a note to an error if the disk is full.
+
+    A process that dies of a full disk often reports another error.
+    """
+    folder, free_bytes = _free_space(home)
+    if free_bytes < FULL_BYTES:
         error.add_note(
-            f"the disk is full: {free / 1024**2:.0f} MiB free at {folder}; make room, and the same command goes on"
+            f"the disk is full: {free_bytes / 1024**2:.0f} MiB free at {folder}; "
+            "free disk space and run the same command again"
         )
 
 
-def _room(home: Path) -> tuple[Path, int]:
-    """The nearest folder that is there, and the bytes free on its disk."""
+def _free_space(home: Path) -> tuple[Path, int]:
+    """Return the nearest existing folder, and the free bytes on its disk."""
     folder = home
     while not folder.exists():
         folder = folder.parent
     return folder, shutil.disk_usage(folder).free
 
 
-def _check_room(home: Path) -> None:
-    folder, free = _room(home)
-    if free < LEAST_FREE_BYTES:
+def _check_free_space(home: Path) -> None:
+    folder, free_bytes = _free_space(home)
+    if free_bytes < MIN_FREE_BYTES:
         raise ResourceError(
-            "too little room on the disk",
+            "too little free disk space",
             where=str(folder),
-            found=f"{free / 1024**2:.0f} MiB free",
-            expected=f"at least {LEAST_FREE_BYTES / 1024**2:.0f} MiB",
-            do="make room, or keep runs elsewhere with RLPIPE_HOME or --home",
+            found=f"{free_bytes / 1024**2:.0f} MiB free",
+            expected=f"at least {MIN_FREE_BYTES / 1024**2:.0f} MiB",
+            do="free disk space, or keep runs on another disk with RLPIPE_HOME or --home",
         )

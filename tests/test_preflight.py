@@ -15,7 +15,7 @@ from rlpipe.config.load import validate
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ActorLost, ConfigError, DataError, ResourceError, StoreError
-from rlpipe.preflight import FULL_BYTES, LEAST_FREE_BYTES, check, say_if_full
+from rlpipe.preflight import FULL_BYTES, MIN_FREE_BYTES, check, note_full_disk
 from tests.model_files import write_model
 
 ROW = '{"prompt": "1 + 1 =", "answer": "2"}\n'
@@ -105,14 +105,14 @@ def test_a_prompt_file_that_is_missing_or_empty_is_named(place: Path, name: str)
 
 
 def test_a_reward_function_that_is_not_there_is_named(place: Path):
-    with pytest.raises(ConfigError, match="there is no 'rewrad' in it"):
+    with pytest.raises(ConfigError, match="the module has no 'rewrad'"):
         check(config(place, reward=python(place, "rewrad")), place)
-    with pytest.raises(ConfigError, match="there is no 'rewrad' in it"):
+    with pytest.raises(ConfigError, match="the module has no 'rewrad'"):
         check(config(place, python(place, "rewrad")), place)
 
 
 def test_a_maker_that_is_not_there_is_named(place: Path):
-    with pytest.raises(ConfigError, match="there is no 'mak' in it"):
+    with pytest.raises(ConfigError, match="the module has no 'mak'"):
         check(
             config(place, model={"source": {"type": "made", "maker": f"{place}/mine.py:mak"}}),
             place,
@@ -127,7 +127,14 @@ def test_a_missing_model_directory_is_named(place: Path):
     assert str(place / "model") in str(caught.value.found)
 
 
-SLIDING = '{"model_type": "qwen2", "use_sliding_window": true, "sliding_window": 8, "max_window_layers": 0}'
+SLIDING = json.dumps(
+    {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 0,
+    }
+)
 
 
 def test_a_model_that_the_trainer_would_compute_otherwise_is_refused_before_anything_starts(
@@ -171,7 +178,7 @@ def test_the_critic_s_and_the_teacher_s_directory_are_checked_too(
 
 
 @pytest.mark.parametrize(
-    ("free", "enough"), [(LEAST_FREE_BYTES, True), (LEAST_FREE_BYTES - 1, False)]
+    ("free", "enough"), [(MIN_FREE_BYTES, True), (MIN_FREE_BYTES - 1, False)]
 )
 def test_too_little_room_on_the_disk_is_an_error(
     place: Path, monkeypatch: pytest.MonkeyPatch, free: int, enough: bool
@@ -243,12 +250,13 @@ def test_what_fails_on_a_full_disk_says_that_it_is_full(
             shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free)
         )
         error = ActorLost("the actor's process is gone", where="trainer.address")
-        say_if_full(error, tmp_path / "home")
+        note_full_disk(error, tmp_path / "home")
         said.append(str(error))
     assert said[0] == "trainer.address: the actor's process is gone"
     assert (
         said[1]
-        == f"{said[0]}\n  (the disk is full: 16 MiB free at {tmp_path}; make room, and the same command goes on)"
+        == f"{said[0]}\n  (the disk is full: 16 MiB free at {tmp_path}; "
+        "free disk space and run the same command again)"
     )
 
 

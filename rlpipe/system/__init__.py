@@ -1,2 +1,1 @@
-"""Processes, ports, certificates and files of the machine. Knows nothing of reinforcement
-learning."""
+"""Processes, ports, certificates and files of the machine."""

@@ -1,5 +1,4 @@
-"""Whom HTTPS servers are believed to be, for every HTTP client of the process. Not here: the
-clients."""
+"""Shared TLS trust store of all HTTP clients in the process."""
 
 from __future__ import annotations
 
@@ -11,11 +10,11 @@ import httpx
 
 @cache
 def certificates() -> ssl.SSLContext:
-    """The authorities of httpx (certifi, or SSL_CERT_FILE, SSL_CERT_DIR) and those of this machine.
+    """Return a context with httpx's certificate authorities and those of this machine.
 
-    Made once: it takes 15 to 50 ms, which httpx would spend on every client, one that only speaks
-    plain HTTP too.
+    httpx's are certifi's, or those of SSL_CERT_FILE and SSL_CERT_DIR.
     """
+    # Cached: a context takes 15 to 50 ms. httpx makes one for every client, also for plain HTTP.
     context = httpx.create_ssl_context()
     context.load_default_certs()
     return context

@@ -1,10 +1,7 @@
-"""End a child process together with everything it started, and wait for its end alone.
+"""Wait for child processes and kill their process groups.
 
-Before Python 3.12 `asyncio.subprocess.Process.wait()` returns only once every pipe of the child is
-closed. A grandchild that inherited one of them keeps it open, and the wait never ends. The
-functions here look at the child's exit status instead.
-
-For children that lead a process group of their own (`start_new_session=True`).
+Entry points: `exit_status`, `end_group`, `ended_how`. The child must lead its own process group
+(`start_new_session=True`).
 """
 
 from __future__ import annotations
@@ -19,9 +16,10 @@ LOOK_INTERVAL_S = 0.02
 
 
 async def exit_status(process: Process) -> int:
-    """Wait until the child itself has ended, whoever holds its pipes. Negative: the signal that
-    killed it."""
-    while process.returncode is None:  # noqa: ASYNC110 - asyncio has no event for the end of the process alone
+    """Wait until the child has ended. A negative status is the signal that killed it."""
+    # Before Python 3.12 `Process.wait()` returns only when every pipe of the child is closed. A
+    # grandchild that inherited a pipe keeps it open, and the wait never ends.
+    while process.returncode is None:  # noqa: ASYNC110 - asyncio has no event for this
         await asyncio.sleep(LOOK_INTERVAL_S)
     return process.returncode
 
@@ -34,7 +32,7 @@ async def end_group(process: Process) -> int:
 
 
 def ended_how(status: int) -> str:
-    """An exit status in words."""
+    """Return an exit status in words."""
     if status >= 0:
         return f"exit status {status}"
     try:

@@ -1,9 +1,7 @@
-"""End this process's group the moment its parent goes away, however the parent went (kill -9
-included).
+"""Kill this process's group when its parent ends, also after `kill -9` of the parent.
 
-Linux only (pidfd). The watch is a small forked process, because the router keeps Python's lock
-while it serves, and not `PR_SET_PDEATHSIG`, because that fires when the parent's *thread* ends, and
-a Ray actor's calls come on threads that end. Not a supervisor: it restarts nothing.
+Entry points: `take_parent` reads the parent's PID from the command line, `end_with` starts the
+watch. Linux only (pidfd).
 """
 
 from __future__ import annotations
@@ -16,47 +14,48 @@ FLAG = "--rlpipe-parent"
 
 
 def take_parent(argv: list[str]) -> tuple[int | None, list[str]]:
-    """Split `--rlpipe-parent PID` off a command line. Returns the PID (None if absent) and the
-    other arguments."""
+    """Return the PID of `--rlpipe-parent PID` (None without it) and the other arguments."""
     if FLAG not in argv:
         return None, argv
-    at = argv.index(FLAG)
-    return int(argv[at + 1]), argv[:at] + argv[at + 2 :]
+    index = argv.index(FLAG)
+    return int(argv[index + 1]), argv[:index] + argv[index + 2 :]
 
 
 def end_with(parent: int) -> None:
-    """Fork a watch that kills this process's group with SIGKILL when process `parent` ends, or this
-    process does.
+    """Fork a process that kills this process's group with SIGKILL when `parent` or this one ends.
 
-    Call it first, while there is one thread. The caller must lead its own process group
+    Call it first, while the process has one thread. The caller must lead its own process group
     (`start_new_session=True`).
     """
+    # A thread would not run: the router holds the GIL while it serves. `PR_SET_PDEATHSIG` fires
+    # when the parent's *thread* ends, and Ray runs an actor's calls on threads that end.
     leader = os.getpid()
     assert os.getpgid(0) == leader, (
         "start this process with start_new_session=True: its group is killed with it"
     )
-    ends = [os.pidfd_open(leader)]
+    descriptors = [os.pidfd_open(leader)]
     try:
-        ends.append(os.pidfd_open(parent))
+        descriptors.append(os.pidfd_open(parent))
     except ProcessLookupError:
         _end_group()
+    # The parent may have ended before `pidfd_open`, and its PID may belong to another process.
     if os.getppid() != parent:
         _end_group()
     if os.fork() == 0:
-        _watch(ends)
-    for descriptor in ends:
+        _watch(descriptors)
+    for descriptor in descriptors:
         os.close(descriptor)
 
 
-def _watch(ends: list[int]) -> None:
-    """Runs in the forked process and never returns."""
+def _watch(descriptors: list[int]) -> None:
+    """Wait for either process to end, in the forked process. Never returns."""
     poll = select.poll()
-    for descriptor in ends:
+    for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
     poll.poll()
     _end_group()
 
 
 def _end_group() -> None:
-    """Kill everyone in this group, the caller too."""
+    """Kill all processes of this group, including this one."""
     os.killpg(os.getpgid(0), signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""Open what a person named, if it is a regular file.
+"""Open files that users name, and refuse anything but regular files.
 
-A FIFO blocks whoever opens it until somebody writes, and a device such as /dev/zero never ends.
-Both errors here are `OSError`s, so that callers name them as they name a file that is missing.
+Opening a FIFO blocks until another process writes, and reading a device such as /dev/zero never
+ends. The errors are `OSError`, so that callers handle them like a missing file.
 """
 
 from __future__ import annotations
@@ -22,29 +22,34 @@ _KINDS = (
 
 
 def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
-    """A regular file, open for reading. Raises: OSError, also for any other kind of file;
-    ValueError for an impossible name."""
+    """Open a regular file for reading.
+
+    Raises: OSError, also for another kind of file; ValueError for an impossible name.
+    """
     require_plain(path)
     return Path(path).open("rb")
 
 
 def read_plain(path: str | os.PathLike[str], *, at_most_bytes: int) -> bytes:
-    """All of a regular file. Raises: as `open_plain`; OSError for a larger file."""
+    """Return the content of a regular file.
+
+    Raises: as `open_plain`; OSError for a file larger than `at_most_bytes`.
+    """
     with open_plain(path) as file:
         content = file.read(at_most_bytes + 1)
         if len(content) > at_most_bytes:
             size_bytes = os.fstat(file.fileno()).st_size
             raise OSError(
                 errno.EFBIG,
-                f"it has {size_bytes} bytes, and at most {at_most_bytes} are read",
+                f"the file has {size_bytes} bytes; at most {at_most_bytes} are allowed",
                 str(path),
             )
     return content
 
 
 def require_plain(path: str | os.PathLike[str]) -> None:
-    """Raises: OSError if there is no such regular file."""
+    """Raises: OSError if the path is no regular file."""
     mode = os.stat(path).st_mode  # noqa: PTH116 - pathlib would make "" the current folder
     if not stat.S_ISREG(mode):
         kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
-        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+        raise OSError(errno.EINVAL, f"{kind}, not a regular file", str(path))
