@@ -28,7 +28,7 @@ from rlpipe.config.load import load_run, unused_keys, warm_start_overrides
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import RlpipeError
 from rlpipe.observe.progress import Progress
-from rlpipe.preflight import check, say_if_full
+from rlpipe.preflight import check, note_full_disk
 from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
 from tasks.artifacts import configuration_artifact
@@ -93,7 +93,7 @@ async def train(
                 run_with_warm_start(config, home, stopping, takeover=takeover)
             )
         except RlpipeError as error:
-            say_if_full(error, home)
+            note_full_disk(error, home)
             raise
 
 
