@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.actors.engines.fleet import Receivers, Weights
-from rlpipe.actors.engines.kept_engine import KeptEngine
+from rlpipe.actors.engines.supervised import SupervisedEngine
 from rlpipe.actors.specs import ClusterSpec
 from rlpipe.actors.trainer.group import TrainerGroup
 from rlpipe.engines.sglang.admin import Engine
@@ -60,7 +60,7 @@ class FilesSync:
         self,
         weights: Weights,
         to: Receivers,
-        kept: Sequence[KeptEngine],
+        kept: Sequence[SupervisedEngine],
         *,
         trainer: Callable[[], AbstractAsyncContextManager[TrainerGroup | None]],
         held: Callable[[], AbstractAsyncContextManager[None]],
@@ -130,7 +130,7 @@ class FilesSync:
         return base if base and base.links < self.sync.update_weight_full_interval else None
 
     async def _fetch(
-        self, stamp: str, urls: Sequence[str], kept: Sequence[KeptEngine], end_s: float
+        self, stamp: str, urls: Sequence[str], kept: Sequence[SupervisedEngine], end_s: float
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Return the folder of each engine, and the reason for each engine without one.
 
@@ -157,12 +157,14 @@ class FilesSync:
         return folders, unknown
 
     async def _fetch_one(
-        self, stamp: str, engine: KeptEngine | None, end_s: float
+        self, stamp: str, engine: SupervisedEngine | None, end_s: float
     ) -> str | RlpipeError:
         if engine is None:
             return SyncError("the engine's server is gone")
         try:
-            return await engine.bring(self.store.root, stamp, str(self.mirror), _remaining(end_s))
+            return await engine.fetch_weights(
+                self.store.root, stamp, str(self.mirror), _remaining(end_s)
+            )
         except RlpipeError as error:
             return error
 

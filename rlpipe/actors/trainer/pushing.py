@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from rlpipe.actors.ray.placement import own_address
-from rlpipe.actors.trainer.spec import TrainerSpec
+from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron import platform
 from rlpipe.engines.megatron.bridges.stages import pipeline_position, stage_weights
