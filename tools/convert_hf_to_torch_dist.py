@@ -17,8 +17,8 @@ import os
 import sys
 from pathlib import Path
 
-from rlpipe.slime.build import check_model
 from rlpipe.slime.command_line import read_flags
+from rlpipe.slime.flag_keys import check_model
 from tools.conversion import bar, ended, say, size_bytes, without_gpus
 from tools.train import split
 

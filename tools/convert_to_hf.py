@@ -23,14 +23,14 @@ from rlpipe.config.load import home, load_run
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError
 from rlpipe.model_dir import model_directory
-from rlpipe.slime.build import BASE, overrides_of
 from rlpipe.slime.command_line import read_flags
+from rlpipe.slime.flag_keys import BASE, overrides_of
 from rlpipe.system.ports import free_port
 from tools.conversion import ended
 from tools.train import split
 
 if TYPE_CHECKING:
-    from rlpipe.engines.megatron.model.build import Scorer
+    from rlpipe.engines.megatron.model.build import ScoringModel
 
 OPTIONS = {
     **dict.fromkeys(("--load", "--output-dir", "--ckpt-step", "--recipe"), True),
@@ -64,10 +64,12 @@ def convert(arguments: argparse.Namespace, config: RunConfig) -> int:
     """Do it, as one of the ranks. Raises: ConfigError, DataError, TrainerError, StoreFull."""
     from rlpipe.engines.megatron import platform
     from rlpipe.engines.megatron.checkpoint.conversion.hf_files import different
-    from rlpipe.engines.megatron.checkpoint.conversion.loading import load_into
+    from rlpipe.engines.megatron.checkpoint.conversion.parallel_loading import (
+        load_checkpoint_weights,
+    )
     from rlpipe.engines.megatron.checkpoint.export import save_hf
-    from rlpipe.engines.megatron.groups import close_groups, open_groups
-    from rlpipe.engines.megatron.model.build import build_scorer
+    from rlpipe.engines.megatron.model.build import build_scoring_model
+    from rlpipe.engines.megatron.process_groups import close_groups, open_groups
 
     rank = int(os.environ.get("RANK", "0"))
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -102,8 +104,8 @@ def convert(arguments: argparse.Namespace, config: RunConfig) -> int:
         seed=config.train.seed,
     )
     try:
-        scorer: Scorer = build_scorer(model_dir, config.model, config.train)
-        load_into(scorer, Path(arguments.load), arguments.ckpt_step)
+        scorer: ScoringModel = build_scoring_model(model_dir, config.model, config.train)
+        load_checkpoint_weights(scorer, Path(arguments.load), arguments.ckpt_step)
         if rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
         save_hf(scorer, model_dir, unfinished)

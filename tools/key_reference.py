@@ -181,10 +181,10 @@ def flags_by_key() -> dict[str, list[str]]:
     """Return slime's and Megatron's flags for each key that they set."""
     result: defaultdict[str, list[str]] = defaultdict(list)
     for flag in FLAGS.values():
-        if flag.verdict not in ("to", "built") or absent(flag):
+        if flag.effect not in ("to", "built") or absent(flag):
             continue
         free = next((prefix for prefix in FREE if flag.key.startswith(prefix)), None)
-        result[flag.key if free is None else free.rstrip(".")].append(flag.spelled)
+        result[flag.key if free is None else free.rstrip(".")].append(flag.option)
     return result
 
 

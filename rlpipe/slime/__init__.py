@@ -1,1 +1,1 @@
-"""slime's command line, `args` and importable modules on top of this configuration."""
+"""slime's command line, `args` and importable modules on top of rlpipe's configuration."""

@@ -1,13 +1,10 @@
-"""slime's names for our configuration: the table of its flags, and `args` as its custom functions
-expect it.
+"""slime's names for rlpipe's configuration: the table of flags, and `args` for user functions.
 
     FLAGS["lr"].key                             "train.optimizer.lr"
     slime_args(config).rollout_batch_size       config.rollout.rollout_batch_size
 
-A flag whose key is not in this version's configuration is refused like those that say so themselves
-(`absent`).
-
-Not here: the rows (`slime_table`, `slime_megatron`), reading a command line (`flags`).
+`flag_table` and `megatron_flags` have the rows. A flag of a key that this version does not have is
+refused (`absent`).
 """
 
 from __future__ import annotations
@@ -24,41 +21,54 @@ from rlpipe.config.problems import all_keys
 from rlpipe.config.run import RunConfig
 from rlpipe.slime.flag import Flag
 from rlpipe.slime.flag_table import SLIME
-from rlpipe.slime.megatron import MEGATRON
+from rlpipe.slime.megatron_flags import MEGATRON
 
 FLAGS: dict[str, Flag] = {flag.name: flag for flag in (*SLIME, *MEGATRON)}
 FREE = ("train.megatron.", "engine.sglang.", "engine.router.")
+"""Sections with arguments under their own names."""
 TRANSPORTS = {"disk": ("full", "disk"), "delta": ("delta", "disk")}
-"""Ours → slime's mode and transport of weight updates; the others are its default."""
+"""sync.transport → slime's mode and transport of weight updates; others are slime's default."""
 LOSS_TYPES = {"policy_loss": "policy", "sft_loss": "sft", "custom_loss": "custom"}
-"""slime's names of the loss → ours."""
+"""slime's --loss-type → train.loss.type."""
+EVALUATION_KEYS = {
+    "eval_temperature": "temperature",
+    "eval_top_p": "top_p",
+    "eval_top_k": "top_k",
+    "eval_max_response_len": "max_response_len",
+    "eval_max_prompt_len": "max_prompt_len",
+    "eval_max_context_len": "max_context_len",
+    "eval_min_new_tokens": "min_new_tokens",
+    "n_samples_per_eval_prompt": "n_samples_per_eval_prompt",
+}
+"""slime's attribute of all held-out sets → key of one held-out set."""
 
 
 def absent(flag: Flag) -> bool:
-    """Does the flag set a key that this version's configuration has not?"""
+    """True if the flag sets a key that this version does not have."""
     return (
-        flag.verdict in ("to", "built")
+        flag.effect in ("to", "built")
         and not flag.key.startswith(FREE)
-        and flag.key not in _keys()
+        and flag.key not in _config_keys()
     )
 
 
 @cache
-def _keys() -> frozenset[str]:
+def _config_keys() -> frozenset[str]:
     return frozenset(all_keys())
 
 
 def slime_args(config: RunConfig, *, router: str | None = None) -> Namespace:
-    """The configuration as slime's `args`: an attribute for every flag of the table, of Megatron's
-    classes and of SGLang's.
+    """Return the configuration as slime's `args`.
 
-    An attribute is what the run does, where a key of ours says so; else what the command line gave;
-    else slime's default. `router` is the URL of the run's router, for `sglang_router_ip` and
-    `sglang_router_port`; entries of `rollout.custom_config` are attributes too, and win.
+    `args` has an attribute for every flag of the table and for every argument of Megatron's classes
+    and SGLang's. Its value is the run's key if one exists, else the value of the command line, else
+    slime's default. Entries of `rollout.custom_config` are attributes too, and win.
+
+    `router`: URL of the run's router, for `sglang_router_ip` and `sglang_router_port`.
     """
     values = _passed_through(config)
     values |= {flag.attribute: _value(config, flag) for flag in FLAGS.values()}
-    values |= _derived(config) | _rewarded(config) | _evaluated(config)
+    values |= _derived(config) | _reward(config) | _evaluation(config)
     if router is not None:
         address = urlsplit(router if "//" in router else f"//{router}")
         values |= {"sglang_router_ip": address.hostname, "sglang_router_port": address.port}
@@ -66,44 +76,45 @@ def slime_args(config: RunConfig, *, router: str | None = None) -> Namespace:
 
 
 def _passed_through(config: RunConfig) -> dict[str, Any]:
+    """Return the arguments of Megatron's classes, SGLang and its router, with their defaults."""
     values: dict[str, Any] = {}
     for table, prefix in (("megatron", ""), ("sglang", "sglang_"), ("router", "router_")):
         for arguments in names.load(table)["receivers"].values():
-            held = {
+            defaults = {
                 name: entry["default"]
                 for name, entry in arguments.items()
                 if names.OBJECT not in entry["type"]
             }
-            values |= {f"{prefix}{name}": held.get(name) for name in arguments}
-    given = {f"sglang_{name}": value for name, value in config.engine.sglang.items()}
-    given |= {f"router_{name}": value for name, value in config.engine.router.items()}
-    return {**values, **config.train.megatron, **given}
+            values |= {f"{prefix}{name}": defaults.get(name) for name in arguments}
+    values |= config.train.megatron
+    values |= {f"sglang_{name}": value for name, value in config.engine.sglang.items()}
+    return values | {f"router_{name}": value for name, value in config.engine.router.items()}
 
 
 def _value(config: RunConfig, flag: Flag) -> Any:
-    """The value of the flag's key, or of the flag itself where it has no key of its own."""
-    if flag.verdict != "to":
+    """Return the value of the flag's key, or of the flag itself if it has no key."""
+    if flag.effect != "to":
         return config.flags.get(flag.name, flag.default)
-    missing = None if flag.key in _keys() else flag.default
-    found: Any = config
+    missing = None if flag.key in _config_keys() else flag.default
+    value: Any = config
     for name in flag.key.split("."):
-        found = (
-            found.get(name, missing) if isinstance(found, dict) else getattr(found, name, missing)
+        value = (
+            value.get(name, missing) if isinstance(value, dict) else getattr(value, name, missing)
         )
-    if isinstance(found, tuple):
-        return list(found) or flag.default
-    return found
+    if isinstance(value, tuple):
+        return list(value) or flag.default
+    return value
 
 
 def _derived(config: RunConfig) -> dict[str, Any]:
-    """Attributes that are not one key's value."""
+    """Return attributes that are not the value of one key."""
     source = config.model.source
     prompts = config.data.prompts
     model = source.hf_checkpoint if isinstance(source, HuggingFaceModel) else None
     paths = list(prompts.paths) if isinstance(prompts, FilePrompts) else []
     loss = config.train.loss
     rollout = config.rollout
-    critic = config.critic.optimizer_beside(config.train.optimizer)
+    critic = config.critic.resolved_optimizer(config.train.optimizer)
     mode, transport = TRANSPORTS.get(config.sync.transport, ("full", "nccl"))
     function = rollout.rollout_function_path or FLAGS["rollout_function_path"].default
     return {
@@ -142,9 +153,10 @@ def _derived(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _rewarded(config: RunConfig) -> dict[str, Any]:
+def _reward(config: RunConfig) -> dict[str, Any]:
+    """Return slime's attributes of the reward."""
     function = config.reward.function
-    ours = isinstance(function, PythonReward)
+    is_python = isinstance(function, PythonReward)
     kind = function.default if isinstance(function, RowReward) else function.type
     reward_key = getattr(function, "reward_key", None) or config.flags.get("reward_key")
     return {
@@ -152,38 +164,31 @@ def _rewarded(config: RunConfig) -> dict[str, Any]:
         "rm_url": getattr(function, "url", None)
         or config.teacher.url
         or config.flags.get("rm_url"),
-        "custom_rm_path": function.path if ours else None,
-        "group_rm": (ours and function.group) or config.flags.get("group_rm", False),
+        "custom_rm_path": function.path if is_python else None,
+        "group_rm": (is_python and function.group) or config.flags.get("group_rm", False),
         "reward_key": reward_key,
         "eval_reward_key": config.flags.get("eval_reward_key", reward_key),
         "custom_reward_post_process_path": config.reward.custom_reward_post_process_path,
     }
 
 
-def _evaluated(config: RunConfig) -> dict[str, Any]:
-    """The held-out sets' settings: those of the first one, where slime has one for all."""
+def _evaluation(config: RunConfig) -> dict[str, Any]:
+    """Return slime's attributes of evaluations.
+
+    slime has one value for all held-out sets: the value of the first set.
+    """
     datasets = config.evaluation.datasets
     if not datasets:
         return {}
     first = datasets[0]
-    names = {
-        "eval_temperature": "temperature",
-        "eval_top_p": "top_p",
-        "eval_top_k": "top_k",
-        "eval_max_response_len": "max_response_len",
-        "eval_max_prompt_len": "max_prompt_len",
-        "eval_max_context_len": "max_context_len",
-        "eval_min_new_tokens": "min_new_tokens",
-        "n_samples_per_eval_prompt": "n_samples_per_eval_prompt",
-    }
     pairs = [
         text
-        for one in datasets
-        if isinstance(one.prompts, FilePrompts)
-        for path in one.prompts.paths
-        for text in (one.name, path)
+        for dataset in datasets
+        if isinstance(dataset.prompts, FilePrompts)
+        for path in dataset.prompts.paths
+        for text in (dataset.name, path)
     ]
     return {
         "eval_prompt_data": pairs or None,
-        **{name: getattr(first, key, None) for name, key in names.items()},
+        **{name: getattr(first, key, None) for name, key in EVALUATION_KEYS.items()},
     }

@@ -1,15 +1,12 @@
-"""A command line in slime's three categories, read: its own flags, Megatron's bare, SGLang's with
-`--sglang-`.
+"""Read a command line with slime's own flags, Megatron's bare flags and SGLang's as `--sglang-*`.
 
-    given = read_flags(["--lr", "1e-6", "--sglang-mem-fraction-static", "0.8",
-    "train.loss.eps_clip=0.3"]) given.own["lr"], given.sglang["mem_fraction_static"],
-    given.overrides
+    flags = read_flags(["--lr", "1e-6", "--sglang-mem-fraction-static", "0.8",
+                        "train.loss.eps_clip=0.3"])
+    flags.own["lr"], flags.sglang["mem_fraction_static"], flags.overrides
 
-A flag may be given as `--name value` or `--name=value`, with dashes or underscores; the last one
-counts, but repeated lists are put together. A word `dotted.key=value` that is not a flag's value is
-an override.
-
-Not here: the table (`slime`), what keys follow from flags (`slime_build`).
+A flag is `--name value` or `--name=value`, with dashes or underscores. The last value of a repeated
+flag counts; repeated lists are concatenated. A word `dotted.key=value` that is not the value of a
+flag is an override. `flag_keys` converts the flags to configuration keys.
 """
 
 from __future__ import annotations
@@ -30,12 +27,12 @@ from rlpipe.slime.flag import LISTS, SWITCHES, Flag
 OVERRIDE = re.compile(r"[a-z_]+(\.[A-Za-z0-9_]+)*=")
 PREFIXES = {"sglang_router_": "router", "sglang_": "sglang", "router_": "router"}
 RENAMED = {"enable_deepep_moe": ("moe_a2a_backend", "deepep")}
-"""Arguments that SGLang had when slime was described, and what they are now."""
+"""Former name of an SGLang argument → its present name and value."""
 
 
 @dataclass(slots=True)
-class Given:
-    """What a command line gives, by name; `neutral` are the flags that change nothing."""
+class ParsedFlags:
+    """Values of a command line by name; `neutral` are the given flags that change nothing."""
 
     own: dict[str, Any] = field(default_factory=dict)
     megatron: dict[str, Any] = field(default_factory=dict)
@@ -45,43 +42,37 @@ class Given:
     neutral: list[Flag] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Was there a flag at all?"""
+        """True if the command line has any flag."""
         return bool(self.own or self.megatron or self.sglang or self.router)
 
 
-def read_flags(words: Sequence[str], *, also: Iterable[str] = ()) -> Given:
-    """Read a command line; `also` are options beside the table's, for "did you mean".
+def read_flags(words: Sequence[str], *, also: Iterable[str] = ()) -> ParsedFlags:
+    """Read a command line. `also`: additional options to suggest for an unknown flag.
 
     Raises: ConfigError for a flag that is unknown (with the nearest ones), refused or malformed.
     """
-    given = Given()
-    for name, values in _split(words, given.overrides):
+    flags = ParsedFlags()
+    for name, values in _split(words, flags.overrides):
+        negated = name.removeprefix("no_") if name.startswith("no_") else None
         if name in FLAGS:
-            _take(FLAGS[name], values, given)
-        elif name.startswith("no_") and FLAGS.get(name[3:], _NONE).kind == "either":
-            _take(FLAGS[name[3:]], values, given, value=False)
+            _add_own(FLAGS[name], values, flags)
+        elif negated in FLAGS and FLAGS[negated].kind == "either":
+            _add_own(FLAGS[negated], values, flags, value=False)
         elif prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), None):
-            _pass(
-                PREFIXES[prefix],
-                name,
-                name.removeprefix(prefix),
-                values,
-                getattr(given, PREFIXES[prefix]),
-            )
+            table = PREFIXES[prefix]
+            argument = name.removeprefix(prefix)
+            _add_argument(table, name, argument, values, getattr(flags, table))
         elif names.receivers("megatron", name):
-            _pass("megatron", name, name, values, given.megatron)
-        elif name.startswith("no_") and names.receivers("megatron", name[3:]):
-            _pass("megatron", name, name[3:], [*values, "false"], given.megatron)
+            _add_argument("megatron", name, name, values, flags.megatron)
+        elif negated and names.receivers("megatron", negated):
+            _add_argument("megatron", name, negated, [*values, "false"], flags.megatron)
         else:
             raise _unknown(name, also)
-    return given
-
-
-_NONE = Flag("", "", None, "")
+    return flags
 
 
 def _split(words: Sequence[str], overrides: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """(name with underscores, its words) of each flag in order; other words go to `overrides`."""
+    """Yield (name with underscores, words) of each flag; append other words to `overrides`."""
     name = ""
     values = []
     for word in words:
@@ -91,7 +82,7 @@ def _split(words: Sequence[str], overrides: list[str]) -> Iterator[tuple[str, li
             text, equals, value = word[2:].partition("=")
             name = text.replace("-", "_")
             values = [value] if equals else []
-        elif name and not (OVERRIDE.match(word) and _full(name, values)):
+        elif name and not (OVERRIDE.match(word) and _is_complete(name, values)):
             values.append(word)
         elif OVERRIDE.match(word):
             overrides.append(word)
@@ -105,91 +96,98 @@ def _split(words: Sequence[str], overrides: list[str]) -> Iterator[tuple[str, li
         yield name, values
 
 
-def _full(name: str, values: list[str]) -> bool:
-    """Has the flag all the words that it can have?"""
+def _is_complete(name: str, values: list[str]) -> bool:
+    """True if the flag has all words that it can have."""
     flag = FLAGS.get(name)
     if flag is None or flag.kind in LISTS:
         return bool(values)
     return len(values) == (flag.kind not in SWITCHES)
 
 
-def _take(flag: Flag, words: list[str], given: Given, *, value: Any = None) -> None:
+def _add_own(flag: Flag, words: list[str], flags: ParsedFlags, *, value: Any = None) -> None:
+    """Add a flag of the table. Raises: ConfigError if it is refused."""
     value = flag.read(words) if value is None else value
-    unlike = flag.verdict == "only" and value not in flag.allowed
-    if unlike or (flag.verdict == "refused" and value != flag.default):
+    wrong_value = flag.effect == "only" and value not in flag.allowed
+    if wrong_value or (flag.effect == "refused" and value != flag.default):
         raise ConfigError(
-            "rlpipe does not take this" + (" value" if unlike else ""),
-            where=flag.spelled,
+            f"rlpipe does not accept this {'value' if wrong_value else 'flag'}",
+            where=flag.option,
             found=None if value is True else value,
             expected=" or ".join(map(str, flag.allowed)) or None,
-            do=flag.why,
+            do=flag.reason,
         )
-    if flag.verdict == "to" and absent(flag) and value != flag.default:
+    if flag.effect == "to" and absent(flag) and value != flag.default:
         raise ConfigError(
-            "this version has no such setting", where=flag.spelled, found=f"no key {flag.key}"
+            "this version has no such setting", where=flag.option, found=f"no key {flag.key}"
         )
-    if flag.verdict in ("neutral", "only"):
-        given.neutral.append(flag)
+    if flag.effect in ("neutral", "only"):
+        flags.neutral.append(flag)
     elif flag.kind in LISTS:
-        value = [*given.own.get(flag.name, []), *value]
-    given.own[flag.name] = value
+        value = [*flags.own.get(flag.name, []), *value]
+    flags.own[flag.name] = value
 
 
-def _pass(table: str, spelled: str, name: str, words: list[str], into: dict[str, Any]) -> None:
-    """An argument that goes to Megatron-core, SGLang or its router. Raises: ConfigError."""
-    if table == "sglang" and name in RENAMED:
-        name, value = RENAMED[name]
-        into[name] = value
+def _add_argument(
+    table: str, name: str, argument: str, words: list[str], arguments: dict[str, Any]
+) -> None:
+    """Add an argument of Megatron-core, SGLang or its router to `arguments`.
+
+    `name`: the flag with underscores; `argument`: the name without prefix. Raises: ConfigError.
+    """
+    if table == "sglang" and argument in RENAMED:
+        argument, value = RENAMED[argument]
+        arguments[argument] = value
         return
-    known = names.entries(table)
-    flag = f"--{spelled.replace('_', '-')}"
-    if name not in known:
-        raise _unknown(spelled)
-    rule = rule_of(table, name)
+    entries = names.entries(table)
+    option = f"--{name.replace('_', '-')}"
+    if argument not in entries:
+        raise _unknown(name)
+    rule = rule_of(table, argument)
     if rule is not None and rule.kind == "owned":
         raise ConfigError(
             "rlpipe sets this argument itself",
-            where=flag,
+            where=option,
             found=" ".join(words) or None,
             do=rule.text,
         )
-    value = _typed(known[name]["type"], words, flag)
-    if error := refusal(table, flag, name, value):
+    value = _typed(entries[argument]["type"], words, option)
+    if error := refusal(table, option, argument, value):
         raise error
-    into[name] = value
+    arguments[argument] = value
 
 
-def _typed(spelled: str, words: list[str], flag: str) -> Any:
-    """The words as a value of a type of the tables of names."""
-    parsed = [parse(word, flag)[0] for word in words]
-    candidates: list[Any] = (
-        [True] if not words else [*parsed, *words] if len(words) == 1 else [parsed]
-    )
-    candidates += [parsed] if len(words) == 1 else []
-    for candidate in candidates:
-        if names.accepts(spelled, candidate):
+def _typed(type_text: str, words: list[str], option: str) -> Any:
+    """Return the words as a value of a type of the tables of names."""
+    parsed = [parse(word, option)[0] for word in words]
+    # One word can be a scalar, a text that looks like one, or a list of one.
+    candidates: list[Any] = [*parsed, *words, parsed] if len(words) == 1 else [parsed]
+    for candidate in candidates if words else [True]:
+        if names.accepts(type_text, candidate):
             return candidate
     raise ConfigError(
-        "not a value of this flag", where=flag, found=" ".join(words) or "nothing", expected=spelled
+        "not a value of this flag",
+        where=option,
+        found=" ".join(words) or "nothing",
+        expected=type_text,
     )
 
 
 def _unknown(name: str, also: Iterable[str] = ()) -> ConfigError:
     known = [
         *FLAGS,
-        *(one.lstrip("-").replace("-", "_") for one in also),
-        *(f"sglang_{key}" for key in _names("sglang")),
-        *(f"router_{key}" for key in _names("router")),
+        *(option.lstrip("-").replace("-", "_") for option in also),
+        *(f"sglang_{key}" for key in _argument_names("sglang")),
+        *(f"router_{key}" for key in _argument_names("router")),
+        *_argument_names("megatron"),
     ]
-    known += _names("megatron")
     close = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=3, cutoff=0.6)
     return ConfigError(
         "unknown flag",
         where=f"--{name.replace('_', '-')}",
-        expected=" or ".join(f"--{one.replace('_', '-')}" for one in close) or None,
-        do="python -m tools.flags lists all; keys of our own are given as dotted.key=value",
+        expected=" or ".join(f"--{match.replace('_', '-')}" for match in close) or None,
+        do="python -m tools.flags lists all flags; keys of rlpipe are given as dotted.key=value",
     )
 
 
-def _names(table: str) -> list[str]:
+def _argument_names(table: str) -> list[str]:
     return [name for arguments in names.load(table)["receivers"].values() for name in arguments]

@@ -1,10 +1,14 @@
-"""`Flag`: one row of the table from slime's command line to a configuration key.
+"""`Flag`: one row of the table from slime's command line to configuration keys.
 
-Every flag has one of five verdicts. `to` and `built` set a key (the second together with other
-flags, see `slime`); `neutral` is taken and changes nothing, because rlpipe does so anyway; `only`
-is taken with the values it names; `refused` is an error that says what to do instead.
+| effect    | meaning                                                         |
+|-----------|-----------------------------------------------------------------|
+| `to`      | sets a key to its value                                         |
+| `built`   | sets a key together with other flags (`flag_keys`)              |
+| `neutral` | accepted, changes nothing, because rlpipe behaves so in any case |
+| `only`    | accepted with certain values, which change nothing              |
+| `refused` | an error that names the alternative                             |
 
-Not here: the rows (`slime_table`, `slime_megatron`), reading a command line (`flags`).
+`flag_table` and `megatron_flags` contain the rows.
 """
 
 from __future__ import annotations
@@ -23,62 +27,54 @@ LISTS = ("strs", "ints", "floats")
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag. `kind` says how its words are read, `default` is what slime's parser gives where
-    nothing is said.
+    """One flag. `kind` is the type of its words, `default` the default of slime's parser.
 
-    Kinds: `int`, `float`, `str`, `json`; `on` and `off` stand without a value for true and false,
-    `either` has a `--no-` form; `strs`, `ints` and `floats` take one or more words.
+    Kinds: `int`, `float`, `str`, `json`, `any` (YAML). `on` and `off` have no value and mean true
+    and false; `either` has a `--no-` form. `strs`, `ints` and `floats` have one or more words.
     """
 
     name: str
     kind: str
     default: Any
-    verdict: str
+    effect: str
     key: str = ""
-    why: str = ""
+    reason: str = ""
     allowed: tuple[Any, ...] = ()
 
     @property
-    def spelled(self) -> str:
-        """As it is written on a command line."""
+    def option(self) -> str:
+        """Spelling on a command line."""
         return f"--{self.name.replace('_', '-')}"
 
     @property
     def attribute(self) -> str:
-        """Its name in slime's `args`: `--disable-x` is `x`."""
+        """Name in slime's `args`: `x` for `--disable-x`."""
         return self.name.removeprefix("disable_") if self.kind == "off" else self.name
 
     def read(self, words: Sequence[str]) -> Any:
-        """The value of the words that follow it. Raises: ConfigError naming the flag."""
+        """Return the value of the words after the flag. Raises: ConfigError."""
         if self.kind in SWITCHES:
             if words:
-                raise self._wrong(" ".join(words), "no value")
+                raise self._error(" ".join(words), "no value")
             return self.kind != "off"
         if self.kind in LISTS:
             if not words:
-                raise self._wrong("nothing", "one value or more")
-            return [_word(self, word) for word in words]
+                raise self._error("nothing", "one value or more")
+            return [self._convert(word) for word in words]
         if len(words) != 1:
-            raise self._wrong(" ".join(words) or "nothing", "one value")
-        return _word(self, words[0])
+            raise self._error(" ".join(words) or "nothing", "one value")
+        return self._convert(words[0])
 
-    def _wrong(self, found: str, expected: str) -> ConfigError:
+    def _convert(self, word: str) -> Any:
+        try:
+            return _CONVERTERS[self.kind](word)
+        except (ValueError, ConfigError) as error:
+            raise self._error(word, _EXPECTED[self.kind]) from error
+
+    def _error(self, found: str, expected: str) -> ConfigError:
         return ConfigError(
-            "not a value of this flag", where=self.spelled, found=found, expected=expected
+            "not a value of this flag", where=self.option, found=found, expected=expected
         )
-
-
-def _word(flag: Flag, word: str) -> Any:
-    reader = _READERS[flag.kind]
-    try:
-        return reader(word)
-    except (ValueError, ConfigError) as error:
-        raise ConfigError(
-            "not a value of this flag",
-            where=flag.spelled,
-            found=word,
-            expected=_EXPECTED[flag.kind],
-        ) from error
 
 
 def _json(word: str) -> Any:
@@ -88,11 +84,11 @@ def _json(word: str) -> Any:
     return value
 
 
-def _any(word: str) -> Any:
+def _yaml(word: str) -> Any:
     return parse(word, "value")[0]
 
 
-_READERS: dict[str, Callable[[str], Any]] = {
+_CONVERTERS: dict[str, Callable[[str], Any]] = {
     "int": int,
     "ints": int,
     "float": float,
@@ -100,7 +96,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "str": str,
     "strs": str,
     "json": _json,
-    "any": _any,
+    "any": _yaml,
 }
 _EXPECTED = {
     "int": "a whole number",
@@ -113,25 +109,25 @@ _EXPECTED = {
 
 
 def to(name: str, kind: str, default: Any, key: str) -> Flag:
-    """Sets `key` to its value."""
+    """Return a flag that sets `key` to its value."""
     return Flag(name, kind, default, "to", key=key)
 
 
 def built(name: str, kind: str, default: Any, key: str) -> Flag:
-    """Has a part in `key`, or sets it to something that follows from its value."""
+    """Return a flag that sets `key` together with other flags, or to a derived value."""
     return Flag(name, kind, default, "built", key=key)
 
 
-def neutral(name: str, kind: str, default: Any, why: str) -> Flag:
-    """Is taken and changes nothing."""
-    return Flag(name, kind, default, "neutral", why=why)
+def neutral(name: str, kind: str, default: Any, reason: str) -> Flag:
+    """Return a flag that is accepted and changes nothing."""
+    return Flag(name, kind, default, "neutral", reason=reason)
 
 
-def only(name: str, kind: str, default: Any, allowed: tuple[Any, ...], why: str) -> Flag:
-    """Is taken with these values, which change nothing."""
-    return Flag(name, kind, default, "only", why=why, allowed=allowed)
+def only(name: str, kind: str, default: Any, allowed: tuple[Any, ...], reason: str) -> Flag:
+    """Return a flag that is accepted with certain values, which change nothing."""
+    return Flag(name, kind, default, "only", reason=reason, allowed=allowed)
 
 
-def refused(name: str, kind: str, default: Any, why: str) -> Flag:
-    """Is an error."""
-    return Flag(name, kind, default, "refused", why=why)
+def refused(name: str, kind: str, default: Any, reason: str) -> Flag:
+    """Return a flag that is an error."""
+    return Flag(name, kind, default, "refused", reason=reason)

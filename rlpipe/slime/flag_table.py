@@ -1,11 +1,8 @@
-"""slime's own flags, one row each, in the order and under the headings of its own parser, with its
-defaults.
+"""slime's own flags, in the order and with the headings and defaults of slime's parser.
 
-They are those of slime at commit 624b824a, and the ones that only older descriptions of it have
-(`async_buffer_size`, `max_turns`, `num_data_workers`, `streaming_data`, `critic_…`).
-
-Not here: Megatron's flags (`slime_megatron`), what a row means (`flag`), how several flags make one
-key (`slime`).
+The rows are those of slime at commit 624b824a, and flags that only its older documentation has
+(`async_buffer_size`, `max_turns`, `num_data_workers`, `streaming_data`, `critic_…`). `Flag`
+explains the columns.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ SLIME: tuple[Flag, ...] = (
         10,
         "each stage has a deadline: train.timeout_s, sync.timeout_s",
     ),
-    only("train_backend", "str", "megatron", ("megatron",), "Megatron is the one training engine"),
+    only("train_backend", "str", "megatron", ("megatron",), "Megatron is the only training engine"),
     refused("prefill_num_servers", "int", None, "prefill and decode run in the same engines"),
     refused("sglang_config", "str", None, "all engines serve one model with the same settings"),
     built("sglang_router_ip", "str", None, "engine.router_url"),
@@ -46,7 +43,7 @@ SLIME: tuple[Flag, ...] = (
         "train_env_vars",
         "json",
         {},
-        "set them where tools.train is started; trainer ranks inherit them",
+        "set them in the environment of tools.train; trainer ranks inherit them",
     ),
     built("update_weight_mode", "str", "full", "sync.transport"),
     built("update_weight_transport", "str", "nccl", "sync.transport"),
@@ -54,7 +51,7 @@ SLIME: tuple[Flag, ...] = (
         "release_train",
         "on",
         False,
-        "trainer ranks keep their state from one iteration to the next",
+        "trainer ranks keep their state between iterations",
     ),
     to("update_weight_disk_dir", "str", None, "sync.update_weight_disk_dir"),
     to("update_weight_disk_keep_files", "on", False, "sync.update_weight_disk_keep_files"),
@@ -64,7 +61,7 @@ SLIME: tuple[Flag, ...] = (
         "custom_update_weight_post_write_path",
         "str",
         None,
-        "files are uploaded where --update-weight-disk-dir is s3://…",
+        "files are uploaded if --update-weight-disk-dir is s3://…",
     ),
     to(
         "update_weight_local_checkpoint_dir", "str", None, "sync.update_weight_local_checkpoint_dir"
@@ -94,11 +91,11 @@ SLIME: tuple[Flag, ...] = (
         "allgather_cp",
         "on",
         False,
-        "it belongs to DeepSeek sparse attention, which is not supported",
+        "DeepSeek sparse attention is not supported",
     ),
     # rollout
     built("hf_checkpoint", "str", None, "model.source.hf_checkpoint"),
-    neutral("model_name", "str", None, "it is read from config.json"),
+    neutral("model_name", "str", None, "config.json has the model's name"),
     built(
         "rollout_function_path",
         "str",
@@ -141,7 +138,8 @@ SLIME: tuple[Flag, ...] = (
         "keep_old_actor",
         "on",
         False,
-        "the proximal log-probs are those of the weights that the iteration starts with; see train.loss.use_tis",
+        "proximal log-probs always use the weights at the iteration's start; see "
+        "train.loss.use_tis",
     ),
     refused(
         "rollout_data_postprocess_path",
@@ -163,7 +161,7 @@ SLIME: tuple[Flag, ...] = (
         "rollout_health_check_first_wait",
         "float",
         0,
-        "an engine has resources.start_timeout_s to come up",
+        "resources.start_timeout_s is the deadline of an engine's start",
     ),
     # data
     to("num_rollout", "int", None, "num_rollout"),
@@ -192,7 +190,7 @@ SLIME: tuple[Flag, ...] = (
         "start_rollout_id",
         "int",
         None,
-        "a run goes on after its last commit; from another place with --fork RUN@K",
+        "a run continues after its last commit; --fork RUN@K starts from another",
     ),
     to("rollout_batch_size", "int", None, "rollout.rollout_batch_size"),
     to("n_samples_per_prompt", "int", 1, "rollout.n_samples_per_prompt"),
@@ -230,7 +228,7 @@ SLIME: tuple[Flag, ...] = (
     built("eval_max_context_len", "int", None, "evaluation.datasets.max_context_len"),
     # algo
     built("ref_load", "str", None, "model.source.hf_checkpoint"),
-    refused("ref_ckpt_step", "int", None, "the reference starts as the run's first weights"),
+    refused("ref_ckpt_step", "int", None, "the reference is the run's first weights"),
     built("load", "str", None, "store.root"),
     built("save", "str", None, "store.root"),
     to("save_interval", "int", None, "checkpoint.save_interval"),
@@ -239,7 +237,7 @@ SLIME: tuple[Flag, ...] = (
         "no_save_optim",
         "on",
         False,
-        "a checkpoint without optimizer state could not be resumed from",
+        "a run cannot resume from a checkpoint without optimizer state",
     ),
     refused(
         "save_hf",
@@ -257,11 +255,11 @@ SLIME: tuple[Flag, ...] = (
         "critic_save",
         "str",
         None,
-        "a checkpoint has both: the critic goes to --save with the policy",
+        "checkpoints in --save contain policy and critic",
     ),
     to("critic_lr", "float", None, "critic.lr"),
     to("critic_lr_warmup_iters", "int", 0, "critic.lr_warmup_steps"),
-    refused("megatron_config_path", "str", None, "settings of the critic are keys of their own"),
+    refused("megatron_config_path", "str", None, "the critic has its own keys: critic.*"),
     to("eps_clip", "float", 0.2, "train.loss.eps_clip"),
     to("eps_clip_high", "float", None, "train.loss.eps_clip_high"),
     to("eps_clip_c", "float", None, "train.loss.eps_clip_c"),
@@ -288,13 +286,13 @@ SLIME: tuple[Flag, ...] = (
         "get_mismatch_metrics",
         "on",
         False,
-        "engine against trainer is always logged; a TIS function needs --use-tis",
+        "engine and trainer are always compared; a TIS function needs --use-tis",
     ),
     refused(
         "reset_optimizer_states",
         "on",
         False,
-        "optimizer state is part of the state that a run goes on from",
+        "a run continues with its optimizer state",
     ),
     refused("use_stateless_adam", "on", False, "Adam keeps its moments"),
     to("use_rollout_logprobs", "on", False, "train.loss.use_rollout_logprobs"),
@@ -322,12 +320,12 @@ SLIME: tuple[Flag, ...] = (
     to("use_wandb", "on", False, "observe.use_wandb"),
     to("wandb_mode", "str", None, "observe.wandb_mode"),
     to("wandb_dir", "str", None, "observe.wandb_dir"),
-    refused("wandb_key", "str", None, "keys are not kept in a configuration: set WANDB_API_KEY"),
+    refused("wandb_key", "str", None, "a configuration contains no secrets: set WANDB_API_KEY"),
     to("wandb_host", "str", None, "observe.wandb_host"),
     to("wandb_team", "str", None, "observe.wandb_team"),
     to("wandb_group", "str", None, "observe.wandb_group"),
     to("wandb_project", "str", None, "observe.wandb_project"),
-    neutral("disable_wandb_random_suffix", "off", True, "runs have the names they are given"),
+    neutral("disable_wandb_random_suffix", "off", True, "run names have no suffix"),
     neutral("wandb_always_use_train_step", "on", False, "curves count iterations"),
     neutral("log_multi_turn", "on", False, "numbers of turns are always logged"),
     neutral("log_passrate", "on", False, "pass@k of evaluations is always logged"),
@@ -338,8 +336,8 @@ SLIME: tuple[Flag, ...] = (
     to("wandb_run_id", "str", None, "observe.wandb_run_id"),
     # tensorboard
     to("use_tensorboard", "on", False, "observe.tensorboard"),
-    neutral("tb_project_name", "str", None, "event files lie in {home}/{run}/tensorboard"),
-    neutral("tb_experiment_name", "str", None, "event files lie in {home}/{run}/tensorboard"),
+    neutral("tb_project_name", "str", None, "event files are in {home}/{run}/tensorboard"),
+    neutral("tb_experiment_name", "str", None, "event files are in {home}/{run}/tensorboard"),
     # debug
     neutral(
         "save_debug_rollout_data",
@@ -351,9 +349,9 @@ SLIME: tuple[Flag, ...] = (
     refused("load_debug_rollout_data_subsample", "float", None, "whole rollouts are loaded"),
     neutral("save_debug_train_data", "str", None, "every batch with its columns is in the store"),
     neutral("dump_details", "str", None, "rollouts and batches are in the store"),
-    neutral("memory_snapshot_dir", "str", ".", "profiles lie in {home}/{run}/profile"),
+    neutral("memory_snapshot_dir", "str", ".", "profiles are in {home}/{run}/profile"),
     refused(
-        "memory_snapshot_num_steps", "int", None, "profiles hold the memory (--profile-target)"
+        "memory_snapshot_num_steps", "int", None, "profiles contain the memory (--profile-target)"
     ),
     to("profile_target", "strs", ["train_overall"], "observe.profile_target"),
     only("memory_recorder", "str", "torch", ("torch",), "memray is not supported"),
@@ -363,7 +361,7 @@ SLIME: tuple[Flag, ...] = (
     to("debug_train_only", "on", False, "debug.debug_train_only"),
     to("load_debug_rollout_data", "str", None, "debug.load_debug_rollout_data"),
     # network
-    refused("http_proxy", "str", None, "engines are reached directly"),
+    refused("http_proxy", "str", None, "engines are contacted directly"),
     neutral("use_distributed_post", "on", False, "one client posts all requests"),
     # reward model
     built("rm_type", "str", None, "reward.function"),
@@ -377,32 +375,33 @@ SLIME: tuple[Flag, ...] = (
         "custom_convert_samples_to_train_data_path",
         "str",
         None,
-        "rows are the batch; use --custom-reward-post-process-path or --custom-advantage-function-path",
+        "the stored rows are the batch; use --custom-reward-post-process-path or "
+        "--custom-advantage-function-path",
     ),
     # rollout buffer
     refused(
         "rollout_buffer_url",
         "str",
         None,
-        "slime's rollout buffer service is not used; write a rollout function",
+        "slime's rollout buffer service is not supported; write a rollout function",
     ),
     neutral(
         "fetch_trajectory_retry_times",
         "int",
         -1,
-        "slime's rollout buffer service is not used; write a rollout function",
+        "slime's rollout buffer service is not supported; write a rollout function",
     ),
     neutral(
         "min_batch_collection_ratio",
         "float",
         1,
-        "slime's rollout buffer service is not used; write a rollout function",
+        "slime's rollout buffer service is not supported; write a rollout function",
     ),
     neutral(
         "rollout_task_type",
         "str",
         "math",
-        "slime's rollout buffer service is not used; write a rollout function",
+        "slime's rollout buffer service is not supported; write a rollout function",
     ),
     built("loss_mask_type", "str", "qwen", "rollout.loss_mask_type"),
     neutral("data_pad_size_multiplier", "int", 128, "packed batches need no padding"),
@@ -437,11 +436,9 @@ SLIME: tuple[Flag, ...] = (
     ),
     refused("enable_mtp_training", "on", False, "multi-token prediction heads are not trained"),
     # slime's own tests
-    neutral(
-        "padded_vocab_size", "int", None, "the vocabulary is padded as tensor parallelism needs it"
-    ),
-    refused("ci_test", "on", False, "it belongs to slime's own tests"),
-    refused("ci_disable_kl_checker", "on", False, "it belongs to slime's own tests"),
+    neutral("padded_vocab_size", "int", None, "the vocabulary is padded for tensor parallelism"),
+    refused("ci_test", "on", False, "only slime's own tests use it"),
+    refused("ci_disable_kl_checker", "on", False, "only slime's own tests use it"),
     refused(
         "ci_train_rollout_logprob_abs_diff_threshold",
         "float",

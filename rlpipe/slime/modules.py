@@ -1,15 +1,15 @@
-"""The modules that files written for slime import, where slime itself is not installed.
+"""Modules of slime that user files import, for machines without slime.
 
-    from slime.utils.types import Sample                    our Sample, which has slime's names
-    from slime.utils.http_utils import post, get            JSON over HTTP, tried again while nobody answers
+    from slime.utils.types import Sample                    rlpipe's Sample with slime's keywords
+    from slime.utils.http_utils import post, get            JSON over HTTP, with retries
     from slime.rollout.sglang_rollout import GenerateState  tokenizer, sampling_params, semaphore
     from slime.rollout.base_types import RolloutFnTrainOutput, RolloutFnEvalOutput
     from slime.rollout.filter_hub.base_types import DynamicFilterOutput
     from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
     from slime.utils.async_utils import run
 
-Only what such files use; anything else of slime is an ImportError of theirs. Not here: what the
-functions are called with, and slime's functions for losses (`algorithms.logits`).
+`provide()` makes them importable. Any other module of slime raises ImportError. `algorithms.custom`
+provides slime's functions for losses.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ from rlpipe.types import Sample
 
 ATTEMPTS = 60
 PAUSE_S = 1.0
+MOST_REQUESTS = 512
+"""Concurrent requests of slime's functions (the permits of `GenerateState.semaphore`)."""
 
 
 class SlimeSample(Sample):
-    """Our Sample, made with any of slime's keywords."""
+    """rlpipe's Sample with a constructor that accepts slime's keywords."""
 
     def __init__(self, **values: Any) -> None:
         super().__init__()
-        values.pop("group_index", None)
+        values.pop("group_index", None)  # a read-only property of Sample
         length = values.pop("response_length", None)
         for name, value in values.items():
             setattr(self, name, value)
@@ -48,7 +50,7 @@ class SlimeSample(Sample):
 
 @dataclass
 class RolloutFnTrainOutput:
-    """What a rollout function answers: groups of samples, and metrics."""
+    """Result of a rollout function: groups of samples, and metrics."""
 
     samples: list[list[Any]]
     metrics: dict[str, Any] | None = None
@@ -56,7 +58,7 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """What it answers in an evaluation: by the name of the held-out set."""
+    """Result of a rollout function in an evaluation, by name of the held-out set."""
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, Any] | None = None
@@ -64,24 +66,22 @@ class RolloutFnEvalOutput:
 
 @dataclass
 class DynamicFilterOutput:
-    """What a dynamic sampling filter answers."""
+    """Result of a dynamic sampling filter."""
 
     keep: bool
     reason: str | None = None
     keep_when_insufficient: bool = False
-    """A group that is not kept fills the batch when too few others are kept, in place of another
-    sampling round."""
+    """Fill the batch with this rejected group instead of another sampling round."""
 
 
 SMALLEST_STD = 1e-6
-"""slime's bound: rewards that a verifier rounds differently by less are equal."""
+"""slime's bound: smaller deviations are rounding errors of a verifier."""
 
 
 def check_reward_nonzero_std(args: Any, samples: Sequence[Any], **_: Any) -> DynamicFilterOutput:
-    """slime's: keep a group whose rewards have an unbiased standard deviation above 1e-6, in
-    float64.
+    """Keep a group if the unbiased standard deviation of its rewards is above 1e-6 in float64.
 
-    A group of one has no deviation and is not kept, as in slime.
+    A group of one sample has no deviation and is rejected, as in slime.
     """
     rewards = [float(sample.get_reward_value(args)) for sample in samples]
     keep = len(rewards) > 1 and statistics.stdev(rewards) > SMALLEST_STD
@@ -91,7 +91,7 @@ def check_reward_nonzero_std(args: Any, samples: Sequence[Any], **_: Any) -> Dyn
 def check_reward_nonzero_std_with_fallback(
     args: Any, samples: Sequence[Any], **keywords: Any
 ) -> DynamicFilterOutput:
-    """slime's: the same, and what is not kept fills the batch when too few others are kept."""
+    """Filter in the same way; rejected groups fill the batch if too few others are kept."""
     output = check_reward_nonzero_std(args, samples, **keywords)
     output.keep_when_insufficient = True
     return output
@@ -99,7 +99,7 @@ def check_reward_nonzero_std_with_fallback(
 
 @dataclass
 class GenerateState:
-    """What slime's functions share, made from `args` each time."""
+    """Shared state of slime's functions, created from `args` in each call."""
 
     args: Namespace
     processor: Any = None
@@ -110,7 +110,8 @@ class GenerateState:
 
     def __post_init__(self) -> None:
         args = self.args
-        self.tokenizer, self.semaphore = args.tokenizer, asyncio.Semaphore(512)
+        self.tokenizer = args.tokenizer
+        self.semaphore = asyncio.Semaphore(MOST_REQUESTS)
         names = {
             "temperature": "temperature",
             "top_p": "top_p",
@@ -129,35 +130,37 @@ class GenerateState:
 async def post(
     url: str, payload: Any, max_retries: int = ATTEMPTS, headers: dict[str, str] | None = None
 ) -> Any:
-    """The answer's JSON. Raises: httpx.HTTPError after so many tries, or at once if the request is
-    refused."""
-    return await _asked("POST", url, max_retries, json=payload or {}, headers=headers)
+    """Return the JSON answer of a POST request.
+
+    Raises: httpx.HTTPError after the last attempt, or at once for a status below 500.
+    """
+    return await _request("POST", url, max_retries, json=payload or {}, headers=headers)
 
 
 async def get(url: str) -> Any:
-    """The answer's JSON. Raises: as `post`."""
-    return await _asked("GET", url, ATTEMPTS)
+    """Return the JSON answer of a GET request. Raises: httpx.HTTPError, like `post`."""
+    return await _request("GET", url, ATTEMPTS)
 
 
-async def _asked(method: str, url: str, tries: int, **keywords: Any) -> Any:
+async def _request(method: str, url: str, attempts: int, **keywords: Any) -> Any:
     async with httpx.AsyncClient(timeout=None, verify=certificates()) as client:
-        for left in range(tries - 1, -1, -1):
+        for remaining in range(attempts - 1, -1, -1):
             try:
-                answer = await client.request(method, url, **keywords)
-                answer.raise_for_status()
-                return answer.json()
+                response = await client.request(method, url, **keywords)
+                response.raise_for_status()
+                return response.json()
             except httpx.HTTPError as error:
-                refused = (
+                is_refused = (
                     isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500
                 )
-                if refused or not left:
+                if is_refused or not remaining:
                     raise
             await asyncio.sleep(PAUSE_S)
-    raise AssertionError("no try was made")
+    raise AssertionError("at least one attempt is needed")
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine, for a plain function."""
+    """Return the result of a coroutine, for a plain function."""
     return asyncio.run(coroutine)
 
 
@@ -180,24 +183,24 @@ MODULES: dict[str, dict[str, Any]] = {
         "check_reward_nonzero_std_with_fallback": check_reward_nonzero_std_with_fallback,
     },
 }
-
-
-_ours: set[str] = set()
+_provided: set[str] = set()
 
 
 def provide(more: Mapping[str, dict[str, Any]] | None = None) -> None:
-    """Make them, and `more` of the kind, importable in this process, unless slime is installed."""
-    if "slime" not in _ours and (
-        "slime" in sys.modules or importlib.util.find_spec("slime") is not None
-    ):
+    """Make the modules, and those of `more`, importable in this process, unless slime is installed.
+
+    `more`: module name → its attributes.
+    """
+    is_ours = "slime" in _provided
+    if not is_ours and ("slime" in sys.modules or importlib.util.find_spec("slime") is not None):
         return
-    for name, content in {**MODULES, **(more or {})}.items():
-        if name in _ours:
+    for name, attributes in {**MODULES, **(more or {})}.items():
+        if name in _provided:
             continue
-        module = ModuleType(name, f"Stands for slime's: see {__name__}.")
-        vars(module).update(content, __path__=[])
+        module = ModuleType(name, f"Replaces slime's module: see {__name__}.")
+        vars(module).update(attributes, __path__=[])
         sys.modules[name] = module
-        _ours.add(name)
+        _provided.add(name)
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, module)

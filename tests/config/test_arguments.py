@@ -274,18 +274,22 @@ def test_values_that_say_what_holds_anyway_are_taken_and_not_passed_on():
 
 
 LAUNCHED = """
---attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32
---attention-backend flash --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
---optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer --use-distributed-optimizer
---moe-token-dispatcher-type alltoall --moe-enable-deepep --moe-router-dtype fp32 --moe-permute-fusion --moe-grouped-gemm
---moe-aux-loss-coeff 0 --moe-router-load-balancing-type seq_aux_loss --moe-router-bias-update-rate 0
---moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.5 --moe-layer-freq 1
---no-gradient-accumulation-fusion --no-rope-fusion --transformer-impl transformer_engine --no-masked-softmax-fusion
+--attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32
+--attention-softmax-in-fp32 --attention-backend flash --recompute-granularity full
+--recompute-method uniform --recompute-num-layers 1 --optimizer-cpu-offload
+--overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer --use-distributed-optimizer
+--moe-token-dispatcher-type alltoall --moe-enable-deepep --moe-router-dtype fp32
+--moe-permute-fusion --moe-grouped-gemm --moe-aux-loss-coeff 0
+--moe-router-load-balancing-type seq_aux_loss --moe-router-bias-update-rate 0
+--moe-router-score-function sigmoid --moe-router-enable-expert-bias
+--moe-router-topk-scaling-factor 2.5 --moe-layer-freq 1 --no-gradient-accumulation-fusion
+--no-rope-fusion --transformer-impl transformer_engine --no-masked-softmax-fusion
 --overlap-grad-reduce --init-method-std 0.02 --make-vocab-size-divisible-by 1
---sglang-mem-fraction-static 0.7 --sglang-enable-dp-attention --sglang-dp-size 8 --sglang-ep-size 8
---sglang-moe-dense-tp-size 1 --sglang-enable-dp-lm-head --sglang-cuda-graph-bs-decode 1 2 4 8 --sglang-disable-radix-cache
---sglang-attention-backend fa3 --sglang-speculative-algorithm EAGLE --sglang-speculative-num-steps 3 --sglang-log-level warn
---sglang-server-concurrency 512
+--sglang-mem-fraction-static 0.7 --sglang-enable-dp-attention --sglang-dp-size 8
+--sglang-ep-size 8 --sglang-moe-dense-tp-size 1 --sglang-enable-dp-lm-head
+--sglang-cuda-graph-bs-decode 1 2 4 8 --sglang-disable-radix-cache
+--sglang-attention-backend fa3 --sglang-speculative-algorithm EAGLE
+--sglang-speculative-num-steps 3 --sglang-log-level warn --sglang-server-concurrency 512
 """
 """What launch scripts of slime's models give."""
 

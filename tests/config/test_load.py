@@ -10,7 +10,7 @@ from rlpipe.config import load
 from rlpipe.config.load import dump, find_recipe, home, load_run
 from rlpipe.config.problems import all_keys
 from rlpipe.errors import ConfigError
-from rlpipe.slime.build import BASE
+from rlpipe.slime.flag_keys import BASE
 
 RECIPE = """\
 num_rollout: 3

@@ -11,8 +11,8 @@ from rlpipe.config.load import dump, find_recipe, load_run, presets, recipes, un
 from rlpipe.config.problems import all_keys
 from rlpipe.config.text import dump as dump_yaml
 from rlpipe.config.unused import DEPENDENCIES
-from rlpipe.slime.build import BASE, overrides_of
 from rlpipe.slime.command_line import read_flags
+from rlpipe.slime.flag_keys import BASE, overrides_of
 
 RECIPE: dict[str, Any] = {
     "num_rollout": 3,

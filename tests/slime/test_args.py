@@ -1,4 +1,4 @@
-"""The table of slime's flags, and `args` as slime's custom functions expect it."""
+"""The table of slime's flags, and `args` of user functions (rlpipe.slime.args)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlpipe.errors import ConfigError
 from rlpipe.slime.args import FLAGS, absent, slime_args
 from rlpipe.slime.flag import SWITCHES
 from rlpipe.slime.flag_table import SLIME
-from rlpipe.slime.megatron import MEGATRON, MODEL
+from rlpipe.slime.megatron_flags import MEGATRON, MODEL
 
 
 def config(**changes):
@@ -28,8 +28,8 @@ def test_no_flag_has_two_rows():
     assert len(FLAGS) == len(SLIME) + len(MEGATRON)
 
 
-def test_every_row_has_a_key_or_says_why_not():
-    assert [flag.name for flag in FLAGS.values() if bool(flag.key) == bool(flag.why)] == []
+def test_every_row_has_a_key_or_a_reason():
+    assert [flag.name for flag in FLAGS.values() if bool(flag.key) == bool(flag.reason)] == []
 
 
 def test_every_key_of_the_table_is_in_the_configuration():
@@ -40,12 +40,12 @@ def test_flags_that_config_json_can_contradict_are_in_the_table():
     assert set(MODEL) <= FLAGS.keys()
 
 
-def test_args_resolves_every_flag():
+def test_args_has_every_flag():
     args = slime_args(config())
     assert [flag.name for flag in FLAGS.values() if not hasattr(args, flag.attribute)] == []
 
 
-def test_args_has_what_the_configuration_says():
+def test_args_has_the_values_of_the_configuration():
     args = slime_args(config(), router="http://127.0.0.1:3000")
     assert (args.rollout_batch_size, args.n_samples_per_prompt, args.global_batch_size) == (4, 2, 8)
     assert (args.hf_checkpoint, args.prompt_data, args.label_key) == (
@@ -97,7 +97,7 @@ def test_switches_take_no_value_and_lists_take_several():
         ("apply_chat_template_kwargs", ["[1]"], "a JSON object"),
     ],
 )
-def test_words_that_do_not_fit_name_the_flag(name, words, expected):
+def test_the_error_of_wrong_words_names_the_flag(name, words, expected):
     with pytest.raises(ConfigError, match="not a value of this flag") as caught:
         FLAGS[name].read(words)
-    assert (caught.value.where, caught.value.expected) == (FLAGS[name].spelled, expected)
+    assert (caught.value.where, caught.value.expected) == (FLAGS[name].option, expected)

@@ -1,4 +1,5 @@
-"""Reading a command line in slime's three categories, and the keys that follow from it."""
+"""Read a command line of slime's three categories and convert it to keys
+(rlpipe.slime.command_line, rlpipe.slime.flag_keys)."""
 
 from __future__ import annotations
 
@@ -14,27 +15,31 @@ from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError
 from rlpipe.rollout.filters import load_filter
 from rlpipe.slime.args import slime_args
-from rlpipe.slime.build import BASE, keys_of, overrides_of
 from rlpipe.slime.command_line import read_flags
+from rlpipe.slime.flag_keys import BASE, keys_of, overrides_of
 
 LAUNCH = """
---actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate
---swiglu --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 --use-rotary-position-embeddings
---disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 1000000 --group-query-attention
---num-query-groups 8 --vocab-size 151936 --kv-channels 128 --qk-layernorm
---hf-checkpoint /data/Qwen3-4B --load /data/Qwen3-4B_slime/ --save /data/Qwen3-4B_slime/
---save-interval 20 --prompt-data /data/dapo-math-17k/dapo-math-17k.jsonl --input-key prompt --label-key label
---apply-chat-template --rollout-shuffle --rm-type deepscaler --num-rollout 3000 --rollout-batch-size 32
---n-samples-per-prompt 8 --rollout-max-response-len 8192 --rollout-temperature 0.8 --global-batch-size 256 --balance-data
---eval-interval 20 --eval-prompt-data aime /data/aime-2024/aime-2024.jsonl --n-samples-per-eval-prompt 16
---eval-max-response-len 16384 --eval-top-p 0.7 --tensor-model-parallel-size 2 --sequence-parallel
---pipeline-model-parallel-size 1 --context-parallel-size 1 --expert-model-parallel-size 1 --expert-tensor-parallel-size 1
---recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --use-dynamic-batch-size
---max-tokens-per-gpu 9216 --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl
---entropy-coef 0.00 --eps-clip 0.2 --eps-clip-high 0.28 --optimizer adam --lr 1e-6 --lr-decay-style constant
---weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98 --rollout-num-gpus-per-engine 2 --sglang-mem-fraction-static 0.7
---attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32
---attention-backend flash
+--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate --swiglu --num-layers 36
+--hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32
+--use-rotary-position-embeddings --disable-bias-linear --normalization RMSNorm
+--norm-epsilon 1e-6 --rotary-base 1000000 --group-query-attention --num-query-groups 8
+--vocab-size 151936 --kv-channels 128 --qk-layernorm --hf-checkpoint /data/Qwen3-4B
+--load /data/Qwen3-4B_slime/ --save /data/Qwen3-4B_slime/ --save-interval 20
+--prompt-data /data/dapo-math-17k/dapo-math-17k.jsonl --input-key prompt --label-key label
+--apply-chat-template --rollout-shuffle --rm-type deepscaler --num-rollout 3000
+--rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 8192
+--rollout-temperature 0.8 --global-batch-size 256 --balance-data --eval-interval 20
+--eval-prompt-data aime /data/aime-2024/aime-2024.jsonl --n-samples-per-eval-prompt 16
+--eval-max-response-len 16384 --eval-top-p 0.7 --tensor-model-parallel-size 2
+--sequence-parallel --pipeline-model-parallel-size 1 --context-parallel-size 1
+--expert-model-parallel-size 1 --expert-tensor-parallel-size 1 --recompute-granularity full
+--recompute-method uniform --recompute-num-layers 1 --use-dynamic-batch-size
+--max-tokens-per-gpu 9216 --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00
+--kl-loss-type low_var_kl --entropy-coef 0.00 --eps-clip 0.2 --eps-clip-high 0.28
+--optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9
+--adam-beta2 0.98 --rollout-num-gpus-per-engine 2 --sglang-mem-fraction-static 0.7
+--attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32
+--attention-softmax-in-fp32 --attention-backend flash
 """
 """The arguments of slime's own launch script for Qwen3-4B, without --ref-load."""
 
@@ -82,7 +87,7 @@ def test_a_launch_script_of_slime_works_as_it_is():
     )
 
 
-def test_args_of_a_command_line_are_what_it_said():
+def test_args_have_the_values_of_the_command_line():
     args = slime_args(loaded(LAUNCH))
     assert (args.hf_checkpoint, args.rm_type, args.lr, args.use_kl_loss) == (
         "/data/Qwen3-4B",
@@ -101,18 +106,18 @@ def test_args_of_a_command_line_are_what_it_said():
     ) == (0.0, 0.7, 1)
 
 
-def test_a_flag_is_written_with_dashes_or_underscores_and_with_equals_or_a_space():
+def test_a_flag_has_dashes_or_underscores_and_equals_or_a_space():
     assert keys("--clip-grad 2") == keys("--clip_grad=2") == {"train.optimizer.clip_grad": 2.0}
 
 
-def test_the_last_of_a_flag_counts_and_repeated_lists_are_put_together():
+def test_the_last_value_of_a_flag_counts_and_repeated_lists_are_concatenated():
     assert keys("--lr 1 --lr 2") == {"train.optimizer.lr": 2.0}
     assert keys("--rollout-stop-token-ids 1 2 --rollout-stop-token-ids 3") == {
         "rollout.rollout_stop_token_ids": [1, 2, 3]
     }
 
 
-def test_overrides_stand_anywhere_between_flags():
+def test_overrides_may_be_anywhere_between_flags():
     given = read_flags(
         [
             "a.b=1",
@@ -142,7 +147,7 @@ def test_a_value_that_looks_like_an_override_is_a_value():
         ("--recompute-granularit full", "--recompute-granularit", "--recompute-granularity"),
     ],
 )
-def test_an_unknown_flag_is_told_the_nearest(words: str, where: str, expected: str):
+def test_the_error_of_an_unknown_flag_names_the_nearest(words: str, where: str, expected: str):
     error = refused(words)
     assert (error.problem, error.where) == ("unknown flag", where)
     assert str(error.expected).startswith(expected)
@@ -153,7 +158,7 @@ def test_an_unknown_flag_is_told_the_nearest(words: str, where: str, expected: s
     [
         ("--lora-rank 8", "--lora-rank", "LoRA is not supported"),
         ("--multimodal-keys {}", "--multimodal-keys", "vision"),
-        ("--train-backend fsdp", "--train-backend", "Megatron is the one training engine"),
+        ("--train-backend fsdp", "--train-backend", "Megatron is the only training engine"),
         ("--update-weight-mode delta", "--update-weight-mode", "--update-weight-transport disk"),
         (
             "--custom-update-weight-post-write-path a.b",
@@ -169,13 +174,13 @@ def test_an_unknown_flag_is_told_the_nearest(words: str, where: str, expected: s
         ("--rm-type opencua_click", "--rm-type", "vision"),
     ],
 )
-def test_what_is_not_supported_is_refused_in_words(words: str, where: str, do: str):
+def test_unsupported_flags_are_refused_with_the_reason(words: str, where: str, do: str):
     error = refused(words)
     assert error.where == where
     assert do in str(error.do)
 
 
-def test_a_refused_flag_that_says_what_is_the_case_anyway_is_taken():
+def test_a_refused_flag_at_its_default_value_is_accepted():
     assert keys("--mtp-loss-scaling-factor 0.2 --optimizer adam") == {}
 
 
@@ -228,11 +233,11 @@ def test_a_refused_flag_that_says_what_is_the_case_anyway_is_taken():
         ),
     ],
 )
-def test_each_category_goes_to_its_keys(words: str, key: str, value: Any):
+def test_flags_of_each_category_set_their_keys(words: str, key: str, value: Any):
     assert keys(words) == {key: value}
 
 
-def test_a_passed_through_value_of_the_wrong_type_names_the_flag():
+def test_the_error_of_a_passed_through_value_names_the_flag():
     error = refused("--sglang-max-running-requests many")
     assert (error.where, error.found, error.expected) == (
         "--sglang-max-running-requests",
@@ -253,19 +258,19 @@ def test_a_passed_through_value_of_the_wrong_type_names_the_flag():
         ("--update-weight-mode delta --update-weight-transport disk", "delta"),
     ],
 )
-def test_how_weights_are_pushed_follows_from_two_flags(words: str, transport: str):
-    config = loaded(
-        f"{LAUNCH.replace('--colocate', '--rollout-num-gpus 8')} --update-weight-disk-dir /w {words}"
-    )
+def test_the_transport_of_weights_follows_from_two_flags(words: str, transport: str):
+    launch = LAUNCH.replace("--colocate", "--rollout-num-gpus 8")
+    config = loaded(f"{launch} --update-weight-disk-dir /w {words}")
     assert (config.sync.transport, config.sync.update_weight_disk_dir) == (transport, "/w")
     args = slime_args(config)
-    told = {"disk": ("full", "disk"), "delta": ("delta", "disk")}.get(transport, ("full", "nccl"))
-    assert (args.update_weight_mode, args.update_weight_transport) == told
+    slime = {"disk": ("full", "disk"), "delta": ("delta", "disk")}.get(transport, ("full", "nccl"))
+    assert (args.update_weight_mode, args.update_weight_transport) == slime
 
 
 def test_supervised_training_is_one_flag():
     config = loaded(
-        "--loss-type sft_loss --rollout-function-path slime.rollout.sft_rollout.generate_rollout --hf-checkpoint /m "
+        "--loss-type sft_loss --hf-checkpoint /m "
+        "--rollout-function-path slime.rollout.sft_rollout.generate_rollout "
         "--prompt-data a.jsonl --num-rollout 1 --rollout-batch-size 2 --debug-train-only "
         "--disable-compute-advantages-and-returns --loss-mask-type qwen3"
     )
@@ -277,10 +282,10 @@ def test_supervised_training_is_one_flag():
     assert config.reward.function.type == "none"
 
 
-def test_a_source_of_ones_own_needs_no_prompt_data():
+def test_a_custom_data_source_needs_no_prompt_data():
     words = (
-        "--data-source-path mine.py:Source --input-key question --hf-checkpoint /m --num-rollout 1 --rollout-batch-size 2 "
-        "--n-samples-per-prompt 2"
+        "--data-source-path mine.py:Source --input-key question --hf-checkpoint /m "
+        "--num-rollout 1 --rollout-batch-size 2 --n-samples-per-prompt 2"
     )
     config = loaded(words)
     assert (config.data.prompts, config.rollout.data_source_path) == (None, "mine.py:Source")
@@ -295,30 +300,23 @@ def test_a_source_of_ones_own_needs_no_prompt_data():
         loaded(words, "rollout.data_source_path=null")
 
 
-def test_slimes_own_functions_are_ours():
+def test_functions_of_slime_become_functions_of_rlpipe():
     path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
-    for theirs, ours in ((path, ""), (f"{path}_with_fallback", "_with_fallback")):
-        assert keys(f"--dynamic-sampling-filter-path {theirs}") == {
-            "rollout.dynamic_sampling_filter_path": f"rlpipe.rollout.filters.reward_nonzero_std{ours}"
+    for suffix in ("", "_with_fallback"):
+        ours = f"rlpipe.rollout.filters.reward_nonzero_std{suffix}"
+        assert keys(f"--dynamic-sampling-filter-path {path}{suffix}") == {
+            "rollout.dynamic_sampling_filter_path": ours
         }
-        assert load_filter(
-            str(
-                keys(f"--dynamic-sampling-filter-path {theirs}")[
-                    "rollout.dynamic_sampling_filter_path"
-                ]
-            )
-        )
-        named = RolloutConfig(rollout_batch_size=1, dynamic_sampling_filter_path=theirs)
-        assert (
-            named.dynamic_sampling_filter_path == f"rlpipe.rollout.filters.reward_nonzero_std{ours}"
-        ), "in a recipe too"
+        assert load_filter(ours)
+        config = RolloutConfig(rollout_batch_size=1, dynamic_sampling_filter_path=f"{path}{suffix}")
+        assert config.dynamic_sampling_filter_path == ours, "in a recipe too"
     assert keys("--rollout-function-path slime.rollout.sglang_rollout.generate_rollout") == {}
 
 
 @pytest.mark.parametrize(
     ("name", "mode"), [("icepop_function", "icepop"), ("vanilla_tis_function", "clip")]
 )
-def test_slimes_own_corrections_are_modes_of_ours(name: str, mode: str):
+def test_corrections_of_slime_become_tis_modes(name: str, mode: str):
     path = f"slime.backends.megatron_utils.loss.{name}"
     loss = loaded(
         f"{LAUNCH} --use-tis --tis-clip 2 --tis-clip-low 0.5 --custom-tis-function-path {path}"
@@ -350,7 +348,7 @@ def test_the_reward_follows_from_its_flags(words: str, function: dict):
     assert keys(words)["reward.function"] == function
 
 
-def test_contradictions_are_refused():
+def test_contradicting_flags_are_refused():
     assert refused("--kl-loss-coef 0.1").where == "--kl-loss-coef"
     assert refused("--rm-type remote_rm").where == "--rm-url"
     assert refused("--rm-type deepscale").expected == "deepscaler"
@@ -358,7 +356,7 @@ def test_contradictions_are_refused():
     assert refused("--disable-compute-advantages-and-returns").expected == "--loss-type sft_loss"
 
 
-def test_a_kl_in_the_reward_and_one_in_the_loss_score_the_reference_with_their_estimator():
+def test_a_kl_in_reward_or_loss_scores_the_reference_with_its_estimator():
     reward = "--advantage-estimator rloo --kl-coef 0.1 --kl-loss-type k2 "
     assert keys(reward) == {
         "advantage.advantage_estimator": "rloo",
@@ -381,9 +379,10 @@ def test_a_kl_in_the_reward_and_one_in_the_loss_score_the_reference_with_their_e
     }
 
 
-def test_a_teacher_is_a_directory_or_the_server_that_rm_url_names():
+def test_a_teacher_is_a_directory_or_the_server_of_rm_url():
     served = loaded(
-        f"{LAUNCH} --rollout-temperature 1 --use-opd --opd-type sglang --opd-kl-coef 0.5 --rm-url http://h:1"
+        f"{LAUNCH} --rollout-temperature 1 --use-opd --opd-type sglang --opd-kl-coef 0.5 "
+        "--rm-url http://h:1"
     )
     assert (served.advantage.use_opd, served.advantage.opd_kl_coef) == (True, 0.5)
     assert (served.teacher.opd_type, served.teacher.url) == ("sglang", "http://h:1")
@@ -394,27 +393,37 @@ def test_a_teacher_is_a_directory_or_the_server_that_rm_url_names():
 @pytest.mark.parametrize(
     "name",
     [
-        "rollout_function_path", "eval_function_path", "custom_generate_function_path", "data_source_path", "buffer_filter_path",
-        "dynamic_sampling_filter_path", "rollout_sample_filter_path", "rollout_all_samples_process_path",
-        "custom_advantage_function_path", "custom_loss_function_path", "custom_tis_function_path",
-        "custom_pg_loss_reducer_function_path", "custom_megatron_init_path", "custom_megatron_before_log_prob_hook_path",
-        "custom_megatron_before_train_step_hook_path", "custom_reward_post_process_path",
+        "rollout_function_path",
+        "eval_function_path",
+        "custom_generate_function_path",
+        "data_source_path",
+        "buffer_filter_path",
+        "dynamic_sampling_filter_path",
+        "rollout_sample_filter_path",
+        "rollout_all_samples_process_path",
+        "custom_advantage_function_path",
+        "custom_loss_function_path",
+        "custom_tis_function_path",
+        "custom_pg_loss_reducer_function_path",
+        "custom_megatron_init_path",
+        "custom_megatron_before_log_prob_hook_path",
+        "custom_megatron_before_train_step_hook_path",
+        "custom_reward_post_process_path",
     ],
-)  # fmt: skip
-def test_a_function_of_ones_own_goes_to_the_key_of_its_name(name: str):
-    found = keys(f"--{name.replace('_', '-')} mine.py:f")
-    assert [key.rpartition(".")[2] for key, value in found.items() if value == "mine.py:f"] == [
-        name
-    ]
+)
+def test_a_user_function_sets_the_key_of_its_name(name: str):
+    result = keys(f"--{name.replace('_', '-')} mine.py:f")
+    set_keys = [key.rpartition(".")[2] for key, value in result.items() if value == "mine.py:f"]
+    assert set_keys == [name]
 
 
-def test_a_reference_checkpoint_is_refused_unless_it_is_the_model_that_the_run_starts_with(
+def test_a_reference_checkpoint_is_refused_unless_it_is_the_first_model(
     tmp_path: Path,
 ):
     error = refused("--hf-checkpoint /data/Qwen3-4B --ref-load /data/Qwen3-4B_torch_dist")
     assert (error.where, error.found) == ("--ref-load", "/data/Qwen3-4B_torch_dist")
     assert "convert_torch_dist_to_hf.py" in str(error.do)
-    assert "leave --ref-load out" in str(error.do)
+    assert "remove --ref-load" in str(error.do)
     assert refused("--ref-load /data/Qwen3-4B_torch_dist").where == "--ref-load"
     assert keys(f"--hf-checkpoint {tmp_path} --ref-load {tmp_path}/").keys() == {"model.source"}
 
@@ -423,17 +432,17 @@ def test_a_reference_checkpoint_is_refused_unless_it_is_the_model_that_the_run_s
     "name",
     ["latest_checkpointed_iteration.txt", "iter_0000020/.metadata", "common.pt", "config.json"],
 )
-def test_a_checkpoint_to_load_is_refused_wherever_the_run_saves(tmp_path: Path, name: str):
-    there = tmp_path / "there"
-    (there / name).parent.mkdir(parents=True)
-    (there / name).write_text("{}")
-    for save in ("/elsewhere", there):
-        error = refused(f"--hf-checkpoint /m --load {there} --save {save}")
-        assert (error.where, error.found) == ("--load", str(there))
-    assert keys(f"--hf-checkpoint {there} --load {there}").keys() == {"model.source"}
+def test_a_checkpoint_to_load_is_refused_with_any_save_folder(tmp_path: Path, name: str):
+    folder = tmp_path / "there"
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).write_text("{}")
+    for save in ("/elsewhere", folder):
+        error = refused(f"--hf-checkpoint /m --load {folder} --save {save}")
+        assert (error.where, error.found) == ("--load", str(folder))
+    assert keys(f"--hf-checkpoint {folder} --load {folder}").keys() == {"model.source"}
 
 
-def test_the_folder_of_save_is_loaded_from_before_and_after_a_run_was_there(tmp_path: Path):
+def test_load_may_be_the_folder_of_save_before_and_after_a_run(tmp_path: Path):
     folder = tmp_path / "run"
     words = f"--load {folder} --save {folder}"
     expected = {"store.root": str(folder)}
@@ -455,7 +464,7 @@ def test_a_teacher_that_is_a_megatron_checkpoint_is_refused(tmp_path: Path):
     assert (error.where, error.expected) == ("--opd-teacher-load", "a Hugging Face directory")
 
 
-def test_a_critic_begins_with_a_model_directory_or_goes_on_with_its_run(tmp_path: Path):
+def test_a_critic_starts_from_a_model_directory_or_continues_with_its_run(tmp_path: Path):
     critic = tmp_path / "critic"
     critic.mkdir()
     (critic / "latest_checkpointed_iteration.txt").touch()
@@ -470,14 +479,14 @@ def test_a_critic_begins_with_a_model_directory_or_goes_on_with_its_run(tmp_path
 
 
 def test_model_flags_are_checked_against_config_json(tmp_path: Path):
-    said = {
+    config = {
         "num_hidden_layers": 2,
         "hidden_size": 64,
         "num_attention_heads": 4,
         "tie_word_embeddings": True,
     }
     (tmp_path / "config.json").write_text(
-        json.dumps({**said, "rope_parameters": {"rope_theta": 1e4}})
+        json.dumps({**config, "rope_parameters": {"rope_theta": 1e4}})
     )
     model = f"--hf-checkpoint {tmp_path} "
     assert "model.source" in keys(model + "--num-layers 2 --kv-channels 16 --rotary-base 10000")
@@ -490,12 +499,13 @@ def test_model_flags_are_checked_against_config_json(tmp_path: Path):
     assert "--untie-embeddings-and-output-weights" in str(error.found)
 
 
-def test_held_out_sets_may_be_named_by_one_flag_or_by_several():
+def test_held_out_sets_come_from_one_flag_or_from_several():
     one = keys(
         "--eval-prompt-data aime a.jsonl gsm8k g.jsonl --eval-temperature 0 --eval-label-key answer"
     )
     several = keys(
-        "--eval-prompt-data aime a.jsonl --eval-prompt-data gsm8k g.jsonl --eval-temperature 0 --eval-label-key answer"
+        "--eval-prompt-data aime a.jsonl --eval-prompt-data gsm8k g.jsonl "
+        "--eval-temperature 0 --eval-label-key answer"
     )
     assert one == several
     first, second = one["evaluation.datasets"]
@@ -511,7 +521,7 @@ def test_held_out_sets_may_be_named_by_one_flag_or_by_several():
     ) == (0.0, "answer", "input")
 
 
-def test_held_out_sets_of_a_file_have_their_own_settings_before_its_defaults_before_the_flags(
+def test_settings_of_a_set_win_over_the_files_defaults_and_these_over_flags(
     tmp_path: Path,
 ):
     path = tmp_path / "eval.yaml"
@@ -520,9 +530,8 @@ def test_held_out_sets_of_a_file_have_their_own_settings_before_its_defaults_bef
         "    - {name: a, path: a.jsonl, temperature: 0.1, rm_type: gpqa}\n"
         "    - {name: b, path: b.parquet, n_samples_per_eval_prompt: 4}\n"
     )
-    config = loaded(
-        f"{LAUNCH.replace('--eval-prompt-data aime /data/aime-2024/aime-2024.jsonl', '')} --eval-config {path}"
-    )
+    launch = LAUNCH.replace("--eval-prompt-data aime /data/aime-2024/aime-2024.jsonl", "")
+    config = loaded(f"{launch} --eval-config {path}")
     a, b = config.evaluation.datasets
     assert (a.temperature, a.top_p, a.n_samples_per_eval_prompt, a.max_response_len) == (
         0.1,
@@ -539,7 +548,7 @@ def test_held_out_sets_of_a_file_have_their_own_settings_before_its_defaults_bef
     }
 
 
-def test_an_unknown_key_of_a_held_out_set_is_named(tmp_path: Path):
+def test_the_error_of_an_unknown_key_of_a_held_out_set_names_it(tmp_path: Path):
     path = tmp_path / "eval.yaml"
     path.write_text("eval: {datasets: {a: {path: a.jsonl, max_response_lenn: 5}}}")
     error = refused(f"--eval-config {path}")
@@ -547,16 +556,22 @@ def test_an_unknown_key_of_a_held_out_set_is_named(tmp_path: Path):
     assert str(error.expected).startswith("max_response_len")
 
 
-def test_settings_of_ones_own_come_from_a_file_that_may_hold_flags_too(tmp_path: Path):
+def test_the_custom_config_file_has_settings_and_flags(tmp_path: Path):
     path = tmp_path / "own.yaml"
     path.write_text("lr: 0.5\nsearch_url: http://x\n")
-    found = keys(f"--lr 1 --custom-config-path {path}")
-    assert found == {"train.optimizer.lr": 0.5, "rollout.custom_config": {"search_url": "http://x"}}
+    result = keys(f"--lr 1 --custom-config-path {path}")
+    assert result == {
+        "train.optimizer.lr": 0.5,
+        "rollout.custom_config": {"search_url": "http://x"},
+    }
     assert refused(f"--custom-config-path {tmp_path}/none.yaml").where == "--custom-config-path"
 
 
-def test_engines_and_a_router_of_others_are_taken_by_address():
-    words = "--sglang-router-ip 10.0.0.1 --sglang-router-port 3000 --rollout-external-engine-addrs 10.0.0.2:30000 10.0.0.3:30000"
+def test_external_engines_and_router_are_given_by_address():
+    words = (
+        "--sglang-router-ip 10.0.0.1 --sglang-router-port 3000 "
+        "--rollout-external-engine-addrs 10.0.0.2:30000 10.0.0.3:30000"
+    )
     assert keys(words) == {
         "engine.router_url": "http://10.0.0.1:3000",
         "resources.external_engines": ["10.0.0.2:30000", "10.0.0.3:30000"],

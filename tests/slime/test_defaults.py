@@ -1,8 +1,8 @@
-"""A command line in slime's style computes slime's values where it says nothing else.
+"""Defaults of a command line in slime's style are slime's.
 
-`SLIME` and `MEGATRON` were read from the two parsers that slime runs (`slime/utils/arguments.py` at
-624b824a, and `megatron/training/arguments.py`): every default that has a part in what is sampled,
-estimated or optimised.
+`SLIME` and `MEGATRON` have every default that affects sampling, estimation or optimization. They
+were read from slime's two parsers: `slime/utils/arguments.py` at 624b824a and
+`megatron/training/arguments.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import pytest
 from rlpipe.config.load import load_run
 from rlpipe.config.run import RunConfig
 from rlpipe.slime.args import FLAGS, slime_args
-from rlpipe.slime.build import BASE, differences, overrides_of
 from rlpipe.slime.command_line import read_flags
+from rlpipe.slime.flag_keys import BASE, differences, overrides_of
 
-NEEDED = "--hf-checkpoint /m --prompt-data a.jsonl --num-rollout 4 --rollout-batch-size 2 --n-samples-per-prompt 4 --rm-type math"
+NEEDED = (
+    "--hf-checkpoint /m --prompt-data a.jsonl --num-rollout 4 --rollout-batch-size 2 "
+    "--n-samples-per-prompt 4 --rm-type math"
+)
 
 SLIME: dict[str, Any] = {
     # sampling and data
@@ -103,30 +106,30 @@ MEGATRON: dict[str, Any] = {
     "bf16": True,  # slime sets it unless --fp16 is given
     "use_distributed_optimizer": True,  # slime always sets it
 }
-OWN: dict[str, str] = {
-    "rollout_num_gpus": "None means what --colocate leaves; without it slime's users give a number",
-    "offload_train": "None means what --colocate says",
-    "offload_rollout": "None means what --colocate says",
+REASONS: dict[str, str] = {
+    "rollout_num_gpus": "slime derives None from --colocate; without it slime's users give a number",
+    "offload_train": "slime derives None from --colocate",
+    "offload_rollout": "slime derives None from --colocate",
     "critic_num_nodes": "no flag of this commit",
     "critic_num_gpus_per_node": "no flag of this commit",
     "critic_lr": "no flag of this commit: the policy's",
-    "max_turns": "no flag of slime's: its functions bring their own",
-    "rollout_max_response_len": "slime's None is as long as the context; a number that no context has says the same",
+    "max_turns": "no flag of slime: its functions have their own",
+    "rollout_max_response_len": "slime's None is the context's length; a larger number is the same",
     "over_sampling_batch_size": "slime's validation makes None the batch size",
-    "global_batch_size": "slime's None is what a rollout gives",
+    "global_batch_size": "slime's None is the size of a rollout",
     "num_steps_per_rollout": "follows from the batch size",
     "eps_clip_high": "slime's validation makes None eps_clip",
     "eval_function_path": "slime's validation makes None the rollout function",
     "update_weight_buffer_size": "speed only",
     "balance_by_flops": "speed only",
     "max_tokens_per_gpu": "speed only",
-    "save_interval": "slime saves nothing unless it is told to",
+    "save_interval": "slime saves nothing by default",
     "use_tensorboard": "logging only",
     "ref_load": "the first weights",
     "bf16": "slime's validation sets it",
     "use_distributed_optimizer": "slime's validation sets it",
 }
-"""Attributes that are not the parser's default, and why."""
+"""Attributes with another default than the parser, and the reason."""
 
 
 def loaded(words: str, *more: str) -> RunConfig:
@@ -134,22 +137,22 @@ def loaded(words: str, *more: str) -> RunConfig:
 
 
 @pytest.mark.parametrize(("name", "default"), [*SLIME.items(), *MEGATRON.items()])
-def test_an_argument_that_is_not_given_is_slimes_default(name: str, default: Any):
+def test_an_argument_that_is_not_given_has_slimes_default(name: str, default: Any):
     assert getattr(slime_args(loaded("")), name) == default
 
 
-def test_every_flag_of_the_table_is_at_its_parsers_default_or_is_named_with_a_reason():
+def test_every_flag_has_its_parsers_default_or_a_reason():
     args = slime_args(loaded(""))
     given = read_flags(NEEDED.split()).own
-    apart = {
-        f.name
-        for f in FLAGS.values()
-        if f.name not in given and getattr(args, f.attribute) != f.default
+    different = {
+        flag.name
+        for flag in FLAGS.values()
+        if flag.name not in given and getattr(args, flag.attribute) != flag.default
     }
-    assert apart == set(OWN)
+    assert different == set(REASONS)
 
 
-def test_what_slime_has_no_flag_for_is_as_in_slime():
+def test_settings_without_a_flag_are_slimes():
     config = loaded("")
     assert config.advantage.discount_masked_tokens
     assert config.advantage.fan_out_baseline == "sample"
@@ -163,7 +166,7 @@ def test_what_slime_has_no_flag_for_is_as_in_slime():
     assert config.data.overlong_prompts == "drop"
 
 
-def test_special_tokens_stay_in_responses_unless_the_command_line_says_otherwise(tmp_path: Path):
+def test_special_tokens_stay_in_responses_by_default(tmp_path: Path):
     assert loaded("").rollout.rollout_skip_special_tokens is False
     left_out = loaded("--rollout-skip-special-tokens")
     assert left_out.rollout.rollout_skip_special_tokens is True
@@ -175,7 +178,7 @@ def test_special_tokens_stay_in_responses_unless_the_command_line_says_otherwise
 
 
 @pytest.mark.parametrize("estimator", ["gspo", "cispo"])
-def test_clip_ranges_are_slimes_for_a_command_line_and_the_papers_for_a_recipe(
+def test_clip_ranges_are_slimes_on_a_command_line_and_the_papers_in_a_recipe(
     estimator: str, tmp_path: Path
 ):
     loss = loaded(f"--advantage-estimator {estimator}").train.loss
@@ -194,7 +197,7 @@ def test_clip_ranges_are_slimes_for_a_command_line_and_the_papers_for_a_recipe(
     ]
 
 
-BESIDE = {
+REQUIRED_FLAGS = {
     "critic_num_nodes": "--advantage-estimator ppo --critic-num-gpus-per-node 1",
     "critic_num_gpus_per_node": "--advantage-estimator ppo",
     "rollout_num_gpus_per_engine": "--rollout-num-gpus 2",
@@ -216,7 +219,7 @@ BESIDE = {
     "opd_type": "--opd-teacher-load /teacher",
     "debug_train_only": "--load-debug-rollout-data other",
 }
-"""What some flags cannot be given without."""
+"""Flag → other flags that it needs."""
 VALUES = {
     "update_weight_mode": "delta",
     "update_weight_transport": "disk",
@@ -250,13 +253,13 @@ KINDS = {
     "off": "",
     "either": "",
 }
-"""A word of each kind that is nobody's default."""
+"""A word of each kind that is no flag's default."""
 
 
 @pytest.mark.parametrize(
-    "name", [flag.name for flag in FLAGS.values() if flag.verdict in ("to", "built", "neutral")]
+    "name", [flag.name for flag in FLAGS.values() if flag.effect in ("to", "built", "neutral")]
 )
-def test_an_argument_of_a_function_is_what_the_command_line_gave(
+def test_args_of_functions_have_the_values_of_the_command_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -264,14 +267,14 @@ def test_an_argument_of_a_function_is_what_the_command_line_gave(
     (tmp_path / "eval.yaml").write_text("eval: {datasets: [{name: a, path: a.jsonl}]}\n")
     flag = FLAGS[name]
     word = VALUES.get(name, KINDS[flag.kind])
-    words = f"{BESIDE.get(name, '')} {flag.spelled} {word} --actor-num-gpus-per-node 4"
+    words = f"{REQUIRED_FLAGS.get(name, '')} {flag.option} {word} --actor-num-gpus-per-node 4"
     if name == "actor_num_gpus_per_node":
-        words = f"{flag.spelled} {word}"
+        words = f"{flag.option} {word}"
     given = read_flags(f"{NEEDED} {words}".split()).own[name]
     assert getattr(slime_args(loaded(words)), flag.attribute) == given
 
 
-def test_an_override_after_the_flags_is_what_the_arguments_say():
+def test_args_of_functions_follow_an_override_after_the_flags():
     args = slime_args(
         loaded(
             "--lr 1e-5 --micro-batch-size 4", "train.optimizer.lr=2e-5", "train.micro_batch_size=2"
@@ -288,7 +291,7 @@ def test_flags_without_a_key_are_kept_with_the_run_and_change_no_digest():
     assert json.loads(config.model_dump_json())["flags"]["num_layers"] == 36
 
 
-def test_the_entry_of_a_rules_answer_that_reward_key_names_is_the_reward():
+def test_reward_key_selects_the_entry_that_is_the_reward():
     function = loaded("--rm-type dapo --reward-key acc").reward.function
     assert function.model_dump() == {"type": "by_row", "default": "dapo", "reward_key": "acc"}
     assert "reward_key" not in loaded("--rm-type dapo").reward.function.identity()
@@ -308,20 +311,20 @@ def test_the_entry_of_a_rules_answer_that_reward_key_names_is_the_reward():
     )
 
 
-def test_a_bound_below_one_is_taken_where_nothing_is_rejected():
+def test_a_weight_bound_below_one_is_accepted_without_rejection():
     assert loaded("--use-tis --tis-clip 0.5").train.loss.tis_clip == 0.5
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         ("--rollout-top-p 0.9", "nucleus"),
-        ("--use-rollout-logprobs --advantage-estimator ppo --kl-coef 0.1", "from the engine's"),
+        ("--use-rollout-logprobs --advantage-estimator ppo --kl-coef 0.1", "uses the engine's"),
         ("--advantage-estimator ppo --kl-coef 0.1", "the critic learns"),
-        ("--partial-rollout", "begins again"),
+        ("--partial-rollout", "sampled again"),
         ("--advantage-estimator cispo", "lower bound"),
     ],
 )
-def test_what_cannot_be_computed_as_in_slime_is_said(words: str, said: str):
-    assert any(said in one for one in differences(read_flags(words.split())))
+def test_differences_from_slime_are_reported(words: str, expected: str):
+    assert any(expected in sentence for sentence in differences(read_flags(words.split())))
     assert differences(read_flags(NEEDED.split())) == []

@@ -9,13 +9,13 @@ import pytest
 
 from rlpipe.config.data import EvalDataset, FilePrompts
 from rlpipe.config.load import validate
-from rlpipe.data.custom import CustomSource
+from rlpipe.data.user_source import CustomSource
 from rlpipe.errors import ConfigError, HookError
 from rlpipe.lineage.stage_inputs import eval_inputs
 from rlpipe.preflight import check
 from rlpipe.rollout.generate import GroupFailed
 from rlpipe.rollout.generators import RolloutContext, RolloutResources, open_generate_function
-from rlpipe.slime.evaluation import datasets
+from rlpipe.slime.evaluation_flags import datasets
 from rlpipe.store.parquet.rows import samples_to_table, table_to_samples
 from rlpipe.store.parquet.schema import decode, encode
 from rlpipe.types import DataState, Sample, Status

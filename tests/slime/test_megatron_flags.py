@@ -1,5 +1,5 @@
-"""What slime's scripts/models say of each family, against the config.json of the model that it
-is."""
+"""Model flags of slime's scripts/models, compared with the config.json of their model
+(rlpipe.slime.megatron_flags)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,25 @@ import pytest
 
 from rlpipe.config.load import load_run
 from rlpipe.errors import ConfigError
-from rlpipe.slime.build import BASE, overrides_of
 from rlpipe.slime.command_line import read_flags
+from rlpipe.slime.flag_keys import BASE, overrides_of
 
-DENSE = "--swiglu --disable-bias-linear --normalization RMSNorm --group-query-attention --use-rotary-position-embeddings"
-EXPERTS = "--moe-token-dispatcher-type alltoall --moe-router-dtype fp32 --moe-grouped-gemm --moe-permute-fusion --moe-aux-loss-coeff 0"
+DENSE = (
+    "--swiglu --disable-bias-linear --normalization RMSNorm --group-query-attention "
+    "--use-rotary-position-embeddings"
+)
+EXPERTS = (
+    "--moe-token-dispatcher-type alltoall --moe-router-dtype fp32 --moe-grouped-gemm "
+    "--moe-permute-fusion --moe-aux-loss-coeff 0"
+)
 SIGMOID = (
-    f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-pre-softmax --moe-router-enable-expert-bias "
-    "--moe-router-load-balancing-type seq_aux_loss --moe-router-bias-update-rate 0"
+    f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-pre-softmax "
+    "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss --moe-router-bias-update-rate 0"
 )
 LATENT = (
-    f"--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope {SIGMOID} --multi-latent-attention "
-    "--kv-lora-rank 512 --qk-layernorm --attention-softmax-in-fp32 --no-rope-fusion --untie-embeddings-and-output-weights"
+    f"--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope {SIGMOID} "
+    "--multi-latent-attention --kv-lora-rank 512 --qk-layernorm --attention-softmax-in-fp32 "
+    "--no-rope-fusion --untie-embeddings-and-output-weights"
 )
 V3 = {
     "hidden_size": 7168,
@@ -36,10 +43,11 @@ V3 = {
     "routed_scaling_factor": 2.5,
     "rope_scaling": {"type": "yarn", "factor": 40},
 }
-SAID: dict[str, tuple[str, dict[str, Any]]] = {
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-9B": (
-        f"--spec slime_plugins.models.glm4 get_glm_spec {DENSE} --num-layers 40 --hidden-size 4096 --num-query-groups 2 "
-        "--norm-epsilon 1e-5 --post-self-attn-layernorm --post-mlp-layernorm --rotary-interleaved --rotary-percent 0.5",
+        f"--spec slime_plugins.models.glm4 get_glm_spec {DENSE} --num-layers 40 "
+        "--hidden-size 4096 --num-query-groups 2 --norm-epsilon 1e-5 --post-self-attn-layernorm "
+        "--post-mlp-layernorm --rotary-interleaved --rotary-percent 0.5",
         {
             "num_hidden_layers": 40,
             "hidden_size": 4096,
@@ -48,7 +56,8 @@ SAID: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama3.1-8B-Instruct": (
-        f"{DENSE} --num-attention-heads 32 --hidden-size 4096 --kv-channels 128 --use-rope-scaling --rotary-scaling-factor 8.0",
+        f"{DENSE} --num-attention-heads 32 --hidden-size 4096 --kv-channels 128 "
+        "--use-rope-scaling --rotary-scaling-factor 8.0",
         {
             "num_attention_heads": 32,
             "hidden_size": 4096,
@@ -56,18 +65,20 @@ SAID: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3-30B-A3B": (
-        f"{DENSE} {EXPERTS} --moe-router-score-function softmax --moe-token-drop-policy probs --qk-layernorm --num-experts 128",
+        f"{DENSE} {EXPERTS} --moe-router-score-function softmax --moe-token-drop-policy probs "
+        "--qk-layernorm --num-experts 128",
         {"num_experts": 128},
     ),
     "deepseek-v3": (
-        f"{LATENT} --hidden-size 7168 --num-attention-heads 128 --kv-channels 128 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
+        f"{LATENT} --hidden-size 7168 --num-attention-heads 128 --kv-channels 128 "
+        "--qk-head-dim 128 --qk-pos-emb-head-dim 64 "
         "--rotary-scaling-factor 40 --mscale 1.0 --mscale-all-dim 1.0 --moe-layer-freq [0]*3+[1]*58 "
         "--moe-router-group-topk 4 --moe-router-num-groups 8 --moe-router-topk-scaling-factor 2.5",
         V3,
     ),
     "glm4.7-30B-A3B": (
-        f"{LATENT} --hidden-size 2048 --num-attention-heads 20 --add-qkv-bias --no-position-embedding --kv-channels 192 "
-        "--q-lora-rank 768 --qk-head-dim 192 --v-head-dim 256 --make-vocab-size-divisible-by 64",
+        f"{LATENT} --hidden-size 2048 --num-attention-heads 20 --add-qkv-bias "
+        "--no-position-embedding --kv-channels 192 --q-lora-rank 768 --qk-head-dim 192 --v-head-dim 256 --make-vocab-size-divisible-by 64",
         {
             "hidden_size": 2048,
             "num_attention_heads": 20,
@@ -77,7 +88,7 @@ SAID: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""The flags that are not of every model; what config.json says of the same."""
+"""Model family → special flags of its script, and the same settings in config.json."""
 
 
 def read(folder: Path, flags: str, config: dict[str, Any]):
@@ -87,11 +98,11 @@ def read(folder: Path, flags: str, config: dict[str, Any]):
     return load_run(BASE, overrides_of(read_flags(f"{flags} {rest}".split())))
 
 
-@pytest.mark.parametrize("script", SAID)
-def test_the_flags_of_a_family_are_taken_and_what_the_model_says_itself_is_not_passed_on(
+@pytest.mark.parametrize("script", FAMILIES)
+def test_the_flags_of_a_family_are_accepted_and_those_of_config_json_not_passed_on(
     tmp_path, script
 ):
-    config = read(tmp_path, *SAID[script])
+    config = read(tmp_path, *FAMILIES[script])
     passed = {
         "attention_softmax_in_fp32",
         "moe_token_dispatcher_type",
