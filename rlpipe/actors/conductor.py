@@ -199,7 +199,7 @@ class Conductor:
                     "another run uses the cluster's actors",
                     where=f"resources.cluster={self._cluster}",
                     found=f"run {current.run} in epoch {current.epoch}, at work",
-                    do="wait until it ends, or use other actors for this run: resources.cluster=NAME",
+                    do="wait until it ends, or use other actors here: resources.cluster=NAME",
                 )
             current = None
         if current is None or current.epoch <= driver.epoch:

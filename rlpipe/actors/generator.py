@@ -1,12 +1,8 @@
-"""`Generator`: the actor that plans iterations, samples them through the router and writes finished
-groups as shards.
+"""`Generator`: the actor that plans iterations and samples them through the router.
 
-It holds the prompts, the tokenizer and an HTTP client, and nothing that cannot be read again: a
-generator that is killed is started again, reads the plan, adopts the groups whose shards are there
-and asks for the rest.
-
-Not here: how one group is sampled (`rollout.generate`), rewards of a training rollout (a stage of
-their own).
+It writes finished groups as shards. It holds the prompts, the tokenizer and an HTTP client, all of
+which can be loaded again. After a kill another generator is started; it reads the plan, adopts the
+groups with a written shard, and samples the rest. The reward stage scores training rollouts.
 """
 
 from __future__ import annotations
@@ -27,10 +23,10 @@ from rlpipe.batch.files import write_evaluation
 from rlpipe.config.data import EvalDataset, RewardConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
-from rlpipe.data.user_source import BufferFilter, CustomSource
 from rlpipe.data.prompts import load_prompts, with_metadata
 from rlpipe.data.source import DataSource, evaluation_plan
 from rlpipe.data.tokens import load_tokenizer
+from rlpipe.data.user_source import BufferFilter, CustomSource
 from rlpipe.errors import EngineError
 from rlpipe.model_dir import prompt_context_len
 from rlpipe.observe.evaluation import evaluation_metrics
@@ -61,8 +57,11 @@ class RolloutAbandoned(EngineError):
 
 
 class Generator:
-    """See the module. Methods are coroutines: `progress` answers while `rollout` runs. What is
-    asked in the name of a driver raises Fenced unless it is the one of the last set-up."""
+    """See the module.
+
+    Methods are coroutines, so that `progress` answers while `rollout` runs. A method with a
+    `driver` raises Fenced unless the driver is that of the last `setup`.
+    """
 
     def __init__(self, cwd: str) -> None:
         os.chdir(cwd)
@@ -75,9 +74,9 @@ class Generator:
         self._evaluating: dict[str, asyncio.Task[dict[str, Any]]] = {}
 
     async def setup(self, driver: Driver, spec: GeneratorSpec) -> dict[str, Any]:
-        """Work for this driver. Read and check all prompts. Answers `{"rows", "eval_rows"}`.
+        """Work for this driver; read and check all prompts. Return `{"rows", "eval_rows"}`.
 
-        Raises: DataError naming file and line; ConfigError.
+        Raises: DataError with file and line; ConfigError.
         """
         if self._spec != spec:
             if self._client is not None:
@@ -91,13 +90,15 @@ class Generator:
         }
 
     async def overlong(self, driver: Driver) -> dict[str, list[dict[str, Any]]]:
-        """The rows that `data.overlong_prompts` drops or cuts, as fields of `Overlong`, by the key
-        of their prompts."""
+        """Return the rows that `data.overlong_prompts` drops or cuts.
+
+        By the configuration key of their prompts, each with the fields of `Overlong`.
+        """
         self._require(driver)
         return {key: [asdict(row) for row in rows] for key, rows in self._overlong.items() if rows}
 
     async def connect(self, router_url: str, *, on_gpus: bool) -> None:
-        """Send generation requests to this router from now on."""
+        """Send generation requests to this router."""
         self._on_gpus = on_gpus
         if self._client is not None:
             self._client.move(router_url)
@@ -110,25 +111,24 @@ class Generator:
             max_connections=self._config.engine.server_concurrency
             * self._config.resources.num_engines,
             end_ids=self._end_ids,
-            routed_width=self._ground.routed_width,
+            routed_width=self._resources.routed_width,
         )
 
     async def hold(self, mode: HoldMode, *, deadline_s: float, expires_s: float) -> None:
-        """Before a push of weights: see `GenerateClient.hold`. Cheap, and harmless if it is held
-        already."""
+        """Hold requests before a push, as `GenerateClient.hold`. May be called repeatedly."""
         if self._client is not None:
             await self._client.hold(mode, deadline_s=deadline_s, expires_s=expires_s)
 
     async def release(self) -> None:
-        """After a push of weights. Harmless if nothing is held."""
+        """Send requests again after a push. Does nothing if none are held."""
         if self._client is not None:
             self._client.release()
 
     async def plan(self, driver: Driver, iteration: int, state: DataState) -> dict[str, Any]:
-        """Write part 0 of an iteration's plan: `{"plan": digest, "after": DataState, "static":
-        bool}`.
+        """Write part 0 of an iteration's plan.
 
-        `after` is the state of the next iteration if the rollout is `static`; else its outputs say.
+        Return `{"plan": digest, "after": DataState, "static": bool}`. `after` is the state of the
+        next iteration if `static`; otherwise the outputs of the rollout have the state.
         """
         self._require(driver)
         part = await asyncio.to_thread(self._planner.part, iteration, state, 0)
@@ -139,12 +139,12 @@ class Generator:
         }
 
     async def rollout(self, driver: Driver, plan: str) -> dict[str, Any]:
-        """Sample what a plan (its part 0) asks for, except the groups whose rows are there.
-        `{"files", "outputs", "seconds"}`.
+        """Sample the groups of a plan, except those with written rows.
 
-        Rollouts of several iterations run at once, first come, first served; an earlier attempt at
+        `plan`: digest of its part 0. Return `{"files", "outputs", "seconds"}`. Rollouts of several
+        iterations run at once and share the requests in order of arrival; an earlier attempt at
         this iteration is ended. Raises: EngineError if fewer than `rollout.min_completed_fraction`
-        of the groups came back, or too few were accepted in `max_sampling_rounds`;
+        of the groups were completed, or too few were accepted in `max_sampling_rounds`;
         DeadlineExceeded; RolloutAbandoned.
         """
         self._require(driver)
@@ -154,8 +154,9 @@ class Generator:
         iteration = parts[0].plan.iteration
         while iteration in self._running:
             await self.abandon(driver, iteration)
-        self._require(driver)
-        task = self._running[iteration] = asyncio.create_task(self._sample(parts, rows))
+        self._require(driver)  # a newer driver may have come during the waits
+        task = asyncio.create_task(self._sample(parts, rows))
+        self._running[iteration] = task
         try:
             result = await task
         except asyncio.CancelledError as error:
@@ -166,30 +167,37 @@ class Generator:
             if self._running.get(iteration) is task:
                 del self._running[iteration]
                 self._progress.pop(iteration, None)
-        removed = await asyncio.to_thread(self._afterwards.removed, result.scored, result.accepted)
-        outputs = {**rollout_outputs(result), **({"removed": removed} if removed else {})}
+        removed = await asyncio.to_thread(
+            self._finished_hooks.removed, result.scored, result.accepted
+        )
+        outputs = rollout_outputs(result)
+        if removed:
+            outputs["removed"] = removed
         return {"files": rows.files, "outputs": outputs, "seconds": time.perf_counter() - start}
 
     async def abandon(self, driver: Driver, iteration: int | None = None) -> None:
-        """End the rollout of an iteration (None: all, and evaluations): finished groups are
-        flushed, its caller hears of it."""
+        """End the rollout of an iteration; None: all rollouts and evaluations.
+
+        Finished groups are written. The caller of the rollout gets RolloutAbandoned.
+        """
         self._require(driver)
-        await _ended(
+        await _cancel(
             [task for number, task in self._running.items() if iteration in (None, number)]
         )
-        await _ended(self._evaluating.values() if iteration is None else ())
+        await _cancel(self._evaluating.values() if iteration is None else ())
 
     async def evaluate(self, driver: Driver, name: str, key: str, version: int) -> dict[str, Any]:
         """Sample and score every prompt of a held-out set once, into files of node `key`.
-        `{"files", "outputs", "seconds"}`.
 
-        An earlier attempt at this node is ended. Raises: as `rollout`.
+        Return `{"files", "outputs", "seconds"}`. An earlier attempt at this node is ended. Raises:
+        as `rollout`.
         """
         self._require(driver)
         while key in self._evaluating:
-            await _ended([self._evaluating[key]])
+            await _cancel([self._evaluating[key]])
         self._require(driver)
-        task = self._evaluating[key] = asyncio.create_task(self._evaluated(name, key, version))
+        task = asyncio.create_task(self._evaluate(name, key, version))
+        self._evaluating[key] = task
         try:
             return await task
         except asyncio.CancelledError as error:
@@ -200,84 +208,75 @@ class Generator:
             if self._evaluating.get(key) is task:
                 del self._evaluating[key]
 
-    async def _evaluated(self, name: str, key: str, version: int) -> dict[str, Any]:
+    async def _evaluate(self, name: str, key: str, version: int) -> dict[str, Any]:
         start = time.perf_counter()
         dataset = next(
             dataset for dataset in self._config.evaluation.datasets if dataset.name == name
         )
         sampling, reward = evaluation_settings(dataset, self._config.rollout, self._config.reward)
-        occasion = RolloutContext(
+        context = RolloutContext(
             sampling,
             version,
             evaluation=True,
             temperature=dataset.temperature,
             on_gpus=self._on_gpus,
         )
-        samples, outputs = await self._sampled_held_out(name, occasion)
+        samples, outputs = await self._sample_held_out(name, context)
         rows = await score(samples, reward, args=slime_args(self._config))
         record = write_evaluation(self._files, key, version, samples, rows)
         rewards = [row.reward for row in rows]
-        parts = [row.parts for row in rows]
+        reward_parts = [row.parts for row in rows]
         metrics = evaluation_metrics(
-            name, samples, rewards, parts, pass_threshold=dataset.pass_threshold
+            name, samples, rewards, reward_parts, pass_threshold=dataset.pass_threshold
         )
-        measured = {
-            "accuracy": metrics[f"eval/{name}/accuracy"],
-            "scored": len(rewards) - rewards.count(None),
-            "metrics": metrics,
-        }
-        return {
-            "files": [record],
-            "outputs": {**outputs, **measured},
-            "seconds": time.perf_counter() - start,
-        }
+        outputs["accuracy"] = metrics[f"eval/{name}/accuracy"]
+        outputs["scored"] = len(rewards) - rewards.count(None)
+        outputs["metrics"] = metrics
+        return {"files": [record], "outputs": outputs, "seconds": time.perf_counter() - start}
 
-    async def _sampled_held_out(
-        self, name: str, occasion: RolloutContext
+    async def _sample_held_out(
+        self, name: str, context: RolloutContext
     ) -> tuple[list[Sample], dict[str, Any]]:
-        """The samples of a held-out set, and how the sampling went."""
+        """Return the samples of a held-out set, and the outputs of the sampling."""
         part = PlanPart("", self._held_out[name])
-        kept = MemoryRows()
-        if self._ground.eval_function is not None:
-            async with open_rollout_function(self._ground, occasion, self._client) as function:
-                result = await function.evaluate(part, name, kept)
-            return kept.samples, sampling_outputs(result)
-        async with open_generate_function(self._ground, occasion, self._client) as generate:
+        rows = MemoryRows()
+        if self._resources.eval_function is not None:
+            async with open_rollout_function(self._resources, context, self._client) as function:
+                result = await function.evaluate(part, name, rows)
+            return rows.samples, sampling_outputs(result)
+        async with open_generate_function(self._resources, context, self._client) as generate:
             result = await run_rollout(
                 [part],
-                rollout_settings(occasion.rollout, groups=len(part.plan.groups)),
+                rollout_settings(context.rollout, groups=len(part.plan.groups)),
                 generate,
-                kept,
+                rows,
                 judge=GroupJudge(),
-                slots=asyncio.Semaphore(self._groups_at_once(occasion.rollout)),
+                slots=asyncio.Semaphore(self._groups_at_once(context.rollout)),
             )
-        return kept.samples, sampling_outputs(result)
+        return rows.samples, sampling_outputs(result)
 
     async def progress(self, iteration: int | None = None) -> dict[str, Any]:
-        """How far the rollout of an iteration (None: the oldest that runs) is: `{"done", "total",
-        "tokens"}`.
+        """Return the progress of an iteration's rollout; None: of the oldest running one.
 
-        In groups, accepted ones where the plan may grow, and response tokens; all 0 if it does not
-        run.
+        `{"done", "total", "tokens"}`: groups and response tokens. If the plan may grow, only
+        accepted groups count. All 0 if the rollout does not run.
         """
         oldest = min(self._progress, default=-1) if iteration is None else iteration
         now = self._progress.get(oldest, RolloutProgress())
-        done, total = (
-            (now.finished_groups, now.groups)
-            if self._static
-            else (now.accepted_groups, now.wanted_groups)
-        )
-        return {"done": done, "total": total, "tokens": now.response_tokens}
+        static = self._spec is None or self._spec.config.rollout.static
+        return {
+            "done": now.finished_groups if static else now.accepted_groups,
+            "total": now.groups if static else now.wanted_groups,
+            "tokens": now.response_tokens,
+        }
 
     def _require(self, driver: Driver) -> None:
         driver.require(self._driver, where="generator")
 
-    @property
-    def _static(self) -> bool:
-        return self._spec is None or self._spec.config.rollout.static
-
     def _load(self, spec: GeneratorSpec) -> None:
-        config = self._config = spec.config
+        """Load prompts, tokenizer, hooks and held-out sets of a spec."""
+        config = spec.config
+        self._config = config
         source = config.model.source
         self._model_config = json.loads((Path(spec.model_dir) / "config.json").read_text())
         self._tokenizer = load_tokenizer(
@@ -304,20 +303,22 @@ class Generator:
             dataset.name: self._evaluation_plan(dataset) for dataset in config.evaluation.datasets
         }
         self._files = Files(spec.store_root)
-        self._planner = self._made_planner(config)
+        self._planner = self._create_planner(config)
         self._end_ids = end_ids(spec.model_dir, self._tokenizer.eos_token_id)
-        self._ground = RolloutResources.load(
+        self._resources = RolloutResources.load(
             config, self._tokenizer, self._model_config, spec.model_dir
         )
         self._slots = asyncio.Semaphore(self._groups_at_once(config.rollout))
-        keep = config.rollout.dynamic_sampling_filter_path
+        filter_path = config.rollout.dynamic_sampling_filter_path
         args = slime_args(config)
         reward = config.reward if config.rollout.scores_while_sampling else None
-        self._judge = GroupJudge(load_filter(keep, args) if keep else None, reward, args)
-        self._afterwards = FinishedRolloutHooks(config.rollout, args, self._planner.custom)
+        self._judge = GroupJudge(
+            load_filter(filter_path, args) if filter_path else None, reward, args
+        )
+        self._finished_hooks = FinishedRolloutHooks(config.rollout, args, self._planner.custom)
         self._spec = spec
 
-    def _made_planner(self, config: RunConfig) -> Planner:
+    def _create_planner(self, config: RunConfig) -> Planner:
         rollout = config.rollout
         args = slime_args(config)
         return Planner(
@@ -353,14 +354,14 @@ class Generator:
         config = self._config.rollout
         stop = asyncio.Event()
         client = self._client
-        occasion = RolloutContext(config, parts[0].plan.iteration, stop=stop, on_gpus=self._on_gpus)
-        if self._ground.rollout_function is not None:
+        context = RolloutContext(config, parts[0].plan.iteration, stop=stop, on_gpus=self._on_gpus)
+        if self._resources.rollout_function is not None:
             settings = {"batch_size": config.rollout_batch_size, "partial": config.partial_rollout}
-            async with open_rollout_function(self._ground, occasion, client) as function:
+            async with open_rollout_function(self._resources, context, client) as function:
                 return await function.train(
                     list(parts), rows, next_part=self._planner.following, **settings
                 )
-        async with open_generate_function(self._ground, occasion, client) as generate:
+        async with open_generate_function(self._resources, context, client) as generate:
             return await run_rollout(
                 parts,
                 rollout_settings(config, in_order=self._config.deterministic),
@@ -374,31 +375,37 @@ class Generator:
             )
 
     def _groups_at_once(self, sampling: RolloutConfig) -> int:
+        """Return the groups sampled at once, so that all engines have their full concurrency."""
         requests = self._config.engine.server_concurrency * self._config.resources.num_engines
         return max(1, requests // sampling.n_samples_per_prompt)
 
 
-async def _ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel these, and let who waits for them hear of it."""
-    if ending := list(tasks):
-        for task in ending:
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel these tasks, and wait until they have ended."""
+    if cancelled := list(tasks):
+        for task in cancelled:
             task.cancel()
-        await asyncio.wait(ending)
-        await asyncio.sleep(0)
+        await asyncio.wait(cancelled)
+        await asyncio.sleep(0)  # lets the callers of the tasks run and remove their entries
 
 
 def evaluation_settings(
     dataset: EvalDataset, rollout: RolloutConfig, reward: RewardConfig
 ) -> tuple[RolloutConfig, RewardConfig]:
-    """How a held-out set is sampled and scored: its own settings, else the run's. Temperature goes
-    its own way: it may be 0."""
+    """Return the sampling and reward settings of a held-out set: its own, else the run's.
+
+    The temperature is passed separately, because it may be 0.
+    """
     return rollout.model_copy(update=dataset.sampling()), dataset.reward or reward
 
 
 def rollout_settings(
     config: RolloutConfig, *, groups: int | None = None, in_order: bool = False
 ) -> RolloutSettings:
-    """`groups`: sample just so many, whatever becomes of them."""
+    """Return the settings of `run_rollout`.
+
+    `groups`: sample exactly this number, whatever their result.
+    """
     return RolloutSettings(
         batch_size=config.rollout_batch_size if groups is None else groups,
         static=config.static or groups is not None,
@@ -412,24 +419,26 @@ def rollout_settings(
 
 
 def end_ids(model_dir: str, of_tokenizer: object) -> set[int]:
-    """Tokens that end a response, as SGLang finds them: of the model's configuration, its
-    generation settings, its tokenizer."""
+    """Return the tokens that end a response, from the same sources as SGLang.
+
+    These are the model's configuration, its generation settings and its tokenizer
+    (`of_tokenizer`).
+    """
     paths = [Path(model_dir) / name for name in ("config.json", "generation_config.json")]
-    said = [
+    sources = [
         of_tokenizer,
         *(json.loads(path.read_text()).get("eos_token_id") for path in paths if path.exists()),
     ]
     return {
         token
-        for ids in said
+        for ids in sources
         for token in (ids if isinstance(ids, list) else [ids])
         if isinstance(token, int)
     }
 
 
 def rollout_outputs(result: RolloutResult) -> dict[str, Any]:
-    """What a rollout's node says about itself: where the data source stands now, and what became of
-    each group."""
+    """Return the outputs of a rollout's node: state of the data source, result of each group."""
     return {
         **sampling_outputs(result),
         "plans": [part.digest for part in result.parts],
@@ -444,7 +453,7 @@ def rollout_outputs(result: RolloutResult) -> dict[str, Any]:
 
 
 def sampling_outputs(result: RolloutResult) -> dict[str, Any]:
-    """How the sampling went. Samples and tokens are those of this attempt."""
+    """Return statistics of the sampling. Samples and tokens are those of this attempt only."""
     now = result.progress
     return {
         "groups": now.groups,

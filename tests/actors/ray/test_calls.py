@@ -1,5 +1,5 @@
-"""Calling real actors: answers in order, deadlines that name who is late, errors that keep their
-kind (rlpipe.actors.ray.calls)."""
+"""Calls of real actors: results in order, deadlines that name the late call, errors with their type
+(rlpipe.actors.ray.calls)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.integration
 
 
 class Echo:
-    """Answers, fails, dawdles or dies, as it is told."""
+    """An actor that returns, raises, waits or dies on request."""
 
-    def say(self, what: Any, after_s: float = 0.0) -> Any:
+    def say(self, value: Any, after_s: float = 0.0) -> Any:
         time.sleep(after_s)
-        return what
+        return value
 
     def fail(self, error: Exception) -> None:
         raise error
@@ -48,26 +48,26 @@ def start(name: str | None = None) -> Any:
 
 @pytest.fixture(scope="module")
 def pair(local_ray: str) -> Iterator[list[Any]]:
-    """Two actors that nobody kills."""
+    """Two actors that live during all tests."""
     actors = [start(), start()]
     yield actors
     for actor in actors:
         ray.kill(actor)
 
 
-async def test_answers_are_in_the_order_of_the_calls_not_of_arrival(pair):
+async def test_results_are_in_the_order_of_the_calls(pair):
     refs = [pair[0].say.remote("slow", 0.5), pair[1].say.remote("quick")]
     assert await gather(refs, where="echo", deadline_s=60) == ["slow", "quick"]
     assert await gather([], where="echo", deadline_s=60) == []
 
 
-async def test_one_call_answers_its_result(pair):
+async def test_call_returns_the_result(pair):
     assert await call(pair[0].say.remote({"held": None}), where="echo", deadline_s=60) == {
         "held": None
     }
 
 
-async def test_an_error_of_ours_comes_through_as_it_was_raised(pair):
+async def test_an_rlpipe_error_is_raised_unchanged(pair):
     raised = ConfigError(
         "not a size",
         where="train.parallel",
@@ -82,7 +82,7 @@ async def test_an_error_of_ours_comes_through_as_it_was_raised(pair):
     assert caught.value.__notes__ == ["raised in trainer.setup"]
 
 
-async def test_an_error_of_another_kind_is_named_with_its_place_and_the_end_of_its_trace(pair):
+async def test_another_error_is_raised_as_rlpipe_error_with_the_end_of_its_trace(pair):
     with pytest.raises(RlpipeError) as caught:
         await call(pair[0].divide_by_zero.remote(), where="trainer.train", deadline_s=60)
     assert type(caught.value) is RlpipeError
@@ -91,7 +91,7 @@ async def test_an_error_of_another_kind_is_named_with_its_place_and_the_end_of_i
     assert "in divide_by_zero" in str(caught.value.found)
 
 
-async def test_who_does_not_answer_in_time_is_named(pair):
+async def test_a_late_call_is_named(pair):
     start_s = time.monotonic()
     refs = [pair[0].say.remote("here"), pair[1].say.remote("late", 3.0)]
     with pytest.raises(DeadlineExceeded) as caught:
@@ -105,7 +105,7 @@ async def test_who_does_not_answer_in_time_is_named(pair):
     )
 
 
-async def test_a_deadline_inside_the_actor_is_not_taken_for_ours(pair):
+async def test_a_deadline_raised_inside_the_actor_keeps_its_place(pair):
     inside = DeadlineExceeded("the router is silent", where="engine/0")
     with pytest.raises(DeadlineExceeded, match="engine/0: the router is silent"):
         await call(pair[0].fail.remote(inside), where="generator.rollout", deadline_s=60)
@@ -129,7 +129,7 @@ async def test_the_first_failure_ends_the_wait_for_the_others(pair):
     assert time.monotonic() - start_s < 2.5
 
 
-async def test_a_dead_actor_is_lost_by_name_during_a_call_and_after(local_ray):
+async def test_a_dead_actor_is_reported_as_lost_during_a_call_and_afterwards(local_ray):
     actor = start()
     for ref in (actor.die.remote(), actor.say.remote("still there?")):
         with pytest.raises(ActorLost) as caught:
@@ -138,7 +138,7 @@ async def test_a_dead_actor_is_lost_by_name_during_a_call_and_after(local_ray):
         assert caught.value.found
 
 
-async def test_who_is_late_and_hangs_is_ended_and_who_is_only_late_is_not(
+async def test_a_late_actor_is_killed_only_if_it_hangs(
     pair, local_ray, monkeypatch: pytest.MonkeyPatch
 ):
     with pytest.raises(DeadlineExceeded):
@@ -147,26 +147,26 @@ async def test_who_is_late_and_hangs_is_ended_and_who_is_only_late_is_not(
         )
     assert await call(pair[0].say.remote("again"), where="echo", deadline_s=60) == "again"
     monkeypatch.setattr(calls, "READY_TIMEOUT_S", 0.2)
-    hung = start("one-that-hangs")
+    hung = start("hanging-actor")
     await call(hung.pid.remote(), where="echo", deadline_s=60)
     with pytest.raises(DeadlineExceeded):
         await call_or_kill(
             hung, hung.say.remote("never", 600.0), where="conductor.open", deadline_s=0.2
         )
-    with pytest.raises(ValueError, match="one-that-hangs"):
-        ray.get_actor("one-that-hangs", namespace=local_ray)
+    with pytest.raises(ValueError, match="hanging-actor"):
+        ray.get_actor("hanging-actor", namespace=local_ray)
 
 
-async def test_the_name_of_an_actor_that_was_ended_is_free_at_once(local_ray):
-    actor = start("one-of-a-name")
+async def test_the_name_of_a_killed_actor_is_free_at_once(local_ray):
+    actor = start("named-actor")
     before = await call(actor.pid.remote(), where="echo", deadline_s=60)
-    assert before == await call(start("one-of-a-name").pid.remote(), where="echo", deadline_s=60)
+    assert before == await call(start("named-actor").pid.remote(), where="echo", deadline_s=60)
     actor.say.remote("busy", 600.0)
     kill_actors([actor])
-    again = start("one-of-a-name")
+    again = start("named-actor")
     after = await call(again.pid.remote(), where="echo", deadline_s=60)
     assert after != before
     kill_actors([again, again])
     kill_actors([again])
-    with pytest.raises(ValueError, match="one-of-a-name"):
-        ray.get_actor("one-of-a-name", namespace=local_ray)
+    with pytest.raises(ValueError, match="named-actor"):
+        ray.get_actor("named-actor", namespace=local_ray)

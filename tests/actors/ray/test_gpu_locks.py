@@ -1,4 +1,4 @@
-"""A GPU is one run's, until that ends (rlpipe.actors.ray.gpu_locks)."""
+"""One run holds a GPU until its process ends (rlpipe.actors.ray.gpu_locks)."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from rlpipe.errors import ResourceError
 HOLDS = """
 import asyncio, sys, time
 from pathlib import Path
-from rlpipe.actors import gpu_locks
+from rlpipe.actors.ray import gpu_locks
 
 gpu_locks.FOLDER = Path(sys.argv[1])
 asyncio.run(gpu_locks.hold(sys.argv[2:], owner="run other", timeout_s=1))
-print("has them", flush=True)
+print("locked", flush=True)
 time.sleep(3600)
 """
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Locks of their own, for processes that are started here too."""
+    """Separate locks for each test and its processes."""
     monkeypatch.setattr(gpu_locks, "FOLDER", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     yield
@@ -40,17 +40,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another run, which has GPUs 1 and 2."""
+    """Another run, which holds GPUs 1 and 2."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDS, str(tmp_path), "1", "2"], stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None and process.stdout.readline() == "has them\n"
+    assert process.stdout is not None and process.stdout.readline() == "locked\n"
     yield process
     process.kill()
     process.wait()
 
 
-async def test_who_comes_second_is_told_who_has_it_and_takes_none(
+async def test_a_second_run_gets_an_error_with_the_owner_and_locks_no_gpu(
     other: subprocess.Popen[str], caplog
 ):
     with pytest.raises(
@@ -64,17 +64,17 @@ async def test_who_comes_second_is_told_who_has_it_and_takes_none(
     ]
 
 
-async def test_who_waits_has_it_once_the_other_is_killed(other: subprocess.Popen[str]):
+async def test_a_waiting_run_locks_the_gpu_once_the_owner_is_killed(other: subprocess.Popen[str]):
     waiting = asyncio.create_task(hold(["0", "1"], owner="run mine", timeout_s=60))
     await asyncio.sleep(0.2)
     assert not waiting.done()
     other.kill()
     await waiting
     assert sorted(gpu_locks._HELD) == ["0", "1"]
-    await hold(["1"], owner="run mine", timeout_s=0)  # it has it
+    await hold(["1"], owner="run mine", timeout_s=0)  # held already
 
 
-async def test_two_flows_of_one_process_share_what_it_has(other: subprocess.Popen[str]):
+async def test_two_flows_of_one_process_share_its_locks(other: subprocess.Popen[str]):
     both = asyncio.gather(*(hold(["0", "1"], owner="run mine", timeout_s=60) for _ in range(2)))
     await asyncio.sleep(0.2)
     other.kill()
@@ -82,7 +82,7 @@ async def test_two_flows_of_one_process_share_what_it_has(other: subprocess.Pope
     assert sorted(gpu_locks._HELD) == ["0", "1"]
 
 
-async def test_what_one_flow_gives_up_is_taken_by_the_other_that_counted_on_it(
+async def test_a_gpu_that_one_flow_releases_is_locked_by_the_other_flow_of_the_process(
     other: subprocess.Popen[str],
 ):
     first, second = (
@@ -96,15 +96,15 @@ async def test_what_one_flow_gives_up_is_taken_by_the_other_that_counted_on_it(
     assert sorted(gpu_locks._HELD) == ["0", "1"]
 
 
-def test_two_homes_have_one_folder_of_locks(tmp_path: Path):
-    asks = "from rlpipe.actors import gpu_locks; print(gpu_locks.FOLDER)"
+def test_two_homes_use_the_same_locks(tmp_path: Path):
+    program = "from rlpipe.actors.ray import gpu_locks; print(gpu_locks.FOLDER)"
     folders = set()
     for home in ("a", "b"):
         (tmp_path / home).mkdir()
         environment = {**os.environ, "TMPDIR": str(tmp_path / home)}
         folders.add(
             subprocess.run(
-                [sys.executable, "-c", asks],
+                [sys.executable, "-c", program],
                 env=environment,
                 capture_output=True,
                 text=True,
@@ -114,7 +114,7 @@ def test_two_homes_have_one_folder_of_locks(tmp_path: Path):
     assert len(folders) == 1
 
 
-async def test_who_gives_up_waiting_has_none(other: subprocess.Popen[str]):
+async def test_a_cancelled_wait_leaves_no_gpu_locked(other: subprocess.Popen[str]):
     waiting = asyncio.create_task(hold(["0", "1"], owner="run mine", timeout_s=60))
     await asyncio.sleep(0.2)
     waiting.cancel()
@@ -122,7 +122,7 @@ async def test_who_gives_up_waiting_has_none(other: subprocess.Popen[str]):
     assert gpu_locks._HELD == {}
 
 
-def test_gpus_are_called_as_the_process_sees_them(monkeypatch: pytest.MonkeyPatch):
+def test_gpus_have_the_names_of_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch):
     assert visible(2) == ["0", "1"] and visible(0) == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-8a,7")
     assert visible(2) == ["5", "GPU-8a"]
@@ -131,7 +131,7 @@ def test_gpus_are_called_as_the_process_sees_them(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("own", "exclusive", "held"), [(True, True, ["0", "1"]), (True, False, []), (False, True, [])]
 )
-async def test_they_are_held_with_a_ray_of_its_own_unless_they_are_shared(
+async def test_gpus_of_an_own_ray_are_locked_unless_exclusive_gpus_is_false(
     own, exclusive, held, monkeypatch
 ):
     monkeypatch.setattr(local_ray, "ray", SimpleNamespace(cluster_resources=lambda: {"GPU": 2.0}))
@@ -140,7 +140,7 @@ async def test_they_are_held_with_a_ray_of_its_own_unless_they_are_shared(
     assert sorted(gpu_locks._HELD) == held
 
 
-async def test_fewer_gpus_than_are_asked_for_are_said_before_anything_starts(monkeypatch):
+async def test_too_few_gpus_are_an_error_before_anything_starts(monkeypatch):
     monkeypatch.setattr(local_ray, "ray", SimpleNamespace(cluster_resources=lambda: {"GPU": 1.0}))
     monkeypatch.setattr(local_ray, "_started_here", SimpleNamespace(is_set=lambda: True))
     with pytest.raises(

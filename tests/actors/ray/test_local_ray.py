@@ -1,5 +1,5 @@
-"""A process that uses Ray stays master of its signals, and of who else uses it
-(rlpipe.actors.ray.local_ray, ray_access)."""
+"""A process that uses Ray keeps its signal handlers, and only its user can access the Ray
+(rlpipe.actors.ray.local_ray, access)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import ray
 
 from rlpipe.actors.ray import access as ray_access
 from rlpipe.actors.ray import local_ray
+from rlpipe.actors.ray import watch as ray_watch
 from rlpipe.actors.ray.local_ray import address, connect
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ResourceError
@@ -28,13 +30,13 @@ from pathlib import Path
 from rlpipe.actors.ray.local_ray import connect, disconnect
 from rlpipe.config.model import ResourcesConfig
 
-asked = []
-signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+received = []
+signal.signal(signal.SIGTERM, lambda *_: received.append(1))
 connect(ResourcesConfig(), Path(sys.argv[1]), namespace="signals")
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(0.1)
 disconnect()
-sys.exit(7 if asked else 1)
+sys.exit(7 if received else 1)
 """
 
 JOINS = """
@@ -69,8 +71,7 @@ for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
 
 
 def joined(home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A process that joins this one's Ray, which is asked for a second only, and has it run
-    something."""
+    """Run a process that joins this one's Ray and executes a task. It tries to connect once."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     own |= {"RAY_NUM_REDIS_GET_RETRIES": "1", **environment}
     command = [sys.executable, "-c", JOINS, address(), str(home)]
@@ -80,9 +81,7 @@ def joined(home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.integration
-def test_a_local_ray_serves_who_has_its_token_on_this_machine_and_nobody_else(
-    local_ray: str, tmp_path: Path
-):
+def test_a_local_ray_accepts_only_clients_with_its_token(local_ray: str, tmp_path: Path):
     token = Path(os.environ[ray_access.TOKEN_PATH])
     assert (
         stat.S_IMODE(token.stat().st_mode) == 0o600
@@ -103,7 +102,7 @@ def test_a_local_ray_serves_who_has_its_token_on_this_machine_and_nobody_else(
 
 
 @pytest.mark.integration
-def test_it_listens_on_the_loopback_interface_alone(tmp_path: Path):
+def test_a_local_ray_listens_on_the_loopback_interface_only(tmp_path: Path):
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     program = [sys.executable, "-c", LISTENS, str(tmp_path)]
     ended = subprocess.run(
@@ -115,32 +114,34 @@ def test_it_listens_on_the_loopback_interface_alone(tmp_path: Path):
         assert (getattr(ip, "ipv4_mapped", None) or ip).is_loopback, ended.stdout
 
 
-def test_what_the_user_says_of_tokens_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_token_settings_of_the_user_take_precedence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     for name in (ray_access.MODE, ray_access.TOKEN, ray_access.TOKEN_PATH):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(ray_access, "_before", {})
-    alone = {ray_access.BEYOND_THIS_MACHINE: "0"}
+    loopback = {ray_access.BEYOND_THIS_MACHINE: "0"}
     ours = {
-        **alone,
+        **loopback,
         ray_access.MODE: "token",
         ray_access.TOKEN_PATH: str(tmp_path / ".ray" / "token"),
     }
     assert ray_access.settings(tmp_path) == ours == ray_access.settings(tmp_path)
     monkeypatch.setenv(ray_access.TOKEN, "secret")
-    assert ray_access.settings(tmp_path) == {**alone, ray_access.MODE: "token"}
+    assert ray_access.settings(tmp_path) == {**loopback, ray_access.MODE: "token"}
     monkeypatch.setenv(ray_access.TOKEN_PATH, "/theirs")
     assert ray_access.settings(tmp_path) == {
-        **alone,
+        **loopback,
         ray_access.MODE: "token",
         ray_access.TOKEN_PATH: "/theirs",
     }
     monkeypatch.delenv(ray_access.TOKEN_PATH)
     monkeypatch.setenv(ray_access.MODE, "disabled")
-    assert ray_access.settings(tmp_path / "other") == {**alone, ray_access.MODE: "disabled"}
+    assert ray_access.settings(tmp_path / "other") == {**loopback, ray_access.MODE: "disabled"}
     assert not (tmp_path / "other").exists()
 
 
-def test_the_token_is_the_first_one_s_also_where_a_file_has_but_one_name(
+def test_the_first_process_creates_the_token_also_without_hard_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(*_: object) -> None:
@@ -155,7 +156,7 @@ def test_the_token_is_the_first_one_s_also_where_a_file_has_but_one_name(
     ) == [token]
 
 
-def test_an_address_where_no_cluster_is_is_said_at_once(
+def test_an_address_without_a_cluster_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
@@ -168,30 +169,30 @@ def test_an_address_where_no_cluster_is_is_said_at_once(
         connect(ResourcesConfig(), tmp_path, namespace="nowhere")
 
 
-def test_an_address_of_ray_s_that_means_a_local_one_starts_it_as_none_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    asked: list[dict[str, Any]] = []
+def test_the_ray_address_local_starts_a_local_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls: list[dict[str, Any]] = []
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(
-        local_ray, "_init", lambda access, **arguments: asked.append({**access, **arguments})
+        local_ray, "_init", lambda access, **arguments: calls.append({**access, **arguments})
     )
+    monkeypatch.setattr(ray_watch, "watch_own", lambda: None)
+    monkeypatch.setattr(local_ray, "_started_here", threading.Event())
     monkeypatch.setenv("RAY_ADDRESS", "local")
     connect(ResourcesConfig(), tmp_path, namespace="here")
-    assert asked[0]["address"] == "local" and asked[0][ray_access.BEYOND_THIS_MACHINE] == "0"
+    assert calls[0]["address"] == "local" and calls[0][ray_access.BEYOND_THIS_MACHINE] == "0"
 
 
-def test_a_ray_of_a_machine_without_a_network_is_joined_with_the_home_s_token(
+def test_a_ray_on_a_machine_without_a_network_is_joined_with_the_token_of_the_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(local_ray, "get_node_ip_address", lambda: "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        found = local_ray._access_settings(f"127.0.0.1:{listener.getsockname()[1]}", tmp_path)
-    assert found == ray_access.settings(tmp_path)
+        variables = local_ray._access_settings(f"127.0.0.1:{listener.getsockname()[1]}", tmp_path)
+    assert variables == ray_access.settings(tmp_path)
 
 
 @pytest.mark.integration
-def test_sigterm_is_heard_by_whom_it_was_before_ray_started(tmp_path: Path):
+def test_the_sigterm_handler_stays_after_ray_has_started(tmp_path: Path):
     assert (
         subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], check=False).returncode == 7
     )

@@ -1,5 +1,5 @@
-"""Which bundles trainer ranks and engines get, and what becomes of those of another layout
-(rlpipe.actors.ray.placement, named)."""
+"""Bundles of trainer ranks and engines, and the removal of those of another layout
+(rlpipe.actors.ray.placement, layout, named)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from rlpipe.errors import ResourceError
 CLUSTER = "moves"
 
 
-def test_bundles_are_in_the_order_of_machines_and_their_gpus():
-    found = [("10.0.0.11", "1"), ("10.0.0.2", "10"), ("10.0.0.2", "9"), ("10.0.0.11", "0")]
-    assert sort_bundles(found) == [
+def test_bundles_are_sorted_by_machine_and_gpu():
+    gpus = [("10.0.0.11", "1"), ("10.0.0.2", "10"), ("10.0.0.2", "9"), ("10.0.0.11", "0")]
+    assert sort_bundles(gpus) == [
         (2, "10.0.0.2", "9"),
         (1, "10.0.0.2", "10"),
         (3, "10.0.0.11", "0"),
@@ -36,9 +36,9 @@ def test_bundles_are_in_the_order_of_machines_and_their_gpus():
     ]
 
 
-def test_gpus_that_are_named_otherwise_are_in_the_order_of_their_names():
-    found = sort_bundles([("10.0.0.1", "GPU-b"), ("10.0.0.1", "GPU-a"), ("10.0.0.1", "3")])
-    assert [(bundle.number, bundle.device) for bundle in found] == [
+def test_gpus_with_other_names_follow_the_numbers_in_order_of_their_names():
+    bundles = sort_bundles([("10.0.0.1", "GPU-b"), ("10.0.0.1", "GPU-a"), ("10.0.0.1", "3")])
+    assert [(bundle.number, bundle.device) for bundle in bundles] == [
         (2, "3"),
         (1, "GPU-a"),
         (0, "GPU-b"),
@@ -50,7 +50,7 @@ def layout(**resources: Any) -> tuple[Any, ...]:
     return group_shapes(config), rank_names(config), engine_names(config)
 
 
-def test_whatever_a_rank_or_an_engine_keeps_for_life_is_in_its_name():
+def test_actor_names_contain_the_layout_that_an_actor_keeps_for_life():
     groups, ranks, engines = layout(
         actor_num_gpus_per_node=2, rollout_num_gpus=4, rollout_num_gpus_per_engine=2
     )
@@ -79,8 +79,8 @@ def test_whatever_a_rank_or_an_engine_keeps_for_life_is_in_its_name():
     assert external == ({"trainer": (1, 1)}, ["trainer-0.1"], ["external-0.2x1", "external-1.2x1"])
 
 
-def on(*machines: str) -> list[tuple[str, str]]:
-    """Four GPUs of each."""
+def four_gpus_on(*machines: str) -> list[tuple[str, str]]:
+    """(machine, GPU) of four GPUs of each machine."""
     return [(machine, str(gpu)) for machine in machines for gpu in range(4)]
 
 
@@ -93,10 +93,10 @@ def test_each_server_of_colocated_engines_has_gpus_of_one_machine():
         num_gpus_per_node=2,
     )
     pairs = (("0", "1"), ("2", "3"))
-    assert server_devices(on("a", "b", "c"), wide) == pairs * 3, (
+    assert server_devices(four_gpus_on("a", "b", "c"), wide) == pairs * 3, (
         "three engines, of two servers each"
     )
-    shifted = [*on("a")[1:], *on("b", "c"), ("d", "0")]
+    shifted = [*four_gpus_on("a")[1:], *four_gpus_on("b", "c"), ("d", "0")]
     with pytest.raises(ResourceError, match=r"engine 0 would have.* two machines") as caught:
         server_devices(shifted, wide)
     assert caught.value.found == "GPU 3 of a, GPU 0 of b"
@@ -106,7 +106,7 @@ def test_each_server_of_colocated_engines_has_gpus_of_one_machine():
 
 
 class Process:
-    """Says where it is."""
+    """An actor that reports its process and its placement group."""
 
     def pid(self) -> int:
         return os.getpid()
@@ -125,7 +125,7 @@ def placed(local_ray: str) -> Iterator[Placement]:
 
 
 @pytest.mark.integration
-def test_a_rank_and_an_engine_that_share_a_gpu_are_in_one_bundle(placed: Placement):
+def test_a_rank_and_an_engine_that_share_a_gpu_use_the_same_bundle(placed: Placement):
     make: Any = ray.remote
     remote = make(Process)
     options = [placed.trainer(0), placed.engine(0)]
@@ -136,12 +136,12 @@ def test_a_rank_and_an_engine_that_share_a_gpu_are_in_one_bundle(placed: Placeme
     assert [one["scheduling_strategy"].placement_group_bundle_index for one in options] == [0, 0]
     for actor in actors:
         ray.kill(actor)
-    assert placed.engine_devices() is None, "without GPUs an engine sees what its actor sees"
+    assert placed.engine_devices() is None, "without GPUs an engine sees the devices of its actor"
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("colocate", [True, False])
-def test_each_server_of_an_engine_that_spans_nodes_has_the_bundle_after_the_one_before(
+def test_servers_of_an_engine_that_spans_nodes_use_consecutive_bundles(
     local_ray: str, colocate: bool
 ):
     resources = ResourcesConfig(
@@ -163,12 +163,12 @@ def test_each_server_of_an_engine_that_spans_nodes_has_the_bundle_after_the_one_
 
 
 @pytest.mark.integration
-def test_on_one_machine_everything_is_reached_at_the_loopback_interface(local_ray: str):
+def test_the_own_address_on_one_machine_is_the_loopback_address(local_ray: str):
     assert own_address() == LOOPBACK
 
 
 class Actors(NamedActors):
-    """Ranks that import little, in a cluster of four CPUs."""
+    """Ranks of the small class `Process`, in a cluster of four CPUs."""
 
     def __init__(self, ranks: int, *, start_timeout_s: float = 60.0) -> None:
         resources = ResourcesConfig(actor_num_gpus_per_node=ranks, start_timeout_s=start_timeout_s)
@@ -194,7 +194,7 @@ class Actors(NamedActors):
 
 @pytest.fixture
 def three(local_ray: str) -> Iterator[Actors]:
-    """Three ranks that are at work."""
+    """Three running ranks."""
     actors = Actors(3)
     actors.reserve(engines=False)
     yield actors
@@ -204,7 +204,7 @@ def three(local_ray: str) -> Iterator[Actors]:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("number", [4, 1], ids=["in their place", "beside them"])
-def test_ranks_of_another_number_end_for_those_that_fit(three: Actors, number: int):
+def test_ranks_of_another_layout_end_if_the_new_layout_fits(three: Actors, number: int):
     before = three.pids()
     others = Actors(number)
     others.reserve(engines=False)
@@ -214,7 +214,9 @@ def test_ranks_of_another_number_end_for_those_that_fit(three: Actors, number: i
 
 
 @pytest.mark.integration
-def test_places_that_were_asked_for_by_who_was_killed_since_then_are_had_by_the_next(three: Actors):
+def test_a_group_whose_creator_was_killed_before_it_was_placed_is_used_by_the_next_process(
+    three: Actors,
+):
     Actors(4).placement._create_group("trainer")
     four = Actors(4)
     four.reserve(engines=False)
@@ -223,7 +225,7 @@ def test_places_that_were_asked_for_by_who_was_killed_since_then_are_had_by_the_
 
 
 @pytest.mark.integration
-def test_ranks_stay_as_they_are_when_those_of_another_number_do_not_fit(three: Actors):
+def test_ranks_stay_if_another_layout_does_not_fit(three: Actors):
     before = three.pids()
     with pytest.raises(ResourceError, match="not enough room"):
         Actors(9, start_timeout_s=0.5).reserve(engines=False)
@@ -232,7 +234,7 @@ def test_ranks_stay_as_they_are_when_those_of_another_number_do_not_fit(three: A
 
 
 @pytest.mark.integration
-def test_who_finds_the_actors_by_name_gives_all_their_places_back(three: Actors):
+def test_a_process_that_found_the_actors_by_name_can_remove_their_groups(three: Actors):
     before = three.pids()
     again = Actors(3)
     again.reserve(engines=False)

@@ -1,4 +1,4 @@
-"""A Ray that dies is noticed by name, nothing of it stays, and another takes its place
+"""A dead Ray is reported by name, its processes end, and another Ray replaces it
 (rlpipe.actors.ray.watch)."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROGRAM = """
 import asyncio, os, subprocess, sys, time
 from pathlib import Path
 import psutil, ray
-from rlpipe.actors import local_ray, ray_watch
+from rlpipe.actors.ray import local_ray, watch as ray_watch
 from rlpipe.actors.ray.calls import call
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ActorLost, ResourceError
@@ -46,7 +46,7 @@ async def main():
     head, address = None, None
     if joined:
         code = (
-            "import sys, time, ray; from pathlib import Path; from rlpipe.actors import local_ray, ray_watch; "
+            "import sys, time, ray; from pathlib import Path; from rlpipe.actors.ray import local_ray, watch as ray_watch; "
             "from rlpipe.config.model import ResourcesConfig; ray_watch.watch_own = lambda: None; "
             "local_ray.connect(ResourcesConfig(), Path(sys.argv[1]), namespace='head'); "
             "print(local_ray.address(), flush=True); time.sleep(600)"
@@ -93,7 +93,7 @@ asyncio.run(main())
 """
 
 
-def said_after_a_kill(victim: str, home: Path, kind: str) -> dict[str, str]:
+def output_after_kill(victim: str, home: Path, kind: str) -> dict[str, str]:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, victim, str(home), kind],
         capture_output=True,
@@ -107,49 +107,49 @@ def said_after_a_kill(victim: str, home: Path, kind: str) -> dict[str, str]:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
-def test_an_own_ray_that_is_killed_is_named_and_started_again_with_nothing_left_of_it(
+def test_a_killed_own_ray_is_reported_and_started_again_without_left_over_processes(
     victim: str, tmp_path: Path
 ):
-    said = said_after_a_kill(victim, tmp_path, "own")
-    assert float(said["lost"].split()[1]) < 20
-    assert float(said["known"].split()[1]) < 20
+    output = output_after_kill(victim, tmp_path, "own")
+    assert float(output["lost"].split()[1]) < 20
+    assert float(output["known"].split()[1]) < 20
     assert (
         f"the run's own Ray: Ray has died   found:    its {victim}: killed by SIGKILL"
-        in said["known"]
+        in output["known"]
     )
-    assert said["again"] == "True"
-    assert said["left"] == "[]"
+    assert output["again"] == "True"
+    assert output["left"] == "[]"
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
-def test_a_ray_that_was_joined_and_is_killed_is_named(victim: str, tmp_path: Path):
-    said = said_after_a_kill(victim, tmp_path, "joined")
-    assert float(said["known"].split()[1]) < 30
-    assert "the Ray at 127.0.0.1:" in said["known"]
-    assert {"raylet": "its raylet of this node", "gcs_server": "its GCS server"}[victim] in said[
+def test_a_killed_joined_ray_is_reported(victim: str, tmp_path: Path):
+    output = output_after_kill(victim, tmp_path, "joined")
+    assert float(output["known"].split()[1]) < 30
+    assert "the Ray at 127.0.0.1:" in output["known"]
+    assert {"raylet": "its raylet of this node", "gcs_server": "its GCS server"}[victim] in output[
         "known"
     ]
     if victim == "gcs_server":
-        assert "the one in use has died: the Ray at 127.0.0.1:" in said["refused"]
+        assert "the Ray in use has died: the Ray at 127.0.0.1:" in output["refused"]
 
 
-def watch(look: list[str]) -> RayWatch:
-    return RayWatch(lambda: look[0] if look else None, name="a Ray", leave=lambda: None)
+def watch(failures: list[str]) -> RayWatch:
+    return RayWatch(lambda: failures[0] if failures else None, name="a Ray", leave=lambda: None)
 
 
-async def test_calls_that_wait_fail_when_ray_dies_and_later_ones_at_once(
+async def test_waiting_calls_fail_when_ray_dies_and_later_calls_fail_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    look: list[str] = []
-    watched = watch(look)
+    failures: list[str] = []
+    watched = watch(failures)
     monkeypatch.setattr(ray_watch, "_current", watched)
     never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     waiting = asyncio.ensure_future(call(never, where="rank 0", deadline_s=600))  # pyright: ignore[reportArgumentType]
     trainer = RemoteTrainer(Driver("run", 1), None)  # pyright: ignore[reportArgumentType]
     await asyncio.sleep(0.1)
     assert not waiting.done()
-    look.append("its raylet: killed by SIGKILL")
+    failures.append("its raylet: killed by SIGKILL")
     with pytest.raises(
         ActorLost, match=r"(?s)a Ray: Ray has died.*SIGKILL.*while waiting for rank 0"
     ):
@@ -161,7 +161,7 @@ async def test_calls_that_wait_fail_when_ray_dies_and_later_ones_at_once(
     assert clusters.ray_watch is ray_watch
 
 
-async def test_calls_are_as_without_a_watch_while_ray_is_alive(monkeypatch: pytest.MonkeyPatch):
+async def test_calls_return_results_while_ray_is_alive(monkeypatch: pytest.MonkeyPatch):
     watched = watch([])
     monkeypatch.setattr(ray_watch, "_current", watched)
     answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -172,14 +172,14 @@ async def test_calls_are_as_without_a_watch_while_ray_is_alive(monkeypatch: pyte
     assert not watched._thread.is_alive()
 
 
-def test_what_a_raylet_has_left_running_is_killed():
+def test_processes_that_a_raylet_left_running_are_killed():
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    ours = subprocess.Popen(command, env={ray_watch.RAYLET_VARIABLE: "4711"})
+    worker = subprocess.Popen(command, env={ray_watch.RAYLET_VARIABLE: "4711"})
     other = subprocess.Popen(command, env={ray_watch.RAYLET_VARIABLE: "4712"})
     time.sleep(0.2)
     try:
         ray_watch.end_workers(4711)
-        assert ours.poll() is not None
+        assert worker.poll() is not None
         assert other.poll() is None
     finally:
         other.kill()

@@ -1,4 +1,4 @@
-"""First weights come from where they came from first, and are what they were, or it is said
+"""First weights are loaded again from their source and compared with the record
 (rlpipe.actors.trainer.first_weights)."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def changed(model: Path) -> None:
-    """Another model in its place."""
+    """Change one bit of the model file."""
     weights = model / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-2] ^= 1
@@ -36,7 +36,7 @@ def changed(model: Path) -> None:
 
 
 async def lose(run: Trained) -> None:
-    """All ranks are killed."""
+    """Kill all ranks, and start blank ones."""
     run.trainer.kill()
     await run.turn_to(run.config)
 
@@ -49,7 +49,7 @@ def states(run: Trained, branch: str) -> list[str]:
 
 
 @pytest.mark.integration
-async def test_a_run_that_loses_its_trainer_before_any_checkpoint_goes_on_bit_for_bit(
+async def test_a_run_that_loses_its_trainer_before_any_checkpoint_continues_bit_for_bit(
     tmp_path: Path, model: Path, local_ray: str
 ):
     files = Files(tmp_path / "store")
@@ -75,7 +75,7 @@ async def test_a_run_that_loses_its_trainer_before_any_checkpoint_goes_on_bit_fo
 
 
 @pytest.mark.integration
-async def test_a_run_from_another_one_s_weights_loads_their_checkpoint_again(
+async def test_a_run_that_started_from_another_run_loads_that_checkpoint_again(
     tmp_path: Path, model: Path, local_ray: str
 ):
     files = Files(tmp_path / "store")
@@ -90,7 +90,7 @@ async def test_a_run_from_another_one_s_weights_loads_their_checkpoint_again(
         await lose(warm)
         assert await warm.keeper.restore(init, version=0, epoch=1) == init
     assert spare_checkpoints(files, Retention(1), grace_s=-60) == [], (
-        "the older one is where `warm` begins"
+        "`warm` starts from the older checkpoint"
     )
     path = warm.nodes.get(Stage.CHECKPOINT, checkpoint).files[0].path
     files.delete(path)
@@ -98,7 +98,7 @@ async def test_a_run_from_another_one_s_weights_loads_their_checkpoint_again(
 
 
 @pytest.mark.integration
-async def test_weights_and_reference_of_another_model_are_refused(
+async def test_weights_and_reference_of_a_changed_model_are_refused(
     tmp_path: Path, model: Path, local_ray: str
 ):
     files = Files(tmp_path / "store")
@@ -115,13 +115,13 @@ async def test_weights_and_reference_of_another_model_are_refused(
         await lose(run)
         with pytest.raises(
             Mismatch,
-            match=r"(?s)first weights of the run.*state_digest.*bring the model directory back",
+            match=r"(?s)first weights of the run.*state_digest.*restore the earlier contents",
         ):
             await run.keeper.restore(init, version=0, epoch=1)
         assert lineage_to(run.nodes, state, init).base_stage is Stage.CHECKPOINT
         with pytest.raises(
             Mismatch,
-            match=r"(?s)first weights of the run.*weights_digest.*bring the model directory back",
+            match=r"(?s)first weights of the run.*weights_digest.*restore the earlier contents",
         ):
             await run.keeper.restore(state, version=1, epoch=1)
         changed(model)
@@ -150,13 +150,13 @@ def node(model: Path, **outputs: Any) -> Node:
     )
 
 
-def test_the_same_digest_needs_no_look_at_the_directory_and_another_one_is_an_error(
+def test_an_equal_digest_does_not_read_the_directory_and_another_digest_is_an_error(
     tmp_path: Path, model: Path
 ):
     init = node(model)
     check_first_weights(init, spec(tmp_path / "gone"), "weights_digest", "w")
     with pytest.raises(
-        Mismatch, match=r"(?s)weights_digest v .*weights_digest w .*look for what else went in"
+        Mismatch, match=r"(?s)weights_digest v .*weights_digest w .*check other inputs"
     ):
         check_first_weights(init, spec(model), "weights_digest", "v")
 
@@ -170,11 +170,11 @@ def test_the_same_digest_needs_no_look_at_the_directory_and_another_one_is_an_er
         ({}, {"made_with": None}),
     ],
 )
-def test_where_digests_cannot_be_compared_the_contents_of_the_directory_are(
+def test_if_digests_are_not_comparable_the_contents_of_the_directory_are_compared(
     model: Path, train: dict, outputs: dict
 ):
     init = node(model, **outputs)
     check_first_weights(init, spec(model, **train), "weights_digest", "v")
     changed(model)
-    with pytest.raises(Mismatch, match=r"(?s)contents.*bring the model directory back"):
+    with pytest.raises(Mismatch, match=r"(?s)contents.*restore the earlier contents"):
         check_first_weights(init, spec(model, **train), "weights_digest", "w")

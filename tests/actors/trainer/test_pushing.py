@@ -20,5 +20,5 @@ def test_engines_on_the_trainers_gpus_get_weights_over_ipc_and_the_others_over_a
         ("ipc", ["b"]),
         (other, ["a"]),
     ]
-    with pytest.raises(ConfigError, match="on the trainer's"):
+    with pytest.raises(ConfigError, match="share the trainer's GPUs"):
         list(choose_transports(["a", "b"], distributed, {"b": [0]}))

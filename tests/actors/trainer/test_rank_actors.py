@@ -1,4 +1,4 @@
-"""What a trainer rank waits for ends, one way or the other (rlpipe.actors.trainer.rank_actors)."""
+"""Uploads and pushes of a trainer rank (rlpipe.actors.trainer.rank, rank_actors)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ RECORD = FileRecord(path="checkpoints/p/.metadata", size_bytes=1, sha256="0" * 6
 
 @pytest.fixture
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainerRank:
-    """A rank without a model, whose store is given a twentieth of a second."""
-    monkeypatch.chdir(".")  # the rank goes to its own folder; the test comes back
+    """A rank without a model, with 0.05 s for uploads."""
+    monkeypatch.chdir(".")  # restores the directory that the rank changes
     rank = TrainerRank(0, 1, str(tmp_path))
     config = configuration(str(tmp_path), "run", checkpoint={"timeout_s": 0.05})
     made: Any = rank
@@ -37,31 +37,31 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainerRank:
     return rank
 
 
-def about(prefix: str) -> Upload:
+def upload_to(prefix: str) -> Upload:
     return Upload(prefix, checkpoint_inputs("state"), {"version": 1})
 
 
 def uploading(rank: TrainerRank, prefix: str = "p") -> list[Future[list[FileRecord]]]:
-    """An upload that is on its way: each time that it was begun."""
+    """Give the rank an upload that runs; return a future for each start of the upload."""
     begun: list[Future[list[FileRecord]]] = []
 
     def begin() -> Future[list[FileRecord]]:
         begun.append(Future())
         return begun[-1]
 
-    rank._upload = BackgroundUpload(about(prefix), begin)
+    rank._upload = BackgroundUpload(upload_to(prefix), begin)
     return begun
 
 
-def test_an_upload_that_does_not_end_is_named_and_may_still_end(rank: TrainerRank):
+def test_an_upload_that_does_not_end_is_an_error_and_may_still_succeed(rank: TrainerRank):
     (upload,) = uploading(rank)
-    assert rank.upload() == (about("p"), False)
+    assert rank.upload() == (upload_to("p"), False)
     with pytest.raises(
         DeadlineExceeded, match=r"trainer/0: the upload of a checkpoint does not end"
     ):
         rank.uploaded("p")
     upload.set_result([RECORD])
-    assert rank.upload() == (about("p"), True)
+    assert rank.upload() == (upload_to("p"), True)
     assert rank.uploaded("p") == [RECORD]
 
 
@@ -70,34 +70,34 @@ def test_an_upload_is_kept_until_it_is_recorded(rank: TrainerRank):
     upload.set_result([RECORD])
     assert [rank.uploaded("p"), rank.uploaded("p")] == [[RECORD], [RECORD]]
     rank.forget_upload("q")
-    assert rank.upload() == (about("p"), True)
+    assert rank.upload() == (upload_to("p"), True)
     rank.forget_upload("p")
     assert rank.upload() is None and rank.uploaded("p") is None
 
 
-def test_a_checkpoint_does_not_wait_for_ever_for_the_upload_of_the_one_before(rank: TrainerRank):
+def test_saving_a_checkpoint_has_a_deadline_for_the_upload_before(rank: TrainerRank):
     uploading(rank)
     rank.held = "state"
     with pytest.raises(DeadlineExceeded, match="p still on its way"):
-        rank.save(held="state", version=1, upload=about("q"))
+        rank.save(held="state", version=1, upload=upload_to("q"))
 
 
 @pytest.mark.parametrize("error", [StoreError("away"), StoreFull("no room")])
-def test_an_upload_that_met_a_store_away_or_full_says_so_once_and_is_begun_again(
+def test_an_upload_that_failed_for_an_unreachable_or_full_store_raises_once_and_is_started_again(
     rank: TrainerRank, error: StoreError
 ):
     begun = uploading(rank)
     begun[0].set_exception(error)
-    assert rank.upload() == (about("p"), True)
+    assert rank.upload() == (upload_to("p"), True)
     with pytest.raises(StoreError, match=error.problem):
         rank.uploaded("p")
-    assert len(begun) == 1, "by whoever asks next"
-    assert rank.upload() == (about("p"), False)
+    assert len(begun) == 1, "the next call starts it"
+    assert rank.upload() == (upload_to("p"), False)
     begun[1].set_result([RECORD])
     assert rank.uploaded("p") == [RECORD] and len(begun) == 2
 
 
-def test_an_upload_that_can_never_succeed_is_said_and_forgotten(rank: TrainerRank):
+def test_an_upload_with_a_permanent_error_raises_and_is_forgotten(rank: TrainerRank):
     for error in (
         ObjectConflict("other content"),
         FileNotFoundError("the local checkpoint is gone"),
@@ -109,9 +109,9 @@ def test_an_upload_that_can_never_succeed_is_said_and_forgotten(rank: TrainerRan
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("way", ["tensor", "distributed", "shared"])
-def test_a_checked_push_reaches_the_engines_each_way(
-    rank: TrainerRank, request: pytest.FixtureRequest, way: Any
+@pytest.mark.parametrize("transport", ["tensor", "distributed", "shared"])
+def test_a_checked_push_sends_all_weights_twice_over_each_transport(
+    rank: TrainerRank, request: pytest.FixtureRequest, transport: str
 ):
     live = live_engine(request.config)
     made = cast("Any", rank)
@@ -121,27 +121,29 @@ def test_a_checked_push_reaches_the_engines_each_way(
     )
     rank.held = "state"
     url = live.server.url
-    transport = "distributed" if way == "distributed" else "tensor"
-    places = {url: [0]} if way == "shared" else {}
+    places = {url: [0]} if transport == "shared" else {}
+    sync = SyncConfig.model_validate(
+        {"transport": "tensor" if transport == "shared" else transport}
+    )
     sent = [
         rank.push(
             held="state",
             engines=[url],
-            stamp=f"b@{int(on)}@{way}",
-            sync=SyncConfig(transport=transport, check_weight_update_equal=on),
+            stamp=f"b@{int(checked)}@{transport}",
+            sync=sync.model_copy(update={"check_weight_update_equal": checked}),
             places=places,
         )
-        for on in (False, True)
+        for checked in (False, True)
     ]
     assert sent[1]["bytes"] == 2 * sent[0]["bytes"], "all of it is sent twice"
     assert [answer["unknown"] for answer in sent] == [{}, {}]
     rank.close()
 
 
-def test_a_broadcast_to_engines_on_the_trainer_s_gpus_is_refused(rank: TrainerRank):
+def test_a_broadcast_to_engines_on_the_gpus_of_the_trainer_is_refused(rank: TrainerRank):
     cast("Any", rank)._engine = SimpleNamespace(named_hf_tensors=dict, close=lambda: None)
     rank.held = "state"
-    with pytest.raises(ConfigError, match="on the trainer's"):
+    with pytest.raises(ConfigError, match="share the trainer's GPUs"):
         rank.push(
             held="state",
             engines=["u"],
