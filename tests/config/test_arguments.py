@@ -45,9 +45,9 @@ def test_known_names_with_values_of_their_types_pass():
         ({"recompute_method": "block", "recompute_num_layers": 3}, {}),
     ],
 )
-def test_megatron_is_told_all_that_it_asks_for_with_full_recomputation(given, more):
-    said = {"recompute_granularity": "full", **given}
-    assert TrainConfig.model_validate({"megatron": said}).megatron == said | more
+def test_full_recomputation_gets_all_arguments_that_megatron_needs(given, more):
+    arguments = {"recompute_granularity": "full", **given}
+    assert TrainConfig.model_validate({"megatron": arguments}).megatron == arguments | more
     assert TrainConfig.model_validate(
         {"megatron": {"recompute_granularity": "selective"}}
     ).megatron.keys() == {"recompute_granularity"}
@@ -62,7 +62,7 @@ def test_megatron_is_told_all_that_it_asks_for_with_full_recomputation(given, mo
         (check_router, "policyy", "policy"),
     ],
 )
-def test_an_unknown_name_is_told_the_nearest(check, name, nearest):
+def test_the_error_of_an_unknown_name_has_the_nearest(check, name, nearest):
     with pytest.raises(ConfigError, match="no argument of this name") as caught:
         check({name: 1})
     assert nearest in str(caught.value.expected)
@@ -104,7 +104,7 @@ def test_a_value_of_the_wrong_type_is_refused(check, name, value):
 
 
 @pytest.mark.parametrize(
-    ("spelled", "value", "answer"),
+    ("type_text", "value", "expected"),
     [
         ("int", 1, True),
         ("int", 1.0, False),
@@ -123,11 +123,11 @@ def test_a_value_of_the_wrong_type_is_refused(check, name, value):
         ("object | None", None, True),
     ],
 )
-def test_types_are_checked_as_far_as_json_goes(spelled, value, answer):
-    assert accepts(spelled, value) is answer
+def test_types_are_checked_as_far_as_json_goes(type_text, value, expected):
+    assert accepts(type_text, value) is expected
 
 
-def test_a_megatron_name_knows_the_classes_that_take_it():
+def test_receivers_are_the_classes_with_an_argument():
     assert receivers("megatron", "recompute_granularity") == ["TransformerConfig"]
     assert receivers("megatron", "overlap_grad_reduce") == ["DistributedDataParallelConfig"]
     assert receivers("megatron", "nothing") == []
@@ -144,22 +144,22 @@ def test_every_name_of_the_table_is_an_argument_of_some_version(table):
     ("version", "older", "newer"),
     [("0.5.15", True, False), ("0.5.18", True, True), ("0.5.21", False, True), (None, False, True)],
 )
-def test_names_are_those_of_the_version_that_is_installed(monkeypatch, version, older, newer):
+def test_names_are_those_of_the_installed_version(monkeypatch, version, older, newer):
     monkeypatch.setattr(names, "installed", lambda package: Version(version) if version else None)
     monkeypatch.setattr(names, "load", load.__wrapped__)
-    for name, there in (
+    for name, known in (
         ("cuda_graph_max_bs", older),
         ("prefill_decode_interval", newer),
         ("chunked_prefill_size", True),
     ):
         with (
-            nullcontext() if there else pytest.raises(ConfigError, match="no argument of this name")
+            nullcontext() if known else pytest.raises(ConfigError, match="no argument of this name")
         ):
             check_sglang({name: None})
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_no_secret_passes_for_it_would_be_stored_with_the_run(table):
+def test_secrets_are_refused_because_they_would_be_stored_with_the_run(table):
     kinds = [kind for content in stored(table).values() for kind in content["receivers"].values()]
     fields = {entry.get("field", name) for kind in kinds for name, entry in kind.items()}
     secrets = {name for name in fields if "api_key" in name or "password" in name}
@@ -221,9 +221,7 @@ def test_the_configuration_imports_without_the_heavy_packages(repository):
         (check_megatron, "softmax_scale", 0.5),
     ],
 )
-def test_what_a_rank_or_an_engine_would_refuse_is_refused_with_the_configuration(
-    check, name, value
-):
+def test_values_that_a_rank_or_an_engine_would_refuse_are_refused_early(check, name, value):
     with pytest.raises(ConfigError, match=name):
         check({name: value})
 
@@ -255,7 +253,7 @@ def test_an_argument_without_effect_is_refused_with_the_reason(name, value):
     assert len(str(caught.value.do)) > 30
 
 
-def test_values_that_say_what_holds_anyway_are_taken_and_not_passed_on():
+def test_values_without_effect_are_accepted_and_not_passed_on():
     given = {
         "optimizer": "adam",
         "moe_aux_loss_coeff": 0,
@@ -273,7 +271,7 @@ def test_values_that_say_what_holds_anyway_are_taken_and_not_passed_on():
         check_megatron({"batch_p2p_comm": 0})
 
 
-LAUNCHED = """
+LAUNCH_FLAGS = """
 --attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32
 --attention-softmax-in-fp32 --attention-backend flash --recompute-granularity full
 --recompute-method uniform --recompute-num-layers 1 --optimizer-cpu-offload
@@ -291,11 +289,11 @@ LAUNCHED = """
 --sglang-attention-backend fa3 --sglang-speculative-algorithm EAGLE
 --sglang-speculative-num-steps 3 --sglang-log-level warn --sglang-server-concurrency 512
 """
-"""What launch scripts of slime's models give."""
+"""Flags of slime's launch scripts."""
 
 
-def test_flags_of_launch_scripts_are_taken():
-    given = read_flags(LAUNCHED.split())
+def test_flags_of_launch_scripts_are_accepted():
+    given = read_flags(LAUNCH_FLAGS.split())
     check_megatron(given.megatron)
     check_sglang(given.sglang)
     assert given.megatron["optimizer_cpu_offload"] is True
@@ -316,7 +314,7 @@ def test_flags_are_refused_by_the_same_table(flag):
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_every_row_gives_advice_or_a_reason_in_words(table):
+def test_every_row_has_an_alternative_or_a_reason(table):
     for name, rule in TABLE[table].items():
         starts = ("use ", "remove it: ") if rule.kind == "owned" else ("",)
         assert rule.text.startswith(starts), name
@@ -335,6 +333,6 @@ def test_every_row_gives_advice_or_a_reason_in_words(table):
         (check_sglang, "forward_hooks", "not json", "not JSON"),
     ],
 )
-def test_a_value_that_the_command_line_does_not_take_is_refused(check, name, value, words):
+def test_a_value_that_the_packages_command_line_refuses_is_refused(check, name, value, words):
     with pytest.raises(ConfigError, match=words):
         check({name: value})

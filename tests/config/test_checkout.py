@@ -73,29 +73,29 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     names.load.cache_clear()
 
 
-def test_the_source_of_the_wheel_reads_like_its_stored_table():
+def test_the_parsed_source_of_the_wheel_equals_its_stored_table():
     spec = importlib.util.find_spec("megatron")
     assert spec is not None and spec.submodule_search_locations is not None
-    found = arguments(Path(next(iter(spec.submodule_search_locations))).parent)
+    parsed = arguments(Path(next(iter(spec.submodule_search_locations))).parent)
     for kind, stored in names.load("megatron")["receivers"].items():
-        assert {name: entry["type"] for name, entry in found[kind].items()} == {
+        assert {name: entry["type"] for name, entry in parsed[kind].items()} == {
             n: entry["type"] for n, entry in stored.items()
         }
-        known = {name for name, entry in found[kind].items() if entry["default"] is not None}
-        assert {name: found[kind][name]["default"] for name in known} == {
+        known = {name for name, entry in parsed[kind].items() if entry["default"] is not None}
+        assert {name: parsed[kind][name]["default"] for name in known} == {
             name: stored[name]["default"] for name in known
         }
 
 
-def test_the_wheel_is_no_checkout_and_what_comes_before_it_is(folder: Path):
+def test_a_folder_before_the_wheel_is_a_checkout_and_the_wheel_is_not(folder: Path):
     assert checkout() == folder
     sys.path.remove(str(folder))
     assert checkout() is None
 
 
 def test_fields_of_a_class_and_its_bases_are_read_with_types_and_defaults(folder: Path):
-    found = arguments(folder)["TransformerConfig"]
-    assert found == {
+    parsed = arguments(folder)["TransformerConfig"]
+    assert parsed == {
         "depth": {"type": "int", "default": 2},
         "rate": {"type": OBJECT, "default": 0.5},
         "mode": {"type": "'a' | 'b' | None", "default": "a"},
@@ -116,7 +116,7 @@ def test_options_of_the_provider_are_read_without_importing_it():
     assert options(ast.parse("def other(parser): ...")) == {}
 
 
-def test_they_are_taken_as_flags_and_as_keys_and_checked(folder: Path):
+def test_arguments_of_a_checkout_are_checked_as_flags_and_as_keys(folder: Path):
     given = read_flags(["--ours-rank", "8", "--ours-on", "--depth", "3", "--ours-list", "1", "2"])
     assert given.megatron == {"ours_rank": 8, "ours_on": True, "depth": 3, "ours_list": [1, 2]}
     check_megatron(given.megatron)

@@ -1,5 +1,4 @@
-"""Configurations that anybody may have written: whatever they hold, they are read or refused by one
-ConfigError."""
+"""Random and hostile configurations are loaded or refused with one ConfigError."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ VALUES = st.recursive(
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-def test_yaml_that_is_no_plain_data_is_an_error_that_names_the_file(text: str):
+def test_yaml_that_is_not_plain_data_is_an_error_with_the_file(text: str):
     with pytest.raises(ConfigError) as caught:
         parse(text, "recipe.yaml")
     assert str(caught.value.where).startswith("recipe.yaml")
@@ -92,7 +91,7 @@ def test_any_text_is_yaml_or_an_error(text: str):
         b"preset: [../x]",
     ],
 )
-def test_a_file_that_is_no_recipe_is_refused(content: bytes, tmp_path: Path):
+def test_a_file_that_is_not_a_recipe_is_refused(content: bytes, tmp_path: Path):
     path = tmp_path / "r.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError):
@@ -103,14 +102,14 @@ def test_a_file_that_is_no_recipe_is_refused(content: bytes, tmp_path: Path):
     "content",
     [b"\xff", b"[1]", b"gpu_sets: " + b"[" * 3000, b"1: 2", b"deployments: [{flow: train}]"],
 )
-def test_a_file_that_is_no_site_is_refused(content: bytes, tmp_path: Path):
+def test_a_file_that_is_not_a_site_is_refused(content: bytes, tmp_path: Path):
     path = tmp_path / "site.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError):
         load_site(path)
 
 
-def test_a_schedule_that_never_comes_is_refused(tmp_path: Path):
+def test_a_schedule_without_a_next_run_is_refused(tmp_path: Path):
     path = tmp_path / "site.yaml"
     path.write_text("deployments: [{flow: train, name: a, schedules: [{interval_s: .inf}]}]")
     with pytest.raises(ConfigError, match="interval_s"):
@@ -118,7 +117,7 @@ def test_a_schedule_that_never_comes_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("override", OVERRIDES)
-def test_a_value_that_no_record_can_hold_is_refused_by_its_key(override: str):
+def test_a_value_that_records_cannot_contain_is_refused_with_its_key(override: str):
     with pytest.raises(ConfigError) as caught:
         load_run("calculator", [override])
     assert override.partition("=")[0].split(".")[-1][:8] in str(caught.value)
@@ -133,7 +132,7 @@ def test_a_value_that_no_record_can_hold_is_refused_by_its_key(override: str):
         "engine.sglang.x=ftp://me:hunter2@host",
     ],
 )
-def test_a_password_is_refused_before_anything_is_stored_and_not_repeated(override: str):
+def test_a_password_is_refused_and_not_printed(override: str):
     with pytest.raises(ConfigError, match="password") as caught:
         load_run("calculator", [override])
     assert "hunter2" not in str(caught.value)
@@ -142,7 +141,7 @@ def test_a_password_is_refused_before_anything_is_stored_and_not_repeated(overri
 CALCULATOR: dict[str, Any] = load_run("calculator").model_dump(mode="json")
 
 
-def _places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def _paths(value: Any, keys: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     items = (
         value.items()
         if isinstance(value, dict)
@@ -150,18 +149,16 @@ def _places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         if isinstance(value, list)
         else ()
     )
-    return [place, *(inner for name, child in items for inner in _places(child, (*place, name)))]
+    return [keys, *(inner for name, child in items for inner in _paths(child, (*keys, name)))]
 
 
-@given(st.sampled_from(_places(CALCULATOR)[1:]), VALUES)
-def test_a_recipe_with_anything_in_one_place_is_valid_or_refused(
-    place: tuple[Any, ...], value: Any
-):
+@given(st.sampled_from(_paths(CALCULATOR)[1:]), VALUES)
+def test_a_recipe_with_a_random_value_is_valid_or_refused(keys: tuple[Any, ...], value: Any):
     values = copy.deepcopy(CALCULATOR)
     target = values
-    for name in place[:-1]:
+    for name in keys[:-1]:
         target = target[name]
-    target[place[-1]] = value
+    target[keys[-1]] = value
     with suppress(ConfigError):
         config = validate(values)
         assert validate(parse(dump(config), "x")[0]) == config

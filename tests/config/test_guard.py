@@ -1,5 +1,4 @@
-"""What a function of the user can do to the process that calls it: end it, fork it, swallow a
-cancellation."""
+"""A user function must not end or fork the calling process (rlpipe.config.guard)."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ from rlpipe.errors import HookError
 
 
 class Stop(BaseException):
-    """Neither an Exception nor one of Python's own."""
+    """No Exception and no exception of Python."""
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), Stop("now"), asyncio.CancelledError()])
-async def test_a_function_that_ends_python_is_an_ordinary_error(error: BaseException):
+async def test_a_function_that_ends_python_raises_a_hook_error(error: BaseException):
     def plain() -> None:
         raise error
 
@@ -36,7 +35,7 @@ async def test_a_function_that_ends_python_is_an_ordinary_error(error: BaseExcep
         await guarded(later)()
 
 
-def test_an_interrupt_is_the_functions_own_unless_it_may_be_ctrl_c():
+def test_a_keyboard_interrupt_is_a_hook_error_unless_it_may_be_ctrl_c():
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -56,7 +55,7 @@ def test_an_interrupt_is_the_functions_own_unless_it_may_be_ctrl_c():
         guarded(interrupt)()
 
 
-async def test_a_cancellation_that_was_asked_for_is_one():
+async def test_a_requested_cancellation_passes_through():
     async def wait() -> None:
         await asyncio.sleep(60)
 
@@ -67,7 +66,7 @@ async def test_a_cancellation_that_was_asked_for_is_one():
         await task
 
 
-async def test_a_guarded_function_looks_and_works_like_the_function():
+async def test_a_guarded_function_has_the_signature_and_results_of_the_function():
     def plain(sample: int, *, key: str = "a") -> tuple[int, str]:
         """Documented."""
         return sample, key
@@ -124,7 +123,7 @@ main()
     ],
     ids=["returns", "raises", "exits"],
 )
-def test_a_copy_that_a_function_forks_ends_instead_of_going_on(kind: str, body: str):
+def test_a_forked_copy_ends_when_the_function_returns(kind: str, body: str):
     done = subprocess.run(
         [sys.executable, "-c", FORKS.format(body=body), kind],
         capture_output=True,
@@ -135,7 +134,7 @@ def test_a_copy_that_a_function_forks_ends_instead_of_going_on(kind: str, body: 
     assert "a forked copy returned from the function" in done.stderr
 
 
-def test_a_copy_that_awaits_ends_before_it_runs_anything_else_of_the_loop(tmp_path: Path):
+def test_a_forked_copy_that_awaits_ends_before_other_tasks_run(tmp_path: Path):
     code = """
 import asyncio, os, sys
 from pathlib import Path
@@ -166,7 +165,7 @@ class _Unreadable(Exception):
         raise RuntimeError
 
 
-def test_the_text_of_an_error_has_a_bound_and_needs_no_readable_message():
+def test_the_text_of_an_error_is_bounded_and_needs_no_readable_message():
     assert error_text(ValueError("no")) == "ValueError: no"
     assert len(error_text(ValueError("x" * 10**7))) < LONGEST_TEXT + 100
     assert "cannot be read: RuntimeError" in error_text(_Unreadable())

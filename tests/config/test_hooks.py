@@ -123,7 +123,7 @@ def test_the_digest_of_a_function_of_rlpipe_depends_on_its_path_only(path):
 
 
 def test_a_module_of_rlpipe_that_does_not_exist_has_no_digest():
-    with pytest.raises(ConfigError, match="no module 'rlpipe.nothing'"):
+    with pytest.raises(ConfigError, match=r"no module 'rlpipe\.nothing'"):
         hook_digest("rlpipe.nothing.filter")
 
 

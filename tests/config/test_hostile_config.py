@@ -1,9 +1,8 @@
-"""What people write by mistake: each is refused at once, by one message that names the place and
-what was found there.
+"""Mistakes of users are refused at once with one message that names location and found value.
 
-Every case goes through the command line of `tools.train`, which must answer with exit code 2 before
-any server starts. The words are what a reader needs to find the mistake; the rest of a message may
-change. One file because every case goes through the same recipe and command.
+Every case runs the command line of `tools.train`, which must exit with code 2 before any server
+starts. The expected words are those that a reader needs to find the mistake; the rest of a message
+may change. One file because every case uses the same recipe and command.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from tools import train
 RECIPE = """\
 num_rollout: 3
 model:
-  source: {{type: huggingface, hf_checkpoint: {place}/model}}
+  source: {{type: huggingface, hf_checkpoint: {folder}/model}}
 data:
-  prompts: {{type: file, paths: [{place}/train.jsonl], label_key: answer}}
+  prompts: {{type: file, paths: [{folder}/train.jsonl], label_key: answer}}
 rollout:
   {{rollout_batch_size: 1, n_samples_per_prompt: 2}}
 reward:
@@ -40,36 +39,36 @@ reward:
 """
 ROW = b'{"prompt": "1 + 1 =", "answer": "2"}\n'
 AT_ONCE_S = 20
-"""More than any refusal takes on a busy machine; a FIFO that is opened would wait for ever."""
+"""Longer than any refusal on a busy machine. Opening a FIFO would wait for ever."""
 Words = tuple[str, ...]
 Change = Callable[[Path], object]
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder with a recipe, its prompts and its model, all of which are right."""
+def folder(tmp_path: Path) -> Path:
+    """A folder with a valid recipe, prompts and model."""
     write_model(tmp_path / "model", vocab_size=100, hidden_size=8)
     (tmp_path / "train.jsonl").write_bytes(ROW)
-    (tmp_path / "small.yaml").write_text(RECIPE.format(place=tmp_path))
+    (tmp_path / "small.yaml").write_text(RECIPE.format(folder=tmp_path))
     return tmp_path
 
 
 @pytest.fixture
 def refused(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., str]]:
-    """What `main` says of a command line, which it must refuse."""
+    """Run a command line that `main` must refuse, and return its message."""
 
     def late(*_: object) -> None:
         raise AssertionError(f"not refused within {AT_ONCE_S} s")
 
-    def run(*arguments: str, recipe: str | Path = place / "small.yaml") -> str:
+    def run(*arguments: str, recipe: str | Path = folder / "small.yaml") -> str:
         monkeypatch.setattr(train, "drive", lambda _: 0)
         monkeypatch.setattr(sys, "argv", ["tools.train", "--recipe", str(recipe), *arguments])
         assert train.main() == 2
-        said = capsys.readouterr()
-        assert said.out == ""
-        return said.err
+        output = capsys.readouterr()
+        assert output.out == ""
+        return output.err
 
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(AT_ONCE_S)
@@ -78,16 +77,16 @@ def refused(
     signal.signal(signal.SIGALRM, before)
 
 
-def require(said: str, words: Words) -> None:
-    """One error, which holds each of these words."""
-    assert said.startswith(("ConfigError: ", "DataError: ", "ResourceError: ", "StoreError: "))
-    assert [word for word in words if word not in said] == [], said
-    assert len(said) < 5000
+def require(message: str, words: Words) -> None:
+    """Check that the message is one error with each of these words."""
+    assert message.startswith(("ConfigError: ", "DataError: ", "ResourceError: ", "StoreError: "))
+    assert [word for word in words if word not in message] == [], message
+    assert len(message) < 5000
 
 
-def test_the_recipe_that_is_changed_below_is_right(monkeypatch: pytest.MonkeyPatch, place: Path):
+def test_the_unchanged_recipe_is_valid(monkeypatch: pytest.MonkeyPatch, folder: Path):
     monkeypatch.setattr(train, "drive", lambda _: 0)
-    monkeypatch.setattr(sys, "argv", ["tools.train", "--recipe", str(place / "small.yaml")])
+    monkeypatch.setattr(sys, "argv", ["tools.train", "--recipe", str(folder / "small.yaml")])
     assert train.main() == 0
     assert not home().exists()
 
@@ -201,7 +200,7 @@ OVERRIDES: Mapping[str, Words] = {
     "debug.load_debug_rollout_data=nowhere": ("debug.load_debug_rollout_data", "nowhere"),
     "warm_start=../../etc/passwd": ("warm_start", "../../etc/passwd", "YAML"),
     "warm_start=nowhere": ("warm_start", "nowhere"),
-    "warm_start={place}/loop.yaml": ("loop.yaml", "warm"),
+    "warm_start={folder}/loop.yaml": ("loop.yaml", "warm"),
     # Where things are kept.
     "store.root=''": ("store.root", "empty"),
     "store.root='  '": ("store.root", "'  '"),
@@ -211,8 +210,8 @@ OVERRIDES: Mapping[str, Words] = {
     "store.root=gs://bucket/x": ("store.root", "gs://bucket/x", "s3://"),
     "store.root=/dev/null": ("store.root", "/dev/null"),
     "store.root=/proc/store": ("store.root", "/proc"),
-    "store.root={place}/train.jsonl": ("store.root", "train.jsonl"),
-    "store.root={place}/train.jsonl/x": ("store.root", "train.jsonl"),
+    "store.root={folder}/train.jsonl": ("store.root", "train.jsonl"),
+    "store.root={folder}/train.jsonl/x": ("store.root", "train.jsonl"),
     "store.root=~nobody-of-this-name/x": ("store.root", "~nobody-of-this-name"),
     # The grammar of overrides.
     "a..b=1": ("a..b=1", "dotted.key=value"),
@@ -233,30 +232,30 @@ OVERRIDES: Mapping[str, Words] = {
     "reward.function=math": ("reward.function", "math", "type"),
     "reward.function={type: python, path: ''}": ("reward.function.path", "empty"),
     "reward.function={type: python, path: /dev/zero}": ("/dev/zero",),
-    "reward.function={type: python, path: '{place}/pipe.py'}": ("pipe.py", "FIFO"),
-    "data.prompts.paths={place}/train.jsonl": ("data.prompts.paths", "list"),
+    "reward.function={type: python, path: '{folder}/pipe.py'}": ("pipe.py", "FIFO"),
+    "data.prompts.paths={folder}/train.jsonl": ("data.prompts.paths", "list"),
     "data.prompts.paths=[]": ("data.prompts.paths", "at least 1"),
     "data.prompts.paths=['']": ("data.prompts.paths", "empty"),
-    "data.prompts.paths=['{place}']": ("{place}", "a name ending in .jsonl"),
-    "data.prompts.paths=['{place}/folder.jsonl']": ("folder.jsonl", "directory"),
-    "data.prompts.paths=['{place}/pipe.jsonl']": ("pipe.jsonl", "FIFO"),
-    "data.prompts.paths=['{place}/zero.jsonl']": ("zero.jsonl", "device"),
-    "data.prompts.paths=['{place}/train.json']": ("train.json", ".jsonl"),
-    "data.prompts.paths=['{place}/train.jsonl', '{place}/train.jsonl']": ("train.jsonl", "twice"),
-    "data.prompts.paths=['{place}/train.jsonl', '{place}/model/../train.jsonl']": (
+    "data.prompts.paths=['{folder}']": ("{folder}", "a name ending in .jsonl"),
+    "data.prompts.paths=['{folder}/folder.jsonl']": ("folder.jsonl", "directory"),
+    "data.prompts.paths=['{folder}/pipe.jsonl']": ("pipe.jsonl", "FIFO"),
+    "data.prompts.paths=['{folder}/zero.jsonl']": ("zero.jsonl", "device"),
+    "data.prompts.paths=['{folder}/train.json']": ("train.json", ".jsonl"),
+    "data.prompts.paths=['{folder}/train.jsonl', '{folder}/train.jsonl']": ("train.jsonl", "twice"),
+    "data.prompts.paths=['{folder}/train.jsonl', '{folder}/model/../train.jsonl']": (
         "model/../train.jsonl",
         "twice",
     ),
-    "data.prompts.paths=['{place}/train.jsonl', '{place}/link.jsonl']": ("link.jsonl", "twice"),
-    "data.prompts.paths=['{place}/train.jsonl@[0:1]', '{place}/train.jsonl@[:]']": (
+    "data.prompts.paths=['{folder}/train.jsonl', '{folder}/link.jsonl']": ("link.jsonl", "twice"),
+    "data.prompts.paths=['{folder}/train.jsonl@[0:1]', '{folder}/train.jsonl@[:]']": (
         "train.jsonl@[:]",
         "twice",
     ),
-    "data.prompts.paths=['{place}/train.jsonl@[5:]']": ("train.jsonl@[5:]", "1 rows"),
-    "data.prompts.paths=['{place}/train.jsonl@[0-3]']": ("@[0-3]", "@[a:b]"),
+    "data.prompts.paths=['{folder}/train.jsonl@[5:]']": ("train.jsonl@[5:]", "1 rows"),
+    "data.prompts.paths=['{folder}/train.jsonl@[0-3]']": ("@[0-3]", "@[a:b]"),
     "data.prompts.paths=['nosuch://x/a.jsonl']": ("nosuch://x/a.jsonl",),
     "data.prompts.label_key=anser": ("anser", "answer"),
-    "critic.hf_checkpoint={place}/nowhere advantage.advantage_estimator=ppo": (
+    "critic.hf_checkpoint={folder}/nowhere advantage.advantage_estimator=ppo": (
         "critic.hf_checkpoint",
         "nowhere",
     ),
@@ -271,32 +270,27 @@ OVERRIDES: Mapping[str, Words] = {
 
 
 @pytest.fixture
-def surroundings(place: Path) -> None:
-    """What some of the overrides point at."""
-    os.mkfifo(place / "pipe.jsonl")
-    os.mkfifo(place / "pipe.py")
-    (place / "zero.jsonl").symlink_to("/dev/zero")
-    (place / "link.jsonl").symlink_to(place / "train.jsonl")
-    (place / "folder.jsonl").mkdir()
-    (place / "loop.yaml").write_text(
-        f"warm_start: {place}/loop.yaml\n" + RECIPE.format(place=place)
+def special_files(folder: Path) -> None:
+    """Create the files that some of the overrides name."""
+    os.mkfifo(folder / "pipe.jsonl")
+    os.mkfifo(folder / "pipe.py")
+    (folder / "zero.jsonl").symlink_to("/dev/zero")
+    (folder / "link.jsonl").symlink_to(folder / "train.jsonl")
+    (folder / "folder.jsonl").mkdir()
+    (folder / "loop.yaml").write_text(
+        f"warm_start: {folder}/loop.yaml\n" + RECIPE.format(folder=folder)
     )
 
 
-@pytest.mark.usefixtures("surroundings")
+@pytest.mark.usefixtures("special_files")
 @pytest.mark.parametrize("override", OVERRIDES)
-def test_an_override_that_cannot_be_meant_is_refused(
-    refused: Callable[..., str], place: Path, override: str
+def test_a_mistake_in_an_override_is_refused(
+    refused: Callable[..., str], folder: Path, override: str
 ):
-    given = override.replace("{place}", str(place))
-    parts = (
-        [given]
-        if not given.count(" resources.") + given.count(" train.") + given.count(" advantage.")
-        else given.split(" ")
-    )
-    require(
-        refused(*parts), tuple(word.replace("{place}", str(place)) for word in OVERRIDES[override])
-    )
+    arguments = override.replace("{folder}", str(folder))
+    several = any(f" {section}." in arguments for section in ("resources", "train", "advantage"))
+    words = tuple(word.replace("{folder}", str(folder)) for word in OVERRIDES[override])
+    require(refused(*(arguments.split(" ") if several else [arguments])), words)
 
 
 def _with(text: str) -> Callable[[bytes], bytes]:
@@ -343,21 +337,21 @@ RECIPES: Mapping[str, tuple[Callable[[bytes], bytes], Words]] = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_that_cannot_be_meant_is_refused_with_its_line(
-    refused: Callable[..., str], place: Path, name: str
+def test_a_mistake_in_a_recipe_is_refused_with_its_line(
+    refused: Callable[..., str], folder: Path, name: str
 ):
     change, words = RECIPES[name]
-    recipe = place / "small.yaml"
+    recipe = folder / "small.yaml"
     recipe.write_bytes(change(recipe.read_bytes()))
     require(refused(), words)
 
 
 def test_windows_newlines_and_a_byte_order_mark_change_nothing(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for name, row in (("small.yaml", None), ("train.jsonl", ROW)):
-        content = (place / name).read_bytes() if row is None else row * 2
-        (place / name).write_bytes(b"\xef\xbb\xbf" + content.replace(b"\n", b"\r\n"))
+        content = (folder / name).read_bytes() if row is None else row * 2
+        (folder / name).write_bytes(b"\xef\xbb\xbf" + content.replace(b"\n", b"\r\n"))
     for streaming in ("true", "false"):
         monkeypatch.setattr(train, "drive", lambda _: 0)
         monkeypatch.setattr(
@@ -366,7 +360,7 @@ def test_windows_newlines_and_a_byte_order_mark_change_nothing(
             [
                 "tools.train",
                 "--recipe",
-                str(place / "small.yaml"),
+                str(folder / "small.yaml"),
                 f"data.streaming_data={streaming}",
             ],
         )
@@ -376,10 +370,10 @@ def test_windows_newlines_and_a_byte_order_mark_change_nothing(
 @pytest.mark.parametrize(
     ("kind", "words"), [("FIFO", ("FIFO",)), ("folder", ("directory",)), ("device", ("device",))]
 )
-def test_a_recipe_that_is_no_regular_file_is_refused(
-    refused: Callable[..., str], place: Path, kind: str, words: Words
+def test_a_recipe_that_is_not_a_regular_file_is_refused(
+    refused: Callable[..., str], folder: Path, kind: str, words: Words
 ):
-    path = place / "other.yaml"
+    path = folder / "other.yaml"
     {
         "FIFO": lambda: os.mkfifo(path),
         "folder": path.mkdir,
@@ -435,18 +429,18 @@ ROWS: Mapping[str, tuple[bytes, Words]] = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_prompt_file_that_cannot_be_meant_is_refused_with_its_line(
-    refused: Callable[..., str], place: Path, name: str
+def test_a_mistake_in_a_prompt_file_is_refused_with_its_line(
+    refused: Callable[..., str], folder: Path, name: str
 ):
     content, words = ROWS[name]
-    (place / "train.jsonl").write_bytes(content)
+    (folder / "train.jsonl").write_bytes(content)
     require(refused(), words)
 
 
 def test_a_line_of_a_gigabyte_is_refused_without_parsing_it(
-    refused: Callable[..., str], place: Path
+    refused: Callable[..., str], folder: Path
 ):
-    with (place / "train.jsonl").open("wb") as file:
+    with (folder / "train.jsonl").open("wb") as file:
         file.write(b'{"prompt": "')
         file.truncate(
             2**26 + 100
@@ -464,49 +458,51 @@ def test_a_line_of_a_gigabyte_is_refused_without_parsing_it(
     ],
     ids=["JSON lines", "nothing", "cut off", "gzip"],
 )
-def test_a_parquet_file_that_is_none_is_refused(
-    refused: Callable[..., str], place: Path, content: bytes, words: Words
+def test_a_broken_parquet_file_is_refused(
+    refused: Callable[..., str], folder: Path, content: bytes, words: Words
 ):
-    (place / "train.parquet").write_bytes(content)
-    require(refused(f"data.prompts.paths=[{place}/train.parquet]"), words)
+    (folder / "train.parquet").write_bytes(content)
+    require(refused(f"data.prompts.paths=[{folder}/train.parquet]"), words)
 
 
 def test_a_parquet_file_with_a_null_is_refused_with_its_row(
-    refused: Callable[..., str], place: Path
+    refused: Callable[..., str], folder: Path
 ):
-    pq.write_table(pa.table({"prompt": ["a", None], "answer": ["1", "2"]}), place / "train.parquet")
+    pq.write_table(
+        pa.table({"prompt": ["a", None], "answer": ["1", "2"]}), folder / "train.parquet"
+    )
     require(
-        refused(f"data.prompts.paths=[{place}/train.parquet]"), ("train.parquet:row 1", "'prompt'")
+        refused(f"data.prompts.paths=[{folder}/train.parquet]"), ("train.parquet:row 1", "'prompt'")
     )
 
 
-def _index(place: Path, *names: str) -> None:
+def _index(folder: Path, *names: str) -> None:
     weights = {"weight_map": {f"layer{n}": name for n, name in enumerate(names)}}
-    (place / "model" / "model.safetensors.index.json").write_text(json.dumps(weights))
+    (folder / "model" / "model.safetensors.index.json").write_text(json.dumps(weights))
 
 
 def _replace(name: str, content: bytes | None) -> Change:
-    """Write a file of the model, or remove it."""
+    """Return a function that writes a file of the model, or removes it."""
 
-    def change(place: Path) -> None:
-        (place / "model" / name).unlink(missing_ok=True)
+    def change(folder: Path) -> None:
+        (folder / "model" / name).unlink(missing_ok=True)
         if content is not None:
-            (place / "model" / name).write_bytes(content)
+            (folder / "model" / name).write_bytes(content)
 
     return change
 
 
 def _fifo(name: str) -> Change:
-    def change(place: Path) -> None:
-        (place / "model" / name).unlink()
-        os.mkfifo(place / "model" / name)
+    def change(folder: Path) -> None:
+        (folder / "model" / name).unlink()
+        os.mkfifo(folder / "model" / name)
 
     return change
 
 
-def _loop(place: Path) -> None:
-    shutil.rmtree(place / "model")
-    (place / "model").symlink_to(place / "model")
+def _loop(folder: Path) -> None:
+    shutil.rmtree(folder / "model")
+    (folder / "model").symlink_to(folder / "model")
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1000000\n"
@@ -527,8 +523,8 @@ MODELS: Mapping[str, tuple[Change, Words]] = {
         ("model.source.hf_checkpoint", "safetensors"),
     ),
     "weights of PyTorch": (
-        lambda place: (place / "model" / "model.safetensors").rename(
-            place / "model" / "pytorch_model.bin"
+        lambda folder: (folder / "model" / "model.safetensors").rename(
+            folder / "model" / "pytorch_model.bin"
         ),
         ("pytorch_model.bin", "safetensors"),
     ),
@@ -546,11 +542,11 @@ MODELS: Mapping[str, tuple[Change, Words]] = {
     ),
     "weights that are a FIFO": (_fifo("model.safetensors"), ("model.safetensors", "FIFO")),
     "a missing shard": (
-        lambda place: _index(place, "model.safetensors", "lost.safetensors"),
+        lambda folder: _index(folder, "model.safetensors", "lost.safetensors"),
         ("lost.safetensors",),
     ),
     "a shard elsewhere": (
-        lambda place: _index(place, "../other.safetensors"),
+        lambda folder: _index(folder, "../other.safetensors"),
         ("index", "../other.safetensors"),
     ),
     "an index of nothing": (
@@ -565,9 +561,9 @@ MODELS: Mapping[str, tuple[Change, Words]] = {
     "config.json is HTML": (_replace("config.json", b"<html>"), ("config.json", "JSON")),
     "config.json is a FIFO": (_fifo("config.json"), ("config.json", "FIFO")),
     "config.json is a folder": (
-        lambda place: (
-            (place / "model" / "config.json").unlink(),
-            (place / "model" / "config.json").mkdir(),
+        lambda folder: (
+            (folder / "model" / "config.json").unlink(),
+            (folder / "model" / "config.json").mkdir(),
         ),
         ("config.json", "directory"),
     ),
@@ -578,54 +574,58 @@ MODELS: Mapping[str, tuple[Change, Words]] = {
     ),
     "a folder that is a link to itself": (_loop, ("model.source.hf_checkpoint", "model")),
     "a file": (
-        lambda place: (shutil.rmtree(place / "model"), (place / "model").write_text("x")),
+        lambda folder: (shutil.rmtree(folder / "model"), (folder / "model").write_text("x")),
         ("no directory",),
     ),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_directory_that_is_none_is_refused_with_the_file(
-    refused: Callable[..., str], place: Path, name: str
+def test_a_broken_model_directory_is_refused_with_the_file(
+    refused: Callable[..., str], folder: Path, name: str
 ):
     change, words = MODELS[name]
-    change(place)
+    change(folder)
     require(refused(), words)
 
 
 HOMES: Mapping[str, Words] = {
-    "{place}/train.jsonl": ("--home", "train.jsonl"),
-    "{place}/train.jsonl/x": ("--home", "train.jsonl"),
+    "{folder}/train.jsonl": ("--home", "train.jsonl"),
+    "{folder}/train.jsonl/x": ("--home", "train.jsonl"),
     "/dev/null": ("--home", "/dev/null"),
     "/proc/home": ("--home", "/proc"),
-    "{place}/broken": ("--home", "broken"),
+    "{folder}/broken": ("--home", "broken"),
     "~nobody-of-this-name/x": ("--home", "~nobody-of-this-name"),
     "/" + "a" * 300: ("--home", "aaa"),
 }
 
 
-@pytest.mark.parametrize("folder", HOMES)
+@pytest.mark.parametrize("home_path", HOMES)
 @pytest.mark.parametrize("by", ["--home", "RLPIPE_HOME"])
-def test_a_home_that_can_hold_nothing_is_refused(
-    refused: Callable[..., str], place: Path, monkeypatch: pytest.MonkeyPatch, folder: str, by: str
+def test_an_impossible_home_is_refused(
+    refused: Callable[..., str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    home_path: str,
+    by: str,
 ):
-    (place / "broken").symlink_to(place / "nowhere")
-    given = folder.replace("{place}", str(place))
-    monkeypatch.setenv("RLPIPE_HOME", str(place / "home") if by == "--home" else given)
-    require(refused(*(["--home", given] if by == "--home" else [])), HOMES[folder])
+    (folder / "broken").symlink_to(folder / "nowhere")
+    given = home_path.replace("{folder}", str(folder))
+    monkeypatch.setenv("RLPIPE_HOME", str(folder / "home") if by == "--home" else given)
+    require(refused(*(["--home", given] if by == "--home" else [])), HOMES[home_path])
 
 
 def test_an_empty_home_is_refused(refused: Callable[..., str]):
     require(refused("--home", ""), ("--home", "''"))
 
 
-def test_a_folder_of_the_run_that_is_a_file_is_refused(refused: Callable[..., str], place: Path):
-    (place / "home").mkdir()
-    (place / "home" / "small").write_text("x")
+def test_a_folder_of_the_run_that_is_a_file_is_refused(refused: Callable[..., str], folder: Path):
+    (folder / "home").mkdir()
+    (folder / "home" / "small").write_text("x")
     require(refused(), ("run=small", "home/small"))
 
 
-def test_a_port_that_is_taken_is_refused(refused: Callable[..., str]):
+def test_a_port_in_use_is_refused(refused: Callable[..., str]):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -633,13 +633,13 @@ def test_a_port_that_is_taken_is_refused(refused: Callable[..., str]):
         require(refused(f"observe.prometheus_port={port}"), ("observe.prometheus_port", str(port)))
 
 
-def test_a_warm_start_is_checked_as_the_run_that_it_is(refused: Callable[..., str], place: Path):
-    (place / "warm.yaml").write_text(
-        RECIPE.format(place=place).replace("train.jsonl", "none.jsonl")
+def test_the_recipe_of_a_warm_start_is_checked_too(refused: Callable[..., str], folder: Path):
+    (folder / "warm.yaml").write_text(
+        RECIPE.format(folder=folder).replace("train.jsonl", "none.jsonl")
     )
-    require(refused(f"warm_start={place}/warm.yaml"), ("none.jsonl",))
-    (place / "warm.yaml").write_text(RECIPE.format(place=place) + "trian: 1\n")
-    require(refused(f"warm_start={place}/warm.yaml"), ("trian", "warm.yaml:", "warm_start"))
+    require(refused(f"warm_start={folder}/warm.yaml"), ("none.jsonl",))
+    (folder / "warm.yaml").write_text(RECIPE.format(folder=folder) + "trian: 1\n")
+    require(refused(f"warm_start={folder}/warm.yaml"), ("trian", "warm.yaml:", "warm_start"))
 
 
 @pytest.mark.parametrize(
@@ -648,15 +648,15 @@ def test_a_warm_start_is_checked_as_the_run_that_it_is(refused: Callable[..., st
         (["run=store"], ("run", "store")),
         (["num_rollout=true"], ("num_rollout", "True")),
         (["store.root=/dev/null"], ("store.root", "/dev/null")),
-        (["--home", "{place}/train.jsonl"], ("--home", "train.jsonl")),
+        (["--home", "{folder}/train.jsonl"], ("--home", "train.jsonl")),
         (["warm_start=../../etc/passwd"], ("warm_start", "../../etc/passwd")),
     ],
 )
 def test_the_command_itself_ends_with_2_and_one_message(
-    place: Path, arguments: list[str], words: Words
+    folder: Path, arguments: list[str], words: Words
 ):
-    given = [argument.replace("{place}", str(place)) for argument in arguments]
-    command = [sys.executable, "-m", "tools.train", "--recipe", str(place / "small.yaml"), *given]
+    given = [argument.replace("{folder}", str(folder)) for argument in arguments]
+    command = [sys.executable, "-m", "tools.train", "--recipe", str(folder / "small.yaml"), *given]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr

@@ -1,5 +1,4 @@
-"""The defaults that keys were introduced with (rlpipe.config.introduced): complete, never changed,
-and what they are for."""
+"""Defaults that keys had at their introduction (rlpipe.config.introduced)."""
 
 from __future__ import annotations
 
@@ -24,9 +23,8 @@ BASE: dict[str, Any] = {
 }
 
 
-def test_every_key_has_the_default_that_it_was_introduced_with():
-    """A failure says what to do: run the command for a new key, raise a contract for one that
-    changed its part."""
+def test_every_key_has_an_entry_in_the_table():
+    """A failure names the remedy: run the command for a new key, or raise a contract version."""
     assert introduced.differences(RunConfig) == []
 
 
@@ -35,13 +33,12 @@ def test_only_these_keys_were_removed():
     assert introduced.removed(RunConfig) == []
 
 
-def test_the_table_is_as_the_command_writes_it():
+def test_the_table_equals_the_output_of_the_command():
     assert introduced.extended(RunConfig, introduced.stored_table()) == introduced.stored_table()
 
 
-def test_a_default_of_today_is_the_one_that_was_introduced_but_for_these():
-    """Add `Model.key` here when you change a default: the entry stays, and the key is part of the
-    identity from then on."""
+def test_only_these_defaults_changed_since_their_introduction():
+    """Add `Model.key` here after a change of a default. The key is part of the identity then."""
     changed = []
     for name, model in introduced.models_of(RunConfig).items():
         entry = introduced.read_table()[name]
@@ -84,7 +81,7 @@ TABLE: dict[str, Any] = introduced.extended(Whole, {})
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch):
-    """Put a table in place of the checked-in one."""
+    """Replace the checked-in table."""
 
     def put(table: dict[str, Any]) -> None:
         monkeypatch.setattr(introduced, "stored_table", lambda: table)
@@ -96,7 +93,7 @@ def use(monkeypatch: pytest.MonkeyPatch):
     introduced.read_table.cache_clear()
 
 
-def test_the_identity_has_required_keys_and_those_that_are_off_their_introduced_default(use):
+def test_the_identity_has_required_keys_and_keys_off_their_introduced_default(use):
     assert Whole(name="a").identity() == {"name": "a"}
     inner = Inner(type="inner", size=3)
     whole = Whole(
@@ -119,7 +116,7 @@ def test_the_identity_has_required_keys_and_those_that_are_off_their_introduced_
 
 
 @pytest.mark.parametrize("free", [{"x": True}, {"x": 1.0}, {"x": "1"}, {"x": None}, {}])
-def test_values_that_python_takes_for_equal_are_not_left_out_as_equal(use, free: dict[str, Any]):
+def test_equal_python_values_of_other_json_types_stay_in_the_identity(use, free: dict[str, Any]):
     use(
         {
             **TABLE,
@@ -134,18 +131,18 @@ def test_values_that_python_takes_for_equal_are_not_left_out_as_equal(use, free:
 
 
 def changed_entry(model: str, **defaults: Any) -> dict[str, Any]:
-    """The table with other introduced defaults of a model."""
+    """Return the table with other introduced defaults of a model."""
     return {**TABLE, model: {**TABLE[model], "defaults": {**TABLE[model]["defaults"], **defaults}}}
 
 
-def test_a_default_that_was_changed_is_written_and_the_introduced_one_is_not(use):
+def test_a_changed_default_is_in_the_identity_and_the_introduced_one_is_not(use):
     use(changed_entry("Section", rate=0.5))
     assert Section().identity() == {"rate": 1.0}
     assert Section(rate=0.5).identity() == {}
     assert Whole(name="a").identity() == {"name": "a", "section": {"rate": 1.0}}
 
 
-def test_a_stored_run_without_a_key_has_the_default_that_the_key_was_introduced_with(use):
+def test_a_stored_run_without_a_key_gets_the_introduced_default(use):
     use(changed_entry("Section", rate=0.5))
     assert introduced.upgraded(Whole, {"name": "a"}) == {"name": "a", "section": {"rate": 0.5}}
     assert introduced.upgraded(Whole, {"name": "a", "section": {}}) == {
@@ -170,7 +167,7 @@ def test_a_stored_run_without_a_key_has_the_default_that_the_key_was_introduced_
     }
 
 
-def test_a_key_that_was_removed_is_left_out_of_stored_runs_and_refused_by_name_where_it_mattered(
+def test_a_removed_key_of_a_stored_run_is_ignored_at_its_default_and_else_refused(
     use,
 ):
     use(changed_entry("Section", gone=3))
@@ -193,34 +190,34 @@ def test_a_key_that_was_removed_is_left_out_of_stored_runs_and_refused_by_name_w
     }
 
 
-def test_the_command_adds_what_is_missing_and_changes_nothing_else(use):
+def test_the_command_adds_missing_entries_and_changes_nothing_else(use):
     without = {**TABLE, "Section": {"required": [], "defaults": {"rate": 0.5}, "tuning": []}}
     use(without)
     assert introduced.differences(Whole) == [
-        "Section.on has no entry in introduced.json: run `python -m rlpipe.config.introduced`",
-        "Section.timeout_s has no entry in introduced.json: run `python -m rlpipe.config.introduced`",
+        f"Section.{key} has no entry in introduced.json: run `python -m rlpipe.config.introduced`"
+        for key in ("on", "timeout_s")
     ]
-    made = introduced.extended(Whole, without)
-    assert made["Section"] == {
+    table = introduced.extended(Whole, without)
+    assert table["Section"] == {
         "required": [],
         "defaults": {"rate": 0.5, "on": False},
         "tuning": ["timeout_s"],
     }
-    assert {name: one for name, one in made.items() if name != "Section"} == {
-        name: one for name, one in TABLE.items() if name != "Section"
+    assert {name: entry for name, entry in table.items() if name != "Section"} == {
+        name: entry for name, entry in TABLE.items() if name != "Section"
     }
 
 
-def test_a_new_section_whose_default_is_off_its_keys_introduced_defaults_changes_no_identity(use):
+def test_a_new_section_with_other_defaults_than_its_keys_changes_no_identity(use):
     table = {
-        name: one for name, one in changed_entry("Section", rate=0.5).items() if name != "Whole"
+        name: entry for name, entry in changed_entry("Section", rate=0.5).items() if name != "Whole"
     }
     use(introduced.extended(Whole, table))
     assert Whole(name="a").identity() == {"name": "a"}
 
 
-def test_a_model_without_an_entry_is_named(use):
-    use({name: one for name, one in TABLE.items() if name != "Section"})
+def test_the_error_of_a_model_without_an_entry_names_it(use):
+    use({name: entry for name, entry in TABLE.items() if name != "Section"})
     with pytest.raises(LookupError, match=r"Section is not in introduced.json: run"):
         Section().identity()
 
@@ -237,11 +234,12 @@ def test_a_key_that_moves_between_identity_and_tuning_needs_a_contract(use):
         }
     )
     assert introduced.differences(Whole) == [
-        "Section.timeout_s is Tuning(...) and was not when it was introduced: raise the contract of its stages"
+        "Section.timeout_s is Tuning(...) and was not when it was introduced: raise the contract "
+        "of its stages"
     ]
 
 
-def test_a_stored_configuration_is_valid_as_it_is():
+def test_a_stored_configuration_is_valid_without_changes():
     config = validate(BASE)
     assert validate_stored(config.model_dump(mode="json")) == config
     with pytest.raises(ConfigError, match="nonsense"):

@@ -1,4 +1,4 @@
-"""YAML in and out (rlpipe.config.text)."""
+"""Read and write YAML (rlpipe.config.text)."""
 
 from __future__ import annotations
 
@@ -52,24 +52,24 @@ def test_scalars_are_those_of_yaml_1_2(text, value):
 
 
 @given(DATA)
-def test_what_is_dumped_is_read_back_unchanged(value):
+def test_parse_of_dump_is_identity(value):
     parsed, _ = parse(dump(value), "here")
     assert repr(parsed) == repr(value)
 
 
-def test_every_key_has_the_line_it_stands_on():
+def test_every_key_has_its_line():
     _, lines = parse("a:\n  b: 1\n  c:\n    - x\n    - d: 2\n", "here")
     assert lines == {"": 1, "a": 1, "a.b": 2, "a.c": 3, "a.c.0": 4, "a.c.1": 5, "a.c.1.d": 5}
 
 
-def test_a_key_written_twice_is_an_error_that_names_both_lines():
+def test_a_duplicate_key_is_an_error_with_both_lines():
     with pytest.raises(ConfigError) as caught:
         parse("a:\n  b: 1\n  c: 2\n  b: 3\n", "recipe.yaml")
     assert caught.value.where == "recipe.yaml:4"
     assert caught.value.found == "a.b, first on line 2"
 
 
-def test_bad_yaml_names_file_and_line():
+def test_the_error_of_invalid_yaml_has_file_and_line():
     with pytest.raises(ConfigError) as caught:
         parse("a: 1\nb: [1, 2\n", "recipe.yaml")
     assert caught.value.where == "recipe.yaml:3"

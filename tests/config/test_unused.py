@@ -1,4 +1,4 @@
-"""Keys that were given while their switch is off: which are mentioned, and how."""
+"""Warnings about given keys without effect (rlpipe.config.unused)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 CASES: list[tuple[list[str], str, list[str]]] = [
-    # (given while the switch is off, the key that is mentioned, overrides that turn the switch on)
+    # (overrides with the switch off, key of the warning, overrides that turn the switch on)
     (
         ["data.apply_chat_template_kwargs={a: 1}"],
         "data.apply_chat_template_kwargs",
@@ -192,37 +192,37 @@ CASES: list[tuple[list[str], str, list[str]]] = [
 
 
 @pytest.mark.parametrize(("given", "key", "switch"), CASES, ids=[key for _, key, _ in CASES])
-def test_a_key_whose_switch_is_off_is_mentioned_until_it_is_on(
+def test_a_key_gives_a_warning_until_its_switch_is_on(
     recipe: Path, given: list[str], key: str, switch: list[str]
 ):
-    (said,) = unused_keys(recipe, given)
-    assert said.startswith(f"{key} (override ")
-    assert ") has no effect: it needs " in said
+    (warning,) = unused_keys(recipe, given)
+    assert warning.startswith(f"{key} (override ")
+    assert ") has no effect: it needs " in warning
     if switch:
-        assert not any(one.startswith(f"{key} ") for one in unused_keys(recipe, [*given, *switch]))
+        assert not any(
+            other.startswith(f"{key} ") for other in unused_keys(recipe, [*given, *switch])
+        )
 
 
-def test_a_recipe_of_a_person_is_named_with_its_line(tmp_path: Path):
+def test_the_warning_about_a_users_recipe_has_the_line(tmp_path: Path):
     path = tmp_path / "mine.yaml"
     path.write_text(dump_yaml({**RECIPE, "train": {"loss": {"tis_clip": 3.0}}}))
-    (said,) = unused_keys(path)
+    (warning,) = unused_keys(path)
     line = path.read_text().splitlines().index("    tis_clip: 3.0") + 1
     assert (
-        said
+        warning
         == f"train.loss.tis_clip ({path}:{line}) has no effect: it needs train.loss.use_tis: true"
     )
 
 
-def test_a_printed_configuration_is_run_again_without_a_warning(recipe: Path, tmp_path: Path):
+def test_a_dumped_configuration_gives_no_warning(recipe: Path, tmp_path: Path):
     printed = tmp_path / "printed.yaml"
     printed.write_text(dump(load_run(recipe)))
     assert unused_keys(printed) == unused_keys(recipe) == []
 
 
 @pytest.mark.parametrize("name", recipes())
-def test_what_comes_with_the_project_is_never_mentioned_and_copies_of_it_need_not_be(
-    name: str, tmp_path: Path
-):
+def test_recipes_of_the_project_and_copies_of_them_give_no_warning(name: str, tmp_path: Path):
     assert unused_keys(name) == []
     copied = tmp_path / f"{name}.yaml"
     copied.write_text(find_recipe(name).read_text())
@@ -230,18 +230,21 @@ def test_what_comes_with_the_project_is_never_mentioned_and_copies_of_it_need_no
 
 
 @pytest.mark.parametrize("name", presets())
-def test_a_models_preset_is_never_mentioned(name: str, recipe: Path):
+def test_presets_give_no_warning(name: str, recipe: Path):
     recipe.write_text(f"preset: {name}\n{recipe.read_text()}")
     assert unused_keys(recipe) == []
 
 
-def test_flags_of_slime_are_mentioned_by_their_keys_and_its_defaults_are_not():
-    words = "--hf-checkpoint /m --prompt-data a.jsonl --num-rollout 4 --rollout-batch-size 2 --n-samples-per-prompt 4 --rm-type math"
+def test_flags_of_slime_give_warnings_with_their_keys_and_defaults_do_not():
+    words = (
+        "--hf-checkpoint /m --prompt-data a.jsonl --num-rollout 4 --rollout-batch-size 2 "
+        "--n-samples-per-prompt 4 --rm-type math"
+    )
     assert unused_keys(BASE, overrides_of(read_flags(words.split()))) == []
-    (said,) = unused_keys(BASE, overrides_of(read_flags(f"{words} --tis-clip 3".split())))
+    (warning,) = unused_keys(BASE, overrides_of(read_flags(f"{words} --tis-clip 3".split())))
     assert (
-        said
-        == "train.loss.tis_clip (override train.loss.tis_clip=3.0) has no effect: it needs train.loss.use_tis: true"
+        warning == "train.loss.tis_clip (override train.loss.tis_clip=3.0) has no effect: "
+        "it needs train.loss.use_tis: true"
     )
 
 

@@ -107,7 +107,7 @@ MEGATRON: dict[str, Any] = {
     "use_distributed_optimizer": True,  # slime always sets it
 }
 REASONS: dict[str, str] = {
-    "rollout_num_gpus": "slime derives None from --colocate; without it slime's users give a number",
+    "rollout_num_gpus": "slime derives None from --colocate; without it users give a number",
     "offload_train": "slime derives None from --colocate",
     "offload_rollout": "slime derives None from --colocate",
     "critic_num_nodes": "no flag of this commit",

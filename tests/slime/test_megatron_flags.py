@@ -24,12 +24,13 @@ EXPERTS = (
 )
 SIGMOID = (
     f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-pre-softmax "
-    "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss --moe-router-bias-update-rate 0"
+    "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-router-bias-update-rate 0"
 )
 LATENT = (
-    f"--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope {SIGMOID} "
-    "--multi-latent-attention --kv-lora-rank 512 --qk-layernorm --attention-softmax-in-fp32 "
-    "--no-rope-fusion --untie-embeddings-and-output-weights"
+    "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
+    f"{SIGMOID} --multi-latent-attention --kv-lora-rank 512 --qk-layernorm "
+    "--attention-softmax-in-fp32 --no-rope-fusion --untie-embeddings-and-output-weights"
 )
 V3 = {
     "hidden_size": 7168,
@@ -71,14 +72,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek-v3": (
         f"{LATENT} --hidden-size 7168 --num-attention-heads 128 --kv-channels 128 "
-        "--qk-head-dim 128 --qk-pos-emb-head-dim 64 "
-        "--rotary-scaling-factor 40 --mscale 1.0 --mscale-all-dim 1.0 --moe-layer-freq [0]*3+[1]*58 "
+        "--qk-head-dim 128 --qk-pos-emb-head-dim 64 --rotary-scaling-factor 40 --mscale 1.0 "
+        "--mscale-all-dim 1.0 --moe-layer-freq [0]*3+[1]*58 "
         "--moe-router-group-topk 4 --moe-router-num-groups 8 --moe-router-topk-scaling-factor 2.5",
         V3,
     ),
     "glm4.7-30B-A3B": (
         f"{LATENT} --hidden-size 2048 --num-attention-heads 20 --add-qkv-bias "
-        "--no-position-embedding --kv-channels 192 --q-lora-rank 768 --qk-head-dim 192 --v-head-dim 256 --make-vocab-size-divisible-by 64",
+        "--no-position-embedding --kv-channels 192 --q-lora-rank 768 "
+        "--qk-head-dim 192 --v-head-dim 256 --make-vocab-size-divisible-by 64",
         {
             "hidden_size": 2048,
             "num_attention_heads": 20,
