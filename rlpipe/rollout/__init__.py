@@ -1,2 +1,6 @@
-"""Sampling groups of responses from the engines through the router. Knows HTTP, not SGLang's
-package."""
+"""Sample groups of responses from the engines.
+
+`sampler` runs a rollout with a generate function from `generators`. `client/` sends requests to the
+engines over HTTP and does not import SGLang. `hooks/` calls user functions. `agent/` serves
+OpenAI's and SGLang's APIs to them. README.md describes the features for users.
+"""

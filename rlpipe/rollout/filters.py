@@ -1,13 +1,13 @@
-"""Dynamic sampling: which finished, scored groups are worth training on.
+"""Filters of dynamic sampling: which finished, scored groups are trained.
 
-A filter is `keep(samples) -> bool`, or `(bool, reason)`; samples carry their reward. slime's form
-is `keep(args, samples)`. Either may answer an object with `.keep`, `.reason` and
-`.keep_when_insufficient`. A group that is not kept is dropped with the reason (`filtered` if there
-is none); with `keep_when_insufficient` it waits, and fills the batch if too few groups are kept. A
-group on which the filter fails is rejected with the reason `filter_error`.
+A filter is `keep(samples) -> bool` or `-> (bool, reason)`; samples have their rewards. slime's form
+is `keep(args, samples)`. Either form may return an object with `.keep`, `.reason` and
+`.keep_when_insufficient`. A group that is not kept is dropped with the reason (`filtered` without a
+reason). With `keep_when_insufficient` the group waits, and fills the batch if too few groups are
+kept. A group for which the filter fails is rejected with the reason `filter_error`.
 
-Not here: what replaces a rejected group (`sampler`), or leaving groups out of a batch for other
-reasons (`rlpipe.batch.build`).
+Entry points: `load_filter`, and the filters `reward_nonzero_std` and
+`reward_nonzero_std_with_fallback` for configurations.
 """
 
 from __future__ import annotations
@@ -26,26 +26,25 @@ from rlpipe.types import Sample
 
 
 class Rejection(NamedTuple):
-    """Why a filter does not keep a group."""
+    """A group that the filter does not keep."""
 
     reason: str
     fallback: bool = False
-    """The group may still fill a batch for which too few groups are kept."""
+    """True if the group may fill a batch for which too few groups are kept."""
 
 
 Filter = Callable[[Sequence[Sample]], Rejection | None]
-"""The rejection of a group, or None if it is kept. Raises: RewardError for all that goes wrong in
-the filter."""
+"""Return the rejection of a group, or None if the group is kept. Raises: RewardError for any
+exception in the filter."""
 
 _KEY = "rollout.dynamic_sampling_filter_path"
 
 
 def reward_nonzero_std(samples: Sequence[Sample]) -> DynamicFilterOutput:
-    """Keep rewards with a standard deviation above 1e-6: the advantages of equal rewards are zero
-    and teach nothing.
+    """Keep groups with a standard deviation of rewards above 1e-6.
 
-    Rewards that differ by less are rounding of the verifier. Dividing them by their own deviation
-    would turn the rounding into advantages of size 1.
+    The advantages of equal rewards are zero and give no gradient. Smaller deviations are rounding
+    of the verifier: dividing by the deviation would make advantages of size 1 from them.
 
     Raises: ValueError if a sample has no finite reward. Source: dynamic sampling of DAPO, arXiv
     2503.14476 section 3.2; the bound is slime's.
@@ -57,18 +56,21 @@ def reward_nonzero_std(samples: Sequence[Sample]) -> DynamicFilterOutput:
 
 
 def reward_nonzero_std_with_fallback(samples: Sequence[Sample]) -> DynamicFilterOutput:
-    """The same, but groups of equal rewards fill the batch when too few others are kept. No further
-    round is sampled."""
+    """Keep groups as `reward_nonzero_std`; the other groups fill the batch if too few are kept.
+
+    Then no further round is sampled.
+    """
     output = reward_nonzero_std(samples)
     output.keep_when_insufficient = True
     return output
 
 
 def load_filter(path: str, args: Namespace | None = None) -> Filter:
-    """The filter that a configuration names. Raises: ConfigError if it cannot be loaded or cannot
-    be called with samples."""
+    """Load the filter of a configuration. Raises: ConfigError if the filter cannot be loaded or
+    cannot be called with samples."""
     function = load_hook(path)
-    keep = partial(function, args) if _is_slimes(function) else function
+    is_slimes = next(iter(inspect.signature(function).parameters), "") == "args"
+    keep = partial(function, args) if is_slimes else function
     try:
         inspect.signature(keep).bind([])
     except (TypeError, ValueError) as error:
@@ -86,32 +88,30 @@ def load_filter(path: str, args: Namespace | None = None) -> Filter:
     def judge(samples: Sequence[Sample]) -> Rejection | None:
         try:
             return _rejection(keep(list(samples)))
-        except Exception as error:  # a hook may raise anything; it becomes the reason of its group
-            where = f"filter {path}/{samples[0].group_id}"
+        except Exception as error:  # a hook may raise any exception; it rejects its group only
             raise RewardError(
-                "the filter failed", where=where, found=f"{type(error).__name__}: {error}"
+                "the filter failed",
+                where=f"filter {path}/{samples[0].group_id}",
+                found=f"{type(error).__name__}: {error}",
             ) from error
 
     return judge
 
 
-def _is_slimes(function: Callable[..., Any]) -> bool:
-    return next(iter(inspect.signature(function).parameters), "") == "args"
-
-
 def _rejection(answer: Any) -> Rejection | None:
-    fallback = _plain(getattr(answer, "keep_when_insufficient", False))
+    """Read a filter's answer. Raises: TypeError for another type."""
+    fallback = _python_value(getattr(answer, "keep_when_insufficient", False))
     if hasattr(answer, "keep"):
         answer = (answer.keep, getattr(answer, "reason", None))
     kept, reason = answer if isinstance(answer, tuple) else (answer, None)
-    kept = _plain(kept)
+    kept = _python_value(kept)
     if not isinstance(kept, bool):
-        raise TypeError(f"it returned {answer!r}, not a bool or (bool, reason)")
+        raise TypeError(f"the filter returned {answer!r}, not a bool or (bool, reason)")
     if not isinstance(fallback, bool):
         raise TypeError(f"keep_when_insufficient is {fallback!r}, not a bool")
     return None if kept else Rejection(str(reason or "filtered"), fallback)
 
 
-def _plain(value: Any) -> Any:
-    """The Python value of a NumPy or torch scalar."""
+def _python_value(value: Any) -> Any:
+    """Return the Python value of a NumPy or torch scalar."""
     return value.item() if getattr(value, "ndim", None) == 0 else value

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rlpipe.config.rollout import RolloutConfig
-from rlpipe.data.custom import BufferFilter, Choice, CustomSource
 from rlpipe.data.source import DataSource
+from rlpipe.data.user_source import BufferFilter, Choice, CustomSource
 from rlpipe.rollout.generate import planned_sample
 from rlpipe.rollout.rollout_rows import Groups, PlanPart, StoredRows
 from rlpipe.store.objects.files import Files

@@ -1,12 +1,11 @@
-"""Search as a tool: the documents of a small corpus that fit a query best, by BM25. All of it is in
-memory.
+"""Search a small corpus with BM25, as a tool of the policy.
 
-The corpus is a `.jsonl` file of `{"title": …, "text": …}` (or `{"contents": "title\\ntext"}`, as
-Search-R1's). Not here: an index of millions of documents; a tool of yours can ask a server for
-that.
+Entry point: `Retrieval`. The whole corpus is in memory. For millions of documents, write a tool
+that calls a search server. The corpus is a `.jsonl` file of `{"title": …, "text": …}`, or of
+`{"contents": "title\\ntext"}` as Search-R1 has it.
 
-Source: Okapi BM25, k1 = 1.5, b = 0.75, with Lucene's inverse document frequency ln(1 + (N − n +
-0.5) / (n + 0.5)).
+Source: Okapi BM25, k1 = 1.5, b = 0.75, with Lucene's inverse document frequency
+ln(1 + (N − n + 0.5) / (n + 0.5)).
 """
 
 from __future__ import annotations
@@ -25,43 +24,39 @@ _B = 0.75
 
 
 class Retrieval:
-    """The tool: called with a query, it answers the best documents, one a line, as `title:
-    text`."""
+    """The tool: takes a query and returns the best documents, one per line, as `title: text`."""
 
     def __init__(self, corpus: str, topk: int = 3) -> None:
-        """Raises: ConfigError if the file cannot be read; DataError naming a line that is no
-        document."""
+        """Read and index the corpus. Raises: ConfigError if the file cannot be read; DataError with
+        the first invalid line."""
         self.topk = topk
         self.documents = _read(Path(corpus))
-        words = [Counter(_words(f"{title} {text}")) for title, text in self.documents]
-        self._lengths = [sum(counts.values()) for counts in words]
-        self._mean = sum(self._lengths) / len(words)
+        word_counts = [Counter(_words(f"{title} {text}")) for title, text in self.documents]
+        self._lengths = [sum(counts.values()) for counts in word_counts]
+        self._mean_length = sum(self._lengths) / len(word_counts)
         self._postings: dict[str, list[tuple[int, int]]] = {}
-        for number, counts in enumerate(words):
+        for number, counts in enumerate(word_counts):
             for word, count in counts.items():
                 self._postings.setdefault(word, []).append((number, count))
 
     def __call__(self, query: str) -> str:
-        """`nothing found` if no word of the query is in the corpus."""
-        found = [self.documents[number] for number, _ in self.search(query)]
-        return (
-            "\n".join(f"{title}: {text}" if title else text for title, text in found)
-            or "nothing found"
-        )
+        """Return `nothing found` if the corpus has no word of the query."""
+        documents = [self.documents[number] for number, _ in self.search(query)]
+        lines = [f"{title}: {text}" if title else text for title, text in documents]
+        return "\n".join(lines) or "nothing found"
 
     def search(self, query: str) -> list[tuple[int, float]]:
-        """(document, score) of the best `topk`, best first; equal scores in the corpus's order."""
+        """Return (document, score) of the `topk` best documents, best first. Documents of equal
+        score keep the corpus's order."""
         scores: dict[int, float] = {}
         for word in set(_words(query)):
             postings = self._postings.get(word, [])
-            rarity = math.log(
-                1 + (len(self.documents) - len(postings) + 0.5) / (len(postings) + 0.5)
-            )
+            num_without = len(self.documents) - len(postings)
+            inverse_frequency = math.log(1 + (num_without + 0.5) / (len(postings) + 0.5))
             for number, count in postings:
-                length = 1 - _B + _B * self._lengths[number] / self._mean
-                scores[number] = scores.get(number, 0.0) + rarity * count * (_K1 + 1) / (
-                    count + _K1 * length
-                )
+                length = 1 - _B + _B * self._lengths[number] / self._mean_length
+                weight = inverse_frequency * count * (_K1 + 1) / (count + _K1 * length)
+                scores[number] = scores.get(number, 0.0) + weight
         return sorted(scores.items(), key=lambda item: (-item[1], item[0]))[: self.topk]
 
 
@@ -73,12 +68,11 @@ def _read(path: Path) -> list[tuple[str, str]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        do = "a relative path counts from the folder the run is started in"
         raise ConfigError(
             "the corpus cannot be read",
             where="rollout.tools (corpus)",
             found=f"{path}: {error}",
-            do=do,
+            do="a relative path counts from the folder in which the run is started",
         ) from error
     documents = [
         _document(line, f"{path}:{number}")
@@ -93,6 +87,7 @@ def _read(path: Path) -> list[tuple[str, str]]:
 
 
 def _document(line: str, where: str) -> tuple[str, str]:
+    """Return (title, text) of a line."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -1,9 +1,10 @@
-"""How the policy writes a call of a tool, and how the answer is shown to it.
+"""Read the tool calls that the policy writes, and render the tool responses for the policy.
 
-    tags     <search>who built it</search>              <result>…</result>
-    hermes   <tool_call>{"name": …, "arguments": {…}}</tool_call> in ChatML, as Qwen and Hermes models are trained to
+    tags     <search>who built it</search>                      <result>…</result>
+    hermes   <tool_call>{"name": …, "arguments": {…}}</tool_call>
+             in ChatML, the format of Qwen and Hermes models
 
-Not here: running a tool (`tools`), or which tokens are sampled (`multi_turn`).
+Entry points: the call formats `Tags` and `Hermes`.
 """
 
 from __future__ import annotations
@@ -14,38 +15,40 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+# A call at the end of a response may lack the closing tag.
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 END_OF_TURN = "<|im_end|>"
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call. `arguments` is text for a tool that takes one, else keyword arguments; `error`: it
-    cannot be read."""
+    """One tool call."""
 
     name: str
     arguments: str | dict[str, Any]
+    """Text for a tool with one argument, else keyword arguments."""
     error: str | None = None
+    """Reason why the call cannot be read."""
 
 
 class CallFormat(Protocol):
-    """How calls look in a turn's text."""
+    """Format of tool calls in the text of a turn."""
 
     stops: tuple[str, ...]
-    """Texts that end a turn: the policy waits for the answer there."""
+    """Texts that end a turn, because the policy waits for a tool response there."""
 
     def read(self, turn: str) -> list[Call]:
-        """The calls of a turn; none: it is the last."""
+        """Return the calls of a turn. A turn without calls is the last one."""
         ...
 
     def render(self, answers: Sequence[str], *, ended: bool) -> str:
-        """The answers as the policy sees them. `ended`: the turn's last token is the
-        end-of-sequence one."""
+        """Return the text with the tool responses. `ended`: the turn's last token is an
+        end-of-sequence token."""
         ...
 
 
 class Tags:
-    """One call a turn: the first of `<name>argument</name>`, which ends it."""
+    """One call per turn: the first `<name>argument</name>`, which ends the turn."""
 
     def __init__(self, names: Collection[str]) -> None:
         self.stops = tuple(f"</{name}>" for name in names)
@@ -53,8 +56,8 @@ class Tags:
 
     def read(self, turn: str) -> list[Call]:
         """See `CallFormat`."""
-        found = self._call.search(turn)
-        return [Call(found[1], found[2].strip())] if found else []
+        match = self._call.search(turn)
+        return [Call(match[1], match[2].strip())] if match else []
 
     def render(self, answers: Sequence[str], *, ended: bool) -> str:
         """See `CallFormat`."""
@@ -62,7 +65,7 @@ class Tags:
 
 
 class Hermes:
-    """Any number of calls a turn, each a JSON object."""
+    """Any number of calls per turn, each a JSON object."""
 
     stops: tuple[str, ...] = ()
 
@@ -72,25 +75,26 @@ class Hermes:
 
     def render(self, answers: Sequence[str], *, ended: bool) -> str:
         """See `CallFormat`."""
-        shown = "\n".join(f"<tool_response>\n{answer}\n</tool_response>" for answer in answers)
+        responses = "\n".join(f"<tool_response>\n{answer}\n</tool_response>" for answer in answers)
+        # The sampled end-of-sequence token is ChatML's end of the turn already.
         begin = "" if ended else END_OF_TURN
-        return f"{begin}\n<|im_start|>user\n{shown}{END_OF_TURN}\n<|im_start|>assistant\n"
+        return f"{begin}\n<|im_start|>user\n{responses}{END_OF_TURN}\n<|im_start|>assistant\n"
 
 
 def read_hermes(text: str) -> Call:
-    """One call in JSON; what is wrong with it is its error."""
+    """Read one call in JSON. A call that cannot be read has an error."""
     try:
-        said = json.loads(text)
+        content = json.loads(text)
     except ValueError as error:
         return Call("", {}, f"the call is not JSON ({error})")
-    if not isinstance(said, dict) or not isinstance(said.get("name"), str):
+    if not isinstance(content, dict) or not isinstance(content.get("name"), str):
         return Call("", {}, 'the call is not {"name": ..., "arguments": {...}}')
-    arguments = said.get("arguments") or {}
+    arguments = content.get("arguments") or {}
     if not isinstance(arguments, dict):
-        return Call(said["name"], {}, "arguments is not an object")
-    return Call(said["name"], arguments)
+        return Call(content["name"], {}, "arguments is not an object")
+    return Call(content["name"], arguments)
 
 
 def without_calls(turn: str) -> str:
-    """A turn's text beside its hermes calls."""
+    """Return the text of a turn without its Hermes calls."""
     return _HERMES.sub("", turn).strip()

@@ -1,12 +1,12 @@
-"""Tools of the policy: how one is called, within its deadline, and those that come along.
+"""Call the tools of the policy, and the built-in tools.
 
-A tool is a function of the user or one of ours; what it returns becomes text. Nothing it does ends
-a rollout: what it raises, and a deadline it misses, is what the policy is told.
+A tool is a user function or class, or a built-in one. Its result becomes text. A tool never ends a
+rollout: the policy gets the text of an exception or of a missed deadline.
 
     calculator(expression)    arithmetic: + - * / // % ** and parentheses
-    python(code)              a Python program in a process of its own; what it prints
+    python(code)              output of a Python program in a separate process
 
-Not here: search (`retrieval`), how a call is written (`tool_calls`).
+`rlpipe.rollout.retrieval` is another built-in tool. Entry points: `load_tools`, `Tool`.
 """
 
 from __future__ import annotations
@@ -41,39 +41,40 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
+# Bounds of the calculator: a policy writes expressions such as 9**9**9.
 _LARGEST_POWER = 64
 _LARGEST_NUMBER = 10**30
 _LONGEST_EXPRESSION = 500
-_KEPT_BYTES = 64 * 1024
-_LAST_WORDS_S = 5.0
+_MAX_OUTPUT_BYTES = 64 * 1024
+_LAST_OUTPUT_S = 5.0
 
 
 class Tool:
-    """One tool. `name` is what the policy calls it."""
+    """One tool. The policy calls it by `name`."""
 
     def __init__(self, config: ToolConfig, *, timeout_s: float) -> None:
-        """Raises: ConfigError if it cannot be loaded, or does not take `config.arguments`."""
-        found = load_hook(config.path)
+        """Load a tool. Raises: ConfigError if it cannot be loaded or does not accept
+        `config.arguments`."""
+        loaded = load_hook(config.path)
         self.name = config.name or config.path.rpartition(":")[2].rpartition(".")[2].lower()
         self.timeout_s = timeout_s
         key = f"rollout.tools ({self.name})"
         try:
-            made: Any = (
-                guarded(found)(**config.arguments)
-                if inspect.isclass(found)
-                else partial(found, **config.arguments)
-            )
+            if inspect.isclass(loaded):
+                tool: Any = guarded(loaded)(**config.arguments)
+            else:
+                tool = partial(loaded, **config.arguments)
         except TypeError as error:
             raise ConfigError(
                 "the tool does not take these arguments",
                 where=key,
                 found=f"{config.arguments}: {error}",
             ) from error
-        except Exception as error:  # the class is the user's
+        except Exception as error:  # a user's class may raise any exception
             raise ConfigError(
-                "the tool cannot be made", where=key, found=error_text(error)
+                "the tool cannot be created", where=key, found=error_text(error)
             ) from error
-        function = made.func if isinstance(made, partial) else made
+        function = tool.func if isinstance(tool, partial) else tool
         if not callable(function):
             raise ConfigError(
                 "the tool cannot be called",
@@ -81,29 +82,28 @@ class Tool:
                 found=config.path,
                 expected="a class with __call__",
             )
-        self._function: Callable[..., Any] = made if isinstance(made, partial) else guarded(made)
+        self._function: Callable[..., Any] = tool if isinstance(tool, partial) else guarded(tool)
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__, not a test for callable
         )
 
     async def answer(self, arguments: str | dict[str, Any]) -> str:
-        """What the policy is told: the result as text, or what went wrong."""
-        call = (
-            partial(self._function, **arguments)
-            if isinstance(arguments, dict)
-            else partial(self._function, arguments)
-        )
+        """Return the result as text, or the text of an error."""
+        if isinstance(arguments, dict):
+            call = partial(self._function, **arguments)
+        else:
+            call = partial(self._function, arguments)
         try:
             async with asyncio.timeout(self.timeout_s):
                 return str(await (call() if self._is_async else call_hook(call)))
         except TimeoutError:
             return f"error: no answer within {self.timeout_s:g} s"
-        except Exception as error:  # noqa: BLE001 - a tool may raise anything; the policy is told
+        except Exception as error:  # noqa: BLE001 - a tool may raise any exception; the policy gets it
             return f"error: {error_text(error)}"
 
 
 def load_tools(configs: Sequence[ToolConfig], *, timeout_s: float) -> dict[str, Tool]:
-    """The tools by name. Raises: ConfigError; also if two have one name."""
+    """Return the tools by name. Raises: ConfigError, also for two tools of one name."""
     tools = [Tool(config, timeout_s=timeout_s) for config in configs]
     names = [tool.name for tool in tools]
     if len(set(names)) != len(names):
@@ -117,8 +117,10 @@ def load_tools(configs: Sequence[ToolConfig], *, timeout_s: float) -> dict[str, 
 
 
 def calculator(expression: str) -> str:
-    """The value of an arithmetic expression; whole numbers without a decimal point. Raises:
-    ValueError, ZeroDivisionError."""
+    """Return the value of an arithmetic expression; integers without a decimal point.
+
+    Raises: ValueError, ZeroDivisionError.
+    """
     if len(expression) > _LONGEST_EXPRESSION:
         raise ValueError(f"longer than {_LONGEST_EXPRESSION} characters")
     try:
@@ -152,15 +154,13 @@ def _bounded(value: Any) -> Any:
 
 
 async def python(code: str, *, memory_bytes: int = 512 * 1024**2, cpu_s: int = 10) -> str:
-    """What a Python program prints, standard error included, and how it ended if not well.
+    """Return the output of a Python program, including standard error and a failing exit status.
 
-    It runs in a process of its own with `python -I`, in an empty folder that is removed, within
-    these limits; it is killed when the tool's deadline passes. Processes that it leaves running are
-    killed when it ends: they hold its standard output, and would keep the answer waiting. That
-    bounds mistakes, not malice: it can read files and the network as the run can.
+    The program runs with `python -I` in a separate process with these limits, in an empty folder
+    that is removed. It is killed at the tool's deadline. These limits stop mistakes, not attacks:
+    the program can read files and use the network as the run can.
     """
     with tempfile.TemporaryDirectory(prefix="rlpipe-tool-") as folder:
-        limits = partial(_limit, memory_bytes, cpu_s)
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-I",
@@ -171,36 +171,41 @@ async def python(code: str, *, memory_bytes: int = 512 * 1024**2, cpu_s: int = 1
             stderr=STDOUT,
             cwd=folder,
             env={},
-            preexec_fn=limits,
+            preexec_fn=partial(_set_limits, memory_bytes, cpu_s),
             start_new_session=True,
         )
-        reading = asyncio.ensure_future(_printed(process))
+        reading = asyncio.ensure_future(_output(process))
         ending = asyncio.ensure_future(exit_status(process))
         try:
             await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if reading.done() and len(reading.result()) < _KEPT_BYTES:
-                await ending  # it has closed its output, and may still be at work
+            if reading.done() and len(reading.result()) < _MAX_OUTPUT_BYTES:
+                # The program closed its output and may still run.
+                await ending
+            # Kill the program's child processes: they hold its standard output open, and reading
+            # the output would wait for them.
             status = await end_group(process)
-            printed = await asyncio.wait_for(reading, _LAST_WORDS_S)
+            output = await asyncio.wait_for(reading, _LAST_OUTPUT_S)
         finally:
             reading.cancel()
             ending.cancel()
             await end_group(process)
-    text = printed.decode(errors="replace").strip()
+    text = output.decode(errors="replace").strip()
     return text if not status else f"{text}\n(exit status {status})".strip()
 
 
-async def _printed(process: Process) -> bytes:
+async def _output(process: Process) -> bytes:
+    """Read the output up to _MAX_OUTPUT_BYTES."""
     assert process.stdout is not None
-    printed = b""
-    while len(printed) < _KEPT_BYTES and (
-        piece := await process.stdout.read(_KEPT_BYTES - len(printed))
-    ):
-        printed += piece
-    return printed
+    output = b""
+    while len(output) < _MAX_OUTPUT_BYTES:
+        chunk = await process.stdout.read(_MAX_OUTPUT_BYTES - len(output))
+        if not chunk:
+            break
+        output += chunk
+    return output
 
 
-def _limit(memory_bytes: int, cpu_s: int) -> None:
+def _set_limits(memory_bytes: int, cpu_s: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

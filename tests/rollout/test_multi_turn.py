@@ -247,7 +247,9 @@ async def test_what_a_program_leaves_running_neither_delays_the_answer_nor_stays
     code = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); print(p.pid)"
     async with asyncio.timeout(60):
         left = int(await python(code))
-    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+        # SIGKILL takes a moment on a busy machine.
+        while psutil.pid_exists(left) and psutil.Process(left).status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.05)
 
 
 async def test_a_tool_that_ends_python_is_an_answer(tmp_path: Path):

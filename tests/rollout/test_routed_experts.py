@@ -153,7 +153,9 @@ async def test_a_sample_of_an_earlier_iteration_goes_on_with_its_experts():
 
 
 async def test_an_engine_that_names_none_is_an_error_that_says_what_to_do():
-    with pytest.raises(EngineError, match=r"(?s)does not return routed experts.*--enable-return-routed-experts"):
+    with pytest.raises(
+        EngineError, match=r"(?s)does not return routed experts.*--enable-return-routed-experts"
+    ):
         await single(Engine(([8], "stop"), ([9], "stop"), silent=True))
 
 

@@ -1,1 +1,1 @@
-"""OpenAI-compatible endpoints for agents: gateway, sessions and their protocol."""
+"""OpenAI- and SGLang-compatible endpoints for user functions and agents."""

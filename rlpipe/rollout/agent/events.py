@@ -1,7 +1,7 @@
-"""A reply that goes out while it is sampled: server-sent events, one for what has come since the
-last was written.
+"""Send a reply as server-sent events while it is sampled.
 
-Not here: what the events say (`gateway` for SGLang's, `openai_stream` for OpenAI's).
+Entry points: `Events` writes the events of one response; `sample_streamed` samples and reports
+partial responses. The format of the events is in `gateway` (SGLang) and `openai_stream` (OpenAI).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlpipe.rollout.generation import Generation
 
 
 class Events:
-    """The answer to one request. Until the first event it may still be an error status."""
+    """The streamed answer to one request. Before the first event an error status is possible."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -35,42 +35,44 @@ class Events:
         await self._response.write(f"data: {json.dumps(event)}\n\n".encode())
 
     async def end(self) -> web.StreamResponse:
-        """No more will come."""
-        assert self._response is not None, "nothing was sent"
+        """Write the end of the stream."""
+        assert self._response is not None, "no event was sent"
         await self._response.write(b"data: [DONE]\n\n")
         await self._response.write_eof()
         return self._response
 
     async def failed(self, error: RlpipeError) -> web.StreamResponse:
-        """Say so in the stream. Raises: the error, if nothing was sent yet."""
+        """Write an error as the last event. Raises: the error, if no event was sent yet."""
         if self._response is None:
             raise error
-        await self.send(
-            {"error": {"message": str(error), "type": type(error).__name__, "code": 503}}
-        )
+        details = {"message": str(error), "type": type(error).__name__, "code": 503}
+        await self.send({"error": details})
         return await self.end()
 
 
-async def followed(
-    sample: Callable[[Watch], Awaitable[Generation]], tell: Callable[[Generation], Awaitable[None]]
+async def sample_streamed(
+    sample: Callable[[Watch], Awaitable[Generation]],
+    send: Callable[[Generation], Awaitable[None]],
 ) -> Generation:
-    """What `sample` comes to. `tell` is given what there is of it as often as it gets that done,
-    and not the end."""
+    """Return the response of `sample`, and send partial responses meanwhile.
+
+    Partial responses are skipped while `send` is busy. The complete response is not sent.
+    """
     newest: list[Generation] = []
-    more = asyncio.Event()
+    changed = asyncio.Event()
 
-    def watch(part: Generation) -> None:
-        newest[:] = [part]
-        more.set()
+    def watch(partial: Generation) -> None:
+        newest[:] = [partial]
+        changed.set()
 
-    work = asyncio.ensure_future(sample(watch))
-    work.add_done_callback(lambda _: more.set())
+    sampling = asyncio.ensure_future(sample(watch))
+    sampling.add_done_callback(lambda _: changed.set())
     try:
         while True:
-            await more.wait()
-            more.clear()
-            if work.done():
-                return work.result()
-            await tell(newest[0])
+            await changed.wait()
+            changed.clear()
+            if sampling.done():
+                return sampling.result()
+            await send(newest[0])
     finally:
-        work.cancel()
+        sampling.cancel()

@@ -1,16 +1,17 @@
-"""The engines as a function of the user sees them: a server on the loopback, open while one rollout
-runs.
+"""Serve the engines to a user function over HTTP on the loopback address, during one rollout.
 
-    POST /generate                                 SGLang's, by `input_ids` or `text`, one or several, one also as a stream
-    POST /v1/chat/completions                      OpenAI's, without memory
-    POST /sessions/<id>/v1/chat/completions        OpenAI's, as one rollout: see `sessions`
+    POST /generate                             SGLang's API: input_ids or text, one prompt or
+                                               several; one response also as a stream
+    POST /v1/chat/completions                  OpenAI's API, without a session
+    POST /sessions/<id>/v1/chat/completions    OpenAI's API, one session per rollout
     GET  …/v1/models, /workers, /health
 
-What is asked goes through the run's own client: it waits while weights are pushed, goes on after an
-abort, is asked again when an engine dies, and is refused when it would end an engine. What is
-answered is in the journal. Each rollout has a port of its own, so it is known whose a request is.
+Requests go through the run's `GenerateClient`: they wait during a weight push, continue after an
+abort, are repeated after a lost engine, and are refused if they would crash an engine. The journal
+records the answers. Each rollout has a separate gateway and port, which attributes the requests to
+the rollout.
 
-Not here: the conversation behind a session (`sessions`), OpenAI's JSON (`openai_api`).
+Entry point: `Gateway`.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from aiohttp import web
 
 from rlpipe.errors import DataError, DeadlineExceeded, EngineRejected, RlpipeError
-from rlpipe.rollout.agent.events import Events, followed
-from rlpipe.rollout.agent.requests import Generate, read_body
+from rlpipe.rollout.agent.events import Events, sample_streamed
+from rlpipe.rollout.agent.request_models import GenerateRequest, read_body
 from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.client.streaming import Watch
-from rlpipe.rollout.generate import version_of
+from rlpipe.rollout.generate import version_runs
 from rlpipe.rollout.generation import Generation
 from rlpipe.rollout.hooks.journal import Answer, Journal
 from rlpipe.store.routed_experts import within, write_rows
@@ -36,15 +37,30 @@ from rlpipe.store.routed_experts import within, write_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# SGLang's default.
 _DEFAULT_MAX_NEW_TOKENS = 128
-"""SGLang's."""
 _LARGEST_REQUEST_BYTES = 256 * 1024**2
 _ROUTING_HEADER = "X-SMG-Routing-Key"
 
 
+class _Request(NamedTuple):
+    """Settings of a `/generate` request for one prompt."""
+
+    ids: list[int]
+    sampling: dict[str, Any]
+    routing_key: str | None
+    routed_from: int | None
+    """First token with experts in the answer. None: no experts."""
+    start_s: float
+
+    @property
+    def where(self) -> str:
+        return f"POST /generate with {len(self.ids)} tokens"
+
+
 class Gateway:
-    """An async context manager. `address` is (host, port) while it is open; `stop` as in
-    `GenerateClient.generate`."""
+    """HTTP server of one rollout. An async context manager; `address` is (host, port) while it is
+    open."""
 
     def __init__(
         self,
@@ -57,22 +73,27 @@ class Gateway:
         routed: bool = False,
         routes: Callable[[Gateway], Sequence[web.RouteDef]] = lambda _: (),
     ) -> None:
-        """`affinity`: hand the callers' routing keys on to the router. `routed`: have the engines
-        say which experts they routed tokens to. `routes`: further ones, beside those of SGLang."""
+        """Create a gateway without starting the server.
+
+        stop: as in `GenerateClient.generate`.
+        affinity: pass the callers' routing keys to the router.
+        routed: request the experts of all tokens from the engines.
+        routes: further routes besides SGLang's.
+        """
         self.client = client
         self.tokenizer = tokenizer
         self.context_len = context_len
         self.stop = stop
         self.affinity = affinity
         self.routed = routed
-        self._routes = routes
         self.journal = Journal()
         self.address = ("127.0.0.1", 0)
-        self._open = AsyncExitStack()
+        self._routes = routes
+        self._cleanup = AsyncExitStack()
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """URL of the server."""
         return f"http://{self.address[0]}:{self.address[1]}"
 
     async def __aenter__(self) -> Self:
@@ -83,14 +104,14 @@ class Gateway:
             app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True
         )
         await runner.setup()
-        self._open.push_async_callback(runner.cleanup)
+        self._cleanup.push_async_callback(runner.cleanup)
         site = web.TCPSite(runner, self.address[0], 0)
         await site.start()
         self.address = runner.addresses[0]
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        await self._open.aclose()
+        await self._cleanup.aclose()
 
     async def sample(
         self,
@@ -102,8 +123,10 @@ class Gateway:
         watch: Watch | None = None,
         where: str = "generate",
     ) -> Generation:
-        """One response, which is in the journal then. `routed_from`: first token whose experts are
-        wanted, where any are. `watch`: told of it while it is sampled.
+        """Sample one response and record it in the journal.
+
+        `routed_from` is the first token that needs experts, if the gateway is `routed`. `watch` is
+        called with partial responses.
 
         Raises: as `GenerateClient.generate`; DataError without room for a response.
         """
@@ -115,200 +138,200 @@ class Gateway:
                 found=f"{len(ids)} tokens",
                 expected=f"< {self.context_len}",
             )
-        wanted = sampling.get("max_new_tokens")
-        params = {
-            **sampling,
-            "max_new_tokens": min(_DEFAULT_MAX_NEW_TOKENS if wanted is None else wanted, room),
-        }
-        keep: dict[str, Any] = {
-            "stop": self.stop,
-            "routing_key": routing_key if self.affinity else None,
-        }
+        max_new_tokens = sampling.get("max_new_tokens")
+        if max_new_tokens is None:
+            max_new_tokens = _DEFAULT_MAX_NEW_TOKENS
+        params = {**sampling, "max_new_tokens": min(max_new_tokens, room)}
+        options: dict[str, Any] = {"routing_key": routing_key if self.affinity else None}
         if self.routed:
-            keep["routed_from"] = routed_from
+            options["routed_from"] = routed_from
         if watch is not None:
-            keep["watch"] = watch
-        (generation,) = await self.client.generate(ids, params, **keep, where=where)
-        runs = tuple(
-            (tokens, version_of(stamp, where)) for tokens, stamp in generation.weight_versions
+            options["watch"] = watch
+        (generation,) = await self.client.generate(
+            ids, params, stop=self.stop, **options, where=where
         )
-        sampled = (tuple(generation.response_ids), tuple(generation.log_probs), runs)
-        routed = generation.routed_experts
-        self.journal.add(ids, Answer(*sampled, routed, routed_from))
+        answer = Answer(
+            response_ids=tuple(generation.response_ids),
+            log_probs=tuple(generation.log_probs),
+            weight_versions=tuple(version_runs(generation, where)),
+            routed_experts=generation.routed_experts,
+            routed_from=routed_from,
+        )
+        self.journal.add(ids, answer)
         return generation
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text as it stands. Raises: DataError for half a character, which no
-        tokenizer takes."""
+        """Return the token ids of a text, without a chat template.
+
+        Raises: DataError for half of a surrogate pair, which no tokenizer accepts.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise DataError(
-                "text with half a character", where="gateway", found=str(error)
+                "text with half of a surrogate pair", where="gateway", found=str(error)
             ) from error
         return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def text_of(self, generation: Generation, sampling: dict[str, Any]) -> str:
-        """The text as SGLang gives it: without what stopped it, unless `no_stop_trim`."""
+        """Return the text as SGLang does: without the stop token or stop text, unless
+        `no_stop_trim`."""
         ids = generation.response_ids
-        keep = bool(sampling.get("no_stop_trim"))
         skip = sampling.get("skip_special_tokens", True)
-        if (
-            not keep
-            and generation.finish_reason == "stop"
-            and ids
-            and ids[-1] in self._ends(sampling)
-        ):
+        if sampling.get("no_stop_trim"):
+            return self.decode(ids, skip_special_tokens=skip)
+        stop_ids = {*self.client.end_ids, *(sampling.get("stop_token_ids") or ())}
+        if generation.finish_reason == "stop" and ids and ids[-1] in stop_ids:
             ids = ids[:-1]
         text = self.decode(ids, skip_special_tokens=skip)
-        stops = sampling.get("stop") or ()
-        for stop in () if keep else [stops] if isinstance(stops, str) else stops:
+        for stop in as_list(sampling.get("stop")):
             text = text.partition(stop)[0]
         return text
 
-    def _ends(self, sampling: dict[str, Any]) -> set[int]:
-        return {*self.client.end_ids, *(sampling.get("stop_token_ids") or ())}
-
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body: Any = await read_body(request, Generate)
-        if (named := bool(body.get("return_routed_experts"))) and not self.routed:
-            do = "set train.use_rollout_routing_replay; an evaluation has none"
+        body: Any = await read_body(request, GenerateRequest)
+        wants_experts = bool(body.get("return_routed_experts"))
+        if wants_experts and not self.routed:
             raise DataError(
-                "engines do not say their routing here",
+                "the engines do not return routed experts here",
                 where="POST /generate",
                 found="return_routed_experts",
-                do=do,
+                do="set train.use_rollout_routing_replay; evaluations have no routed experts",
             )
-        given = body.get("input_ids") if body.get("input_ids") is not None else body.get("text")
-        several = bool(given) and isinstance(given, list) and isinstance(given[0], list | str)
-        prompts = given if several else [given]
         sampling = dict(body.get("sampling_params") or {})
-        start_s = time.time()
         copies = int(sampling.pop("n", 1) or 1)
-        key = request.headers.get(_ROUTING_HEADER)
-        once: list[list[int]] = [
-            self.encode(one) if isinstance(one, str) else list(one or ()) for one in prompts
+        prompts, is_batch = self._prompts(body)
+        start = int(body.get("routed_experts_start_len") or 0)
+        routing_key = request.headers.get(_ROUTING_HEADER)
+        requests = [
+            _Request(ids, sampling, routing_key, start if wants_experts else None, time.time())
+            for ids in prompts
+            for _ in range(copies)
         ]
-        ids = [one for one in once for _ in range(copies)]
-        first = int(body.get("routed_experts_start_len") or 0) if named else None
         if body.get("stream"):
-            if len(ids) != 1:
+            if len(requests) != 1:
                 raise DataError(
-                    "one response a stream",
+                    "a stream has one response",
                     where="POST /generate",
-                    found=f"{len(ids)}, stream: true",
+                    found=f"{len(requests)} responses, stream: true",
                     expected=1,
                 )
-            return await self._streamed(request, ids[0], sampling, key, first)
-        answers = await asyncio.gather(
-            *(
-                self.sample(
-                    one, sampling, routing_key=key, where=f"POST /generate with {len(one)} tokens"
-                )
-                for one in ids
-            )
+            return await self._stream(request, requests[0])
+        rows = await asyncio.gather(*map(self._sampled_row, requests))
+        return web.json_response(rows if is_batch or copies > 1 else rows[0])
+
+    def _prompts(self, body: dict[str, Any]) -> tuple[list[list[int]], bool]:
+        """Return the prompts of a request as ids, and True if the request has a list of prompts."""
+        prompt = body.get("input_ids")
+        if prompt is None:
+            prompt = body.get("text")
+        is_batch = bool(prompt) and isinstance(prompt, list) and isinstance(prompt[0], list | str)
+        prompts: Any = prompt if is_batch else [prompt]
+        ids: list[list[int]] = []
+        for one in prompts:
+            ids.append(self.encode(one) if isinstance(one, str) else list(one or ()))
+        return ids, is_batch
+
+    async def _sampled_row(self, request: _Request) -> dict[str, Any]:
+        generation = await self.sample(
+            request.ids, request.sampling, routing_key=request.routing_key, where=request.where
         )
-        rows = [
-            self._row(one, answer, sampling, start_s, first)
-            for one, answer in zip(ids, answers, strict=True)
-        ]
-        return web.json_response(rows if several or copies > 1 else rows[0])
+        return self._row(request, generation)
 
-    async def _streamed(
-        self,
-        request: web.Request,
-        ids: list[int],
-        sampling: dict[str, Any],
-        key: str | None,
-        routed_from: int | None,
-    ) -> web.StreamResponse:
-        """Each event has all there is so far, as SGLang's have."""
-        events = Events(request)
-        start_s = time.time()
+    async def _stream(self, http_request: web.Request, request: _Request) -> web.StreamResponse:
+        """Stream a response. Each event has all tokens so far, as SGLang's events."""
+        events = Events(http_request)
 
-        async def tell(part: Generation) -> None:
-            row = self._row(ids, part, sampling, start_s, None)
+        async def send(partial: Generation) -> None:
+            row = self._row(request._replace(routed_from=None), partial)
             row["meta_info"]["finish_reason"] = None
             await events.send(row)
 
-        where = f"POST /generate with {len(ids)} tokens"
         try:
-            answer = await followed(
-                lambda watch: self.sample(ids, sampling, routing_key=key, watch=watch, where=where),
-                tell,
+            generation = await sample_streamed(
+                lambda watch: self.sample(
+                    request.ids,
+                    request.sampling,
+                    routing_key=request.routing_key,
+                    watch=watch,
+                    where=request.where,
+                ),
+                send,
             )
         except RlpipeError as error:
             return await events.failed(error)
-        await events.send(self._row(ids, answer, sampling, start_s, routed_from))
+        await events.send(self._row(request, generation))
         return await events.end()
 
-    def _row(
-        self,
-        ids: list[int],
-        answer: Generation,
-        sampling: dict[str, Any],
-        start_s: float,
-        routed_from: int | None,
-    ) -> dict[str, Any]:
-        pairs = zip(answer.log_probs, answer.response_ids, strict=True)
+    def _row(self, request: _Request, generation: Generation) -> dict[str, Any]:
+        """Return a response in SGLang's format."""
+        ids = generation.response_ids
+        pairs = zip(generation.log_probs, ids, strict=True)
         meta = {
-            "finish_reason": {"type": answer.finish_reason},
-            "prompt_tokens": len(ids),
-            "completion_tokens": len(answer.response_ids),
-            "cached_tokens": answer.cached_tokens,
+            "finish_reason": {"type": generation.finish_reason},
+            "prompt_tokens": len(request.ids),
+            "completion_tokens": len(ids),
+            "cached_tokens": generation.cached_tokens,
             "output_token_logprobs": [[log_prob, token, None] for log_prob, token in pairs],
-            "e2e_latency": time.time() - start_s,
+            "e2e_latency": time.time() - request.start_s,
         }
-        if answer.weight_versions:
-            meta["weight_version"] = answer.weight_versions[-1][1]
-        routed = within(answer.routed_experts, len(ids) + len(answer.response_ids))
-        if routed is not None and routed_from is not None:
-            meta["routed_experts"] = write_rows(routed[routed_from:])
+        if generation.weight_versions:
+            meta["weight_version"] = generation.weight_versions[-1][1]
+        experts = within(generation.routed_experts, len(request.ids) + len(ids))
+        if experts is not None and request.routed_from is not None:
+            meta["routed_experts"] = write_rows(experts[request.routed_from :])
         return {
-            "text": self.text_of(answer, sampling),
-            "output_ids": list(answer.response_ids),
+            "text": self.text_of(generation, request.sampling),
+            "output_ids": list(ids),
             "meta_info": meta,
         }
 
     async def _workers(self, request: web.Request) -> web.Response:
-        return web.json_response(
-            {"workers": [{"id": "gateway", "url": self.url, "is_healthy": True}]}
-        )
+        # slime's functions read the engines from the router's list.
+        worker = {"id": "gateway", "url": self.url, "is_healthy": True}
+        return web.json_response({"workers": [worker]})
+
+
+def as_list(stops: str | Sequence[str] | None) -> list[str]:
+    """Return stop texts as a list; requests may have a single text."""
+    return [stops] if isinstance(stops, str) else list(stops or ())
 
 
 async def _healthy(request: web.Request) -> web.Response:
     return web.Response(text="OK")
 
 
+_BAD_REQUEST = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RecursionError,
+    EngineRejected,
+)
+
+
 @web.middleware
 async def _errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Any]
 ) -> web.StreamResponse:
-    """400 for what was asked wrongly, 504 and 503 for engines that do not answer; the body is
-    shaped as OpenAI's is."""
+    """Answer 400 to wrong requests, 504 and 503 for engines without an answer, in OpenAI's
+    format."""
     try:
         return await handler(request)
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RecursionError,
-        EngineRejected,
-    ) as error:
-        return _problem(400, error)
+    except _BAD_REQUEST as error:
+        return _error_response(400, error)
     except DeadlineExceeded as error:
-        return _problem(504, error)
+        return _error_response(504, error)
     except RlpipeError as error:
-        return _problem(503, error)
+        return _error_response(503, error)
 
 
-def _problem(status: int, error: Exception) -> web.Response:
+def _error_response(status: int, error: Exception) -> web.Response:
     message = str(error) if isinstance(error, RlpipeError) else f"{type(error).__name__}: {error}"
-    return web.json_response(
-        {"error": {"message": message, "type": type(error).__name__, "code": status}}, status=status
-    )
+    details = {"message": message, "type": type(error).__name__, "code": status}
+    return web.json_response({"error": details}, status=status)

@@ -1,17 +1,15 @@
-"""A conversation in messages, kept in tokens: what an agent says through chat completions becomes
-samples, token for token.
+"""Turn an agent's chat conversation into samples, token for token.
 
-A reply's tokens are kept as they were sampled. When the next request repeats the messages so far,
-with that reply as it was given out, its prompt is the tokens held plus those of what is new. A
-request whose messages do not continue what is held (a message was changed, a template that rewrites
-earlier turns, a second agent in the session) is rendered from the start and begins another sample;
-two requests that continue the same reply begin one each. Every reply is trained in exactly one
-sample.
+A reply keeps its sampled tokens. If the next request repeats all messages so far, including the
+reply as the client got it, then its prompt is the tokens of the conversation plus the tokens of the
+new messages. Otherwise the request is rendered from the start and begins another sample: a message
+was changed, the template rewrites earlier turns, or a second agent uses the session. Two requests
+that continue the same reply begin one sample each. Every reply is trained in exactly one sample.
 
     system user ─ reply 1 ─ tool ─ reply 2          sample 0: prompt │ reply 1 │ tool │ reply 2
-                          └ user ─ reply 3          sample 1: prompt with reply 1 in it │ reply 3
+                          └ user ─ reply 3          sample 1: prompt, with reply 1 │ reply 3
 
-Not here: HTTP and OpenAI's JSON (`openai_api`), what the engine is asked (`gateway`).
+Entry point: `Conversation`.
 """
 
 from __future__ import annotations
@@ -28,15 +26,20 @@ from rlpipe.rollout.generation import runs_of
 from rlpipe.store.routed_experts import num_rows
 from rlpipe.types import Message, Sample, Status
 
-STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+_STATUS_OF_REASON = {
+    "stop": Status.COMPLETED,
+    "length": Status.TRUNCATED,
+    "abort": Status.ABORTED,
+}
+_COMPARED_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
 
 
 class Text(Protocol):
-    """The tokenizer and its chat template."""
+    """Tokenizer with a chat template."""
 
     def render(self, messages: Sequence[Message], tools: Any, *, prompt: bool) -> str:
-        """The messages as text; `prompt`: up to where the assistant speaks. Raises: DataError if
-        the template refuses them."""
+        """Return the messages as text; with `prompt` up to the beginning of the assistant's
+        message. Raises: DataError if the template refuses the messages."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
@@ -46,34 +49,34 @@ class Text(Protocol):
 
 @dataclass(frozen=True)
 class Reply:
-    """What the engine sampled in one turn."""
+    """Tokens that the engine sampled in one turn."""
 
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     versions: tuple[int, ...]
-    """One a token."""
+    """Weight version of each token."""
     finish_reason: str
     routed_experts: np.ndarray | None = field(default=None, compare=False)
-    """Of the tokens from its turn's `routed_from` on."""
+    """Experts of the tokens from the turn's `routed_from` on."""
 
 
 @dataclass
 class Turn:
-    """A request that is asked or answered. Make it with `Conversation.ask`."""
+    """One request and its reply. Created by `Conversation.ask`."""
 
     messages: tuple[Message, ...]
     tools: Any
     prompt_ids: tuple[int, ...]
     before: Turn | None
-    """The turn whose tokens the prompt begins with."""
+    """The turn that this one continues: the prompt begins with its tokens."""
     reply: Reply | None = None
-    said: Message | None = None
-    """The reply as a message, as it was given out."""
+    reply_message: Message | None = None
+    """The reply as the client got it."""
     number: int = 0
     continued: bool = field(default=False)
-    """Is there a later turn in the same sample?"""
+    """True if a later turn continues this one in the same sample."""
     num_routed: int = 0
-    """Tokens, from the first on, whose experts are known after its reply."""
+    """Number of leading tokens with known experts, after the reply."""
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -83,12 +86,12 @@ class Turn:
 
     @property
     def routed_from(self) -> int:
-        """The first token whose experts no turn before has named."""
+        """First token without known experts before the reply."""
         return 0 if self.before is None else self.before.num_routed
 
     @property
     def routed_experts(self) -> np.ndarray | None:
-        """Of all its tokens, as far as an engine read them."""
+        """Experts of all tokens that an engine read, over all earlier turns."""
         pieces: list[np.ndarray] = []
         turn: Turn | None = self
         while turn is not None:
@@ -99,144 +102,154 @@ class Turn:
 
 
 class Conversation:
-    """One session. `ask`, sample, `answer`; then `samples`."""
+    """One session: `ask` for a prompt, sample, store the `answer`; finally read the `samples`."""
 
     def __init__(self, text: Text, *, skip_special_tokens: bool = True) -> None:
-        """`skip_special_tokens`: leave them out of the samples' `response`; replies never show
-        them."""
+        """`skip_special_tokens` leaves special tokens out of the samples' `response`. Replies never
+        have them."""
         self._text = text
         self._skip_special_tokens = skip_special_tokens
         self._turns: list[Turn] = []
 
     def __len__(self) -> int:
-        """Replies so far."""
+        """Number of replies so far."""
         return len(self._turns)
 
     def ask(self, messages: Sequence[Message], tools: Any = None) -> Turn:
-        """The tokens to sample from for these messages. Raises: DataError."""
-        wanted = tuple(_plain(message) for message in messages)
+        """Return the turn with the prompt tokens for these messages. Raises: DataError."""
+        wanted = tuple(_comparable(message) for message in messages)
+        # The longest matching conversation first: it has the most sampled tokens.
         for before in sorted(self._turns, key=lambda turn: len(turn.messages), reverse=True):
-            held = (*before.messages, before.said)
+            held = (*before.messages, before.reply_message)
             if len(held) <= len(wanted) and wanted[: len(held)] == held and before.tools == tools:
-                glue = self._glue(before, wanted, tools)
-                if glue is not None:
-                    return Turn(wanted, tools, (*before.ids, *self._text.encode(glue)), before)
-        return Turn(wanted, tools, self._fresh(wanted, tools), None)
+                new_text = self._text_after(before, wanted, tools)
+                if new_text is not None:
+                    ids = (*before.ids, *self._text.encode(new_text))
+                    return Turn(wanted, tools, ids, before)
+        return Turn(wanted, tools, self._rendered_ids(wanted, tools), None)
 
-    def answer(self, turn: Turn, reply: Reply, said: Message) -> None:
-        """Keep what was sampled for a turn, and the message it was given out as."""
-        turn.reply, turn.said, turn.number = reply, _plain(said), len(self._turns)
+    def answer(self, turn: Turn, reply: Reply, message: Message) -> None:
+        """Store the reply of a turn, and the message that the client gets."""
+        turn.reply = reply
+        turn.reply_message = _comparable(message)
+        turn.number = len(self._turns)
         turn.num_routed = min(turn.routed_from + num_rows(reply.routed_experts), len(turn.ids) - 1)
         self._turns.append(turn)
 
     def samples(self, template: Callable[[], Sample]) -> list[Sample]:
-        """The samples, in the order their last replies came. `template` makes one without
+        """Return the samples, in the order of their last replies. `template` makes a sample without
         tokens."""
         for turn in self._turns:
             turn.continued = False
         chains: list[list[Turn]] = []
-        of_turn: dict[int, list[Turn]] = {}
+        chain_of: dict[int, list[Turn]] = {}
         for turn in self._turns:
-            chain = (
-                of_turn.get(id(turn.before))
-                if turn.before is not None and not turn.before.continued
-                else None
-            )
+            before = turn.before
+            chain = None
+            if before is not None and not before.continued:
+                chain = chain_of.get(id(before))
             if chain is None:
+                # First turn, or a second continuation of one reply.
                 chain = []
                 chains.append(chain)
-            elif turn.before is not None:
-                turn.before.continued = True
+            elif before is not None:
+                before.continued = True
             chain.append(turn)
-            of_turn[id(turn)] = chain
+            chain_of[id(turn)] = chain
         chains.sort(key=lambda chain: chain[-1].number)
         return [self._sample(chain, template()) for chain in chains]
 
-    def _fresh(self, messages: Sequence[Message], tools: Any) -> tuple[int, ...]:
+    def _rendered_ids(self, messages: Sequence[Message], tools: Any) -> tuple[int, ...]:
         ids = tuple(self._text.encode(self._text.render(messages, tools, prompt=True)))
         if not ids:
             raise DataError("the messages have no tokens", where="chat.completions", found=messages)
         return ids
 
-    def _glue(self, before: Turn, messages: Sequence[Message], tools: Any) -> str | None:
-        """The text between a reply and the next one. None: the template does not just append."""
-        assert before.said is not None and before.reply is not None
-        held = [*before.messages, before.said]
-        through = self._text.render(held, tools, prompt=False)
+    def _text_after(self, before: Turn, messages: Sequence[Message], tools: Any) -> str | None:
+        """Return the text between a turn's reply and the next reply.
+
+        None: the template does not only append to the earlier text.
+        """
+        assert before.reply_message is not None and before.reply is not None
+        held = [*before.messages, before.reply_message]
+        prompt = self._text.render(before.messages, tools, prompt=True)
+        with_reply = self._text.render(held, tools, prompt=False)
         whole = self._text.render(messages, tools, prompt=True)
-        start = self._text.render(before.messages, tools, prompt=True)
-        if not (whole.startswith(through) and through.startswith(start)):
+        if not (whole.startswith(with_reply) and with_reply.startswith(prompt)):
             return None
-        written = through[len(start) :]
+        rendered_reply = with_reply[len(prompt) :]
+        after_reply = whole[len(with_reply) :]
         sampled = self._text.decode(before.reply.ids, skip_special_tokens=False)
-        if written.startswith(sampled):
-            return written[len(sampled) :] + whole[len(through) :]
-        ending = self._ending(written, before.said)
+        if rendered_reply.startswith(sampled):
+            return rendered_reply[len(sampled) :] + after_reply
+        # The template changed the reply, for example trimmed it. The sampled tokens stay; only the
+        # template's end of a message may be missing, completely or in part.
+        ending = self._message_ending(rendered_reply)
         if ending is None:
             return None
-        overlap = next(
-            (size for size in range(len(ending), 0, -1) if sampled.endswith(ending[:size])), 0
-        )
-        return ending[overlap:] + whole[len(through) :]
+        overlaps = (size for size in range(len(ending), 0, -1) if sampled.endswith(ending[:size]))
+        return ending[next(overlaps, 0) :] + after_reply
 
-    def _ending(self, written: str, said: Message) -> str | None:
-        """What the template writes after a message: the same as after one that only says a mark."""
-        mark = "\x00"
-        bare = [{"role": "user", "content": mark}, {"role": "assistant", "content": mark}]
-        shown = self._text.render(bare, None, prompt=False)
-        ending = shown.rpartition(mark)[2]
-        return ending if written.endswith(ending) else None
+    def _message_ending(self, rendered_reply: str) -> str | None:
+        """Return the text that the template writes after the content of a message."""
+        marker = "\x00"
+        messages = [{"role": "user", "content": marker}, {"role": "assistant", "content": marker}]
+        ending = self._text.render(messages, None, prompt=False).rpartition(marker)[2]
+        return ending if rendered_reply.endswith(ending) else None
 
     def _sample(self, chain: list[Turn], sample: Sample) -> Sample:
-        sample.prompt_ids = list(chain[0].prompt_ids)
+        """Fill a sample with the tokens of consecutive turns."""
         log_probs: list[float] = []
         versions: list[int] = []
-        mask: list[int] = []
-        begin = len(sample.prompt_ids)
+        loss_mask: list[int] = []
+        num_prompt = len(chain[0].prompt_ids)
         for turn in chain:
             assert turn.reply is not None
-            given = len(turn.prompt_ids) - begin - len(mask)
-            log_probs += [*([0.0] * given), *turn.reply.log_probs]
-            versions += [*([versions[-1]] * given if versions else []), *turn.reply.versions]
-            mask += [*([0] * given), *([1] * len(turn.reply.ids))]
+            # Tokens between two replies: of tools, users and the template.
+            num_given = len(turn.prompt_ids) - num_prompt - len(loss_mask)
+            log_probs += [*([0.0] * num_given), *turn.reply.log_probs]
+            given_versions = [versions[-1]] * num_given if versions else []
+            versions += [*given_versions, *turn.reply.versions]
+            loss_mask += [*([0] * num_given), *([1] * len(turn.reply.ids))]
         last = chain[-1]
         assert last.reply is not None
-        sample.response_ids = list(last.ids[begin:])
-        sample.rollout_log_probs, sample.loss_mask, sample.weight_versions = (
-            log_probs,
-            mask,
-            runs_of(versions),
-        )
+        reason = last.reply.finish_reason
+        sample.prompt_ids = list(chain[0].prompt_ids)
+        sample.response_ids = list(last.ids[num_prompt:])
+        sample.rollout_log_probs = log_probs
+        sample.loss_mask = loss_mask
+        sample.weight_versions = runs_of(versions)
         sample.rollout_routed_experts = last.routed_experts
         sample.prompt = [dict(message) for message in chain[0].messages]
         sample.response = self._text.decode(
             sample.response_ids, skip_special_tokens=self._skip_special_tokens
         )
-        sample.finish_reason, sample.num_turns = last.reply.finish_reason, len(chain)
-        sample.status = STATUS.get(last.reply.finish_reason, Status.COMPLETED)
+        sample.finish_reason = reason
+        sample.num_turns = len(chain)
+        sample.status = _STATUS_OF_REASON.get(reason, Status.COMPLETED)
         return sample
 
 
-def _plain(message: Message) -> Message:
-    """A message as it is compared: only what says something, and a tool call's arguments as JSON,
-    whatever its spacing."""
-    kept = {
-        key: value for key, value in message.items() if value not in (None, [], {}) and key in _KEYS
+def _comparable(message: Message) -> Message:
+    """Return a message in the form in which messages are compared.
+
+    Clients add empty fields, split text into parts and space the JSON of calls differently.
+    """
+    fields = {
+        key: value
+        for key, value in message.items()
+        if value not in (None, [], {}) and key in _COMPARED_KEYS
     }
-    kept.setdefault("content", "")
-    if isinstance(kept["content"], list):
-        kept["content"] = "".join(
-            part.get("text", "") for part in kept["content"] if isinstance(part, dict)
-        )
-    if calls := kept.get("tool_calls"):
-        kept["tool_calls"] = [_plain_call(call) for call in calls]
-    return kept
+    fields.setdefault("content", "")
+    if isinstance(fields["content"], list):
+        parts = [part for part in fields["content"] if isinstance(part, dict)]
+        fields["content"] = "".join(part.get("text", "") for part in parts)
+    if calls := fields.get("tool_calls"):
+        fields["tool_calls"] = [_comparable_call(call) for call in calls]
+    return fields
 
 
-_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
-
-
-def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
+def _comparable_call(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments") or "{}"
     try:

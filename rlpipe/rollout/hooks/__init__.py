@@ -1,1 +1,1 @@
-"""Calls of the user's functions during a rollout."""
+"""Call user functions during a rollout."""

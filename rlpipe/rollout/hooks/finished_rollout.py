@@ -24,7 +24,7 @@ from typing import Any
 
 from rlpipe.config.hooks import check_call, load_hook
 from rlpipe.config.rollout import RolloutConfig
-from rlpipe.data.custom import CustomSource
+from rlpipe.data.user_source import CustomSource
 from rlpipe.errors import HookError
 from rlpipe.rollout.rollout_rows import Groups
 

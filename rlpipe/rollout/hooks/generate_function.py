@@ -244,9 +244,13 @@ class UserGenerate:
         if isinstance(answer, Sample) and not answer.response_ids:
             answer = self._of_session(answer) or answer
         was_cut_off = self.stop is not None and self.stop.is_set()
-        if was_cut_off and isinstance(answer, Sample):
-            if answer.status is Status.PENDING and not answer.response_ids:
-                answer.status = Status.ABORTED
+        is_unsampled = (
+            isinstance(answer, Sample)
+            and answer.status is Status.PENDING
+            and not answer.response_ids
+        )
+        if was_cut_off and is_unsampled:
+            answer.status = Status.ABORTED
         return checked_rows(
             answer,
             group,

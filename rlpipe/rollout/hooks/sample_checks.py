@@ -1,21 +1,21 @@
 """Check the samples that a user function returned, and complete them to rows.
 
-| field                   | rule |
-|---|---|
-| tokens, response_length | Ids of the vocabulary, at least one prompt token, within the context. |
-| loss_mask               | 0 or 1 for each response token. None: all tokens count. |
-| rollout_log_probs       | A finite number for each response token. None: the engine's log-probs, |
-|                         | if the engine sampled all tokens that count. |
-| teacher_log_probs       | A finite number for each response token; needs teacher.opd_type: samples. |
-| status                  | `pending` with a response counts as `completed`. |
-| weight_versions         | From the journal. Tokens of a tool have the version of the tokens before. |
-|                         | Unknown tokens have the oldest version that answered in the rollout, so |
-|                         | a token is never younger than recorded. |
-| rollout_routed_experts  | With train.use_rollout_routing_replay: (tokens - 1) × layers × k integers |
-|                         | in any shape. None or unchanged: the experts of the engine's answers. |
-| reward                  | A number, or a dict of numbers with the reward under `reward_key`. |
-|                         | None: the reward stage scores the sample. |
-| group, index, seed      | Set by rlpipe. |
+    tokens, response_length   ids of the vocabulary, at least one prompt token, within the context
+    loss_mask                 0 or 1 for each response token; None: all tokens count
+    rollout_log_probs         a finite number for each response token; None: the engine's
+                              log-probs, if the engine sampled all tokens that count
+    teacher_log_probs         a finite number for each response token; needs
+                              teacher.opd_type: samples
+    status                    `pending` with a response counts as `completed`
+    weight_versions           from the journal. Tokens of a tool have the version of the tokens
+                              before. Unknown tokens have the oldest version that answered in the
+                              rollout, so a token is never younger than recorded
+    rollout_routed_experts    with train.use_rollout_routing_replay: (tokens - 1) × layers × k
+                              integers in any shape; None or unchanged: the experts of the
+                              engine's answers
+    reward                    a number, or a dict of numbers with the reward under `reward_key`;
+                              None: the reward stage scores the sample
+    group, index, seed        set by rlpipe
 
 Entry points: `checked_rows` for returned samples, `check_row` for a row that a hook changed.
 """
@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from rlpipe.data.custom import is_given
+from rlpipe.data.user_source import is_given
 from rlpipe.errors import EngineError, HookError
 from rlpipe.rollout.generation import runs_of
 from rlpipe.rollout.hooks.journal import Journal

@@ -2,10 +2,10 @@
 
 A generate function, a sample hook or a rollout function may set `custom_rm_path` to
 `path/to/file.py:function` or `module.function`. The function has any of the forms of
-`rlpipe.rewards.user_rewards`. It is called during the rollout, with the deadline, attempts and workers of
-`reward`. The reward stage scores only samples without a reward, so this reward stands. An exception
-makes the sample a failed row, unless `reward.on_error` is a number. The row's metadata keep the
-path.
+`rlpipe.rewards.user_rewards`. It is called during the rollout, with the deadline, attempts and
+workers of `reward`. The reward stage scores only samples without a reward, so this reward stands.
+An exception makes the sample a failed row, unless `reward.on_error` is a number. The row's metadata
+keep the path.
 
 The path is unknown before the rollout. So the function's source is not part of a stage's digest,
 and the function is loaded when the first sample names it.

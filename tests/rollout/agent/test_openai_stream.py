@@ -196,4 +196,4 @@ async def test_slimes_streams_have_all_tokens_so_far():
         and '"finish_reason": {"type": "stop"}' in lines[-3]
         and '"text": "good"' in lines[-3]
     )
-    assert several.status_code == 400 and "one response a stream" in several.text
+    assert several.status_code == 400 and "a stream has one response" in several.text

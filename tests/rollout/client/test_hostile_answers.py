@@ -275,7 +275,7 @@ async def test_scores_are_one_for_each_token_of_each_sequence():
     async with _server(lambda _: said) as url, Engine(url) as engine:
         assert await engine.score([[1, 2]]) == [[-1.0]]
         for sequences in ([[1, 2, 3]], [[1, 2], [1, 2]]):
-            with pytest.raises(EngineRejected, match="each token"):
+            with pytest.raises(EngineRejected, match="another number of log-prob"):
                 await engine.score(sequences)
 
 

@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import EngineRejected, EngineUnavailable
-from rlpipe.rollout.agent.openai_stream import TOOL_CALL, GrowingText, begun_with, certain
+from rlpipe.rollout.agent.openai_stream import (
+    TOOL_CALL,
+    GrowingText,
+    stable_prefix,
+    with_sent_prefix,
+)
 from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.generation import Generation
 from tests.live_engine import VOCAB_SIZE, log_probs
@@ -212,11 +217,11 @@ def test_what_goes_out_of_a_growing_text_is_never_taken_back(text: str, data):
     whole = text.partition("a<")[0]
     while place < len(ids):
         place += data.draw(st.integers(1, 4))
-        now = certain(growing.of(ids[:place]), ["a<"], with_tools=with_tools)
+        now = stable_prefix(growing.of(ids[:place]), ["a<"], with_tools=with_tools)
         assert now.startswith(sent) and whole.startswith(now)
         assert not with_tools or TOOL_CALL not in now
         sent = now
-    assert begun_with({"role": "assistant", "content": whole}, sent)["content"] == whole
+    assert with_sent_prefix({"role": "assistant", "content": whole}, sent)["content"] == whole
 
 
 @pytest.mark.parametrize(
@@ -233,13 +238,13 @@ def test_what_goes_out_of_a_growing_text_is_never_taken_back(text: str, data):
     ],
 )
 def test_what_may_become_a_stop_text_or_a_call_waits(text, sent):
-    assert certain(text, ["STOP"], with_tools="ST" not in text) == sent
+    assert stable_prefix(text, ["STOP"], with_tools="ST" not in text) == sent
 
 
 def test_a_message_begins_with_what_was_sent_of_it():
     said = {"role": "assistant", "content": "find it", "tool_calls": [{}]}
-    assert begun_with(said, "\n\nfind")["content"] == "\n\nfind it"
-    assert begun_with(said, "fund")["content"] == "fund it", (
+    assert with_sent_prefix(said, "\n\nfind")["content"] == "\n\nfind it"
+    assert with_sent_prefix(said, "fund")["content"] == "fund it", (
         "the tokenizer wrote its beginning anew"
     )
-    assert begun_with({**said, "content": None}, "")["content"] is None
+    assert with_sent_prefix({**said, "content": None}, "")["content"] is None

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlpipe.config.rollout import RolloutConfig
-from rlpipe.data.custom import CustomSource
+from rlpipe.data.user_source import CustomSource
 from rlpipe.errors import ConfigError, HookError
 from rlpipe.rollout.filters import Rejection, load_filter
 from rlpipe.rollout.hooks.finished_rollout import FinishedRolloutHooks

@@ -374,7 +374,7 @@ async def generate(args, sample, sampling_params):
     assert (by_text, batch, model) == ("ye", 4, "run") and version.startswith("b@")
     assert (
         rows[0].metadata["codes"][:3] == [400, 400, 400]
-        and "one reply a request" in rows[0].metadata["codes"][3]
+        and "a request has one reply" in rows[0].metadata["codes"][3]
     )
 
 

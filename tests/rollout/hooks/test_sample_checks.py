@@ -150,7 +150,10 @@ def test_a_dict_of_rewards_becomes_reward_and_parts():
             _sample(tokens=[5, 6, 7], response_length=1, reward="good"),
             "reward is not a finite number",
         ),
-        (_sample(tokens=[5, 6, 7], response_length=1, reward={"a": 1}), "lacks the entry of the reward"),
+        (
+            _sample(tokens=[5, 6, 7], response_length=1, reward={"a": 1}),
+            "lacks the entry of the reward",
+        ),
     ],
 )
 def test_what_cannot_be_a_row_is_an_error_that_says_so(answer, said):

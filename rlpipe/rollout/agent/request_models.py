@@ -1,10 +1,7 @@
-"""What the gateway is asked, checked before any of it reaches a template or an engine.
+"""Validate the requests to the gateway before a template or an engine gets them.
 
-Only what we read has a type here; whatever else a client sends is left aside, as OpenAI's and
-SGLang's servers leave it.
-
-Not here: what a request means (`gateway`, `openai_api`), or whether an engine can take it (it says
-so itself).
+Entry point: `read_body`. Only the fields that rlpipe reads have a type here. Other fields of a
+client are ignored, as OpenAI's and SGLang's servers ignore them.
 """
 
 from __future__ import annotations
@@ -16,13 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlpipe.errors import DataError
 
-MOST_COPIES = 4096
+MAX_COPIES = 4096
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 
 
 class _Part(BaseModel):
-    """Anything but what is named: strict, so that "1" is no number."""
+    """Object with further fields allowed. Strict: the string "1" is not a number."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -52,7 +49,7 @@ class _StreamOptions(_Part):
 
 
 class Sampling(_Part):
-    """Parameters of sampling, by SGLang's names and OpenAI's."""
+    """Sampling parameters, by SGLang's and OpenAI's names."""
 
     temperature: Finite | None = None
     top_p: Finite | None = None
@@ -63,11 +60,11 @@ class Sampling(_Part):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     max_new_tokens: int | None = Field(default=None, ge=0)
-    n: int | None = Field(default=None, ge=0, le=MOST_COPIES)
+    n: int | None = Field(default=None, ge=0, le=MAX_COPIES)
 
 
-class Chat(Sampling):
-    """A chat completion."""
+class ChatRequest(Sampling):
+    """Request for a chat completion."""
 
     messages: list[_Message] = Field(min_length=1)
     max_tokens: Count | None = None
@@ -79,8 +76,8 @@ class Chat(Sampling):
     model: str | None = None
 
 
-class Generate(_Part):
-    """SGLang's `/generate`."""
+class GenerateRequest(_Part):
+    """Request to SGLang's `/generate`."""
 
     input_ids: list[int] | list[list[int]] | None = None
     text: str | list[str] | None = None
@@ -90,22 +87,17 @@ class Generate(_Part):
     routed_experts_start_len: int | None = Field(default=None, ge=0)
 
 
-async def read_body(request: web.Request, kind: type[BaseModel]) -> dict[str, Any]:
-    """The JSON of a request as it was sent. Raises: DataError naming the first thing that is not of
-    its type."""
+async def read_body(request: web.Request, model: type[BaseModel]) -> dict[str, Any]:
+    """Return the JSON of a request unchanged. Raises: DataError with the first invalid field."""
+    where = f"{request.method} {request.path}"
     try:
         body = await request.json()
-        kind.model_validate(body)
+        model.model_validate(body)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "the whole"
-        raise DataError(
-            first["msg"],
-            where=f"{request.method} {request.path}: {key}",
-            found=ascii(first["input"])[:200],
-        ) from error
+        key = ".".join(map(str, first["loc"])) or "the whole body"
+        found = ascii(first["input"])[:200]
+        raise DataError(first["msg"], where=f"{where}: {key}", found=found) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            "the request is not JSON", where=f"{request.method} {request.path}", found=error
-        ) from error
+        raise DataError("the request is not JSON", where=where, found=error) from error
     return body
