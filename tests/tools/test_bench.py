@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlpipe.batch.packing import BatchColumns
+from rlpipe.batch.columns import BatchColumns
 from rlpipe.data.tokens import load_tokenizer
 from rlpipe.errors import DataError
 from rlpipe.observe.trace import Event, works
@@ -40,7 +40,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
         seconds=60,
         repeats=1,
     )
-    opened.have_model()
+    opened.ensure_model()
     return opened
 
 
@@ -206,7 +206,7 @@ def test_both_sides_of_train_take_the_same_optimizer_steps(bench):
         side.start()
     for side in sides:
         side.warm()
-    ours, theirs = ([side.turn() for _ in range(2)] for side in sides)
+    ours, theirs = ([side.measure() for _ in range(2)] for side in sides)
     for side in sides:
         side.stop()
     assert [turn.grad_norm for turn in ours] == pytest.approx(

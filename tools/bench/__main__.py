@@ -1,19 +1,21 @@
-"""Measure and compare, in one run:
+"""Measure rlpipe against the libraries that it uses, in one run:
 
     python -m tools.bench rollout train sync iteration store        on a CPU, with a tiny model
     python -m tools.bench train rollout --shape 0.6b                on a GPU
 
-    rollout    tokens/s of a rollout stage (plan → generator → router → engine → shards), against the same requests to the engine
-    train      tokens/s, MFU and memory of scoring and of an optimizer step, against a plain loop of transformers and torch
-    sync       seconds and GB/s of a push of weights, against a copy of the same bytes on the device
-    iteration  seconds by stage, orchestration and idle share of a run: a new one, or that of --run
-    store      MB/s and bytes a token of shards, against the same bytes as they are
+| part      | measures                                               | baseline                  |
+|-----------|--------------------------------------------------------|---------------------------|
+| rollout   | tokens/s of a stage: plan, requests, shards            | the same requests, direct |
+| train     | tokens/s, MFU, memory of scoring and an optimizer step | transformers and torch    |
+| sync      | seconds and GB/s of a push of weights                  | copy of the same bytes    |
+| iteration | seconds by stage, orchestration, idle share of a run   | none                      |
+| store     | MB/s and bytes a token of shards                       | the same bytes as they are |
 
-Both sides of a ratio run in turns, and what is shown is the median with the smallest and largest.
-The table goes to standard output, all values with what they were measured on to
-`{home}/bench-{shape}.json`, progress to standard error. `dotted.key=value` overrides change the
-configuration of the run that is measured: `engine.sglang.attention_backend=triton`,
-`rollout.rollout_batch_size=128`, `train.megatron.recompute_granularity=selective`.
+Both sides of a ratio run alternately; the table shows the median with the smallest and largest. The
+table goes to standard output, progress to standard error, all values and the machine's description
+to `{home}/bench-{shape}.json`. `dotted.key=value` overrides change the measured configuration:
+`engine.sglang.attention_backend=triton`, `rollout.rollout_batch_size=128`,
+`train.megatron.recompute_granularity=selective`.
 """
 
 from __future__ import annotations
@@ -32,26 +34,31 @@ from tools.bench.shapes import SHAPES
 Part = Callable[[Bench, argparse.Namespace], list[Row]]
 PARTS: dict[str, Part] = {
     "rollout": lambda bench, _: sampling.measure(bench),
-    "train": lambda bench, given: training.measure(bench, given.baselines, ragged=given.ragged),
-    "sync": lambda bench, given: syncing.measure(
-        bench, separate=given.separate, only=given.transports
+    "train": lambda bench, arguments: training.measure(
+        bench, arguments.baselines, ragged=arguments.ragged
     ),
-    "iteration": lambda bench, given: iterations.measure(
-        bench, Path(given.run) if given.run else None
+    "sync": lambda bench, arguments: syncing.measure(
+        bench, separate=arguments.separate, only=arguments.transports
+    ),
+    "iteration": lambda bench, arguments: iterations.measure(
+        bench, Path(arguments.run) if arguments.run else None
     ),
     "store": lambda bench, _: storing.measure(bench),
 }
 
 
 def main() -> int:
-    """Exit codes: 0 done, 1 a part failed (the others are measured and shown), 2 bad input."""
-    given = parse_arguments()
-    parts = [word for word in given.words if "=" not in word] or list(PARTS)
-    home = Path(given.home).expanduser().absolute()
+    """Measure the parts. Exit codes: 0 done, 1 a part failed, 2 bad input.
+
+    The other parts are still measured and shown if one fails.
+    """
+    arguments = parse_arguments()
+    parts = [word for word in arguments.words if "=" not in word] or list(PARTS)
+    home = Path(arguments.home).expanduser().absolute()
     try:
-        overrides = [word for word in given.words if "=" in word]
+        overrides = [word for word in arguments.words if "=" in word]
         bench = open_bench(
-            home, given.shape, overrides, seconds=given.seconds, repeats=given.repeats
+            home, arguments.shape, overrides, seconds=arguments.seconds, repeats=arguments.repeats
         )
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -60,20 +67,21 @@ def main() -> int:
     failed: list[str] = []
     for part in parts:
         try:
-            rows += PARTS[part](bench, given)
+            rows += PARTS[part](bench, arguments)
         except RlpipeError as error:
             print(f"bench {part} failed: {type(error).__name__}: {error}", file=sys.stderr)
             failed.append(part)
-        write(home / f"bench-{given.shape}.json", rows, {**about(bench), "failed": failed})
+        write(home / f"bench-{arguments.shape}.json", rows, {**about(bench), "failed": failed})
     print(table(rows))
     return 1 if failed else 0
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Parts and overrides are words; everything else is an option."""
+    """Parse the command line: parts and overrides are words, the rest are options."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench",
-        description="Measure parts of rlpipe against what they stand on. See the head of tools/bench/__main__.py.",
+        description="Measure parts of rlpipe against the libraries below them. "
+        "See the docstring of tools/bench/__main__.py.",
         epilog="Also: python -m tools.bench.ahead",
     )
     parser.add_argument(
@@ -83,12 +91,12 @@ def parse_arguments() -> argparse.Namespace:
         help=f"of {', '.join(PARTS)} (default: all); overrides",
     )
     parser.add_argument("--shape", choices=SHAPES, default="tiny", help="the model")
-    parser.add_argument("--home", default="runs/bench", help="where everything is kept")
+    parser.add_argument("--home", default="runs/bench", help="folder for all files")
     parser.add_argument(
         "--seconds",
         type=float,
         default=120.0,
-        help="a part measures so long at most, processes started",
+        help="measuring time of a part at most, without starting its processes",
     )
     parser.add_argument("--repeats", type=int, default=5, help="rounds of a part at most")
     parser.add_argument(
@@ -98,7 +106,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--separate",
         action="store_true",
-        help="sync: the engines on GPUs of their own, from the second on",
+        help="sync: engines on their own GPUs, from the second on",
     )
     parser.add_argument(
         "--transports",
@@ -110,13 +118,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--run",
         metavar="FOLDER",
-        help="iteration: of a run that is there, `{home}/{run}`; else a new one",
+        help="iteration: folder `{home}/{run}` of an existing run; else a new run",
     )
-    given = parser.parse_intermixed_args()
-    for word in given.words:
+    arguments = parser.parse_intermixed_args()
+    for word in arguments.words:
         if "=" not in word and word not in PARTS:
             parser.error(f"no such part: {word} (of {', '.join(PARTS)})")
-    return given
+    return arguments
 
 
 if __name__ == "__main__":

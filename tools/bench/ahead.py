@@ -1,12 +1,11 @@
-"""`python -m tools.bench.ahead`: what rollouts that run ahead of training are worth, on the demo
-with a slow verifier.
+"""`python -m tools.bench.ahead`: measure the gain of rollouts that run ahead of training.
 
-The same recipe with async_buffer_size 0, 1, 2 …, one after another from the same warm start:
-iterations a minute, their ratio to the synchronous run, how old the trained tokens were, and the
-held-out accuracy in the end. Writes `{home}/ahead.json`.
+The demo with a slow verifier runs with async_buffer_size 0, 1, 2, ... one after another, from the
+same warm start. The table shows iterations a minute, the ratio to the synchronous run, the
+staleness of the trained tokens and the final held-out accuracy. Writes `{home}/ahead.json`.
 
-Without running ahead an iteration takes sampling + training; with it the longer of the two, at
-best.
+A synchronous iteration takes sampling + training; with rollouts ahead it takes the longer of the
+two at best.
 """
 
 from __future__ import annotations
@@ -27,24 +26,25 @@ from rlpipe.types import Stage
 SAMPLING = ("rollout", "reward")
 TRAINING = ("advantage", "train", "sync")
 REWARD = "reward.function={type: python, path: 'tools/bench/slow_reward.py:score'}"
-SKIPPED = 5
-"""First iterations that are not counted: caches fill, kernels load."""
+WARMUP_ITERATIONS = 5
+"""Iterations that do not count: caches fill, kernels load."""
 
 
 def main() -> int:
-    """Run each S, compare. Exit code: that of the first run that failed, else 0."""
+    """Run each S and compare. Exit code: that of the first failed run, else 0."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.ahead", description="What is running ahead of training worth?"
+        prog="python -m tools.bench.ahead",
+        description="Measure rollouts that run ahead of training.",
     )
     parser.add_argument(
         "--s",
         type=int,
         nargs="+",
         default=[0, 1, 2],
-        help="of async_buffer_size; the first is compared with",
+        help="values of async_buffer_size; the first is the baseline",
     )
     parser.add_argument("--iterations", type=int, default=100)
-    parser.add_argument("--home", default="runs/bench", help="where everything is kept")
+    parser.add_argument("--home", default="runs/bench", help="folder for all files")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="overrides of the recipe spell_backward"
     )
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def train(home: Path, s: int, iterations: int, overrides: list[str]) -> int:
-    """One run, to its end; its exit code."""
+    """Run to the end; return the exit code."""
     settings = [
         f"async_buffer_size={s}",
         f"num_rollout={iterations}",
@@ -85,12 +85,12 @@ def train(home: Path, s: int, iterations: int, overrides: list[str]) -> int:
 
 
 def name(s: int) -> str:
-    """Of the run."""
+    """Return the name of the run with this S."""
     return f"ahead-{s}"
 
 
 def figures(home: Path, s: int) -> dict[str, Any]:
-    """What a run's records say."""
+    """Return the figures of a run from its records."""
     files = Files(home / "store")
     nodes = Nodes(files)
     commits = list(Branches(files).walk(name(s)))[::-1]
@@ -101,7 +101,9 @@ def figures(home: Path, s: int) -> dict[str, Any]:
     timing = [
         json.loads(line) for line in (home / name(s) / "timing.jsonl").read_text().splitlines()
     ]
-    seconds = [entry["iteration_s"] for entry in timing if "iteration_s" in entry][SKIPPED:]
+    seconds = [entry["iteration_s"] for entry in timing if "iteration_s" in entry][
+        WARMUP_ITERATIONS:
+    ]
     ages: dict[str, list[float]] = {}
     for output in outputs:
         for metric, value in output[Stage.ADVANTAGE]["metrics"].items():
@@ -120,12 +122,14 @@ def figures(home: Path, s: int) -> dict[str, Any]:
 
 
 def median(outputs: list[dict[Stage, Any]], stage: str) -> float:
-    """Seconds of a stage."""
-    return statistics.median(output[Stage(stage)]["seconds"] for output in outputs[SKIPPED:])
+    """Return the median seconds of a stage."""
+    return statistics.median(
+        output[Stage(stage)]["seconds"] for output in outputs[WARMUP_ITERATIONS:]
+    )
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The figures as a Markdown table."""
+    """Return the figures as a Markdown table."""
     columns = (
         "S",
         "iterations/min",

@@ -1,8 +1,7 @@
-"""What all parts of the benchmark share: the model, the configuration, the time they may take, and
-who hears of it.
+"""The model, configuration, time limits and progress lines that all parts of the benchmark share.
 
-The configuration is a run's (`RunConfig`), made from the shape and changed by overrides, so every
-part measures what a run with these settings does.
+The configuration is a `RunConfig` that follows from the shape and the overrides, so every part
+measures a run with these settings.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tools.bench.shapes import SHAPES, Shape, make_directory, random_text
 
 ITERATIONS = 8
 PROMPTS_FOR = 64
-"""Batches of prompts in the prompt file."""
+"""Number of batches in the prompt file."""
 PACKAGES = (
     "torch",
     "sglang",
@@ -47,11 +46,11 @@ class Bench:
 
     home: Path
     name: str
-    """Of the shape."""
+    """Name of the shape."""
     shape: Shape
     config: RunConfig
     seconds: float
-    """Wall time that a part may take, starting its processes not counted."""
+    """Measuring time of a part, without starting its processes."""
     repeats: int
 
     @property
@@ -62,31 +61,35 @@ class Bench:
     def on_gpus(self) -> bool:
         return torch.cuda.is_available()
 
-    def have_model(self) -> None:
-        """Make the model directory unless it is there."""
+    def ensure_model(self) -> None:
+        """Make the model directory unless it exists."""
         if not self.model_dir.is_dir():
-            self.says("model")(
+            self.progress("model")(
                 f"{self.shape.parameters / 1e6:.1f}M parameters, to be in {self.model_dir}"
             )
-            apart(make_directory, self.shape, self.model_dir)
+            in_subprocess(make_directory, self.shape, self.model_dir)
 
-    def says(self, part: str) -> Callable[[str], None]:
-        """Prints a line of progress of a part."""
-        begun_s = time.monotonic()
+    def progress(self, part: str) -> Callable[[str], None]:
+        """Return a function that prints progress lines of a part."""
+        started_s = time.monotonic()
         return lambda text: print(
-            f"bench {part} {time.monotonic() - begun_s:6.1f} s: {text}", file=sys.stderr, flush=True
+            f"bench {part} {time.monotonic() - started_s:6.1f} s: {text}",
+            file=sys.stderr,
+            flush=True,
         )
 
     def until_s(self) -> float:
-        """When a part that begins to measure now ends, in time.monotonic."""
+        """Return the end of a part that starts now, in time.monotonic."""
         return time.monotonic() + self.seconds
 
 
 def open_bench(
     home: Path, name: str, overrides: Sequence[str], *, seconds: float, repeats: int
 ) -> Bench:
-    """Prompts and configuration of a shape, under `home`; the model is made when a part needs it.
-    Raises: ConfigError."""
+    """Write prompts and configuration of a shape under `home`.
+
+    The model is made when a part needs it. Raises: ConfigError.
+    """
     shape = SHAPES[name]
     (home / "models").mkdir(parents=True, exist_ok=True)
     recipe = home / f"{name}.yaml"
@@ -96,7 +99,7 @@ def open_bench(
 
 
 def settings(shape: Shape, model_dir: Path, prompts: Path) -> dict[str, Any]:
-    """A run on a shape, one optimizer step an iteration, as plain data."""
+    """Return the configuration of a run with one optimizer step an iteration, as plain data."""
     cuda = torch.cuda.is_available()
     return {
         "num_rollout": ITERATIONS,
@@ -119,7 +122,7 @@ def settings(shape: Shape, model_dir: Path, prompts: Path) -> dict[str, Any]:
 
 
 def write_prompts(shape: Shape, path: Path) -> Path:
-    """Different prompts of `prompt_tokens` letters each, the same every time."""
+    """Write different prompts of `prompt_tokens` letters each, the same in every call."""
     random = np.random.default_rng(0)
     rows = [
         {"prompt": random_text(random, shape.prompt_tokens), "label": "0"}
@@ -129,9 +132,11 @@ def write_prompts(shape: Shape, path: Path) -> Path:
     return path
 
 
-def apart(function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function in a process of its own, whose memory (on the GPU too) is free afterwards.
-    Raises: ResourceError."""
+def in_subprocess(function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function in a separate process, which frees its memory (also GPU memory) at the end.
+
+    Raises: ResourceError.
+    """
     process = multiprocessing.get_context("spawn").Process(
         target=function, args=arguments, daemon=True
     )
@@ -146,7 +151,7 @@ def apart(function: Callable[..., None], *arguments: Any) -> None:
 
 
 def about(bench: Bench) -> dict[str, Any]:
-    """What was measured on what."""
+    """Return the device, packages, commit and configuration of the measurement."""
     from importlib.metadata import PackageNotFoundError, version
 
     packages = {}

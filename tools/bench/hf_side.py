@@ -1,9 +1,9 @@
-"""The baseline of `train`: what one writes with transformers and torch alone.
+"""The baseline of `train`: a plain loop of transformers and torch.
 
-Samples of like length are padded on the right to a micro-batch, of at most as many tokens as ours
-has. Forward in the model's dtype, log-probs by cross entropy over float32 logits of the responses'
-part, the policy gradient, one AdamW step (fused on CUDA) after clipping. Nothing is packed, fused
-or chunked.
+Samples of similar length are padded on the right to micro-batches with at most as many tokens as
+ours. The loop runs forward in the model's dtype, computes log-probs by cross entropy over float32
+logits of the responses, takes the policy gradient, clips, and steps AdamW (fused on CUDA). It does
+not pack, fuse or chunk.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from rlpipe.batch.packing import BatchColumns
+from rlpipe.batch.columns import BatchColumns
 from tools.bench.stopwatch import timed
-from tools.bench.training import BASELINES, Task, Turn
+from tools.bench.training import BASELINES, Measurement, Task
 
 
 @dataclass(frozen=True)
 class Padded:
-    """n samples. Positions `first` … T - 2 predict tokens `first` + 1 … T - 1."""
+    """n padded samples. Positions `first` … T − 2 predict tokens `first` + 1 … T − 1."""
 
     first: int
     ids: torch.Tensor
@@ -35,14 +35,13 @@ class Padded:
     attention: torch.Tensor
     """[n, T] int64."""
     weight: torch.Tensor
-    """[n, T - 1 - first] float32: 0 where no response token is predicted, else 1 / its response's
-    length / N samples."""
+    """[n, T − 1 − first] float32: 1 / response length / N before a response token, else 0."""
     advantages: torch.Tensor
-    """The same shape."""
+    """[n, T − 1 − first] float32."""
 
 
 class PlainLoop:
-    """Made once in its process."""
+    """Model and optimizer of the baseline; one per process."""
 
     def __init__(self, task: Task) -> None:
         disable_progress_bar()
@@ -73,11 +72,11 @@ class PlainLoop:
         self.batch = task.batch
         self.max_tokens = config.train.max_tokens_per_gpu
 
-    def turn(self) -> Turn:
+    def measure(self) -> Measurement:
         """Score, train."""
         score_s, score_gib, _ = timed(self.score)
         step_s, step_gib, norm = timed(self.step)
-        return Turn(score_s, step_s, 0.0, score_gib, step_gib, norm)
+        return Measurement(score_s, step_s, 0.0, score_gib, step_gib, norm)
 
     @torch.no_grad()
     def score(self) -> list[torch.Tensor]:

@@ -1,12 +1,8 @@
-"""Where a run's time went, from its trace: by stage, in no stage, and with no stage that keeps a
-GPU busy.
+"""Compute from a run's trace which share of the time each stage took, and which share none.
 
-An iteration's time is from the end of the iteration before to its own end, so what happens between
-two iterations counts for the later one; one during which the run evaluated is left out. Iterations
-that overlap (`async_buffer_size` > 0) cannot be told apart like that: then all shares are of the
-whole stretch that is looked at.
-
-Not here: running anything (`iterations`).
+The time of an iteration runs from the end of the previous iteration to its own end, so the time
+between two iterations counts for the later one. Iterations with an evaluation are left out. For
+overlapping iterations (`async_buffer_size` > 0) the shares cover the whole stretch of time.
 """
 
 from __future__ import annotations
@@ -19,34 +15,36 @@ from rlpipe.errors import DataError
 from rlpipe.observe.trace import Work
 
 ON_GPUS = frozenset({"rollout", "advantage", "train", "sync", "eval"})
-"""Stages that use the GPUs. A reward may too, but then GPUs of its own; a checkpoint mostly is the
-commit of its iteration."""
+"""Stages that use the GPUs. A reward model has its own GPUs; a checkpoint is mostly a commit."""
 Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Of some iterations that follow each other."""
+    """Times of consecutive iterations."""
 
     iterations: tuple[int, ...]
     seconds: tuple[float, ...]
-    """Of each of them; empty where they overlap."""
+    """Seconds of each iteration; empty if they overlap."""
     by_stage: dict[str, tuple[float, ...]]
-    """Stage → its seconds in each of them."""
+    """Stage → seconds in each iteration."""
     in_no_stage: float
-    """Orchestration: of all the time, how much no stage was at work."""
+    """Orchestration: share of the time in which no stage ran."""
     off_gpus: float
-    """Of all the time, how much no stage of ON_GPUS was at work."""
+    """Share of the time in which no stage of ON_GPUS ran."""
     per_iteration_s: float
-    """All the time / number of iterations."""
+    """Total time divided by the number of iterations."""
     span: Span
-    """From the beginning of the first to the end of the last."""
+    """Start of the first iteration and end of the last."""
 
 
 def shares(found: Sequence[Work], *, skipped: int = 0) -> Shares:
-    """Of the iterations that were committed (their checkpoint stage ended), without the first
-    `skipped` of them, the very first (nothing says when it began), the last (it saves the run) and
-    those with an evaluation. Raises: DataError if none is left."""
+    """Return the shares of the committed iterations.
+
+    An iteration is committed once its checkpoint stage has ended. Left out are the first `skipped`
+    iterations, the very first (its start is unknown), the last (it saves the run) and those with an
+    evaluation. Raises: DataError if no iteration is left.
+    """
     ends = {
         work.iteration: work.end
         for work in found
@@ -57,7 +55,7 @@ def shares(found: Sequence[Work], *, skipped: int = 0) -> Shares:
     evaluations = [(work.begin, work.end) for work in found if work.stage == "eval"]
     chosen = tuple(k for k in order[max(1, skipped) : -1] if not covered(evaluations, span_of[k]))
     if not chosen:
-        expected = f"one beside the first {max(1, skipped)}, the last and those with an evaluation"
+        expected = f"one besides the first {max(1, skipped)}, the last and those with an evaluation"
         raise DataError(
             "too few iterations",
             where="trace.jsonl",
@@ -96,7 +94,7 @@ def shares(found: Sequence[Work], *, skipped: int = 0) -> Shares:
 
 
 def covered(intervals: Iterable[Span], span: Span) -> float:
-    """Seconds of `span` in which at least one interval is."""
+    """Return the seconds of `span` that at least one interval covers."""
     total = 0.0
     reached = span[0]
     for begin, end in sorted(intervals):

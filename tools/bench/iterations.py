@@ -1,13 +1,12 @@
-"""`iteration`: where the time of a run's iterations goes, as its own trace says. Without a
-baseline: these are shares.
+"""`iteration`: the times of a run's iterations by stage, from its trace. There is no baseline.
 
-A new run of the shape (one optimizer step an iteration, random rewards), started as `python -m
-tools.train` starts it, or the one that is in a given folder. The first iterations are left out
-(kernels load, caches fill), and the last, which saves the run.
+The run is a new one of the shape (one optimizer step an iteration, random rewards), started like
+`python -m tools.train`, or the run of a given folder. The first iterations do not count (kernels
+load, caches fill), nor does the last, which saves the run.
 
-    in no stage     time that no stage was at work, between stages and iterations: orchestration
-    off the GPUs    time that no stage was at work that uses them: orchestration, rewards, commits
-    GPU idle        share of moments in which no kernel ran, by nvidia-smi, stages' own pauses included
+    in no stage     share of the time without a running stage: orchestration
+    off the GPUs    share without a stage that uses GPUs: orchestration, rewards, commits
+    GPU idle        share of nvidia-smi samples without a kernel, pauses inside stages included
 """
 
 from __future__ import annotations
@@ -26,29 +25,29 @@ from tools.bench.idle import Shares, shares
 from tools.bench.measures import Row
 from tools.bench.utilisation import Watch, idle, watched
 
-SKIPPED = 2
+WARMUP_ITERATIONS = 2
 RUN = "iteration"
 GRACE_S = 90.0
 POLL_S = 0.2
 
 
 def measure(bench: Bench, folder: Path | None = None) -> list[Row]:
-    """The rows of `iteration`. `folder`: `{home}/{run}` of a run that is there; None: make one.
+    """Return the rows of `iteration`.
 
-    Raises: DataError if it has too few iterations; ResourceError if the new run fails;
-    DeadlineExceeded if it does not start.
+    `folder`: `{home}/{run}` of an existing run; None: make one.
+
+    Raises: DataError for too few iterations; ResourceError if the new run fails; DeadlineExceeded
+    if it does not start.
     """
     if folder is not None:
         return rows(folder, "")
-    bench.have_model()
+    bench.ensure_model()
     rollout = bench.config.rollout
     lengths = f"{bench.shape.prompt_tokens} + {rollout.rollout_max_response_len} tokens"
     folder = bench.home / RUN / bench.config.run
     watch = run(bench, folder)
-    found = rows(
-        folder,
-        f"{bench.name}, {rollout.rollout_batch_size} × {rollout.n_samples_per_prompt} samples of {lengths}",
-    )
+    samples = f"{rollout.rollout_batch_size} × {rollout.n_samples_per_prompt} samples"
+    found = rows(folder, f"{bench.name}, {samples} of {lengths}")
     if seen := watch.within(*of_trace(folder).span):
         found.append(
             Row(
@@ -67,12 +66,12 @@ def measure(bench: Bench, folder: Path | None = None) -> list[Row]:
 
 
 def of_trace(folder: Path) -> Shares:
-    """Of the iterations of a run that count."""
-    return shares(works(read_trace(folder / FILE)[0]), skipped=SKIPPED)
+    """Return the shares of the iterations that count."""
+    return shares(works(read_trace(folder / FILE)[0]), skipped=WARMUP_ITERATIONS)
 
 
 def rows(folder: Path, note: str) -> list[Row]:
-    """What the trace of a run says."""
+    """Return the rows of a run from its trace."""
     found = of_trace(folder)
     note = f"{note}{', ' if note else ''}iterations {found.iterations[0]} to {found.iterations[-1]}"
     stages = [Row(RUN, stage, "s", seconds) for stage, seconds in found.by_stage.items()]
@@ -85,12 +84,11 @@ def rows(folder: Path, note: str) -> list[Row]:
 
 
 def run(bench: Bench, folder: Path) -> Watch:
-    """Run to the end, or until its iterations have taken `bench.seconds`: it is then asked to stop.
-    Watches the GPUs meanwhile.
+    """Run until the end or until the iterations have taken `bench.seconds`, and sample the GPUs.
 
     Raises: ResourceError, DeadlineExceeded.
     """
-    say = bench.says(RUN)
+    say = bench.progress(RUN)
     home = folder.parent
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
@@ -117,7 +115,7 @@ def run(bench: Bench, folder: Path) -> Watch:
                 log,
                 time.monotonic() + 2 * bench.config.resources.start_timeout_s,
             )
-            say("the first stage begins")
+            say("the first stage has started")
             with watched() as watch:
                 _until_over(process, bench.until_s(), say)
         finally:
@@ -135,22 +133,21 @@ def run(bench: Bench, folder: Path) -> Watch:
 def _until_started(
     process: subprocess.Popen[bytes], trace: Path, log: Path, deadline_s: float
 ) -> None:
-    while all(
-        event.iteration is None for event in read_trace(trace)[0]
-    ):  # engines start before, in turns of their own
+    # Engines start before the first iteration; their events have no iteration.
+    while all(event.iteration is None for event in read_trace(trace)[0]):
         if process.poll() is not None:
             raise ResourceError(
                 "the run ended before its first stage", where=str(log), found=_tail(log)
             )
         if time.monotonic() > deadline_s:
-            raise DeadlineExceeded("the run does not begin", where=str(log), found=_tail(log))
+            raise DeadlineExceeded("the run does not start", where=str(log), found=_tail(log))
         time.sleep(POLL_S)
 
 
 def _until_over(process: subprocess.Popen[bytes], until_s: float, say) -> None:
     while process.poll() is None:
         if time.monotonic() > until_s:
-            say("its time is over")
+            say("the time limit is reached")
             return
         time.sleep(POLL_S)
 

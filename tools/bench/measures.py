@@ -1,8 +1,4 @@
-"""What a part of the benchmark found, and how it is shown: rows of a table, ratios with their
-spread, a JSON file.
-
-Not here: measuring.
-"""
+"""Rows of the benchmark: values of ours and of a baseline, ratios with spread, table and JSON."""
 
 from __future__ import annotations
 
@@ -15,13 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 COLUMNS = ("part", "what", "ours", "baseline", "ratio", "note")
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure, measured one or more times. Values of the same place were measured one right
-    after the other."""
+    """One measured quantity. Values at the same index were measured one right after the other."""
 
     part: str
     what: str
@@ -29,18 +24,18 @@ class Row:
     ours: tuple[float, ...]
     baseline: tuple[float, ...] = ()
     against: str = ""
-    """What the baseline is."""
+    """Name of the baseline."""
     note: str = ""
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """ours / baseline, pair by pair."""
+        """ours / baseline for each pair."""
         return tuple(
             mine / other for mine, other in zip(self.ours, self.baseline, strict=False) if other
         )
 
     def cells(self) -> tuple[str, ...]:
-        """In the order of COLUMNS."""
+        """Return the cells in the order of COLUMNS."""
         baseline = f"{spread(self.baseline, self.unit)} ({self.against})" if self.baseline else ""
         return (
             self.part,
@@ -52,7 +47,7 @@ class Row:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, with medians and ratios."""
+        """Return all values with medians and ratios."""
         medians = {
             name: statistics.median(values)
             for name in ("ours", "baseline", "ratios")
@@ -62,7 +57,7 @@ class Row:
 
 
 def spread(values: Sequence[float], unit: str = "") -> str:
-    """Median, and in brackets smallest and largest if there is more than one value."""
+    """Return the median, and in brackets the smallest and largest of several values."""
     if not values:
         return ""
     text = f"{figure(statistics.median(values))}{f' {unit}' if unit else ''}"
@@ -70,14 +65,14 @@ def spread(values: Sequence[float], unit: str = "") -> str:
 
 
 def figure(value: float) -> str:
-    """Three digits that count, thousands apart."""
+    """Return a number with three significant digits and a thousands separator."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
 
 
 def table(rows: Sequence[Row]) -> str:
-    """As Markdown, in columns that line up."""
+    """Return the rows as an aligned Markdown table."""
     lines = [COLUMNS, *(row.cells() for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
     shown = [
@@ -89,30 +84,33 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def write(path: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> None:
-    """The rows, and what they were measured on."""
+    """Write the rows and the description of the machine as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**about, "rows": [row.as_json() for row in rows]}, indent=1))
 
 
 def alternate(
-    sides: Mapping[str, Callable[[], Answer]],
+    sides: Mapping[str, Callable[[], Result]],
     *,
     repeats: int,
     until_s: float,
     say: Callable[[str], None],
-) -> dict[str, list[Answer]]:
-    """Each side's answers, the sides taking turns: A B, B A, A B … `repeats` rounds, or fewer if
-    `until_s` (of time.monotonic) would come before the end of another; at least one."""
-    found: dict[str, list[Answer]] = {name: [] for name in sides}
+) -> dict[str, list[Result]]:
+    """Run the sides alternately (A B, B A, A B, ...) and return the results of each.
+
+    There are `repeats` rounds, but at least one; fewer if another round would not end before
+    `until_s` (of time.monotonic).
+    """
+    found: dict[str, list[Result]] = {name: [] for name in sides}
     longest_s = 0.0
     for number in range(repeats):
-        begun_s = time.monotonic()
-        if number and begun_s + longest_s > until_s:
+        started_s = time.monotonic()
+        if number and started_s + longest_s > until_s:
             say(f"no time for round {number + 1} of {repeats}")
             break
         for name in list(sides) if number % 2 == 0 else list(sides)[::-1]:
-            turn_s = time.monotonic()
+            side_s = time.monotonic()
             found[name].append(sides[name]())
-            say(f"round {number + 1} of {repeats}: {name} took {time.monotonic() - turn_s:.2f} s")
-        longest_s = max(longest_s, time.monotonic() - begun_s)
+            say(f"round {number + 1} of {repeats}: {name} took {time.monotonic() - side_s:.2f} s")
+        longest_s = max(longest_s, time.monotonic() - started_s)
     return found

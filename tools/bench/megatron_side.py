@@ -1,4 +1,4 @@
-"""Our side of `train`: `MegatronEngine` as the trainer actor holds it, one rank."""
+"""Our side of `train`: one rank of `MegatronEngine`, as the trainer actor uses it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from rlpipe.batch.packing import attention_length, plan
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.system.ports import free_port
 from tools.bench.stopwatch import timed
-from tools.bench.training import Task, Turn
+from tools.bench.training import Measurement, Task
 
-STEPS_OF_A_SCHEDULE = 1000
+SCHEDULE_STEPS = 1000
 HOST = "127.0.0.1"
 
 
 def open_engine(model_dir: str, task: Task) -> MegatronEngine:
-    """One rank with the weights of the directory, under the task's configuration."""
+    """Return one rank with the weights of the directory and the configuration of the task."""
     config = task.config
     engine = MegatronEngine(
         model_dir,
         config.model,
         config.train,
         rollout_temperature=config.rollout.rollout_temperature,
-        total_optimizer_steps=STEPS_OF_A_SCHEDULE,
+        total_optimizer_steps=SCHEDULE_STEPS,
         rank=0,
         world_size=1,
         master=(HOST, free_port(HOST)),
@@ -37,7 +37,7 @@ def open_engine(model_dir: str, task: Task) -> MegatronEngine:
 
 
 class MegatronSide:
-    """Made once in its process."""
+    """The engine and the packed batch; one per process."""
 
     def __init__(self, task: Task) -> None:
         self.engine = open_engine(task.model_dir, task)
@@ -51,11 +51,11 @@ class MegatronSide:
             attention_length=attention_length(model),
         )
 
-    def turn(self) -> Turn:
-        """Score, train, digest."""
+    def measure(self) -> Measurement:
+        """Score the batch, take an optimizer step, compute the state digest."""
         score_s, score_gib, _ = timed(lambda: self.engine.score(self.batch))
         train_s, step_gib, result = timed(lambda: self.engine.train(self.batch, self.packing))
         digest_s, _, _ = timed(self.engine.state_digest)
-        return Turn(
+        return Measurement(
             score_s, train_s - digest_s, digest_s, score_gib, step_gib, result.steps[0]["grad_norm"]
         )

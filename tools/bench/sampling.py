@@ -1,11 +1,11 @@
-"""`rollout`: tokens/s of a rollout stage, against the same requests sent straight to the engines.
+"""`rollout`: tokens/s of a rollout stage, against the same requests sent directly to the engines.
 
-Ours is what the stage does: a `Generator` plans an iteration, writes the plan, asks the router,
-reads and decodes the answers and writes shards; the clock runs from before the plan until the last
-shard is safe. The baseline takes the prompts of that very plan and posts the same bodies, so many
-at a time as ours has in flight, to the engines, in turn; it reads the answers (aiohttp and orjson,
-nothing else) and counts their tokens. Caches are flushed before each. The model has no
-end-of-sequence token, so both get responses of full length.
+Ours is the stage: a `Generator` plans an iteration, writes the plan, asks the router, decodes the
+answers and writes shards. The clock runs from before the plan until the last shard is stored. The
+baseline posts the same bodies for the prompts of the same plan to the engines, round-robin, with as
+many requests in flight; it only parses the answers (aiohttp and orjson) and counts tokens. Caches
+are flushed before each side. The model has no end-of-sequence token, so all responses have full
+length.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from pathlib import Path
 import aiohttp
 import orjson
 
+from rlpipe.actors.drivers import Driver
 from rlpipe.actors.generator import SAMPLES_PER_REQUEST_ON_CPU, Generator
-from rlpipe.actors.specs import Driver, GeneratorSpec
+from rlpipe.actors.specs import GeneratorSpec
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import EngineUnavailable
 from rlpipe.rollout.client.http import rejected
@@ -40,7 +41,7 @@ NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a side sampled, and how long that took."""
+    """Tokens and time of one side."""
 
     tokens: int
     seconds: float
@@ -48,19 +49,20 @@ class Sampled:
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / self.seconds
 
 
 def measure(bench: Bench) -> list[Row]:
-    """The rows of `rollout`."""
-    bench.have_model()
-    say = bench.says("rollout")
+    """Return the rows of `rollout`."""
+    bench.ensure_model()
+    say = bench.progress("rollout")
     with serving(bench, say) as up:
         ours, straight = asyncio.run(compare(bench, up, say))
     rollout = bench.config.rollout
     lengths = f"{bench.shape.prompt_tokens} + {rollout.rollout_max_response_len} tokens"
-    note = f"{bench.name}, {rollout.rollout_batch_size} × {rollout.n_samples_per_prompt} samples of {lengths}"
+    samples = f"{rollout.rollout_batch_size} × {rollout.n_samples_per_prompt} samples"
+    note = f"{bench.name}, {samples} of {lengths}"
     rates = tuple(one.rate for one in ours), tuple(one.rate for one in straight)
     planning = tuple(one.planning_s for one in ours)
     return [
@@ -70,8 +72,10 @@ def measure(bench: Bench) -> list[Row]:
 
 
 async def compare(bench: Bench, up: Serving, say) -> tuple[list[Sampled], list[Sampled]]:
-    """Rounds of ours and the baseline on the plan of one iteration after another; a round that is
-    not counted comes first."""
+    """Measure both sides on the plan of one iteration after another.
+
+    The first round does not count.
+    """
     store = bench.home / "rollout"
     shutil.rmtree(store, ignore_errors=True)
     path = Path.cwd()
@@ -87,17 +91,16 @@ async def compare(bench: Bench, up: Serving, say) -> tuple[list[Sampled], list[S
         connector=aiohttp.TCPConnector(limit=0), timeout=NO_TIMEOUT
     ) as http:
         for k in range(bench.repeats + 1):
-            begun_s = time.monotonic()
-            if k > 1 and begun_s + longest_s > until_s:
+            started_s = time.monotonic()
+            if k > 1 and started_s + longest_s > until_s:
                 say(f"no time for round {k} of {bench.repeats}")
                 break
             state, *pair = await _round(bench, up, (generator, files, http), k, state)
             for sampled, samples in zip(found, pair, strict=True):
                 sampled.append(samples)
-            longest_s = max(longest_s, time.monotonic() - begun_s)
-            say(
-                f"round {k} of {bench.repeats}: {pair[0].rate:,.0f} of {pair[1].rate:,.0f} tokens/s{'' if k else ', not counted'}"
-            )
+            longest_s = max(longest_s, time.monotonic() - started_s)
+            rates = f"{pair[0].rate:,.0f} of {pair[1].rate:,.0f} tokens/s"
+            say(f"round {k} of {bench.repeats}: {rates}{'' if k else ', not counted'}")
     return found[0][1:], found[1][1:]
 
 
@@ -108,12 +111,14 @@ async def _round(
     k: int,
     state: DataState,
 ) -> tuple[DataState, Sampled, Sampled]:
-    """Both on the plan of iteration k, the baseline first where k is odd. The state after it comes
-    first."""
+    """Measure both sides on the plan of iteration k, the baseline first if k is odd.
+
+    Returns the data state after the plan, ours, the baseline.
+    """
     generator, files, http = parts
-    begun_s = time.perf_counter()
+    started_s = time.perf_counter()
     planned = await generator.plan(DRIVER, k, state)
-    planning_s = time.perf_counter() - begun_s
+    planning_s = time.perf_counter() - started_s
     groups = Plans(files).read(planned["plan"]).groups
     other = None
     if k % 2:
@@ -126,11 +131,11 @@ async def _round(
 
 
 async def through(generator: Generator, plan: str, planning_s: float) -> Sampled:
-    """A rollout stage, whose plan took so long."""
-    begun_s = time.perf_counter()
+    """Measure a rollout stage whose planning took `planning_s`."""
+    started_s = time.perf_counter()
     answer = await generator.rollout(DRIVER, plan)
     return Sampled(
-        answer["outputs"]["tokens"], planning_s + time.perf_counter() - begun_s, planning_s
+        answer["outputs"]["tokens"], planning_s + time.perf_counter() - started_s, planning_s
     )
 
 
@@ -140,9 +145,9 @@ async def straight(
     groups: Sequence[PlannedGroup],
     http: aiohttp.ClientSession,
 ) -> Sampled:
-    """The same requests, without us."""
+    """Measure the same requests sent directly to the engines."""
     rollout = bench.config.rollout
-    turns = itertools.cycle(engines)
+    urls = itertools.cycle(engines)
     together = max(
         1, 1 if bench.on_gpus else SAMPLES_PER_REQUEST_ON_CPU // rollout.n_samples_per_prompt
     )
@@ -159,18 +164,18 @@ async def straight(
             "stream": False,
         }
         async with slots:
-            url = f"{next(turns)}/generate"
+            url = f"{next(urls)}/generate"
             status, text = await _answer(http, url, orjson.dumps(body))
         if status >= 400:
             raise rejected("bench rollout", url, status, text.decode(errors="replace"))
         return sum(row["meta_info"]["completion_tokens"] for row in orjson.loads(text))
 
     await _flush(engines)
-    begun_s = time.perf_counter()
+    started_s = time.perf_counter()
     tokens = await asyncio.gather(
         *(post(groups[start : start + together]) for start in range(0, len(groups), together))
     )
-    return Sampled(sum(tokens), time.perf_counter() - begun_s)
+    return Sampled(sum(tokens), time.perf_counter() - started_s)
 
 
 async def _answer(http: aiohttp.ClientSession, url: str, body: bytes) -> tuple[int, bytes]:

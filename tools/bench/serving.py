@@ -1,5 +1,4 @@
-"""Engines and a router for the parts that need them, started once and together, as the run's
-configuration has them."""
+"""Start the engines and the router of the run's configuration for the parts that need them."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ from rlpipe.engines.sglang.server import Server
 from rlpipe.types import WeightVersion
 from tools.bench.bench import Bench
 
-FIRST = WeightVersion(branch="bench", version=0, digest="made").stamp()
+FIRST_WEIGHTS = WeightVersion(branch="bench", version=0, digest="made").stamp()
 
 
 @dataclass(frozen=True)
 class Serving:
-    """Addresses. The engines hold the weights of the model directory."""
+    """URLs of a router and its engines, which hold the weights of the model directory."""
 
     router: str
     engines: tuple[str, ...]
@@ -34,9 +33,10 @@ def serving(
     over: Mapping[str, Any] | None = None,
     first_gpu: int = 0,
 ) -> Iterator[Serving]:
-    """Start `resources.num_engines` engines behind a router; stopped afterwards. On GPUs they take
-    one after another from `first_gpu` on. `more`: SGLang arguments, where none are given; `over`:
-    in the place of those that are.
+    """Start `resources.num_engines` engines behind a router, and stop them afterwards.
+
+    On GPUs the engines use consecutive devices from `first_gpu` on. `more`: SGLang arguments for
+    which the configuration has no value; `over`: arguments that replace the configuration's.
 
     Raises: EngineUnavailable with the end of a log, DeadlineExceeded.
     """
@@ -61,7 +61,7 @@ def serving(
                 port=None,
                 log_path=logs / f"engine-{number}.log",
                 seed=number,
-                weight_version=FIRST,
+                weight_version=FIRST_WEIGHTS,
             )
             for number in range(config.resources.num_engines)
         ]

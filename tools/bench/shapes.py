@@ -1,13 +1,12 @@
-"""The models that are measured: Qwen3 shapes, dense or with experts, random weights; what they are
-fed, and the FLOPs it takes.
+"""The models of the benchmark: Qwen3 shapes, dense or with experts, with random weights.
 
-A directory is complete (config, bfloat16 safetensors, tokenizer) and made once. Its model has no
-end-of-sequence token, so every response is exactly as long as it was asked to be. The tokenizer has
-a token for each ASCII character, so a prompt of n characters has n tokens, and a word for every
-other id, so reading responses costs what it costs with a real one.
+A model directory is complete (config, bfloat16 safetensors, tokenizer) and made once. The model has
+no end-of-sequence token, so every response has the requested length. The tokenizer has a token for
+each ASCII character, so a prompt of n characters has n tokens, and a word for every other id, so
+decoding costs as much as with a real tokenizer.
 
-Legend: L layers, h heads of size d, H hidden size, I width of the MLP or of an expert, E experts of
-which a token goes to k, V vocabulary, S tokens of prompt and response.
+Legend: L layers, h heads of size d, H hidden size, I width of the MLP or of an expert, E experts, k
+experts a token, V vocabulary, S tokens of prompt and response, R response tokens.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from rlpipe.batch.packing import BatchColumns
+from rlpipe.batch.columns import BatchColumns
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, and the work that shows what it can do on the machines it is for."""
+    """Sizes of a model, and a workload that fits the machines for which it is meant."""
 
     hidden_size: int
     num_layers: int
@@ -33,28 +32,30 @@ class Shape:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    """Of an expert, where there are some."""
+    """Width of the MLP, or of one expert."""
     vocab_size: int
     prompts: int
-    """Of a rollout."""
+    """Prompts of a rollout."""
     samples_per_prompt: int
     prompt_tokens: int
     response_tokens: int
-    """Of a rollout."""
+    """Response tokens of a rollout's sample."""
     trained_tokens: int
-    """Prompt and response of a sample in the trainer's batch."""
+    """Tokens of a sample in the trained batch."""
     micro_batch_tokens: int
     micro_batches: int
-    """Of an optimizer step."""
+    """Micro-batches of an optimizer step."""
     together: bool = True
-    """Do the trainer and its baseline fit on a GPU together?"""
+    """True if trainer and baseline fit on one GPU together."""
     num_experts: int = 0
     experts_per_token: int = 0
 
     @property
     def layer_parameters(self) -> int:
-        """Of all layers' matrices that a token goes through: L (2 H h d + 2 H h_kv d + 3 H I), with
-        experts 3 k H I + H E."""
+        """Parameters of the layers' matrices that a token passes.
+
+        L (2 H h d + 2 H h_kv d + 3 H I); with experts 3 k H I + H E in place of 3 H I.
+        """
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         router = self.hidden_size * self.num_experts
         return self.num_layers * (
@@ -63,8 +64,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """With the embedding, which is the output layer's matrix too, and all experts; norms are
-        left out."""
+        """All parameters but norms; the embedding is also the output layer."""
         passed_by = (
             self.num_layers * (self.num_experts - self.experts_per_token) * self._mlp_parameters
         )
@@ -75,15 +75,14 @@ class Shape:
         return 3 * self.hidden_size * self.intermediate_size
 
     def forward_flops(self, lengths: np.ndarray, responses: np.ndarray) -> float:
-        """FLOPs that a forward pass over samples needs: 2 Σ S × layer_parameters + 2 Σ R × V H + 2
-        L h d Σ S².
+        """Return the FLOPs of a forward pass over samples.
 
-        Attention is causal: a token sees S / 2 others on average, in two products of 2 h d each.
-        Logits are needed before the R response tokens only. A training step needs three times as
-        much; what is computed again for the backward pass does not count, nor do padding, logits of
-        prompts, Adam or norms.
+        2 Σ S × layer_parameters + 2 Σ R × V H + 2 L h d Σ S². Attention is causal: a token sees
+        S / 2 others on average, in two products of 2 h d each. Logits are needed before the R
+        response tokens only. A training step needs three times as much. Recomputation, padding,
+        logits of prompts, Adam and norms do not count.
 
-        Shapes: lengths [N] tokens of each sample; responses [N] of its response.
+        Shapes: lengths [N] tokens of each sample; responses [N] tokens of its response.
         """
         lengths = lengths.astype(float)
         dense = (
@@ -124,17 +123,18 @@ SHAPES = {
         experts_per_token=8,
     ),
 }
-"""`0.6b` and `4b` have the sizes of Qwen3-0.6B and Qwen3-4B, `moe` those of six layers of
-Qwen3-30B-A3B; `tiny` and `tiny-moe` are for CPUs."""
+"""Sizes of Qwen3-0.6B (`0.6b`), Qwen3-4B (`4b`) and six layers of Qwen3-30B-A3B (`moe`); `tiny`
+and `tiny-moe` are for CPUs."""
 CONTEXT_LEN = 40_960
 FIRST_CHARACTER = " "
 LAST_CHARACTER = "~"
 
 
 def make_directory(shape: Shape, directory: Path, seed: int = 0) -> None:
-    """Write the model. On the GPU if there is one; call it in a process that may end.
+    """Write the model directory, computed on the GPU if there is one.
 
-    The random weights are those of transformers (normal, 0.02), so responses are noise.
+    Call it in a process that ends afterwards. The weights are transformers' random ones (normal,
+    0.02), so responses are noise.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -150,12 +150,12 @@ def make_directory(shape: Shape, directory: Path, seed: int = 0) -> None:
     tokenizer(shape.vocab_size).save_pretrained(unfinished)
     try:
         unfinished.rename(directory)
-    except OSError:  # somebody else was faster
+    except OSError:  # another process was faster
         shutil.rmtree(unfinished)
 
 
 def hf_config(shape: Shape):
-    """transformers' configuration of a shape."""
+    """Return the transformers configuration of a shape."""
     from transformers import Qwen3Config, Qwen3MoeConfig
 
     experts = {
@@ -184,30 +184,30 @@ def hf_config(shape: Shape):
 
 
 def tokenizer(vocab_size: int):
-    """One token a printable ASCII character, and a word for each other id."""
+    """Return a tokenizer with a token per printable ASCII character and a word per other id."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     characters = [chr(code) for code in range(ord(FIRST_CHARACTER), ord(LAST_CHARACTER) + 1)]
     names = [*characters, *(f"<{number}>" for number in range(len(characters), vocab_size))]
-    made = Tokenizer(
+    words = Tokenizer(
         models.WordLevel({name: number for number, name in enumerate(names)}, unk_token=names[0])
     )
-    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")  # pyright: ignore[reportAttributeAccessIssue]
-    made.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
-    return PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False)
+    words.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")  # pyright: ignore[reportAttributeAccessIssue]
+    words.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    return PreTrainedTokenizerFast(tokenizer_object=words, clean_up_tokenization_spaces=False)
 
 
 def random_text(random: np.random.Generator, characters: int) -> str:
-    """So many letters."""
+    """Return a number of random letters."""
     return "".join(chr(code) for code in random.integers(ord("a"), ord("z") + 1, characters))
 
 
 def trained_batch(shape: Shape, *, ragged: bool = False, seed: int = 0) -> BatchColumns:
-    """A batch as the train stage gets it, of `micro_batches` × `micro_batch_tokens` tokens.
+    """Return a batch as the train stage gets it: `micro_batches` × `micro_batch_tokens` tokens.
 
-    Samples of `trained_tokens`; if `ragged` from an eighth of that to all of it, uniformly.
-    Advantages are ±1.
+    Samples have `trained_tokens` tokens, or if `ragged` between an eighth of that and all of it,
+    uniformly. Advantages are ±1.
     """
     random = np.random.default_rng(seed)
     budget = shape.micro_batches * shape.micro_batch_tokens

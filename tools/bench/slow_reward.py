@@ -1,5 +1,4 @@
-"""The demo's reward, from a verifier that takes its time: what a sandbox or a judge at the other
-end of a network is like."""
+"""The demo's reward with a delay, like that of a sandbox or a remote judge."""
 
 from __future__ import annotations
 
@@ -11,7 +10,9 @@ SECONDS = 0.1
 
 
 async def score(sample: Sample) -> float:
-    """1 if the response is the label, SECONDS later. Of the 256 samples of the demo 64 wait at a
-    time: 0.4 s in all."""
+    """Return 1 if the response is the label, after SECONDS.
+
+    Of the 256 samples of the demo 64 wait at a time: 0.4 s in all.
+    """
     await asyncio.sleep(SECONDS)
     return float(sample.response.strip() == sample.label)

@@ -1,4 +1,4 @@
-"""Seconds and memory of a piece of work on the device."""
+"""Measure seconds and memory of work on the device."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import TypeVar
 
 import torch
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
-def timed(work: Callable[[], Answer]) -> tuple[float, float, Answer]:
-    """(seconds until the device is done, GiB at the peak, the answer).
+def timed(work: Callable[[], Result]) -> tuple[float, float, Result]:
+    """Return (seconds until the device is idle, peak GiB, result of `work`).
 
-    The peak is what torch had allocated on the GPU; without CUDA the process's largest resident
-    size so far.
+    The peak is torch's allocated memory on the GPU. Without CUDA it is the largest resident size of
+    the process so far.
     """
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    begun_s = time.perf_counter()
-    answer = work()
+    started_s = time.perf_counter()
+    result = work()
     if cuda:
         torch.cuda.synchronize()
-    seconds = time.perf_counter() - begun_s
-    held = (
+    seconds = time.perf_counter() - started_s
+    peak_bytes = (
         torch.cuda.max_memory_allocated()
         if cuda
         else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     )
-    return seconds, held / 2**30, answer
+    return seconds, peak_bytes / 2**30, result

@@ -1,10 +1,10 @@
-"""`store`: MB/s and bytes a token of the shards of a rollout, written and read as the stages do it.
+"""`store`: MB/s and bytes a token of a rollout's shards, written and read as the stages do.
 
-A shard is written as the generator does it (`ShardWriter`: columns, encoding, checksum, one put)
-and read back as the advantage stage does it (checksum, decoding, samples as objects). The baseline
-writes and reads the same number of random bytes as one object of the same store. MB are of the
-encoded file, so the ratio says what the form costs beside the store itself. It is measured on local
-disk, and where the run's store is elsewhere (`store.root=s3://bucket/prefix`), there too.
+A shard is written like the generator's (`ShardWriter`: columns, encoding, checksum, one put) and
+read like the advantage stage's (checksum, decoding, samples as objects). The baseline writes and
+reads as many random bytes as one object of the same store. MB are of the encoded file, so the ratio
+is the cost of the format over that of the store. It is measured on local disk, and on the run's
+store if that is elsewhere (`store.root=s3://bucket/prefix`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ZIPF = 1.2
 
 
 def measure(bench: Bench) -> list[Row]:
-    """The rows of `store`."""
+    """Return the rows of `store`."""
     roots = [str(bench.home / "store")]
     if bench.config.store.root is not None:
         roots.append(bench.config.store.root)
@@ -37,8 +37,8 @@ def measure(bench: Bench) -> list[Row]:
 
 
 def of_root(bench: Bench, root: str) -> list[Row]:
-    """Write and read in turns, below a folder of our own that is removed afterwards."""
-    say = bench.says("store")
+    """Measure one root, below a new folder that is removed afterwards."""
+    say = bench.progress("store")
     files = Files(root)
     folder = f"bench/{uuid4().hex[:12]}"
     groups = made_groups(bench.shape)
@@ -67,7 +67,7 @@ def of_root(bench: Bench, root: str) -> list[Row]:
         return clocked(lambda: files.read(plain[-1]))[0]
 
     try:
-        say(f"the first, not counted: {write():.2f} s, of plain bytes {write_plain():.2f} s")
+        say(f"first round, not counted: {write():.2f} s, plain bytes {write_plain():.2f} s")
         limits = {"repeats": bench.repeats, "say": say}
         writes = alternate(
             {"ours": write, "baseline": write_plain},
@@ -106,14 +106,14 @@ def _rate(what: str, seconds: dict[str, list[float]], size_bytes: int, note: str
 
 
 def clocked(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds, and the answer."""
-    begun_s = time.perf_counter()
-    answer = work()
-    return time.perf_counter() - begun_s, answer
+    """Return the seconds and the result of `work`."""
+    started_s = time.perf_counter()
+    result = work()
+    return time.perf_counter() - started_s, result
 
 
 class _Language:
-    """Token ids and text as skewed as words are (Zipf), so that they compress as such do."""
+    """Token ids and text with the skew of words (Zipf), so they compress like text."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self.random = np.random.default_rng(seed)
@@ -123,16 +123,16 @@ class _Language:
         ]
 
     def ids(self, tokens: int) -> list[int]:
-        """So many token ids."""
+        """Return a number of token ids."""
         return ((self.random.zipf(ZIPF, tokens) - 1) % self._vocab_size).tolist()
 
     def text(self, tokens: int) -> str:
-        """So many words: a word with its space is about as long as a token of English."""
+        """Return a number of words; a word with its space is about as long as an English token."""
         return " ".join(self._words[rank % WORDS] for rank in self.random.zipf(ZIPF, tokens) - 1)
 
 
 def made_groups(shape: Shape, seed: int = 0) -> list[list[Sample]]:
-    """A rollout of the shape as the generator hands it on, with log-probs of a random policy."""
+    """Return a rollout of the shape with log-probs of a random policy."""
     language = _Language(shape.vocab_size, seed)
     groups = []
     for number in range(shape.prompts):

@@ -1,5 +1,4 @@
-"""The trainer's side of `sync`: one rank as the actor holds it, in a process of its own, that does
-what it is asked by name."""
+"""The trainer of `sync`: one rank, as the trainer actor has it, in a separate process."""
 
 from __future__ import annotations
 
@@ -10,9 +9,10 @@ from typing import Any
 
 import torch
 
-from rlpipe.actors.trainer.spec import TrainerSpec
-from rlpipe.actors.trainer.trainer import TrainerRank
-from rlpipe.batch.packing import BatchColumns, plan
+from rlpipe.actors.trainer.rank_actors import TrainerRank
+from rlpipe.actors.trainer.trainer_spec import TrainerSpec
+from rlpipe.batch.columns import BatchColumns
+from rlpipe.batch.packing import plan
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ResourceError, RlpipeError
 from rlpipe.system.ports import free_port
@@ -24,8 +24,8 @@ ENDING_S = 20.0
 
 
 @dataclass(frozen=True)
-class Duty:
-    """What the process is made of. Picklable."""
+class RankSetup:
+    """Settings of the process. Picklable."""
 
     model_dir: str
     home: str
@@ -34,24 +34,24 @@ class Duty:
 
 
 class Rank(TrainerRank):
-    """The only rank of a trainer, with what a benchmark asks beside."""
+    """The only rank of a trainer, with the operations of the benchmark."""
 
-    def __init__(self, duty: Duty) -> None:
+    def __init__(self, setup: RankSetup) -> None:
         super().__init__(0, 1, str(Path.cwd()))
-        folder = Path(duty.home)
+        folder = Path(setup.home)
         spec = TrainerSpec.of(
-            duty.config,
-            model_dir=duty.model_dir,
+            setup.config,
+            model_dir=setup.model_dir,
             store_root=str(folder / "store"),
             work_dir=folder / "work",
         )
         self.setup(spec, (HOST, free_port(HOST)))
         self.initialise("weights 0", None)
-        self._trained = duty.batch
+        self._trained = setup.batch
         self._steps = 0
 
     def optimize(self) -> str:
-        """One optimizer step; the name of the state that is held now."""
+        """Take an optimizer step; return the name of the new state."""
         engine, _ = self._ready()
         packing = plan(
             self._trained.lengths,
@@ -61,18 +61,16 @@ class Rank(TrainerRank):
         )
         engine.train(self._trained, packing)
         self._steps += 1
-        self._now_holds(f"weights {self._steps}", {})
+        self._set_held(f"weights {self._steps}", {})
         return f"weights {self._steps}"
 
     def export(self) -> float:
-        """Seconds until every tensor is there under its Hugging Face name, full and on the
-        device."""
+        """Return the seconds of gathering every tensor by its Hugging Face name, on the device."""
         engine, _ = self._ready()
         return timed(lambda: sum(tensor.nbytes for _, tensor in engine.named_hf_tensors()))[0]
 
     def copy(self, size_bytes: int, to: int | None) -> float:
-        """Seconds of a copy of so many bytes on the device, or to another GPU. The fastest of
-        three."""
+        """Return the seconds of a copy on the device, or to the GPU `to`: the fastest of four."""
         source = torch.empty(
             size_bytes, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu"
         )
@@ -86,16 +84,18 @@ def _settled(gpu: int | None) -> None:
 
 
 class RankProcess:
-    """Calls a rank in its own process, as `TrainerGroup` calls those in actors. A context manager,
-    which ends it."""
+    """Call a rank in a separate process, as `TrainerGroup` calls rank actors.
 
-    def __init__(self, duty: Duty) -> None:
-        """Begins to load; the first call waits for it."""
+    A context manager, which ends the process.
+    """
+
+    def __init__(self, setup: RankSetup) -> None:
+        """Start loading; the first call waits for the end of it."""
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, duty), daemon=True)
+        self._pipe, child_pipe = context.Pipe()
+        self._process = context.Process(target=serve, args=(child_pipe, setup), daemon=True)
         self._process.start()
-        theirs.close()
+        child_pipe.close()
 
     def __enter__(self) -> RankProcess:
         return self
@@ -104,7 +104,7 @@ class RankProcess:
         self.stop()
 
     def ask(self, method: str, **keywords: Any) -> Any:
-        """The answer of a method. Raises: what it raises; ResourceError if the process ended."""
+        """Return the result of a method. Raises: its errors; ResourceError if the process ended."""
         try:
             self._pipe.send((method, keywords))
             answer = self._pipe.recv() if self._pipe.poll(TIMEOUT_S) else None
@@ -114,23 +114,22 @@ class RankProcess:
             raise ResourceError(
                 "the trainer's process ended or hangs",
                 where="bench sync",
-                do="read what it wrote above",
+                do="read its output above",
             )
         if isinstance(answer[0], RlpipeError):
             raise answer[0]
         return answer[0]
 
     def stop(self) -> None:
-        """End it."""
+        """End the process."""
         self._pipe.close()
         self._process.join(ENDING_S)
         self._process.kill()
 
 
-def serve(pipe: Any, duty: Duty) -> None:
-    """The process: method after method, until nobody is there any more. An answer is a tuple of
-    one."""
-    rank = Rank(duty)
+def serve(pipe: Any, setup: RankSetup) -> None:
+    """Run methods until the other end closes the pipe. A result is sent as a tuple of one."""
+    rank = Rank(setup)
     while True:
         try:
             method, keywords = pipe.recv()

@@ -1,21 +1,21 @@
 """`sync`: a push of weights by each transport, against a copy of the same bytes on the device.
 
-A trainer rank and the engines are started as a run starts them, without Ray between: the rank takes
-an optimizer step (learning rate 1e-6), then its weights are pushed; so it goes, push and copy in
-turns, for one transport after another.
+A trainer rank and the engines start as in a run, without Ray between them. The rank takes an
+optimizer step (learning rate 1e-6) and its weights are pushed; pushes and copies alternate, one
+transport after another.
 
-    push     seconds from asking the trainer to the last engine that samples again, export of the weights included
-    paused   seconds between telling the engines to pause and all of them sampling again. No request is in flight: one that is
-             costs about a second more, until the engine has aborted it. Its note says what the
-             push's time went to, step by step: `tensors` is waiting for them to be gathered and
-             packed, `bucket` engines receiving and loading
+    push     seconds from the call of the trainer until every engine samples again, with the export
+    paused   seconds between the pause of the engines and all of them sampling again. No request is
+             in flight; one would cost about a second more, until the engine aborted it. The note
+             has the push's steps: `tensors` waits for gathering and packing, `bucket` for the
+             engines to receive and load
     GB/s     bytes of all weights / seconds of the push
-    share    bytes that were sent / bytes of all weights (less than 1 for changes)
-    export   seconds of gathering all weights under their names, which every push does, by itself
+    share    bytes sent / bytes of all weights (less than 1 for changes)
+    export   seconds of gathering all weights under their names, measured alone
 
-By default the engines lie on the trainer's GPU; or from the next one on: then `distributed` is
-measured in the place of `ipc`, and the baseline copies from GPU to GPU. `ipc` is transport `tensor`
-where GPUs are shared.
+By default the engines share the trainer's GPU. With engines from the next GPU on, `distributed` is
+measured in place of `ipc`, and the baseline copies from GPU to GPU. `ipc` is the transport `tensor`
+on shared GPUs.
 """
 
 from __future__ import annotations
@@ -44,34 +44,34 @@ from tools.bench.bench import Bench
 from tools.bench.measures import Row, alternate, figure
 from tools.bench.serving import Serving, serving
 from tools.bench.shapes import trained_batch
-from tools.bench.sync_side import Duty, RankProcess
+from tools.bench.sync_side import RankProcess, RankSetup
 
 TRANSPORTS = ("ipc", "distributed", "tensor", "disk", "delta")
 ENGINE = {"disable_cuda_graph": True}
 SHARED_MEMORY = {"mem_fraction_static": 0.2}
-"""Of a GPU that the trainer is on too."""
+"""Share of a GPU on which the trainer is, too."""
 TRAINED_SAMPLES = 2
-"""Between two pushes: few, so that the largest model's step has room beside the engines."""
+"""Samples trained between two pushes. Few, so the largest model fits next to the engines."""
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """One push."""
+    """Time, bytes and steps of one push."""
 
     seconds: float
     paused_s: float
     sent_bytes: int
     steps: dict[str, float] = field(default_factory=dict)
-    """Seconds, as `PushReport.steps`."""
+    """Seconds of each step, as in `PushReport.steps`."""
 
 
 class Pushes:
-    """A trainer, engines, and pushes from one to the others."""
+    """Pushes from a trainer to engines."""
 
     def __init__(
         self, bench: Bench, up: Serving, trainer: RankProcess, folder: Path, gpu: int | None
     ) -> None:
-        """`gpu`: of the first engine, if it is not the trainer's."""
+        """`gpu`: GPU of the first engine if it is not the trainer's; else None."""
         self.bench = bench
         self.up = up
         self.trainer = trainer
@@ -80,7 +80,7 @@ class Pushes:
         self._version = 0
 
     def push(self, name: str) -> Pushed:
-        """After an optimizer step."""
+        """Take an optimizer step and push the weights."""
         held = self.trainer.ask("optimize")
         self._version += 1
         stamp = WeightVersion(branch="bench", version=self._version, digest=name).stamp()
@@ -90,12 +90,12 @@ class Pushes:
                 "transport": "tensor" if name == "ipc" else name,
             }
         )
-        begun_s = time.perf_counter()
+        started_s = time.perf_counter()
         if sync.through_files:
             sent = asyncio.run(self._through_files(held, stamp, sync))
         else:
             sent = self._straight(held, stamp, sync, shared=name == "ipc")
-        seconds = time.perf_counter() - begun_s
+        seconds = time.perf_counter() - started_s
         if sent["unknown"]:
             raise SyncError(
                 "not all engines took the weights",
@@ -105,7 +105,7 @@ class Pushes:
         return Pushed(seconds, sent["paused_s"], sent["bytes"], sent["steps"])
 
     def copy(self, size_bytes: int) -> Pushed:
-        """The baseline."""
+        """Copy as many bytes: the baseline."""
         return Pushed(self.trainer.ask("copy", size_bytes=size_bytes, to=self.gpu), 0.0, size_bytes)
 
     def _straight(self, held: str, stamp: str, sync: SyncConfig, *, shared: bool) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Pushes:
 
 @dataclass(frozen=True)
 class _Named:
-    """What is asked of `fleet.Weights`."""
+    """The part of `fleet.Weights` that a push uses."""
 
     digest: str
     stamp: str
@@ -150,18 +150,18 @@ class _Named:
 
 @dataclass(frozen=True)
 class _Machine:
-    """What is asked of `fleet.KeptEngine`: its machine is ours."""
+    """The part of `SupervisedEngine` that a push uses; its machine is this one."""
 
     url: str
 
-    async def bring(self, root: str, stamp: str, folder: str, deadline_s: float) -> str:
+    async def fetch_weights(self, root: str, stamp: str, folder: str, deadline_s: float) -> str:
         return await asyncio.to_thread(
-            EngineActor(0, str(Path.cwd())).bring, root, stamp, folder, deadline_s
+            EngineActor(0, str(Path.cwd())).fetch_weights, root, stamp, folder, deadline_s
         )
 
 
 class _Group:
-    """What is asked of `TrainerGroup`, of one rank."""
+    """The part of `TrainerGroup` that a push uses, for one rank."""
 
     def __init__(self, rank: RankProcess) -> None:
         self._rank = rank
@@ -171,10 +171,14 @@ class _Group:
 
 
 def measure(bench: Bench, *, separate: bool = False, only: Sequence[str] = ()) -> list[Row]:
-    """The rows of `sync`. `separate`: the engines on GPUs of their own. `only`: these transports.
-    Raises: ResourceError if there are too few GPUs."""
-    bench.have_model()
-    say = bench.says("sync")
+    """Return the rows of `sync`.
+
+    `separate`: engines on other GPUs than the trainer. `only`: transports to measure.
+
+    Raises: ResourceError if there are too few GPUs.
+    """
+    bench.ensure_model()
+    say = bench.progress("sync")
     folder = bench.home / "sync"
     shutil.rmtree(folder, ignore_errors=True)
     gpu = 1 if separate and bench.on_gpus else None
@@ -185,20 +189,22 @@ def measure(bench: Bench, *, separate: bool = False, only: Sequence[str] = ()) -
             found=torch.cuda.device_count(),
         )
     batch = trained_batch(bench.shape).select(range(TRAINED_SAMPLES))
-    duty = Duty(str(bench.model_dir), str(folder), bench.config, batch)
-    more = (
-        SHARED_MEMORY if bench.on_gpus and gpu is None else {}
-    )  # of what is free when engines start: they come first
+    setup = RankSetup(str(bench.model_dir), str(folder), bench.config, batch)
+    # A share of the memory that is free when engines start, so engines start before the trainer.
+    more = SHARED_MEMORY if bench.on_gpus and gpu is None else {}
     with ExitStack() as stack:
-        early = None if more else stack.enter_context(RankProcess(duty))
+        early = None if more else stack.enter_context(RankProcess(setup))
         up = stack.enter_context(serving(bench, say, more=ENGINE, over=more, first_gpu=gpu or 0))
-        trainer = early or stack.enter_context(RankProcess(duty))
+        trainer = early or stack.enter_context(RankProcess(setup))
         return _rows(bench, Pushes(bench, up, trainer, folder, gpu), only, say)
 
 
 def transports(*, on_gpus: bool, shared: bool) -> list[str]:
-    """Those that can be measured: NCCL joins no two processes on one GPU, and handles lead to no
-    other. A CPU takes all."""
+    """Return the transports that can be measured.
+
+    NCCL does not join two processes on one GPU, and memory handles do not reach another GPU. A CPU
+    supports all of them.
+    """
     some = ["ipc", "distributed"] if not on_gpus else ["ipc"] if shared else ["distributed"]
     return [*some, "tensor", "disk", "delta"]
 
@@ -209,14 +215,13 @@ def _rows(bench: Bench, pushes: Pushes, only: Sequence[str], say) -> list[Row]:
         if only and name not in only:
             continue
         first = pushes.push(name)
-        say(
-            f"{name}, the first push, not counted: {first.seconds:.2f} s, {first.sent_bytes / 1e9:.3g} GB"
-        )
+        size = f"{first.sent_bytes / 1e9:.3g} GB"
+        say(f"{name}, first push, not counted: {first.seconds:.2f} s, {size}")
         sides = {name: partial(pushes.push, name), "copy": partial(pushes.copy, first.sent_bytes)}
         found = alternate(sides, repeats=bench.repeats, until_s=bench.until_s(), say=say)
         rows += of_transport(bench, name, found[name], found["copy"], gpu=pushes.gpu)
     exports = tuple(pushes.trainer.ask("export") for _ in range(bench.repeats))
-    return [*rows, Row("sync", "export", "s", exports, note="of all weights, by itself")]
+    return [*rows, Row("sync", "export", "s", exports, note="of all weights, measured alone")]
 
 
 def of_transport(
@@ -227,7 +232,7 @@ def of_transport(
     *,
     gpu: int | None = None,
 ) -> list[Row]:
-    """Its rows. A copy is of all weights, to another `gpu` if one is given."""
+    """Return the rows of one transport. A copy is of all weights, to another `gpu` if given."""
     whole = copies[0].sent_bytes
     against = "copy on the device" if gpu is None else f"copy to GPU {gpu}"
     rates, best = (tuple(whole / 1e9 / one.seconds for one in some) for some in (found, copies))
@@ -260,15 +265,13 @@ def of_transport(
 
 
 def by_step(found: Sequence[Pushed]) -> str:
-    """Where the time of pushes goes: the median of each step that takes a millisecond or more, the
-    longest first."""
+    """Return the median of each step that takes a millisecond or more, the longest first."""
     medians = {
         step: 1000 * statistics.median(one.steps.get(step, 0.0) for one in found)
         for step in found[0].steps
     }
+    if not medians:
+        return ""
     longest = sorted(medians.items(), key=lambda item: -item[1])
-    return (
-        f"ms by step: {', '.join(f'{step} {figure(spent)}' for step, spent in longest if spent >= 1)}"
-        if longest
-        else ""
-    )
+    shown = ", ".join(f"{step} {figure(spent)}" for step, spent in longest if spent >= 1)
+    return f"ms by step: {shown}"

@@ -1,16 +1,14 @@
 """`train`: the Megatron engine against a plain loop of transformers and torch, on the same samples.
 
-    tokens/s     real tokens of the batch / seconds; padding is not counted
-    MFU          model FLOPs of an optimizer step / seconds / the device's peak; `Shape.forward_flops` × 3 says which FLOPs
-    peak memory  largest torch allocation of the step or of scoring, in GiB (without CUDA the process's largest resident size)
+    tokens/s     real tokens of the batch / seconds; padding does not count
+    MFU          model FLOPs of an optimizer step (`Shape.forward_flops` × 3) / seconds / peak FLOPs
+    peak memory  largest torch allocation of a step or of scoring, GiB (CPU: largest resident size)
 
-Each side is a process of its own, so that one's memory is not the other's. Where both fit on the
-GPU they take turns step by step; else each runs its steps alone, one side after the other. `score`
-is what the advantage stage asks for: log-probs of the batch without gradients. `step` is one
-optimizer step over all of it; of ours the state digest, that every train stage ends with, is timed
-and reported by itself.
-
-Not here: the sides (`megatron_side`, `hf_side`).
+Each side is a separate process, so their memory is separate. Where both fit on the GPU they
+alternate step by step; else one side runs all its steps before the other. `score` computes the
+log-probs of the batch without gradients, as the advantage stage does. `step` is one optimizer step
+over all of it. The state digest, with which every train stage ends, is timed separately. The sides
+are `megatron_side` and `hf_side`.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from typing import Any
 
 import torch
 
-from rlpipe.batch.packing import BatchColumns
+from rlpipe.batch.columns import BatchColumns
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ResourceError
 from tools.bench.bench import Bench
@@ -30,14 +28,14 @@ from tools.bench.measures import Row, alternate
 from tools.bench.shapes import trained_batch
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-"""Dense bfloat16, by what the device's name holds."""
+"""Dense bfloat16 FLOP/s by a part of the device name."""
 BASELINES = {
     "hf": {"recompute": True, "master": False},
     "hf-no-recompute": {"recompute": False, "master": False},
     "hf-fp32-weights": {"recompute": True, "master": True},
 }
-"""The plain loop's settings. `recompute`: gradient checkpointing. `master`: float32 weights under
-bfloat16 autocast, as trainers for mixed precision have it; else weights, gradients and moments are
+"""Settings of the plain loop. `recompute`: gradient checkpointing. `master`: float32 weights under
+bfloat16 autocast, as mixed-precision trainers have; else weights, gradients and moments are
 bfloat16."""
 OURS = "rlpipe"
 TIMEOUT_S = 900.0
@@ -46,18 +44,18 @@ ENDING_S = 20.0
 
 @dataclass(frozen=True)
 class Task:
-    """What a side is to train. Picklable."""
+    """Work of a side. Picklable."""
 
     model_dir: str
     config: RunConfig
     batch: BatchColumns
     baseline: str | None = None
-    """None: ours."""
+    """Name of the baseline; None: ours."""
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One scoring and one optimizer step."""
+class Measurement:
+    """Times and memory of one scoring pass and one optimizer step."""
 
     score_s: float
     step_s: float
@@ -65,11 +63,11 @@ class Turn:
     score_gib: float
     step_gib: float
     grad_norm: float
-    """Before clipping. The same number on both sides, turn by turn: they train alike."""
+    """Norm before clipping. It is equal on both sides, which shows that they train alike."""
 
 
 class Side:
-    """The process of one side: `start`, `warm`, any number of `turn`, `stop`."""
+    """Process of one side: `start`, `warm`, any number of `measure`, `stop`."""
 
     def __init__(self, name: str, task: Task) -> None:
         self.name = name
@@ -77,25 +75,25 @@ class Side:
         self._process: Any = None
         self._pipe: Any = None
 
-    def turn(self) -> Turn:
-        """Raises: ResourceError if the process ended, which running out of memory makes it do."""
-        self._pipe.send("turn")
+    def measure(self) -> Measurement:
+        """Measure once. Raises: ResourceError if the process ended, for example out of memory."""
+        self._pipe.send("measure")
         return self._answer()
 
     def start(self) -> None:
-        """Begin to load the model, and to take a turn that is not counted."""
+        """Start loading the model and a first measurement that does not count."""
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, self.task), daemon=True)
+        self._pipe, child_pipe = context.Pipe()
+        self._process = context.Process(target=serve, args=(child_pipe, self.task), daemon=True)
         self._process.start()
-        theirs.close()
+        child_pipe.close()
 
     def warm(self) -> None:
-        """Wait until that is done. Raises: as `turn`."""
+        """Wait for the end of `start`. Raises: as `measure`."""
         self._answer()
 
     def stop(self) -> None:
-        """End it. Twice is once."""
+        """End the process; a second call does nothing."""
         if self._process is not None:
             self._pipe.close()
             self._process.join(ENDING_S)
@@ -112,22 +110,22 @@ class Side:
         raise ResourceError(
             "a side of the comparison ended",
             where=f"bench train: {self.name}",
-            do="read what it wrote above",
+            do="read its output above",
         )
 
 
 def serve(pipe: Any, task: Task) -> None:
-    """The process: a turn for every message, until nobody is there any more.
+    """Measure once for every message until the other end closes the pipe.
 
-    On a GPU the other side gets the memory that is free between turns; so that none of it is asked
-    for while the clock runs, each turn is taken twice and the second counts.
+    On a GPU the other side uses the memory that is free between measurements. Each measurement runs
+    twice and the second counts, so no memory is allocated while the clock runs.
     """
     if task.baseline is None:
         from tools.bench.megatron_side import MegatronSide as Runner
     else:
         from tools.bench.hf_side import PlainLoop as Runner
     runner = Runner(task)
-    runner.turn()
+    runner.measure()
     pipe.send("ready")
     while True:
         try:
@@ -135,20 +133,19 @@ def serve(pipe: Any, task: Task) -> None:
         except EOFError:
             return
         if torch.cuda.is_available():
-            runner.turn()
-        pipe.send(runner.turn())
+            runner.measure()
+        pipe.send(runner.measure())
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
 def measure(bench: Bench, baselines: Sequence[str] = ("hf",), *, ragged: bool = False) -> list[Row]:
-    """The rows of `train`."""
-    bench.have_model()
-    say = bench.says("train")
+    """Return the rows of `train`."""
+    bench.ensure_model()
+    say = bench.progress("train")
     batch = trained_batch(bench.shape, ragged=ragged)
-    say(
-        f"{len(batch)} samples, {len(batch.tokens)} tokens in micro-batches of {bench.config.train.max_tokens_per_gpu}"
-    )
+    limit = bench.config.train.max_tokens_per_gpu
+    say(f"{len(batch)} samples, {len(batch.tokens)} tokens in micro-batches of {limit}")
     tasks = {OURS: None, **{name: name for name in baselines}}
     sides = {
         name: Side(name, Task(str(bench.model_dir), bench.config, batch, other))
@@ -168,29 +165,29 @@ def measure(bench: Bench, baselines: Sequence[str] = ("hf",), *, ragged: bool = 
     ]
 
 
-def _together(bench: Bench, sides: dict[str, Side], say) -> dict[str, list[Turn]]:
+def _together(bench: Bench, sides: dict[str, Side], say) -> dict[str, list[Measurement]]:
     for side in sides.values():
         side.start()
     for name, side in sides.items():
         side.warm()
         say(f"{name} is warm")
     return alternate(
-        {name: side.turn for name, side in sides.items()},
+        {name: side.measure for name, side in sides.items()},
         repeats=bench.repeats,
         until_s=bench.until_s(),
         say=say,
     )
 
 
-def _one_by_one(bench: Bench, sides: dict[str, Side], say) -> dict[str, list[Turn]]:
-    found: dict[str, list[Turn]] = {}
+def _one_by_one(bench: Bench, sides: dict[str, Side], say) -> dict[str, list[Measurement]]:
+    found: dict[str, list[Measurement]] = {}
     for name, side in sides.items():
         try:
             side.start()
             side.warm()
             say(f"{name} is warm")
             found |= alternate(
-                {name: side.turn}, repeats=bench.repeats, until_s=bench.until_s(), say=say
+                {name: side.measure}, repeats=bench.repeats, until_s=bench.until_s(), say=say
             )
         except ResourceError as error:
             if name == OURS:
@@ -203,15 +200,16 @@ def _one_by_one(bench: Bench, sides: dict[str, Side], say) -> dict[str, list[Tur
 def compared(
     bench: Bench,
     batch: BatchColumns,
-    ours: Sequence[Turn],
-    other: Sequence[Turn],
+    ours: Sequence[Measurement],
+    other: Sequence[Measurement],
     name: str,
     ragged: bool,
 ) -> list[Row]:
-    """Rows of two sides' turns."""
+    """Return the rows that compare two sides."""
     tokens = len(batch.tokens)
     flops = bench.shape.forward_flops(batch.lengths, batch.response_lengths)
-    note = f"{bench.name}, {len(batch)} samples of {'up to ' if ragged else ''}{batch.lengths.max()} tokens"
+    length = f"{'up to ' if ragged else ''}{batch.lengths.max()} tokens"
+    note = f"{bench.name}, {len(batch)} samples of {length}"
     peak = peak_flops()
 
     def row(what: str, unit: str, value, note: str = "") -> Row:
@@ -220,10 +218,10 @@ def compared(
         )
 
     rows = [
-        row("optimizer step", "tokens/s", lambda turn: tokens / turn.step_s, note),
-        row("step memory", "GiB", lambda turn: turn.step_gib),
-        row("scoring", "tokens/s", lambda turn: tokens / turn.score_s),
-        row("scoring memory", "GiB", lambda turn: turn.score_gib),
+        row("optimizer step", "tokens/s", lambda one: tokens / one.step_s, note),
+        row("step memory", "GiB", lambda one: one.step_gib),
+        row("scoring", "tokens/s", lambda one: tokens / one.score_s),
+        row("scoring memory", "GiB", lambda one: one.score_gib),
     ]
     if peak:
         rows.insert(
@@ -231,11 +229,11 @@ def compared(
             row(
                 "optimizer step",
                 "% MFU",
-                lambda turn: 300 * flops / turn.step_s / peak,
+                lambda one: 300 * flops / one.step_s / peak,
                 f"of {peak / 1e12:.0f} TFLOP/s",
             ),
         )
-    digest = tuple(turn.digest_s for turn in ours)
+    digest = tuple(one.digest_s for one in ours)
     return [
         *rows,
         Row(
@@ -245,6 +243,6 @@ def compared(
 
 
 def peak_flops() -> float | None:
-    """Of this machine's GPU, where it is known."""
+    """Return the peak FLOP/s of this GPU, if known."""
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)

@@ -1,8 +1,7 @@
-"""How busy the GPUs were while something ran: `nvidia-smi`, asked ten times a second.
+"""Sample the utilisation of the GPUs with `nvidia-smi`, ten times a second.
 
-A sample says whether any kernel ran in the last moments (NVML's utilisation, a window of 1/6 to 1
-s), so it finds stages and gaps of seconds, not of milliseconds. Without `nvidia-smi` there are no
-samples.
+A sample tells whether a kernel ran in the last 1/6 to 1 s (NVML's utilisation), so it shows stages
+and gaps of seconds, not of milliseconds. Without `nvidia-smi` there are no samples.
 """
 
 from __future__ import annotations
@@ -22,40 +21,42 @@ EVERY_MS = 100
 
 @dataclass(frozen=True)
 class Moment:
-    """One GPU at one time."""
+    """One sample of one GPU."""
 
     time: float
     """Seconds since the epoch."""
     gpu: str
     percent: int
-    """0: no kernel."""
+    """Share of the window with a kernel, in %."""
     mib: int
-    """Memory in use, of all processes."""
+    """Memory in use by all processes."""
 
 
 class Watch:
-    """What was seen, once the watch has ended."""
+    """Samples of all GPUs, complete once the watch has ended."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.moments: list[Moment] = []
 
     def read(self) -> None:
-        """Take what was written so far; a line that cannot be read is left out."""
+        """Read the samples so far; a line that cannot be parsed is skipped."""
         self.moments = [
             moment for line in self._path.read_text().splitlines() if (moment := read_moment(line))
         ]
 
     def within(self, begin: float, end: float) -> list[Moment]:
-        """What was seen between two times (seconds since the epoch), of the GPUs on which a kernel
-        ran then: a machine may have others that the run does not use."""
+        """Return the samples between two times (seconds since 1970).
+
+        Only GPUs on which a kernel ran count: the machine may have GPUs that the run does not use.
+        """
         seen = [moment for moment in self.moments if begin <= moment.time <= end]
         used = {moment.gpu for moment in seen if moment.percent}
         return [moment for moment in seen if moment.gpu in used]
 
 
 def read_moment(line: str) -> Moment | None:
-    """A line of nvidia-smi; None if it is none."""
+    """Parse a line of nvidia-smi; None if it is not a sample."""
     try:
         when, gpu, percent, mib = (cell.strip() for cell in line.split(","))
         return Moment(
@@ -66,13 +67,13 @@ def read_moment(line: str) -> Moment | None:
 
 
 def idle(moments: Sequence[Moment]) -> float:
-    """Share without any kernel."""
+    """Return the share of samples without a kernel."""
     return sum(moment.percent == 0 for moment in moments) / len(moments)
 
 
 @contextmanager
 def watched() -> Iterator[Watch]:
-    """Watch while the block runs."""
+    """Sample the GPUs while the block runs."""
     with tempfile.TemporaryDirectory() as folder:
         watch = Watch(Path(folder) / "gpus.csv")
         program = shutil.which("nvidia-smi")
