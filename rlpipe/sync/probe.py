@@ -5,7 +5,7 @@ engine scores the same samples. With d = engine's log-prob - trainer's log-prob,
 probability and sums over all response tokens, two statistics decide:
 
     difference    = Σ p |d| / Σ p
-    stale share   = Σ p u d / Σ p u²     u = (trainer's log-prob before the update - after it) - mean
+    stale share   = Σ p u d / Σ p u²    u = (trainer's log-prob before the update - after it) - mean
 
 The largest |d| of any one token is reported, and decides nothing: in bf16 the logits of a policy
 that becomes deterministic grow, their rounding errors grow with them, and an improbable token

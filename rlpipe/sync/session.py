@@ -31,8 +31,9 @@ class PushReport:
     engines: tuple[str, ...] = ()
     """URLs of the engines that hold all new weights."""
     unknown: dict[str, str] = field(default_factory=dict)
-    """URL → reason, of the engines that stay paused with unknown weights. Keep them off the router
-    until they are replaced or a push succeeds."""
+    """URL → reason, of the engines that stay paused with unknown weights.
+
+    Keep them off the router until they are replaced or a push succeeds."""
     tensors: int = 0
     size_bytes: int = 0
     buckets: int = 0
@@ -103,7 +104,8 @@ class Session:
         }
         if failed:
             raise SyncError(
-                "an engine does not hold the weights that were sent (sync.check_weight_update_equal)",
+                "an engine does not hold the weights that were sent "
+                "(sync.check_weight_update_equal)",
                 where=f"push of {self.stamp}: {step}",
                 found=failed,
                 do="turn the check off for an engine without /weights_checker (HTTP 404)",

@@ -58,7 +58,7 @@ class ExternalServer:
     """A server at a URL."""
 
     pid = None
-    """The process belongs to somebody else."""
+    """None: the process runs on another machine or under another user."""
 
     def __init__(self, url: str, required: ServerRequirements) -> None:
         self.url = url

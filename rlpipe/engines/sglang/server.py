@@ -122,17 +122,13 @@ class Server(ServerProcess):
         module = f"rlpipe.engines.sglang.{'cpu_launch' if self.device == 'cpu' else 'launch'}"
         super().__init__("SGLang server", module, config.host or LOOPBACK, port, log_path)
         self.name = f"SGLang server {self.url}"
-        self.threads = resources.threads_per_process
-        self._sleeps = resources.engines_sleep
-        self._ranks = resources.rollout_num_gpus_per_engine
+        self._resources = resources
         self._devices = devices
         self._part = part
         check_sglang(config.sglang)
+        on_cpu = self.device == "cpu"
         path = Path(model_path)
-        if self.device == "cpu":
-            defaults = _cpu_defaults(path)
-        else:
-            defaults = _gpu_defaults(path, resources, config, dtype, deterministic=deterministic)
+        defaults = _cpu_defaults(path) if on_cpu else _gpu_defaults(path, resources, config, dtype)
         self._arguments = {
             "model_path": model_path,
             "host": self.host,
@@ -145,6 +141,7 @@ class Server(ServerProcess):
             "weight_version": weight_version,
             "skip_tokenizer_init": not reads_text,
             **({"enable_return_routed_experts": True} if names_experts else {}),
+            **({"enable_deterministic_inference": True} if deterministic and not on_cpu else {}),
             **_ALWAYS,
             **defaults,
             **config.sglang,
@@ -158,13 +155,15 @@ class Server(ServerProcess):
         meeting_host = self._part.meeting.rpartition(":")[0] if self._part else self.host
         variables |= gloo_settings(meeting_host)
         if self.device == "cpu":
-            variables |= {"OMP_NUM_THREADS": str(self.threads), **NO_BLAS_THREADS}
-            if self._ranks > 1 and CPU_BINDING not in os.environ:
-                ranks_here = self._ranks // (self._part.nodes if self._part else 1)
-                variables[CPU_BINDING] = _cpu_binding(ranks_here, self.threads)
+            threads = self._resources.threads_per_process
+            variables |= {"OMP_NUM_THREADS": str(threads), **NO_BLAS_THREADS}
+            num_ranks = self._resources.rollout_num_gpus_per_engine
+            if num_ranks > 1 and CPU_BINDING not in os.environ:
+                ranks_here = num_ranks // (self._part.nodes if self._part else 1)
+                variables[CPU_BINDING] = _cpu_binding(ranks_here, threads)
         if self._devices:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices)
-        if self._sleeps:
+        if self._resources.engines_sleep:
             variables |= SLEEP_ENVIRONMENT
         return variables
 
@@ -210,8 +209,6 @@ def _gpu_defaults(
     resources: ResourcesConfig,
     config: EngineConfig,
     dtype: str,
-    *,
-    deterministic: bool,
 ) -> dict[str, object]:
     """Return the arguments of a server on GPUs. Raises: ConfigError for float32."""
     # SGLang's CUDA kernels (norms, activations) do not compute in float32.
@@ -224,8 +221,6 @@ def _gpu_defaults(
             do="model.dtype=bfloat16; or, to sample and train on CPUs: CUDA_VISIBLE_DEVICES=",
         )
     arguments = _decode_graphs(config)
-    if deterministic:
-        arguments["enable_deterministic_inference"] = True
     if _has_small_heads(model_path):
         arguments["attention_backend"] = "triton"
     if resources.colocate:

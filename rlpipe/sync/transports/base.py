@@ -29,7 +29,7 @@ class TransportSetup:
     sync: SyncConfig
     rank: int = 0
     world_size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Device of the trainer's tensors."""
     engine_tensor_parallel_size: int = 1
     """Ranks of one engine."""

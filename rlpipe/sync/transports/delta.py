@@ -1,7 +1,7 @@
 """Write only the values that changed since the last push.
 
-`DeltaTransport` remembers the bytes of its share and writes what changed. `encode` and `apply_change`
-convert between bytes and a change. A change is zstd (level 1) over
+`DeltaTransport` remembers the bytes of its share and writes what changed. `encode` makes a change,
+`apply_change` applies it. A change is zstd (level 1) over
 
     number of changed elements, 8 bytes little-endian
     distance of each from the previous one, 4 bytes little-endian
@@ -55,7 +55,7 @@ class _TensorChange(NamedTuple):
 
 
 class DeltaTransport(DiskTransport):
-    """See `base.Transport`. `Push.base` names the remembered weights, or is None for all weights."""
+    """See `base.Transport`. `Push.base` is the stamp of the remembered weights."""
 
     def __init__(self, setup: TransportSetup) -> None:
         super().__init__(setup)

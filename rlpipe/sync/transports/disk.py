@@ -52,7 +52,7 @@ class DiskTransport(Transport[Share]):
             exhaust(stream)
 
     def write(self, tensors: Iterator[tuple[str, Tensor]], push: Push) -> Share:
-        """Write all tensors of this rank's parts. One part is written while the next is gathered."""
+        """Write this rank's parts. One part is written while the next is gathered."""
         share = Share()
         pending = deque[Future[None]]()
         with ThreadPoolExecutor(1) as pool:

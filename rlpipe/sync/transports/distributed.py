@@ -296,7 +296,8 @@ class _Abort:
 
 
 def _unregister(group: dist.ProcessGroup) -> None:
-    """Remove a group from torch's tables: destroying Megatron's groups must not wait for engines."""
+    """Remove a group from torch's tables."""
+    # Destroying Megatron's groups would wait for the engines of a registered group.
     world = c10d._world
     for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
         table.pop(group, None)
