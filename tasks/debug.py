@@ -1,4 +1,4 @@
-"""Run half an iteration (`rlpipe.config.debug`): only rollouts, or training on stored rollouts."""
+"""Run half an iteration (`rlpipe.config.run`): only rollouts, or training on stored rollouts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Pause an iteration whose metrics are out of bounds until a person resumes its flow run.
 
-`rlpipe.config.gates` defines the bounds. An opened gate is recorded in the store, with the reason
+`rlpipe.config.observe` defines the bounds. An opened gate is recorded in the store, with the reason
 (`gates/<run>/<iteration>-<weights>.json`), so a retry does not pause again. Prefect does not tell
 which person resumed.
 """

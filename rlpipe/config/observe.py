@@ -58,7 +58,7 @@ class ObserveConfig(Config):
     """User function that logs each iteration's rollout: `(rollout_id, args, samples, extra_metrics,
     rollout_time)`. If it returns true, TensorBoard and terminal skip the rollout's metrics. An
     exception is reported and does not stop the run. None: no function. See
-    `rlpipe.observe.functions`."""
+    `rlpipe.observe.log_functions`."""
     custom_eval_rollout_log_function_path: str | None = Tuning(None)
     """The same for each evaluation: `(rollout_id, args, data, extra_metrics)`. None: no
     function."""

@@ -1,4 +1,4 @@
-"""Optimizer steps, parallelism, the models that train beside the policy, weight sync, checkpoints.
+"""Optimizer steps, parallelism, other models than the policy, weight sync and checkpoints.
 
 The other models are the reference, the critic of PPO and the teacher of on-policy distillation.
 """
