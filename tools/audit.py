@@ -1,24 +1,27 @@
-"""Is a run what its records say, what is unusual in it, and where do its weights come from?
+"""Audit a run: verify its records, list anomalies, trace weights and prompts, query samples.
 
-    python -m tools.audit verify  [--run RUN [--head SHA256]]        every object, record, checksum and row; exit code 1 if wrong
-    python -m tools.audit head    --run RUN[@K]                      branch, iteration and sha256 of the newest commit, or of K's
-    python -m tools.audit unusual --run RUN                          reward errors, truncation, staleness, log-prob drift, jumps
-    python -m tools.audit lineage --run RUN[@K] [--out F.parquet]    back: what made these weights; F gets every sample trained on
-    python -m tools.audit forward --run RUN --prompt TEXT            on: the steps that trained on a prompt, and what has it
-    python -m tools.audit sql     --run RUN "SELECT ..."             tables: see rlpipe/store/tables/query.py
-    python -m tools.audit view    --run RUN[@K] --out F.html         samples with their tokens coloured
+    python -m tools.audit verify  [--run RUN [--head SHA256]]      # every record, file and row
+    python -m tools.audit head    --run RUN[@K]                    # branch, iteration, sha256
+    python -m tools.audit unusual --run RUN                        # anomalies of metrics
+    python -m tools.audit lineage --run RUN[@K] [--out F.parquet]  # the origin of these weights
+    python -m tools.audit forward --run RUN --prompt TEXT          # uses of a prompt
+    python -m tools.audit sql     --run RUN "SELECT ..."           # see rlpipe/store/tables/query.py
+    python -m tools.audit view    --run RUN[@K] --out F.html       # samples, tokens coloured
 
-`verify` without `--run` checks every run of the store. With it the files, rows and bookkeeping of
-that run alone are read. The objects that no run explains are named either way: what nothing refers
-to could be anybody's. Damage and unexplained objects are findings. With `--head`, a digest that
-`head` printed earlier and somebody kept elsewhere, it also proves that nothing below that commit
-was changed, even where records, files and checksums were rewritten together. What killed attempts
-and removed runs leave behind are notes: these are listed, and nothing is wrong. With `--public-key`
-the same holds for the newest commit that is signed with that key (`RLPIPE_SIGNING_KEY`, see
-rlpipe/store/signatures.py).
+`verify` without `--run` checks every run of the store. With `--run` it reads files, rows and
+bookkeeping of that run. Objects that no run refers to are reported in both cases. They and damage
+are findings. Leftovers of killed attempts and removed runs are notes, not findings.
 
-Each takes `--home DIR` or `--store URL`. Exit codes: 0 done, 1 something is wrong, 2 wrong usage,
-or the store does not answer.
+`--head` takes a digest that `head` printed earlier and that was kept outside the store. It proves
+that nothing below that commit was changed, even if records, files and checksums were rewritten
+together. `--public-key` proves the same from the newest commit signed with that key
+(`RLPIPE_SIGNING_KEY`, see rlpipe/store/signatures.py).
+
+`unusual` lists reward errors, truncation, staleness, log-prob drift and jumps. With `--out`,
+`lineage` writes every trained sample.
+
+All commands take `--home DIR` or `--store URL`. Exit codes: 0 done, 1 findings, 2 wrong usage, or
+the store does not answer.
 """
 
 from __future__ import annotations
@@ -43,66 +46,66 @@ from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import store_of
 from rlpipe.store.signatures import PublicKey
-from rlpipe.store.tables.query import ask
+from rlpipe.store.tables.query import run_query
 from tools.piped import piped
 
 
 def main() -> int:
-    """Parse, open the store, do what is asked."""
+    """Run the command."""
     arguments = parse_arguments()
     try:
         use_home(arguments.home)
         if arguments.run is None and arguments.command != "verify":
             raise ConfigError(
-                "which run?",
+                "no run given",
                 where="--run",
-                expected="the name of a run; only verify takes them all",
+                expected="the name of a run; only verify accepts all runs",
             )
         run, _, number = (arguments.run or "").partition("@")
         if number and not number.isdecimal():
             raise ConfigError(
-                "not an iteration", where="--run", found=arguments.run, expected="RUN or RUN@K"
+                "not the name of a commit", where="--run", found=arguments.run, expected="RUN or RUN@K"
             )
         store = arguments.store or (store_of(home(), run) if run else home() / "store")
         files = Files(store)
         if arguments.run is not None:
-            refuse_unknown(files, run)
+            check_run_exists(files, run)
         return COMMANDS[arguments.command](files, run, int(number) if number else None, arguments)
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
 
 
-def refuse_unknown(files: Files, run: str) -> None:
-    """Raises: ConfigError if the store has nothing of such a run, with the names that are near."""
-    if run and not any(seen.path for seen in files.survey(f"branches/{run}")):
+def check_run_exists(files: Files, run: str) -> None:
+    """Refuse an unknown run, with the nearest names. Raises: ConfigError."""
+    if not run:
+        raise ConfigError(
+            "the run has no name", where="--run", found="an empty name", expected="the name of a run"
+        )
+    if not any(entry.path for entry in files.survey(f"branches/{run}")):
         known = sorted(
             {
-                seen.path.split("/")[1]
-                for seen in files.survey("branches")
-                if seen.path.endswith("/config.json")
+                entry.path.split("/")[1]
+                for entry in files.survey("branches")
+                if entry.path.endswith("/config.json")
             }
         )
         near = ", ".join(nearest(run, known) or known[:5]) or "none yet"
         raise ConfigError(
-            "there is no such run",
+            "the run does not exist",
             where=f"--run {run}",
             found=files.root,
             expected=f"one of: {near}",
         )
-    if not run:
-        raise ConfigError(
-            "which run?", where="--run", found="an empty name", expected="the name of a run"
-        )
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.audit", description="Is a run what its records say?"
+        prog="python -m tools.audit", description="Audit a run and its records."
     )
     parser.add_argument("command", choices=sorted(COMMANDS))
-    parser.add_argument("question", nargs="?", help="of sql: one query")
+    parser.add_argument("question", nargs="?", help="sql: one query")
     parser.add_argument(
         "--run",
         metavar="RUN[@K]",
@@ -111,39 +114,39 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--head",
         metavar="SHA256",
-        help="of verify: digest of a commit of the run, at least its first 16 digits",
+        help="verify: digest of a commit of the run, at least its first 16 digits",
     )
     parser.add_argument(
         "--public-key",
         metavar="FILE",
-        help="of verify: the newest commit signed with this key is the --head",
+        help="verify: use the newest commit signed with this key as --head",
     )
-    parser.add_argument("--prompt", help="of forward: a piece of the prompt's text")
+    parser.add_argument("--prompt", help="forward: part of the prompt's text")
     parser.add_argument(
-        "--out", help="of lineage a .parquet file, of view the page (default: samples.html)"
+        "--out", help="lineage: a .parquet file; view: the page (default: samples.html)"
     )
     parser.add_argument(
-        "--samples", type=int, default=64, help="of view: at most so many (default: 64)"
+        "--samples", type=int, default=64, help="view: maximum number of samples (default: 64)"
     )
     parser.add_argument(
         "--tokenizer",
-        help="of view: directory of a tokenizer (default: the model's, if it is on this machine)",
+        help="view: directory of a tokenizer (default: the model's, if it is on this machine)",
     )
-    parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
+    parser.add_argument("--home", help=f"directory of runs (default: ${HOME_VARIABLE} or ./runs)")
     parser.add_argument(
-        "--store", help="URL of the store (default: the one the run was started with)"
+        "--store", help="URL of the store (default: the store of the run's start)"
     )
     return parser.parse_intermixed_args()
 
 
 def verify(files: Files, run: str, _k: int | None, arguments: argparse.Namespace) -> int:
-    """Every finding and note on a line, and what a digest proves."""
+    """Print every finding and note, and the proof of a digest."""
     with Progress(transient=True) as bar:
-        shown = bar.add_task(f"reading {run or files.root}", total=None)
+        task = bar.add_task(f"reading {run or files.root}", total=None)
         report = check_store(
             files,
             run or None,
-            lambda done, total: bar.update(shown, completed=done, total=total),
+            lambda done, total: bar.update(task, completed=done, total=total),
             arguments.head,
             PublicKey(arguments.public_key) if arguments.public_key else None,
         )
@@ -153,41 +156,37 @@ def verify(files: Files, run: str, _k: int | None, arguments: argparse.Namespace
         print(printable(f"note        {note.where}\n            {note.problem}"))
     if report.proof is not None:
         print(report.proof)
-    about = run or files.root
     notes = f"; {len(report.notes)} notes" if report.notes else ""
-    print(
-        f"{about}: {len(report.findings)} findings{notes}"
-        if report.findings
-        else f"{about}: nothing is wrong{notes}"
-    )
+    findings = f"{len(report.findings)} findings" if report.findings else "no findings"
+    print(f"{run or files.root}: {findings}{notes}")
     return 1 if report.findings else 0
 
 
 def head(files: Files, run: str, k: int | None, _arguments: argparse.Namespace) -> int:
-    """Branch, iteration and sha256 of a commit, on one line. Of a fork that has committed nothing,
-    its parent's."""
+    """Print branch, iteration and sha256 of a commit. A fork without commits prints its
+    parent's.
+    """
     branches = Branches(files)
     commit = branches.newest(run) if k is None else branches.read(run, k)
     if commit is None:
-        raise ConfigError("this run has committed nothing", where=f"--run {run}", found=files.root)
+        raise ConfigError("the run has no commit", where=f"--run {run}", found=files.root)
     _, sha256 = branches.read_stored(commit.branch, commit.iteration)
     print(commit.branch, commit.iteration, sha256)
     return 0
 
 
 def printable(text: str) -> str:
-    """Text that any terminal takes: names and values in a store may be no UTF-8."""
+    """Return text that any terminal accepts: names in a store may be invalid UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def unusual(files: Files, run: str, _k: int | None, _arguments: argparse.Namespace) -> int:
-    """A line for each thing that is unusual."""
-    found = find_anomalies(files, run)
-    for one in found:
-        print(
-            f"{one.branch}/{one.iteration:<6} {one.rule:<15} {one.value:<10.4g} usual: {one.usual}"
-        )
-    print(f"{run}: {len(found)} unusual" if found else f"{run}: nothing is unusual")
+    """Print a line for each anomaly."""
+    anomalies = find_anomalies(files, run)
+    for anomaly in anomalies:
+        where = f"{anomaly.branch}/{anomaly.iteration:<6}"
+        print(f"{where} {anomaly.rule:<15} {anomaly.value:<10.4g} usual: {anomaly.usual}")
+    print(f"{run}: {len(anomalies)} unusual" if anomalies else f"{run}: no anomalies")
     return 0
 
 
@@ -227,10 +226,10 @@ def forward(files: Files, run: str, _k: int | None, arguments: argparse.Namespac
 
 
 def sql(files: Files, run: str, k: int | None, arguments: argparse.Namespace) -> int:
-    """The answer, a row a line as JSON."""
+    """Print the result of a query, a JSON object a row."""
     if not arguments.question:
-        raise ConfigError("what is the question?", where="sql", expected="one query, in quotes")
-    for row in ask(
+        raise ConfigError("no query given", where="sql", expected="one query, in quotes")
+    for row in run_query(
         files, run, arguments.question, None if k is None else range(k, k + 1)
     ).to_pylist():
         print(json.dumps(row, ensure_ascii=False, default=str))
@@ -238,26 +237,25 @@ def sql(files: Files, run: str, k: int | None, arguments: argparse.Namespace) ->
 
 
 def view(files: Files, run: str, k: int | None, arguments: argparse.Namespace) -> int:
-    """The page of samples."""
-    there = iterations(files, run)
-    if not there:
+    """Write the page of samples."""
+    stored = iterations(files, run)
+    if not stored:
         raise ConfigError(
-            "no rollout of this run is stored",
+            "the run has no stored rollout",
             where="--run",
             found=files.root,
             do="give --home or --store",
         )
-    k = there[-1] if k is None else k
+    k = stored[-1] if k is None else k
     decode = (
         decoder(arguments.tokenizer) if arguments.tokenizer else tokenizer_of(files, run, home())
     )
     samples = shown_samples(files, run, k, decode, most=arguments.samples)
-    about = f"Iteration {k}: {len(samples)} samples." + (
-        "" if decode else " The tokenizer is not here: tokens are numbers."
-    )
-    print(
-        f"written: {write_viewer(f'{run} @ {k}', about, samples, arguments.out or 'samples.html')}"
-    )
+    description = f"Iteration {k}: {len(samples)} samples."
+    if not decode:
+        description += " Without a tokenizer, tokens are numbers."
+    out = arguments.out or "samples.html"
+    print(f"written: {write_viewer(f'{run} @ {k}', description, samples, out)}")
     return 0
 
 

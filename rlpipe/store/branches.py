@@ -105,7 +105,7 @@ class Branches:
         name; ObjectMissing if the parent is missing.
         """
         if parent is not None:
-            self.read(*parse_commit_name(parent))
+            self.read(*parse_commit_name(parent))  # raises if the parent is missing
         record = Branch(
             branch=branch,
             config=dict(config),
@@ -181,6 +181,7 @@ class Branches:
         record = self.get(branch)
         if after is not None:
             return self.read(branch, [after, *self.committed(branch, after)][-1])
+        # Commits have no gaps, so the newest one has the whole history below it.
         if committed := self.committed(branch):
             return self.read(branch, committed[-1])
         return self.read(*parse_commit_name(record.parent)) if record.parent else None
@@ -276,6 +277,8 @@ class Branches:
             }
         )
         path = commit_path(commit.branch, commit.iteration)
+        # A receipt without a commit: the commit was removed, and may be replaced only by an equal
+        # result.
         if not self._files.exists(path):
             self._receipts.refuse_other(commit)
         if before is not None and before.branch == commit.branch:
@@ -317,6 +320,7 @@ class Branches:
         """
         seen = [branch]
         while record := self.find(seen[-1]):
+            # The configuration may come from another release, so its form is not assumed.
             debug = record.config.get("debug")
             source = debug.get("load_debug_rollout_data") if isinstance(debug, dict) else None
             if not isinstance(source, str) or source in seen:

@@ -89,6 +89,7 @@ def link_commit(
     if before is None or before.branch != commit.branch:
         linker.add(config_path)
         linker.add_nodes([(Stage.INIT, init)])
+        # A root branch has no parent commit, so its chain begins with the configuration.
         parent_sha256 = parent_sha256 or linker.records.get(config_path)
     else:
         linker.named.add(init)
@@ -142,6 +143,7 @@ class _Linker:
 
     def add_iteration(self) -> None:
         """Name the parts of the plan, the nodes of the stages, and the inputs of these nodes."""
+        # The name of a plan is its digest, so no plan is read.
         self.records |= {plan_path(digest): digest for digest in self._commit.plans}
         self.named |= set(self._commit.nodes.values())
         self.add_nodes(list(self._commit.nodes.items()))
@@ -203,6 +205,7 @@ class _Linker:
         if digest in self.named:
             return
         self.named.add(digest)
+        # A digest does not show its stage. A missing record is not named, and the audit reports it.
         if self._files.exists(plan_path(digest)):
             self.records[plan_path(digest)] = digest
             return

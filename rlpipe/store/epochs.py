@@ -180,6 +180,7 @@ class Epochs:
         Raises: Fenced; StoreError.
         """
         held = self.newest(branch)
+        # Only the lease keeps a driver out. The number of the epoch decides between racing drivers.
         if (
             held is not None
             and not takeover
@@ -203,6 +204,7 @@ class Epochs:
         try:
             self._files.create(path, seal(lease, path))
         except ObjectConflict as error:
+            # Another driver was faster. A takeover was requested of the one before, not of this.
             raise self._refusal(read_lease(self._files, path)) from error
         return Epoch(self._files, lease)
 
@@ -351,6 +353,7 @@ class Epoch:
     def renew(self) -> None:
         """Restart the time of the lease. Raises: Fenced; StoreError."""
         assert not self.joined, "the lease of a joined epoch is its driver's"
+        # `release` may run at the same time. A renewal after it would undo the release.
         with self._lock:
             self.check()
             self._write()

@@ -7,9 +7,9 @@ adopt: plans of iterations that it has not committed, their finished groups, and
 them. So a crashed run loses nothing, however old it is.
 
 All other objects are removed once they are older than the grace period, which must be longer than
-the upload of a checkpoint. This includes draws of removed plans, and the rest of a run whose removal
-was killed. Of the epochs only superseded renewals are removed. Epochs of removed runs stay, half a
-kilobyte each, so that a suspended driver is still refused.
+the upload of a checkpoint. This includes draws of removed plans, and the rest of a run whose
+removal was killed. Of the epochs only superseded renewals are removed. Epochs of removed runs stay,
+half a kilobyte each, so that a suspended driver is still refused.
 
 A new driver may adopt garbage, because its inputs may be equal. So removal never runs while a
 driver is active. `Epochs.exclusive` refuses a collection while a branch is driven, refuses new
@@ -205,6 +205,7 @@ class _Reachable:
 
     def _add_open_plans(self, adoptable: set[str]) -> None:
         """Add plans that a branch may adopt, their shards, and the nodes made from them."""
+        # Shards of an open plan are named by no record, so its folders are listed.
         for digest in adoptable:
             self.paths.add(plan_path(digest))
             for folder in (Plans.groups_prefix(digest), Plans.cut_prefix(digest)):
@@ -221,6 +222,7 @@ class _Reachable:
 
     def _add_leaves(self) -> None:
         """Add checkpoints and evaluations of reachable weights."""
+        # No commit names the node of a leaf before it is recorded, so leaves are found by weights.
         for digest, path in self._node_paths.items():
             if path.split("/")[1] in LEAVES and path not in self.paths:
                 parents = self._read(path).parents.values()
@@ -231,6 +233,7 @@ class _Reachable:
         """True if the plan belongs to an iteration that its branch has not committed."""
         if plan_path(digest) in self.paths:
             return False
+        # A plan of a committed iteration that the commit does not name lost a race.
         plan = self._plans.read(digest)
         return plan.branch in self._next and plan.iteration >= self._next[plan.branch]
 

@@ -118,7 +118,9 @@ class Nodes:
         try:
             self._files.create(path, seal(node, path))
         except ObjectConflict:
+            # Times and attempts differ, and so do samples. The first record counts for both.
             node = self.get(node.stage, node.digest)
         if node.stage in LEAVES:
+            # Also after a conflict: the first writer may have been killed before its receipt.
             Receipts(self._files).write_node(node)
         return node

@@ -56,6 +56,7 @@ def write_note(files: Files, branch: str, k: int, nodes: Mapping[Stage, str]) ->
     try:
         files.create(path, seal(note, path))
     except ObjectConflict:
+        # Sampling the same iteration again has other samples. Later runs may use the first ones.
         return read_note(files, branch, k)
     return dict(nodes)
 

@@ -79,6 +79,7 @@ class Plans:
         try:
             self._files.create(path, digest.encode())
         except ObjectConflict:
+            # An earlier attempt was killed after its draw, and may have samples of that plan.
             return self.drawn_in(path)
         return digest
 

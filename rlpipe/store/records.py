@@ -76,6 +76,7 @@ def unseal(kind: type[RecordType], data: bytes, where: str, *, do: str | None = 
             )
         _refuse_unknown_format(content, kind, where)
         return kind.model_validate(content)
+    # The bytes may come from anywhere: a list instead of an object, or brackets nested too deeply.
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problem = f"not a readable {kind.__name__.lower()} record"
         found = _first_problem(error) if isinstance(error, ValidationError) else repr(error)

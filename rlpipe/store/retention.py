@@ -82,6 +82,7 @@ def spare_checkpoints(
             path = node_path(Stage.CHECKPOINT, node.digest)
             regular = policy.keep_every is not None and version % policy.keep_every == 0
             if not (node.digest in newest | needed or regular or path in young):
+                # The order matters: a removal that is killed leaves no record of missing files.
                 reason = f"checkpoint of {branch}, weight version {version}"
                 receipt = node_receipt_path(Stage.CHECKPOINT, node.digest)
                 paths = [
@@ -121,7 +122,7 @@ def branch_removal(files: Files, branch: str, leaving: Collection[str] = ()) -> 
     branches = Branches(files)
     names = files.list(f"branches/{branch}")
     if not names:
-        branches.get(branch)
+        branches.get(branch)  # raises ObjectMissing
     if users := sorted(user for user in _users(files, branches, branch) if user[0] not in leaving):
         raise ConfigError(
             "the run is still in use",
@@ -173,6 +174,7 @@ def _needed_checkpoints(files: Files, branches: Branches) -> set[str]:
     nodes = Nodes(files)
     segments = Segments(files)
     needed = set()
+    # A run may have started from any checkpoint, which is then a parent of its init node.
     for path in files.list(f"nodes/{Stage.INIT}"):
         needed |= set(nodes.get(Stage.INIT, _digest(path)).parents.values())
     for path in files.list(f"nodes/{Stage.SEGMENT}"):
@@ -181,6 +183,7 @@ def _needed_checkpoints(files: Files, branches: Branches) -> set[str]:
     for branch in branches.names():
         record = branches.get(branch)
         if record.parent:
+            # A fork continues from the recorded state or from a segment of either branch.
             origin, k = parse_commit_name(record.parent)
             recorded = branches.read(origin, k).nodes[Stage.TRAIN]
             states = {

@@ -81,6 +81,7 @@ def write_run(home: Path, run: str, run_file: RunFile) -> None:
     """Write the file of a run. Readers see the old file or all of the new one."""
     path = run_path(home, run)
     path.parent.mkdir(parents=True, exist_ok=True)
+    # A rename is atomic. The random suffix keeps concurrent writers from sharing a file.
     unfinished = path.with_suffix(f".{uuid4().hex[:8]}")
     unfinished.write_text(run_file.model_dump_json(indent=1), encoding="utf-8")
     unfinished.replace(path)

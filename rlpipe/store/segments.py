@@ -77,6 +77,7 @@ class Segments:
         Costs one listing. Raises: ObjectCorrupt.
         """
         names = [name for name in self._names(branch) if _version(name) == version]
+        # The name has the epoch after the version, so the newest epoch comes first.
         pointers = [self._read(name) for name in sorted(names, reverse=True)]
         return next((pointer for pointer in pointers if pointer.weights == weights), None)
 
@@ -130,6 +131,7 @@ def segment_problem(nodes: Nodes, digest: str, known: Container[str]) -> str | N
     checkpoint = nodes.find(Stage.CHECKPOINT, base)
     if checkpoint is None:
         return f"segment {digest} was trained from {base}, which is not a checkpoint"
+    # The segment was trained from the checkpoint of another segment, which must be valid too.
     weights = str(checkpoint.parents.get("weights"))
     return None if weights in known else segment_problem(nodes, weights, known)
 

@@ -76,6 +76,7 @@ class SigningKey:
         )
         signature = self._key.sign(unsigned.message()).hex()
         signed = unsigned.model_copy(update={"signature": signature})
+        # ed25519 is deterministic: the same key gives the same bytes, so a retry is no conflict.
         path = signature_path(branch, iteration)
         with suppress(ObjectConflict):  # signed with another key
             files.create(path, seal(signed, path))

@@ -38,5 +38,5 @@ def files(request: pytest.FixtureRequest, tmp_path: Path) -> Files:
 
 @pytest.fixture
 def local_files(tmp_path: Path) -> Files:
-    """An empty store on local disk, for what does not depend on where it is."""
+    """An empty store on local disk, for tests that do not depend on the kind of store."""
     return Files(tmp_path / "store")

@@ -1,8 +1,4 @@
-"""Drivers of the branch `run` in processes of their own, told what to do through a pipe; and what
-they may not do.
-
-Not here: what comes of it (the tests).
-"""
+"""Drivers of the branch `run` in separate processes that get their commands through a pipe."""
 
 from __future__ import annotations
 
@@ -39,8 +35,7 @@ def a_commit(iteration: int, epoch: int = 0) -> Commit:
 
 
 def drive(files: Files, pipe: Connection, options: dict[str, Any]) -> None:
-    """A driver in a process of its own: acquires, then does as it is told; answers what came of
-    it."""
+    """Run a driver: acquire the branch, then execute commands and send their results."""
     if elsewhere := options.pop("pid_space", None):
         holders.pid_space = lambda: elsewhere
     epoch: Any = None
@@ -65,7 +60,7 @@ def drive(files: Files, pipe: Connection, options: dict[str, Any]) -> None:
 
 
 class Driver:
-    """Tells a driver in another process what to do; what it raised is raised here."""
+    """A driver in another process. Its errors are raised here."""
 
     def __init__(self, files: Files, **options: Any) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -81,7 +76,7 @@ class Driver:
         self.process.join()
 
     def answer(self) -> int:
-        """Its epoch, after what it was told last (first of all: to acquire)."""
+        """Return its epoch after the last command (the first command is to acquire)."""
         assert self._pipe.poll(60), "no answer in a minute"
         if isinstance(answer := self._pipe.recv(), Exception):
             raise answer
@@ -94,7 +89,7 @@ class Driver:
 
 @contextmanager
 def refused(*texts: str) -> Iterator[None]:
-    """Fenced, with all these texts in its message."""
+    """Expect Fenced with all these texts in its message."""
     with pytest.raises(Fenced) as caught:
         yield
     missing = [text for text in texts if text not in str(caught.value)]

@@ -1,8 +1,7 @@
 """A small run written through the store's own functions, for the tests of audit and gc.
 
-Each iteration draws three groups and takes what the buffer holds; the first planned group goes to
-the buffer, the second is dropped every other time, the rest are trained. Not here: engines,
-trainers or anything that learns.
+Each iteration draws three groups and takes those of the buffer. The first planned group goes to the
+buffer, the second is dropped every other time, and the rest are trained.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Reward:
 
 
 def sample(group_id: str, index: int) -> Sample:
-    """A completed sample of three tokens."""
+    """Return a completed sample of three tokens."""
     return Sample(
         group_id=group_id,
         index=index,
@@ -64,12 +63,12 @@ def sample(group_id: str, index: int) -> Sample:
 
 
 def group(group_id: str, size: int = 2) -> list[Sample]:
-    """All samples of one group."""
+    """Return all samples of one group."""
     return [sample(group_id, index) for index in range(size)]
 
 
 def batch_table(groups: Sequence[str]) -> pa.Table:
-    """Batch rows of these groups' two samples each, as `sample` makes them."""
+    """Return the batch rows of the two samples of each of these groups."""
     rows = [(group_id, index) for group_id in groups for index in range(2)]
     tokens = np.arange(len(rows) + 1) * 5
     response = np.arange(len(rows) + 1) * 3
@@ -87,13 +86,13 @@ def batch_table(groups: Sequence[str]) -> pa.Table:
 def make_node(
     stage: Stage, parents: dict[str, str], files: Sequence[FileRecord] = (), **config: object
 ) -> Node:
-    """A node needs a run is that of its inputs."""
+    """Return a node with the digest of its inputs."""
     digest = input_digest(stage, parents, config, {})
     return Node(stage=stage, digest=digest, parents=parents, config=config, files=tuple(files))
 
 
 def collect(files: Files, grace_s: float) -> list[str]:
-    """Remove what is unreachable, with nobody else in the store: what went."""
+    """Remove unreachable objects while no driver is active, and return their names."""
     paths = unreachable(files, grace_s)
     remove(files, paths, lambda: None)
     return paths
@@ -101,8 +100,8 @@ def collect(files: Files, grace_s: float) -> list[str]:
 
 @dataclass
 class Run:
-    """Writes a branch, iteration by iteration; `stop_after` leaves an iteration uncommitted, as a
-    crash would."""
+    """Writes a branch iteration by iteration. `stop_after` leaves an iteration uncommitted, as
+    after a crash."""
 
     files: Files
     branch: str = "run"
@@ -134,7 +133,7 @@ class Run:
         )
 
     def fates(self, plan: Plan) -> tuple[list[str], dict[str, str], str]:
-        """Trained, dropped, buffered. What came from the buffer is trained."""
+        """Return the trained, dropped and buffered groups. Groups from the buffer are trained."""
         fresh = self.fresh(plan)
         dropped = {fresh[1]: "filtered"} if plan.iteration % 2 else {}
         trained = [
@@ -144,12 +143,12 @@ class Run:
 
     @staticmethod
     def fresh(plan: Plan) -> list[str]:
-        """The groups that the plan drew itself."""
+        """Return the groups that the plan drew itself."""
         waited = {waiting.group_id for waiting in plan.before.buffer}
         return [g.group_id for g in plan.groups if g.group_id not in waited]
 
     def after(self, plan: Plan, digest: str) -> DataState:
-        """The state after an iteration: its one buffered group has rows."""
+        """Return the state after an iteration. Its one buffered group has rows."""
         waiting = BufferedGroup(
             group_id=self.fates(plan)[2], plan=digest, rows=digest, oldest=0, finished=0
         )
@@ -194,7 +193,7 @@ class Run:
         return made
 
     def waited(self, plan: Plan) -> list[FileRecord]:
-        """The shards of earlier iterations that hold the groups of the buffer."""
+        """Return the shards of earlier iterations with the groups of the buffer."""
         shards = [
             adopt(self.files, Plans.groups_prefix(waiting.rows))
             for waiting in plan.before.buffer

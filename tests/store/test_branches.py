@@ -15,7 +15,7 @@ from rlpipe.types import Commit, DataState, Stage
 def commit(
     iteration: int, branch: str = "run", parent: str | None = "", **changes: object
 ) -> Commit:
-    """A commit that follows on its own branch, unless told otherwise."""
+    """Return a commit; by default its parent is the commit before on its branch."""
     if parent == "":
         parent = commit_name(branch, iteration - 1) if iteration else None
     content = {
@@ -70,17 +70,17 @@ def test_a_branch_is_created_once_and_found_again(files: Files):
     assert Branches(files).find("run") == first
 
 
-def test_a_branch_that_is_not_there_is_named(local_files: Files):
+def test_a_missing_branch_is_named_in_the_error(local_files: Files):
     for attempt in (
         Branches(local_files).newest,
         Branches(local_files).config,
         lambda b: list(Branches(local_files).walk(b)),
     ):
-        with pytest.raises(ObjectMissing, match=r"branches/nobody/config\.json"):
-            attempt("nobody")
+        with pytest.raises(ObjectMissing, match=r"branches/absent/config\.json"):
+            attempt("absent")
 
 
-def test_committing_the_same_again_is_success(files: Files):
+def test_committing_an_equal_result_again_succeeds(files: Files):
     branches = started(files, 1)
     again = Branches(files).commit(
         commit(0).model_copy(update={"attempt": "second", "epoch": 2, "packages": {"torch": "2"}})
@@ -98,7 +98,7 @@ def test_committing_the_same_again_is_success(files: Files):
         {"plans": ("q",)},
     ],
 )
-def test_committing_something_else_is_refused_and_named(files: Files, change: dict):
+def test_committing_another_result_is_refused(files: Files, change: dict):
     branches = started(files, 1)
     with pytest.raises(ObjectConflict, match="another driver committed") as caught:
         branches.commit(commit(0, **change))
@@ -106,7 +106,7 @@ def test_committing_something_else_is_refused_and_named(files: Files, change: di
     assert branches.read("run", 0).nodes == {Stage.TRAIN: "t0"}
 
 
-def test_of_two_drivers_that_race_one_commits_and_the_other_is_told(files: Files):
+def test_one_of_two_racing_drivers_commits_and_the_other_gets_a_conflict(files: Files):
     started(files, 0)
 
     def drive(driver: int) -> str:
@@ -139,7 +139,7 @@ def test_a_gap_is_refused(local_files: Files):
     assert [c.iteration for c in branches.walk("run")] == [1, 0]
 
 
-def test_a_fork_goes_on_from_its_parent_and_leaves_it_alone(files: Files):
+def test_a_fork_continues_its_parent_and_does_not_change_it(files: Files):
     branches = started(files, 4)
     branches.create("fork", {"lr": 1e-5}, "init", parent="run/00000001")
     assert branches.newest("fork") == branches.read("run", 1)
@@ -158,7 +158,7 @@ def test_a_fork_goes_on_from_its_parent_and_leaves_it_alone(files: Files):
         branches.create("other", {}, "init", parent="run/00000009")
 
 
-def test_what_an_iteration_follows_is_found_across_the_fork(files: Files):
+def test_the_commit_before_an_iteration_is_found_across_a_fork(files: Files):
     branches = started(files, 4)
     branches.create("fork", {"lr": 1e-5}, "init", parent="run/00000001")
     assert branches.parent_name("run", 0) is branches.before("run", 0) is None

@@ -1,5 +1,4 @@
-"""The collector and drivers: each keeps the other out, whoever comes first, and one that sleeps is
-told when it wakes."""
+"""Garbage collection and drivers exclude each other, also after one of them was suspended."""
 
 from __future__ import annotations
 
@@ -21,13 +20,13 @@ REMOVING = "garbage collection is running on this store"
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Moves this machine's clock by so many seconds."""
+    """Move this machine's clock by a number of seconds."""
     moved = [0.0]
     monkeypatch.setattr(epochs, "clock", lambda: datetime.now(UTC) + timedelta(seconds=moved[0]))
     return lambda seconds: moved.__setitem__(0, moved[0] + seconds)
 
 
-def test_no_driver_begins_goes_on_or_stands_in_beside_the_collector(files: Files):
+def test_no_driver_starts_continues_or_stands_in_during_a_collection(files: Files):
     Epochs(files).acquire("run").release()
     with Epochs(files).exclusive() as own:
         own.check()
@@ -42,18 +41,18 @@ def test_no_driver_begins_goes_on_or_stands_in_beside_the_collector(files: Files
 
 
 @pytest.mark.parametrize("stand_in", [False, True])
-def test_no_collector_begins_beside_a_driver(files: Files, stand_in: bool):
+def test_no_collection_starts_while_a_driver_is_active(files: Files, stand_in: bool):
     driver = Epochs(files).acquire("run", stand_in=stand_in)
     with refused("another driver runs this branch"), Epochs(files).exclusive():
         pass
     driver.renew()
     assert Epochs(files).acquire("other").number == 1, (
-        "a collector that was refused keeps nobody out"
+        "a collector that was refused keeps no driver out"
     )
     driver.release()
 
 
-def test_of_a_driver_and_a_collector_that_begin_at_once_never_both_do(local_files: Files):
+def test_a_driver_and_a_collector_that_start_together_never_both_succeed(local_files: Files):
     def drive(branch: str, begun: list[object], barrier: threading.Barrier) -> None:
         barrier.wait()
         try:
@@ -78,7 +77,7 @@ def test_of_a_driver_and_a_collector_that_begin_at_once_never_both_do(local_file
                 epoch.release()
 
 
-def test_a_driver_that_sleeps_is_told_after_the_collector_was_there(
+def test_a_suspended_driver_is_refused_after_a_collection(
     local_files: Files, later: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ):
     elsewhere = Holder.here().model_copy(update={"pid_space": "another machine"})
@@ -91,7 +90,7 @@ def test_a_driver_that_sleeps_is_told_after_the_collector_was_there(
         asleep.check()
 
 
-def test_a_collector_that_sleeps_removes_nothing_once_a_driver_has_begun(
+def test_a_suspended_collector_removes_nothing_after_a_driver_started(
     local_files: Files, later: Callable[[float], None]
 ):
     with Epochs(local_files).exclusive() as own:

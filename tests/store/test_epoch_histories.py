@@ -1,5 +1,4 @@
-"""Epochs under any sequence of what drivers do, against a model of who may drive and who may
-commit."""
+"""Epochs under random sequences of operations, compared with a model."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ from tests.store.lineage import collect
 
 
 class Drivers(RuleBasedStateMachine):
-    """Drivers of three machines, of one clock, acquire, renew, give back, sleep, die and take over;
-    garbage is collected."""
+    """Drivers on three machines with one clock, which acquire, renew, release, sleep and die."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +86,7 @@ class Drivers(RuleBasedStateMachine):
     @precondition(lambda self: len(self.epochs) > 1)
     @rule(data=st.data())
     def wake(self, data: st.DataObject) -> None:
-        """One that was replaced."""
+        """Wake a driver that was replaced."""
         late = self.epochs[data.draw(st.integers(0, len(self.epochs) - 2))]
         with pytest.raises(Fenced):
             late.renew()
@@ -97,7 +95,7 @@ class Drivers(RuleBasedStateMachine):
     @precondition(lambda self: self.epochs)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        """One gives the branch back without knowing that it was replaced."""
+        """Release the branch by a driver that was replaced."""
         late = self.epochs[data.draw(st.integers(0, len(self.epochs) - 1))]
         late.release()
         self.free = self.free or late is self.epochs[-1]
@@ -117,7 +115,7 @@ class Drivers(RuleBasedStateMachine):
 
     @rule(machine=st.sampled_from(["here", "there", "far"]))
     def clean_alone(self, machine: str) -> None:
-        """With everybody kept out; who sleeps is replaced by nobody."""
+        """Collect garbage while all drivers are excluded."""
         near = self.home == machine
         killed = len(self.epochs) in self.dead
         silent = self.now > self.until + timedelta(seconds=0 if near else epochs.SKEW_S)
@@ -147,7 +145,7 @@ class Drivers(RuleBasedStateMachine):
         assert allowed == ([] if self.free else [len(self.epochs)])
 
 
-def test_whatever_drivers_do_only_the_newest_may_commit_and_it_is_replaced_only_when_it_may_be():
+def test_only_the_newest_driver_may_commit_and_is_replaced_only_if_allowed():
     run_state_machine_as_test(
         Drivers, settings=settings(max_examples=40, stateful_step_count=25, deadline=None)
     )

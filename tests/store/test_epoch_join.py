@@ -1,5 +1,4 @@
-"""Joining an epoch: a process that works for the driver carries its number, and is refused with
-it."""
+"""Joined epochs: a process that works for a driver has its epoch, and is refused with it."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from tests.store.drivers import Driver, a_commit, refused
 
 
 @pytest.mark.integration
-def test_who_joins_works_under_the_number_of_the_driver_and_leaves_its_lease_alone(files: Files):
+def test_a_joined_epoch_has_the_number_of_the_driver_and_does_not_renew_its_lease(files: Files):
     with Driver(files) as driver:
         assert driver.answer() == 1
         leases = files.list("branches/run/epochs")
@@ -30,7 +29,7 @@ def test_who_joins_works_under_the_number_of_the_driver_and_leaves_its_lease_alo
         assert driver.do("check") == driver.do("renew") == 1
 
 
-def test_where_nobody_drives_any_more_who_joins_stands_in_for_the_driver(local_files: Files):
+def test_a_join_without_an_active_driver_becomes_a_stand_in(local_files: Files):
     Epochs(local_files).acquire("run").release()
     joined = Epochs(local_files).join("run", stand_in=True)
     assert (joined.number, joined.joined) == (2, False)
@@ -40,7 +39,7 @@ def test_where_nobody_drives_any_more_who_joins_stands_in_for_the_driver(local_f
         Epochs(local_files).acquire("run", stand_in=True)
 
 
-def test_a_commit_of_who_joined_is_refused_after_a_takeover_and_one_who_joins_then_may(
+def test_after_a_takeover_an_older_joined_epoch_may_not_commit_and_a_newer_one_may(
     local_files: Files, commits: Branches
 ):
     driver = Epochs(local_files).acquire("run")
@@ -59,13 +58,13 @@ def test_a_commit_of_who_joined_is_refused_after_a_takeover_and_one_who_joins_th
 
 @pytest.fixture
 def commits(local_files: Files) -> Branches:
-    """The branches of a store that has the branch `run`."""
+    """Return the branches of a store that has the branch `run`."""
     branches = Branches(local_files)
     branches.create("run", {}, "init")
     return branches
 
 
-def test_a_driver_need_not_wait_for_a_stand_in_and_that_one_is_told_so(local_files: Files):
+def test_a_driver_replaces_a_stand_in_without_waiting(local_files: Files):
     stand_in = Epochs(local_files).join("run", stand_in=True)
     other = Epochs(local_files).join("run", stand_in=False)
     assert other.joined
@@ -75,7 +74,7 @@ def test_a_driver_need_not_wait_for_a_stand_in_and_that_one_is_told_so(local_fil
         stand_in.check()
 
 
-def test_what_was_opened_for_a_driver_that_has_ended_is_left_to_the_next(local_files: Files):
+def test_resources_of_an_ended_driver_are_left_to_the_next_driver(local_files: Files):
     with pytest.raises(Fenced, match="the driver that started this task has ended"):
         Epochs(local_files).join("run", stand_in=False)
     Epochs(local_files).acquire("run").release()

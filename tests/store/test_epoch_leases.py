@@ -1,5 +1,4 @@
-"""A lease that is renewed in the background: until it is given back or lost, and through failures
-that pass."""
+"""Leases that are renewed in the background until they are released or lost."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ RUN = "branches/run/epochs"
 
 
 def until(reached: Callable[[], object]) -> None:
-    """Wait for what a thread is about to do."""
+    """Wait for the effect of a thread."""
     deadline = time.monotonic() + 20
     while not reached():
         assert time.monotonic() < deadline
@@ -74,10 +73,10 @@ def test_a_renewal_that_waits_behind_a_release_does_not_undo_it(
     assert Epochs(local_files).acquire("run").number == 2
 
 
-def test_a_renewal_that_fails_is_tried_again_and_a_release_that_fails_is_let_be(
+def test_a_failed_renewal_is_repeated_and_a_failed_release_is_ignored(
     local_files: Files, monkeypatch: pytest.MonkeyPatch
 ):
-    """The failed write is there all the same, as after a lost reply."""
+    """The failed write arrives, as after a lost reply."""
     create = Files.create
     attempts = []
 
@@ -85,9 +84,7 @@ def test_a_renewal_that_fails_is_tried_again_and_a_release_that_fails_is_let_be(
         attempts.append(create(files, path, data))
         if len(attempts) % 2:
             raise (
-                StoreError("no answer")
-                if len(attempts) != 3
-                else TypeError("an answer that nobody expected")
+                StoreError("no answer") if len(attempts) != 3 else TypeError("an unexpected answer")
             )
         return True
 

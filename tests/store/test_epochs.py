@@ -1,5 +1,4 @@
-"""Epochs and leases: one driver at a time, and a driver that was replaced is stopped before it
-commits."""
+"""Epochs and leases: one driver at a time, and a replaced driver is refused before it commits."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ RUN = "branches/run/epochs"
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Moves this machine's clock by so many seconds."""
+    """Move this machine's clock by a number of seconds."""
     moved = [0.0]
 
     def move(seconds: float) -> None:
@@ -40,7 +39,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 @pytest.mark.integration
-def test_a_live_driver_keeps_the_second_out_and_is_named(files: Files):
+def test_an_active_driver_keeps_a_second_one_out_and_is_named(files: Files):
     with Driver(files) as first:
         assert first.answer() == 1
         where = files.url(f"{RUN}/00000001.json")
@@ -63,7 +62,7 @@ def test_a_live_driver_keeps_the_second_out_and_is_named(files: Files):
 
 
 @pytest.mark.integration
-def test_a_killed_driver_of_this_machine_is_replaced_at_once_waited_for_or_not(files: Files):
+def test_a_killed_driver_of_this_machine_is_replaced_at_once_reaped_or_not(files: Files):
     with Driver(files, lease_s=3600.0) as first:
         assert first.answer() == 1
         assert first.process.pid is not None
@@ -78,7 +77,7 @@ def test_a_killed_driver_of_this_machine_is_replaced_at_once_waited_for_or_not(f
 
 
 @pytest.mark.integration
-def test_a_killed_driver_of_another_machine_is_replaced_once_its_lease_is_over(
+def test_a_killed_driver_of_another_machine_is_replaced_after_its_lease(
     files: Files, later: Callable[[float], None]
 ):
     with Driver(files, pid_space="another machine", lease_s=30.0) as first:
@@ -93,7 +92,7 @@ def test_a_killed_driver_of_another_machine_is_replaced_once_its_lease_is_over(
 
 
 @pytest.mark.integration
-def test_after_a_takeover_the_driver_before_can_do_nothing_and_the_new_one_goes_on(files: Files):
+def test_after_a_takeover_the_old_driver_is_refused_and_the_new_one_continues(files: Files):
     branches = Branches(files)
     branches.create("run", {}, "init")
     with Driver(files) as first:
@@ -115,7 +114,7 @@ def test_after_a_takeover_the_driver_before_can_do_nothing_and_the_new_one_goes_
 
 
 @pytest.mark.integration
-def test_a_driver_that_slept_through_its_lease_finds_out_at_its_commit(local_files: Files):
+def test_a_driver_that_was_suspended_beyond_its_lease_is_refused_at_its_commit(local_files: Files):
     Branches(local_files).create("run", {}, "init")
     with Driver(local_files, lease_s=0.2) as first:
         assert first.answer() == 1
@@ -128,7 +127,7 @@ def test_a_driver_that_slept_through_its_lease_finds_out_at_its_commit(local_fil
         Branches(local_files).commit(a_commit(0, epoch.number), fence=epoch.check)
 
 
-def test_a_lease_that_ran_out_may_still_be_renewed_while_nobody_took_the_branch(
+def test_an_expired_lease_can_be_renewed_if_no_driver_took_the_branch(
     files: Files, later: Callable[[float], None]
 ):
     epoch = Epochs(files).acquire("run", lease_s=10.0)
@@ -141,7 +140,7 @@ def test_a_lease_that_ran_out_may_still_be_renewed_while_nobody_took_the_branch(
     assert Epochs(files).acquire("run").number == 2
 
 
-def test_a_renewal_makes_the_lease_run_from_now(files: Files, later: Callable[[float], None]):
+def test_a_renewal_restarts_the_time_of_the_lease(files: Files, later: Callable[[float], None]):
     epoch = Epochs(files).acquire("run", lease_s=10.0)
     for _ in range(4):
         later(9.0)
@@ -151,7 +150,7 @@ def test_a_renewal_makes_the_lease_run_from_now(files: Files, later: Callable[[f
 
 
 @pytest.mark.parametrize("takeover", [False, True])
-def test_of_many_that_race_one_becomes_the_driver_and_the_others_are_told_who(
+def test_one_of_many_racing_threads_becomes_the_driver_and_the_others_get_its_name(
     files: Files, takeover: bool
 ):
     if takeover:
@@ -182,21 +181,21 @@ def test_of_many_that_race_one_becomes_the_driver_and_the_others_are_told_who(
 
 
 @pytest.mark.integration
-def test_of_racing_processes_one_becomes_the_driver(files: Files):
+def test_one_of_many_racing_processes_becomes_the_driver(files: Files):
     with multiprocessing.get_context("spawn").Pool(4) as pool:
         attempts = pool.map(try_to_acquire, [files] * 8, chunksize=1)
     assert sorted(attempts) == [0] * 7 + [1]
 
 
 def try_to_acquire(files: Files) -> int:
-    """The epoch that was taken, 0 if none. The process lives on in its pool."""
+    """Return the acquired epoch, or 0. The process stays alive in its pool."""
     try:
         return Epochs(files).acquire("run").number
     except Fenced:
         return 0
 
 
-def test_whoever_saw_the_same_driver_but_was_slower_does_not_take_over_from_the_faster_one(
+def test_the_slower_of_two_takeovers_does_not_replace_the_faster_one(
     local_files: Files, monkeypatch: pytest.MonkeyPatch
 ):
     Epochs(local_files).acquire("run")
@@ -208,7 +207,7 @@ def test_whoever_saw_the_same_driver_but_was_slower_does_not_take_over_from_the_
         slow.acquire("run", takeover=True)
 
 
-def test_a_branch_that_was_given_back_is_free_and_its_driver_is_done(files: Files):
+def test_a_released_branch_is_free_and_its_driver_may_not_commit(files: Files):
     epoch = Epochs(files).acquire("run", lease_s=3600.0)
     epoch.release()
     for call in (epoch.check, epoch.renew):
@@ -220,7 +219,7 @@ def test_a_branch_that_was_given_back_is_free_and_its_driver_is_done(files: File
     assert Epochs(files).acquire("run").number == 2
 
 
-def test_another_process_with_the_pid_of_a_dead_driver_is_not_taken_for_it(
+def test_another_process_with_the_pid_of_a_dead_driver_is_not_its_driver(
     local_files: Files, monkeypatch: pytest.MonkeyPatch
 ):
     earlier = Holder.here().model_copy(update={"started": 1})
@@ -230,7 +229,7 @@ def test_another_process_with_the_pid_of_a_dead_driver_is_not_taken_for_it(
     assert Epochs(local_files).acquire("run").number == 2
 
 
-def test_a_driver_of_another_user_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch):
+def test_a_driver_of_another_user_is_not_dead(monkeypatch: pytest.MonkeyPatch):
     def hidden(*_: object) -> None:
         raise PermissionError
 
@@ -241,7 +240,7 @@ def test_a_driver_of_another_user_is_not_taken_for_dead(monkeypatch: pytest.Monk
     assert not holder.dead
 
 
-def test_the_pid_of_a_dead_process_says_nothing_about_another_machine(
+def test_the_pid_of_a_dead_process_means_nothing_on_another_machine(
     local_files: Files, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(holders, "pid_space", lambda: "another boot")
@@ -253,7 +252,7 @@ def test_the_pid_of_a_dead_process_says_nothing_about_another_machine(
         Epochs(local_files).acquire("run")
 
 
-def test_renewals_never_pile_up_and_a_check_is_one_request(
+def test_renewals_do_not_accumulate_and_a_check_is_one_request(
     local_files: Files, monkeypatch: pytest.MonkeyPatch
 ):
     asked: list[tuple[str, str]] = []
@@ -295,7 +294,7 @@ def test_a_lease_that_was_renewed_between_listing_and_reading_is_listed_again(
         Epochs(local_files).acquire("run")
 
 
-def test_a_fence_is_asked_last_before_the_write_and_a_fenced_commit_is_not_there(
+def test_the_fence_is_called_last_before_the_write_and_a_fenced_commit_is_not_written(
     local_files: Files, monkeypatch: pytest.MonkeyPatch
 ):
     files = local_files
@@ -344,7 +343,7 @@ def test_a_commit_of_an_older_epoch_than_the_newest_is_refused(files: Files):
     branches.commit(a_commit(2, 3))
 
 
-def test_epochs_are_no_commits_no_branches_and_nothing_to_an_audit(files: Files):
+def test_epochs_are_neither_commits_nor_branches_nor_findings(files: Files):
     run = Run(files).start()
     for _ in range(6):
         Epochs(files).acquire("run", takeover=True).renew()
@@ -357,7 +356,7 @@ def test_epochs_are_no_commits_no_branches_and_nothing_to_an_audit(files: Files)
     assert check_branch(files, "run") == []
 
 
-def test_garbage_are_the_renewals_that_count_no_more(files: Files):
+def test_superseded_renewals_are_garbage(files: Files):
     run = Epochs(files).acquire("run")
     other = Epochs(files).acquire("other")
     for _ in range(3):

@@ -1,5 +1,4 @@
-"""Garbage collection: takes what nothing reaches, and nothing that a crashed run could still
-use."""
+"""Garbage collection removes unreachable objects, and none that a crashed run could still use."""
 
 from __future__ import annotations
 
@@ -30,13 +29,13 @@ def a_run(files: Files, iterations: int = 2) -> Run:
     return run
 
 
-def test_nothing_of_a_run_or_its_fork_may_go(files: Files):
+def test_no_object_of_a_run_or_its_fork_is_garbage(files: Files):
     a_run(files, 3)
     Run(files, "fork").start(parent="run/00000000").iterate()
     assert unreachable(files, grace_s=-60) == []
 
 
-def test_what_no_branch_reaches_goes_and_nothing_else(files: Files):
+def test_only_unreachable_objects_are_removed(files: Files):
     run = a_run(files)
     before = files.list()
     newest = Branches(files).newest("run")
@@ -57,7 +56,7 @@ def test_what_no_branch_reaches_goes_and_nothing_else(files: Files):
     assert run.iterate() is not None
 
 
-def test_what_a_reached_node_was_made_of_stays(local_files: Files):
+def test_the_ancestors_of_a_reachable_node_stay(local_files: Files):
     nodes = Nodes(local_files)
     weights = write_data(local_files, "checkpoints/elsewhere/iter_0000003", "weights.bin", b"1")
     checkpoint = nodes.commit(make_node(Stage.CHECKPOINT, {}, [weights], iteration=3))
@@ -67,7 +66,7 @@ def test_what_a_reached_node_was_made_of_stays(local_files: Files):
     assert unreachable(local_files, grace_s=-60) == []
 
 
-def test_what_is_younger_than_the_grace_period_stays(files: Files):
+def test_objects_younger_than_the_grace_period_stay(files: Files):
     a_run(files)
     write_data(files, "data/reward/new", "rewards.parquet", b"x")
     assert unreachable(files, grace_s=3600) == []
@@ -84,12 +83,12 @@ def test_an_iteration_that_crashed_long_ago_can_still_be_finished(files: Files, 
     nodes = {path: files.read(path) for path in files.list("nodes")}
     run.iterate()
     assert {path: files.read(path) for path in nodes} == nodes, (
-        "what was finished was adopted, not made anew"
+        "finished nodes were adopted, not made again"
     )
     assert check_branch(files, "run") == []
 
 
-def test_finished_groups_of_a_rollout_under_way_stay(local_files: Files):
+def test_finished_groups_of_an_active_rollout_stay(local_files: Files):
     run = a_run(local_files)
     newest = Branches(local_files).newest("run")
     assert newest is not None
@@ -101,7 +100,7 @@ def test_finished_groups_of_a_rollout_under_way_stay(local_files: Files):
     ]
 
 
-def test_every_part_of_a_plan_and_what_was_cut_off_stays_while_its_iteration_is_open(
+def test_all_parts_and_cut_groups_of_a_plan_stay_while_its_iteration_is_open(
     local_files: Files,
 ):
     run = a_run(local_files)
@@ -124,12 +123,12 @@ def test_every_part_of_a_plan_and_what_was_cut_off_stays_while_its_iteration_is_
     assert [path for path in gone if path.endswith("plan.json")] == [f"plans/{part_1}/plan.json"]
 
 
-def test_a_plan_that_its_branch_has_passed_goes(local_files: Files):
+def test_a_plan_of_a_committed_iteration_that_no_commit_names_is_removed(local_files: Files):
     run = a_run(local_files)
     first = Branches(local_files).read("run", 0)
     digest = Plans(local_files).write(run.plan(1, first.data.model_copy(update={"offset": 77})))
     strange = Plans(local_files).write(
-        run.plan(1, first.data).model_copy(update={"branch": "nobody"})
+        run.plan(1, first.data).model_copy(update={"branch": "absent"})
     )
     shard = ShardWriter(local_files, Plans.groups_prefix(digest), 1).write([group("x")])
     assert set(unreachable(local_files, grace_s=-60)) == {
@@ -137,7 +136,7 @@ def test_a_plan_that_its_branch_has_passed_goes(local_files: Files):
     } | {shard.path}
 
 
-def test_what_killed_writers_left_goes_after_the_grace_period(local_files: Files):
+def test_temporary_files_of_killed_writers_are_removed_after_the_grace_period(local_files: Files):
     a_run(local_files)
     directory = Path(local_files.root.removeprefix("file://"))
     left = directory / "data" / ("x.parquet.tmp-" + "0" * 32)
@@ -149,7 +148,7 @@ def test_what_killed_writers_left_goes_after_the_grace_period(local_files: Files
     assert not left.exists()
 
 
-def test_nothing_goes_while_a_record_cannot_be_read(local_files: Files):
+def test_nothing_is_removed_while_a_record_is_unreadable(local_files: Files):
     a_run(local_files)
     write_data(local_files, "data/reward/old", "rewards.parquet", b"x")
     newest = Branches(local_files).newest("run")
@@ -166,8 +165,8 @@ def test_nothing_goes_while_a_record_cannot_be_read(local_files: Files):
     assert local_files.list() == before
 
 
-def test_nothing_goes_while_a_record_that_a_commit_names_is_lost(local_files: Files):
-    """Its files are still there: with the record from a copy the run is whole again."""
+def test_nothing_is_removed_while_a_record_that_a_commit_names_is_lost(local_files: Files):
+    """Its files still exist. With the record from a copy the run is complete again."""
     a_run(local_files)
     newest = Branches(local_files).newest("run")
     assert newest is not None
@@ -180,7 +179,7 @@ def test_nothing_goes_while_a_record_that_a_commit_names_is_lost(local_files: Fi
     assert collect(local_files, grace_s=-60) == [] and check_branch(local_files, "run") == []
 
 
-def test_checkpoints_and_evaluations_go_only_with_the_weights_that_they_are_of(local_files: Files):
+def test_checkpoints_and_evaluations_are_removed_only_with_their_weights(local_files: Files):
     a_run(local_files, 1)
     newest = Branches(local_files).newest("run")
     nodes = Nodes(local_files)
@@ -188,7 +187,7 @@ def test_checkpoints_and_evaluations_go_only_with_the_weights_that_they_are_of(l
     lost = nodes.commit(make_node(Stage.TRAIN, {"before": "nothing"})).digest
 
     def leaf(stage: Stage, weights: str) -> list[str]:
-        """A node about these weights, with its file: their names."""
+        """Write a node about these weights and its file, and return both names."""
         folder = (
             f"checkpoints/run/{weights[:8]}"
             if stage is Stage.CHECKPOINT
@@ -214,7 +213,7 @@ def test_checkpoints_and_evaluations_go_only_with_the_weights_that_they_are_of(l
     assert {path for pair in stays for path in pair} <= set(local_files.list())
 
 
-def test_a_state_that_a_replay_made_stays_with_what_it_was_made_of(local_files: Files):
+def test_a_segment_stays_with_its_ancestors(local_files: Files):
     a_run(local_files, 1)
     newest = Branches(local_files).newest("run")
     nodes = Nodes(local_files)
@@ -225,7 +224,7 @@ def test_a_state_that_a_replay_made_stays_with_what_it_was_made_of(local_files: 
     paths = [node_path(Stage.CHECKPOINT, base.digest), node_path(Stage.SEGMENT, segment.digest)]
     receipt = node_receipt_path(Stage.CHECKPOINT, base.digest)
     assert unreachable(local_files, grace_s=-60) == [receipt, *sorted(paths)], (
-        "a receipt goes before its node"
+        "a receipt is removed before its node"
     )
     Segments(local_files).record(
         "run", 1, 1, weights=newest.nodes[Stage.TRAIN], segment=segment.digest
@@ -233,7 +232,7 @@ def test_a_state_that_a_replay_made_stays_with_what_it_was_made_of(local_files: 
     assert unreachable(local_files, grace_s=-60) == []
 
 
-def test_an_evaluation_of_which_anything_is_lost_goes(local_files: Files):
+def test_an_evaluation_with_a_lost_object_is_removed(local_files: Files):
     a_run(local_files, 1)
     init = Branches(local_files).get("run").init
     nodes = Nodes(local_files)

@@ -1,5 +1,4 @@
-"""Notes of iterations without a commit (rlpipe.store.notes), and that the collector keeps what they
-name."""
+"""Notes of iterations without a commit (rlpipe.store.notes), and garbage collection with notes."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from rlpipe.types import RECORD_FORMAT, Stage
 from tests.reprocessed import FILTER, History, configuration
 
 
-def test_the_first_note_stays_and_is_the_answer(local_files: Files):
+def test_the_first_note_wins_and_is_returned(local_files: Files):
     assert write_note(local_files, "run", 3, {Stage.ROLLOUT: "a"}) == {Stage.ROLLOUT: "a"}
     assert write_note(local_files, "run", 3, {Stage.ROLLOUT: "b"}) == {Stage.ROLLOUT: "a"}
     assert read_note(local_files, "run", 3) == {Stage.ROLLOUT: "a"}
@@ -35,7 +34,7 @@ def test_the_first_note_stays_and_is_the_answer(local_files: Files):
 @pytest.mark.parametrize(
     "text", ["", "[]", "{", '{"rollout": "a"}', "\xff", '{"rollout":' * 100_000]
 )
-def test_a_note_that_is_none_is_named(local_files: Files, text: str):
+def test_a_malformed_note_is_named(local_files: Files, text: str):
     local_files.create(note_path("run", 0), text.encode("latin-1"))
     with pytest.raises(ObjectCorrupt, match="not a readable note record") as caught:
         read_note(local_files, "run", 0)
@@ -43,7 +42,7 @@ def test_a_note_that_is_none_is_named(local_files: Files, text: str):
 
 
 @pytest.mark.parametrize("nodes", [{"rollout": 1}, {"sleep": "a"}])
-def test_a_sealed_note_of_something_else_is_named(local_files: Files, nodes: dict[str, object]):
+def test_a_sealed_note_with_other_keys_is_named(local_files: Files, nodes: dict[str, object]):
     content = {"format": RECORD_FORMAT, "branch": "run", "iteration": 0, "nodes": nodes}
     local_files.create(
         note_path("run", 0), json.dumps({**content, "sha256": digest(content, "x")}).encode()
@@ -52,7 +51,7 @@ def test_a_sealed_note_of_something_else_is_named(local_files: Files, nodes: dic
         read_note(local_files, "run", 0)
 
 
-def test_no_byte_of_a_note_can_be_another(local_files: Files, tmp_path: Path):
+def test_any_changed_byte_of_a_note_is_found(local_files: Files, tmp_path: Path):
     write_note(local_files, "run", 0, {Stage.ROLLOUT: "ab" * 32})
     file = tmp_path / "store" / note_path("run", 0)
     good = file.read_bytes()
@@ -70,7 +69,7 @@ def test_a_note_under_another_name_is_named(local_files: Files):
             read_note(local_files, run, k)
 
 
-def test_what_a_branch_s_notes_name_is_not_collected(local_files: Files, tmp_path: Path):
+def test_objects_that_notes_name_are_not_collected(local_files: Files, tmp_path: Path):
     config = configuration(tmp_path, groups=6)
     History(local_files, config).iterate()
     values = config.model_dump(mode="json")
@@ -91,6 +90,6 @@ def test_what_a_branch_s_notes_name_is_not_collected(local_files: Files, tmp_pat
     new_ones = {node_path(stage, digest) for stage, digest in nodes.items()} | {
         node_path(Stage.REWARD, judged)
     }
-    assert new_ones <= set(unreachable(local_files, -60)), "nobody knows the branch yet"
+    assert new_ones <= set(unreachable(local_files, -60)), "the branch does not exist yet"
     Branches(local_files).create("new", values, Branches(local_files).get("run").init)
     assert unreachable(local_files, -60) == []

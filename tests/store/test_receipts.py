@@ -1,4 +1,4 @@
-"""Receipts of commits: a commit that is gone is named, one that never was is not
+"""Receipts of commits: the audit names a lost commit, but not one that never existed
 (rlpipe.store.receipts)."""
 
 from __future__ import annotations
@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from rlpipe.errors import ObjectConflict, ObjectCorrupt, StoreError
-from rlpipe.store.audit.verification import Finding, check_branch
+from rlpipe.store.audit.findings import Finding
+from rlpipe.store.audit.verification import check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.gc import unreachable
 from rlpipe.store.objects.files import Files
@@ -31,7 +32,7 @@ def found(files: Files, branch: str = "run") -> list[tuple[str, str]]:
     return [(finding.rule, finding.where) for finding in check_branch(files, branch)]
 
 
-def test_the_newest_commits_that_are_gone_are_named(files: Files):
+def test_lost_newest_commits_are_named(files: Files):
     a_run(files)
     files.delete(commit_path(2))
     assert check_branch(files, "run") == [
@@ -47,7 +48,7 @@ def test_the_newest_commits_that_are_gone_are_named(files: Files):
     assert found(files) == [("records", f"run/0000000{k}") for k in range(3)]
 
 
-def test_a_fork_whose_only_commit_is_gone_is_named_and_its_parent_is_well(local_files: Files):
+def test_a_fork_without_its_only_commit_is_named_and_its_parent_has_no_findings(local_files: Files):
     a_run(local_files)
     Run(local_files, "fork").start(parent="run/00000001").iterate()
     local_files.delete(commit_path(2, "fork"))
@@ -55,7 +56,7 @@ def test_a_fork_whose_only_commit_is_gone_is_named_and_its_parent_is_well(local_
     assert found(local_files) == []
 
 
-def test_tables_tell_of_a_commit_whose_receipt_is_gone_too(local_files: Files):
+def test_tables_show_a_lost_commit_without_a_receipt(local_files: Files):
     a_run(local_files)
     scalars.update(local_files, "run")
     for path in (commit_path(2), receipt_path("run", 2)):
@@ -68,7 +69,9 @@ def test_tables_tell_of_a_commit_whose_receipt_is_gone_too(local_files: Files):
 @pytest.mark.parametrize(
     "name", ["00000000-00000009-{}", "00000000-99999999-{}", "00000000-00000009-0123456789abcdef"]
 )
-def test_tables_under_names_that_say_too_much_tell_of_no_commit(local_files: Files, name: str):
+def test_table_names_with_too_many_iterations_are_no_evidence_of_commits(
+    local_files: Files, name: str
+):
     a_run(local_files)
     scalars.update(local_files, "run")
     (path,) = local_files.list("branches/run/scalars/samples")
@@ -91,7 +94,7 @@ def test_an_iteration_that_was_killed_before_its_commit_is_no_finding(
 
 
 @pytest.mark.parametrize("committed", [True, False])
-def test_a_driver_that_is_killed_beside_the_commit_leaves_no_finding(
+def test_a_driver_that_was_killed_around_a_commit_leaves_no_finding(
     local_files: Files, monkeypatch: pytest.MonkeyPatch, committed: bool
 ):
     run = a_run(local_files)
@@ -117,7 +120,7 @@ def test_a_driver_that_is_killed_beside_the_commit_leaves_no_finding(
     )
 
 
-def test_the_same_commit_again_writes_the_receipt_that_is_missing(local_files: Files):
+def test_an_equal_commit_writes_the_missing_receipt(local_files: Files):
     a_run(local_files)
     local_files.delete(receipt_path("run", 2))
     branches = Branches(local_files)
@@ -125,15 +128,15 @@ def test_the_same_commit_again_writes_the_receipt_that_is_missing(local_files: F
     assert Receipts(local_files).find("run", 2) == Receipt.of(branches.read("run", 2))
 
 
-def test_a_run_goes_on_over_a_commit_that_is_gone_if_the_result_is_the_same(local_files: Files):
+def test_a_lost_commit_can_be_committed_again_with_an_equal_result(local_files: Files):
     run = a_run(local_files)
     local_files.delete(commit_path(2))
-    assert run.iterate() is not None, "its nodes were there"
+    assert run.iterate() is not None, "its nodes exist"
     run.iterate()
     assert check_branch(local_files, "run") == []
 
 
-def test_a_commit_that_is_gone_is_not_replaced_by_another(local_files: Files):
+def test_a_lost_commit_cannot_be_replaced_by_another_result(local_files: Files):
     a_run(local_files)
     branches = Branches(local_files)
     other = branches.read("run", 2).model_copy(
@@ -149,7 +152,7 @@ def test_a_commit_that_is_gone_is_not_replaced_by_another(local_files: Files):
     assert branches.commit(other).trained == ("another",)
 
 
-def test_a_commit_in_place_of_another_is_named(local_files: Files):
+def test_a_commit_that_replaced_another_is_named(local_files: Files):
     a_run(local_files)
     theirs = local_files.read(receipt_path("run", 2))
     branches = Branches(local_files)

@@ -48,7 +48,7 @@ def plan(prompt: str = "p") -> Plan:
 
 
 @given(outputs=st.dictionaries(st.text(max_size=5), JSON, max_size=4))
-def test_a_record_comes_back_as_it_was(outputs: dict):
+def test_a_record_is_read_as_it_was_written(outputs: dict):
     node = make_node(Stage.TRAIN, {"batch": "d"}).model_copy(update={"outputs": outputs})
     assert unseal(Node, seal(node, "x"), "x") == node
 
@@ -66,7 +66,7 @@ def test_a_flipped_bit_of_a_record_is_found(position: int, bit: int):
 @pytest.mark.parametrize(
     "data", [b"", b"{}", b"[]", b"null", b'"x"', b"{", b'{"sha256": 1}', b"\xff"]
 )
-def test_bytes_that_are_no_record_are_corrupt(data: bytes):
+def test_other_bytes_than_a_record_are_corrupt(data: bytes):
     with pytest.raises(ObjectCorrupt, match=r"not a readable node|changed"):
         unseal(Node, data, "x")
 
@@ -85,12 +85,12 @@ def test_a_record_of_an_unknown_format_is_refused_by_name(kind: type[VersionedRe
     data = canonical({**other, "sha256": digest(other, "x")}, "x")
     with pytest.raises(
         ObjectCorrupt,
-        match=rf"(?s)this version of rlpipe cannot read the format.*format {found}.*format 2.*migrate",
+        match=rf"(?s)rlpipe cannot read the format.*format {found}.*format 2.*migrate",
     ):
         unseal(kind, data, "x")
 
 
-def test_every_record_says_its_format_and_one_that_says_none_is_of_the_first():
+def test_every_record_has_a_format_and_one_without_has_format_1():
     content = json.loads(seal(make_node(Stage.TRAIN, {"batch": "d"}), "x"))
     assert content.pop("format") == 2
     del content["sha256"]
@@ -112,7 +112,7 @@ def test_a_node_of_an_unknown_contract_is_refused_by_name(local_files: Files, ve
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, object(), {1, 2}, "\ud800", b"x"])
-def test_what_is_no_json_is_refused(value: object):
+def test_values_that_json_cannot_hold_are_refused(value: object):
     with pytest.raises(DataError, match="cannot be written as JSON"):
         input_digest(Stage.TRAIN, {}, {"x": value}, {})
 
@@ -165,8 +165,8 @@ def test_the_input_digest_depends_on_every_input():
     )
 
 
-def test_the_input_digest_stays_what_it_is():
-    """Stored runs are found by it: a change of this value makes every one of them unreachable."""
+def test_the_input_digest_never_changes():
+    """Stored nodes are found by it. Another value would make every stored run unreachable."""
     found = input_digest(
         Stage.ROLLOUT, {"plan": "p"}, {"temperature": 1.0, "n": 8}, {"hook.py:f": "00"}
     )
@@ -186,7 +186,7 @@ def test_a_node_is_found_by_its_digest(files: Files):
     assert nodes.commit(kept) == kept
 
 
-def test_racing_attempts_at_a_node_all_get_the_winner(files: Files):
+def test_all_racing_writers_of_a_node_get_the_first_record(files: Files):
     node = make_node(Stage.REWARD, {"rollout": "d"})
     attempts = [node.model_copy(update={"outputs": {"mean": n / 7}}) for n in range(8)]
     with ThreadPoolExecutor(8) as pool:
@@ -195,7 +195,7 @@ def test_racing_attempts_at_a_node_all_get_the_winner(files: Files):
     assert Nodes(files).get(Stage.REWARD, node.digest) == results[0]
 
 
-def test_a_node_whose_digest_is_not_that_of_its_inputs_is_refused(local_files: Files):
+def test_a_node_with_a_wrong_digest_is_refused(local_files: Files):
     node = make_node(Stage.REWARD, {"rollout": "d"})
     with pytest.raises(ValueError, match="not that of its inputs"):
         Nodes(local_files).commit(node.model_copy(update={"config": {"type": "math"}}))

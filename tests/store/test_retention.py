@@ -1,5 +1,4 @@
-"""Retention: which checkpoints may go, when a whole run may, and that what is left can still be
-audited and gone on with."""
+"""Retention: removal of checkpoints and runs, after which the rest can be audited and continued."""
 
 from __future__ import annotations
 
@@ -28,13 +27,13 @@ from tools import gc
 
 
 def checkpoint(files: Files, state: str, **parents: str) -> Node:
-    """A checkpoint node of a state."""
+    """Write a checkpoint node of a state."""
     record = write_data(files, f"checkpoints/{state[:8]}", "weights.distcp", state.encode())
     return Nodes(files).commit(make_node(Stage.CHECKPOINT, {"weights": state, **parents}, [record]))
 
 
 def a_run(files: Files, iterations: int = 6) -> list[Node]:
-    """A run with a checkpoint after every iteration, in order."""
+    """Write a run with a checkpoint after every iteration, and return their digests in order."""
     run = Run(files).start()
     made = []
     for _ in range(iterations):
@@ -45,7 +44,7 @@ def a_run(files: Files, iterations: int = 6) -> list[Node]:
 
 
 def spare(files: Files, made: list[Node], *policy: int) -> list[int]:
-    """Which of the checkpoints may go."""
+    """Return the checkpoints that may be removed."""
     paths = {removal.path for removal in spare_checkpoints(files, Retention(*policy), grace_s=-60)}
     return [
         number
@@ -64,7 +63,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     return call
 
 
-def test_all_but_the_newest_and_the_regular_ones_may_go(local_files: Files):
+def test_all_but_the_newest_and_regular_checkpoints_are_spare(local_files: Files):
     made = a_run(local_files)
     assert spare(local_files, made, 1) == [0, 1, 2, 3, 4]
     assert spare(local_files, made, 2, 3) == [0, 1, 3]
@@ -73,7 +72,7 @@ def test_all_but_the_newest_and_the_regular_ones_may_go(local_files: Files):
         spare_checkpoints(local_files, Retention(0), grace_s=0)
 
 
-def test_what_others_started_from_stays(local_files: Files):
+def test_checkpoints_from_which_other_runs_started_stay(local_files: Files):
     made = a_run(local_files)
     Run(local_files, "fork").start(parent="run/00000001").iterate()
     warm = Nodes(local_files).commit(make_node(Stage.INIT, {"start_from": made[3].digest}))
@@ -81,18 +80,18 @@ def test_what_others_started_from_stays(local_files: Files):
     assert spare(local_files, made, 1) == [0, 2, 4]
 
 
-def test_states_made_anew_keep_their_checkpoints(local_files: Files):
+def test_segments_keep_their_checkpoints(local_files: Files):
     made = a_run(local_files, 4)
     recorded = Branches(local_files).read("run", 2).nodes[Stage.TRAIN]
     segment = Nodes(local_files).commit(
         make_node(Stage.SEGMENT, {"weights": recorded, "base": made[0].digest})
     )
-    anew = checkpoint(local_files, segment.digest)
+    replayed = checkpoint(local_files, segment.digest)
     Segments(local_files).record("run", 3, 1, weights=recorded, segment=segment.digest)
-    assert spare(local_files, [*made, anew], 1) == [1, 2]
+    assert spare(local_files, [*made, replayed], 1) == [1, 2]
 
 
-def test_refreshes_of_the_reference_stay(local_files: Files):
+def test_checkpoints_of_reference_refreshes_stay(local_files: Files):
     init = Nodes(local_files).commit(make_node(Stage.INIT, {}, model="tiny"))
     Branches(local_files).create("run", {"reference": {"ref_update_interval": 2}}, init.digest)
     run = Run(local_files)
@@ -104,7 +103,7 @@ def test_refreshes_of_the_reference_stay(local_files: Files):
     assert spare(local_files, made, 1) == [0, 2]
 
 
-def test_a_run_goes_on_and_audits_clean_without_its_spare_checkpoints(files: Files):
+def test_a_run_without_its_spare_checkpoints_continues_and_has_no_findings(files: Files):
     made = a_run(files, 3)
     paths = [removal.path for removal in spare_checkpoints(files, Retention(1), grace_s=-60)]
     gone = unreachable(files, -60, paths)
@@ -115,7 +114,7 @@ def test_a_run_goes_on_and_audits_clean_without_its_spare_checkpoints(files: Fil
     assert Run(files).iterate() is not None
 
 
-def test_a_run_that_is_needed_is_not_removed(local_files: Files):
+def test_a_run_in_use_is_not_removed(local_files: Files):
     made = a_run(local_files, 2)
     Run(local_files, "fork").start(parent="run/00000000")
     warm = Nodes(local_files).commit(make_node(Stage.INIT, {"start_from": made[1].digest}))
@@ -131,7 +130,7 @@ def test_a_run_that_is_needed_is_not_removed(local_files: Files):
     ):
         assert why in str(caught.value)
     with pytest.raises(ObjectMissing):
-        branch_removal(local_files, "nobody")
+        branch_removal(local_files, "absent")
 
 
 def test_a_removal_that_is_killed_leaves_a_shorter_run(local_files: Files):
@@ -152,7 +151,7 @@ def test_a_removal_that_is_killed_leaves_a_shorter_run(local_files: Files):
     Run(local_files).iterate()
     scalars.update(local_files, "run")
     assert set(scalars.read(local_files, "run")["iteration"].to_pylist()) == {0, 1}, (
-        "of what there is now, not of what was"
+        "for the present objects only"
     )
     remove(
         local_files, [removal.path for removal in branch_removal(local_files, "run")], lambda: None
@@ -161,7 +160,7 @@ def test_a_removal_that_is_killed_leaves_a_shorter_run(local_files: Files):
 
 
 @pytest.mark.parametrize("done", range(10))
-def test_a_removal_goes_on_wherever_it_was_killed(
+def test_a_killed_removal_continues_from_any_point(
     local_files: Files, tool: Callable[..., int], done: int
 ):
     a_run(local_files, 2)
@@ -177,15 +176,11 @@ def test_a_removal_goes_on_wherever_it_was_killed(
     remove(local_files, paths[:done], lambda: None)
     assert tool("--grace", "0s", "--remove", "run", "--delete") == 0
     assert all("/epochs/" in name for name in local_files.list())
-    assert tool("--grace", "0s", "--remove", "run", "--delete") == 0, "nothing is left to do"
-    assert Epochs(local_files).acquire("run").number == 2, (
-        "who slept through all of it holds an older one"
-    )
+    assert tool("--grace", "0s", "--remove", "run", "--delete") == 0, "no object is left to remove"
+    assert Epochs(local_files).acquire("run").number == 2, "a suspended driver has an older epoch"
 
 
-def test_what_a_run_left_that_is_there_no_more_goes_without_being_named(
-    local_files: Files, tool: Callable[..., int]
-):
+def test_the_rest_of_a_removed_run_is_garbage(local_files: Files, tool: Callable[..., int]):
     a_run(local_files, 2)
     before = local_files.list()
     for name in (
@@ -209,7 +204,7 @@ def test_what_a_run_left_that_is_there_no_more_goes_without_being_named(
     )
 
 
-def test_nothing_goes_while_a_run_has_commits_and_no_configuration(
+def test_nothing_is_removed_while_a_run_has_commits_and_no_configuration(
     local_files: Files, tool: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ):
     a_run(local_files, 2)
@@ -224,7 +219,7 @@ def test_nothing_goes_while_a_run_has_commits_and_no_configuration(
     assert local_files.list("nodes") == []
 
 
-def test_the_command_says_first_and_deletes_only_when_told(
+def test_the_command_lists_by_default_and_deletes_with_a_flag(
     local_files: Files, tool: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ):
     a_run(local_files, 3)
@@ -247,10 +242,10 @@ def test_the_command_says_first_and_deletes_only_when_told(
     [
         (("--grace", "soon"), "not a time"),
         (("--keep-every", "10"), "give --keep-checkpoints too"),
-        (("--remove", "nobody"), "the object does not exist"),
+        (("--remove", "absent"), "the object does not exist"),
     ],
 )
-def test_what_makes_no_sense_is_said(
+def test_contradictory_options_are_refused(
     tool: Callable[..., int], words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ):
     assert tool(*words) == 2
@@ -273,7 +268,7 @@ def test_nothing_is_deleted_while_a_run_is_driven(
     assert len(local_files.list("nodes")) < len(before)
 
 
-def test_a_run_that_begins_while_something_is_removed_is_refused_and_loses_nothing(
+def test_a_run_that_starts_during_a_collection_is_refused_and_loses_nothing(
     local_files: Files, tool: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ):
     a_run(local_files, 1)
@@ -283,7 +278,7 @@ def test_a_run_that_begins_while_something_is_removed_is_refused_and_loses_nothi
     )
 
     def begin(files: Files, path: str) -> None:
-        """What a run does that begins just now, before the object goes."""
+        """Start a run just before the object is removed."""
         monkeypatch.setattr(Files, "delete", delete)
         try:
             Epochs(files).acquire("new", takeover=True)
@@ -325,7 +320,7 @@ def test_a_collector_that_was_replaced_removes_nothing_more(
     assert [local_files.exists(path) for path in garbage] == [False, True, True]
 
 
-def test_nothing_goes_while_a_record_cannot_be_read(local_files: Files):
+def test_nothing_is_removed_while_a_record_is_unreadable(local_files: Files):
     made = a_run(local_files, 2)
     path = Path(
         local_files.url(node_path(Stage.CHECKPOINT, made[0].digest)).removeprefix("file://")

@@ -30,9 +30,7 @@ def some(rows: int, seed: int = 0) -> np.ndarray:
 
 
 @given(st.integers(0, 6), st.integers(0, 6), st.integers(0, 12))
-def test_rows_pass_through_the_wire_and_through_a_column_with_a_row_for_every_token(
-    first, second, tokens
-):
+def test_rows_survive_the_wire_format_and_a_padded_column(first, second, tokens):
     held = some(first)
     more = some(second, 1)
     both = appended(read_rows(write_rows(held), first, WIDTH), more)
@@ -48,7 +46,7 @@ def test_rows_pass_through_the_wire_and_through_a_column_with_a_row_for_every_to
     assert rows_of(every).tolist() == kept.tolist()
 
 
-def test_what_is_not_known_stays_unknown():
+def test_unknown_experts_stay_unknown():
     rows = some(2)
     assert appended(None, None) is None and within(None, 4) is None and num_rows(None) == 0
     assert appended(rows, None) is rows and appended(None, rows) is rows
@@ -57,12 +55,12 @@ def test_what_is_not_known_stays_unknown():
 @pytest.mark.parametrize(
     ("numbers", "rows"), [([0] * 6, 3), ([0] * 5, 2), ([-1] * 6, 2), ([NOT_ROUTED] * 6, 2)]
 )
-def test_an_answer_of_another_length_or_of_no_experts_is_not_read(numbers, rows):
+def test_an_answer_of_another_length_or_with_invalid_experts_is_refused(numbers, rows):
     with pytest.raises(ValueError, match="routed_experts are"):
         read_rows(base64.b64encode(np.array(numbers, np.int32).tobytes()).decode(), rows, WIDTH)
 
 
-def test_a_row_has_a_place_for_every_expert_of_every_layer():
+def test_a_row_has_k_numbers_for_every_layer():
     model = {"num_hidden_layers": 48, "num_experts_per_tok": 8}
     assert routed_width(model) == routed_width({"text_config": model}) == 384
     with pytest.raises(ConfigError, match="no experts"):

@@ -1,5 +1,4 @@
-"""What a home says of its runs (rlpipe.store.run_file), and that who reads it damaged says so by
-name."""
+"""Run files of a home (rlpipe.store.run_file), and the errors of commands that cannot read one."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ DAMAGED = [
 ]
 
 
-def test_what_was_written_is_read_and_without_it_the_store_is_the_home_s_own(tmp_path: Path):
+def test_a_run_file_is_read_back_and_the_default_is_the_store_of_the_home(tmp_path: Path):
     said = RunFile(store="s3://bucket/prefix", config={"run": "run"}, epoch=3, ray="10.0.0.1:6379")
     assert find_run(tmp_path, "run") is None and store_of(tmp_path, "run") == tmp_path / "store"
     with pytest.raises(ConfigError, match="there is no such run"):
@@ -37,7 +36,7 @@ def test_what_was_written_is_read_and_without_it_the_store_is_the_home_s_own(tmp
 
 
 @pytest.mark.parametrize("text", DAMAGED)
-def test_a_record_that_is_none_is_named(tmp_path: Path, text: str):
+def test_a_malformed_run_file_is_named(tmp_path: Path, text: str):
     write_run(tmp_path, "run", RunFile(store="x", config={}))
     run_path(tmp_path, "run").write_bytes(text.encode("latin-1"))
     for read in (find_run, get_run, store_of):
@@ -59,7 +58,7 @@ def test_a_record_that_is_none_is_named(tmp_path: Path, text: str):
         ("evaluate", "--of", "run"),
     ],
 )
-def test_a_command_that_cannot_read_it_says_which_and_what_to_do(
+def test_a_command_names_an_unreadable_run_file_and_the_fix(
     tmp_path: Path,
     words: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
@@ -79,13 +78,13 @@ def test_a_command_that_cannot_read_it_says_which_and_what_to_do(
     )
 
 
-def test_of_two_that_write_a_recipe_at_once_neither_fails_or_is_mixed(
+def test_two_concurrent_writers_of_a_recipe_both_succeed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     plain = Path.write_text
 
     def interrupted(path: Path, text: str, **options: str) -> int:
-        """Another one writes the same recipe when this one has written half of what it does."""
+        """Write the same recipe in another writer after half of this write."""
         done = plain(path, text, **options)
         monkeypatch.undo()
         write_recipe(tmp_path, "run", {"by": "the other"})

@@ -1,5 +1,5 @@
-"""Which state a branch has at a weight version: the recorded one, or one that a replay made in its
-place (store.segments)."""
+"""Segments: states that a replay made, and the state of a branch at a weight version
+(store.segments)."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def test_a_segment_counts_for_its_weight_version_and_the_state_it_replaced(segme
     assert current_state(segments, "run2", 3, "train") == "train"
 
 
-def test_of_one_epoch_the_first_counts_and_the_second_is_told(segments: Segments):
+def test_in_one_epoch_the_first_segment_counts(segments: Segments):
     assert segments.record("run", 3, 1, weights="train", segment="first").segment == "first"
     assert segments.record("run", 3, 1, weights="train", segment="second").segment == "first"
     assert current_state(segments, "run", 3, "train") == "first"
 
 
-def test_of_several_epochs_the_newest_counts_in_whatever_order_they_came(segments: Segments):
+def test_the_segment_of_the_newest_epoch_counts_in_any_order(segments: Segments):
     for epoch in (2, 11, 9):
         segments.record("run", 3, epoch, weights="train", segment=f"of {epoch}")
     assert current_state(segments, "run", 3, "train") == "of 11"
     assert [segment.segment for segment in segments.of("run")] == ["of 2", "of 9", "of 11"]
 
 
-def test_of_many_that_race_one_counts_for_all(segments: Segments):
+def test_all_racing_writers_of_a_segment_get_the_first_one(segments: Segments):
     def record(number: int) -> str:
         return segments.record("run", 3, 1, weights="train", segment=f"made {number}").segment
 
@@ -58,7 +58,7 @@ def node(nodes: Nodes, stage: Stage, **parents: str) -> str:
     return nodes.commit(make_node(stage, parents)).digest
 
 
-def test_a_segment_of_the_branch_is_one_that_replaced_a_state_of_it(tmp_path):
+def test_a_valid_segment_replaces_a_state_of_the_branch(tmp_path):
     nodes = Nodes(Files(tmp_path))
     train = node(nodes, Stage.TRAIN, before="init")
     first = node(nodes, Stage.SEGMENT, weights=train, base="init")
@@ -77,7 +77,7 @@ def test_a_segment_of_the_branch_is_one_that_replaced_a_state_of_it(tmp_path):
     assert "which is not on this branch" in str(segment_problem(nodes, second, {"init", later}))
 
 
-def test_a_pointer_that_was_changed_is_no_pointer(segments: Segments, tmp_path):
+def test_a_changed_pointer_is_corrupt(segments: Segments, tmp_path):
     segments.record("run", 3, 1, weights="train", segment="made")
     (path,) = (tmp_path / "branches/run/segments").iterdir()
     path.write_bytes(path.read_bytes().replace(b"made", b"mode"))

@@ -1,4 +1,4 @@
-"""Stores that earlier releases made are read by this one: audited, resumed, replayed and forked."""
+"""Stores of earlier releases are audited, resumed, replayed and forked by this one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_whole(home: Path) -> None:
     assert check_store(Files(home / "store")).findings == []
 
 
-def test_a_stored_run_is_whole_and_its_nodes_have_the_names_that_it_asks_for(home: Path):
+def test_a_stored_run_has_no_findings_and_its_nodes_have_the_expected_names(home: Path):
     check_whole(home)
     files = Files(home / "store")
     for run in ("first", "forked"):
@@ -50,7 +50,7 @@ def test_a_stored_run_is_whole_and_its_nodes_have_the_names_that_it_asks_for(hom
 
 
 @pytest.mark.integration
-def test_a_stored_run_goes_on(home: Path):
+def test_a_stored_run_continues(home: Path):
     before = Files(home / "store").list()
     with LiveRun(home, "--recipe", RECIPE, "num_rollout=4") as run:
         assert run.finish() == 0, run.said
@@ -66,8 +66,8 @@ def test_a_stored_run_goes_on(home: Path):
 
 @pytest.mark.integration
 def test_a_stored_run_is_replayed_to_the_same_states(home: Path, tmp_path: Path):
-    """Bit for bit on a machine like that which recorded it. Elsewhere the first weights are, and
-    all batches can be trained."""
+    """The states are equal bit for bit on the kind of machine that recorded them. On other machines
+    the first weights are equal, and all batches can be trained."""
     found = tmp_path / "states.json"
     command = [
         sys.executable,

@@ -1,5 +1,5 @@
-"""The stores that are checked in, each a folder `store` in `<name>.tar.xz`. `README.md` says how
-they were made."""
+"""The stores in the repository, each a folder `store` in `<name>.tar.xz`. `README.md` describes
+their creation."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ HERE = Path(__file__).parent
 
 
 def unpack(name: str, folder: Path) -> Path:
-    """The store `name`, unpacked into an empty folder."""
+    """Unpack the store `name` into an empty folder."""
     with tarfile.open(HERE / f"{name}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     return folder / "store"
 
 
 def check_names(files: Files, run: str) -> None:
-    """Every node of a run has the name that its stored configuration asks for now: a run that goes
-    on finds all of them."""
+    """Check that every node of a run has the name that its stored configuration gives now, so that
+    a continued run finds it."""
     branches = Branches(files)
     nodes = Nodes(files)
     record = branches.get(run)

@@ -52,6 +52,7 @@ def history(files: Snapshot, branch: str) -> History:
         branches.get(branch)
     name = branch
     last = None
+    # A damaged configuration may name a descendant as its origin, hence the second condition.
     while name is not None and name not in first_of:
         record = read_or_report(files, findings, "records", name, partial(branches.get, name))
         unread += record is None
@@ -65,6 +66,7 @@ def history(files: Snapshot, branch: str) -> History:
             first_of[name] = 0 if record else min(numbers, default=0)
         end = max(numbers, default=first_of[name] - 1) + 1 if last is None else last + 1
         own = _own_commits(files, findings, name, range(first_of[name], end), numbers, origin)
+        # Without the configuration the oldest commit still names the origin of a fork.
         if record is None and own and own[-1].parent:
             origin = own[-1].parent
         commits += own

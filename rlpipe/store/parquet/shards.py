@@ -1,11 +1,11 @@
-"""Tables as files whose names carry their checksum, and the groups of a rollout that is under way.
+"""Tables as files whose names carry their checksum, and the shards of an active rollout.
 
-A group (all samples of one prompt draw) is never split over shards. While a rollout runs, finished
-groups are flushed to `plans/<digest>/groups/<attempt>-<number>-<sha256[:16]>.parquet`; whoever
-retries it adopts what is there. Two attempts may both have finished a group: the first shard (by
-name, then as recorded in the node) that holds it counts, everywhere.
+All samples of a group are in one shard. While a rollout runs, finished groups are written to
+`plans/<digest>/groups/<attempt>-<number>-<sha256[:16]>.parquet`, and a retry adopts these files. If
+two attempts finished the same group, the first shard with the group counts: by name while the
+rollout runs, then in the order of the node's record.
 
-Not here: which groups are wanted (`plans`), or what a stage makes of them.
+Entry points: `ShardWriter`, `adopt`, `read_rows`, `write_table`, `write_data`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ READERS = 8
 
 
 def data_folder(stage: str, digest: str) -> str:
-    """Where the data files of a node live."""
+    """Return the folder of a node's data files."""
     return f"data/{stage}/{digest}"
 
 
 def write_data(
     files: Files, folder: str, name: str, data: bytes, rows: int | None = None
 ) -> FileRecord:
-    """Write bytes as `<folder>/<stem>-<sha256[:16]><suffix>`: other content gets another name, so
-    attempts never collide.
+    """Write bytes as `<folder>/<stem>-<sha256[:16]><suffix>`, and return the record of the file.
 
-    Raises: StoreFull, StoreError.
+    Other content gets another name, so attempts never collide. Raises: StoreFull, StoreError.
     """
     sha256 = hashlib.sha256(data).hexdigest()
     pure = PurePosixPath(name)
@@ -51,14 +50,15 @@ def write_data(
 
 
 def write_table(files: Files, folder: str, name: str, table: pa.Table) -> FileRecord:
-    """Write a table of the store as `<folder>/<name>-<sha256[:16]>.parquet`. Raises: StoreFull,
-    StoreError."""
+    """Write a stored table as `<folder>/<name>-<sha256[:16]>.parquet`.
+
+    Raises: StoreFull, StoreError.
+    """
     return write_data(files, folder, f"{name}.parquet", encode(table), table.num_rows)
 
 
 class ShardWriter:
-    """Flushes finished groups of one attempt at one rollout. Not thread-safe: one attempt has one
-    writer."""
+    """Writes the finished groups of one attempt at a rollout. Not thread-safe."""
 
     def __init__(
         self, files: Files, prefix: str, iteration: int, attempt: str | None = None
@@ -72,17 +72,19 @@ class ShardWriter:
     def write(
         self, groups: Sequence[Sequence[Sample]], dropped: Mapping[str, str] | None = None
     ) -> FileRecord:
-        """One shard of whole groups; durable when this returns. `dropped`: group id → why it will
-        not be trained.
+        """Write whole groups as one shard, durably. `dropped`: drop reason by group id.
 
         Raises: DataError naming the sample that breaks a rule; StoreFull; StoreError.
         """
         name = f"{self._attempt}-{self._written:05d}"
         for group in groups:
-            if len({sample.group_id for sample in group}) != 1:
-                found = sorted({sample.group_id for sample in group})
+            group_ids = {sample.group_id for sample in group}
+            if len(group_ids) != 1:
                 raise DataError(
-                    "the samples of a group have one group_id", where=f"shard {name}", found=found
+                    "the samples of a group have different group ids",
+                    where=f"shard {name}",
+                    found=sorted(group_ids),
+                    expected="one group_id",
                 )
         samples = list(chain.from_iterable(groups))
         table = samples_to_table(samples, self._iteration, dropped, where=f"shard {name}")
@@ -92,16 +94,16 @@ class ShardWriter:
 
 
 def adopt(files: Files, prefix: str, *, every: bool = False) -> list[tuple[FileRecord, list[str]]]:
-    """The shards under a prefix, by name, each with the groups that count from it; shards that add
-    none are left out.
+    """Return the shards under a prefix, by name, each with the groups that count.
 
-    `every`: each with all of its groups.
-
-    Raises: ObjectCorrupt if a shard is not what its name says, or breaks a rule.
+    A group counts in the first shard that has it. Shards without such groups are left out. `every`:
+    return all groups of every shard instead. Raises: ObjectCorrupt if the bytes of a shard do not
+    match its name, or its rows break a rule.
     """
     paths = files.list(prefix)
     adopted: list[tuple[FileRecord, list[str]]] = []
     seen: set[str] = set()
+    # `list` is sorted and `map` keeps the order, so every reader counts the same shards.
     with ThreadPoolExecutor(READERS) as pool:
         for record, table in pool.map(lambda path: _read_named(files, path), paths):
             groups = [
@@ -118,23 +120,25 @@ def adopt(files: Files, prefix: str, *, every: bool = False) -> list[tuple[FileR
 def read_rows(
     files: Files, records: Sequence[FileRecord], columns: Sequence[str] | None = None
 ) -> pa.Table:
-    """All rows of the data files of one node, in order, or some of their columns.
+    """Return all rows of a node's data files in order, or the given columns of them.
 
-    Of a group of samples that is in several shards, the rows of the first. Raises: ObjectMissing;
-    ObjectCorrupt (a file's checksum or number of rows, a rule, a row of another kind that occurs
-    twice); ValueError without any file.
+    If several shards have a group of samples, the rows come from the first one. Raises:
+    ObjectMissing; ObjectCorrupt for a wrong checksum or number of rows, a broken rule, or a
+    repeated row of another kind of table; ValueError without files.
     """
     if not records:
         raise ValueError("a node without data files has no rows")
+    # The keys are needed to find repeated groups and rows.
     wanted = None if columns is None else list(dict.fromkeys(["group_id", "index", *columns]))
     with ThreadPoolExecutor(READERS) as pool:
         tables = list(pool.map(lambda record: _read(files, record, wanted), records))
+    # Two attempts may have written the same group of samples. Other tables have one writer.
     if tables[0].schema.metadata == SAMPLES.metadata:
         tables = list(_first_of_each_group(tables))
     table = pa.concat_tables(tables).combine_chunks()
     if repeated_keys(table).any():
         raise ObjectCorrupt(
-            "a row is in two files of one node",
+            "two files of one node have the same row",
             where=files.url(records[0].path),
             found=f"{len(records)} files",
         )
@@ -154,8 +158,12 @@ def _read(files: Files, record: FileRecord, columns: Sequence[str] | None) -> pa
     url = files.url(record.path)
     table = decode(files.read(record.path, record.sha256), url, columns)
     if record.rows not in (None, table.num_rows):
-        problem = "the file has not the recorded number of rows"
-        raise ObjectCorrupt(problem, where=url, found=table.num_rows, expected=record.rows)
+        raise ObjectCorrupt(
+            "the file has another number of rows than recorded",
+            where=url,
+            found=table.num_rows,
+            expected=record.rows,
+        )
     return table
 
 
@@ -163,12 +171,11 @@ def _read_named(files: Files, path: str) -> tuple[FileRecord, pa.Table]:
     data = files.read(path)
     sha256 = hashlib.sha256(data).hexdigest()
     if not PurePosixPath(path).stem.endswith(f"-{sha256[:16]}"):
-        do = "delete it: its groups are sampled again"
         raise ObjectCorrupt(
-            "a shard is not what its name says",
+            "the bytes of the shard do not match its name",
             where=files.url(path),
             found=f"sha256 {sha256}",
-            do=do,
+            do="delete it: its groups are sampled again",
         )
     table = decode(data, files.url(path))
     return FileRecord(path=path, size_bytes=len(data), sha256=sha256, rows=table.num_rows), table

@@ -1,1 +1,1 @@
-"""Derived tables of a run for SQL queries."""
+"""Tables of a run that are computed from its records, for SQL queries and reports."""

@@ -1,15 +1,16 @@
-"""Questions in SQL over a branch, answered by DuckDB.
+"""SQL queries over a branch, run by DuckDB.
 
-    samples    one row a sample, without its tokens (`scalar_rows.SAMPLES`)
-    metrics    one row a metric of an iteration (`scalar_rows.METRICS`)
-    commits    one row an iteration: who committed what, when, with which packages
-    texts      the samples as they were stored: prompt, response, tokens, log-probs (`schema.SAMPLES`), with `branch`
-    batch      the rows that were trained (`schema.BATCH`), with `branch` and `iteration`
+    samples    one row for each sample, without its tokens (`scalar_rows.SAMPLES`)
+    metrics    one row for each metric of an iteration (`scalar_rows.METRICS`)
+    commits    one row for each iteration: attempt, time, numbers of groups, packages
+    texts      the stored samples with prompt, response, tokens and log-probs (`schema.SAMPLES`),
+               and `branch`
+    batch      the trained rows (`schema.BATCH`), with `branch` and `iteration`
 
-The last two are read from the shards if a question names them, checksums and rules included;
-`iterations` keeps that small.
+`texts` and `batch` are read from the shards if a query names them, with all checks. `iterations`
+limits that work.
 
-Not here: questions that are asked of every run (`anomalies`).
+Entry point: `run_query`.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from rlpipe.types import Commit, Stage
 
 READERS = 8
 SETTINGS = "SET enable_external_access = false; SET lock_configuration = true"
-"""A question reads these tables, and nothing else of the machine."""
+"""A query reads these tables, and no file or address of the machine."""
 COMMITS = columns.COMMITS.schema
 
 
-def ask(files: Files, branch: str, question: str, iterations: range | None = None) -> pa.Table:
-    """The answer to a question in SQL. `iterations` bounds every table.
+def run_query(files: Files, branch: str, sql: str, iterations: range | None = None) -> pa.Table:
+    """Return the result of a SQL query. `iterations` limits every table.
 
-    Raises: ConfigError if DuckDB refuses it; ObjectMissing if there is no such branch;
+    Raises: ConfigError if DuckDB refuses the query; ObjectMissing if the branch does not exist;
     ObjectCorrupt.
     """
     commits = [
@@ -49,40 +50,37 @@ def ask(files: Files, branch: str, question: str, iterations: range | None = Non
         for commit in Branches(files).walk(branch)
         if iterations is None or commit.iteration in iterations
     ][::-1]
-    made: dict[str, Callable[[], pa.Table]] = {
-        "samples": lambda: _within(scalars.read(files, branch), iterations),
-        "metrics": lambda: _within(scalars.read(files, branch, "metrics"), iterations),
+    # Experts take most of the bytes of a row, and SQL can do little with them.
+    texts = [name for name in SAMPLES.names if name != EXPERTS]
+    batch = [name for name in BATCH.names if name != "routed_experts"]
+    tables: dict[str, Callable[[], pa.Table]] = {
+        "samples": lambda: _select_iterations(scalars.read(files, branch), iterations),
+        "metrics": lambda: _select_iterations(scalars.read(files, branch, "metrics"), iterations),
         "commits": lambda: _commits(commits),
-        "texts": lambda: _rows(
-            files, commits, Stage.ROLLOUT, [name for name in SAMPLES.names if name != EXPERTS]
-        ),
-        "batch": lambda: _rows(
-            files,
-            commits,
-            Stage.ADVANTAGE,
-            [name for name in BATCH.names if name != "routed_experts"],
-        ),
+        "texts": lambda: _rows(files, commits, Stage.ROLLOUT, texts),
+        "batch": lambda: _rows(files, commits, Stage.ADVANTAGE, batch),
     }
-    named = {word.lower() for word in re.findall(r"\w+", question)}
+    words = {word.lower() for word in re.findall(r"\w+", sql)}
     with duckdb.connect(":memory:", config={"python_enable_replacements": "false"}) as connection:
-        for name in made.keys() & named:
-            connection.register(name, made[name]())
+        # Tables that the query does not mention are not read.
+        for name in tables.keys() & words:
+            connection.register(name, tables[name]())
         connection.execute(SETTINGS)
-        expected = f"one query over {', '.join(made)}"
+        expected = f"one query over {', '.join(tables)}"
         try:
-            answer = connection.sql(question)
+            answer = connection.sql(sql)
             if answer is None:
                 raise ConfigError(
-                    "this asks for nothing", where="sql", found=question, expected=expected
+                    "the statement returns no rows", where="sql", found=sql, expected=expected
                 )
             return answer.to_arrow_table()
         except duckdb.Error as error:
             raise ConfigError(
-                "not a question that can be answered", where="sql", found=error, expected=expected
+                "DuckDB refused the query", where="sql", found=error, expected=expected
             ) from error
 
 
-def _within(table: pa.Table, iterations: range | None) -> pa.Table:
+def _select_iterations(table: pa.Table, iterations: range | None) -> pa.Table:
     if iterations is None:
         return table
     return table.filter(
@@ -111,7 +109,7 @@ def _rows(
     files: Files, commits: Sequence[Commit], stage: Stage, columns: Sequence[str]
 ) -> pa.Table:
     with ThreadPoolExecutor(READERS) as pool:
-        tables = list(pool.map(lambda commit: _of(files, commit, stage, columns), commits))
+        tables = list(pool.map(lambda commit: _commit_rows(files, commit, stage, columns), commits))
     schema = SAMPLES if stage is Stage.ROLLOUT else BATCH
     fields = [pa.field("branch", pa.string()), pa.field("iteration", pa.int64())]
     empty = pa.schema(
@@ -120,16 +118,18 @@ def _rows(
     return pa.concat_tables([empty, *(table for table in tables if table is not None)])
 
 
-def _of(files: Files, commit: Commit, stage: Stage, columns: Sequence[str]) -> pa.Table | None:
-    if (
-        stage not in commit.nodes
-        or not (node := Nodes(files).get(stage, commit.nodes[stage])).files
-    ):
+def _commit_rows(
+    files: Files, commit: Commit, stage: Stage, columns: Sequence[str]
+) -> pa.Table | None:
+    """Return the rows of a stage with `branch` and `iteration`; None if it has no files."""
+    digest = commit.nodes.get(stage)
+    if digest is None:
         return None
-    table = read_rows(
-        files, node.files, [name for name in columns if name != "iteration"]
-    ).replace_schema_metadata(None)
-    table = table.add_column(
-        0, "iteration", pa.array([commit.iteration] * table.num_rows, pa.int64())
-    )
-    return table.add_column(0, "branch", pa.array([commit.branch] * table.num_rows, pa.string()))
+    node = Nodes(files).get(stage, digest)
+    if not node.files:
+        return None
+    names = [name for name in columns if name != "iteration"]
+    table = read_rows(files, node.files, names).replace_schema_metadata(None)
+    iterations = pa.array([commit.iteration] * table.num_rows, pa.int64())
+    branches = pa.array([commit.branch] * table.num_rows, pa.string())
+    return table.add_column(0, "iteration", iterations).add_column(0, "branch", branches)

@@ -1,16 +1,17 @@
-"""Tables over a whole branch that are small enough to ask anything: one row a sample, and one row a
-metric of an iteration.
+"""Small tables over a whole branch: one row for each sample, and one for each metric.
 
-    branches/<branch>/scalars/<table>/%08d-%08d-<sha256[:16]>.parquet       the rows of iterations first … end - 1
+    branches/<branch>/scalars/<table>/%08d-%08d-<sha256[:16]>.parquet
+        rows of the iterations from the first number up to the second one, exclusive
 
-They are drawn from the records and can be made again at any time: `update`, which a run's driver
-calls, adds the iterations that were committed since it last ran, and puts files together, 16 of one
-size into one of the next, so that a thousand iterations are a few dozen files at most. To read them
-needs no permission to write. What is put together goes once the larger file is there; of iterations
-that are in two files, the larger one counts.
+The tables are computed from the records, and can be computed again at any time. The driver of a run
+calls `update`, which adds new iterations and merges files: 16 of one size become one of the next
+size, so a thousand iterations have a few dozen files at most. The small files are deleted once the
+merged file exists. If two files have an iteration, the larger file counts. Reading needs no
+permission to write.
 
-Not here: tokens and texts, which stay where they are (`query` joins them), or what is unusual
-(`anomalies`).
+Tokens and texts stay in the shards (`query` adds them).
+
+Entry points: `update`, `read`.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rlpipe.errors import ObjectCorrupt, ObjectMissing, StoreError
-from rlpipe.store.branches import Branches, commit_name, parse_commit_name
+from rlpipe.store.branches import Branches, commit_path, parse_commit_name
 from rlpipe.store.columns import KIND
 from rlpipe.store.objects.files import Files
 from rlpipe.store.tables.scalar_rows import TABLES, rows_of
 
 TABLE_FILE_NAME = re.compile(r"branches/[^/]+/scalars/[^/]+/(\d{8})-(\d{8})-[0-9a-f]{16}\.parquet")
 BLOCKS = (16, 256, 4096)
-"""Iterations of a file that others are put together into; each begins at a multiple of its size."""
+"""Sizes of merged files in iterations. Each begins at a multiple of its size."""
 READERS = 8
 ATTEMPTS = 5
-"""How often a listing is made again because somebody put files together meanwhile."""
+"""Listings before a read fails because another process merges files."""
 
 
 class Part(NamedTuple):
-    """A file: iterations `first` … `end` - 1."""
+    """A file with the iterations `first` to `end` - 1."""
 
     first: int
     end: int
@@ -50,38 +51,31 @@ class Part(NamedTuple):
 
 
 def update(files: Files, branch: str) -> int:
-    """Bring the tables of a branch up to its newest commit; how many iterations were added. Whoever
-    drives it does that.
+    """Add the new iterations of a branch to its tables, and return their number.
 
-    What it costs does not grow with the branch: iterations are looked for behind the last one that
-    the tables have, and in gaps. Several processes may do it at once. Raises: ObjectMissing,
-    ObjectCorrupt if an iteration cannot be read; StoreError.
+    The driver of the branch calls this. The cost does not grow with the branch, because only gaps
+    and iterations after the last one are looked for. Concurrent calls are allowed. Raises:
+    ObjectMissing, ObjectCorrupt if an iteration cannot be read; StoreError.
     """
     known = set.intersection(*(_covered(parts_of(files, branch, table)) for table in TABLES))
     missing = _missing(files, branch, known)
     for chunk in _chunks(missing):
-        made = _made(files, branch, chunk, tuple(TABLES))
+        computed = _compute(files, branch, chunk, tuple(TABLES))
         for table in TABLES:
-            _write(
-                files,
-                branch,
-                table,
-                chunk[0],
-                chunk[-1] + 1,
-                pa.concat_tables([one[table] for one in made]),
-            )
+            rows = pa.concat_tables([tables[table] for tables in computed])
+            _write(files, branch, table, chunk[0], chunk[-1] + 1, rows)
     for table in TABLES:
-        _put_together(files, branch, table)
+        _merge_files(files, branch, table)
     return len(missing)
 
 
 def _missing(files: Files, branch: str, known: set[int]) -> list[int]:
-    """The iterations that a branch has committed and not all its tables have, which have these;
-    without a listing, if any."""
+    """Return the committed iterations that not all tables have. `known`: those that all have."""
     branches = Branches(files)
     last = max(known, default=None)
     if last is None or not _is_committed(files, branch, last):
         return [k for k in branches.committed(branch) if k not in known]
+    # A listing would grow with the branch. The iterations after `last` are tried one by one.
     parent = branches.get(branch).parent
     first = parse_commit_name(parent)[1] + 1 if parent else 0
     gaps = [k for k in range(first, last) if k not in known and _is_committed(files, branch, k)]
@@ -89,15 +83,15 @@ def _missing(files: Files, branch: str, known: set[int]) -> list[int]:
 
 
 def _is_committed(files: Files, branch: str, k: int) -> bool:
-    return files.exists(f"branches/{commit_name(branch, k)}.json")
+    return files.exists(commit_path(branch, k))
 
 
 def read(files: Files, branch: str, table: str = "samples", *, ancestors: bool = True) -> pa.Table:
-    """The rows of a branch so far, oldest first; with those of what it was forked from, up to
-    there. Writes nothing: what the tables have not yet is drawn from the records.
+    """Return the rows of a branch, oldest first. `ancestors`: also those of its origins.
 
-    Raises: ObjectMissing if there is no such branch; ObjectCorrupt if a file is not what its name
-    says, or an iteration cannot be read.
+    Writes nothing: rows that the stored tables lack are computed. Raises: ObjectMissing if the
+    branch does not exist; ObjectCorrupt if the bytes of a file do not match its name, or an
+    iteration cannot be read.
     """
     branches = Branches(files)
     tables = []
@@ -111,44 +105,46 @@ def read(files: Files, branch: str, table: str = "samples", *, ancestors: bool =
 
 
 def newest_covered(files: Files, branch: str) -> set[int]:
-    """Iterations that the newest file of each of a branch's tables has rows of: they were
-    committed. A file that is not what its name says, or is put together with others meanwhile, says
-    nothing."""
-    found = set[int]()
+    """Return the iterations in the newest file of each table of a branch.
+
+    They were committed, because tables are written later. Files that are corrupt, or that another
+    process merges, are skipped.
+    """
+    covered = set[int]()
     for table in TABLES:
         for part in sorted(parts_of(files, branch, table), key=lambda part: -part.end):
             with suppress(ObjectCorrupt, ObjectMissing):
                 own = read_part(files, table, part).filter(pc.field("branch") == branch)
-                found |= set(own["iteration"].to_pylist())
+                covered |= set(own["iteration"].to_pylist())
                 break
-    return found
+    return covered
 
 
 def _read_own(files: Files, branch: str, table: str, last: int | None) -> pa.Table:
-    """The rows of a branch's own commits, up to iteration `last`."""
+    """Return the rows of a branch's own commits, up to iteration `last`."""
     wanted = [k for k in Branches(files).committed(branch) if last is None or k <= last]
     for _ in range(ATTEMPTS):
-        with suppress(ObjectMissing):  # put together since the listing: list again
+        with suppress(ObjectMissing):  # merged since the listing: list again
             parts = parts_of(files, branch, table)
             stored = _read_parts(files, table, parts)
             break
     else:
         raise StoreError(
-            "the files of a table do not stay long enough to be read",
+            "other processes merged the files of the table during each read",
             where=_folder(branch, table),
             do="try again",
         )
     known = _covered(parts)
-    fresh = _made(files, branch, [k for k in wanted if k not in known], [table])
-    rows = pa.concat_tables([stored, *(one[table] for one in fresh)])
-    kept = rows.filter(pc.field("iteration").isin(wanted))
-    return kept.sort_by("iteration") if fresh else kept
+    computed = _compute(files, branch, [k for k in wanted if k not in known], [table])
+    rows = pa.concat_tables([stored, *(tables[table] for tables in computed)])
+    selected = rows.filter(pc.field("iteration").isin(wanted))
+    return selected.sort_by("iteration") if computed else selected
 
 
-def _made(
+def _compute(
     files: Files, branch: str, iterations: Sequence[int], tables: Sequence[str]
 ) -> list[dict[str, pa.Table]]:
-    """What the records say, iteration by iteration."""
+    """Return the tables of each iteration, computed from its records."""
     branches = Branches(files)
     with ThreadPoolExecutor(READERS) as pool:
         return list(
@@ -157,9 +153,10 @@ def _made(
 
 
 def _read_parts(files: Files, table: str, parts: Sequence[Part]) -> pa.Table:
-    """Every iteration once, from the largest file that holds it."""
+    """Return the rows of every iteration once, from the largest file that has it."""
     chosen: list[tuple[Part, list[int]]] = []
     seen: set[int] = set()
+    # Largest files first. A merged file and its sources may exist at the same time.
     for part in sorted(parts, key=lambda part: (part.first - part.end, part)):
         fresh = [k for k in range(part.first, part.end) if k not in seen]
         seen.update(fresh)
@@ -180,15 +177,20 @@ def _read_parts(files: Files, table: str, parts: Sequence[Part]) -> pa.Table:
 
 
 def read_part(files: Files, table: str, part: Part) -> pa.Table:
-    """The rows of a file. Raises: ObjectMissing; ObjectCorrupt if they are not what its name says,
-    or of another kind."""
+    """Return the rows of a file.
+
+    Raises: ObjectMissing; ObjectCorrupt if its bytes do not match its name, or it is another table.
+    """
     data = files.read(part.path)
     url = files.url(part.path)
     sha256 = hashlib.sha256(data).hexdigest()
-    do = "delete it: it is made again from the records"
+    do = "delete it, and it is computed again from the records"
     if not part.path.endswith(f"-{sha256[:16]}.parquet"):
         raise ObjectCorrupt(
-            "a table is not what its name says", where=url, found=f"sha256 {sha256}", do=do
+            "the bytes of the table do not match its name",
+            where=url,
+            found=f"sha256 {sha256}",
+            do=do,
         )
     try:
         rows = pq.read_table(pa.BufferReader(data))
@@ -200,7 +202,7 @@ def read_part(files: Files, table: str, part: Part) -> pa.Table:
         or (rows.schema.metadata or {}).get(KIND) != TABLES[table].metadata[KIND]
     ):
         raise ObjectCorrupt(
-            "not a table of this kind",
+            "the file has another table",
             where=url,
             found=rows.schema.names,
             expected=TABLES[table].names,
@@ -210,16 +212,18 @@ def read_part(files: Files, table: str, part: Part) -> pa.Table:
 
 
 def _write(files: Files, branch: str, table: str, first: int, end: int, rows: pa.Table) -> str:
+    # Encode in memory, then write once: an exception must not publish a truncated object.
     buffer = io.BytesIO()
     pq.write_table(rows, buffer, compression="zstd", write_page_checksum=True)
     data = buffer.getvalue()
-    path = f"{_folder(branch, table)}/{first:08d}-{end:08d}-{hashlib.sha256(data).hexdigest()[:16]}.parquet"
+    sha256 = hashlib.sha256(data).hexdigest()
+    path = f"{_folder(branch, table)}/{first:08d}-{end:08d}-{sha256[:16]}.parquet"
     files.create(path, data)
     return path
 
 
-def _put_together(files: Files, branch: str, table: str) -> None:
-    """Every block that is whole becomes one file; what lies within another file goes."""
+def _merge_files(files: Files, branch: str, table: str) -> None:
+    """Merge the files of every complete block, and delete files that a larger one covers."""
     parts = parts_of(files, branch, table)
     for size in BLOCKS:
         for block in sorted({part.first // size for part in parts}):
@@ -230,18 +234,19 @@ def _put_together(files: Files, branch: str, table: str) -> None:
             ]
             first = min((part.first for part in inside), default=0)
             end = (block + 1) * size
+            # The first block of a fork begins at its first iteration, so `first` may be inside.
             if len(inside) > 1 and _covered(inside) >= set(range(first, end)):
                 try:
                     rows = _read_parts(files, table, inside)
                 except ObjectMissing:
-                    return  # another process is at it
+                    return  # another process merges them
                 parts.append(Part(first, end, _write(files, branch, table, first, end, rows)))
-                parts = _without_inner(files, parts)
-    _without_inner(files, parts)
+                parts = _delete_covered(files, parts)
+    _delete_covered(files, parts)
 
 
-def _without_inner(files: Files, parts: list[Part]) -> list[Part]:
-    """Those that are left once each that lies within another is removed."""
+def _delete_covered(files: Files, parts: list[Part]) -> list[Part]:
+    """Delete each file whose iterations another file has, and return the others."""
     kept: list[Part] = []
     for part in sorted(set(parts), key=lambda part: (part.first - part.end, part)):
         if any(other.first <= part.first and part.end <= other.end for other in kept):
@@ -252,9 +257,13 @@ def _without_inner(files: Files, parts: list[Part]) -> list[Part]:
 
 
 def parts_of(files: Files, branch: str, table: str) -> list[Part]:
-    """The files of a branch's table, by name."""
-    found = ((TABLE_FILE_NAME.fullmatch(path), path) for path in files.list(_folder(branch, table)))
-    parts = (Part(int(match[1]), int(match[2]), path) for match, path in found if match)
+    """Return the files of a branch's table, by name."""
+    parts = [
+        Part(int(match[1]), int(match[2]), path)
+        for path in files.list(_folder(branch, table))
+        if (match := TABLE_FILE_NAME.fullmatch(path))
+    ]
+    # A name from elsewhere may claim any number of iterations.
     return [part for part in parts if 0 < part.end - part.first <= BLOCKS[-1]]
 
 
@@ -263,7 +272,7 @@ def _covered(parts: Sequence[Part]) -> set[int]:
 
 
 def _chunks(iterations: Sequence[int]) -> Iterator[list[int]]:
-    """Runs without gaps that end at the end of a block."""
+    """Yield runs of consecutive iterations that do not cross the end of a block."""
     chunk: list[int] = []
     for k in iterations:
         if chunk and (k != chunk[-1] + 1 or k % BLOCKS[0] == 0):

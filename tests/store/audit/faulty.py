@@ -1,7 +1,7 @@
-"""A store with everything in it that rlpipe writes, and faults to plant in it (test_planted.py).
+"""A store with all kinds of objects that rlpipe writes, and faults for it (test_planted.py).
 
-Each fault changes files of a local store. Not here: faults that recompute a record's own checksum
-(`forging`). One file because the faults share the store that they are planted in.
+Each fault changes files of a local store. Faults that also recompute a record's checksum are in
+`forging`. One file because all faults share one store.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ TEMPORARY = "x.parquet.tmp-" + "0" * 32
 
 
 class WholeRun(Run):
-    """A run as a driver leaves it: under an epoch, with tables, checkpoints and evaluations; plans
-    are drawn by a function."""
+    """A run of a driver with an epoch, tables, checkpoints and evaluations. A function draws its
+    plans."""
 
     epoch = 0
 
@@ -62,7 +62,7 @@ class WholeRun(Run):
         return self
 
     def keep(self, weights: str, version: int) -> None:
-        """A checkpoint and an evaluation of these weights."""
+        """Write a checkpoint and an evaluation of these weights."""
         prefix = f"checkpoints/{self.branch}/iter_{version:07d}/0123456789ab"
         records = []
         for name in ("__0_0.distcp", "critic/__0_0.distcp", ".metadata"):
@@ -80,8 +80,8 @@ class WholeRun(Run):
 
 
 def build(files: Files) -> None:
-    """A run under two drivers with a segment, a gate and an open iteration; a fork; a run that only
-    sampled; the collector."""
+    """Write a run of two drivers with a segment, a gate and an open iteration, a fork, a run that
+    only sampled, and an epoch of the collector."""
     run = WholeRun(files).start().drive(3).drive(2)
     branches = Branches(files)
     nodes = Nodes(files)
@@ -118,7 +118,7 @@ def build(files: Files) -> None:
 
 
 def nodes_of(files: Files, stage: Stage) -> list[Node]:
-    """All nodes of a stage."""
+    """Return all nodes of a stage."""
     names = files.list(f"nodes/{stage}")
     return [
         Nodes(files).get(stage, name.rpartition("/")[2].removesuffix(".json")) for name in names
@@ -126,22 +126,22 @@ def nodes_of(files: Files, stage: Stage) -> list[Node]:
 
 
 def plan_of(files: Files, rollout: Node) -> Plan:
-    """The plan of a rollout."""
+    """Return the plan of a rollout."""
     return Plans(files).read(rollout.parents["plan"])
 
 
 class Fault(NamedTuple):
-    """A fault: plants itself in the store at a directory, and answers a piece of the name that an
-    audit has to give."""
+    """A fault: changes the store at a directory, and returns a part of the name that an audit must
+    report."""
 
     name: str
     plant: Callable[[Path], str]
     noted: bool = False
-    """True where nobody can tell the fault from what a killed attempt leaves: it is a note."""
+    """True if a killed attempt can leave the same state. The audit then reports a note."""
 
 
 def pick(root: Path, pattern: str, number: int = 0) -> Path:
-    """One of the objects of this form."""
+    """Return one of the objects that match a pattern."""
     return sorted(path for path in root.glob(pattern) if path.is_file())[number]
 
 
@@ -150,7 +150,7 @@ def named(root: Path, path: Path) -> str:
 
 
 def rewrite(path: Path, data: bytes) -> None:
-    """Other bytes, in a file of its own: objects may be read-only."""
+    """Replace a file by another one with other bytes. Objects may be read-only."""
     path.unlink()
     path.write_bytes(data)
 
@@ -245,7 +245,7 @@ def add(name: str, data: bytes = b"garbage") -> Callable[[Path], str]:
 
 
 def respelled(pattern: str, number: int = 0) -> Callable[[Path], str]:
-    """The same content in another spelling: its own checksum still fits."""
+    """Write the same content in a form that is not canonical. Its checksum still matches."""
 
     def plant(root: Path) -> str:
         path = pick(root, pattern, number)
@@ -258,7 +258,7 @@ def respelled(pattern: str, number: int = 0) -> Callable[[Path], str]:
 def in_place(
     pattern: str, make: Callable[[Path], object], number: int = 0
 ) -> Callable[[Path], str]:
-    """Something else under the name of an object."""
+    """Put something else under the name of an object."""
 
     def plant(root: Path) -> str:
         path = pick(root, pattern, number)
@@ -270,7 +270,7 @@ def in_place(
 
 
 def at(name: str, make: Callable[[Path], object]) -> Callable[[Path], str]:
-    """Something else under a new name."""
+    """Put something else under a new name."""
 
     def plant(root: Path) -> str:
         target = root / name
@@ -282,8 +282,7 @@ def at(name: str, make: Callable[[Path], object]) -> Callable[[Path], str]:
 
 
 def bind(path: Path) -> None:
-    """Make a socket. Its path may be longer than an address may be, so it is made from its
-    folder."""
+    """Make a socket. The path may be too long for an address, so the call runs in its folder."""
     before = Path.cwd()
     os.chdir(path.parent)
     try:
@@ -299,7 +298,7 @@ def sparse(path: Path) -> None:
 
 
 def sealed_lease(pattern: str, number: int = 0, **changes: object) -> Callable[[Path], str]:
-    """A lease that is right by its own checksum, and says what none can."""
+    """Write a lease with a matching checksum and impossible values."""
 
     def plant(root: Path) -> str:
         path = pick(root, pattern, number)
@@ -313,20 +312,20 @@ def sealed_lease(pattern: str, number: int = 0, **changes: object) -> Callable[[
 
 
 def no_commits(root: Path) -> str:
-    """Nothing is left of what the fork committed."""
+    """Remove all commits of the fork."""
     for path in root.glob("branches/fork/0000000?.json"):
         path.unlink()
     return "fork/00000002"
 
 
 def foreign_configuration(root: Path) -> str:
-    """The run has the configuration of its fork."""
+    """Give the run the configuration of its fork."""
     rewrite(root / "branches/run/config.json", (root / "branches/fork/config.json").read_bytes())
     return "branches/run/config.json"
 
 
 def table_gone(root: Path) -> str:
-    """One file of a table is gone."""
+    """Remove one file of a table."""
     pick(root, "branches/run/scalars/samples/*.parquet", 1).unlink()
     return "run/scalars/samples"
 
@@ -343,7 +342,7 @@ def garbage_node(stage: Stage, **parents: str) -> Callable[[Path], str]:
 
 
 def node_beside(root: Path) -> str:
-    """A node that is made of nodes of the run, and that nothing names."""
+    """Add a node with parents of the run that no record names."""
     content = json.loads(pick(root, "nodes/reward/*.json").read_bytes())
     made = make_node(Stage.REWARD, content["parents"], (), another="configuration")
     return Nodes(Files(root)).commit(made).digest
@@ -360,7 +359,7 @@ def garbage_plan(**changes: object) -> Callable[[Path], str]:
 
 
 def skipping_plan(root: Path) -> str:
-    """A plan of the next iteration that begins where nothing ended."""
+    """Add a plan of the next iteration that starts where no iteration ended."""
     files = Files(root)
     newest = Branches(files).newest("run")
     assert newest is not None
@@ -368,7 +367,7 @@ def skipping_plan(root: Path) -> str:
 
 
 def draw_of_another(root: Path) -> str:
-    """A draw that names the plan of another state."""
+    """Make a draw name the plan of another state."""
     first = pick(root, "draws/*")
     second = pick(root, "draws/*", 1)
     rewrite(first, second.read_bytes())
@@ -376,14 +375,14 @@ def draw_of_another(root: Path) -> str:
 
 
 def renumbered_epoch(root: Path) -> str:
-    """Epoch 2 is gone, and there is an epoch 3."""
+    """Rename epoch 2 to epoch 3."""
     path = root / "branches/run/epochs/00000002.json"
     path.rename(path.with_name("00000003.json"))
     return "epochs/00000002.json"
 
 
 def duplicated_rows(root: Path) -> str:
-    """A table with the rows of an iteration twice, under the name of its bytes."""
+    """Write a table with the rows of an iteration twice, and a matching name."""
     files = Files(root)
     part = scalars.parts_of(files, "run", "samples")[0]
     rows = scalars.read_part(files, "samples", part)
@@ -394,7 +393,7 @@ def duplicated_rows(root: Path) -> str:
 
 
 def rows_of_another_branch(root: Path) -> str:
-    """A table of the fork among those of the run."""
+    """Put a table of the fork among those of the run."""
     files = Files(root)
     part = scalars.parts_of(files, "fork", "samples")[0]
     theirs = files.read(part.path)
@@ -418,7 +417,7 @@ def hard_link(pattern: str, to: str) -> Callable[[Path], str]:
 
 
 def upper_case(pattern: str) -> Callable[[Path], str]:
-    """An object under its name in capitals."""
+    """Rename an object to capital letters."""
 
     def plant(root: Path) -> str:
         path = pick(root, pattern)
@@ -432,15 +431,35 @@ def upper_case(pattern: str) -> Callable[[Path], str]:
 LATER = (datetime.now(UTC) + timedelta(days=30)).isoformat(timespec="milliseconds")
 COMMITS = "branches/run/0000000?.json"
 FAULTS = [
-    # flipped bits, at several places of every kind of object
-    *(Fault(f"flip {place} in {pattern}", flip(pattern, place)) for pattern in (
-        "branches/run/config.json", COMMITS, "branches/run/receipts/*.json", "branches/run/epochs/*.json",
-        "branches/run/epochs/00000002/*.json", "branches/run/segments/*.json", "branches/run/scalars/samples/*.parquet",
-        "branches/run/scalars/metrics/*.parquet", "branches/.gc/epochs/*.json", "rollouts/sampled/*.json", "gates/run/*.json",
-        "draws/*", "plans/*/plan.json", "plans/*/groups/*.parquet", "nodes/init/*.json", "nodes/eval/*.json",
-        "nodes/segment/*.json", "nodes/checkpoint/*.json", "data/eval/*/*.json", "checkpoints/run/*/*/*.distcp",
-        "checkpoints/run/*/*/critic/*", "receipts/checkpoint/*.json",
-    ) for place in (0.0, 0.6)),
+    # flipped bits, at several positions of every kind of object
+    *(
+        Fault(f"flip {place} in {pattern}", flip(pattern, place))
+        for pattern in (
+            "branches/run/config.json",
+            COMMITS,
+            "branches/run/receipts/*.json",
+            "branches/run/epochs/*.json",
+            "branches/run/epochs/00000002/*.json",
+            "branches/run/segments/*.json",
+            "branches/run/scalars/samples/*.parquet",
+            "branches/run/scalars/metrics/*.parquet",
+            "branches/.gc/epochs/*.json",
+            "rollouts/sampled/*.json",
+            "gates/run/*.json",
+            "draws/*",
+            "plans/*/plan.json",
+            "plans/*/groups/*.parquet",
+            "nodes/init/*.json",
+            "nodes/eval/*.json",
+            "nodes/segment/*.json",
+            "nodes/checkpoint/*.json",
+            "data/eval/*/*.json",
+            "checkpoints/run/*/*/*.distcp",
+            "checkpoints/run/*/*/critic/*",
+            "receipts/checkpoint/*.json",
+        )
+        for place in (0.0, 0.6)
+    ),
     Fault("flip the last byte of a commit", flip(COMMITS, 1.0)),
     Fault("flip the last byte of a node", flip("nodes/train/*.json", 1.0)),
     # deletions
@@ -469,33 +488,65 @@ FAULTS = [
     Fault("a node of nothing", garbage_node(Stage.REWARD, rollout="f" * 64)),
     Fault("a node of a stage without parents", garbage_node(Stage.TRAIN)),
     Fault("a segment of nothing", garbage_node(Stage.SEGMENT, weights="a" * 64, base="b" * 64)),
-    Fault("a node beside the run's", node_beside),
+    Fault("a node that no record names", node_beside),
     Fault("a node of no stage", add(f"nodes/cooking/{'0' * 64}.json", b"{}")),
     Fault("a node without a digest", add("nodes/train/new.json", b"{}")),
-    Fault("a plan of nobody", garbage_plan(branch="nobody")),
+    Fault("a plan of an unknown run", garbage_plan(branch="absent")),
     Fault("a plan that skips prompts", skipping_plan),
     Fault("a draw of nothing", add(f"draws/{'1' * 64}", b"2" * 64)),
     Fault("a draw under no name", add("draws/new", b"2" * 64)),
     Fault("a draw that names another plan", draw_of_another),
-    Fault("an epoch without the one before", copy("branches/run/epochs/00000002.json", "branches/run/epochs/00000009.json")),
+    Fault(
+        "an epoch without the one before",
+        copy("branches/run/epochs/00000002.json", "branches/run/epochs/00000009.json"),
+    ),
     Fault("an epoch that was renumbered", renumbered_epoch),
-    Fault("a lease of another epoch", copy("branches/run/epochs/00000001/*.json", "branches/run/epochs/00000002/00000099.json")),
-    Fault("epochs of another run", copy("branches/run/epochs/00000001.json", "branches/other/epochs/00000001.json")),
+    Fault(
+        "a lease of another epoch",
+        copy("branches/run/epochs/00000001/*.json", "branches/run/epochs/00000002/00000099.json"),
+    ),
+    Fault(
+        "epochs of another run",
+        copy("branches/run/epochs/00000001.json", "branches/other/epochs/00000001.json"),
+    ),
     Fault("an object among the collector's epochs", add("branches/.gc/notes.json", b"{}")),
-    Fault("a gate of an unknown run", copy("gates/run/*.json", "gates/nobody/{name}")),
-    Fault("a note of an unknown run", copy("rollouts/sampled/*.json", "rollouts/nobody/{name}")),
-    Fault("a gate of another iteration", copy("gates/run/*.json", "gates/run/00000003-0123456789abcdef.json")),
-    Fault("rows without a plan", copy("plans/*/groups/*.parquet", f"plans/{'3' * 64}/groups/{{name}}")),
+    Fault("a gate of an unknown run", copy("gates/run/*.json", "gates/absent/{name}")),
+    Fault("a note of an unknown run", copy("rollouts/sampled/*.json", "rollouts/absent/{name}")),
+    Fault(
+        "a gate of another iteration",
+        copy("gates/run/*.json", "gates/run/00000003-0123456789abcdef.json"),
+    ),
+    Fault(
+        "rows without a plan", copy("plans/*/groups/*.parquet", f"plans/{'3' * 64}/groups/{{name}}")
+    ),
     Fault("data under no checksum", add(f"data/reward/{'4' * 64}/rewards.parquet")),
-    Fault("a checkpoint of nobody", add("checkpoints/nobody/iter_0000001/0123456789ab/.metadata")),
+    Fault(
+        "a checkpoint of an unknown run",
+        add("checkpoints/absent/iter_0000001/0123456789ab/.metadata"),
+    ),
     Fault("a file loose among checkpoints", add("checkpoints/run/model.bin")),
-    Fault("a receipt of an unknown checkpoint", copy("receipts/checkpoint/*.json", f"receipts/checkpoint/{'5' * 64}.json")),
-    Fault("a receipt of a stage without receipts", copy("receipts/checkpoint/*.json", "receipts/train/{name}")),
-    Fault("a receipt from before the fork", copy("branches/run/receipts/00000000.json", "branches/fork/receipts/{name}")),
+    Fault(
+        "a receipt of an unknown checkpoint",
+        copy("receipts/checkpoint/*.json", f"receipts/checkpoint/{'5' * 64}.json"),
+    ),
+    Fault(
+        "a receipt of a stage without receipts",
+        copy("receipts/checkpoint/*.json", "receipts/train/{name}"),
+    ),
+    Fault(
+        "a receipt from before the fork",
+        copy("branches/run/receipts/00000000.json", "branches/fork/receipts/{name}"),
+    ),
     Fault("an unfinished file", add(f"data/reward/{TEMPORARY}"), noted=True),
-    Fault("a second attempt at an upload", add("checkpoints/run/iter_0000002/aaaaaaaaaaaa/.metadata"), noted=True),
+    Fault(
+        "a second attempt at an upload",
+        add("checkpoints/run/iter_0000002/aaaaaaaaaaaa/.metadata"),
+        noted=True,
+    ),
     # copies, swaps, cuts
-    Fault("a run under another name", copy("branches/run/config.json", "branches/copy/config.json")),
+    Fault(
+        "a run under another name", copy("branches/run/config.json", "branches/copy/config.json")
+    ),
     Fault("the configuration of another run", foreign_configuration),
     Fault("a commit under a later number", copy(COMMITS, "branches/run/00000007.json")),
     Fault("a commit far ahead", copy(COMMITS, "branches/run/99999999.json")),
@@ -522,10 +573,19 @@ FAULTS = [
     Fault("rows of a table twice", duplicated_rows),
     Fault("a table of another run", rows_of_another_branch),
     # leases that no driver writes
-    Fault("an epoch of the future", sealed_lease("branches/run/epochs/*.json", -1, since=LATER, renewed=LATER)),
-    Fault("a renewal of the future", sealed_lease("branches/run/epochs/00000002/*.json", -1, renewed=LATER)),
-    Fault("a renewal by nobody's driver", sealed_lease("branches/run/epochs/00000002/*.json", -1, stand_in=True)),
-    # what is no file
+    Fault(
+        "an epoch of the future",
+        sealed_lease("branches/run/epochs/*.json", -1, since=LATER, renewed=LATER),
+    ),
+    Fault(
+        "a renewal of the future",
+        sealed_lease("branches/run/epochs/00000002/*.json", -1, renewed=LATER),
+    ),
+    Fault(
+        "a renewal by another driver",
+        sealed_lease("branches/run/epochs/00000002/*.json", -1, stand_in=True),
+    ),
+    # names that are not files
     Fault("a folder in place of a commit", in_place(COMMITS, Path.mkdir, 1)),
     Fault("a folder in place of a configuration", in_place("branches/run/config.json", Path.mkdir)),
     Fault("a folder in place of a shard", in_place("plans/*/groups/*.parquet", Path.mkdir)),
@@ -533,26 +593,53 @@ FAULTS = [
     Fault("a FIFO in place of a configuration", in_place("branches/run/config.json", os.mkfifo)),
     Fault("a FIFO among the draws", at(f"draws/{'6' * 64}", os.mkfifo)),
     Fault("a link to a device in place of a commit", in_place(COMMITS, link_to("/dev/zero"))),
-    Fault("a link to a device in place of a table", in_place("branches/run/scalars/*/*.parquet", link_to("/dev/zero"))),
-    Fault("a link to a device in place of a checkpoint", in_place("checkpoints/run/*/*/*.distcp", link_to("/dev/urandom"))),
-    Fault("a link to itself", in_place("nodes/reward/*.json", lambda path: path.symlink_to(path.name))),
+    Fault(
+        "a link to a device in place of a table",
+        in_place("branches/run/scalars/*/*.parquet", link_to("/dev/zero")),
+    ),
+    Fault(
+        "a link to a device in place of a checkpoint",
+        in_place("checkpoints/run/*/*/*.distcp", link_to("/dev/urandom")),
+    ),
+    Fault(
+        "a link to itself", in_place("nodes/reward/*.json", lambda path: path.symlink_to(path.name))
+    ),
     Fault("a link to nothing", in_place("branches/run/receipts/*.json", link_to("nothing"))),
     Fault("a linked folder", at("data/more", link_to("/etc"))),
     Fault("a socket in place of an epoch", in_place("branches/run/epochs/*.json", bind)),
     Fault("a socket in the root", at("agent.sock", bind)),
     Fault("a huge sparse commit", in_place(COMMITS, sparse, 2)),
     Fault("a huge sparse configuration", in_place("branches/fork/config.json", sparse)),
-    Fault("a huge sparse shard", at(f"plans/{'7' * 64}/groups/0123456789ab-00000-{'8' * 16}.parquet", sparse)),
+    Fault(
+        "a huge sparse shard",
+        at(f"plans/{'7' * 64}/groups/0123456789ab-00000-{'8' * 16}.parquet", sparse),
+    ),
     Fault("a huge sparse data file", in_place("data/reward/*/*.parquet", sparse)),
-    Fault("a name with a line end", at("nodes/train/a\nb.json", lambda path: path.write_bytes(b"{}"))),
-    Fault("a name that is no UTF-8", at("nodes/train/\udcff.json", lambda path: path.write_bytes(b"{}"))),
-    Fault("a run whose name has a line end", at("branches/ru\nn/config.json", lambda path: path.write_bytes(b"{}"))),
+    Fault(
+        "a name with a line end", at("nodes/train/a\nb.json", lambda path: path.write_bytes(b"{}"))
+    ),
+    Fault(
+        "a name that is no UTF-8",
+        at("nodes/train/\udcff.json", lambda path: path.write_bytes(b"{}")),
+    ),
+    Fault(
+        "a run whose name has a line end",
+        at("branches/ru\nn/config.json", lambda path: path.write_bytes(b"{}")),
+    ),
     Fault("a name that runs backwards", at("plans/\u202egnp", lambda path: path.write_bytes(b"x"))),
     # one file under two names
-    Fault("a shard under two names", hard_link("plans/*/groups/*.parquet", "{folder}/0123456789ab-00001-01234567.parquet")),
-    Fault("a node under two names", hard_link("nodes/train/*.json", "{folder}/" + "9" * 64 + ".json")),
-    Fault("a file of a checkpoint under two names", hard_link("checkpoints/run/*/*/*.distcp", "{folder}/copy.distcp")),
-]  # fmt: skip
+    Fault(
+        "a shard under two names",
+        hard_link("plans/*/groups/*.parquet", "{folder}/0123456789ab-00001-01234567.parquet"),
+    ),
+    Fault(
+        "a node under two names", hard_link("nodes/train/*.json", "{folder}/" + "9" * 64 + ".json")
+    ),
+    Fault(
+        "a file of a checkpoint under two names",
+        hard_link("checkpoints/run/*/*/*.distcp", "{folder}/copy.distcp"),
+    ),
+]
 UNSEEN = [
     Fault(
         "the note of a run that only samples: as if it was killed before it",

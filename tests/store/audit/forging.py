@@ -1,10 +1,12 @@
-"""Forgeries: a store is rewritten so that every seal, checksum, name and receipt in it fits again
-(test_chain.py).
+"""Forgeries: a store is rewritten so that its seals, checksums, names and receipts match again
+(test_chain_check.py).
 
-    Forger(root).edit...; save(rechain=False)    records, files, seals, receipts; commits keep the digests of the chain
-                          save(rechain=True)     and every commit after it as well: nothing in the store tells
+    forger.save(rechain=False)    rewrites records, files, seals and receipts, but not the digests
+                                  of the chain
+    forger.save(rechain=True)     rewrites every later commit too, so that the store alone shows
+                                  no change
 
-Not here: branches with segments, gates, draws or tables, whose names are made in other ways.
+Branches with segments, gates, draws or tables are not supported.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ LAST = 3
 
 
 class Forger:
-    """All records of a store as they are without their seals, and its data files."""
+    """All records of a store without their seals, and its data files."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -58,7 +60,7 @@ class Forger:
         return self.records[f"plans/{self.commit(iteration)['plans'][0]}/plan.json"]
 
     def leaf(self, stage: Stage) -> Content:
-        """The oldest checkpoint or evaluation: later commits name it."""
+        """Change the oldest checkpoint or evaluation, which later commits name."""
         oldest = self.node(0, Stage.TRAIN)["digest"]
         return next(
             content
@@ -81,9 +83,7 @@ class Forger:
         self.replace(record["path"], encode(pa.Table.from_pylist(rows, table.schema)), len(rows))
 
     def replace(self, path: str, data: bytes, rows: int | None = None) -> None:
-        """Write other bytes, under the name that they have to have, and change every record that
-        names them.
-        """
+        """Write other bytes under their right name, and change every record that names them."""
         before = hashlib.sha256(self._data.pop(path)).hexdigest()
         after = hashlib.sha256(data).hexdigest()
         renamed = path.replace(before[:16], after[:16])
@@ -99,7 +99,7 @@ class Forger:
                     }
 
     def save(self, *, rechain: bool) -> None:
-        """Write the store. Whatever is named by its content gets its new name everywhere."""
+        """Write the store. Objects that are named by content get their new names everywhere."""
         while (renamed := self._misnamed()) is not None:
             self._rename(*renamed)
         if rechain:
@@ -114,7 +114,7 @@ class Forger:
             (self._root / name).write_bytes(data)
 
     def _misnamed(self) -> tuple[str, str] | None:
-        """(old, new) digest of a plan or node that is not named by what it is now."""
+        """Return (old, new) digest of a plan or node whose name does not match its content."""
         for path, content in self.records.items():
             if path.startswith("plans/"):
                 old = path.split("/")[1]
@@ -176,9 +176,7 @@ def _unsealed(data: bytes) -> Content:
 
 
 class Forgery(NamedTuple):
-    """Something that somebody might want to have been otherwise. `edit` answers a piece of the name
-    of what it changed.
-    """
+    """A change that a forger may want. `edit` returns a part of the name of the changed object."""
 
     name: str
     edit: Callable[[Forger], str]
@@ -187,7 +185,7 @@ class Forgery(NamedTuple):
 def in_table(
     iteration: int, stage: Stage, change: Callable[[list[Content]], object]
 ) -> Callable[[Forger], str]:
-    """Change rows of a table; its node is named."""
+    """Return a forgery that changes rows of a table. The audit must name its node."""
 
     def edit(forger: Forger) -> str:
         forger.edit_table(iteration, stage, change)
@@ -199,7 +197,7 @@ def in_table(
 def in_outputs(
     iteration: int, stage: Stage, change: Callable[[Content], object]
 ) -> Callable[[Forger], str]:
-    """Change what a node says; it is named."""
+    """Return a forgery that changes the outputs of a node. The audit must name it."""
 
     def edit(forger: Forger) -> str:
         change(forger.node(iteration, stage)["outputs"])
@@ -213,9 +211,8 @@ def in_column(name: str, value: object) -> Callable[[list[Content]], object]:
 
 
 def in_plan(change: Callable[[Content], object]) -> Callable[[Forger], str]:
-    """Change what was planned for an iteration. All that was made of it gets other names, and so
-    its commit is named.
-    """
+    """Return a forgery that changes a plan. All descendants get other names, so the audit must name
+    the commit."""
 
     def edit(forger: Forger) -> str:
         change(forger.plan(1))
@@ -250,13 +247,13 @@ def checkpoint_files(forger: Forger) -> str:
 
 
 def waiting_sample(forger: Forger) -> str:
-    """A sample that waited in the buffer: its shard is that of the rollout before."""
+    """Change a buffered sample, whose shard belongs to the rollout before."""
     forger.edit_table(1, Stage.ROLLOUT, in_column("response", "xyz"), number=0)
     return forger.node(1, Stage.ROLLOUT)["digest"]
 
 
 def packing(forger: Forger) -> str:
-    """Which samples a step was made of."""
+    """Change the samples of an optimizer step."""
     forger.replace(forger.node(1, Stage.TRAIN)["files"][0]["path"], b"[1]")
     return forger.node(1, Stage.TRAIN)["digest"]
 
@@ -268,7 +265,7 @@ def evaluation(forger: Forger) -> str:
 
 
 def both_tokens(forger: Forger) -> str:
-    """A response's tokens, in the rollout and in the batch."""
+    """Change the tokens of a response in the rollout and in the batch."""
     batch = forger.node(1, Stage.ADVANTAGE)["files"][-1]
     wanted = decode(forger._data[batch["path"]], "x").to_pylist()[-1]
     key = (wanted["group_id"], wanted["index"])
@@ -286,7 +283,7 @@ def both_tokens(forger: Forger) -> str:
 
 
 def moved_group(forger: Forger) -> str:
-    """A trained group was dropped after all, by every record and row."""
+    """Turn a trained group into a dropped one in every record and row."""
     commit = forger.commit(LAST)
     group = commit["trained"].pop()
     commit["dropped"][group] = "filtered"
@@ -312,7 +309,7 @@ def another_reason(forger: Forger) -> str:
 
 
 def moved_cursor(forger: Forger) -> str:
-    """One prompt more was drawn in iteration 1, by every record since."""
+    """Move the data cursor by one prompt in iteration 1 and every later record."""
 
     def move(said: object) -> None:
         if isinstance(said, dict):
@@ -327,7 +324,7 @@ def moved_cursor(forger: Forger) -> str:
 
 
 def doubled_row(rows: list[Content]) -> None:
-    """One sample twice, as another one of its group."""
+    """Add a copy of a sample as another sample of its group."""
     rows.append({**rows[-1], "index": 2})
 
 

@@ -1,6 +1,5 @@
-"""The chain: whoever holds the digest of a commit finds every change below it (rlpipe.store.chain,
-rlpipe.store.audit.chain_check).
-"""
+"""The chain: the digest of a commit reveals every change below it (rlpipe.store.chain,
+rlpipe.store.audit.chain_check)."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from rlpipe.errors import ConfigError, ObjectConflict, ObjectCorrupt, StoreError
-from rlpipe.store.audit.reader import Report
+from rlpipe.store.audit.findings import Report
 from rlpipe.store.audit.verification import check_store
 from rlpipe.store.branches import Branches, commit_path
 from rlpipe.store.chain import leaf_paths
@@ -42,9 +41,7 @@ from tools import audit, gc
 
 
 class Chained(WholeRun):
-    """A run whose commits await the checkpoint and the evaluation of every iteration, which come
-    one iteration later.
-    """
+    """A run whose commits await leaves that arrive one iteration later."""
 
     def commit_of(self, plan: Plan, *arguments) -> Commit:
         made = super().commit_of(plan, *arguments)
@@ -64,7 +61,7 @@ class Chained(WholeRun):
 
 
 class Undrawn(Chained):
-    """One whose plans are no draws: their names do not change with what is forged."""
+    """A run whose plans are not draws, so that a forgery does not change their names."""
 
     def plan(self, *arguments) -> Plan:
         return Run.plan(self, *arguments)
@@ -92,12 +89,13 @@ def root(sound: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "store"))
 
 
-def test_an_honest_store_is_proved_and_what_is_newer_than_the_digest_is_named(sound: Path):
+def test_an_unchanged_store_is_proved_and_newer_records_are_named(sound: Path):
     files = Files(sound)
     report = check_store(files, "run", head=head(files))
     assert report.findings == []
     assert str(report.proof) == (
-        f"run/00000003 has the digest {head(files)}: it proves 4 commits down to run/00000000, and 28 records with their files"
+        f"run/00000003 has the digest {head(files)}: it proves 4 commits "
+        "down to run/00000000, and 28 records with their files"
     )
     newest = leaf_paths(Branches(files).read("run", LAST).nodes[Stage.TRAIN])[0]
     assert any(newest in note.where for note in report.notes)
@@ -130,13 +128,13 @@ def test_a_forgery_of_the_whole_store_is_found_only_with_a_digest_that_was_kept(
     forger = Forger(root)
     forgery.edit(forger)
     forger.save(rechain=True)
-    assert check_store(Files(root), "run").findings == [], "nothing in the store tells"
+    assert check_store(Files(root), "run").findings == [], "the store alone shows no change"
     report = check_store(Files(root), "run", head=held)
     assert [(one.rule, held in one.problem) for one in report.findings] == [("chain", True)]
     assert report.proof is None
 
 
-def test_what_is_rewritten_above_a_held_commit_leaves_its_proof(root: Path):
+def test_a_change_after_the_held_commit_does_not_break_its_proof(root: Path):
     held = head(Files(root), 0)
     forger = Forger(root)
     forger.node(LAST, Stage.TRAIN)["outputs"]["metrics"] = {}
@@ -145,7 +143,7 @@ def test_what_is_rewritten_above_a_held_commit_leaves_its_proof(root: Path):
     assert report.findings == [] and str(report.proof).startswith("run/00000000 has the digest")
 
 
-def test_a_commit_that_is_no_link_breaks_the_proof(root: Path):
+def test_a_commit_without_a_parent_digest_breaks_the_proof(root: Path):
     files = Files(root)
     held = head(Files(root))
     files.delete(commit_path("run", 1))
@@ -154,7 +152,7 @@ def test_a_commit_that_is_no_link_breaks_the_proof(root: Path):
     assert "its history was changed" in str(report.proof)
 
 
-def test_a_file_that_is_not_the_one_of_its_node_is_not_proved(root: Path):
+def test_a_file_that_differs_from_its_node_breaks_the_proof(root: Path):
     held = head(Files(root))
     shard = next(root.glob("plans/*/groups/*.parquet"))
     data = shard.read_bytes()
@@ -165,8 +163,8 @@ def test_a_file_that_is_not_the_one_of_its_node_is_not_proved(root: Path):
     assert "its history was changed" in str(report.proof)
 
 
-def test_every_record_of_a_history_is_fixed_but_the_newest_leaves(local_files: Files):
-    """With segments, gates, draws and forks."""
+def test_every_record_of_a_history_except_the_newest_leaves_is_fixed(local_files: Files):
+    """The store has segments, gates, draws and forks."""
     build(local_files)
     for run, k in (("run", 4), ("fork", 3)):
         report = check_store(local_files, run, head=head(local_files, k, run))
@@ -175,7 +173,7 @@ def test_every_record_of_a_history_is_fixed_but_the_newest_leaves(local_files: F
         assert unfixed <= {"checkpoint", "eval", "run", "segment"}, report.notes
 
 
-def test_a_state_that_was_made_anew_is_fixed_with_its_pointer_and_checkpoint(local_files: Files):
+def test_a_segment_is_fixed_with_its_pointer_and_checkpoint(local_files: Files):
     run = Chained(local_files).start().go(2)
     replaced = Branches(local_files).read("run", 1).nodes[Stage.TRAIN]
     base = (
@@ -190,10 +188,10 @@ def test_a_state_that_was_made_anew_is_fixed_with_its_pointer_and_checkpoint(loc
     Segments(local_files).record("run", 2, 1, weights=replaced, segment=segment.digest)
     newest = Branches(local_files).newest("run")
     assert newest is not None
-    anew = newest.model_copy(update={"nodes": {**newest.nodes, Stage.TRAIN: segment.digest}})
+    retrained = newest.model_copy(update={"nodes": {**newest.nodes, Stage.TRAIN: segment.digest}})
     plan = run.plan(2, newest.data)
     planned = Plans(local_files).write(plan)
-    nodes = run.nodes(plan, planned, anew, None)
+    nodes = run.nodes(plan, planned, retrained, None)
     made = Branches(local_files).commit(run.commit_of(plan, planned, nodes, newest))
     assert node_path(Stage.SEGMENT, segment.digest) in made.records
     assert any(path.startswith("branches/run/segments/") for path in made.records)
@@ -205,7 +203,7 @@ def test_a_fork_is_proved_through_its_parent(local_files: Files):
     Chained(local_files).start().go(3)
     Chained(local_files, "fork").start(parent="run/00000001").go(2)
     first = Branches(local_files).read("fork", 2)
-    assert first.parent_sha256 == head(local_files, 1), "of a commit of the other branch"
+    assert first.parent_sha256 == head(local_files, 1), "digest of a commit of the other branch"
     assert "branches/fork/config.json" in first.records
     report = check_store(local_files, "fork", head=head(local_files, 3, "fork"))
     assert report.findings == [] and "4 commits down to run/00000000" in str(report.proof)
@@ -218,7 +216,7 @@ def test_a_fork_is_proved_through_its_parent(local_files: Files):
     ), "no commit names it"
     other = check_store(local_files, "fork", head=head(local_files, 2))
     assert ["belongs to another run" in one for one in said(other)] == [True], (
-        "the parent went another way from there"
+        "the parent continued with other commits"
     )
 
 
@@ -240,11 +238,13 @@ def test_a_leaf_is_named_by_the_first_commit_after_it(local_files: Files):
     run.keep(third.nodes[Stage.TRAIN], 3)
     fourth = run.iterate()
     assert fourth is not None
-    assert second.awaited[0] not in fourth.awaited, "its upload was given up: a later one is there"
+    assert second.awaited[0] not in fourth.awaited, (
+        "a later checkpoint exists, so its upload was abandoned"
+    )
     assert second.awaited[1] in fourth.awaited
 
 
-def test_the_same_commit_again_is_the_first_one_whatever_was_recorded_since(local_files: Files):
+def test_an_equal_commit_returns_the_first_one_despite_later_records(local_files: Files):
     run = Chained(local_files).start().go(1)
     second = run.iterate()
     assert second is not None
@@ -272,7 +272,7 @@ def test_a_record_that_was_rewritten_since_the_first_attempt_refuses_the_second(
         Branches(local_files).commit(made.model_copy(update={"attempt": "", "created": ""}))
 
 
-def test_what_a_commit_asks_of_the_store_does_not_grow_with_the_history(
+def test_the_number_of_requests_of_a_commit_does_not_grow_with_the_history(
     local_files: Files, monkeypatch: pytest.MonkeyPatch
 ):
     run = Chained(local_files).start()
@@ -311,7 +311,7 @@ def test_a_commit_of_this_format_without_digests_is_named(root: Path):
     )
 
 
-def test_a_commit_is_not_made_of_a_damaged_record(local_files: Files):
+def test_a_commit_with_a_damaged_record_is_refused(local_files: Files):
     run = Chained(local_files).start().go(1)
     newest = Branches(local_files).newest("run")
     assert newest is not None
@@ -345,7 +345,7 @@ def collect(local_files: Files, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
     return call
 
 
-def test_a_checkpoint_that_was_collected_is_said_to_be_and_one_that_is_gone_is_a_finding(
+def test_a_collected_checkpoint_is_a_note_and_a_lost_one_is_a_finding(
     local_files: Files, collect: Callable[[], None]
 ):
     run = Chained(local_files).start().go(4)
@@ -359,7 +359,9 @@ def test_a_checkpoint_that_was_collected_is_said_to_be_and_one_that_is_gone_is_a
         if "garbage collection" in note.problem
     ] == [True]
     collect()
-    assert check_store(local_files, "run", head=held).findings == [], "the records of it stay"
+    assert check_store(local_files, "run", head=held).findings == [], (
+        "the records of the removal stay"
+    )
     oldest = Branches(local_files).read("run", 0).nodes[Stage.TRAIN]
     run.keep(oldest, 9)
     made_again = check_store(local_files, "run", head=held)
@@ -377,7 +379,7 @@ def test_a_checkpoint_that_was_collected_is_said_to_be_and_one_that_is_gone_is_a
     )
 
 
-def test_removals_that_are_written_down_go_with_their_run(
+def test_records_of_removals_are_removed_with_their_run(
     local_files: Files, monkeypatch: pytest.MonkeyPatch
 ):
     Chained(local_files).start().go(2)
@@ -403,7 +405,7 @@ def test_a_removal_under_another_name_is_named(local_files: Files, collect: Call
     )
 
 
-def test_tables_are_compared_with_the_records_where_a_digest_is_held(local_files: Files):
+def test_tables_are_compared_with_the_records_if_a_digest_is_held(local_files: Files):
     Chained(local_files).start().go(3)
     scalars.update(local_files, "run")
     part = scalars.parts_of(local_files, "run", "metrics")[0]
@@ -488,7 +490,7 @@ def test_a_store_on_s3_is_proved(files: Files):
     assert check_store(files, "run", head=head(files, 1)).findings == []
 
 
-def test_a_store_that_does_not_answer_is_no_forgery(root: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_unreachable_store_is_not_a_forgery(root: Path, monkeypatch: pytest.MonkeyPatch):
     def away(_self: object, path: str) -> object:
         raise StoreError("S3 request failed", where=path)
 
@@ -499,8 +501,9 @@ def test_a_store_that_does_not_answer_is_no_forgery(root: Path, monkeypatch: pyt
         check_store(Files(root), "run", head=held)
 
 
-def test_what_a_filter_chose_by_first_weights_and_opened_gates_are_fixed(local_files: Files):
-    """Of iterations that were reprocessed, begin with another run's weights, or were let go on."""
+def test_scores_of_a_filter_first_weights_and_opened_gates_are_fixed(local_files: Files):
+    """The iterations were reprocessed, started from another run's weights, or passed an opened
+    gate."""
     nodes = Nodes(local_files)
     branches = Branches(local_files)
     source = nodes.commit(make_node(Stage.ROLLOUT, {}, drawn="first"))
@@ -532,7 +535,7 @@ def keys(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "private.pem", tmp_path / "public.pem"
 
 
-def test_a_signed_commit_stands_for_its_digest(
+def test_a_signed_commit_replaces_a_held_digest(
     root: Path,
     keys: tuple[Path, Path],
     tool: Callable[..., int],
@@ -560,7 +563,7 @@ def test_a_signed_commit_stands_for_its_digest(
     assert "the signature is invalid" in capsys.readouterr().out
 
 
-def test_a_key_that_cannot_be_used_is_named(
+def test_an_unusable_key_is_named(
     tmp_path: Path,
     keys: tuple[Path, Path],
     tool: Callable[..., int],

@@ -1,5 +1,4 @@
-"""Planted faults: each is named by an audit, and none keeps it from naming others
-(rlpipe.store.audit.verification)."""
+"""Planted faults: an audit names each, and none hides another (rlpipe.store.audit.verification)."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ from tools import audit
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with everything in it."""
+    """A store with all kinds of objects."""
     root = tmp_path_factory.mktemp("sound") / "store"
     build(Files(root))
     return root
@@ -61,7 +60,7 @@ def test_a_planted_fault_is_named(root: Path, fault: Fault):
 
 
 @pytest.mark.parametrize("fault", UNSEEN, ids=lambda fault: fault.name)
-def test_what_a_killed_driver_leaves_too_is_no_finding(root: Path, fault: Fault):
+def test_a_state_that_a_killed_driver_can_leave_is_no_finding(root: Path, fault: Fault):
     fault.plant(root)
     assert check_store(Files(root)).findings == []
 
@@ -90,7 +89,7 @@ def test_no_fault_hides_another(root: Path):
         assert [name for name in expected if not any(name in one for one in said)] == []
 
 
-def test_of_one_run_the_rows_of_others_are_not_read_and_objects_of_nobody_are_named(root: Path):
+def test_an_audit_of_one_run_skips_rows_of_others_and_names_unexplained_objects(root: Path):
     shard = next(iter((root / "data/reward").glob("*/*.parquet")))
     (root / "notes.txt").write_text("garbage")
     shard.write_bytes(shard.read_bytes()[::-1])
@@ -104,7 +103,7 @@ def test_of_one_run_the_rows_of_others_are_not_read_and_objects_of_nobody_are_na
     )
 
 
-def test_a_file_that_may_not_be_read_is_named_and_the_rest_is_read(
+def test_a_file_without_read_permission_is_named_and_the_rest_is_checked(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ):
     closed = next(iter((root / "nodes/advantage").glob("*.json")))
@@ -123,7 +122,7 @@ def test_a_file_that_may_not_be_read_is_named_and_the_rest_is_read(
     )
 
 
-def test_a_folder_that_may_not_be_listed_is_named(root: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_without_list_permission_is_named(root: Path, monkeypatch: pytest.MonkeyPatch):
     scan = os.scandir
 
     def refuse(path: str | Path):
@@ -140,7 +139,7 @@ def test_a_folder_that_may_not_be_listed_is_named(root: Path, monkeypatch: pytes
     assert any("notes.txt" in one for one in said)
 
 
-def test_a_store_that_does_not_answer_is_no_damage(root: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_unreachable_store_is_not_damage(root: Path, monkeypatch: pytest.MonkeyPatch):
     def away(_self: object, path: str) -> object:
         raise StoreError("S3 request failed", where=path)
 
@@ -151,7 +150,7 @@ def test_a_store_that_does_not_answer_is_no_damage(root: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("stage", [Stage.ROLLOUT, Stage.REWARD, Stage.ADVANTAGE, Stage.TRAIN])
-def test_what_a_driver_does_just_now_is_no_finding(local_files: Files, stage: Stage):
+def test_concurrent_work_of_a_driver_is_no_finding(local_files: Files, stage: Stage):
     run = WholeRun(local_files).start().drive(2)
     held = Epochs(local_files).acquire("run")
     run.epoch = held.number
@@ -181,7 +180,7 @@ def test_a_removed_run_leaves_notes_until_its_objects_are_collected(local_files:
     assert any("only epochs" in note.problem for note in report.notes)
 
 
-def test_a_commit_writes_the_receipt_that_is_missing_of_the_one_before(local_files: Files):
+def test_a_commit_writes_the_missing_receipt_of_the_commit_before(local_files: Files):
     run = Run(local_files).start()
     run.iterate()
     run.iterate()
@@ -191,7 +190,7 @@ def test_a_commit_writes_the_receipt_that_is_missing_of_the_one_before(local_fil
     assert local_files.exists(receipt_path("run", 1))
 
 
-def test_a_gate_from_before_they_were_sealed_is_a_note(local_files: Files):
+def test_an_early_gate_without_a_seal_is_a_note(local_files: Files):
     Run(local_files).start().iterate()
     local_files.create(
         "gates/run/00000000-0123456789abcdef.json",
@@ -247,13 +246,13 @@ def test_the_command_takes_all_runs_or_one(
 
 @pytest.mark.parametrize(
     "words",
-    [("--run", "nobody"), ("--run", ""), ("--run", "run@x"), ("--store", "/nowhere/at/all")],
+    [("--run", "absent"), ("--run", ""), ("--run", "run@x"), ("--store", "/nowhere/at/all")],
 )
 def test_wrong_usage_is_exit_code_2(tool: Callable[..., int], words: tuple[str, ...]):
     assert tool(*words) == 2
 
 
-def test_an_empty_folder_is_no_store(tmp_path: Path):
+def test_an_empty_folder_is_not_a_store(tmp_path: Path):
     with pytest.raises(ObjectMissing, match="the store is empty"):
         check_store(Files(tmp_path))
 
@@ -291,8 +290,8 @@ def test_faults_on_s3_are_named(s3_root: str, monkeypatch: pytest.MonkeyPatch):
 
 
 def _list_too(files: Files, monkeypatch: pytest.MonkeyPatch, *keys: str) -> None:
-    """Add keys to what the store lists. S3 keeps keys with empty parts; the server of the tests
-    renames them."""
+    """Add keys to the listing of a store. S3 allows keys with empty parts; the test server renames
+    them."""
     backend: Any = files._backend
     listed: Any = S3FileSystem.call_s3
     found = [

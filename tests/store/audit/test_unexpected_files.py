@@ -1,4 +1,4 @@
-"""What no writer put into a run's folders is named; what a killed or replaced attempt left is not
+"""The audit names files that no writer created, but not those of killed attempts
 (rlpipe.store.audit.unexpected_files)."""
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from rlpipe.store.audit.verification import Finding, check_branch
+from rlpipe.store.audit.findings import Finding
+from rlpipe.store.audit.verification import check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
@@ -23,12 +24,12 @@ ATTEMPT = "0123456789ab"
 
 
 def timed(group_id: str) -> list[Sample]:
-    """A group as it was sampled: it carries its time."""
+    """Return a group with times, as a sampler writes it."""
     return [replace(sample, t_end_s=time.time()) for sample in group(group_id)]
 
 
 class TimedRun(Run):
-    """Finished groups of an iteration lie there before the rest is, with their time."""
+    """A run that writes the finished groups of an iteration first, with times."""
 
     def plan(self, *arguments) -> Plan:
         plan = super().plan(*arguments)
@@ -41,7 +42,7 @@ class TimedRun(Run):
 
 @pytest.fixture
 def commits(local_files: Files) -> list[Node]:
-    """The rollouts of a run of three iterations."""
+    """Write a run of three iterations, and return its commits."""
     run = TimedRun(local_files).start()
     made = [run.iterate() for _ in range(3)]
     return [
@@ -74,9 +75,7 @@ def shard_of(files: Files, plan: str, groups: list[list[Sample]], attempt: str =
         "old/{name}",
     ],
 )
-def test_a_shard_under_a_name_that_no_writer_gives_is_named(
-    local_files: Files, commits: list[Node], name: str
-):
+def test_a_shard_with_an_unknown_name_is_named(local_files: Files, commits: list[Node], name: str):
     path = PurePosixPath(commits[1].files[-1].path)
     folder = path.parent.parent if name.startswith("../") else path.parent
     url = copy(
@@ -86,22 +85,20 @@ def test_a_shard_under_a_name_that_no_writer_gives_is_named(
     assert (rule, where) == ("files", url) and "rlpipe writes no file with such a name" in problem
 
 
-def test_a_shard_twice_under_names_that_could_be_two_attempts_is_named(
+def test_a_copy_of_a_shard_under_the_name_of_another_attempt_is_named(
     local_files: Files, commits: list[Node]
 ):
     plan = commits[1].parents["plan"]
     drawn = Plans(local_files).read(plan).groups[-1].group_id
     path = PurePosixPath(shard_of(local_files, plan, [timed(drawn)]))
-    assert found(local_files) == [], "another attempt, which had taken no notice of the first"
+    assert found(local_files) == [], "another attempt that did not read the first one"
     url = copy(local_files, str(path), f"{path.parent}/{path.name.replace(ATTEMPT, 'f' * 12)}")
     first, second = found(local_files)
     assert {first.where, second.where} == {url, local_files.url(str(path))}
     assert "a copy of the same samples" in first.problem
 
 
-def test_what_came_from_the_buffer_or_failed_may_lie_there_twice(
-    local_files: Files, commits: list[Node]
-):
+def test_buffered_and_failed_groups_may_be_written_twice(local_files: Files, commits: list[Node]):
     plan = Plans(local_files).read(commits[1].parents["plan"])
     waited = next(one.group_id for one in plan.groups if one.earlier)
     for groups in ([timed(waited)], [group(plan.groups[-1].group_id)]):  # a failed one has no time
@@ -118,7 +115,7 @@ def test_a_shard_of_another_plan_is_named(local_files: Files, commits: list[Node
     assert (rule, where) == ("files", url) and "which its plan does not draw" in problem
 
 
-def test_bytes_that_are_not_those_of_their_name_are_named(local_files: Files, commits: list[Node]):
+def test_bytes_that_do_not_match_their_name_are_named(local_files: Files, commits: list[Node]):
     path = PurePosixPath(commits[1].files[-1].path)
     local_files.create(
         f"{path.parent}/{ATTEMPT}-00000-{'0' * 16}.parquet", local_files.read(str(path))
@@ -129,9 +126,7 @@ def test_bytes_that_are_not_those_of_their_name_are_named(local_files: Files, co
 
 
 @pytest.mark.parametrize("stage", [Stage.REWARD, Stage.ADVANTAGE, Stage.TRAIN])
-def test_a_copy_beside_a_node_s_files_is_named(
-    local_files: Files, commits: list[Node], stage: Stage
-):
+def test_a_copy_of_a_node_s_file_is_named(local_files: Files, commits: list[Node], stage: Stage):
     commit = Branches(local_files).read("run", 1)
     path = PurePosixPath(Nodes(local_files).get(stage, commit.nodes[stage]).files[0].path)
     urls = {
@@ -142,9 +137,7 @@ def test_a_copy_beside_a_node_s_files_is_named(
     assert {where for _, where, _ in said} == urls and {rule for rule, _, _ in said} == {"files"}
 
 
-def test_what_a_killed_attempt_at_a_stage_left_is_no_finding(
-    local_files: Files, commits: list[Node]
-):
+def test_files_of_a_killed_attempt_are_no_finding(local_files: Files, commits: list[Node]):
     commit = Branches(local_files).read("run", 1)
     folder = f"data/reward/{commit.nodes[Stage.REWARD]}"
     rows = [Reward(one, index, reward=0.5) for one in commit.trained for index in range(2)]
@@ -152,7 +145,7 @@ def test_what_a_killed_attempt_at_a_stage_left_is_no_finding(
     assert found(local_files) == []
 
 
-def test_a_file_beside_a_checkpoint_is_named(local_files: Files, commits: list[Node]):
+def test_an_unexpected_file_of_a_checkpoint_is_named(local_files: Files, commits: list[Node]):
     weights = Branches(local_files).read("run", 1).nodes[Stage.TRAIN]
     prefix = "checkpoints/run/iter_0000002/0123456789ab"
     records = []
@@ -175,16 +168,14 @@ def test_a_file_beside_a_checkpoint_is_named(local_files: Files, commits: list[N
     "name",
     ["branches/run/00000001.json.bak", "branches/run/old/00000001.json", "rollouts/run/1.json"],
 )
-def test_a_file_among_the_records_of_a_run_is_named(
+def test_an_unexpected_file_among_the_records_of_a_run_is_named(
     local_files: Files, commits: list[Node], name: str
 ):
     url = copy(local_files, "branches/run/00000001.json", name)
     assert [(rule, where) for rule, where, _ in found(local_files)] == [("records", url)]
 
 
-def test_shards_of_an_iteration_under_way_are_not_looked_at(
-    local_files: Files, commits: list[Node]
-):
+def test_shards_of_an_active_iteration_are_not_checked(local_files: Files, commits: list[Node]):
     newest = Branches(local_files).newest("run")
     assert newest is not None
     digest = Plans(local_files).write(TimedRun(local_files).plan(3, newest.data))

@@ -1,5 +1,4 @@
-"""Bytes of a store that anybody may have written: whatever they are, reading them is right or one
-named error."""
+"""Untrusted bytes in a store: reading them gives a right result or one named error."""
 
 from __future__ import annotations
 
@@ -62,7 +61,9 @@ RECORDS: dict[type[Record], Record] = {
 
 @pytest.mark.parametrize("kind", RECORDS)
 @given(data=st.data())
-def test_a_sealed_record_of_any_values_is_read_or_corrupt(kind: type[Record], data: st.DataObject):
+def test_a_sealed_record_with_any_values_is_read_or_corrupt(
+    kind: type[Record], data: st.DataObject
+):
     content = RECORDS[kind].model_dump(mode="json")
     for name in data.draw(st.lists(st.sampled_from(sorted(content)), max_size=3)):
         content[name] = data.draw(JSON)
@@ -73,12 +74,12 @@ def test_a_sealed_record_of_any_values_is_read_or_corrupt(kind: type[Record], da
 
 
 @given(data=st.binary(max_size=200))
-def test_any_bytes_are_no_record(data: bytes):
+def test_random_bytes_are_corrupt(data: bytes):
     with pytest.raises(ObjectCorrupt):
         unseal(Commit, data, "x")
 
 
-def test_a_record_of_bottomless_depth_is_corrupt():
+def test_a_deeply_nested_record_is_corrupt():
     with pytest.raises(ObjectCorrupt):
         unseal(Commit, b'{"a":' * 100_000, "x")
 
@@ -118,20 +119,20 @@ def _sealed(content: dict[str, Any]) -> bytes:
     name=st.sampled_from(sorted(LEASE)),
     value=JSON | st.sampled_from(["2026-01-01", "9999-12-31T23:59:59+00:00", 1e300]),
 )
-def test_a_lease_of_any_values_is_over_or_runs_or_is_corrupt(name: str, value: object):
+def test_a_lease_with_any_values_is_expired_valid_or_corrupt(name: str, value: object):
     with suppress(ObjectCorrupt):
         lease = unseal(Lease, _sealed({**LEASE, name: value}), "x")
         assert lease.expired(10.0) in (True, False)
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 2**31, 2**70])
-def test_a_lease_of_no_process_is_corrupt(pid: int):
+def test_a_lease_without_a_possible_process_is_corrupt(pid: int):
     with pytest.raises(ObjectCorrupt, match="pid"):
         unseal(Lease, _sealed({**LEASE, "holder": {**LEASE["holder"], "pid": pid}}), "x")
 
 
 @pytest.mark.parametrize("change", [{"branch": "c"}, {"epoch": 7}, {"epoch": -1}])
-def test_a_lease_under_another_name_takes_no_branch_over(change: dict[str, Any], tmp_path: Path):
+def test_a_lease_under_another_name_does_not_take_a_branch(change: dict[str, Any], tmp_path: Path):
     files = Files(tmp_path)
     files.create("branches/b/epochs/00000001.json", _sealed({**LEASE, **change}))
     for ask in (Epochs(files).newest, Epochs(files).acquire):
@@ -169,7 +170,7 @@ def test_a_draw_that_names_no_plan_is_corrupt(data: bytes, tmp_path: Path):
 @pytest.mark.parametrize(
     "data", [b"[", b"[]", b"1", b'{"rollout": 1}', b'{"x": "y"}', b"[" * 100_000, b"\xff"]
 )
-def test_a_note_of_anything_is_corrupt_and_other_names_are_none(data: bytes, tmp_path: Path):
+def test_a_malformed_note_is_corrupt_and_other_names_are_no_notes(data: bytes, tmp_path: Path):
     files = Files(tmp_path)
     files.create(note_path("b", 0), data)
     files.create("rollouts/b/²", b"")
@@ -183,8 +184,7 @@ BATCH_ROWS = batch_table(["a", "b"])
 
 
 def _shard(table: pa.Table, name: str, value: object) -> bytes:
-    """Bytes of a table of the right schema whose first row has any value, as another writer may
-    have made them."""
+    """Return a table of the right schema whose first row has any values, as from another writer."""
     place = table.schema.get_field_index(name)
     column = pa.array([value, *table[name].to_pylist()[1:]], table.schema.field(name).type)
     written = io.BytesIO()
@@ -228,7 +228,7 @@ def test_a_foreign_row_of_samples_is_corrupt(name: str, value: object):
         ("rollout", 5),
     ],
 )
-def test_a_foreign_row_of_a_batch_is_corrupt_also_if_it_only_lacks_what_others_have(
+def test_a_foreign_row_of_a_batch_is_corrupt_even_if_it_only_lacks_a_column(
     name: str, value: object
 ):
     with pytest.raises(ObjectCorrupt, match="row"):

@@ -1,4 +1,4 @@
-"""The audit: silent on a good branch, and it names every way to break one."""
+"""The audit has no findings about a good branch, and names every fault of a broken one."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_a_good_branch_and_its_fork_have_no_findings(files: Files):
 
 
 def waits(commit: Commit, **changes: object) -> DataState:
-    """The state after a commit, with another entry in its buffer."""
+    """Return the state after a commit with another entry in its buffer."""
     return commit.data.model_copy(
         update={"buffer": (commit.data.buffer[0].model_copy(update=changes),)}
     )
 
 
 class BrokenRun(Run):
-    """A run whose iteration 2 is not as it should be."""
+    """A run whose iteration 2 has a fault."""
 
     def __init__(
         self, files: Files, commit: Callable | None = None, plan: Callable | None = None
@@ -128,7 +128,7 @@ class BrokenRun(Run):
         ),
     ],
 )
-def test_a_commit_that_lies_is_found(local_files: Files, change: Callable, rule: str, problem: str):
+def test_a_false_commit_is_found(local_files: Files, change: Callable, rule: str, problem: str):
     run = BrokenRun(local_files, commit=change).start()
     for _ in range(4):
         run.iterate()
@@ -152,7 +152,7 @@ def test_a_group_that_is_drawn_twice_is_found(local_files: Files):
     assert ("batches", "run/00000002", "run:00000001 was trained in run/00000000 already") in found
 
 
-def test_a_drop_of_the_rollout_that_the_commit_does_not_tell_is_found(local_files: Files):
+def test_a_drop_of_the_rollout_that_the_commit_omits_is_found(local_files: Files):
     run = BrokenRun(
         local_files, commit=lambda c: {"dropped": dict.fromkeys(c.dropped, "another reason")}
     ).start()
@@ -186,7 +186,7 @@ def test_a_commit_of_a_driver_that_was_replaced_is_found(local_files: Files):
         if "is missing" not in finding.problem
     ]
     assert len(epochs) == 1 + 7, "none of these epochs was ever acquired"
-    assert found == [("run/00000003", "it was made under epoch 0, after a commit of epoch 7")]
+    assert found == [("run/00000003", "its epoch is 0, after a commit of epoch 7")]
 
 
 def test_a_skipped_prompt_is_found(local_files: Files):
@@ -218,7 +218,7 @@ def test_a_batch_that_trains_another_group_is_found(local_files: Files):
     ]
 
 
-def test_a_node_grown_from_another_branch_is_found(local_files: Files):
+def test_a_node_with_a_parent_on_another_branch_is_found(local_files: Files):
     stranger = Nodes(local_files).commit(make_node(Stage.TRAIN, {"batch": "d" * 64}))
     run = BrokenRun(
         local_files, commit=lambda c: {"nodes": {**c.nodes, Stage.TRAIN: stranger.digest}}

@@ -1,5 +1,5 @@
-"""The audit of iterations that have no commit: reprocessed ones, with other filters, rewards and
-estimators, and sampled ones."""
+"""The audit of iterations without a commit: reprocessed with other filters, rewards or estimators,
+or only sampled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ADVANTAGE = Stage.ADVANTAGE
 def reprocessed(
     files: Files, config: RunConfig, run: str, *iterations: int, of: str = "run", **sections: Any
 ) -> None:
-    """The branch `run`, made of these iterations."""
+    """Reprocess the branch `run` with these iterations."""
     values = {
         **config.model_dump(mode="json"),
         "run": run,
@@ -55,13 +55,13 @@ def reprocessed(
 
 @pytest.fixture
 def config(local_files: Files, tmp_path: Path) -> RunConfig:
-    """Of a run of four iterations."""
+    """Return the configuration of a run of four iterations."""
     config = configuration(tmp_path, groups=6)
     History(local_files, config).iterate(4)
     return config
 
 
-def test_reprocessed_branches_are_what_they_say(local_files: Files, config: RunConfig):
+def test_reprocessed_branches_have_no_findings(local_files: Files, config: RunConfig):
     reprocessed(
         local_files, config, "filtered", 0, 1, rollout={"dynamic_sampling_filter_path": FILTER}
     )
@@ -117,7 +117,7 @@ def of(files: Files, run: str, k: int, stage: Stage) -> Node:
         ),
     ],
 )
-def test_what_is_damaged_of_a_reprocessed_branch_is_named(
+def test_damage_of_a_reprocessed_branch_is_named(
     local_files: Files, config: RunConfig, damage: Callable[[Files], None], rule: str, where: str
 ):
     reprocessed(
@@ -131,7 +131,7 @@ def test_what_is_damaged_of_a_reprocessed_branch_is_named(
 
 
 def sampled(files: Files) -> None:
-    """Make the run one that only sampled: notes in place of its commits."""
+    """Replace the commits of the run by notes, as of a run that only sampled."""
     branches = Branches(files)
     record = branches.get("run")
     commits = [branches.read("run", k) for k in range(4)]
@@ -149,7 +149,7 @@ def sampled(files: Files) -> None:
         )
 
 
-def test_of_a_run_that_only_sampled_every_group_is_accounted_for(
+def test_every_group_of_a_run_that_only_sampled_is_accounted_for(
     local_files: Files, config: RunConfig
 ):
     sampled(local_files)
@@ -182,7 +182,7 @@ def test_a_rollout_that_is_noted_twice_is_named(local_files: Files, config: RunC
     } <= found
 
 
-def test_what_follows_an_iteration_that_is_not_there_yet_is_checked_by_itself(
+def test_iterations_after_a_missing_one_are_checked_one_by_one(
     local_files: Files, config: RunConfig
 ):
     reprocessed(local_files, config, "new", 1, 3, reward={"custom_reward_post_process_path": None})

@@ -1,5 +1,4 @@
-"""The audit's rows and files: what nobody planned, what is of no rollout, and a history with a
-hole, each by its name."""
+"""The audit of rows and files: unplanned rows, rows of no rollout, and a history with a gap."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from tests.store.lineage import Reward, Run, batch_table, group, make_node
 
 
 class ForeignRun(Run):
-    """A run whose stages have rows that they should not have."""
+    """A run whose stages have foreign rows."""
 
     stage = Stage.ROLLOUT
 
@@ -139,7 +138,7 @@ def test_a_segment_without_its_node_is_found(local_files: Files):
     "change",
     [{"iteration": 1}, {"branch": "other"}, {"parent": "run/00000002"}, {"parent": "nowhere"}],
 )
-def test_a_commit_that_was_put_in_place_of_another_is_corrupt(local_files: Files, change: dict):
+def test_a_commit_under_the_name_of_another_is_corrupt(local_files: Files, change: dict):
     run = Run(local_files).start()
     for _ in range(3):
         run.iterate()
@@ -164,7 +163,7 @@ def test_a_branch_under_another_name_is_corrupt(local_files: Files):
 @pytest.mark.parametrize(
     "outputs", [{"accepted": 7}, {"dropped": ["a"]}, {"plans": {"a": 1}}, {"after": None}]
 )
-def test_outputs_of_another_form_are_a_finding(local_files: Files, outputs: dict):
+def test_malformed_outputs_are_a_finding(local_files: Files, outputs: dict):
     commit = Run(local_files).start().iterate()
     assert commit is not None
     path = node_path(Stage.ROLLOUT, commit.nodes[Stage.ROLLOUT])
@@ -178,7 +177,7 @@ def test_outputs_of_another_form_are_a_finding(local_files: Files, outputs: dict
     )
 
 
-def test_progress_is_told_of_every_iteration(local_files: Files):
+def test_progress_is_reported_for_every_iteration(local_files: Files):
     run = Run(local_files).start()
     for _ in range(3):
         run.iterate()

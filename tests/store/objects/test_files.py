@@ -1,4 +1,4 @@
-"""Names that are written once: races, lost replies, conflicts, flipped bytes, full disks, killed
+"""Objects that are written once: races, lost replies, conflicts, damage, full disks, killed
 writers."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tools.s3_server import S3Server, s3_environment
 
 
 def try_to_create(files: Files, path: str, data: bytes) -> str:
-    """What became of one writer: `wrote`, `equal` or `conflict`."""
+    """Return the outcome of one writer: `wrote`, `equal` or `conflict`."""
     try:
         return "wrote" if files.create(path, data) else "equal"
     except ObjectConflict:
@@ -48,7 +48,7 @@ def test_an_empty_object_is_an_object(files: Files):
     assert (files.read("empty"), files.size("empty"), files.list()) == (b"", 0, ["empty"])
 
 
-def test_a_second_writer_of_equal_bytes_is_told_that_they_are_there(files: Files):
+def test_a_second_writer_of_equal_bytes_succeeds(files: Files):
     assert files.create("x", b"same") is True
     assert files.create("x", b"same") is False
 
@@ -61,7 +61,7 @@ def test_a_second_writer_of_other_bytes_is_refused_and_changes_nothing(files: Fi
     assert files.read("x") == b"first"
 
 
-def test_of_many_racing_threads_one_writes_and_the_others_know(files: Files):
+def test_one_of_many_racing_threads_writes_and_the_others_know(files: Files):
     for number in range(2):
         with ThreadPoolExecutor(10) as pool:
             bodies = [b"equal"] * 4 + [f"other {writer}".encode() for writer in range(6)]
@@ -74,7 +74,7 @@ def test_of_many_racing_threads_one_writes_and_the_others_know(files: Files):
 
 
 @pytest.mark.integration
-def test_of_racing_processes_exactly_one_writes(files: Files):
+def test_exactly_one_of_many_racing_processes_writes(files: Files):
     with multiprocessing.get_context("spawn").Pool(3) as pool:
         jobs = [(files, f"race/{n}", f"writer {w}".encode()) for n in range(6) for w in range(3)]
         results = pool.starmap(try_to_create, jobs, chunksize=1)
@@ -82,7 +82,7 @@ def test_of_racing_processes_exactly_one_writes(files: Files):
     assert len(files.list("race")) == 6
 
 
-def test_a_missing_object_has_a_name(files: Files, tmp_path: Path):
+def test_a_missing_object_is_named_in_the_error(files: Files, tmp_path: Path):
     attempts: list[Callable[[], object]] = [
         lambda: files.read("not/there"),
         lambda: files.size("not/there"),
@@ -133,7 +133,7 @@ def test_a_deleted_object_is_gone_and_deleting_twice_is_no_error(files: Files):
     assert files.create("x", b"2") is True
 
 
-def test_large_files_go_up_and_come_down_in_chunks(
+def test_large_files_are_uploaded_and_downloaded_in_chunks(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for module in (local, s3):
@@ -192,7 +192,8 @@ INHERITED: list[Files] = []
 
 
 def read_and_create(files: Files | None) -> None:
-    """In a child: with the store it was sent, or with the one it inherited through fork."""
+    """Read and create in a child process, with the store that it received or inherited through
+    fork."""
     files = files or INHERITED[-1]
     assert files.read("x") == b"from the parent"
     files.create("y", b"from the child")
@@ -201,7 +202,7 @@ def read_and_create(files: Files | None) -> None:
 @pytest.mark.integration
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_child_process_opens_the_store_anew(files: Files, method: str):
+def test_a_child_process_opens_the_store_again(files: Files, method: str):
     files.create("x", b"from the parent")
     INHERITED.append(files)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(method)) as pool:
@@ -227,7 +228,7 @@ def test_a_relative_root_means_the_same_everywhere(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     "root", ["gs://bucket/x", "memory://x", "s3://", "file://relative", "http://host/x"]
 )
-def test_a_root_that_cannot_keep_the_promise_is_refused(root: str):
+def test_an_untested_kind_of_store_is_refused(root: str):
     with pytest.raises(StoreError, match="not a root"):
         Files(root)
 
@@ -246,7 +247,7 @@ def test_a_path_cannot_leave_the_store(local_files: Files, path: str):
             attempt(path)
 
 
-def test_a_full_disk_has_a_name_and_leaves_nothing(
+def test_a_full_disk_is_named_and_leaves_no_file(
     local_files: Files, small_disk: Path | None, monkeypatch: pytest.MonkeyPatch
 ):
     files = Files(small_disk) if small_disk else local_files
@@ -267,7 +268,7 @@ def _no_space(descriptor: int) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path):
-    """A disk of one MiB, where we may mount one; None elsewhere (then the write itself is made to
+    """A disk of one MiB, or None without permission to mount one (then the test makes the write
     fail)."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -320,7 +321,7 @@ def test_a_killed_writer_leaves_no_object(local_files: Files):
 
 @pytest.fixture
 def lossy_files(s3_server: S3Server, s3_root: str, monkeypatch: pytest.MonkeyPatch):
-    """A store on S3, seen through a proxy that loses replies."""
+    """A store on S3 behind a proxy that loses replies."""
     proxy = LossyProxy(s3_server.url)
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
     yield Files(s3_root), proxy
@@ -337,7 +338,7 @@ def test_a_lost_reply_is_success(lossy_files: tuple[Files, LossyProxy]):
 
 
 @pytest.mark.integration
-def test_a_lost_reply_to_the_end_of_a_large_upload_is_success(
+def test_a_lost_reply_at_the_end_of_a_large_upload_is_success(
     lossy_files: tuple[Files, LossyProxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     files, proxy = lossy_files
@@ -362,14 +363,14 @@ def test_a_wrong_secret_is_named(
 
 
 @pytest.mark.integration
-def test_a_bucket_that_is_not_there_is_not_a_missing_object(s3_root: str):
+def test_a_missing_bucket_is_not_a_missing_object(s3_root: str):
     with pytest.raises(StoreError, match="NoSuchBucket") as caught:
         Files("s3://no-such-bucket/x").read("y")
     assert not isinstance(caught.value, ObjectMissing)
 
 
 @pytest.mark.integration
-def test_a_server_that_is_gone_is_named_in_time(s3_root: str, monkeypatch: pytest.MonkeyPatch):
+def test_an_unreachable_server_is_named_in_time(s3_root: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     started = time.monotonic()
     with pytest.raises(StoreError, match=r"127\.0\.0\.1:9"):
@@ -378,7 +379,7 @@ def test_a_server_that_is_gone_is_named_in_time(s3_root: str, monkeypatch: pytes
 
 
 @pytest.mark.integration
-def test_busy_answers_are_tried_again_until_they_end(s3_root: str, monkeypatch: pytest.MonkeyPatch):
+def test_busy_answers_are_retried_until_they_end(s3_root: str, monkeypatch: pytest.MonkeyPatch):
     backend = s3.S3Backend(s3_root.removeprefix("s3://"))
     answers = [s3_error("ConditionalRequestConflict")] * 2
     real = backend._s3.call_s3
@@ -400,18 +401,17 @@ def test_busy_answers_are_tried_again_until_they_end(s3_root: str, monkeypatch: 
 
 
 def s3_error(code: str) -> OSError:
-    """An error as s3fs raises it for an S3 error code."""
+    """Return an error as s3fs raises it for an S3 error code."""
     return translate_boto_error(
         ClientError({"Error": {"Code": code, "Message": code}}, "PutObject")
     )
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_a_name_that_was_taken_and_is_free_again_is_written(
+def test_a_taken_name_that_is_free_again_is_written(
     local_files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
 ):
-    """As S3 says of an upload in parts that was aborted, or of an object that is removed just
-    then."""
+    """S3 answers like this for an aborted multipart upload, or an object that is being deleted."""
     (tmp_path / "file").write_bytes(b"bytes")
 
     def write() -> object:
@@ -427,7 +427,7 @@ def test_a_name_that_was_taken_and_is_free_again_is_written(
         StoreError, match="the name is taken, but the object does not exist"
     ) as caught:
         write()
-    assert not isinstance(caught.value, ObjectMissing), "a stage that meets it is tried again"
+    assert not isinstance(caught.value, ObjectMissing), "so the stage is retried"
     monkeypatch.undo()
     method = "create_from" if large else "create"
     answers = [False]

@@ -1,5 +1,4 @@
-"""A store that goes away and comes back (rlpipe.store.objects.s3): what was asked meanwhile is
-answered, once."""
+"""An S3 store with an outage (rlpipe.store.objects.s3): requests wait for its return."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch):
-    """Points S3 clients of this test at an address."""
+    """Point the S3 clients of this test to an address."""
 
     def point(url: str) -> None:
         for name, value in s3_environment(url).items():
@@ -28,7 +27,7 @@ def environment(monkeypatch: pytest.MonkeyPatch):
     return point
 
 
-def test_a_store_that_restarts_is_waited_for(tmp_path: Path, environment) -> None:
+def test_requests_wait_for_a_store_that_restarts(tmp_path: Path, environment) -> None:
     with S3Server(tmp_path / "s3") as server:
         environment(server.url)
         files = Files(f"s3://{server.bucket}/runs")
@@ -41,9 +40,8 @@ def test_a_store_that_restarts_is_waited_for(tmp_path: Path, environment) -> Non
         server.process.kill()
         server.process.wait()
         threading.Timer(1.0, server.restart).start()
-        files.create(
-            "b", b"after"
-        )  # whether an attempt before the last had written it, it cannot know
+        # An earlier attempt may have written it, so the result may be True or False.
+        files.create("b", b"after")
         assert files.read("b") == b"after"
         with pytest.raises(ObjectMissing):
             files.read("c")
@@ -61,7 +59,7 @@ def test_a_store_that_never_answered_is_an_error_at_once(
     assert time.monotonic() - start_s < 300
 
 
-def test_a_store_that_stays_away_is_an_error_in_the_end(
+def test_a_store_that_stays_unreachable_is_an_error(
     tmp_path: Path, environment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with S3Server(tmp_path / "s3") as server:

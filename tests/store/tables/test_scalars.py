@@ -1,4 +1,4 @@
-"""The tables over a branch, questions in SQL, and what is unusual."""
+"""The tables over a branch, SQL queries, and anomalies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.rows import rewards_to_table
 from rlpipe.store.parquet.shards import data_folder, write_table
 from rlpipe.store.tables import scalars
-from rlpipe.store.tables.query import ask
+from rlpipe.store.tables.query import run_query
 from rlpipe.types import FileRecord, Node, Sample, Stage, Status
 from tests.store.lineage import Reward, Run, make_node
 
@@ -39,7 +39,7 @@ def names(files: Files, branch: str = "run") -> list[str]:
     ]
 
 
-def test_every_sample_is_a_row_with_what_became_of_it(files: Files):
+def test_every_sample_is_a_row_with_its_outcome(files: Files):
     a_run(files, 2)
     assert scalars.update(files, "run") == 2
     rows = scalars.read(files, "run").to_pylist()
@@ -60,7 +60,7 @@ def test_every_sample_is_a_row_with_what_became_of_it(files: Files):
     assert unreachable(files, grace_s=-60) == []
 
 
-def test_an_update_adds_what_is_new_and_puts_blocks_together(
+def test_an_update_adds_new_iterations_and_merges_blocks(
     local_files: Files, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(scalars, "BLOCKS", (2, 4))
@@ -73,7 +73,7 @@ def test_an_update_adds_what_is_new_and_puts_blocks_together(
     assert names(local_files) == ["00000000-00000004", "00000004-00000006", "00000006-00000007"]
     assert sorted(set(scalars.read(local_files, "run")["iteration"].to_pylist())) == list(range(7))
     assert scalars.read(local_files, "run").num_rows == len(
-        ask(local_files, "run", "select * from samples")
+        run_query(local_files, "run", "select * from samples")
     )
 
 
@@ -108,7 +108,7 @@ def test_an_update_does_not_list_the_branch_again_and_fills_gaps(tmp_path: Path)
         assert scalars.update(files, "fork") == 1, number
 
 
-def test_a_table_of_iterations_that_were_never_committed_hides_none(local_files: Files):
+def test_a_table_of_uncommitted_iterations_hides_no_committed_one(local_files: Files):
     run = a_run(local_files, 2)
     scalars.update(local_files, "run")
     for table in scalars.TABLES:
@@ -117,7 +117,7 @@ def test_a_table_of_iterations_that_were_never_committed_hides_none(local_files:
     assert scalars.update(local_files, "run") == 1
 
 
-def test_what_the_tables_have_not_yet_is_read_from_the_records_and_nothing_is_written(
+def test_a_read_computes_missing_rows_and_writes_nothing(
     local_files: Files,
 ):
     run = a_run(local_files, 3)
@@ -158,7 +158,7 @@ def test_one_iteration_in_two_files_counts_once(local_files: Files):
     assert names(local_files) == ["00000000-00000004"]
 
 
-def test_a_fork_shows_its_history_up_to_where_it_left(local_files: Files):
+def test_a_fork_has_the_history_of_its_parent_up_to_the_fork(local_files: Files):
     a_run(local_files, 4)
     fork = Run(local_files, "fork").start(parent="run/00000001")
     fork.iterate()
@@ -173,7 +173,7 @@ def test_a_fork_shows_its_history_up_to_where_it_left(local_files: Files):
     ]
 
 
-def test_processes_that_update_at_once_agree(local_files: Files, monkeypatch: pytest.MonkeyPatch):
+def test_concurrent_updates_agree(local_files: Files, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scalars, "BLOCKS", (2, 4))
     a_run(local_files, 5)
     threads = [threading.Thread(target=scalars.update, args=(local_files, "run")) for _ in range(4)]
@@ -185,22 +185,22 @@ def test_processes_that_update_at_once_agree(local_files: Files, monkeypatch: py
     assert names(local_files) == ["00000000-00000004", "00000004-00000005"]
 
 
-def test_a_damaged_table_is_named_and_can_be_made_again(local_files: Files):
+def test_a_damaged_table_is_named_and_can_be_computed_again(local_files: Files):
     a_run(local_files, 2)
     scalars.update(local_files, "run")
     [path] = local_files.list("branches/run/scalars/samples")
     file = Path(local_files.url(path).removeprefix("file://"))
     file.write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(ObjectCorrupt, match="not what its name says"):
+    with pytest.raises(ObjectCorrupt, match="do not match its name"):
         scalars.read(local_files, "run")
     local_files.delete(path)
     scalars.update(local_files, "run")
     assert scalars.read(local_files, "run").num_rows == 14
 
 
-def test_questions_are_answered_over_tables_and_shards(files: Files):
+def test_queries_run_over_tables_and_shards(files: Files):
     a_run(files, 3)
-    counted = ask(
+    counted = run_query(
         files,
         "run",
         "SELECT iteration, count(*) FILTER (trained) AS n FROM samples GROUP BY 1 ORDER BY 1",
@@ -210,12 +210,15 @@ def test_questions_are_answered_over_tables_and_shards(files: Files):
         {"iteration": 1, "n": 4},
         {"iteration": 2, "n": 6},
     ]
-    joined = "SELECT prompt, advantages FROM texts JOIN batch USING (branch, iteration, group_id, index) ORDER BY group_id"
-    assert ask(files, "run", joined, range(1)).to_pylist()[0] == {
+    joined = (
+        "SELECT prompt, advantages FROM texts JOIN batch "
+        "USING (branch, iteration, group_id, index) ORDER BY group_id"
+    )
+    assert run_query(files, "run", joined, range(1)).to_pylist()[0] == {
         "prompt": '"prompt of run:00000001"',
         "advantages": [0.0, 0.0, 0.0],
     }
-    assert ask(files, "run", "SELECT sum(groups_trained) AS n FROM commits").to_pylist() == [
+    assert run_query(files, "run", "SELECT sum(groups_trained) AS n FROM commits").to_pylist() == [
         {"n": 7}
     ]
 
@@ -224,16 +227,16 @@ def test_questions_are_answered_over_tables_and_shards(files: Files):
     "question",
     ["nonsense", "SELECT * FROM '/etc/passwd'", "SET threads = 2", "SELECT * FROM nothing"],
 )
-def test_a_question_that_cannot_be_answered_is_refused_in_words(local_files: Files, question: str):
+def test_an_invalid_query_is_refused(local_files: Files, question: str):
     a_run(local_files, 1)
     with pytest.raises(ConfigError, match="sql: "):
-        ask(local_files, "run", question)
+        run_query(local_files, "run", question)
     with pytest.raises(ObjectMissing):
-        ask(local_files, "nobody", "SELECT 1")
+        run_query(local_files, "absent", "SELECT 1")
 
 
 class OddRun(Run):
-    """A run whose iteration 1 has something unusual."""
+    """A run whose iteration 1 has an unusual value."""
 
     odd = "none"
 
@@ -302,10 +305,10 @@ def test_unusual_samples_are_found(
     assert found[rule][1:3] == ("run", 0)
 
 
-def test_each_iteration_is_judged_by_the_configuration_of_the_branch_that_made_it(
+def test_the_configuration_of_the_branch_that_made_an_iteration_decides_its_limits(
     local_files: Files,
 ):
-    """Shared history was sampled as its own branch allowed: the weights of iteration 3 are 3
+    """The shared history follows the limits of its own branch: the weights of iteration 3 are 3
     versions newer than its tokens."""
     init = Nodes(local_files).commit(make_node(Stage.INIT, {}, model="tiny")).digest
     for branch, parent, allowed in (
@@ -324,7 +327,7 @@ def test_each_iteration_is_judged_by_the_configuration_of_the_branch_that_made_i
     assert stale == {4: "fork"}
 
 
-def test_drift_and_jumps_are_found_by_size(local_files: Files, monkeypatch: pytest.MonkeyPatch):
+def test_drift_and_jumps_are_found(local_files: Files, monkeypatch: pytest.MonkeyPatch):
     a_run(local_files, 12)
     plain = scalars.read
 
@@ -350,15 +353,15 @@ def test_drift_and_jumps_are_found_by_size(local_files: Files, monkeypatch: pyte
     assert found[1] == Anomaly("grad_norm", "run", 11, 9.0, found[1].usual)
 
 
-def test_a_file_that_is_listed_and_written_at_once_is_no_part_of_itself(local_files: Files):
+def test_a_file_that_is_listed_and_written_at_once_does_not_cover_itself(local_files: Files):
     a_run(local_files, 2)
     scalars.update(local_files, "run")
     [part] = scalars.parts_of(local_files, "run", "samples")
-    assert scalars._without_inner(local_files, [part, part]) == [part]
+    assert scalars._delete_covered(local_files, [part, part]) == [part]
     assert local_files.exists(part.path)
 
 
-def test_iterations_that_do_not_follow_each_other_are_files_of_their_own():
+def test_iterations_with_a_gap_between_them_are_separate_files():
     assert list(scalars._chunks([0, 1, 3, 15, 16, 17])) == [[0, 1], [3], [15], [16, 17]]
 
 
@@ -375,7 +378,7 @@ def test_tokens_that_are_masked_for_their_age_are_not_unusual(local_files: Files
     _, _, columns = next(anomalies.by_iteration(older))
 
     def rules(config: dict[str, Any]) -> set[str]:
-        return {one.rule for one in anomalies._of_trained("run", 0, columns, config, Limits())}
+        return {one.rule for one in anomalies._in_trained("run", 0, columns, config, Limits())}
 
     assert rules({"async_buffer_size": 2}) == {"stale"}
     assert (
@@ -385,7 +388,7 @@ def test_tokens_that_are_masked_for_their_age_are_not_unusual(local_files: Files
     )
 
 
-def test_a_group_of_one_sample_has_no_signal_to_lose():
+def test_groups_of_one_sample_are_not_without_signal():
     def columns(*groups: str) -> dict[str, np.ndarray]:
         number = len(groups)
         values = {
